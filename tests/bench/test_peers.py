@@ -66,7 +66,7 @@ class Watched:
                 "mask": torch.randint(2, (2, 8, 8), dtype=torch.uint8, generator=generator),
             },
             prepare=lambda batch: batch | {"image": batch["image"].float() / 255},
-            loss=self.compute_loss,
+            loss=self.loss,
             device=torch.device("cpu"),
             lr=1e-2,
             weight_decay=0.01,

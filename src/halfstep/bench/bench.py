@@ -159,17 +159,17 @@ def list_runners(problem: Problem, request: BenchRequest, hardware: Hardware) ->
                 yield make_unmeasured_row("halfstep", mode, precision, EAGER_ONLY.format(precision))
             else:
                 yield HalfstepRunner(problem, precision, mode, unmeasured, simulate=simulate)
-        for word in request.against:
-            yield from _list_peers(word, problem, precision, explain_lack(precision, unmeasured))
+        for peer in request.against:
+            yield from _list_peers(peer, problem, precision, explain_lack(precision, unmeasured))
 
 
-def _list_peers(word: str, problem: Problem, precision: str, missing: str) -> Iterator[Runner | Row]:
+def _list_peers(peer: str, problem: Problem, precision: str, missing: str) -> Iterator[Runner | Row]:
     try:
         if missing:
             raise HardwareError(missing)
-        yield from list_peers([word], problem, precision)
+        yield from list_peers([peer], problem, precision)
     except (HardwareError, PrecisionError) as error:
-        yield make_unmeasured_row(parse_peer_name(word), word.partition(":")[2], precision, describe_failure(error))
+        yield make_unmeasured_row(parse_peer_name(peer), peer.partition(":")[2], precision, describe_failure(error))
 
 
 def measure_runner(runner: Runner, problem: Problem, request: BenchRequest, pause: Pause | None = None) -> Row:
@@ -178,8 +178,8 @@ def measure_runner(runner: Runner, problem: Problem, request: BenchRequest, paus
     if not isinstance(runner, HalfstepRunner) or not row.is_measured:
         return row
     missing = explain_simulation(runner.config.precision, runner.hardware)
-    said = (f"simulated: no speed{f' ({missing})' if missing else ''}",) if runner.simulated else ()
-    return dataclasses.replace(row, simulated=runner.simulated, remarks=(*said, *runner.remarks, *row.remarks))
+    simulation = (f"simulated: no speed{f' ({missing})' if missing else ''}",) if runner.simulated else ()
+    return dataclasses.replace(row, simulated=runner.simulated, remarks=(*simulation, *runner.remarks, *row.remarks))
 
 
 def _add_floor(row: Row, flops: int, hardware: Hardware) -> Row:

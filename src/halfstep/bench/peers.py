@@ -414,31 +414,31 @@ UNASKED: tuple[Variant, ...] = ("documented", "tuned")
 """Variants that a name without a colon selects."""
 
 
-def parse_peer_name(word: str) -> str:
+def parse_peer_name(peer: str) -> str:
     """Return `plain` for `plain` and for `plain:graphs`."""
-    return word.partition(":")[0]
+    return peer.partition(":")[0]
 
 
-def list_variants(word: str) -> tuple[Variant, ...]:
-    """Return the variants that a word of `--against` selects."""
-    asked = word.partition(":")[2]
+def list_variants(peer: str) -> tuple[Variant, ...]:
+    """Return the variants that a peer of `--against` selects."""
+    asked = peer.partition(":")[2]
     return tuple(variant for variant in VARIANTS if variant == asked) if asked else UNASKED
 
 
-def require_peers(words: Sequence[str]) -> None:
+def require_peers(peers: Sequence[str]) -> None:
     """Raise ConfigError for an unknown peer and PeerMissing for one that is not installed, before anything is timed."""
     known = [*PEERS, *(f"{name}:{variant}" for name in PEERS for variant in VARIANTS)]
-    for word in words:
-        if word not in known:
-            raise ConfigError(f"unknown peer {word!r}", fix=suggest_nearest(word, known))
-        if parse_peer_name(word) in IMPORTS:
+    for peer in peers:
+        if peer not in known:
+            raise ConfigError(f"unknown peer {peer!r}", fix=suggest_nearest(peer, known))
+        if parse_peer_name(peer) in IMPORTS:
             with silence():  # their imports warn
-                IMPORTS[parse_peer_name(word)]()
+                IMPORTS[parse_peer_name(peer)]()
 
 
-def list_peers(words: Sequence[str], problem: Problem, precision: str, *, _compiler: str = "inductor") -> list[Runner]:
+def list_peers(peers: Sequence[str], problem: Problem, precision: str, *, _compiler: str = "inductor") -> list[Runner]:
     """Return runners for the given peers and variants. Tests pass a fast torch.compile backend as `_compiler`."""
-    require_peers(words)
+    require_peers(peers)
     if precision not in PEER_PRECISIONS:
         raise PrecisionError(
             f"peers cannot be timed in {precision!r}",
@@ -453,8 +453,8 @@ def list_peers(words: Sequence[str], problem: Problem, precision: str, *, _compi
         )
     return [
         PeerRunner(name=name, variant=variant, precision=precision, setup=setup, loop=PEERS[name])
-        for word in words
-        for name in [parse_peer_name(word)]
-        for variant in list_variants(word)
+        for peer in peers
+        for name in [parse_peer_name(peer)]
+        for variant in list_variants(peer)
         for setup in [PeerSetup(problem=problem, precision=precision, variant=variant, compiler=_compiler)]
     ]

@@ -73,7 +73,7 @@ class Runner(Protocol):
     variant: str
     """halfstep: `eager`, `compile`, `graph`; a peer: `documented`, `tuned` or `graphs`."""
     precision: str
-    """The canonical word: fp32, tf32, bf16, fp16, fp8."""
+    """The canonical name: fp32, tf32, bf16, fp16, fp8."""
 
     def train(self, steps: int, after_step: AfterStep) -> float:
         """Train this many steps from the seeded start, call `after_step` after each, and return the last loss."""
@@ -248,14 +248,14 @@ def load_bench_config(
     target: str, overrides: Sequence[str], flags: Mapping[str, object], *, small: bool, against: Sequence[str] = ()
 ) -> RunConfig:
     """Load the config of a workload or file; `small` uses the size of the workload's demo, for a CPU."""
-    said, given = load(target, flags=flags, overrides=overrides), dict(flags)
-    makes_data = KINDS.of(said.config.workload).synthetic is not None
+    loaded, given = load(target, flags=flags, overrides=overrides), dict(flags)
+    makes_data = KINDS.of(loaded.config.workload).synthetic is not None
     if makes_data and not small:
         given = {"data_dir": NO_FOLDER, **flags}
-        said = load(target, flags=given, overrides=overrides)
-    unsaid = [f"{path}={value}" for path, value in COMPARABLE.items() if said.origins[path].layer in UNSTATED]
-    config = load(target, flags=given, overrides=[*unsaid, *overrides]).config
-    _refuse_rows_as_settings(said)
+        loaded = load(target, flags=given, overrides=overrides)
+    defaults = [f"{path}={value}" for path, value in COMPARABLE.items() if loaded.origins[path].layer in UNSTATED]
+    config = load(target, flags=given, overrides=[*defaults, *overrides]).config
+    _refuse_rows_as_settings(loaded)
     if config.train.accumulate > 1:
         raise ConfigError(
             f"train.accumulate={config.train.accumulate} is not supported: a benchmark times steps of one batch",
@@ -266,12 +266,12 @@ def load_bench_config(
     return config.replace(data={"dir": None}) if makes_data else config
 
 
-def _refuse_rows_as_settings(said: Loaded) -> None:
+def _refuse_rows_as_settings(loaded: Loaded) -> None:
     """Raise ConfigError for an override of precision or mode, which the benchmark varies itself."""
-    for option, (path, value) in _read_rows(said).items():
-        if said.origins[path].layer == "override":
+    for option, (path, value) in _read_rows(loaded).items():
+        if loaded.origins[path].layer == "override":
             raise ConfigError(
-                f"{said.origins[path].where} cannot be an override of a benchmark", fix=f"{option} {value}"
+                f"{loaded.origins[path].where} cannot be an override of a benchmark", fix=f"{option} {value}"
             )
 
 
@@ -295,19 +295,19 @@ class StatedRow:
     where: str
 
 
-def find_stated_rows(said: Loaded) -> dict[str, StatedRow]:
+def find_stated_rows(loaded: Loaded) -> dict[str, StatedRow]:
     """Return the precision and mode that the config sets, by option (`--precisions`, `--modes`)."""
     return {
-        option: StatedRow(value=value, where=said.origins[path].where)
-        for option, (path, value) in _read_rows(said).items()
-        if said.origins[path].layer in STATED_BELOW
+        option: StatedRow(value=value, where=loaded.origins[path].where)
+        for option, (path, value) in _read_rows(loaded).items()
+        if loaded.origins[path].layer in STATED_BELOW
     }
 
 
-def _read_rows(said: Loaded) -> dict[str, tuple[str, str]]:
+def _read_rows(loaded: Loaded) -> dict[str, tuple[str, str]]:
     """Return path and value of the settings that a benchmark varies, by option."""
-    mode = next(mode for mode, fast in FAST.items() if fast == said.config.train.fast)
-    return {"--precisions": ("precision.default", said.config.precision.default), "--modes": ("train.fast", mode)}
+    mode = next(mode for mode, fast in FAST.items() if fast == loaded.config.train.fast)
+    return {"--precisions": ("precision.default", loaded.config.precision.default), "--modes": ("train.fast", mode)}
 
 
 def set_precision(config: RunConfig, precision: str, *, simulate: bool) -> RunConfig:

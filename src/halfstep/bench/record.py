@@ -54,20 +54,20 @@ def describe_circumstances(
     }
 
 
-def format_command_line(words: Sequence[str]) -> str:
+def format_command_line(arguments: Sequence[str]) -> str:
     """Return the command without the folders of its files, which do not belong in a published result."""
-    return f"halfstep {shlex.join(_strip_folders(words))}"
+    return f"halfstep {shlex.join(_strip_folders(arguments))}"
 
 
-def _strip_folders(words: Sequence[str]) -> Iterator[str]:
+def _strip_folders(arguments: Sequence[str]) -> Iterator[str]:
     is_file = False
-    for word in words:
-        flag, equals, value = word.partition("=")
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
         if is_file:
-            yield Path(word).name
+            yield Path(argument).name
         else:
-            yield f"{flag}={Path(value).name}" if equals and flag in FILE_FLAGS else word
-        is_file = word in FILE_FLAGS
+            yield f"{flag}={Path(value).name}" if equals and flag in FILE_FLAGS else argument
+        is_file = argument in FILE_FLAGS
 
 
 def summarise_results(benched: BenchResult) -> Record:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from halfstep.cli.options import MaybeWords, Strict, option, refuse_to_overwrite
+from halfstep.cli.options import MaybeArguments, Strict, option, refuse_to_overwrite
 from halfstep.errors import ConfigError, suggest_command, suggest_nearest
 from halfstep.workloads import DEMO_WORKLOAD, KINDS
 
@@ -36,7 +36,7 @@ PEER = "Tools to compare with: plain,lightning,accelerate; plain:graphs is one v
 
 
 def command(
-    words: MaybeWords = None,
+    arguments: MaybeArguments = None,
     batch_size: Annotated[int | None, option("Samples per step.", panel=WHAT, min=1)] = None,
     image_size: Annotated[int | None, option("Image side in pixels.", panel=WHAT, min=1)] = None,
     precisions: Annotated[
@@ -72,7 +72,7 @@ def command(
         halfstep bench unet --explain
     """
     asked = BenchArguments(
-        words=add_workload(words or []),
+        arguments=add_workload(arguments or []),
         flags={"batch_size": batch_size, "image_size": image_size, "device": device, "strict": strict},
         precisions=precisions,
         modes=modes,
@@ -110,7 +110,7 @@ UNSET = "an empty argument is usually an unset shell variable"
 class BenchArguments:
     """Arguments of the command line, not yet checked; None if an option was not given."""
 
-    words: Sequence[str]
+    arguments: Sequence[str]
     """The workload or config file, then settings."""
     flags: Mapping[str, object]
     """Options that are also settings of a run."""
@@ -147,12 +147,12 @@ def refuse_files(files: OutputFiles, *, explain: bool) -> None:
         refuse_unknown_format(files.picture)
 
 
-def add_workload(words: Sequence[str]) -> list[str]:
+def add_workload(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with the workload first; print a notice if the default is used."""
-    if not words or "=" in words[0]:
+    if not arguments or "=" in arguments[0]:
         typer.secho(f"no workload given: using {DEMO_WORKLOAD}", fg="yellow", err=True)
-        return [DEMO_WORKLOAD, *words]
-    target = words[0]
+        return [DEMO_WORKLOAD, *arguments]
+    target = arguments[0]
     if not target.strip():
         raise ConfigError(f"the workload is {target!r}", why=UNSET, fix="name one, such as unet, resnet50 or vit_b_16")
     if target not in tuple(KINDS) and Path(target).is_dir():
@@ -161,7 +161,7 @@ def add_workload(words: Sequence[str]) -> list[str]:
             why="a benchmark needs no data",
             fix=_suggest_for_folder(Path(target)),
         )
-    return list(words)
+    return list(arguments)
 
 
 def _suggest_for_folder(folder: Path) -> str:
@@ -171,26 +171,26 @@ def _suggest_for_folder(folder: Path) -> str:
 
 
 def split_choices(text: str | None, option: str, allowed: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Split `a,b` into its words, in the order given; refuse an empty list and unknown words."""
+    """Split `a,b` into its arguments, in the order given; refuse an empty list and unknown arguments."""
     if text is None:
         return ()
-    found = tuple(dict.fromkeys(word.strip().lower() for word in text.split(",") if word.strip()))
+    found = tuple(dict.fromkeys(choice.strip().lower() for choice in text.split(",") if choice.strip()))
     if not found:
         fix = f"leave {option} out, or name some: {option} {','.join(list(allowed or ('fp32', 'bf16'))[:2])}"
         raise ConfigError(f"{option} {text!r} is empty", why=UNSET, fix=fix)
-    for word in found:
-        if allowed and word not in allowed:
-            raise _explain_unknown_choice(word, option, allowed)
+    for choice in found:
+        if allowed and choice not in allowed:
+            raise _explain_unknown_choice(choice, option, allowed)
     return found
 
 
-def _explain_unknown_choice(word: str, option: str, allowed: Mapping[str, str]) -> ConfigError:
-    """Return the error for an unknown word; suggest variants (`plain:graphs`) only if the word has a colon."""
+def _explain_unknown_choice(choice: str, option: str, allowed: Mapping[str, str]) -> ConfigError:
+    """Return the error for an unknown choice; suggest variants (`plain:graphs`) only if the choice has a colon."""
     named = {name: meaning for name, meaning in allowed.items() if ":" not in name}
     return ConfigError(
-        f"unknown {option} {word!r}",
+        f"unknown {option} {choice!r}",
         why="known values: " + ", ".join(f"{name} ({meaning})" for name, meaning in named.items()),
-        fix=suggest_nearest(word, allowed if ":" in word else named),
+        fix=suggest_nearest(choice, allowed if ":" in choice else named),
     )
 
 
@@ -203,8 +203,8 @@ def prepare_request(asked: BenchArguments) -> tuple[Hardware, Problem, BenchRequ
     )
     from halfstep.config.precision_names import normalise_precision
 
-    words = split_choices(asked.precisions, "--precisions")
-    precisions = tuple(dict.fromkeys(normalise_precision(word, "--precisions") for word in words))
+    names = split_choices(asked.precisions, "--precisions")
+    precisions = tuple(dict.fromkeys(normalise_precision(name, "--precisions") for name in names))
     import torch
 
     from halfstep.bench.bench import BenchRequest
@@ -225,13 +225,13 @@ def prepare_request(asked: BenchArguments) -> tuple[Hardware, Problem, BenchRequ
     place = torch.device(hardware.device)
     steps = None if asked.explain else asked.steps
     schedule = make_schedule(STEPS.get(place.type, STEPS["cpu"]) if steps is None else steps, place)
-    target, *overrides = asked.words
+    target, *overrides = asked.arguments
     config = load_bench_config(target, overrides, asked.flags, small=hardware.kind == "cpu", against=against)
-    said = load(target, flags=asked.flags, overrides=overrides)
-    if said.config.data.dir and config.data.dir is None:
-        note = f"data.dir={said.config.data.dir} is not read: the benchmark trains on one random batch of the same size"
-        typer.secho(note, fg="yellow", err=True)
-    stated = read_stated_rows(said, explain=asked.explain)
+    loaded = load(target, flags=asked.flags, overrides=overrides)
+    if loaded.config.data.dir and config.data.dir is None:
+        note = "is not read: the benchmark trains on one random batch of the same size"
+        typer.secho(f"data.dir={loaded.config.data.dir} {note}", fg="yellow", err=True)
+    stated = read_stated_rows(loaded, explain=asked.explain)
     unasked = ("auto",) if asked.explain else choose_default_precisions(hardware)
     request = BenchRequest(
         precisions=resolve_auto(choose_values("--precisions", precisions, stated, unasked), hardware),
@@ -243,11 +243,11 @@ def prepare_request(asked: BenchArguments) -> tuple[Hardware, Problem, BenchRequ
     return hardware, build_problem(config, place), request
 
 
-def read_stated_rows(said: Loaded, *, explain: bool) -> dict[str, StatedRow]:
+def read_stated_rows(loaded: Loaded, *, explain: bool) -> dict[str, StatedRow]:
     """Return the precision and mode that a config file or a preset sets, by option."""
     from halfstep.bench.problem import find_stated_rows
 
-    stated = find_stated_rows(said)
+    stated = find_stated_rows(loaded)
     if explain and "--modes" in stated and stated["--modes"].value == "auto":
         del stated["--modes"]  # auto resolves to another mode, so it cannot be profiled by itself
     return stated

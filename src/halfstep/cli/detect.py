@@ -73,9 +73,9 @@ def resolve_name(name: str, gpu: str, device: str) -> tuple[str, str]:
     if not name:
         return gpu, device
     is_here = THIS_MACHINE.fullmatch(name) is not None
-    flag, said = ("--device", device) if is_here else ("--gpu", gpu)
-    if said and said != name:
-        raise ConfigError(f"{name!r} and {flag} {said} disagree", fix="name one")
+    flag, given = ("--device", device) if is_here else ("--gpu", gpu)
+    if given and given != name:
+        raise ConfigError(f"{name!r} and {flag} {given} disagree", fix="name one")
     return (gpu, name) if is_here else (name, device)
 
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfstep.cli.options import BatchSize, DataDir, Device, Json, Trust, WordsOrRun, option
+from halfstep.cli.options import ArgumentsOrRun, BatchSize, DataDir, Device, Json, Trust, option
 
 if TYPE_CHECKING:
     from halfstep.evidence.dry_run import Judgement
 
 
 def command(
-    words: WordsOrRun,
+    arguments: ArgumentsOrRun,
     target: Annotated[str, option("The format.", metavar="fp16|bf16-true|fp8")],
     data_dir: DataDir = None,
     batch_size: BatchSize = None,
@@ -40,7 +40,7 @@ def command(
     from halfstep.use.observe_step import dry_run
 
     flags = {"data_dir": data_dir, "batch_size": batch_size, "device": device}
-    rows = dry_run(words[0], target, num_batches=batches, flags=flags, overrides=words[1:], trust=trust)
+    rows = dry_run(arguments[0], target, num_batches=batches, flags=flags, overrides=arguments[1:], trust=trust)
     if picture is not None:
         from halfstep.report.curves import draw_heat_map
 

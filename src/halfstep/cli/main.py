@@ -126,29 +126,29 @@ def root(
 def normalise_dashes(argv: Sequence[str]) -> list[str]:
     """Write `--data_dir X` as `--data-dir X`; leave values and `key=value` overrides unchanged."""
     stop = list(argv).index("--") if "--" in argv else len(argv)
-    dashed = [re.sub(r"^--[^=]+", lambda flag: flag.group().replace("_", "-"), word) for word in argv[:stop]]
+    dashed = [re.sub(r"^--[^=]+", lambda flag: flag.group().replace("_", "-"), argument) for argument in argv[:stop]]
     return dashed + list(argv[stop:])
 
 
 def shorten_paths(argv: Sequence[str]) -> list[str]:
     """Shorten `data/../d` to `d`, as an argument or after `--flag=`; a run makes paths in settings absolute itself."""
 
-    def shorten(word: str) -> str:
-        flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    def shorten(argument: str) -> str:
+        flag, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
         # Other texts may contain `..` too: treat it as a path only if it goes up from an existing folder.
         is_path = ".." in value.split(os.sep) and "=" not in value and os.path.isdir(value[: value.rindex("..") + 2])
-        return f"{flag}{equals}{normalise_path(value)}" if is_path else word
+        return f"{flag}{equals}{normalise_path(value)}" if is_path else argument
 
-    return [shorten(word) for word in argv]
+    return [shorten(argument) for argument in argv]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exit with 0 for success, 1 for findings, 2 for a mistake in the call."""
-    words = shorten_paths(normalise_dashes(sys.argv[1:] if argv is None else argv)) or ["--help"]
+    arguments = shorten_paths(normalise_dashes(sys.argv[1:] if argv is None else argv)) or ["--help"]
     wrap_standard_streams()
     try:
         # Not standalone: typer would print its own errors in another form.
-        sys.exit(build_app(choose_commands(words))(words, prog_name="halfstep", standalone_mode=False) or 0)
+        sys.exit(build_app(choose_commands(arguments))(arguments, prog_name="halfstep", standalone_mode=False) or 0)
     except USAGE_ERROR as error:
         show_once(explain_usage_error(error))
         sys.exit(2)
@@ -242,14 +242,14 @@ FOREIGN_FLAGS = {
 """Flags of SlotContrast's command that halfstep lacks, and what to use instead."""
 
 
-def explain_usage_error(error: Any, words: Sequence[str] = (), context: Any = None) -> ConfigError:
-    """Return the parser's error as one of ours; `words` are the arguments, `context` is the command."""
+def explain_usage_error(error: Any, arguments: Sequence[str] = (), context: Any = None) -> ConfigError:
+    """Return the parser's error as one of ours; `arguments` are the arguments, `context` is the command."""
     context = error.ctx or context
     called = context.command_path if context else "halfstep"
     help_text = f"{called} --help explains every argument" if " " in called else f"{called} --help lists all commands"
-    said = list(find_occurrences(words, error.param)) if getattr(error, "param", None) is not None else []
-    if said:
-        return ConfigError(f"{said[-1]}: {_format_expectation(error.message)}", fix=help_text)
+    given = list(find_occurrences(arguments, error.param)) if getattr(error, "param", None) is not None else []
+    if given:
+        return ConfigError(f"{given[-1]}: {_format_expectation(error.message)}", fix=help_text)
     what = getattr(error, "message", "") or error.format_message()
     is_unknown = hasattr(error, "possibilities")
     names = {one.name for one in context.command.params} if context is not None else set()
@@ -257,7 +257,7 @@ def explain_usage_error(error: Any, words: Sequence[str] = (), context: Any = No
         return ConfigError(what.rstrip("."), fix=instead)
     if is_unknown and "precision" in names and _is_precision(precision := error.option_name.lstrip("-")):
         return ConfigError(what.rstrip("."), fix=f"--precision {precision}")
-    has_settings = "words" in names
+    has_settings = "arguments" in names
     if is_unknown and has_settings and (setting := _find_setting(error.option_name)):
         same = _find_same_option(setting, context.command.params)
         fix = f"did you mean {same}?" if same else f"write settings as {setting}=VALUE."
@@ -269,10 +269,10 @@ def explain_usage_error(error: Any, words: Sequence[str] = (), context: Any = No
     return ConfigError(what.rstrip("."), fix=nearest + help_text)
 
 
-def _is_precision(word: str) -> bool:
+def _is_precision(argument: str) -> bool:
     from halfstep.config.precision_names import PRECISIONS
 
-    return word in PRECISIONS
+    return argument in PRECISIONS
 
 
 def _find_setting(option: str) -> str:
@@ -306,15 +306,15 @@ def _format_expectation(message: str) -> str:
     return f"expected {expected}" if expected else message.replace("Input should be", "it must be")
 
 
-def find_occurrences(words: Sequence[str], parameter: Any) -> Iterator[str]:
+def find_occurrences(arguments: Sequence[str], parameter: Any) -> Iterator[str]:
     """Yield every occurrence of the option, as written."""
-    stop = list(words).index("--") if "--" in words else len(words)
+    stop = list(arguments).index("--") if "--" in arguments else len(arguments)
     names = {*parameter.opts, *parameter.secondary_opts}
-    for place, word in enumerate(words[:stop]):
-        name, equals, _ = word.partition("=")
+    for index, argument in enumerate(arguments[:stop]):
+        name, equals, _ = argument.partition("=")
         if name in names:
-            has_value = not getattr(parameter, "is_flag", False) and not equals and place + 1 < stop
-            yield f"{word} {words[place + 1]}" if has_value else word
+            has_value = not getattr(parameter, "is_flag", False) and not equals and index + 1 < stop
+            yield f"{argument} {arguments[index + 1]}" if has_value else argument
 
 
 class OnceCommand(TyperCommand):
@@ -324,16 +324,16 @@ class OnceCommand(TyperCommand):
         for parameter in self.params:
             if parameter.param_type_name == "option" and not parameter.multiple:
                 refuse_conflict(list(find_occurrences(args, parameter)))
-        words = list(args)  # parsing empties the list
+        arguments = list(args)  # parsing empties the list
         try:
             return super().parse_args(ctx, args)
         except USAGE_ERROR as error:
-            raise explain_usage_error(error, words, ctx) from None
+            raise explain_usage_error(error, arguments, ctx) from None
 
 
-def refuse_conflict(said: Sequence[str]) -> None:
+def refuse_conflict(given: Sequence[str]) -> None:
     """Raise ConfigError if one flag was given two values."""
-    different = list(dict.fromkeys(text.replace("=", " ", 1) for text in said))
+    different = list(dict.fromkeys(text.replace("=", " ", 1) for text in given))
     if len(different) > 1:
         raise ConfigError(" and ".join(f"`{text}`" for text in different) + " disagree", fix="keep one of them")
 
@@ -371,15 +371,15 @@ def find_workload(args: Sequence[str], *, trust: bool) -> str:
     from halfstep.config.yaml_source import read_yaml
     from halfstep.workloads import KINDS
 
-    for word in args:
-        config = Path(word) / "config.yaml"
-        if not word.startswith("-") and config.is_file():
+    for argument in args:
+        config = Path(argument) / "config.yaml"
+        if not argument.startswith("-") and config.is_file():
             workload = str(read_yaml(config).values.get("workload") or "")
             if workload not in ("", *KINDS) and not trust:
                 from halfstep.run.folder import RunFolder
                 from halfstep.workloads.base.import_path import refuse_unknown_code
 
-                refuse_unknown_code([workload], RunFolder(Path(word)).read_settled().code, config)
+                refuse_unknown_code([workload], RunFolder(Path(argument)).read_settled().code, config)
             return workload
     return ""
 
@@ -387,27 +387,27 @@ def find_workload(args: Sequence[str], *, trust: bool) -> str:
 def extract_options(args: Sequence[str], known: dict[str, Option]) -> tuple[list[str], dict[str, Any]]:
     """Return the arguments without a family's options, and those options by name."""
     rest: list[str] = []
-    given: dict[str, Any] = {}
-    said: dict[str, list[str]] = {}
-    words: Iterator[str] = iter(args)
-    for word in words:
-        flag, equals, value = word.partition("=")
+    values: dict[str, Any] = {}
+    given: dict[str, list[str]] = {}
+    arguments: Iterator[str] = iter(args)
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
         option = known.get(flag)
-        if word == "--":
-            rest += [word, *words]
+        if argument == "--":
+            rest += [argument, *arguments]
         elif option is None:
-            rest.append(word)
+            rest.append(argument)
         else:
             if option.type is bool:
                 if equals:
-                    raise ConfigError(f"{word}: {flag} takes no value", fix=flag)
+                    raise ConfigError(f"{argument}: {flag} takes no value", fix=flag)
                 value = "yes"
-            elif not equals and (value := next(words, "")) == "":
+            elif not equals and (value := next(arguments, "")) == "":
                 raise ConfigError(f"{flag} needs a value", fix=f"{flag} {option.type.__name__.upper()}")
-            given[option.name] = True if option.type is bool else value
-            said.setdefault(flag, []).append(f"{flag} {value}")
-            refuse_conflict(said[flag])
-    return rest, given
+            values[option.name] = True if option.type is bool else value
+            given.setdefault(flag, []).append(f"{flag} {value}")
+            refuse_conflict(given[flag])
+    return rest, values
 
 
 def find_options(kind: Kind, command: str) -> tuple[Option, ...]:

@@ -74,13 +74,13 @@ def refuse_to_overwrite(paths: Mapping[str, Path | None], *, force: bool | None 
             raise ConfigError(f"{given} cannot be written", why=why, fix="choose a file in another folder") from error
 
 
-Words = Annotated[
+Arguments = Annotated[
     list[str], typer.Argument(metavar="WORKLOAD|CONFIG.yaml KEY=VALUE", help="What to use, then settings.")
 ]
-WordsOrRun = Annotated[
+ArgumentsOrRun = Annotated[
     list[str], typer.Argument(metavar="WORKLOAD|CONFIG.yaml|RUN KEY=VALUE", help="What to use, then settings.")
 ]
-MaybeWords = Annotated[
+MaybeArguments = Annotated[
     list[str] | None, typer.Argument(metavar="WORKLOAD|CONFIG.yaml KEY=VALUE", help="What to train, then settings.")
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, made by `halfstep train`.")]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli.options import DataDir, Device, Json, Precision, Simulate, Strict, Words, option
+from halfstep.cli.options import Arguments, DataDir, Device, Json, Precision, Simulate, Strict, option
 from halfstep.errors import ConfigError, format_bytes, suggest_nearest
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    words: Words,
+    arguments: Arguments,
     precision: Precision = None,
     data_dir: DataDir = None,
     device: Device = None,
@@ -59,11 +59,11 @@ def command(
 
     flags = {"precision": precision, "data_dir": data_dir, "device": device, "strict": strict, "simulate": simulate}
     if memory:
-        return show_memory(words, flags, gpu=gpu, fit=fit, mode=mode, picture=picture, as_json=as_json)
+        return show_memory(arguments, flags, gpu=gpu, fit=fit, mode=mode, picture=picture, as_json=as_json)
     for name, value in (("--fit", fit), ("--mode", mode), ("--picture", picture)):
         if value is not None:
             raise ConfigError(f"{name} {value} needs --memory", fix=f"--memory {name} {value}")
-    loaded = load(words[0], flags=flags, overrides=words[1:])
+    loaded = load(arguments[0], flags=flags, overrides=arguments[1:])
     decided = plan_config(loaded.config, gpu=gpu)
     if as_json:
         return typer.echo(decided.to_json())
@@ -108,7 +108,7 @@ class MemoryPlan:
 
 
 def show_memory(
-    words: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | None, mode: str | None, picture: Path | None,
+    arguments: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | None, mode: str | None, picture: Path | None,
     as_json: bool,
 ) -> None:  # fmt: skip
     """Print the memory plan, as text or JSON, and draw it if a picture was asked for."""
@@ -117,7 +117,7 @@ def show_memory(
 
     if picture:
         refuse_unknown_format(picture)
-    plan = _plan_memory(words, flags, gpu=gpu, fit=fit, mode=mode)
+    plan = _plan_memory(arguments, flags, gpu=gpu, fit=fit, mode=mode)
     if picture:
         draw_memory(plan.title, merge_equal_rows(plan.rows), picture, limit_bytes=plan.memory_bytes)
     if as_json:
@@ -127,7 +127,7 @@ def show_memory(
 
 
 def _plan_memory(
-    words: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | None, mode: str | None
+    arguments: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | None, mode: str | None
 ) -> MemoryPlan:
     from halfstep.config.precision_names import normalise_precision
     from halfstep.run.assemble import provide_data
@@ -145,7 +145,7 @@ def _plan_memory(
     from halfstep.tune.own_blocks import describe_blocks
 
     hardware, memory, where = _choose_device(gpu, fit, flags)
-    config, is_made_up = _load_full_size(words, flags)
+    config, is_made_up = _load_full_size(arguments, flags)
     shown = _choose_mode(mode, config)
     with contextlib.nullcontext(config) if is_made_up else provide_data(config) as with_data:
         planner = MemoryPlanner(build_traceable_step(with_data), hardware)
@@ -219,26 +219,26 @@ def _list_gpu_notes(hardware: Hardware, precision: str, memory: int) -> Iterator
     yield from hardware.notes
 
 
-def _load_full_size(words: Sequence[str], flags: Flags) -> tuple[RunConfig, bool]:
+def _load_full_size(arguments: Sequence[str], flags: Flags) -> tuple[RunConfig, bool]:
     """Return the config at full size, and whether its data are made up.
 
     Without a data folder a workload would use the small size of its demo.
     """
     from halfstep.workloads import KINDS, load
 
-    loaded = load(words[0], flags=flags, overrides=words[1:])
+    loaded = load(arguments[0], flags=flags, overrides=arguments[1:])
     kind = KINDS.of(loaded.config.workload)
     if loaded.config.data.dir is not None or kind.synthetic is None:
         return loaded.config, False
-    config = load(words[0], flags={**flags, "data_dir": NO_FOLDER}, overrides=words[1:]).config
+    config = load(arguments[0], flags={**flags, "data_dir": NO_FOLDER}, overrides=arguments[1:]).config
     return config.replace(data={"dir": None}), True
 
 
 def _choose_mode(asked: str | None, config: RunConfig) -> Mode:
-    word = asked or SHOWN_MODES[config.train.fast]
-    if word not in TRACED:
-        raise ConfigError(f"unknown --mode {word!r}", fix=suggest_nearest(word, TRACED))
-    return word  # type: ignore[return-value]
+    name = asked or SHOWN_MODES[config.train.fast]
+    if name not in TRACED:
+        raise ConfigError(f"unknown --mode {name!r}", fix=suggest_nearest(name, TRACED))
+    return name  # type: ignore[return-value]
 
 
 def _print_memory(plan: MemoryPlan) -> None:
@@ -260,7 +260,7 @@ def _print_memory(plan: MemoryPlan) -> None:
     if plan.fits:
         console.print(f"\nfits {plan.where}, fastest (predicted) first")
         console.print(_build_fit_table(plan.fits))
-        console.print(f"to use the first: {' '.join(plan.fits[0].words)}")
+        console.print(f"to use the first: {' '.join(plan.fits[0].arguments)}")
     for note in plan.notes:
         print_text(console, Text(f"note: {note}"))
     for name in plan.rows[0].totals:
@@ -301,7 +301,7 @@ def _convert_plan(plan: MemoryPlan) -> dict[str, Any]:
         "fits": [
             {"precision": fit.prediction.cell.precision, "memory": str(fit.prediction.cell.setting),
              "largest_batch": fit.largest_batch, "batch_size": fit.batch_size, "accumulate": fit.accumulate,
-             "peak_bytes": fit.prediction.total, "relative_time": fit.relative_time, "words": fit.words}
+             "peak_bytes": fit.prediction.total, "relative_time": fit.relative_time, "words": fit.arguments}
             for fit in plan.fits
         ],
         "notes": list(plan.notes),

@@ -29,7 +29,7 @@ from halfstep.cli.options import (
     Epochs,
     ImageSize,
     MaxSteps,
-    MaybeWords,
+    MaybeArguments,
     Precision,
     Simulate,
     Strict,
@@ -82,7 +82,7 @@ class TrainFlags:
 
 @add_flags(TrainFlags)
 def command(
-    words: MaybeWords = None,
+    arguments: MaybeArguments = None,
     overrides_file: Annotated[Path | None, option(OVERRIDES, "--config-overrides-file", panel=DATA)] = None,
     check_validation: Annotated[bool, option(VALIDATION, "--check-validation", panel=DATA)] = False,
     gpus: Annotated[str | None, option("How many GPUs (8), or which (0,1): one process each.", panel=RUN)] = None,
@@ -121,7 +121,7 @@ def command(
         halfstep train --resume runs/unet-20250101-120000 --epochs 40
     """
     resume = choose_resumed_folder(resume, continue_from)
-    loaded = load_config(words or [], settings, resume, overrides_file)
+    loaded = load_config(arguments or [], settings, resume, overrides_file)
     if resume and out:
         raise ConfigError(f"--resume {resume} continues in its own folder, not in --out {out}", fix="leave --out out")
     if as_json and not show_config:
@@ -144,7 +144,7 @@ def command(
 
 
 def load_config(
-    words: list[str], flags: dict[str, object], resume: Path | None, overrides_file: Path | None = None
+    arguments: list[str], flags: dict[str, object], resume: Path | None, overrides_file: Path | None = None
 ) -> Loaded:
     """Load the config; the first argument is the workload or the file.
 
@@ -153,7 +153,7 @@ def load_config(
     from halfstep.config.load import is_file
     from halfstep.workloads import KINDS, load
 
-    target, overrides = (words[0], words[1:]) if words and "=" not in words[0] else ("", words)
+    target, overrides = (arguments[0], arguments[1:]) if arguments and "=" not in arguments[0] else ("", arguments)
     if resume:
         if is_file(target, KINDS):
             asked = load(target, flags=flags, overrides=overrides, overrides_file=overrides_file)
@@ -182,13 +182,13 @@ def list_overrides(loaded: Loaded) -> list[str]:
     whole = dump_values(loaded.config)
     for path in (path for path, origin in loaded.origins.items() if origin.layer != "default" and path != "workload"):
         value: Any = whole
-        said: list[str] = []
+        names: list[str] = []
         for name in path.split("."):
             if not isinstance(value, dict) or name not in value:  # keys below are user-defined
                 break
             value = value[name]
-            said.append(name)
-        found[".".join(said)] = value
+            names.append(name)
+        found[".".join(names)] = value
     return [f"{path}={json.dumps(value)}" for path, value in found.items()]
 
 
@@ -319,18 +319,18 @@ def refuse_missing_gpus(num: int) -> None:
         )
 
 
-def remove_gpus_flag(words: list[str]) -> list[str]:
+def remove_gpus_flag(arguments: list[str]) -> list[str]:
     """Return the command line for each rank."""
     kept, skips = [], False
-    for word in words:
-        if skips or word.startswith("--gpus"):
-            skips = not skips and word == "--gpus"
+    for argument in arguments:
+        if skips or argument.startswith("--gpus"):
+            skips = not skips and argument == "--gpus"
             continue
-        kept.append(word)
+        kept.append(argument)
     return kept
 
 
-def launch_ranks(num: int, words: list[str]) -> int:
+def launch_ranks(num: int, arguments: list[str]) -> int:
     """Run `num` ranks of this command and return their exit status; a failing rank prints its own error."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -344,7 +344,7 @@ def launch_ranks(num: int, words: list[str]) -> int:
     )  # fmt: skip
     logging.disable(logging.ERROR)  # the ranks print their own errors; torchrun would repeat them
     try:
-        elastic_launch(config, sys.executable)("-m", "halfstep", *words)
+        elastic_launch(config, sys.executable)("-m", "halfstep", *arguments)
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         if not any(code > 0 for code in codes.values()):

@@ -18,7 +18,7 @@ REFERENCE = {"type": "string", "pattern": r"\$\{globals\..+\}"}
 
 # PyYAML's wheels include libyaml, which is four times as fast at writing.
 class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """Writes for our loader, which types plain scalars itself: text that looks like another type is quoted."""
+    """Writes YAML for our loader, which types plain scalars itself: text that looks like a number is quoted."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, Any]]] = {}
 

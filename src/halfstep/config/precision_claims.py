@@ -1,8 +1,9 @@
 """Read all precision keys of one layer together, as one statement.
 
-`use_amp: false` with `amp_dtype: bfloat16` is fp32, because the switch is off; `amp: true` with `fp16: false` is bf16,
-because mixed precision is on and fp16 is excluded. So a layer's keys are first sorted into a name, a switch, a type and
-exclusions, and then read together. Keys that contradict each other are an error that names both.
+One key alone can mislead: `use_amp: false` with `amp_dtype: bfloat16` is fp32, because the switch is off; `amp: true`
+with `fp16: false` is bf16, because mixed precision is on and fp16 is excluded. So a layer's keys are first sorted into
+a name, a switch, a type and exclusions, and then read together. Keys that contradict each other raise an error that
+names both.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ HALF_TYPES = ("bf16", "fp16")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stated:
-    """The result of the layers so far: the precision (empty if not set), and the last half type that was named."""
+    """The precision after the layers so far (empty if not set), and the last half type that any of them named."""
 
     value: str = ""
     type: str = ""
@@ -42,6 +43,7 @@ class PrecisionKeys:
     given_by: dict[str, Statement] = field(default_factory=dict)
 
     def set_once(self, part: str, value: object, statement: Statement) -> None:
+        """Set one of the fields; a second statement with another value is an error."""
         earlier = self.given_by.setdefault(part, statement)
         if earlier is statement:
             setattr(self, part, value)
@@ -113,7 +115,7 @@ def read_bool(value: object, statement: Statement) -> bool:
 
 
 def check_name(parts: PrecisionKeys) -> None:
-    """Check that a precision named outright agrees with the layer's switches."""
+    """Check that a precision given by name agrees with the layer's switches."""
     if not parts.name:
         return
     fits_switch = {None: True, True: parts.name in MIXED, False: parts.name in ("fp32", "tf32")}[parts.switch]
@@ -122,7 +124,7 @@ def check_name(parts: PrecisionKeys) -> None:
         "type": parts.switch is False or not parts.type or parts.name == parts.type,
         "not fp16": not (parts.name == "fp16" and "fp16" in parts.excluded),
         "not bf16": not (parts.name in ("bf16", "bf16-true") and "bf16" in parts.excluded),
-        # Those optimizations switch TF32 on; `fp32` is strict.
+        # use_optimizations switches TF32 on, but `fp32` means strict fp32.
         "optimizations": not (parts.optimizations and parts.name == "fp32"),
     }
     for part, holds in fits.items():
@@ -148,6 +150,7 @@ def read_together(parts: PrecisionKeys, below: Stated) -> tuple[str, tuple[str, 
 
 
 def choose_half_type(parts: PrecisionKeys, below: Stated) -> str:
+    """Return the half format of mixed precision: this layer's type, else one from below, else the safest allowed."""
     if parts.type:
         if parts.type in parts.excluded:
             raise make_disagreement(parts.given_by["type"], parts.given_by[f"not {parts.type}"])
@@ -161,17 +164,17 @@ def choose_half_type(parts: PrecisionKeys, below: Stated) -> str:
 
 
 def read_type_alone(parts: PrecisionKeys, below: Stated) -> tuple[str, tuple[str, ...]]:
-    """Read a type without a switch: it does not turn mixed precision on, but under `auto` it may be on already."""
-    said = parts.given_by["type"]
+    """Read a type without a switch: it does not turn mixed precision on, but `auto` may have done so."""
+    given = parts.given_by["type"]
     if parts.type in parts.excluded:
-        raise make_disagreement(said, parts.given_by[f"not {parts.type}"])
+        raise make_disagreement(given, parts.given_by[f"not {parts.type}"])
     if below.value in MIXED:
         return parts.type, ()
     if below.value in ("", "auto"):
-        others = "scripts with this key ignore it unless mixed precision is switched on, and train in fp32"
-        return parts.type, (f"{said} is taken as precision={parts.type}; {others}",)
+        others = "most scripts ignore this key and train in fp32 unless mixed precision is switched on"
+        return parts.type, (f"{given} is read as precision={parts.type}; {others}",)
     off = f"precision is {below.value} ({below.origin})"
-    return "", (f"{said} changes nothing: {off}; precision={parts.type} would change it",)
+    return "", (f"{given} has no effect: {off}; use precision={parts.type} instead",)
 
 
 def join_origins(statements: Sequence[Statement]) -> Origin:

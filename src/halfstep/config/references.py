@@ -1,8 +1,10 @@
-"""`${...}` in a config file: alone it keeps the type of the value it names, inside a text it is pasted.
+"""Replace `${...}` in config files: alone it keeps the type of the value it names, inside a text it is pasted.
 
-Our own files refer to globals, `${globals.NAME}`. Files of other projects follow OmegaConf: `${trainer.max_steps}`
-names any key and `${.NUM_GPUS}` one in the same section. Both may compute, `${mul: a, b}`. Everything is bounded: ten
-keys that each name the previous one ten times would otherwise fill the memory from a file of one kilobyte.
+halfstep's files refer to globals only, `${globals.NAME}`. Files of other projects follow OmegaConf:
+`${trainer.max_steps}` names any key and `${.NUM_GPUS}` one in the same section. Both may compute: `${mul: a, b}`.
+
+All sizes are bounded. Without bounds a file of one kilobyte could fill the memory: ten keys, each of which names the
+previous one ten times, expand to 10^10 values.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from halfstep.errors import ConfigError
 
 INNERMOST = re.compile(r"\$\{([^${}]*)\}")
 MOST_IN_A_ROW = 20
-"""References that lead to one another: more is a mistake, and Python's stack is finite."""
+"""Longest chain of references that lead to one another: a longer one is a mistake, and Python's stack is finite."""
 MOST_LOOKUPS = 10_000
 MOST_CHARACTERS = 100_000
 """Length of one text; real files need a few hundred."""
 
 Place = tuple[str, ...]
 Find = Callable[[str, Place, str], tuple[Any, Place]]
-"""(name, path at which it is used, the same for errors) -> its value, and the path of that value."""
+"""Arguments: the name, the path at which it is used, that path for errors. Returns its value and the value's path."""
 
 
 def find_references(value: object) -> set[str]:
@@ -62,12 +64,15 @@ class References:
             if match.span() == (0, len(text)):
                 return value
             if isinstance(value, (list, Mapping)):
-                raise ConfigError(f"{at}: ${{{match[1]}}} is not a single value and cannot be part of a string")
+                raise ConfigError(
+                    f"{at}: ${{{match[1]}}} is a list or a section and cannot be part of a text",
+                    fix="use the reference alone, or name a single value",
+                )
             text = text[: match.start()] + ("null" if value is None else str(value)) + text[match.end() :]
             if len(text) > MOST_CHARACTERS:
                 raise ConfigError(f"{at} is longer than {MOST_CHARACTERS:,} characters", fix="shorten it")
         if "${" in text:
-            raise ConfigError(f"{at}: {text[:60]!r} has an open ${{", fix="close it with }")
+            raise ConfigError(f"{at}: {text[:60]!r} has a ${{ without }}", fix="close it with }")
         return self.read(Plain(text) if isinstance(given, Plain) else text)
 
     def _look_up(self, reference: str, place: Place, at: str, chain: Place) -> Any:
@@ -87,9 +92,9 @@ class References:
         return self(found, there, at, (*chain, named))
 
 
-# --- functions: `${mul: a, b}`, `${eval: 'a * b + 1', 3, 4}`. Arithmetic only ---
-# `eval` is parsed as an expression and computed node by node; anything but arithmetic is refused, so that a config file
-# cannot run code. Numbers are bounded, since a power of a power would take all memory.
+# --- functions: `${mul: a, b}`, `${eval: 'a * b + 1', 3, 4}` ---
+# `eval` is parsed as an expression and computed node by node. Anything but arithmetic is refused, so that a config file
+# cannot run code. Numbers are bounded, because a power of a power would take all memory.
 
 Number = int | float
 
@@ -152,13 +157,18 @@ def compute_function(name: str, arguments: str, at: str) -> Any:
 
 def check_numbers(values: Sequence[Any], at: str) -> list[Number]:
     if not all(isinstance(value, (int, float)) for value in values):
-        raise ConfigError(f"{at} computes with something that is not a number")
+        wrong = next(value for value in values if not isinstance(value, (int, float)))
+        raise ConfigError(f"{at} computes with {wrong!r}, which is not a number", fix="write the value itself")
     return list(values)
 
 
 def check_bounds(value: Any, at: str) -> Number:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:
-        raise ConfigError(f"{at} gives {str(value)[:20]}", why=f"settings are numbers up to {LARGEST:g}")
+        raise ConfigError(
+            f"{at} gives {str(value)[:20]}",
+            why=f"a computed setting must be a number up to {LARGEST:g}",
+            fix="write the value itself",
+        )
     return value
 
 
@@ -189,7 +199,9 @@ def evaluate_text(text: str, values: list[Any], at: str) -> Any:
     known = dict(zip(names, check_numbers(values, at), strict=True))
     expression = (body if has_names else text).strip()
     if len(expression) > LONGEST:
-        raise ConfigError(f"{at} has {len(expression)} characters", why=f"at most {LONGEST} are computed")
+        raise ConfigError(
+            f"{at} has {len(expression)} characters", why=f"the limit is {LONGEST}", fix="write the value itself"
+        )
     try:
         tree = ast.parse(expression, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -208,7 +220,9 @@ def _evaluate_node(node: ast.AST, known: Mapping[str, Number], at: str) -> Numbe
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
             one, other = _evaluate_node(left, known, at), _evaluate_node(right, known, at)
             if isinstance(op, ast.Pow) and abs(other) > 64:
-                raise ConfigError(f"{at}: a power of {other}", why="exponents go up to 64")
+                raise ConfigError(
+                    f"{at}: the exponent {other} is too large", why="the limit is 64", fix="use a smaller one"
+                )
             return check_bounds(OPERATIONS[type(op)](one, other), at)
         case ast.Call(func=ast.Name(id=name), args=given, keywords=[]) if name in FUNCTIONS:
             return check_bounds(FUNCTIONS[name](*(_evaluate_node(argument, known, at) for argument in given)), at)

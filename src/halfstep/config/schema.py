@@ -43,7 +43,7 @@ OPTIMIZER_OPTIONS: dict[str, frozenset[str]] = {
     "alpha": frozenset({"rmsprop"}),
     "rho": frozenset({"adadelta"}),
 }
-"""Which optimizers read an option; a value given for another optimizer is reported, never silently dropped."""
+"""The optimizers that read each option; a value given for another optimizer is reported, never silently dropped."""
 
 SCHEDULE_OPTIONS: dict[str, frozenset[str]] = {
     "decay_from_start": frozenset({"cosine", "linear", "polynomial", "exponential", "step"}),
@@ -90,7 +90,9 @@ class OptimizerConfig(Section):
     def normalise_optimizer(cls, value: object) -> object:
         name = re.sub(r"[-_]", "", value.lower()) if isinstance(value, str) else value
         if name in UNJUDGEABLE:
-            raise ValueError(f"refused: {name} updates weights before the step can be checked; adamw is a good default")
+            raise ValueError(
+                f"{name} updates weights before the step can be checked; use another optimizer, such as adamw"
+            )
         return name
 
     def compute_peak_lr(self, samples_per_step: int) -> float:
@@ -218,12 +220,12 @@ class TrainConfig(Section):
     def ignore_default_epochs(self) -> Self:
         """Ignore the default of `epochs` if only `max_steps` is set, as Lightning and transformers do."""
         if self.max_steps and "max_steps" in self.model_fields_set and "epochs" not in self.model_fields_set:
-            object.__setattr__(self, "epochs", WITHOUT_END)  # frozen from here on
+            object.__setattr__(self, "epochs", WITHOUT_END)  # the model is frozen: a plain assignment would raise
         return self
 
 
 class GuardConfig(Section):
-    """What happens when steps go bad."""
+    """What happens when a step has a non-finite loss or gradient, or a spike."""
 
     on_fault: Literal["stop", "rollback"] = Field(
         default="stop", description="After max_consecutive faults: stop the run, or roll back"
@@ -365,7 +367,7 @@ class BuiltModelConfig(ModelConfig):
     @model_validator(mode="after")
     def refuse_custom_model(self) -> Self:
         if self.path or self.options:
-            raise ValueError("this workload builds its own model; to train yours: halfstep train my_pkg.my_mod:build")
+            raise ValueError("this workload has a fixed model; to train your model: halfstep train my_pkg.my_mod:build")
         return self
 
 
@@ -426,7 +428,7 @@ class RunConfig(Section):
     ema: EmaConfig = EmaConfig()
     log: LogConfig = LogConfig()
     globals: dict[str, JsonValue] = Field(
-        default_factory=dict, description="Your own values, referenced anywhere as ${globals.NAME}"
+        default_factory=dict, description="Custom values, which any setting can refer to as ${globals.NAME}"
     )
 
     def replace(self, **sections: Mapping[str, Any]) -> Self:

@@ -1,4 +1,4 @@
-"""Statements: one value for one setting, with its origin, from files, `key=value` overrides and flags."""
+"""Parse files, `key=value` overrides and flags into statements: one value for one setting, with its origin."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYERS: tuple[Layer, ...] = ("demo", "preset", "file", "override", "flag")
 """From the weakest to the strongest; a default applies if no layer sets the value."""
 
 OPEN_SECTIONS = ("globals", "precision.modules", "model.options")
-"""Sections whose keys the user chooses; a value below them is taken as a whole."""
+"""Sections whose keys the user chooses; a value below them is not split into settings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,35 +90,33 @@ def find_open_section(path: str) -> str:
 KEY = re.compile(r"[A-Za-z_][\w\-]*(\.[^=\s]+)*")
 
 
-def parse_overrides(words: Sequence[str]) -> list[Statement]:
+def parse_overrides(overrides: Sequence[str]) -> list[Statement]:
     """Return one statement per override; a mapping value (`globals={A: 1}`) gives one per key."""
-    return [statement for word in words for statement in parse_override(word)]
+    return [statement for override in overrides for statement in parse_override(override)]
 
 
-def parse_override(word: str) -> list[Statement]:
-    key, equals, text = word.partition("=")
+def parse_override(override: str) -> list[Statement]:
+    key, equals, text = override.partition("=")
     key = key.strip()
     if not equals:
         fix = "write key=value, such as train.epochs=3 or optimizer.lr=1e-3"
-        if word.lower() in PRECISION_NAMES:
-            fix = f"--precision {word}"
-        elif word.lower().endswith((".yaml", ".yml")):
-            fix = (
-                f"--config-overrides-file {word}, or {word} in the workload's place, with a line `workload: NAME` in it"
-            )
-        raise ConfigError(f"{word!r} is not an override", fix=fix)
+        if override.lower() in PRECISION_NAMES:
+            fix = f"--precision {override}"
+        elif override.lower().endswith((".yaml", ".yml")):
+            fix = f"--config-overrides-file {override}; or name it instead of the workload, with `workload: NAME` in it"
+        raise ConfigError(f"{override!r} is not an override", fix=fix)
     if not KEY.fullmatch(key):
-        raise ConfigError(f"{word!r}: {key!r} is not a key", fix="write key=value, such as train.epochs=3")
-    origin = Origin(layer="override", where=word, key=key)
-    return make_statements({key: parse_value(text.strip(), word)}, lambda _: origin)
+        raise ConfigError(f"{override!r}: {key!r} is not a key", fix="write key=value, such as train.epochs=3")
+    origin = Origin(layer="override", where=override, key=key)
+    return make_statements({key: parse_value(text.strip(), override)}, lambda _: origin)
 
 
-def parse_value(text: str, word: str) -> object:
+def parse_value(text: str, override: str) -> object:
     """Parse `[a, b]`, `{a: 1}` and quoted text as YAML; anything else is plain text."""
     if not text:
         # `data.dir=$UNSET` must not silently mean null.
         return ""
-    return parse_flow(text, f"override {word}") if text[:1] in ("[", "{", '"', "'") else Plain(text)
+    return parse_flow(text, f"override {override}") if text[:1] in ("[", "{", '"', "'") else Plain(text)
 
 
 def parse_flags(flags: Mapping[str, object]) -> list[Statement]:

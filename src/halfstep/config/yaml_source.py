@@ -1,8 +1,8 @@
-"""YAML files as values with line numbers, without YAML's traps.
+"""Read YAML files as values with line numbers, without YAML's traps.
 
 PyYAML scans and composes; we walk its nodes ourselves. That keeps the text of every scalar (its type is decided later,
-see `Plain`), finds duplicate keys with both lines, and never builds an object for a tag. Anchors and `<<` work, within
-bounds: a few lines of nested aliases could otherwise expand to gigabytes.
+see `Plain`), reports duplicate keys with both lines, and never builds an object for a tag. Anchors and `<<` work within
+bounds, because a few lines of nested aliases could otherwise expand to gigabytes.
 """
 
 from __future__ import annotations
@@ -65,14 +65,18 @@ def read_text(path: Path) -> str:
     if path.is_dir():
         raise ConfigError(
             f"{path} is a folder, not a config file",
-            fix=f"to continue a run: {suggest_command('train', '--resume', path)}; data are given with --data-dir",
+            fix=f"to continue a run: {suggest_command('train', '--resume', path)}; to name a data folder: --data-dir",
         )
     try:
         content = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     if len(content) > MAX_BYTES:
-        raise ConfigError(f"{path} has {len(content):,} bytes", why=f"a config is smaller than {MAX_BYTES:,} bytes")
+        raise ConfigError(
+            f"{path} has {len(content):,} bytes",
+            why=f"a config is smaller than {MAX_BYTES:,} bytes",
+            fix="give the path of a YAML config",
+        )
     return decode_text(content, path)
 
 
@@ -118,7 +122,9 @@ def compose_node(text: str, name: str) -> yaml.Node | None:
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: bad YAML: {' '.join(str(error).split())}") from error
     except RecursionError:
-        raise ConfigError(f"{name}: nested too deeply", why=f"more than {MAX_DEPTH} levels") from None
+        raise ConfigError(
+            f"{name}: nested too deeply", why=f"more than {MAX_DEPTH} levels", fix="use fewer levels"
+        ) from None
 
 
 def suggest_yaml_fix(problem: str, text: str) -> str:
@@ -129,7 +135,7 @@ def suggest_yaml_fix(problem: str, text: str) -> str:
     if "\\t" in problem:
         return "indent with spaces, not tabs"
     if "mapping values are not allowed" in problem:
-        return "quote a value that holds `: `, and check the indentation"
+        return "quote a value that contains `: `, and check the indentation"
     return "check the line above as well: a missing colon, quote or bracket is often there"
 
 
@@ -158,10 +164,10 @@ class Walk:
         self.visited += 1
         line = node.start_mark.line + 1
         if node in self.ancestors:
-            raise ConfigError(f"{self.name}:{line}: an anchor contains itself")
+            raise ConfigError(f"{self.name}:{line}: an anchor contains itself", fix="remove the alias inside it")
         if self.visited > MAX_NODES or len(self.ancestors) >= MAX_DEPTH:
             why = f"a config has at most {MAX_NODES:,} values, {MAX_DEPTH} levels deep, aliases expanded"
-            raise ConfigError(f"{self.name}:{line}: too large or nested too deeply", why=why)
+            raise ConfigError(f"{self.name}:{line}: too large or nested too deeply", why=why, fix="use fewer aliases")
         if node.tag not in ALLOWED_TAGS:
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
             raise ConfigError(f"{self.name}:{line}: the tag {tag} is not allowed", fix="write the plain value")
@@ -184,7 +190,9 @@ class Walk:
                 continue
             key, line = key_node.value, key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
-                raise ConfigError(f"{self.name}:{line}: a key must be text, not a list or a mapping")
+                raise ConfigError(
+                    f"{self.name}:{line}: a key must be text, not a list or a mapping", fix="write `name: value`"
+                )
             if key in first_lines:
                 both = f"lines {first_lines[key]} and {line}"
                 raise ConfigError(
@@ -204,7 +212,10 @@ class Walk:
         for base in nodes:
             values = self.read_value(base, path)
             if not isinstance(values, dict):
-                raise ConfigError(f"{self.name}:{base.start_mark.line + 1}: `<<` merges mappings, not {values!r}")
+                raise ConfigError(
+                    f"{self.name}:{base.start_mark.line + 1}: `<<` merges mappings, not {values!r}",
+                    fix="name an anchor of a mapping: `<<: *NAME`",
+                )
             yield values
 
 

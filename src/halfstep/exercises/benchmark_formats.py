@@ -122,14 +122,16 @@ def _explain_differences(lines: list[TableLine], *, simulates: bool, device: str
         ]
     first, half = lines[0], lines[-1]
     ratio = (half.samples_per_s or 1) / (first.samples_per_s or 1)
-    said = [
+    comments = [
         expected,
         f"measured here: {ratio:.2f} times as fast in {half.name}, accuracy within {gap:.1f} points",
     ]
     if ratio < 1.5:
-        said.append("a model this small is limited by the host, not the GPU: larger batches and models show the gain")
-    said.append("fp32 is strict here; compared with TF32, the default of many frameworks, the gain is smaller")
-    return said
+        comments.append(
+            "a model this small is limited by the host, not the GPU: larger batches and models show the gain"
+        )
+    comments.append("fp32 is strict here; compared with TF32, the default of many frameworks, the gain is smaller")
+    return comments
 
 
 SIDE, NUM_CLASSES = 32, 10

@@ -62,13 +62,13 @@ class Question:
         """Return the choice for an answer: a name, a number or the beginning of a name; free text is returned as is."""
         if not self.choices:
             return answer
-        names, word = list(self.choices), answer.lower().replace(" ", "")
-        word = self.aliases.get(word, word)
-        if word.isdigit() and 1 <= int(word) <= len(names):
-            return names[int(word) - 1]
+        names, text = list(self.choices), answer.lower().replace(" ", "")
+        text = self.aliases.get(text, text)
+        if text.isdigit() and 1 <= int(text) <= len(names):
+            return names[int(text) - 1]
         squeezed = {name.replace(" ", ""): name for name in names}
-        matching = [name for short, name in squeezed.items() if short == word or word and short.startswith(word)]
-        matching = [squeezed[word]] if word in squeezed else matching
+        matching = [name for short, name in squeezed.items() if short == text or text and short.startswith(text)]
+        matching = [squeezed[text]] if text in squeezed else matching
         if len(matching) != 1:
             raise ConfigError(f"{self.key}: {answer!r} is not a choice", fix=suggest_nearest(answer, names))
         return matching[0]

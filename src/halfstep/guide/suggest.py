@@ -126,16 +126,16 @@ def _try_preset(
 
 def _choose_base_settings(situation: Situation, preset: str) -> dict[str, Any]:
     """Return the settings that follow from the situation alone."""
-    said = KINDS.of(situation.workload).schema(situation.workload).presets[preset]
+    values = KINDS.of(situation.workload).schema(situation.workload).presets[preset]
     paths: dict[str, Any] = {"device": situation.device} if situation.device else {}
     if situation.is_demo:
-        paths |= {key: said[key] for key in HOW_IT_RUNS if key in said}
+        paths |= {key: values[key] for key in HOW_IT_RUNS if key in values}
     if situation.data_dir:
         paths["data.dir"] = situation.data_dir
     if situation.look is not None and situation.look.on_bad_file == "skip":
         paths["data.on_bad_file"] = "skip"
     paths |= _choose_smaller(situation)
-    if said.get("train.fast") == "compile" and not _may_compile(situation.hardware):
+    if values.get("train.fast") == "compile" and not _may_compile(situation.hardware):
         paths["train.fast"] = "auto"
     return paths
 
@@ -326,7 +326,7 @@ def choose_workers(situation: Situation, start: RunConfig, trained: Rate) -> tup
     if trained.per_s is None:
         return {"data.num_workers": cores}, ("workers", f"{cores}: one per core; {reading}")
     workers = max(1, min(cores, math.ceil(trained.per_s / look.decoded_per_s)))
-    fact = f"{workers} of {cores} cores: {reading}, the device {trained.words}"
+    fact = f"{workers} of {cores} cores: {reading}, the device {trained.text}"
     # A training step reaches a quarter to a half of the upper limit.
     if workers * look.decoded_per_s < trained.per_s / (4 if trained.is_limit else 1) and look.counts:
         fact += f"; reading may be the limit: data.cache=true, or `{suggest_command('pack', situation.data_dir)}`"
@@ -341,21 +341,21 @@ class Rate:
     """None if nothing was measured."""
     is_limit: bool
     """True if it is only an upper limit."""
-    words: str
+    text: str
 
 
 def estimate_rate(situation: Situation, cost: StepCost, precision: str, trial: TrialResult | None) -> Rate:
     """Return the rate of a trial, else the upper limit from the measured matmuls and convolutions."""
     if trial is not None:
         rate = f"{trial.samples_per_s:,.{0 if trial.samples_per_s >= 10 else 1}f} samples/s"
-        words = f"trained {rate} (measured: whole eager steps of {trial.batch_size} samples)"
-        return Rate(per_s=trial.samples_per_s, is_limit=False, words=words)
+        text = f"trained {rate} (measured: whole eager steps of {trial.batch_size} samples)"
+        return Rate(per_s=trial.samples_per_s, is_limit=False, text=text)
     rates = [m.tflops for m in situation.hardware.measurements if m.format == precision]
     if not rates:
-        return Rate(per_s=None, is_limit=True, words="was not measured")
+        return Rate(per_s=None, is_limit=True, text="was not measured")
     per_s = max(rates) * 1e12 / cost.sample_flops()
-    words = f"trains at most {per_s:,.0f} samples/s (an estimate from measured matmuls and convolutions)"
-    return Rate(per_s=per_s, is_limit=True, words=words)
+    text = f"trains at most {per_s:,.0f} samples/s (an estimate from measured matmuls and convolutions)"
+    return Rate(per_s=per_s, is_limit=True, text=text)
 
 
 def estimate_duration(situation: Situation, config: RunConfig, trained: Rate) -> list[tuple[str, str]]:

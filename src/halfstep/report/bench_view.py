@@ -148,8 +148,8 @@ def _explain_columns(record: Record, rows: Sequence[Record], columns: Iterable[s
         f"{record['loss_reference']} within {record['loss_bound']:.0%}",
         "of floor": "time of the counted arithmetic at the measured matmul rate, as a share of the step",
     }
-    said = [f"{name}: {meanings[name]}" for name in columns if name in meanings]
-    return [*said, f"memory: {record['memory']}"]
+    lines = [f"{name}: {meanings[name]}" for name in columns if name in meanings]
+    return [*lines, f"memory: {record['memory']}"]
 
 
 def _format_label(row: Record) -> str:

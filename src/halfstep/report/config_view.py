@@ -82,8 +82,8 @@ def show_table(rows: list[SettingRow], console: Console) -> None:
 def show_list(rows: list[SettingRow], console: Console) -> None:
     """Print one setting per paragraph, for narrow terminals."""
     for row in rows:
-        said = escape(f"{row.key} = {format_setting(row.value)}  ({row.origin})")
-        console.print(f"[{choose_style(row)}]{said}[/]\n    [dim]{escape(row.description)}[/]", highlight=False)
+        line = escape(f"{row.key} = {format_setting(row.value)}  ({row.origin})")
+        console.print(f"[{choose_style(row)}]{line}[/]\n    [dim]{escape(row.description)}[/]", highlight=False)
 
 
 def choose_style(row: SettingRow) -> str:

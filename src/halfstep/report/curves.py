@@ -240,19 +240,19 @@ def draw_ranges(rows: Rows, format: str, path: Path, *, at: str = "") -> None:
     names = choose_modules(rows, at)
     figure = make_figure((9, 1.5 + 0.22 * max(len(names), 4)))
     axes = figure.subplots()
-    for k, (word, own) in enumerate(rows.items()):
+    for k, (direction, own) in enumerate(rows.items()):
         for name, low, high in own:
             if name in names and high > 0:
                 left, right = math.log2(low), math.log2(high)
                 height = names.index(name) + (k - 0.5) * 0.3
-                axes.plot([left, max(right, left + 0.2)], [height, height], color=COLOURS[word], linewidth=3)
-    for word in rows:
-        axes.plot([], [], color=COLOURS[word], linewidth=3, label=word)
+                axes.plot([left, max(right, left + 0.2)], [height, height], color=COLOURS[direction], linewidth=3)
+    for direction in rows:
+        axes.plot([], [], color=COLOURS[direction], linewidth=3, label=direction)
     ends = {"largest": fmt.largest, "smallest normal": fmt.smallest_normal, "smallest": fmt.smallest_subnormal}
-    for word, value in ends.items():
-        axes.axvline(math.log2(value), color=BAD if word != "smallest normal" else FAINT, linewidth=1, linestyle="--")
-        side: Literal["left", "right"] = "left" if word == "smallest normal" else "right"
-        axes.text(math.log2(value), -1.3, f" {fmt.name} {word} ", color=FAINT, fontsize=7, ha=side, va="bottom")
+    for limit, value in ends.items():
+        axes.axvline(math.log2(value), color=BAD if limit != "smallest normal" else FAINT, linewidth=1, linestyle="--")
+        side: Literal["left", "right"] = "left" if limit == "smallest normal" else "right"
+        axes.text(math.log2(value), -1.3, f" {fmt.name} {limit} ", color=FAINT, fontsize=7, ha=side, va="bottom")
     axes.set_yticks(range(len(names)), names, fontsize=7, color=INK)
     for label in axes.get_yticklabels():
         if label.get_text() == at:

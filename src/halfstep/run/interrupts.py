@@ -26,15 +26,15 @@ from halfstep.errors import Interrupted
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 """SIGHUP (a closed terminal; not on Windows) ends a run like a scheduler's SIGTERM."""
 
-HEARD = "finishing this step, then saving; press Ctrl-C again to stop without saving"
+FINISHING_STEP = "finishing this step, then saving; press Ctrl-C again to stop without saving"
 PATIENCE_S = (0.2, 0.8)  # time for the main thread to notice a second Ctrl-C, and again after it is repeated
 SHOW_CURSOR = "\x1b[?25h"
 
 
 class Interrupts:
-    def __init__(self, *, answers: bool = True, heard: str = HEARD) -> None:
+    def __init__(self, *, answers: bool = True, answer: str = FINISHING_STEP) -> None:
         self.answers = answers  # whether this rank answers the first Ctrl-C on the screen
-        self.heard = heard
+        self.answer = answer
         self.received: signal.Signals | None = None
         self.last_words: Callable[[], str] = lambda: "stopped by a second Ctrl-C, without saving"
         """Clean up and return the message if the main thread is stuck."""
@@ -55,14 +55,14 @@ class Interrupts:
         self.received = self.received or signal.Signals(number)
 
     def _listen(self, ear: socket.socket) -> None:
-        has_heard = False
+        has_received = False
         while numbers := ear.recv(64):
             for number in numbers:
-                if number == signal.SIGINT and has_heard:
+                if number == signal.SIGINT and has_received:
                     return self._end_at_once()
                 if number == signal.SIGINT and self.answers:
-                    _say_at_once(self.heard)
-                has_heard |= number in SIGNALS
+                    _say_at_once(self.answer)
+                has_received |= number in SIGNALS
         return None
 
     def _end_at_once(self) -> None:
@@ -76,9 +76,9 @@ class Interrupts:
 
 
 @contextmanager
-def catch_interrupts(*, answers: bool = True, heard: str = HEARD) -> Iterator[Interrupts]:
-    """Listen for signals inside; the message `heard` answers the first Ctrl-C."""
-    found = Interrupts(answers=answers, heard=heard)
+def catch_interrupts(*, answers: bool = True, answer: str = FINISHING_STEP) -> Iterator[Interrupts]:
+    """Listen for signals inside; the message `answer` answers the first Ctrl-C."""
+    found = Interrupts(answers=answers, answer=answer)
     if threading.current_thread() is not threading.main_thread():
         yield found  # Python allows signal handlers in the main thread only
         return

@@ -72,10 +72,10 @@ def find_settled(asked: RunConfig, config: RunConfig) -> dict[str, list[Any]]:
 
 def apply_decided(asked: Loaded, stored: Loaded, settled: Mapping[str, Sequence[Any]]) -> Loaded:
     """Replace requests that equal the original ones, or defaults, by what the run decided then."""
-    config, said, taken = asked.config, dump_values(asked.config), list[str]()
+    config, given, taken = asked.config, dump_values(asked.config), list[str]()
     for path, values in settled.items():
         section, _, name = path.partition(".")
-        if name in said.get(section, ()) and (not is_given(config, section, name) or said[section][name] in values):
+        if name in given.get(section, ()) and (not is_given(config, section, name) or given[section][name] in values):
             config = config.replace(**{section: {name: getattr(getattr(stored.config, section), name)}})
             taken.append(f"{path}.")
     own = tuple(taken)

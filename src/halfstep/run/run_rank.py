@@ -128,15 +128,15 @@ class AgreedTrials:
                 raise
             self._broadcast("end")
 
-    def _broadcast(self, *words: Any) -> None:
-        self.world.broadcast_from_first(lambda: words)
+    def _broadcast(self, *message: Any) -> None:
+        self.world.broadcast_from_first(lambda: message)
 
     # --- the other ranks ---
 
     def _follow_all(self) -> Plan:
         while True:
-            word, *given = self._receive()
-            if word == "done":
+            kind, *given = self._receive()
+            if kind == "done":
                 return dataclasses.replace(Plan.from_json(given[0]), device=self.device)
             plan, tried = given
             try:
@@ -146,8 +146,8 @@ class AgreedTrials:
                 continue  # rank 0 raises it too, and decides what comes next
 
     def _follow(self, trial: Trial) -> None:
-        while (said := self._receive())[0] == "cost":
-            mode, cudnn_benchmark = said[1:]
+        while (message := self._receive())[0] == "cost":
+            mode, cudnn_benchmark = message[1:]
             self.world.gather(_run_trial(partial(trial.measure, mode, cudnn_benchmark=cudnn_benchmark)))
 
     def _receive(self) -> tuple[Any, ...]:

@@ -85,12 +85,12 @@ def load_row(target: str, overrides: Sequence[str], row: ComparedRow, seed: int)
     A format that the device lacks is simulated unless the user decided otherwise: a fallback would compare another
     format.
     """
-    words = (*overrides, *row.overrides, f"train.seed={seed}", *QUIET)
-    said = {word.split("=", 1)[0]: word for word in words}
-    loaded = load(target, overrides=list(said.values()))
+    given = (*overrides, *row.overrides, f"train.seed={seed}", *QUIET)
+    last = {override.split("=", 1)[0]: override for override in given}
+    loaded = load(target, overrides=list(last.values()))
     is_open = loaded.origins["precision.simulate"].layer == "default"
     if is_open and explain_simulation(loaded.config.precision, probe(loaded.config.device)):
-        return load(target, overrides=[*said.values(), "precision.simulate=true"])
+        return load(target, overrides=[*last.values(), "precision.simulate=true"])
     return loaded
 
 

@@ -40,15 +40,15 @@ MOST_STEPS = 8
 """Enough steps to capture a graph."""
 
 
-def is_run(word: str) -> bool:
-    return (Path(word) / "config.yaml").is_file()
+def is_run(source: str) -> bool:
+    return (Path(source) / "config.yaml").is_file()
 
 
 def record_ledger(
-    word: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False
+    source: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False
 ) -> list[Ledger]:
     """Record the formats of one step: of a run with its weights and stored plan, or of what would be trained."""
-    with assemble_step(word, flags=flags, overrides=overrides, trust=trust) as (parts, engine, window):
+    with assemble_step(source, flags=flags, overrides=overrides, trust=trust) as (parts, engine, window):
         return observe_ledgers(parts, engine, window, _record_replay(parts, engine, window))
 
 
@@ -67,12 +67,12 @@ def _record_replay(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> l
 
 @contextmanager
 def assemble_step(
-    word: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False
+    source: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False
 ) -> Iterator[tuple[Assembly, AnyEngine, list[Batch]]]:
     """Yield an assembly after one step (so that the optimizer has state), its engine and a window of real data."""
-    loaded = _load_target(word, flags, overrides, trust=trust)
+    loaded = _load_target(source, flags, overrides, trust=trust)
     with provide_data(loaded.config) as config:
-        parts = _assemble_run(Path(word), config, trust=trust) if is_run(word) else _assemble_config(config)
+        parts = _assemble_run(Path(source), config, trust=trust) if is_run(source) else _assemble_config(config)
         try:
             with choose_algorithms(deterministic=config.train.deterministic):
                 engine = make_engine(parts, parts.mode or "eager", _ignore_notice)
@@ -84,18 +84,18 @@ def assemble_step(
             parts.val_loader.close()
 
 
-def _load_target(word: str, flags: Mapping[str, object], overrides: Sequence[str], *, trust: bool) -> Loaded:
-    path = Path(word)
-    if is_run(word):
+def _load_target(source: str, flags: Mapping[str, object], overrides: Sequence[str], *, trust: bool) -> Loaded:
+    path = Path(source)
+    if is_run(source):
         folder = RunFolder(path)
         return load_stored(folder.config, folder.read_settled().code, trust=trust, flags=flags, overrides=overrides)
     is_missing = not path.exists() and len(path.parts) > 1 and path.suffix not in (".yaml", ".yml")
     if path.is_dir() or is_missing:
         raise CheckpointError(
-            f"{word} is not a run", why="the folder does not exist" if is_missing else "config.yaml is missing",
+            f"{source} is not a run", why="the folder does not exist" if is_missing else "config.yaml is missing",
             fix="name a folder that `halfstep train` made, a config file, or a workload such as unet",
         )  # fmt: skip
-    return load(word, flags=flags, overrides=overrides)
+    return load(source, flags=flags, overrides=overrides)
 
 
 def _assemble_config(config: RunConfig) -> Assembly:
@@ -133,7 +133,7 @@ WARM_UP = 3
 
 
 def dry_run(
-    word: str,
+    source: str,
     target: str,
     *,
     num_batches: int,
@@ -145,8 +145,9 @@ def dry_run(
     chosen = next((own for own in TARGETS if own == target), None)
     if chosen is None:
         raise ConfigError(f"--target {target} is not a supported format", fix=f"use one of {', '.join(TARGETS)}")
-    own_precision = {} if is_run(word) else {"precision": "fp32"}
-    with assemble_step(word, flags={**flags, **own_precision}, overrides=overrides, trust=trust) as (parts, engine, _):
+    if not is_run(source):  # a run keeps the precision that it was trained in
+        flags = {**flags, "precision": "fp32"}
+    with assemble_step(source, flags=flags, overrides=overrides, trust=trust) as (parts, engine, _):
         windows = read_windows(parts, num_batches)
         found: list[Judgement] = []
         for phase, own in list_engines(engine):

@@ -35,10 +35,12 @@ NAN, CLIP, RATE, AMP = (
 Proof = Callable[[Step, LossFn, list[Batch]], tuple[bool | None, str]]
 
 
-def verify(word: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False) -> list[ProofLine]:
+def verify(
+    source: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False
+) -> list[ProofLine]:
     """Return all lines except that of the configuration, which `check` provides. Nothing of a run is changed."""
-    record = read_run(Path(word)) if is_run(word) else None
-    with assemble_step(word, flags=flags, overrides=overrides, trust=trust) as (parts, engine, window):
+    record = read_run(Path(source)) if is_run(source) else None
+    with assemble_step(source, flags=flags, overrides=overrides, trust=trust) as (parts, engine, window):
         amp = _check_amp(parts, engine, window)  # first, because the proofs below run steps
         lines = [
             _prove_each_phase(NAN, engine, window, parts, check_nan_is_dropped),

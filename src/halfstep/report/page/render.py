@@ -120,9 +120,9 @@ def _render_charts(charts: Sequence[Chart]) -> str:
 
 
 def _render_chart(chart: Chart) -> str:
-    words = escape(chart.in_words, quote=True)
+    description = escape(chart.description, quote=True)
     return (
-        f"<figure class=chart><svg viewBox='0 0 460 230' role=img tabindex=0 aria-label=\"{words}\"></svg>"
+        f"<figure class=chart><svg viewBox='0 0 460 230' role=img tabindex=0 aria-label=\"{description}\"></svg>"
         f"<figcaption>{escape(chart.title)} over {escape(chart.x)}</figcaption><div class=legend></div>"
         f"<script type='application/json'>{_dump_safe_json(chart.to_dict())}</script></figure>"
     )
@@ -133,12 +133,12 @@ def _render_plan(run: RunRecord) -> str:
     lines = [f"asked {plan.get('asked')}, granted {plan.get('granted')}: {plan.get('reason', '')}"]
     reason = plan.get("mode_reason", "")
     lines += [f"steps run {mode}: {reason}"] if (mode := _get_mode(plan)) else []
-    said = "".join(f"<p>{escape(line)}</p>" for line in lines)
+    reasons = "".join(f"<p>{escape(line)}</p>" for line in lines)
     warned = "".join(f"<p class=bad>{escape(str(line))}</p>" for line in plan.get("warnings", ()))
     rows = [(row["module"], row["storage"], row["compute"], row["reason"]) for row in plan.get("rows", ())]
     special = [cells for cells, row in zip(rows, plan.get("rows", ()), strict=True) if row.get("kind") != "default"]
     whole = f"<details><summary>every module ({len(rows)})</summary>{_render_table(titles, rows)}</details>"
-    return said + warned + (_render_table(titles, special) if special else "") + whole
+    return reasons + warned + (_render_table(titles, special) if special else "") + whole
 
 
 def _get_mode(plan: Mapping[str, Any]) -> str:
@@ -168,25 +168,25 @@ def _render_memory(run: RunRecord, found: Memory, largest: int) -> str:
     whole = sum(size for _, size, _ in parts)
     rows = [[name, _format_size(size), f"{size / whole:.0%}"] for name, size, _ in parts]
     measured = run.summary.get("peak_memory_bytes")
-    said = f"Predicted peak of one step's tensors on a GPU: {_format_size(whole)}"
+    text = f"Predicted peak of one step's tensors on a GPU: {_format_size(whole)}"
     if isinstance(measured, int):
         whose = "the device" if "cuda" in str(run.plan.get("device")) else "the whole process"
-        said += f"; measured, of {whose}: {_format_size(measured)}"
+        text += f"; measured, of {whose}: {_format_size(measured)}"
     return (
-        f"<p>{said}.</p>"
+        f"<p>{text}.</p>"
         + _render_stack("memory by component", parts, largest)
         + _render_table(["part", "size", "share"], rows)
     )
 
 
-def _render_stack(words: str, parts: Sequence[tuple[str, float, str]], whole: float) -> str:
+def _render_stack(label: str, parts: Sequence[tuple[str, float, str]], whole: float) -> str:
     """Render parts next to each other in a bar of length `whole`; a table repeats the numbers."""
     spans = "".join(
         f"<span style='width:{max(100 * size / whole, 0):.2f}%;background:{colour}' title='{escape(name)}'></span>"
         for name, size, colour in parts
     )
     keys = "".join(f"<span><i style='border-color:{colour}'></i>{escape(name)}</span>" for name, _, colour in parts)
-    return f"<div class=bar role=img aria-label='{escape(words)}'>{spans}</div><div class=legend>{keys}</div>"
+    return f"<div class=bar role=img aria-label='{escape(label)}'>{spans}</div><div class=legend>{keys}</div>"
 
 
 def _render_faults(run: RunRecord) -> str:
@@ -338,10 +338,10 @@ class Chart:
         return all(y > 0 for line in self.series for _, y in line.points)
 
     @property
-    def in_words(self) -> str:
+    def description(self) -> str:
         """Return a description for screen readers and text browsers."""
-        said = [f"{s.name or self.title} from {s.points[0][1]:.4g} to {s.points[-1][1]:.4g}" for s in self.series]
-        return f"{self.title} over {self.x}: {'; '.join(said)}"
+        ranges = [f"{s.name or self.title} from {s.points[0][1]:.4g} to {s.points[-1][1]:.4g}" for s in self.series]
+        return f"{self.title} over {self.x}: {'; '.join(ranges)}"
 
 
 def build_charts(runs: Sequence[RunRecord]) -> list[Chart]:
@@ -375,8 +375,8 @@ def _build_series(runs: Sequence[RunRecord], kind: str, key: str, label: str = "
         first += len(run.phases or [""]) if is_validation and len(runs) == 1 else 0
         for number, phase in enumerate(in_turn or [""]):
             points = _collect_points(run.select_kind(kind), "step", f"{key}/{phase}" if phase else key)
-            said = f"{name} {phase or label}".strip()
-            yield Series(name=said, points=points, dashed=is_validation, colour=first + number)
+            series_name = f"{name} {phase or label}".strip()
+            yield Series(name=series_name, points=points, dashed=is_validation, colour=first + number)
 
 
 def _distinguish_runs(runs: Sequence[RunRecord]) -> Iterable[tuple[RunRecord, str, int]]:

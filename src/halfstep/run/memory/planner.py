@@ -248,7 +248,7 @@ class Fit:
     """Time per sample relative to the fastest row; an order, not a measurement."""
 
     @property
-    def words(self) -> list[str]:
+    def arguments(self) -> list[str]:
         """Return the arguments for `halfstep train`."""
         cell = self.prediction.cell
         levers = []

@@ -202,7 +202,7 @@ def suggest_fitting_settings(config: RunConfig, plan: Plan, store: Store, limit_
         fits = find_fits(planner, config, limit_bytes, plan.mode or "eager", (plan.granted, *half), most=SUGGESTIONS)
     except HalfstepError:
         return []
-    return [f"{' '.join(fit.words)} (predicted {format_bytes(fit.prediction.total)})" for fit in fits]
+    return [f"{' '.join(fit.arguments)} (predicted {format_bytes(fit.prediction.total)})" for fit in fits]
 
 
 def suggest_for_run(parts: Assembly) -> Iterable[str]:

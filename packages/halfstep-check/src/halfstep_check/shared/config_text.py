@@ -35,7 +35,9 @@ def compose_node(text: str, name: str) -> yaml.Node | None:
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: bad YAML: {' '.join(str(error).split())}") from error
     except RecursionError:
-        raise ConfigError(f"{name}: nested too deeply", why=f"more than {MAX_DEPTH} levels") from None
+        raise ConfigError(
+            f"{name}: nested too deeply", why=f"more than {MAX_DEPTH} levels", fix="use fewer levels"
+        ) from None
 
 
 def suggest_yaml_fix(problem: str, text: str) -> str:
@@ -46,7 +48,7 @@ def suggest_yaml_fix(problem: str, text: str) -> str:
     if "\\t" in problem:
         return "indent with spaces, not tabs"
     if "mapping values are not allowed" in problem:
-        return "quote a value that holds `: `, and check the indentation"
+        return "quote a value that contains `: `, and check the indentation"
     return "check the line above as well: a missing colon, quote or bracket is often there"
 
 
