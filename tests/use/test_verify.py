@@ -62,7 +62,7 @@ def test_a_configuration_is_not_checked_without_the_package_and_the_exit_code_st
     code, lines = verified(capsys, str(clean))
     assert code == 0
     assert lines[FIVE[0]]["verdict"] == "not measurable"
-    assert "not checked: install halfstep-check: pip install" in lines[FIVE[0]]["observed"]
+    assert "not checked: halfstep-check is missing (pip install" in lines[FIVE[0]]["observed"]
 
 
 def test_a_rate_that_left_its_schedule_is_found(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:

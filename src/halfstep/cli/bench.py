@@ -1,6 +1,6 @@
 """`halfstep bench`: time a training step per precision and mode, and compare with other tools.
 
-The command checks its arguments without importing torch, measures one row after the other, and writes, prints and draws
+The command checks its arguments before it imports torch, measures one row after the other, and writes, prints and draws
 the result. With --explain it profiles each row instead.
 """
 
@@ -141,7 +141,11 @@ def refuse_files(files: OutputFiles, *, explain: bool) -> None:
     refuse_to_overwrite({"--picture": files.picture, "--save": files.save}, force=files.force)
     if files.picture:
         if explain:
-            raise ConfigError(f"--explain draws no chart ({files.picture})", fix="use --save FILE to write all numbers")
+            raise ConfigError(
+                f"--picture {files.picture} cannot be combined with --explain",
+                why="a profile has no chart",
+                fix="use --save FILE to write all numbers",
+            )
         from halfstep.report.picture_file import refuse_unknown_format
 
         refuse_unknown_format(files.picture)
@@ -222,9 +226,9 @@ def prepare_request(asked: BenchArguments) -> tuple[Hardware, Problem, BenchRequ
 
     require_peers(against)
     hardware = probe(str(asked.flags["device"] or "auto"))
-    place = torch.device(hardware.device)
+    device = torch.device(hardware.device)
     steps = None if asked.explain else asked.steps
-    schedule = make_schedule(STEPS.get(place.type, STEPS["cpu"]) if steps is None else steps, place)
+    schedule = make_schedule(STEPS.get(device.type, STEPS["cpu"]) if steps is None else steps, device)
     target, *overrides = asked.arguments
     config = load_bench_config(target, overrides, asked.flags, small=hardware.kind == "cpu", against=against)
     loaded = load(target, flags=asked.flags, overrides=overrides)
@@ -235,12 +239,12 @@ def prepare_request(asked: BenchArguments) -> tuple[Hardware, Problem, BenchRequ
     unasked = ("auto",) if asked.explain else choose_default_precisions(hardware)
     request = BenchRequest(
         precisions=resolve_auto(choose_values("--precisions", precisions, stated, unasked), hardware),
-        modes=choose_values("--modes", modes, stated, choose_default_modes(place)),  # type: ignore[arg-type]
+        modes=choose_values("--modes", modes, stated, choose_default_modes(device)),  # type: ignore[arg-type]
         against=against,
         schedule=schedule,
     )
     refuse_too_large(config, request.precisions, request.modes, hardware)
-    return hardware, build_problem(config, place), request
+    return hardware, build_problem(config, device), request
 
 
 def read_stated_rows(loaded: Loaded, *, explain: bool) -> dict[str, StatedRow]:
@@ -260,7 +264,7 @@ def choose_values(
     if asked or option not in stated:
         return asked or unasked
     row = stated[option]
-    typer.secho(f"{option} {row.value}, from {row.where}; {option} selects others", fg="yellow", err=True)
+    typer.secho(f"measuring only {row.value}, as set in {row.where}; {option} selects others", fg="yellow", err=True)
     return (row.value,)
 
 
@@ -270,12 +274,12 @@ def resolve_auto(precisions: tuple[str, ...], hardware: Hardware) -> tuple[str, 
 
     plan = decide("auto", hardware)
     if "auto" in precisions:
-        typer.secho(f"auto is {plan.granted} here: {plan.reason}", fg="yellow", err=True)
+        typer.secho(f"auto means {plan.granted} on this device: {plan.reason}", fg="yellow", err=True)
     return tuple(dict.fromkeys(plan.granted if name == "auto" else name for name in precisions))
 
 
 ABOUT = ("command", "date", "device", "versions", "problem")
-"""What is needed to repeat a stored explanation."""
+"""Keys of the record that are needed to repeat a stored explanation."""
 EXPLAINED_STEPS = {"cuda": 10, "cpu": 5}
 """Timed, and then profiled, by default: kernels vary far less than whole steps."""
 SILENT = "6"
@@ -342,7 +346,7 @@ def profile_rows(
 
 
 class Work(NamedTuple):
-    """What the rows of a request need."""
+    """The rows of a request, and what measuring them needs."""
 
     hardware: Hardware
     """With its measured rates."""

@@ -75,7 +75,7 @@ def resolve_name(name: str, gpu: str, device: str) -> tuple[str, str]:
     is_here = THIS_MACHINE.fullmatch(name) is not None
     flag, given = ("--device", device) if is_here else ("--gpu", gpu)
     if given and given != name:
-        raise ConfigError(f"{name!r} and {flag} {given} disagree", fix="name one")
+        raise ConfigError(f"{name!r} and {flag} {given} disagree", fix="keep one of them")
     return (gpu, name) if is_here else (name, device)
 
 
@@ -134,7 +134,7 @@ def print_tables(answers: list[tuple[Hardware, HardwareAdvice]]) -> None:
         print_device(console, hardware, advice)
     if all(hardware.kind == "cpu" for hardware, _ in answers):
         console.print(
-            "No GPU here. `halfstep detect NAME` answers for one you may rent: v100, 4090, h200.", style="dim"
+            "This machine has no GPU. `halfstep detect NAME` reports one you may rent: v100, 4090, h200.", style="dim"
         )
 
 

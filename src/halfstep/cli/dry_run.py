@@ -19,7 +19,7 @@ def command(
     target: Annotated[str, option("The format.", metavar="fp16|bf16-true|fp8")],
     data_dir: DataDir = None,
     batch_size: BatchSize = None,
-    batches: Annotated[int, option("Batches to look at.", min=1)] = 2,
+    batches: Annotated[int, option("Batches to run.", min=1)] = 2,
     device: Device = None,
     picture: Annotated[
         Path | None, option("Draw a heat map of modules and kinds of tensors.", metavar="FILE.png")
@@ -54,7 +54,8 @@ def command(
 
 
 def _compute_badness(row: Judgement) -> float:
-    """Return 0 for values far inside the format's range, up to 1 for values outside it."""
+    """Return a colour value: 0 for values far inside the format's range, up to 1 for values outside it."""
+    # Less than 8 bits of headroom starts to colour the cell; losing a tenth of the values colours it fully.
     edge = max(0.0, 1.0 - row.headroom_bits / 8) if row.headroom_bits and row.headroom_bits > 0 else 0.0
     return 1.0 if row.is_bad else max(min(row.lost * 10, 0.9), min(edge, 0.9))
 
@@ -82,7 +83,7 @@ def _show(rows: list[Judgement], target: str, *, every: bool) -> None:
         console.print(make_rows_table(("module", "kind", "verdict", "headroom (bits)", "lost", "remedy"), cells))
     bad = {row.module for row in rows if row.is_bad and not row.is_saved}
     saved = {row.module for row in rows if row.is_bad} - bad
-    more = f"; {len(saved)} would not fit by themselves and are saved" if saved else ""
+    more = f"; {len(saved)} fit only with the remedy shown" if saved else ""
     console.print(f"{len(bad)} of {len({row.module for row in rows})} modules do not fit {target}{more}")
 
 

@@ -44,7 +44,7 @@ def command(
     if number not in NUMBERS:
         raise ConfigError(f"there is no exercise {number}", fix="choose 1, 2 or 3")
     if data_dir is not None and number != 1:
-        raise ConfigError(f"exercise {number} needs no data", fix="leave --data-dir out")
+        raise ConfigError(f"exercise {number} takes no --data-dir", why="it needs no data", fix="leave --data-dir out")
     out.mkdir(parents=True, exist_ok=True)
     story = _run_exercise(number, data_dir, out, Console(stderr=True))
     if as_json:

@@ -1,10 +1,10 @@
-"""The `halfstep` command: builds the command line, normalises flags, and turns errors into messages and exit codes.
+"""The `halfstep` command: build the command line, normalise flags, and turn errors into messages and exit codes.
 
 A closed pipe (`halfstep check x.py | head -1`) changes neither what a command does nor its exit code.
 
-`evaluate` and `predict` take the options of a run's workload in addition to their own. The parser knows only the
-common ones, so `RunCommand` removes a family's options from the arguments before parsing and appends them to the help
-text. This needs no torch: the run's config file names the workload.
+`evaluate` and `predict` accept the options of the run's workload in addition to the common ones. The parser knows only
+the common ones, so `RunCommand` removes a family's options from the arguments before parsing and appends them to the
+help text. This needs no torch: the run's config file names the workload.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from halfstep.workloads.base.kind import Kind, Option
 
 
+# --- standard streams that survive a closed pipe and a full disk ---
+
+
 class PatientFile(io.FileIO):
     """A file that discards its output once the reader has closed the pipe."""
 
@@ -48,7 +51,7 @@ class PatientFile(io.FileIO):
 
 
 def wrap_standard_streams() -> None:
-    """Wrap stdout and stderr of this process, unless they were already replaced (as tests do)."""
+    """Wrap stdout and stderr of this process, unless something (such as pytest) has already replaced them."""
     if sys.stdout is sys.__stdout__ and sys.stdout is not None:
         sys.stdout = _wrap_stream(sys.stdout)
     if sys.stderr is sys.__stderr__ and sys.stderr is not None:
@@ -70,11 +73,13 @@ def _wrap_stream(stream: TextIO) -> TextIO:
     return io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=bool(stream.line_buffering))
 
 
+# --- commands ---
+
 COMMANDS = (
     *("bench", "check", "compare", "detect", "dry-run", "evaluate", "exercise", "formats", "guide", "ledger"),
     *("pack", "plan", "predict", "replay", "report", "top", "train", "verify"),
 )
-"""Each command is the function `command` of the module with its name, parsed with the module's `CONTEXT`."""
+"""A command is the function `command` in the module of the same name, parsed with that module's `CONTEXT`."""
 
 COMMANDS_ON_RUNS = ("evaluate", "predict")
 """Commands whose options depend on the workload of the run they are given."""
@@ -123,19 +128,23 @@ def root(
     """Mixed-precision training for PyTorch: fast, safe and provable."""
 
 
+# --- arguments ---
+
+
 def normalise_dashes(argv: Sequence[str]) -> list[str]:
     """Write `--data_dir X` as `--data-dir X`; leave values and `key=value` overrides unchanged."""
+    # Arguments after a bare `--` are never flags.
     stop = list(argv).index("--") if "--" in argv else len(argv)
     dashed = [re.sub(r"^--[^=]+", lambda flag: flag.group().replace("_", "-"), argument) for argument in argv[:stop]]
     return dashed + list(argv[stop:])
 
 
 def shorten_paths(argv: Sequence[str]) -> list[str]:
-    """Shorten `data/../d` to `d`, as an argument or after `--flag=`; a run makes paths in settings absolute itself."""
+    """Shorten `data/../d` to `d` in arguments and after `--flag=`; a run makes paths in settings absolute itself."""
 
     def shorten(argument: str) -> str:
         flag, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
-        # Other texts may contain `..` too: treat it as a path only if it goes up from an existing folder.
+        # Other texts may contain `..` too: a path goes up from a folder that exists.
         is_path = ".." in value.split(os.sep) and "=" not in value and os.path.isdir(value[: value.rindex("..") + 2])
         return f"{flag}{equals}{normalise_path(value)}" if is_path else argument
 
@@ -167,11 +176,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         flush_or_drop()
 
 
+# --- errors ---
+
 UNUSABLE = {getattr(errno, name) for name in ("EACCES", "EPERM", "EROFS", "EEXIST", "ENOTDIR", "EISDIR", "ENOSPC")}
 
 
 def explain_os_error(error: OSError) -> HalfstepError:
-    """Return the error for a user's file or folder that cannot be used; raise any other OSError, which is a bug."""
+    """Return the error for a user's file or folder that cannot be used; raise other OSErrors, which are bugs."""
     if error.errno == errno.ENOSPC and error.filename is None:
         from halfstep.report.run_report import explain_unwritable_output
 
@@ -186,19 +197,20 @@ def explain_os_error(error: OSError) -> HalfstepError:
 
 
 def explain_memory_error(error: MemoryError | RuntimeError) -> HalfstepError:
-    """Return the error for sizes that do not fit the host's memory; torch reports them as RuntimeError."""
+    """Return the error for sizes that do not fit into the host's memory; raise other RuntimeErrors, which are bugs."""
+    # torch reports a failed allocation on the CPU as a RuntimeError.
     asked = re.search(r"DefaultCPUAllocator: .*?(tried to allocate \d+ bytes)", str(error))
     if asked is None and not isinstance(error, MemoryError):
         raise error
     return MemoryLimitError(
-        "out of memory: these sizes do not fit this machine",
+        "out of memory: this batch, image size or model does not fit into this machine's memory",
         why=asked[1] if asked else str(error).strip().split("\n")[-1],
         fix="use a smaller train.batch_size, data.image_size or model, or fewer data.num_workers",
     )
 
 
 def show_once(error: HalfstepError) -> None:
-    """Show an error that several ranks met only once."""
+    """Show an error; if several ranks raised it, only one of them shows it."""
     if error.is_told is None and "RANK" in os.environ:
         from halfstep.distributed.launch import choose_speaker
 
@@ -214,7 +226,7 @@ def show_error(error: HalfstepError) -> None:
     from halfstep.report.console import print_text
 
     console = Console(stderr=True)
-    if isinstance(error, Interrupted):  # not a mistake: its text says who stopped the command
+    if isinstance(error, Interrupted):  # not a mistake, so it is not shown as an error
         print_text(console, Text(error.what, style="yellow"))
         for text in filter(None, (error.why, error.fix)):
             print_text(console, Text(f"  {text}"))
@@ -234,16 +246,16 @@ EXPECTED = {"valid integer": "a whole number", "valid number": "a number"}
 FOREIGN_FLAGS = {
     "-v": "leave it out: everything is shown, and --quiet shows less",
     "--verbose": "leave it out: everything is shown, and --quiet shows less",
-    "--no-interactive": "leave it out: nothing asks questions",
-    "--no-tensorboard": "leave it out: --tensorboard writes events",
+    "--no-interactive": "leave it out: halfstep train never asks questions",
+    "--no-tensorboard": "leave it out: without --tensorboard no events are written",
     "--no-sub-logdirs": "--out DIR is the run's folder itself",
     "--run-eval-after-training": "halfstep evaluate RUN, after the run",
 }
-"""Flags of SlotContrast's command that halfstep lacks, and what to use instead."""
+"""Flags of SlotContrast's training command that halfstep does not have, and what to use instead."""
 
 
 def explain_usage_error(error: Any, arguments: Sequence[str] = (), context: Any = None) -> ConfigError:
-    """Return the parser's error as one of ours; `arguments` are the arguments, `context` is the command."""
+    """Return the parser's error as a ConfigError with a fix; `arguments` and `context` describe the call."""
     context = error.ctx or context
     called = context.command_path if context else "halfstep"
     help_text = f"{called} --help explains every argument" if " " in called else f"{called} --help lists all commands"
@@ -256,7 +268,7 @@ def explain_usage_error(error: Any, arguments: Sequence[str] = (), context: Any 
     if is_unknown and "quiet" in names and (instead := FOREIGN_FLAGS.get(error.option_name)):
         return ConfigError(what.rstrip("."), fix=instead)
     if is_unknown and "precision" in names and _is_precision(precision := error.option_name.lstrip("-")):
-        return ConfigError(what.rstrip("."), fix=f"--precision {precision}")
+        return ConfigError(what.rstrip("."), fix=f"use --precision {precision}")
     has_settings = "arguments" in names
     if is_unknown and has_settings and (setting := _find_setting(error.option_name)):
         same = _find_same_option(setting, context.command.params)
@@ -317,8 +329,11 @@ def find_occurrences(arguments: Sequence[str], parameter: Any) -> Iterator[str]:
             yield f"{argument} {arguments[index + 1]}" if has_value else argument
 
 
+# --- parsing of commands ---
+
+
 class OnceCommand(TyperCommand):
-    """A command that refuses one flag with two values, unless the flag may be repeated."""
+    """A command that refuses a flag with two different values, unless the flag may be repeated."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for parameter in self.params:
@@ -339,7 +354,7 @@ def refuse_conflict(given: Sequence[str]) -> None:
 
 
 class RunCommand(OnceCommand):
-    """A command with the options of a run's workload, which it stores in the context's `obj` by name."""
+    """A command that also accepts the options of a run's workload; it stores them by name in the context's `obj`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         from halfstep.workloads import KINDS
@@ -348,7 +363,7 @@ class RunCommand(OnceCommand):
         workload = find_workload(args, trust="--trust" in args)
         own = find_options(KINDS.of(workload), command) if workload else ()
         families = list(KINDS.translators())
-        # Also recognise options of other families, to refuse them with a list of what this workload takes.
+        # Recognise the options of all families: the command refuses foreign ones and lists this workload's options.
         known = {option.flag: option for kind in families for option in find_options(kind, command)}
         known |= {option.flag: option for option in own}
         if workload or not {"-h", "--help"} & set(args):
@@ -367,7 +382,7 @@ class RunCommand(OnceCommand):
 
 
 def find_workload(args: Sequence[str], *, trust: bool) -> str:
-    """Return the workload of the run among the arguments; empty if there is none, which the command refuses itself."""
+    """Return the workload of the run among the arguments; empty if there is no run, which the command then refuses."""
     from halfstep.config.yaml_source import read_yaml
     from halfstep.workloads import KINDS
 
@@ -385,7 +400,7 @@ def find_workload(args: Sequence[str], *, trust: bool) -> str:
 
 
 def extract_options(args: Sequence[str], known: dict[str, Option]) -> tuple[list[str], dict[str, Any]]:
-    """Return the arguments without a family's options, and those options by name."""
+    """Return the arguments without the families' options, and those options by name."""
     rest: list[str] = []
     values: dict[str, Any] = {}
     given: dict[str, list[str]] = {}

@@ -170,15 +170,15 @@ def verify_pack(folder: Path, layout: FolderLayout, path: Path, settings: PackSe
 
 
 def suggest_other_sizes(folder: Path, again: str) -> str:
-    """Suggest how to verify a pack of another size in the folder, and how to make the missing one."""
+    """Suggest how to verify a packed file of another size in the folder, and how to make the missing one."""
     from halfstep.data.packed import list_packed_sizes
 
     if not (sizes := list_packed_sizes(folder)):
         return again
     one, *more = (f"--size {size}" for size in sizes)
-    beside = f" (or {', '.join(more)})" if more else ""
+    others = f" (or {', '.join(more)})" if more else ""
     verify = suggest_command("pack", folder, "--verify", *one.split())
-    return f"the folder holds another: {verify}{beside}; or make it: {again}"
+    return f"verify a file of another size: {verify}{others}; or pack this size: {again}"
 
 
 def summarise_pack(pack: Pack) -> Summary:

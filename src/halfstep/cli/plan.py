@@ -78,7 +78,9 @@ TRACED = {
     "graph": "our fused kernels if the model has them, else as compiled; plus fragmentation of the graph's pool",
 }
 NO_FOLDER = "random"
+"""Any text: with a data folder a workload has its full size, without one that of its demo."""
 TABLE_WIDTH = 125
+"""Columns of a terminal that are enough for all components."""
 MADE_UP = "predicted for synthetic data of the usual shape; --data-dir DIR uses yours"
 RECOMPUTED = "recomputation covers {}; a run checks on a copy that it changes no result"
 
@@ -153,7 +155,7 @@ def _plan_memory(
     name = normalise_precision(str(wish), "--precision") if wish else "auto"
     precisions = list_precisions(hardware) if name == "auto" else (name,)
     if name == "auto" and "fp32" in config.precision.modules.values():
-        precisions = tuple(one for one in precisions if one != "tf32")  # a run refuses to mix the two
+        precisions = tuple(one for one in precisions if one != "tf32")  # a run refuses to mix fp32 and tf32
     modes = (shown,) if mode else MODES
     levels = list_levels(planner, config)
     rows = [_predict_row(planner, config, shown, modes, p, setting) for p in precisions for setting in levels]
@@ -213,7 +215,7 @@ def _list_gpu_notes(hardware: Hardware, precision: str, memory: int) -> Iterator
     from halfstep.precision.ladder import explain_lack
 
     if precision != "auto" and (reason := explain_lack(precision, hardware)):
-        yield f"{reason}: a run on it uses another precision"
+        yield f"{reason}: a run on this GPU would use another precision"
     if not memory:
         yield f"{hardware.name} is sold with several memory sizes: give one with --fit SIZE"
     yield from hardware.notes

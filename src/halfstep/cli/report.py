@@ -54,18 +54,18 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
     else:
         records = [read_run(path) for path in runs]
         page = render_runs(records, [_predict_memory(path) for path in runs])
-    place = out or runs[0] / "report" / "report.html"
+    file = out or runs[0] / "report" / "report.html"
     if out is None:
         with contextlib.suppress(OSError):  # writing the file below reports the reason
-            place.parent.mkdir(exist_ok=True)
-    elif not place.parent.is_dir():
-        raise ConfigError(f"{place.parent} is not a folder", fix="create it first, or choose another --out")
+            file.parent.mkdir(exist_ok=True)
+    elif not file.parent.is_dir():
+        raise ConfigError(f"{file.parent} is not a folder", fix="create it first, or choose another --out")
     try:
-        write_atomically(place, page, follows_links=out is not None)
+        write_atomically(file, page, follows_links=out is not None)
     except CheckpointError as error:
         error.fix = "choose a writable path with free space: --out FILE.html"
         raise
-    return place
+    return file
 
 
 def _predict_memory(path: Path) -> dict[str, int] | str:
@@ -76,7 +76,7 @@ def _predict_memory(path: Path) -> dict[str, int] | str:
     try:
         return predict_stored_run(path)
     except UnknownCode:
-        return "the run uses custom code, and a report never runs that"
+        return "the run uses custom code, which a report never runs"
     except (HalfstepError, OSError) as error:
         return summarise_error(error)
 

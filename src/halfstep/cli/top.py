@@ -71,7 +71,7 @@ def explain_bad_records(run: RunRecord) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"the records of {run.path} are not what a run writes ({type(error).__name__}: {error})",
+            f"the records of {run.path} are not those of a run ({type(error).__name__}: {error})",
             why="metrics.jsonl or monitor.jsonl was edited",
             fix="delete the lines that halfstep did not write",
         ) from error
@@ -99,7 +99,7 @@ def build_table(run: RunRecord, facts: dict[str, Any]) -> Table:
     """Build the table of the facts, with curves."""
     train, val = run.select_kind("train"), run.select_kind("val")
     metric = run.metric
-    lines = {"run": facts["run"], "state": facts["state"], "step": "none on record yet"}
+    lines = {"run": facts["run"], "state": facts["state"], "step": "none recorded yet"}
     if train:
         lines |= {
             "step": f"{facts['step']:,} (epoch {facts['epoch']})",
@@ -137,7 +137,7 @@ def draw_sparkline(values: list[float]) -> str:
 
 def is_over(run: RunRecord) -> bool:
     """True if the run has ended, was stopped or killed; a resumed run still has the summary of its first end."""
-    is_live = is_folder_owned(run.path)
+    is_live = is_folder_owned(run.path)  # None: unknown, as on file systems without locks
     return not is_live and run.has_ended or is_live is False
 
 
@@ -148,10 +148,10 @@ def _describe_state(run: RunRecord) -> str:
     if is_over(run):
         if any(run.path.glob("checkpoints/step-*")):
             again = suggest_command("train", "--resume", run.path)
-            return f"stopped or killed, its process is gone; continue with: {again}"
-        return "stopped or killed before its first checkpoint, its process is gone; start it again"
+            return f"stopped or killed: its process has ended; continue with: {again}"
+        return "stopped or killed before its first checkpoint: its process has ended; start it again"
     if not file.exists():
         return "starting"
     seconds = max(time.time() - file.stat().st_mtime, 0)
-    known = "running" if is_live else "not known whether it is running"
+    known = "running" if is_live else "possibly running"
     return f"{known}, last record {seconds:.0f} s ago"
