@@ -114,7 +114,7 @@ def test_auto_is_the_precision_that_a_run_takes_here_and_the_reason_is_said(
     assert exit_code(*words) == 0
     said = capsys.readouterr()
     assert [row["precision"] for row in json.loads(said.out)["rows"]] == [taken.granted]
-    assert f"auto is {taken.granted} here: {taken.reason}" in said.err
+    assert f"auto means {taken.granted} here: {taken.reason}" in said.err
 
 
 def test_precision_and_mode_of_a_config_file_are_the_rows_unless_options_say_otherwise(

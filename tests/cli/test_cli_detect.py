@@ -90,7 +90,7 @@ def test_a_t4_is_told_to_use_fp16_with_loss_scaling(
     out, _ = output_of(capsys, "--no-measure")
     assert "use fp16 with loss scaling: bf16 is emulated on this GPU" in out
     assert out.index("cuda:0  Tesla T4") < out.index("cpu  ")
-    assert "No GPU here" not in out
+    assert "This machine has no GPU" not in out
 
 
 def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,7 @@ def test_a_run_that_is_under_way_shows_its_newest_step_and_fault(
     code, text = look(capsys, str(tmp_path), "--once")
     assert code == 0
     for part in (
-        "not known whether it is running",
+        "possibly running",
         "20 (epoch 1)",
         "0.5000",
         "tokens/s",
@@ -127,7 +127,7 @@ def test_a_live_look_at_a_run_that_is_killed_ends_with_how_to_go_on(
     last = text[text.rindex("state") :]
     assert "the run continues" in text, "while it ran"
     assert "the run continues" not in last
-    assert "its process is gone; continue with: halfstep train --resume" in last
+    assert "its process has ended; continue with: halfstep train --resume" in last
 
 
 def test_a_record_that_comes_while_it_looks_is_for_the_next_look(
@@ -142,7 +142,7 @@ def test_a_record_that_comes_while_it_looks_is_for_the_next_look(
     monkeypatch.setattr("halfstep.cli.top.is_folder_owned", trained_meanwhile)
     code, text = look(capsys, str(tmp_path), "--once")
     assert code == 0
-    assert "none on record yet" in text
+    assert "none recorded yet" in text
 
 
 def test_a_sparkline_follows_the_values_and_leaves_out_what_is_not_finite() -> None:

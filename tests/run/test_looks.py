@@ -105,7 +105,7 @@ def test_a_sample_of_another_form_is_refused_with_the_form(tmp_path: Path) -> No
 
 def test_samples_nobody_makes_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "run", {"train.sample_every": 2, "train.max_steps": 2})
-    assert "train.sample_every does nothing" in capsys.readouterr().err
+    assert "train.sample_every has no effect" in capsys.readouterr().err
 
 
 def test_observers_get_facts_and_reading_with_their_place_and_the_windows_are_still_there(tmp_path: Path) -> None:

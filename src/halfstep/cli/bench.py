@@ -175,7 +175,7 @@ def _suggest_for_folder(folder: Path) -> str:
 
 
 def split_choices(text: str | None, option: str, allowed: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Split `a,b` into its arguments, in the order given; refuse an empty list and unknown arguments."""
+    """Split `a,b` into its choices, in the order given; refuse an empty list and unknown choices."""
     if text is None:
         return ()
     found = tuple(dict.fromkeys(choice.strip().lower() for choice in text.split(",") if choice.strip()))

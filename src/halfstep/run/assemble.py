@@ -1,7 +1,8 @@
-"""The one composition root: build -> decide -> apply -> compile -> optimizer -> step, in this order only.
+"""Assemble a run from its parts; this is the only place that connects them.
 
-The optimizer comes after `apply` because storage casts replace parameters. Compilation wraps the loss, not the model,
-so that state_dict names stay unchanged and the whole loss is inside the compiled region.
+The order is fixed: build the workload, decide the plan, apply it to the model, compile, build the optimizer, build the
+step. The optimizer comes after `apply` because storage casts replace parameters. Compilation wraps the loss, not the
+model, so that state_dict names stay unchanged and the whole loss is inside the compiled region.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ from halfstep.workloads.base.workload import Phase, Workload
 
 @dataclass(kw_only=True, slots=True)
 class Assembly:
+    """Everything that a run trains with, connected and placed on its device."""
+
     config: RunConfig
     plan: Plan
     workload: Workload
@@ -95,6 +98,7 @@ class Assembly:
         return whole if self.world is None else self.world.count_rows(whole)
 
     def ask_to_stop(self) -> None:
+        """Let the other ranks know with the next step that this one was asked to stop."""
         steps = self.step.steps.values() if isinstance(self.step, PhasedStep) else [self.step]
         for step in steps:
             if step.ranks is not None:
@@ -102,7 +106,7 @@ class Assembly:
 
 
 def decide_plan(config: RunConfig, workload: Workload, hardware: Hardware) -> Plan:
-    """Decide the precision plan of a built workload, with a row per module."""
+    """Decide the precision plan of a built workload, with one row per module."""
     gains = measure_fp8_gains(config, workload, hardware)
     return decide(
         config.precision,
@@ -115,6 +119,10 @@ def decide_plan(config: RunConfig, workload: Workload, hardware: Hardware) -> Pl
 
 
 def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | None = None) -> Assembly:
+    """Place the model as planned and connect it with loaders, optimizer, step and guard.
+
+    `world` holds the ranks that train together; None: a single one.
+    """
     setting = MemorySetting(**plan.memory)
     device = torch.device(plan.device)
     model = place_model(config, synchronise_norms(config, workload.model, device, world), plan)
@@ -125,7 +133,7 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
     eager = workload.region(model)
     to_compiled = partial(
         compile_region,
-        # Timing picks kernels that sum in another order from one start to the next.
+        # The search may pick different kernels from one start to the next, which sum in different orders.
         tunes_kernels=plan.tunes_kernels and not config.train.deterministic,
         activation_budget=setting.activation_budget,
         blocks=workload.blocks,
@@ -175,9 +183,10 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
 
 
 def build_workload(config: RunConfig, store: dict[str, Any] | None = None) -> Workload:
-    """Build the workload with freshly seeded weights, or for a stored run with its checkpoint's `store` of the data.
+    """Build the workload with seeded weights, or for a stored run with what its checkpoint stored about the data.
 
-    With a store weights stay uninitialised: the caller loads all of them from the checkpoint."""
+    With a `store` weights stay uninitialised: the caller loads all of them from the checkpoint.
+    """
     seed_everything(config.train.seed)
     with nullcontext() if store is None else skip_first_values():
         return build(config, store)
@@ -241,11 +250,13 @@ def _build_plateau(config: RunConfig, workload: Workload) -> PlateauFactor | Non
     return PlateauFactor(mode=workload.mode, cut=s.factor, patience=s.patience, floor=max(s.min_factor, 1e-6))
 
 
-# --- phases: each with its optimizer, step and region; one loss scaler for all ---
+# --- phases: each has its own optimizer, step and region; all share one loss scaler ---
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class AssembledPhase:
+    """One of several alternating phases, with the step that trains its parameters."""
+
     phase: Phase
     step: PhaseStep
     region: Region  # forward and loss, compiled when first called
@@ -343,12 +354,14 @@ def refuse_unfit_phases(phases: Sequence[Phase], model: nn.Module) -> None:
 
 
 def has_parameter(phase: Phase, parameter: str) -> bool:
+    """True if the phase trains this parameter; a phase without names trains all."""
     return not phase.parameters or is_within(parameter, phase.parameters)
 
 
 def _refuse_idle_iterations(phases: Sequence[Phase]) -> None:
     if any(phase.every == 1 and phase.from_step == 0 for phase in phases):
         return
+    # Which phases are due repeats after the least common multiple of their periods, once all have started.
     horizon = max(phase.from_step for phase in phases) + math.lcm(*(phase.every for phase in phases))
     for iteration in range(horizon):
         if not any(phase.is_due(iteration) for phase in phases):
@@ -367,8 +380,7 @@ def _is_countable(phase: Phase, workload: Workload) -> bool:
 
 
 def _split_averaged_names(config: RunConfig, workload: Workload, model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return the parameters and buffers whose average moves with each phase's commits; shared ones belong to the
-    first."""
+    """Return, by phase, the parameters and buffers whose average it updates; shared ones belong to the first phase."""
     left = [name for name, _ in (*model.named_parameters(), *model.named_buffers())] if config.ema.enabled else []
     if workload.ema_parts:
         left = [name for name in left if is_within(name, workload.ema_parts)]
@@ -379,11 +391,11 @@ def _split_averaged_names(config: RunConfig, workload: Workload, model: nn.Modul
     return found
 
 
-# --- the plan of a config that is not run, on this hardware or on a GPU that is only named ---
+# --- the plan of a config that is not run, for this hardware or for a GPU given by name ---
 
 
 DEMO_PLAN_NOTE = (
-    "no data folder was given: this is the plan of the DEMO, whose model may be smaller; yours with --data-dir DIR"
+    "no data folder was given: this is the plan of the DEMO, whose model may be smaller; give yours with --data-dir DIR"
 )
 
 
@@ -421,7 +433,7 @@ def _warn_untimed(decided: Plan) -> Plan:
     """Warn that fp8 layers were not timed: that needs the GPU itself."""
     if decided.granted != "fp8":
         return decided
-    note = f"no layer was timed: on {decided.device_name} itself, layers or a step that fp8 does not speed up run bf16"
+    note = f"no layer was timed: a run on {decided.device_name} uses bf16 where fp8 is not faster"
     return _add_warning(decided, note)
 
 

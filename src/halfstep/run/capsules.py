@@ -46,8 +46,10 @@ FOLDER = "capsules"
 
 
 def record_faults(parts: Assembly, folder: RunFolder, notice: Notice) -> None:
-    """Keep the step of each fault in RUN/capsules, at most `guard.capsules` of them. With several ranks the one at
-    fault writes its own window, the one exception to "rank 0 writes"."""
+    """Keep the step of each fault in RUN/capsules, at most `guard.capsules` of them.
+
+    With several ranks the rank at fault writes its own window: the only files that rank 0 does not write.
+    """
     config = parts.config
     if not config.guard.capsules:
         return
@@ -58,7 +60,7 @@ def record_faults(parts: Assembly, folder: RunFolder, notice: Notice) -> None:
         make_capsule_context(
             parts, lambda: next((path.name for path in reversed(folder.open_checkpoints().list_all())), "")
         ),
-        # Of a rank without a screen only warnings are passed on.
+        # Rank 0 shows only the warnings of other ranks, so their notices must be warnings.
         notice=lambda text: notice(text, "info" if parts.world is None or parts.world.is_first else "warning"),
         most=config.guard.capsules,
         spikes=config.guard.capture_spikes,
@@ -67,6 +69,7 @@ def record_faults(parts: Assembly, folder: RunFolder, notice: Notice) -> None:
 
 
 def make_capsule_context(parts: Assembly, find_checkpoint: Callable[[], str] = lambda: "") -> CapsuleContext:
+    """Collect what a capsule stores in addition to its step: config, plan, code, and how to load the window again."""
     config, world = parts.config, parts.world
     return CapsuleContext(
         about={
@@ -88,6 +91,7 @@ def make_capsule_context(parts: Assembly, find_checkpoint: Callable[[], str] = l
 
 
 def _describe_share(parts: Assembly, reading: Reading) -> dict[str, Any]:
+    """Return which rows of the global batches this rank has; empty if no single rank is at fault."""
     if parts.world is None or not reading.faulty_ranks or reading.window is None:
         return {}
     sizes = parts.train_loader.sizes(reading.window * parts.step.accumulate, parts.step.accumulate)
@@ -111,11 +115,11 @@ def _list_file_names(workload: Workload, ids: Sequence[int]) -> list[str]:
     return [samples.name_of(index) for index in ids] if implements(samples, NamedSamples) else []
 
 
-# --- the step again ---
+# --- replay ---
 
 
 def replay_run(path: Path, *, device: str | None = None, trust: bool = False) -> Replayed:
-    """Run the step of a capsule again; `trust` runs code that the user did not train with."""
+    """Run the step of a capsule again; `trust` allows custom code that the user did not train with."""
     capsule = capsules.read(path)
     if not capsule.is_of_a_run:
         raise CheckpointError(
@@ -134,6 +138,7 @@ def replay_run(path: Path, *, device: str | None = None, trust: bool = False) ->
 
 
 def build_capsule_subject(capsule: Capsule, device: str | None, *, trust: bool = False) -> Subject:
+    """Rebuild the model, window and state of a capsule's step."""
     config = load_stored(capsule.config, capsule.about["code"], trust=trust).config
     workload = build_workload(config, dict(capsule.about["store"]))
     stored = capsule.about["frozen"]
@@ -158,7 +163,7 @@ def _make_subject(capsule: Capsule, parts: Assembly, frozen: Mapping[str, dict[s
     window = [{key: value.to(parts.device) for key, value in batch.items()} for batch in capsule.window]
     about = capsule.about
     share = Share(about["rank"], about["num_ranks"]) if "rank" in about else None
-    assert isinstance(step, Step), "of several phases the capsule names one"
+    assert isinstance(step, Step), "a capsule of a run with phases names one of them"
     return Subject(
         model=parts.model,
         loss=eager,
@@ -196,7 +201,7 @@ def choose_replay_plan(capsule: Capsule, config: RunConfig, workload: Workload, 
 
 
 def _make_variants(plan: Plan, region: Region) -> dict[str, LossFn]:
-    """Return further ways to run the region of a compiled run: as it ran, and without our kernels."""
+    """Return two more ways to run the region of a compiled run: as recorded, and without our kernels."""
     if plan.mode not in ("compile", "graph"):
         return {}
 
@@ -217,7 +222,7 @@ def _load_checkpoint_state(capsule: Capsule) -> dict[str, Tensor]:
     if not named or not path.is_dir():
         raise CheckpointError(
             f"the capsule {capsule.path} has no weights",
-            why=f"they were too large to store, and the checkpoint it names is gone: {named or 'there was none yet'}",
+            why=f"they were too large to store, and its checkpoint no longer exists ({named or 'there was none yet'})",
             fix="train with train.checkpoint_every, and keep that checkpoint",
         )
     found = load_checkpoint(path)

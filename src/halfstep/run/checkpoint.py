@@ -6,9 +6,9 @@
                               state.json           the rest, with size and checksum of the files above and its own
     checkpoints/best.json                          which checkpoint had the best metric
 
-A checkpoint is written into a hidden folder, flushed to the disk and renamed: it is there whole or not at all.
+A checkpoint is written into a hidden folder, flushed to the disk and renamed, so it is either complete or absent.
 On reading, sizes and checksums are compared; a damaged checkpoint is skipped with a message.
-A run that continues renames it to `.damaged-…`, so that it does not count as one of the newest that are kept.
+A resumed run renames it to `.damaged-…`, so that it does not count as one of the newest that are kept.
 """
 
 from __future__ import annotations
@@ -36,24 +36,28 @@ AVERAGE = "ema.safetensors"
 LAYOUT_VERSION = 1
 CHUNK_BYTES = 1 << 22
 MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError)
-"""Exceptions of reading files that have the recorded checksums but another structure than `save` writes."""
+"""Exceptions raised by files that have the recorded checksums but not the structure that `save` writes."""
 NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # `step-STEP`, and `step-STEP-2` for a second one of the same step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
+    """The content of one checkpoint."""
+
     model: dict[str, Tensor]
     ema: dict[str, Tensor]
     state: dict[str, Any]
 
 
 class Checkpoints:
+    """The checkpoints of one run: written atomically, checked when read, old ones removed."""
+
     def __init__(self, folder: Path, *, keep: int = 0, writes: bool = True) -> None:
+        """Use the checkpoints in `folder`; keep the newest `keep` (0: all). Ranks other than 0 do not write."""
         self.folder, self.keep, self.writes = folder, keep, writes
-        """Only rank 0 writes; the others know the paths."""
 
     def save(self, step: int, checkpoint: Checkpoint) -> Path:
-        """Write atomically, then drop the oldest beyond the limit (never the best one)."""
+        """Write a checkpoint atomically, then remove the oldest beyond the limit (never the best one)."""
         final = self._choose_name(step)
         if not self.writes:
             return final
@@ -114,6 +118,7 @@ class Checkpoints:
         )
 
     def clean_up(self) -> None:
+        """Remove the hidden folders of checkpoints that a killed run had begun."""
         for path in self.folder.glob(".writing-*"):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -143,9 +148,13 @@ class Checkpoints:
             try:
                 path.rename(path.with_name(f".damaged-{path.name}-{os.getpid()}"))
             except OSError as error:
-                raise CheckpointError(f"cannot rename the damaged {path}: {error.strerror}") from error
+                raise CheckpointError(
+                    f"cannot rename the damaged checkpoint {path}: {error.strerror}",
+                    fix="make its folder writable, or delete the checkpoint",
+                ) from error
 
     def _drop_old(self, newest: Path) -> None:
+        """Remove earlier checkpoints of the same step, and the oldest beyond the limit."""
         kept = (newest, self.find_best())
         others = [path for path in self.list_all() if path not in kept]
         same_step = [path for path in others if _parse_name(path)[0] == _parse_name(newest)[0]]
@@ -181,7 +190,11 @@ def read_document(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path.name} is damaged: {STATE}: {error}") from error
     if (version := document.get("layout")) != LAYOUT_VERSION:
-        raise CheckpointError(f"checkpoint {path.name} has layout {version}, this halfstep reads {LAYOUT_VERSION}")
+        raise CheckpointError(
+            f"checkpoint {path.name} has layout {version}",
+            why=f"this version of halfstep reads layout {LAYOUT_VERSION}",
+            fix="use the version of halfstep that wrote it",
+        )
     return document
 
 

@@ -1,4 +1,4 @@
-"""The end of a run: errors with what was saved and how to resume, report/summary.json, and the exported model."""
+"""End a run: explain errors with what was saved and how to resume, write report/summary.json, export the model."""
 
 from __future__ import annotations
 
@@ -56,6 +56,8 @@ def explain_ending(
 
 @dataclass(frozen=True, slots=True)
 class Progress:
+    """The step counters at one moment."""
+
     attempted: int
     committed: int
 
@@ -68,7 +70,7 @@ def refuse_only_skips(loop: Loop, start: Progress) -> None:
     """Raise if a run reached its end without a single committed step."""
     end = Progress.of(loop.parts.step)
     num_steps, last = end.attempted - start.attempted, loop.journal.latest
-    went_back = loop.parts.guard.num_rollbacks > 0  # and its counter with it, below the start of a resumed run
+    went_back = loop.parts.guard.num_rollbacks > 0  # the counter goes back too, perhaps below a resumed run's start
     is_trained = end.committed > (0 if went_back else start.committed)
     if num_steps == 0 or is_trained or last is None or not last.is_bad:
         return
@@ -80,17 +82,18 @@ def refuse_only_skips(loop: Loop, start: Progress) -> None:
         fix=_suggest_longer_search(scaler)
         if scaler.enabled and is_search
         else "look at the samples of skipped steps in metrics.jsonl, lower optimizer.lr, or "
-        "check with --precision fp32 whether they fail there too",
+        "check whether they also fail with --precision fp32",
     )
 
 
 def _suggest_longer_search(scaler: Scaler) -> str:
     """Return the fix for a run that ended before a first loss scale was found."""
     options, reached = scaler.options, scaler.options.init_scale * float(scaler.value) / scaler.first
+    # Each overflow multiplies the scale by backoff_factor: this many steps reach the smallest scale.
     most = math.ceil(math.log(scaler.first / options.min_scale, 1 / options.backoff_factor))
     return (
-        f"from scaler.init_scale={options.init_scale:g} the first loss scale takes up to "
-        f"{format_count(most, 'step')} to find: train longer, or begin where this run ended: "
+        f"finding a loss scale from scaler.init_scale={options.init_scale:g} takes up to "
+        f"{format_count(most, 'step')}: train longer, or start where this run ended: "
         f"scaler.init_scale={reached:g}"
     )
 
@@ -120,14 +123,14 @@ def _remove_run(error: HalfstepError, folder: RunFolder) -> HalfstepError:
 
 
 def _save_after_bad_file(error: DataError, loop: Loop, folder: RunFolder) -> HalfstepError:
-    """Save what was trained before a bad file was met, as for Ctrl-C."""
+    """Save what was trained before a bad file was read, as after Ctrl-C."""
     is_alone = loop.parts.world is None  # several ranks are in the middle of a step: there is no complete state
     if is_alone and (loop.position.batch > 0 or not loop.checkpoints.list_all()):
         try:
             loop.save()
         except CheckpointError as unsaved:
             return _extend_error(error, why=unsaved.what)
-    left_out = " (with files left out: --allow-changes as well)" if "on_bad_file=skip" in error.fix else ""
+    left_out = " (and --allow-changes, because files are left out)" if "on_bad_file=skip" in error.fix else ""
     return _extend_error(error, fix=f"then {suggest_resume(folder.path)}{left_out}")
 
 
@@ -194,7 +197,7 @@ def is_exported(workload: str, folder: RunFolder) -> bool:
 
 
 def export_model(parts: Assembly, folder: RunFolder) -> None:
-    """Export the best weights (averaged ones if there are any) atomically; the model keeps them."""
+    """Export the best weights (the averaged ones, if any) atomically; the model holds them afterwards."""
     kind = KINDS.of(parts.config.workload)
     if kind.export is None:
         return
@@ -208,5 +211,5 @@ def export_model(parts: Assembly, folder: RunFolder) -> None:
         raise CheckpointError(
             f"cannot write the model into {folder.model}: {error.strerror}",
             why=f"the run itself is complete; its best weights are in {stored}",
-            fix="free disk space, then resume the run: it only exports again",
+            fix="free disk space, then resume the run, which only repeats the export",
         ) from error

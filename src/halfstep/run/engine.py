@@ -4,9 +4,9 @@
     compile   model and loss through torch.compile
     graph     the whole step, compiled and captured as one CUDA graph, after several windows of one shape in a row
 
-What cannot be compiled or captured continues in the next best mode, with one line that gives the reason. Batches that
-are not full, such as an epoch's last, run eager: compiling for them would cost more than it gains. Batches of a third
-shape (tune/compiling.py) also run eager and are not captured.
+If compiling or capturing fails, the run continues in the next slower mode and prints one line with the reason. Batches
+that are not full, such as an epoch's last, run eager: compiling for them would cost more than it gains. Batches of a
+third shape (tune/compiling.py) also run eager and are not captured.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from halfstep.tune.trials import Trial, load_first_batch
 from halfstep.workloads.base.over_ranks import gather_over_ranks
 from halfstep.workloads.base.workload import Workload
 
-MOST_GRAPHS = 2  # each has its own memory; windows of further shapes run uncaptured
+MOST_GRAPHS = 2  # each graph needs its own memory; windows of further shapes run uncaptured
 FROM_FASTEST: tuple[Mode, ...] = ("graph", "compile", "eager")
 MOST_DROPS = 3
-"""How often graphs are dropped for a step that does not fit next to them, and captured again afterwards."""
+"""How often graphs are dropped, and captured again, to make room for a step that does not fit next to them."""
 
 Count = Callable[[Any, Batch], None]
 """Called with the outputs of each batch after its step, for example to count hits."""
@@ -78,6 +78,8 @@ class Graphs(dict[Shape, CapturedWindow]):
 
 
 class Engine:
+    """Run windows of a run, or of one of its phases, through its step."""
+
     counts = True  # whether training metrics count the outputs of its steps
 
     def __init__(
@@ -113,6 +115,7 @@ class Engine:
         return self.parts.step
 
     def step(self, prepared: list[Batch], sizes: Sequence[int] = ()) -> Facts:
+        """Compute and commit one prepared window; count its outputs in the training metrics."""
         self._sizes = tuple(sizes)
         facts, outputs, pieces = self._run_window(prepared)
         with torch.no_grad():
@@ -122,6 +125,7 @@ class Engine:
         return facts
 
     def _run_window(self, prepared: list[Batch]) -> tuple[Facts, list[Any], list[Batch]]:
+        """Run the window in the current mode; after a failure that can be handled, try again in a slower one."""
         while True:
             pieces = split_window(prepared, self.pieces)
             compiles = False
@@ -140,7 +144,7 @@ class Engine:
             except HalfstepError:
                 raise
             except Exception as error:
-                # Not only dynamo's exceptions: a missing assembler or driver raises others.
+                # Not only dynamo's exceptions: a missing compiler or driver raises other ones.
                 if self.mode == "eager" or not compiles and not isinstance(error, TorchDynamoException):
                     raise
                 self._go_eager(error)
@@ -156,22 +160,23 @@ class Engine:
             ranks = ", ".join(map(str, reading.fallen_ranks))
             self.mode = reading.fell_to
             self._forget_code()
-            self.notice(f"steps run {self.mode} on all ranks from here on, as on rank {ranks} must", "info")
+            self.notice(f"all ranks run steps in {self.mode} mode from here on, as rank {ranks} has to", "info")
 
     def fall_back_to(self, mode: Mode) -> None:
-        """Resume in the slower mode that the run had fallen back to: steps in the faster one would round differently
-        until it fails again."""
+        """Resume in the slower mode that the run had fallen back to.
+
+        Steps in the faster mode would round differently until it failed again.
+        """
         if FROM_FASTEST.index(mode) > FROM_FASTEST.index(self.mode):
             self.mode = mode
-            again = "another train.fast with --allow-changes tries again"
-            self.notice(f"steps run {mode}, as they did when the run was stopped ({again})", "info")
+            again = "to try a faster one again, set another train.fast with --allow-changes"
+            self.notice(f"steps run in {mode} mode, as when the run was stopped ({again})", "info")
 
     def state_dict(self) -> dict[str, Any]:
         return {"pieces": self.pieces, "mode": self.mode, "compiled_shapes": list(self.shapes.taken)}
 
     def restore(self, state: Mapping[str, Any], *, is_same: bool) -> None:
-        """Restore the stored pieces, and with the same settings also shapes and mode; other settings may compile
-        again."""
+        """Restore the number of micro-batches, and with unchanged settings also compiled shapes and mode."""
         self.pieces = int(state["pieces"])
         if is_same:
             self.shapes.taken = list(state["compiled_shapes"])
@@ -196,7 +201,7 @@ class Engine:
         return loss
 
     def _share_samples(self, number: int) -> AbstractContextManager[None]:
-        """Let a loss use the samples of other ranks, unless batches are cut: ranks may then have different numbers."""
+        """Let a loss use the samples of other ranks, unless batches are cut into different numbers of micro-batches."""
         ranks = self.guarded.ranks
         if ranks is None or ranks.size == 1 or not self._sizes or self.pieces > 1:
             return nullcontext()
@@ -238,7 +243,7 @@ class Engine:
             return known
         if known is not None:
             del self.graphs[shape]
-            self._in_a_row = 1  # a loaded state may lack optimizer state, which must exist before a capture
+            self._in_a_row = 1  # a loaded state may lack optimizer state, which must exist before capturing
         is_warm = self.guarded.ranks is None or self.guarded.ranks.can_be_captured
         is_ready = is_warm and self._in_a_row > UNCAPTURED and self._has_code(window)
         return self._capture(shape, window) if is_ready else None
@@ -268,7 +273,7 @@ class Engine:
 
     def _forget_code(self) -> None:
         self.forget_graphs()
-        self.shapes.ready.clear()  # without chains of kernels other code is compiled
+        self.shapes.ready.clear()  # other modes do not use our chains of kernels: different code is compiled
 
     # --- failures ---
 
@@ -295,8 +300,10 @@ class Engine:
         self.notice(f"not compiled, running eager: {explain_compile_error(error)}", "warning")
 
     def _make_room(self, error: OutOfMemory) -> None:
-        """Drop the graphs after an out-of-memory error, then halve the micro-batch, or raise
-        (run/memory/__init__.py)."""
+        """After an out-of-memory error drop the graphs, else halve the micro-batch, else raise it.
+
+        run/memory/__init__.py describes the whole strategy.
+        """
         parts, config = self.parts, self.parts.config
         error.__traceback__ = None  # its frames hold the activations that did not fit
         self.guarded.abandon()
@@ -315,20 +322,20 @@ class Engine:
         """Drop the graphs for one step; after MOST_DROPS times stop capturing."""
         self._num_drops += 1
         if self._num_drops > MOST_DROPS:
-            return self._stay_uncaptured(f"its memory was needed by steps outside of it {self._num_drops} times")
+            return self._stay_uncaptured(f"steps outside of the graph needed its memory {self._num_drops} times")
         self.forget_graphs()
-        text = "a step did not fit next to the captured one: it gets that memory, and the step is captured again"
-        return self.notice(f"{text} ({self._num_drops} of {MOST_DROPS} times)", "info")
+        text = "a step did not fit into memory next to the captured one, which is dropped and captured again"
+        return self.notice(f"{text} ({self._num_drops} of at most {MOST_DROPS} times)", "info")
 
 
 class Idle(dict[str, Tensor]):
-    """The batch of a rank without samples: it takes part in the step and counts nowhere."""
+    """The batch of a rank that has no samples in this window: it takes part in the step with weight 0."""
 
 
 def prepare_window(
     parts: Assembly, window: list[Batch], sizes: Sequence[int] = (), share: Share | None = None
 ) -> list[Batch]:
-    """Prepare a loaded window for the model; with `share` the window of another rank."""
+    """Prepare a loaded window for the model; `share` prepares it as another rank would."""
     sizes = sizes or [count_samples(batch) for batch in window]
     return list(_prepare_batches(parts, window, sizes, share or parts.world))
 
@@ -336,26 +343,29 @@ def prepare_window(
 def _prepare_batches(
     parts: Assembly, window: list[Batch], sizes: Sequence[int], share: Share | None
 ) -> Iterator[Batch]:
-    place = 0
+    start = 0  # the window's samples before this batch, over all ranks: augmentation is keyed by position
     for k, (batch, size) in enumerate(zip(window, sizes, strict=True)):
         is_idle = share is not None and share.count_rows(size) == 0
         row = 0 if share is None or is_idle else share.find_first_row(size)
-        key = Key.for_training(parts.config.train.seed, parts.step.attempted, k, place + row, row, size)
+        key = Key.for_training(parts.config.train.seed, parts.step.attempted, k, start + row, row, size)
         prepared = match_layout(parts.model, parts.workload.prepared(batch, key=key, training=True))
         yield Idle(prepared) if is_idle else prepared
-        place += size
+        start += size
 
 
-# --- several phases: one window through each phase that is due ---
-#
-# Each phase has its own engine, with its own compiled code and graphs; the graphs share one memory pool. The host
-# decides which phases are due, by the number of iterations.
+# --- several phases: run one window through each phase that is due ---
 
 
-UNCOMPILED = "runs eager: its loss takes gradients itself, which the compiler cannot follow"
+UNCOMPILED = "runs eager: its loss computes gradients, which the compiler cannot trace"
 
 
 class PhasedEngine:
+    """Run windows through the phases that are due.
+
+    Each phase has its own engine, compiled code and graphs; the graphs share one memory pool. The host decides by the
+    number of iterations which phases are due.
+    """
+
     def __init__(
         self,
         parts: Assembly,
@@ -372,7 +382,7 @@ class PhasedEngine:
                                             before_compiling)
             for own in parts.phases
         }  # fmt: skip
-        self._has_said = False
+        self._has_announced = False
 
     def _make_phase_engine(self, own: AssembledPhase, count: Count, before_compiling: Callable[[], None]) -> Engine:
         parts = dataclasses.replace(self.parts, step=own.step, region=own.region, eager=own.eager, phases=())
@@ -404,7 +414,7 @@ class PhasedEngine:
         return self.step(prepare_window(self.parts, window, sizes), sizes)
 
     def step(self, prepared: list[Batch], sizes: Sequence[int] = ()) -> PhasedFacts:
-        self._say_once()
+        self._announce_uncompiled()
         iteration = self.parts.step.attempted
         due = [own.phase.name for own in self.parts.phases if own.phase.is_due(iteration)]
         return self.step_of_all.close({name: self.engines[name].step(prepared, sizes) for name in due})
@@ -426,25 +436,25 @@ class PhasedEngine:
         for name, engine in self.engines.items():
             engine.restore(state["phases"][name], is_same=is_same)
 
-    def _say_once(self) -> None:
-        if not self._has_said and self.asked != "eager":
+    def _announce_uncompiled(self) -> None:
+        if not self._has_announced and self.asked != "eager":
             for own in self.parts.phases:
                 if not own.phase.compiles:
                     self._make_notice(own.phase.name)(UNCOMPILED, "info")
-        self._has_said = True
+        self._has_announced = True
 
 
 def make_engine(parts: Assembly, mode: Mode, notice: Notice, *hooks: Any) -> Engine | PhasedEngine:
     return (PhasedEngine if parts.phases else Engine)(parts, mode, notice, *hooks)
 
 
-# --- a copy of a run for timed trials, which leave the run itself bit-identical ---
+# --- a copy of a run for timed trials, which must not change the run itself ---
 
 
 @contextmanager
 def rehearse_run(config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Trial]:
-    """Yield a trial on a copy of the run; nothing of it is left afterwards."""
-    release_unused_memory(torch.device(plan.device))  # memory that the error of a failed trial held
+    """Yield a trial on a copy of the run; generators, compiled code and memory are restored afterwards."""
+    release_unused_memory(torch.device(plan.device))  # a failed trial's error may have held memory
     generators = read_generators()
     copied = dataclasses.replace(workload, model=_copy_model(workload.model), phases=make_all_due(workload.phases))
     try:
@@ -453,7 +463,7 @@ def rehearse_run(config: RunConfig, workload: Workload, plan: Plan) -> Iterator[
     finally:
         restore_generators(generators)
         del copied
-        # The compiler caches code by shapes only: the next trial would get this one's code.
+        # The compiler caches code by shapes only, so the next trial would run this one's code.
         forget_compiled()
         release_unused_memory(torch.device(plan.device))
 
@@ -462,7 +472,7 @@ def _assemble_trial(config: RunConfig, workload: Workload, plan: Plan) -> Assemb
     try:
         return assemble(config, workload, plan)
     except torch.OutOfMemoryError as error:
-        raise DoesNotFit("the model itself is out of memory") from error
+        raise DoesNotFit("the model does not fit into memory, even without a batch") from error
 
 
 def _copy_model(model: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Progress bars, events and metric records of a run. They use facts that the guard has already read from the device."""
+"""Progress bars, events and metric records of a run, from facts that the guard has already read from the device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from halfstep.workloads.base.kind import Unit, load_part
 METRIC_EVERY_S = 2.0
 """Computing the training metric waits for the device, so it is refreshed by time, not at every step."""
 
-COMPILING = "compiling the step for this shape of batches, once: this one takes longer"
+COMPILING = "compiling the step for batches of this shape: only this step takes longer"
 
 
 @dataclass(slots=True)
@@ -50,6 +50,8 @@ class PhaseProgress:
 
 
 class Journal:
+    """Record what a run does: bars, notices and metrics.jsonl. Nothing in it waits for the device."""
+
     def __init__(
         self,
         report: RunReport,
@@ -94,8 +96,8 @@ class Journal:
     # --- one step ---
 
     def observe(self, facts: Facts | PhasedFacts | None, reading: Reading) -> None:
-        """Take the facts of two steps ago from the guard; at the end of an epoch also the last ones."""
-        del facts
+        """Record what the guard has read: the step of two steps ago, and at the end of an epoch also the last ones."""
+        del facts  # the reading holds what the host may know
         self.latest = reading
         self._lagging.add(reading.waits_s)
         for name, part in split_phases(reading).items():
@@ -108,7 +110,7 @@ class Journal:
         step = f"step {reading.attempted}" + (f" of {phase}" if phase else "")
         if reading.is_spike and not reading.is_bad:
             self.num_spikes += 1
-            self._record_event("spike", reading, f"{step}: the loss jumped to {reading.loss:.4g}", "warning", phase)
+            self._record_event("spike", reading, f"{step}: the loss spiked to {reading.loss:.4g}", "warning", phase)
         if not reading.is_bad:
             self.seen[phase].loss_sum += reading.loss
             self.seen[phase].num_losses += 1
@@ -116,7 +118,7 @@ class Journal:
         self.num_skipped += 1
         if self.plan.needs_loss_scaling and not reading.is_spike and not reading.is_empty:
             is_low = reading.scale <= self._low_scale
-            which = "a low one: what overflows may do so at any scale" if is_low else "routine in fp16"
+            which = "a low scale: these values may overflow at any scale" if is_low else "routine in fp16"
             text = f"{step}: overflow at loss scale {reading.scale:g}, step skipped ({which})"
             self._record_event("overflow", reading, text, "warning" if is_low else "info", phase)
         else:
@@ -166,7 +168,7 @@ class Journal:
         return {f"{key}/{name}": getattr(r, key) for name, r in read if r is not None for key in shown}
 
     def _advance(self, bar: Bar, waiting: Waiting, *, is_due: bool) -> None:
-        # A finished bar must not show the numbers of a step long ago.
+        # The last step always updates the fields: a finished bar must not show the numbers of an earlier step.
         is_wanted = is_due or not self._has_shown or bar.done + 1 == bar.total
         fields = self._format_fields(waiting) if is_wanted and self.latest is not None else None
         bar.advance(fields, begins_pace=self._is_compiling)
@@ -285,7 +287,7 @@ class Journal:
         self.report.notice(text, level)
 
     def exclude_compiling(self) -> None:
-        """Exclude a step that compiles from the bar's rate."""
+        """Announce that the next step compiles, and exclude it from the bar's rate."""
         self.report.notice(COMPILING)
         self._is_compiling = True
 
@@ -341,12 +343,12 @@ def _format_few(things: Sequence[int] | Sequence[str], most: int = 8) -> str:
 def find_hint(workload: str, scores: Mapping[str, float]) -> str:
     """Return the family's hint about validation scores, or an empty string."""
     if not math.isfinite(scores.get("loss", 0.0)):
-        return ""  # the scores of a diverged model mean nothing
+        return ""  # a diverged model: its scores mean nothing
     kind = KINDS.of(workload)
     return str(load_part(kind.hint)(scores)) if kind.hint is not None else ""
 
 
-# --- how fast a run goes, and what it waits for: data, the slowest rank, the host ---
+# --- throughput, and what a run waits for: data, the slowest rank, the host ---
 
 
 WORTH_SAYING = 0.1  # share of the time above which waiting is reported
@@ -377,11 +379,10 @@ class Waiting:
 
 
 def suggest_faster_data(config: RunConfig, samples: Samples, cores: int) -> str:
-    """Return the setting that speeds up data loading: more workers while cores are free, then a cache of decoded
-    images."""
+    """Suggest a setting that speeds up data loading: more workers if cores are free, else a cache of decoded images."""
     workers = config.data.num_workers
     if workers < cores:
-        return f"data.num_workers={cores} (now {workers}, and this machine has {format_count(cores, 'core')})"
+        return f"data.num_workers={cores} (it is {workers}, and this machine has {format_count(cores, 'core')})"
     if isinstance(samples, TrainingFiles):
         pack = suggest_command("pack", config.data.dir)
         return f"data.cache=true, or first {pack} (all {format_count(cores, 'core')} already decode images)"
@@ -390,15 +391,15 @@ def suggest_faster_data(config: RunConfig, samples: Samples, cores: int) -> str:
     return f"{smaller}more cores (data.num_workers={workers} uses all {cores})"
 
 
-# --- model FLOPs utilisation (Chowdhery et al. 2022) ---
-# The model's operations over the device's peak (the vendor's number, dense, with fp32 accumulation) in
-# the compute format of matmuls. Recomputed operations count once, so recomputing lowers the utilisation.
+# --- model FLOPs utilisation (MFU, Chowdhery et al. 2022) ---
+# The model's FLOP/s divided by the device's peak in the format of matmuls (the vendor's number, dense, with fp32
+# accumulation). Recomputed operations are not counted, so recomputation lowers the utilisation.
 
 PUBLISHED_AS = {"fp8": "fp8_e4m3"}
 
 
 def find_peak_flops(plan: Plan) -> float | None:
-    """Return the peak FLOP/s of the plan's device in its format; None if unpublished."""
+    """Return the published peak FLOP/s of the plan's device in its format; None if unknown."""
     known = find_known(plan.device_name) if plan.device.startswith("cuda") else None
     tflops = known.tflops.get(PUBLISHED_AS.get(plan.compute, plan.compute)) if known is not None else None
     return tflops * 1e12 if tflops else None
@@ -414,7 +415,7 @@ WINDOW_S = 10.0  # averaged over this time: one slow step is not a trend
 
 
 class Lagging:
-    """Find the slowest rank of the last seconds by how long each rank waited for the others."""
+    """Find the slowest rank of the last seconds: the one that waited least for the others."""
 
     def __init__(self) -> None:
         self._clock, self._waits_s = Stopwatch(), list[float]()
@@ -449,7 +450,7 @@ def describe_gpu_use(monitor: Monitor, waiting: Waiting, elapsed_s: float, mode:
     if not monitor.is_able:
         return ""
     if monitor.trouble:
-        return f"not recorded to the end: {monitor.trouble}"
+        return f"recording stopped early: {monitor.trouble}"
     return format_gpu_use(monitor.utilization, waiting, elapsed_s, mode)
 
 
@@ -467,6 +468,7 @@ def format_gpu_use(utilization: float | None, waiting: Waiting, elapsed_s: float
 
 def explain_idle(utilization: float, waiting: Waiting, elapsed_s: float, mode: str) -> str:
     """Return what the GPU waited for most after the first steps: data, work between steps, or the host."""
+    # All three are shares of the time after the start; what none of the first two explains is the host's.
     steady_s = elapsed_s - waiting.start_s
     data = (waiting.waited_s - waiting.start_waited_s) / steady_s
     between = max(elapsed_s - waiting.trained_s, 0.0) / steady_s

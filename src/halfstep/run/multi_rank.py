@@ -1,4 +1,4 @@
-"""Connect the assembly of a rank with those of the other ranks, and refuse what they cannot train together."""
+"""Connect the assembly of one rank with those of the others, and refuse what they cannot train together."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def connect_ranks(
         except (HalfstepError, OutOfMemory):
             raise
         except Exception as error:
-            found = eager(batch)  # what fails here as well is not the compiler's
+            found = eager(batch)  # an error that eager raises too is not the compiler's
             ranks.uncompiled = error
             ranks.announce_mode("eager")
             return found
@@ -70,8 +70,11 @@ def connect_ranks(
 
 
 def run_uncut(compiled: Region, batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
-    """Run a region compiled as a whole. Inside DDP dynamo splits it at buckets to overlap sums with backward: it
-    fuses less, and fails on kernels that are custom autograd functions, as ours are."""
+    """Run a region that is compiled as a whole.
+
+    By default dynamo splits a region inside DDP at its buckets, to overlap sums with backward. That fuses less, and it
+    fails on kernels that are custom autograd functions, as ours are.
+    """
     with torch._dynamo.config.patch(optimize_ddp=False):
         return compiled(batch)
 
@@ -82,7 +85,7 @@ def synchronise_norms(config: RunConfig, model: nn.Module, device: torch.device,
     if device.type != "cuda":
         raise mark_agreed(
             ConfigError(
-                f"train.sync_batch_norm=true on {device.type}",
+                f"train.sync_batch_norm=true does not work on {device.type}",
                 why="torch supports SyncBatchNorm on GPUs only",
                 fix="leave it out, or train on GPUs",
             )
@@ -100,8 +103,8 @@ def describe_rank_effects(config: RunConfig, workload: Workload, model: nn.Modul
     has_norm = any(type(m).__name__.startswith("BatchNorm") for m in model.modules())
     if has_norm and each < 16 and not config.train.sync_batch_norm:
         notes += [
-            f"BatchNorm takes its statistics of {format_count(each, 'sample')}, those of one rank; "
-            "train.sync_batch_norm=true takes them over all (GPUs only)"
+            f"BatchNorm computes its statistics over the {format_count(each, 'sample')} of one rank; "
+            "train.sync_batch_norm=true uses those of all ranks (GPUs only)"
         ]
     return notes
 
@@ -112,7 +115,7 @@ def refuse_unfit(config: RunConfig, world: World) -> None:
     if size > train.batch_size:
         raise mark_agreed(
             ConfigError(
-                f"train.batch_size={train.batch_size} for {size} ranks",
+                f"train.batch_size={train.batch_size} is too small for {size} ranks",
                 why="batch_size counts samples over all ranks, and each rank needs at least one",
                 fix=f"train.batch_size={size} or more, or fewer ranks",
             )
@@ -154,6 +157,6 @@ def gather_samples(world: World, reading: Reading) -> Reading:
 
 
 def derive_seed(seed: int, attempted: int, rank: int) -> int:
-    """Return the seed of a rank without stored generators: its own, and a different one after each resume."""
+    """Return a seed for a rank without stored generators; it differs by rank and after each resume."""
     mixed = hashlib.sha256(f"{seed},{attempted},{rank}".encode()).digest()
     return int.from_bytes(mixed[:7], "little")

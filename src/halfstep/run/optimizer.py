@@ -1,4 +1,4 @@
-"""The optimizer of a run, or of one of its phases, and its schedules: by the config, over the parameters named."""
+"""Build the step of a run or of one of its phases: optimizer, parameter groups and schedules as configured."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def make_step(
     ranks: Ranks | Literal["alone"] = "alone",
     kind: type[AnyStep] = Step,  # type: ignore[assignment]
 ) -> AnyStep:
+    """Build the step over the parameters in `parts` (modules or parameters by name; empty: all)."""
     guard, train = config.guard, config.train
     optimizer, schedules = build_optimizer(config, model, setting, length, parts=parts, groups=groups)
     return kind(
@@ -79,8 +80,7 @@ def build_optimizer(
     parts: tuple[str, ...] = (),
     groups: tuple[Group, ...] = (),
 ) -> tuple[Optimizer, list[Schedule]]:
-    """Build the optimizer and schedules over the parameters in `parts` (modules or parameters by name; empty: all),
-    with one schedule, or one per group."""
+    """Build the optimizer over the parameters in `parts`, and its schedule or one schedule per parameter group."""
     o = config.optimizer
     if o.moment_bits == 8:
         setting = dataclasses.replace(setting, optimizer_bits=_eight_for(o.name))
@@ -103,11 +103,10 @@ def build_optimizer(
 def _split_by_group(
     model: nn.Module, groups: tuple[Group, ...], parts: tuple[str, ...]
 ) -> list[tuple[Group | None, tuple[str, ...]]]:
-    """Return the names of the parameters in no group, then of each group; a parameter belongs to the first that
-    matches."""
+    """Return the names of parameters in no group, then those of each group; the first group that matches wins."""
     trained = [n for n, p in model.named_parameters() if p.requires_grad and (not parts or is_within(n, parts))]
     if not groups:
-        return [(None, parts)]  # none: all
+        return [(None, parts)]  # empty parts mean all parameters
     found: list[tuple[Group | None, tuple[str, ...]]] = []
     for group in groups:
         for part in group.modules:
@@ -149,7 +148,7 @@ def override_sections(
 
 
 def _change_section(section: Section, changes: Mapping[str, Any], where: str) -> Section:
-    """Return the config with these changes, validated like the user's."""
+    """Return the section with these changes, validated like settings of the user."""
     try:
         return type(section).model_validate({**section.model_dump(), **changes})
     except ValidationError as error:
@@ -172,7 +171,7 @@ def _make_schedule_options(config: RunConfig, length: Length) -> ScheduleOptions
     s, (total_steps, steps_per_epoch) = config.schedule, length
     warmup = s.warmup_steps if s.warmup_steps is not None else round(s.warmup_epochs * steps_per_epoch)
     if s.warmup_steps is None:
-        # A warmup by epochs longer than a tenth of a short run would be most of it.
+        # At most a tenth of the run: a warmup by epochs could otherwise be most of a short run.
         warmup = min(warmup, max(total_steps // 10, 1))
     shape = {name: value for name, value in select_options(s, ScheduleOptions).items() if name != "warmup_steps"}
     return ScheduleOptions(**shape, total_steps=total_steps, warmup_steps=warmup)

@@ -1,4 +1,4 @@
-"""The header that a run prints before its first step, and the summary after its last."""
+"""Print the header of a run before its first step, and the summary after its last."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
     rows = [
         ("precision", f"{plan.granted}{' (simulated)' if plan.simulated else ''}: {plan.reason}"),
         ("weights", describe_half_weights(parts.step.optimizers)),
-        ("its own precision", list_some(apart, 4)),
+        ("other precision", list_some(apart, 4)),
         ("always fp32", list_some(islands, 4)),
         ("device", f"{plan.device} ({plan.device_name})"),
         ("model", f"{type(parts.model).__name__}, {num_parameters:,} parameters"),
@@ -55,7 +55,7 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
         *parts.workload.about,
         ("workers", f"{config.data.num_workers} ({loaded.origins.get('data.num_workers', DEFAULT)})"),
         ("batch", batch),
-        ("processes", _describe_ranks(parts)),
+        ("ranks", _describe_ranks(parts)),
         ("steps", _describe_length(parts)),
         ("recomputed", describe_recomputed(parts.model)),
         ("phases", ", ".join(own.phase.when for own in parts.phases)),
@@ -121,7 +121,7 @@ def _describe_length(parts: Assembly) -> str:
     train = parts.config.train
     steps = math.ceil(len(parts.train_loader) / train.accumulate)
     if parts.total_steps == train.epochs * steps:
-        more = f", which end before train.max_steps={train.max_steps}" if train.max_steps > parts.total_steps else ""
+        more = f" (fewer than train.max_steps={train.max_steps})" if train.max_steps > parts.total_steps else ""
         return f"{parts.total_steps} = {format_count(train.epochs, 'epoch')} of {steps}{more}"
     return f"{parts.total_steps} (train.max_steps), {parts.total_steps / steps:.1f} epochs of {steps}"
 

@@ -1,4 +1,4 @@
-"""The role of a rank in a run: what it writes, what only rank 0 does, and the trials that all ranks make together."""
+"""The role of a rank in a run: what only rank 0 does and writes, and the trials that all ranks run together."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class RunRank:
+    """This rank of a run; without a world it is the only one."""
+
     launch: Launch | None
     world: World | None
 
@@ -61,7 +63,7 @@ class RunRank:
         return self.run_on_first(lambda: out if RunFolder(out).open_checkpoints().list_all() else None)
 
     def agree_on_plan(self, make: Callable[[Rehearse], Plan], config: RunConfig, workload: Workload) -> Plan:
-        """Return one plan for all ranks, each with its own device, from trials that all ranks make together."""
+        """Return one plan for all ranks, each with its own device, from trials that all ranks run together."""
         if self.world is None:
             return make(rehearse_run)
         device = probe(self.choose_device(config)).device
@@ -75,15 +77,17 @@ class RunRank:
         return config.replace(train={"batch_size": rows, "auto_batch": False})
 
 
-# --- trials that all ranks make together ---
-#     first    begin PLAN, cost MODE, cost MODE, end, begin ... done PLAN
-#     others   make the same trial on their part of the batch, and report its cost
+# --- trials that all ranks run together ---
+#     rank 0   broadcasts: begin PLAN, cost MODE, cost MODE, end, begin ... done PLAN
+#     others   run the same trial on their part of the batch, and report its cost
 # The cost of a candidate is that of the slowest rank, and it must run on every rank. Rank 0 alone decides what to try
-# next, since clocks and caches differ.
+# next, because clocks and caches differ between ranks.
 
 
 @dataclass(frozen=True, slots=True)
 class AgreedTrials:
+    """Trials that rank 0 leads and the other ranks follow."""
+
     world: World
     config: RunConfig  # with this rank's part of the batch
     workload: Workload
@@ -91,7 +95,7 @@ class AgreedTrials:
     rehearse: Rehearse
 
     def plan(self, make: Callable[[Rehearse], Plan]) -> Plan:
-        """Return what `make` decides on rank 0, with rehearsals that all ranks take part in."""
+        """Return the plan that `make` decides on rank 0, with rehearsals that all ranks take part in."""
         if not self.world.is_first:
             return self._follow_all()
         try:
@@ -154,7 +158,7 @@ class AgreedTrials:
         return self.world.broadcast_from_first(tuple)
 
     def _set_batch(self, tried: int) -> RunConfig:
-        """Return the config with as many samples as rank 0 tries, which has at most one more than others."""
+        """Return the config with the batch that rank 0 tries; this rank may have one sample less."""
         return self.config.replace(train={"batch_size": min(tried, self.config.train.batch_size)})
 
 

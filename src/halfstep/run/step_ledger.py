@@ -1,7 +1,7 @@
-"""The ledger of a run: observe the first step in each mode it reaches, then at regular intervals.
+"""Record the ledger of a run: observe the first step in each mode it reaches, then steps at regular intervals.
 
-Eager and compiled code are observed on the side. For a captured step the profiler records a replay, which is a step of
-the run, and one uncaptured step of the same code on the side, which shows the modules of its kernels.
+Eager and compiled code are observed in an extra step whose effects are undone. For a captured step the profiler records
+a replay, which is a step of the run, and an extra uncaptured step of the same code, which shows the kernels' modules.
 """
 
 from __future__ import annotations
@@ -64,8 +64,11 @@ def list_engines(engine: AnyEngine) -> Iterator[tuple[str, Engine]]:
 def observe_ledgers(
     parts: Assembly, engine: AnyEngine, window: list[Batch], replay: Sequence[Event] = ()
 ) -> list[Ledger]:
-    """Return the ledgers of each phase for this window: of the eager code, of the compiled code if steps run compiled,
-    and of the captured step if one was replayed. The run's state is unchanged."""
+    """Return the ledgers of each phase for this window; the run's state is unchanged.
+
+    One ledger is of the eager code, one of the compiled code if steps run compiled, and one of the captured step if one
+    was replayed.
+    """
     found, replayed = [], _find_replays(parts, engine, replay)
     for phase, own in list_engines(engine):
         prepared = split_window(prepare_window(parts, window), own.pieces)
@@ -107,7 +110,7 @@ def _observe_one(parts: Assembly, engine: Engine, prepared: list[Batch], phase: 
     islands = {product.module for product in observer.seen.calls if product.is_island}
     eager = to_ledger(observer, mode=_name_mode("eager", phase))
     if engine.mode == "eager" or parts.workload.blocks:
-        return [eager], islands  # tracing the whole network would take the minutes that its blocks save
+        return [eager], islands  # blocks are compiled once to save minutes, which tracing the whole model would cost
     recorder = GraphRecorder()
     with undo_after(step), allow_chains(on=False), silence_compiler():
         step.compute(drop_outputs(recorder.compiled(engine.parts.eager)), prepared)
@@ -119,7 +122,7 @@ def _observe_one(parts: Assembly, engine: Engine, prepared: list[Batch], phase: 
 def _describe_limits(engine: Engine, num_graphs: int) -> list[str]:
     notes = []
     if num_graphs > 1:
-        notes.append(f"{num_graphs - 1} graph breaks: what runs between the graphs is in the eager rows alone")
+        notes.append(f"{num_graphs - 1} graph breaks: code between the graphs appears only in the eager rows")
     if engine.mode == "graph":
         notes.append(
             "layers that run as chains of halfstep's kernels are shown as torch's layers here; "
@@ -162,7 +165,7 @@ class RunLedger:
 
     def __init__(self, parts: Assembly, file: Path, notice: Notice, *, writes: bool = True) -> None:
         self.parts, self.file, self.notice, self.writes = parts, file, notice, writes
-        """All of several processes make the step on the side, which they have to agree on; one writes."""
+        """All ranks run the extra step, because it is collective; rank 0 writes."""
         self.every = parts.config.log.ledger_every
         self.seen: dict[str, Ledger] = {}
         self._modes: set[str] = set()
@@ -186,7 +189,7 @@ class RunLedger:
         try:
             found = observe_ledgers(self.parts, engine, window, self._replay.events() if self._replay else ())
             self._keep(found)
-        except Exception as error:  # all effects are undone: it costs an observation, not the run
+        except Exception as error:  # all effects are undone, so the run can continue without this observation
             self.notice(f"the ledger could not observe step {attempted}: {summarise_error(error)}", "warning")
 
     def _is_due(self, mode: str, attempted: int) -> bool:

@@ -1,5 +1,4 @@
-"""The state of a run in a checkpoint: how it is captured and restored, exactly or with accepted changes, and its
-size."""
+"""Capture the state of a run for a checkpoint, restore it exactly or with accepted changes, and estimate its size."""
 
 from __future__ import annotations
 
@@ -105,8 +104,7 @@ def load_for_use(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def _choose_average(parts: Assembly, checkpoint: Checkpoint, changes: Changes) -> dict[str, Tensor]:
-    """Return the stored average; one that was switched on starts from the weights, one that was switched off is
-    dropped."""
+    """Return the stored average; if averaging was switched on meanwhile, start it from the weights."""
     own = parts.step.ema
     if changes.touch("ema.") and (own is not None) != bool(checkpoint.ema):
         return {} if own is None else own.restart()
@@ -139,7 +137,7 @@ def _apply_optimizer_changes(
         and _list_options(state) != _list_options(fresh)
     ):
         merged["optimizers"] = fresh["optimizers"]
-        notes.append("the optimizer starts over: its stored state belongs to the former one")
+        notes.append("the optimizer starts without state: the stored state belongs to the previous optimizer")
     elif changes.touch("optimizer.", "device"):  # another device has other fused variants
         pairs = zip(state["optimizers"], fresh["optimizers"], strict=True)
         merged["optimizers"] = [{**kept, "param_groups": new["param_groups"]} for kept, new in pairs]
@@ -163,11 +161,11 @@ def _use_threads(parts: Assembly, then: int) -> list[str]:
 
 # --- weights in bf16: how they are rounded, and what is lost ---
 
-LOSES = "updates below half of bf16's spacing (0.4 % of a weight) are lost, every time they come"
+LOSES = "updates smaller than half of bf16's spacing (0.4 % of a weight) are lost"
 WITHOUT_LOW = (
     "the run was stored without the low halves of its bf16 weights: it continues with rounding to nearest; " + LOSES
 )
-BEGINS_LOW = "the low halves of the bf16 weights begin at zero: what was rounded away before stays lost"
+BEGINS_LOW = "the low halves of the bf16 weights start at zero: what was rounded away before is lost"
 
 ROUNDED = {
     "split": "bf16, with the low 16 bits in a second tensor (split)",
@@ -236,7 +234,7 @@ def check_disk(parts: Assembly, folder: RunFolder) -> list[str]:
     in_all, free = num_further * size + REPORT_BYTES, get_free_bytes(folder.path)
     if free < at_least:
         raise CheckpointError(
-            f"{format_bytes(free)} are free in {place}, and this run needs {format_bytes(at_least)}",
+            f"{place} has {format_bytes(free)} of free space, and this run needs {format_bytes(at_least)}",
             why=f"a checkpoint takes about {format_bytes(size)}, and is written before the previous one is deleted",
             fix="free disk space" if stored else "free disk space, or choose another folder with --out",
         )
@@ -244,8 +242,8 @@ def check_disk(parts: Assembly, folder: RunFolder) -> list[str]:
         return []
     fitting = max(1, (free - REPORT_BYTES) // size + len(stored) - 2)
     return [
-        f"the disk may fill up: {format_bytes(free)} are free in {place}, and this run will write about "
-        f"{format_bytes(in_all)} ({num_further} checkpoints of {format_bytes(size)}): free disk space, or "
+        f"the disk may fill up: {place} has {format_bytes(free)} of free space, and this run will write about "
+        f"{format_bytes(in_all)} ({num_further} checkpoints of {format_bytes(size)}); free some, or set "
         f"train.checkpoints_total_limit={fitting}"
     ]
 

@@ -1,4 +1,4 @@
-"""`train`: from a loaded config to a finished run folder, new or resumed."""
+"""Train a loaded config, as a new run or a resumed one, up to a finished run folder."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ from halfstep.workloads import KINDS, load
 from halfstep.workloads.base.import_path import sign_code
 from halfstep.workloads.base.workload import Workload
 
-DEMO_NOTE = "no data folder was given: this is the DEMO, on data generated into {}; yours go in with --data-dir DIR"
+DEMO_NOTE = "no data folder was given: this is the DEMO, on data generated in {}; give your data with --data-dir DIR"
 
 
 def train(
@@ -112,11 +112,10 @@ def train(
 
 
 def _start(loaded: Loaded, out: str | None, rank: RunRank) -> Path:
-    """Start a new run. Its folder is created only after everything that can fail has been checked (the demo needs it
-    earlier)."""
+    """Start a new run; create its folder only after everything that can fail was checked (a demo needs it earlier)."""
     loaded = dataclasses.replace(loaded, config=make_paths_absolute(loaded.config))
     asked, hardware = loaded.config, probe(rank.choose_device(loaded.config))
-    decide(loaded.config.precision, hardware)
+    decide(loaded.config.precision, hardware)  # refuses a missing format before anything is built
     with_demo = is_demo(loaded.config)
     folder: RunFolder | None = None
     warnings: list[str] = []
@@ -143,7 +142,7 @@ def _start(loaded: Loaded, out: str | None, rank: RunRank) -> Path:
                 _write_settings(folder, loaded.config, plan, find_settled(asked, loaded.config))
             if rank.world is not None and not rank.world.is_first:
                 seed_everything(derive_seed(loaded.config.train.seed, 0, rank.world.rank))
-        except BaseException:  # Ctrl-C as well: nothing was trained, so the folder is of no use
+        except BaseException:  # including Ctrl-C: nothing was trained, so remove the folder
             if folder is not None and rank.writes:
                 shutil.rmtree(folder.path)
             raise
@@ -172,8 +171,8 @@ def _try_modes(config: RunConfig, workload: Workload, plan: Plan, rank: RunRank,
 
 def _assemble(config: RunConfig, workload: Workload, plan: Plan, rank: RunRank) -> Assembly:
     device = torch.device(plan.device)
-    # A previous run in this process: its code counts towards dynamo's limit of eight compilations per function, and its
-    # reference cycles keep its memory.
+    # Clean up after a previous run in this process: its code counts towards dynamo's limit of eight compilations per
+    # function, and its reference cycles keep memory alive.
     forget_compiled()
     gc.collect()
     try:
@@ -187,7 +186,7 @@ def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan, decided: d
     code = sign_code(find_import_paths(config))
     folder.write_settled(Settled(settings=dump_values(config), decided=decided, code=code))
     folder.write_plan(plan)
-    write_atomically(folder.config, to_yaml(config))  # last: a folder with it is a run
+    write_atomically(folder.config, to_yaml(config))  # last, because a folder with this file counts as a run
 
 
 def _make_demo_data(loaded: Loaded, folder: RunFolder, rank: RunRank) -> Loaded:
@@ -201,13 +200,15 @@ def _write_demo(config: RunConfig, data_dir: Path) -> None:
         KINDS.of(config.workload).write_demo(config.workload, data_dir, seed=config.train.seed)
     except OSError as error:
         raise CheckpointError(
-            f"cannot write the demo's data into {data_dir}: {error.strerror}",
-            fix="free some space there, or choose another folder for the run with --out",
+            f"cannot write the demo data to {data_dir}: {error.strerror}",
+            fix="free disk space, or choose another folder with --out",
         ) from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumed:
+    """What a resumed run continues from."""
+
     path: Path
     checkpoint: Checkpoint
     changes: Changes
@@ -215,6 +216,7 @@ class Resumed:
 
 
 def _resume(loaded: Loaded, folder: RunFolder, rank: RunRank, *, allow_changes: bool) -> Path:
+    """Resume a run from its newest intact checkpoint; refuse changes that are not allowed before loading anything."""
     own, settled = load(str(folder.config)), folder.read_settled()
     loaded = apply_decided(loaded, own, settled.decided)
     kept = KINDS.of(own.config.workload).kept
@@ -264,7 +266,7 @@ def _build_as_stored(config: RunConfig, state: Mapping[str, Any], folder: RunFol
 
 
 def _is_tidy(config: RunConfig, folder: RunFolder, path: Path, checkpoint: Checkpoint) -> bool:
-    """True if a finished run also has its validation, mark, curves, summary and export."""
+    """True if a finished run also has its last validation, mark of the best checkpoint, curves, summary and export."""
     state = checkpoint.state
     is_validated = (
         state["position"]["epoch"] >= config.train.epochs
@@ -291,7 +293,7 @@ def _choose_plan(
 
 
 def _continue(loop: Loop, folder: RunFolder, resumed: Resumed) -> None:
-    """Restore the run's state, then write accepted changes: a change that fails must not be stored."""
+    """Restore the run's state, then store accepted changes; in this order, so that a failing change is not stored."""
     for note in (*resumed.changes.notes, f"resuming from {resumed.path.name}"):
         loop.journal.notice(note)
     loop.restore(resumed.path, resumed.checkpoint, resumed.changes)
@@ -316,10 +318,10 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
         is_new = resumed is None
         if world is not None and not world.is_first:
             watch.enter_context(post_warnings(world))
-        asked_to_stop.last_words = lambda: str(explain_ending(KeyboardInterrupt(), loop, folder, is_new=is_new))
+        asked_to_stop.make_last_message = lambda: str(explain_ending(KeyboardInterrupt(), loop, folder, is_new=is_new))
         try:
             show_header(report, loaded, folder, parts)
-            if is_new and writes:  # a resumed run would give its own config.yaml as the source of every setting
+            if is_new and writes:  # a resumed run would name config.yaml as the source of every setting
                 write_atomically(folder.report / "config.json", json.dumps(dump_config(loaded), indent=1) + "\n")
             for warning in (
                 (*warnings, *describe_rank_effects(config, parts.workload, parts.model, world)) if writes else ()
@@ -350,7 +352,7 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
             if shown is error:
                 raise
             raise shown from error
-        except Exception:  # custom code: show its traceback, but leave no empty run
+        except Exception:  # an error in custom code: show its traceback, but leave no empty run
             if is_new and writes and has_left_nothing(loop):
                 shutil.rmtree(folder.path, ignore_errors=True)
             raise
@@ -368,7 +370,7 @@ def _open_report(folder: RunFolder, config: RunConfig, world: World | None) -> R
 
 def _open_journal(parts: Assembly, report: RunReport) -> Journal:
     train, workload = parts.config.train, parts.workload
-    # Ten lines at least: the curves of a run of five steps are five points.
+    # At least ten records per run, so that short runs have curves too.
     every = max(1, min(10, parts.total_steps // 10)) if train.report_every == "auto" else train.report_every
     epochs = math.ceil(parts.total_steps / count_steps_per_epoch(parts.config, len(parts.train_loader)))
     journal = Journal(

@@ -106,7 +106,7 @@ def predict(
             answers, inputs = _continue(folder, left, inputs, report)
         try:
             with catch_interrupts(answer=FINISHING) as asked_to_stop:
-                asked_to_stop.last_words = lambda: str(_explain_second_stop(folder, answers))
+                asked_to_stop.make_last_message = lambda: str(_explain_second_stop(folder, answers))
                 num_left = _answer_all(
                     predictor, inputs, trained, replace(wishes, out=folder), report, answers, failed, asked_to_stop
                 )

@@ -2,14 +2,15 @@
 
 torch.compile traces forward and backward together and cuts them in two where the fewest bytes have to be kept: cheap
 values are recomputed in backward from what is kept, and values between two kernels that can be fused are never stored.
-Compiling takes a minute; here the same is decided on the eager trace, by the rules of AOTAutograd's partitioner:
+Compiling would take a minute. This module applies the rules of AOTAutograd's partitioner to the eager trace instead:
 
     always kept    products, convolutions, attention, sums, random numbers, and results of our own operations
     recomputed     everything pointwise, except what a backward kernel has to read from memory anyway, and what is used
                    again long after its first use (the residual stream)
+    the rest       a minimum cut in bytes decides
 
-and a minimum cut over the rest. A value is then stored from its creation to its last use if it is kept, read by a
-kernel that cannot be fused, recomputed for several readers from more than a few values, or a result.
+A value is then stored from its creation to its last use if it is kept, read by a kernel that cannot be fused,
+recomputed for several readers from more than a few values, or a result.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from halfstep.run.memory.step_trace import Life, Op, StepTrace, Timeline
 
 NORMS = frozenset({"native_layer_norm", "native_batch_norm", "native_group_norm", "_native_batch_norm_legit"})
-"""Operations that consist of a sum, whose result is kept, and a pointwise rest."""
+"""Operations that consist of a sum, whose result is kept, and a pointwise part, which is recomputed."""
 PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "_scaled_mm"})
 APART = frozenset(
     {
@@ -53,12 +54,13 @@ class _Node:
 
 
 def derive_compiled_timeline(trace: StepTrace, *, keeps_cheap: bool = True) -> Timeline:
-    """Return the allocations of a compiled step; without `keeps_cheap` everything cheap is recomputed, as
-    `recompute: pointwise` does."""
+    """Return the allocations of a compiled step; keeps_cheap=False recomputes all cheap values (`pointwise`)."""
     return _Cut(trace, keeps_cheap=keeps_cheap).derive_timeline()
 
 
 class _Cut:
+    """The cut between forward and backward: which values are kept, recomputed, or never stored."""
+
     def __init__(self, trace: StepTrace, *, keeps_cheap: bool) -> None:
         self.trace, self.keeps_cheap = trace, keeps_cheap
         self.nodes = [_make_node(trace, number) for number in range(len(trace.values))]
@@ -78,11 +80,12 @@ class _Cut:
     def _is_cheap(self, number: int) -> bool:
         node = self.nodes[number]
         # In-place operations are functionalised by the compiler, which may then recompute a ReLU's result.
-        is_taken_for_kept = self.trace.values[number].is_written_twice and self.keeps_cheap
-        if node.maker is None or _is_apart(node.maker) or is_taken_for_kept:
+        is_kept_in_place = self.trace.values[number].is_written_twice and self.keeps_cheap
+        if node.maker is None or _is_apart(node.maker) or is_kept_in_place:
             return False
         if node.maker.name in NORMS and number != node.maker.makes[0]:
             return False
+        # A sum that shrinks its input to less than a quarter is cheap to keep and expensive to repeat.
         is_sum = node.maker.name in SUMS and 4 * node.num_bytes < self._count_read_bytes(node.maker)
         return not is_sum and not (self.keeps_cheap and self._is_stored_in_backward(number))
 
@@ -93,6 +96,7 @@ class _Cut:
         return sum(self.nodes[read].num_bytes for read in op.reads)
 
     def _keep_values_used_far_apart(self) -> None:
+        """Keep what is computed from a value that is read again after the first operation that cannot be fused."""
         if not self.keeps_cheap:
             return
         for number in self.forward:
@@ -127,7 +131,7 @@ class _Cut:
         """Return the forward values that are kept for backward: a minimum cut in bytes.
 
         Each value is an edge from ("in", n) to ("out", n) whose capacity is its size, so cutting it means keeping it.
-        Values that must not be recomputed hang on the source, those that backward reads on the sink.
+        Values that must not be recomputed are connected to the source, those that backward reads to the sink.
         """
         needed = [n for n in self.forward if self.nodes[n].backward_readers]
         reached, stack = set(needed), list(needed)
@@ -153,7 +157,7 @@ class _Cut:
         assert maker is not None
         return [read for read in maker.reads if not self.nodes[read].is_fixed]
 
-    # --- lives ---
+    # --- lifetimes ---
 
     def derive_timeline(self) -> Timeline:
         kept = self.find_kept()

@@ -102,8 +102,10 @@ class MemoryPlanner:
         return replace(self, step=step, _timelines={}, _traces={})
 
     def predict(self, cell: Cell, *, base_batch: int = 0) -> Prediction:
-        """Predict a cell from a trace at its batch; with `base_batch` from traces at that batch and its double, which
-        is cheap for looking at many batches."""
+        """Predict a cell from a trace at its batch size.
+
+        With `base_batch`, interpolate between traces at that batch size and its double: cheaper for many batch sizes.
+        """
         fixed = self._get_fixed(cell)
         raw, prepared = self._count_inputs(cell.batch_size)
         moving = self._predict_temporary(cell, base_batch)
@@ -122,7 +124,7 @@ class MemoryPlanner:
         return Prediction(cell=cell, components={name: found[name] for name in COMPONENTS})
 
     def _predict_temporary(self, cell: Cell, base_batch: int) -> Counter[str]:
-        """Return temporary memory at its highest: in forward and backward, or while the optimizer updates."""
+        """Return temporary memory at its peak: in forward and backward, or while the optimizer updates."""
         if cell.setting.recompute == "alternate" and cell.mode != "eager":
             return self._average_ways(cell, base_batch)
         accumulates = cell.accumulate > 1
@@ -140,7 +142,7 @@ class MemoryPlanner:
         return max(peaks, key=lambda peak: peak.total())
 
     def _average_ways(self, cell: Cell, base_batch: int) -> Counter[str]:
-        """Average the two kinds of recomputing: `alternate` compiles every other block in each way."""
+        """Average two kinds of recomputation: `alternate` compiles every other block in each way."""
         ways = (replace(cell.setting, recompute=how) for how in ("pointwise", "blocks"))
         one, other = (self._predict_temporary(replace(cell, setting=setting), base_batch) for setting in ways)
         return Counter({name: (one[name] + other[name]) // 2 for name in one | other})
@@ -164,7 +166,7 @@ class MemoryPlanner:
             else:
                 return [_derive_compiled(trace) for trace in chained]
         if recompute == "blocks":
-            # A compiled block is recomputed as a whole, apart from where its results are used: fusing gains nothing.
+            # A compiled block is recomputed as a whole, not fused with the code that uses its results.
             traces = self._get_traces(how, recompute, batch_size, chains=False)
             return [derive_eager_timeline(trace).scale(COMPILED_BLOCKS) for trace in traces]
         # A compiled model recomputes what is cheap between its kernels, not a whole block at once.
@@ -305,8 +307,10 @@ def list_precisions(hardware: Hardware | None) -> tuple[str, ...]:
 
 
 def find_largest_batch(planner: MemoryPlanner, cell: Cell, limit_bytes: int) -> int:
-    """Return the largest micro-batch that fits, to 1 in 64; 0 if not even one sample does. Traces are made at
-    `cell.batch_size` and its double."""
+    """Return the largest micro-batch that fits, within 1 in 64; 0 if not even one sample fits.
+
+    The step is traced at `cell.batch_size` and its double.
+    """
     base = max(cell.batch_size, 2)
 
     def fits(batch_size: int) -> bool:
@@ -393,9 +397,9 @@ def refuse_nothing_fits(planner: MemoryPlanner, config: RunConfig, limit_bytes: 
     largest = sorted(least.components.items(), key=lambda item: -item[1])[:3]
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
     raise MemoryLimitError(
-        f"nothing fits {where}: one sample of {config.workload} needs {format_bytes(least.total)}, and "
-        f"{format_bytes(limit_bytes)} of it can be used next to CUDA and the allocator's gaps",
-        why=f"the least is {least.cell.precision}, {least.cell.setting}: {parts}",
+        f"nothing fits {where}: one sample of {config.workload} needs {format_bytes(least.total)}, and only "
+        f"{format_bytes(limit_bytes)} can be used, because CUDA and the allocator's gaps take the rest",
+        why=f"the smallest setting is {least.cell.precision}, {least.cell.setting}: {parts}",
         fix="use a smaller model, smaller samples, or a GPU with more memory (halfstep detect --gpu list)",
     )
 
@@ -404,14 +408,14 @@ def describe_effects(planner: MemoryPlanner, config: RunConfig, fits: Sequence[F
     """Yield notes on what the proposed batch and accumulation change in training."""
     train, wanted = config.train, config.train.batch_size * config.train.accumulate
     best = fits[0]
-    yield f"batch x accumulation stays at {wanted} samples per step: the learning rate stays {config.optimizer.lr:g}"
+    yield f"batch x accumulate stays {wanted} samples per step, so the learning rate stays {config.optimizer.lr:g}"
     if best.largest_batch >= 2 * train.batch_size:
         size = min(best.largest_batch, LARGEST_GROWTH * train.batch_size)
         rule = "square root of the batch, for Adam" if config.optimizer.name in ADAM_LIKE else "linear in the batch"
         factor = math.sqrt(size / wanted) if config.optimizer.name in ADAM_LIKE else size / wanted
         yield (
-            f"train.batch_size={size} would fit: with it optimizer.lr={config.optimizer.lr * factor:.3g} ({rule}), and "
-            "fewer steps per epoch"
+            f"train.batch_size={size} would fit: use optimizer.lr={config.optimizer.lr * factor:.3g} with it ({rule}); "
+            "an epoch then has fewer steps"
         )
     if planner.step.has_batch_norm and any(fit.batch_size < train.batch_size for fit in fits):
         yield "BatchNorm sees micro-batches: its statistics change with a smaller train.batch_size"

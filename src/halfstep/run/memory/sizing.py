@@ -44,8 +44,8 @@ def choose_pieces(
 ) -> int:
     """Return how many micro-batches `train.auto_batch` cuts each batch into before the first step: 1, 2, 4 ...
 
-    One rank takes the prediction, and halves again during training where it was too optimistic. Several ranks try
-    steps instead, because no rank can cut its batch while the others are in the middle of a step.
+    One rank uses the prediction, and halves again during training if it was too optimistic. Several ranks try steps
+    instead, because a rank cannot cut its batch while the others are in the middle of a step.
     """
     return _try_pieces(config, workload, plan, rehearse) if by_trial else _predict_pieces(config, workload, plan, say)
 
@@ -76,7 +76,7 @@ def _predict_pieces(config: RunConfig, workload: Workload, plan: Plan, say: Call
     try:
         pieces = find_fitting_pieces(config, workload, plan, limit)
     except HalfstepError as error:
-        say(f"the batch is not planned: {error.what}; it is halved if memory runs out")
+        say(f"the memory of a step cannot be predicted: {error.what}; the micro-batch is halved if memory runs out")
         return 1
     if pieces > 1:
         micro = -(-config.train.batch_size // pieces)

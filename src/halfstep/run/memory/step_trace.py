@@ -77,7 +77,7 @@ class StepTrace:
 
 
 class AllocationRecorder(TorchDispatchMode):
-    """Record what runs inside; tensors in `known` existed before and count as no activation."""
+    """Record the operations that run inside; tensors in `known` existed before and are not activations."""
 
     def __init__(self, known: Iterable[Tensor], parameters: Iterable[Tensor], *, is_strict: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -123,8 +123,10 @@ class AllocationRecorder(TorchDispatchMode):
         return self.trace
 
     def _is_as_written(self) -> bool:
-        """True for an op of a function behind `torch.compiler.disable`: in forward that function is on the stack, in
-        backward the autograd node has a sequence number that was given inside it."""
+        """True for an op of a function wrapped by `torch.compiler.disable`.
+
+        In forward that function is on the stack; in backward the autograd node has a sequence number from inside it.
+        """
         if _is_inside_disabled():
             if not self.in_backward:
                 self._as_written.add(_get_sequence_nr() - 1)
@@ -155,8 +157,10 @@ class AllocationRecorder(TorchDispatchMode):
 
 
 def _is_inside_disabled() -> bool:
-    """True if a disabled function is running and no compiled one within it. Torch's own disabled functions do not
-    count, nor does `__torch_dispatch__`, through which every operation passes."""
+    """True if a disabled function is running, and no compiled one within it.
+
+    torch's own disabled functions do not count, nor does `__torch_dispatch__`, through which every operation passes.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not ITERATION_CODE:
         if frame.f_code is DISABLED:
@@ -284,7 +288,7 @@ def _interpolate(at: int, x0: int, y0: int, x1: int, y1: int) -> int:
 
 
 def derive_eager_timeline(trace: StepTrace) -> Timeline:
-    """Return the allocations as traced: eager mode runs what was traced."""
+    """Return the allocations as traced, which is what eager mode runs."""
     last = len(trace.ops) - 1
     turn = next((number for number, op in enumerate(trace.ops) if op.in_backward), last + 1)
     lives = []
@@ -300,11 +304,11 @@ def derive_eager_timeline(trace: StepTrace) -> Timeline:
 
 # --- cuDNN's workspaces for convolutions in strict fp32 ---
 #
-# Three of its four kinds of algorithms write transformed copies to memory, whose sizes follow from the shapes: all 87
-# large workspaces of 202 shapes on an H200 are one of them, within 3 %. cuDNN chooses the algorithm by internal tables,
-# and no rule was found for them. Its answers are stored for a grid of shapes (cudnn_choices.txt), and other shapes take
-# the answer of the nearest one: of 168 passes of 56 shapes off the grid 151 are right, to 30 MB or 10 %.
-# Strides, groups and 1 x 1 kernels take no or little workspace.
+# Three of cuDNN's four kinds of algorithms write transformed copies to memory, whose sizes follow from the shapes: all
+# 87 large workspaces of 202 shapes on an H200 match one of the formulas below within 3 %. cuDNN chooses the algorithm
+# by internal tables, for which no rule was found. Its choices are stored for a grid of shapes (cudnn_choices.txt);
+# other shapes use the choice of the nearest one: for 56 shapes off the grid, 151 of 168 passes are right within 30 MB
+# or 10 %. Strides, groups and 1 x 1 kernels need little or no workspace.
 
 SIDES = (7, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
 COMPLEX_BYTES, FLOAT_BYTES = 8, 4
@@ -326,8 +330,10 @@ class Convolution(NamedTuple):
 
 
 def count_fft_bytes(shape: Convolution) -> int:
-    """Return the bytes of images and kernels, padded to powers of two and transformed, each stored twice: complex,
-    and as separate real and imaginary parts."""
+    """Return the bytes of images and kernels after an FFT.
+
+    Both are padded to powers of two and stored twice: complex, and as separate real and imaginary parts.
+    """
     rows, columns = (1 << math.ceil(math.log2(side + shape.taps - 1)) for side in (shape.height, shape.width))
     return 2 * COMPLEX_BYTES * rows * (columns // 2 + 1) * (shape.c * shape.k + shape.n * shape.c)
 

@@ -1,8 +1,8 @@
 """Trace a run's step without computing it: its model, phases, optimizers and weight average on tensors without content.
 
 The tensors are torch's fake tensors on the CPU, because autograd on fake CUDA tensors aborts the process if torch was
-built without CUDA. What a GPU does differently is switched on by `Pretence`: CUDA's autocast lists, attention that
-never stores its scores, and our own kernels, which allocate their outputs and are not launched.
+built without CUDA. `Pretence` switches on what a GPU does differently: CUDA's autocast lists, attention that never
+stores its scores, and our own kernels, which allocate their outputs and are not launched.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.workload import Batch, Forward, Loss, Workload
 
 SEEN = 2
-"""Samples that are really made; larger batches repeat their shapes."""
+"""Samples in the batch that is really made; larger batches are empty tensors of the same shapes."""
 HAS_ALL_FORMATS = "H200"
 """The GPU whose plan is traced; formats that the real GPU lacks are refused earlier."""
 BATCHES_AHEAD = 3
@@ -183,7 +183,7 @@ class TraceableStep:
         key = Key.for_training(self.config.train.seed, 0, 0, 0, 0, batch_size)
         try:
             prepared = self.workload.prepared(_make_batch(self.raw, batch_size), key=key, training=True)
-        except Exception:  # it uses numpy or a generator: prepare a real batch and take its shapes
+        except Exception:  # preparation uses numpy or a generator: prepare a real batch and use its shapes
             prepared = _make_batch(self._prepare_real(), batch_size)
         return match_layout(self.workload.model, prepared)
 
@@ -381,8 +381,10 @@ class Pretence:
 
     @contextlib.contextmanager
     def enter(self, *, chains: bool = False) -> Iterator[list[str]]:
-        """Enter the pretence; `chains` runs models as in a captured step. Yields the list of our own kernels that a
-        GPU would have launched."""
+        """Replace the tensors; yield the list of our own kernels that a GPU would have launched.
+
+        `chains` runs models as in a captured step.
+        """
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
             pretend_launches() as kernels,

@@ -54,7 +54,7 @@ class PatientFile(io.FileIO):
 
 
 def wrap_standard_streams() -> None:
-    """Wrap stdout and stderr of this process, unless they were already replaced (as tests do)."""
+    """Wrap stdout and stderr of this process, unless something (such as pytest) has already replaced them."""
     if sys.stdout is sys.__stdout__ and sys.stdout is not None:
         sys.stdout = _wrap_stream(sys.stdout)
     if sys.stderr is sys.__stderr__ and sys.stderr is not None:
@@ -136,6 +136,7 @@ def refuse_conflict(given: Sequence[str]) -> None:
 
 
 def option(help: str, *names: str, panel: str | None = None, **more: Any) -> Any:
+    """Declare an option; its help text comes first, because every option has one."""
     return typer.Option(*names, help=help, rich_help_panel=panel, **more)
 
 
