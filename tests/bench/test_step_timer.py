@@ -42,7 +42,7 @@ def test_a_cpu_has_neither_memory_of_a_rows_own_nor_an_energy_counter() -> None:
         timer()
     found = timer.get_finished()
     assert (found.peak_bytes, found.start_peak_bytes) == (None, None)
-    assert (found.reserved_bytes, found.joules_a_step, found.clock_limits) == (None, None, ())
+    assert (found.reserved_bytes, found.joules_per_step, found.clock_limits) == (None, None, ())
 
 
 def test_too_few_steps_are_refused_with_the_number_that_is_enough() -> None:

@@ -196,7 +196,7 @@ def test_a_peer_that_is_not_installed_is_named_with_its_command_before_anything_
         (("unet", "--picture", "speed"), "fix: speed.png"),
         (("unet", "train.fast=off"), "fix: --modes eager"),
         (("unet", "precision=bf16"), "fix: --precisions bf16"),
-        (("unet", "ema.enabled=true", "--against", "plain"), "ema.enabled=true, and peers train with false"),
+        (("unet", "ema.enabled=true", "--against", "plain"), "ema.enabled=true, but peers train with false"),
     ],
 )
 def test_mistakes_are_clear_errors(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:

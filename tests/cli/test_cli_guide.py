@@ -133,7 +133,7 @@ def write_demo_pairs(folder: Path) -> Path:
         ("task: segmentation\ndata: /no/such/folder", "/no/such/folder does not exist"),
         (
             "task: own\nworkload: tiny_workload:build\ndata: .\nmodel: resnet50",
-            "answers to questions that do not apply: model",
+            "the file answers questions that were not asked: model",
         ),
         ("task: own\nworkload: nowhere", "'nowhere' is not an import path"),
         ("task: own\nworkload: no_such_module:build", "cannot be imported"),

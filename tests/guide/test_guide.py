@@ -452,7 +452,7 @@ def test_a_suggestion_is_tried_at_its_own_size_and_against_fp32() -> None:
     assert "an estimate from measured rates" in facts["time"]
     assert tried[0] == ("bf16", first.config.data.image_size, first.config.train.batch_size)
     assert tried[1] == ("fp32", *tried[0][1:])
-    assert dict(stable.facts)["speed"] == "that of fp32, by definition"
+    assert dict(stable.facts)["speed"] == "this is fp32, with which the others are compared"
 
 
 def test_speed_is_what_was_measured_and_no_promise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -332,7 +332,7 @@ def test_a_run_folder_is_never_overwritten(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot make"):
+    with pytest.raises(CheckpointError, match="cannot create"):
         RunFolder.create(str(tmp_path / "file" / "run"), "unet")
 
 

@@ -382,8 +382,8 @@ def test_runs_that_differ_in_more_than_the_rows_say_are_told() -> None:
     notes = collect_notes(comparison)
     assert "b asked for tf32 and ran fp32" in notes
     assert any("NVML" in note for note in notes), "and where energy is not counted, why"
-    assert [note for note in notes if "more than the rows say" in note] == [
-        "runs differ in more than the rows say: devices cuda:0 (A) and cuda:0 (B)"
+    assert [note for note in notes if "more than their settings" in note] == [
+        "runs differ in more than their settings: devices cuda:0 (A) and cuda:0 (B)"
     ]
 
 

@@ -47,14 +47,14 @@ DRIFT_BOUND = 0.02
 """Relative change of the repeated row beyond its own spread."""
 
 BASES = ("fp32", "tf32")
-"""What speedups refer to."""
+"""The precisions that speedups refer to."""
 
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchRequest:
-    """Which rows, and how long each."""
+    """Which rows to measure, and for how long."""
 
     precisions: tuple[str, ...]
     modes: tuple[BenchMode, ...]
@@ -71,7 +71,7 @@ class BenchRequest:
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
-LATE = "no time was left to start it"
+LATE = "no time was left to measure it"
 STOPPED = "stopped by Ctrl-C"
 EAGER_ONLY = "{} is simulated here, and a simulation cannot be compiled (--precisions fp32, or --modes eager)"
 
@@ -217,8 +217,8 @@ def check_losses(rows: Sequence[Row], reference: Row | None) -> list[str]:
     if reference is None or reference.loss is None:
         return []
     return [
-        f"{row.label}: loss {row.loss:.4g} after the same steps, {reference.label} has {reference.loss:.4g}: "
-        f"more than {LOSS_BOUND:.0%} apart"
+        f"{row.label}: loss {row.loss:.4g} after the same steps, {reference.label} {reference.loss:.4g}: "
+        f"they differ by more than {LOSS_BOUND:.0%}"
         for row in rows
         if row.loss is not None and not abs(row.loss - reference.loss) <= LOSS_BOUND * abs(reference.loss)
     ]
@@ -274,7 +274,7 @@ class HalfstepRunner:
             batches = prefetch(itertools.repeat(self.problem.host_batch, steps), self.problem.device)
             loss = self._train_batches(engine, batches, after_step)
         if engine.mode != plan.mode or self.variant not in ("auto", engine.mode):
-            # A row must not show the time of another mode.
+            # Raise, because a row must not show the time of another mode.
             raise HardwareError(f"could not run as {plan.mode}: {'; '.join(self.remarks) or f'ran as {engine.mode}'}")
         return loss
 

@@ -49,7 +49,7 @@ class StepFacts:
 
 TOP_KERNELS = 10
 WORTH_SAYING = 0.01
-"""Share of the step below which a note would be noise."""
+"""Share of the step from which a note is printed."""
 HOST_BOUND = 0.1
 """Share of launch gaps above which the step is limited by the host."""
 
@@ -117,11 +117,11 @@ def _list_notes(step: StepProfile, kernels: Sequence[KernelTime], facts: StepFac
     turned = [kernel for kernel in kernels if kernel.kind is OpKind.LAYOUT]
     turned_ms = sum(kernel.ms for kernel in turned)
     if facts.channels_last and turned and turned_ms >= WORTH_SAYING * step.step_ms:
-        yield f"{turned_ms:.2f} ms of layout copies even though channels_last is on: {turned[0].name}"
+        yield f"{turned_ms:.2f} ms of layout copies although channels_last is on: {turned[0].name}"
     if facts.device.type == "cpu":
         yield (
-            "profiling slows CPU operators, small ones most: times are scaled to the unprofiled step, shares are "
-            "approximate; gaps are Python between operators"
+            "profiling slows CPU operators, small ones most: times are scaled to the unprofiled step, so shares are "
+            "approximate; launch gaps are Python code between operators"
         )
 
 
@@ -208,11 +208,11 @@ def collect_step_facts(runner: Runner, problem: Problem, hardware: Hardware, flo
 def _keeps_channels_last(runner: Runner, hardware: Hardware) -> bool:
     if isinstance(runner, PeerRunner):
         return runner.setup.channels_last
-    assert isinstance(runner, HalfstepRunner), f"no facts are known of {type(runner).__name__}"
+    assert isinstance(runner, HalfstepRunner), f"no facts are known about {type(runner).__name__}"
     if runner.simulated:
         raise HardwareError(
             f"{runner.precision} is simulated here",
-            why="the time of a simulation says nothing about the format",
+            why="the time of a simulation does not show the speed of the format",
             fix="--precisions fp32",
         )
     config, workload = runner.config, runner.build_workload()

@@ -137,7 +137,7 @@ def make_schedule(timed_steps: int, device: torch.device) -> Schedule:
 
 
 class StepTimer:
-    """Called after each step; `get_finished()` returns it once all steps are done. Memory is None on a CPU."""
+    """Time the steps of a row: a runner calls it after each one. Memory is None on a CPU."""
 
     start_s: float
     """Seconds from creation to the end of the first step."""
@@ -151,14 +151,16 @@ class StepTimer:
     """Peak while training, including a graph's memory."""
     reserved_bytes: int | None
     """The most memory that torch reserved while training, caches included."""
-    joules_a_step: float | None
+    joules_per_step: float | None
     _energy: EnergyMeter
     clock_limits: tuple[str, ...]
     """What limited the device's clocks."""
 
     def __init__(self, schedule: Schedule, device: torch.device, pause: Pause | None = None) -> None:
-        """Prepare a row. `pause` is called once, early in the warm-up: a benchmark that alternates processes waits
-        there."""
+        """Start the clock of a row.
+
+        `pause` is called once, early in the warm-up: a benchmark that alternates between processes waits there.
+        """
         self.schedule, self.device, self.pause = schedule, device, pause
         self._compilers = CacheWatch()
         self.began = time.perf_counter()
@@ -183,6 +185,7 @@ class StepTimer:
             self._end()
 
     def get_finished(self) -> Self:
+        """Return the timer once all steps are done."""
         assert self.window_s, f"the runner made {self.count} of {self.schedule.steps} steps"
         return self
 
@@ -209,7 +212,7 @@ class StepTimer:
         self.clock_limits = read_clock_limits(self.device)  # before the wait: an idle device has no reason to slow down
         wait_for(self.device)
         joules = self._energy.joules()
-        self.joules_a_step = None if joules is None else joules / (self.schedule.steps - self.schedule.warm_up)
+        self.joules_per_step = None if joules is None else joules / (self.schedule.steps - self.schedule.warm_up)
         self.peak_bytes = self._read_peak_bytes()
         self.reserved_bytes = torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None
         self.window_s = tuple(_measure_between(a, b) / self.schedule.window for a, b in itertools.pairwise(self.marks))
@@ -232,7 +235,7 @@ def measure_row(runner: Runner, problem: Problem, schedule: Schedule, *, pause: 
     with isolate_row(problem.device):
         try:
             return _measure(runner, problem, schedule, pause)
-        # Any error: a peer that fails must lose only its own row.
+        # Catch any error: if one runner fails, the other rows must still be measured.
         except Exception as error:
             error.__traceback__ = None  # its frames would keep the model, and thereby memory, alive for the next row
             return make_unmeasured_row(runner.name, runner.variant, runner.precision, describe_failure(error))
@@ -264,7 +267,7 @@ def _measure(runner: Runner, problem: Problem, schedule: Schedule, pause: Pause 
         peak_bytes=found.peak_bytes,
         start_peak_bytes=found.start_peak_bytes,
         reserved_bytes=found.reserved_bytes,
-        joules_per_sample=found.joules_a_step / problem.samples if found.joules_a_step is not None else None,
+        joules_per_sample=found.joules_per_step / problem.samples if found.joules_per_step is not None else None,
         loss=loss,
         start_s=found.start_s,
         cache=found.cache,

@@ -377,7 +377,7 @@ def _reset(accelerate: Any) -> None:
 PEERS: Mapping[str, Loop] = {"plain": train_plain, "lightning": train_lightning, "accelerate": train_accelerate}
 IMPORTS: Mapping[str, Callable[[], object]] = {"lightning": import_lightning, "accelerate": import_accelerate}
 PEER_PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-"""What each of them takes without further packages."""
+"""The precisions that every peer supports without further packages."""
 
 FP16_ON_CPU = {"lightning": "it would train in bf16 instead", "accelerate": "it would train in fp32 instead"}
 """Libraries that cannot train in fp16 on a CPU, and what they would do instead with only a warning."""
@@ -394,9 +394,9 @@ class PeerRunner:
     loop: Loop
 
     def train(self, steps: int, after_step: AfterStep) -> float:
-        """Train from the seeded start; whatever goes wrong inside, compilation included, is raised as it came."""
+        """Train from the seeded start; errors, including those of compilation, are raised unchanged."""
         if steps < 1:
-            raise ConfigError(f"{format_count(steps, 'step')} cannot be trained", fix="ask for at least one")
+            raise ConfigError(f"cannot train {format_count(steps, 'step')}", fix="train at least one step")
         by_hand, device = self.setup.by_hand, self.setup.problem.device
         if self.precision == "fp16" and device.type == "cpu" and self.name in FP16_ON_CPU:
             raise HardwareError(f"{self.name} cannot train fp16 on the CPU", why=FP16_ON_CPU[self.name])
@@ -442,8 +442,8 @@ def list_peers(peers: Sequence[str], problem: Problem, precision: str, *, _compi
     if precision not in PEER_PRECISIONS:
         raise PrecisionError(
             f"peers cannot be timed in {precision!r}",
-            why=f"without further packages they support {', '.join(PEER_PRECISIONS)}",
-            fix="leave that precision or --against out",
+            why=f"without further packages they support only {', '.join(PEER_PRECISIONS)}",
+            fix="leave out that precision or --against",
         )
     if problem.num_phases > 1:
         raise HardwareError(

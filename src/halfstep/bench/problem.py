@@ -1,6 +1,6 @@
-"""The training problem that is timed: a workload's model, loss and preparation on random data, equal for all tools.
+"""The training problem that is timed: a workload's model, loss and preparation on random data, the same for all tools.
 
-A peer such as Lightning owns its loop, so a runner trains many steps and calls back after each one. The time between
+A peer such as Lightning has its own loop, so a runner trains many steps and calls back after each one. The time between
 two calls is the time of a step.
 """
 
@@ -81,7 +81,7 @@ class Runner(Protocol):
 
 
 NUM_BATCHES = 10_000
-"""Length of the pretended data set (ImageNet in batches of 128): `auto` weighs its trials against a run's length."""
+"""Length of the random data set (that of ImageNet in batches of 128): `auto` compares the cost of trials with it."""
 
 
 class RandomSamples:
@@ -192,8 +192,8 @@ def refuse_too_large(config: RunConfig, precisions: Sequence[str], modes: Sequen
         return
     fits = (free_bytes - cost.fixed_bytes) // cost.sample_bytes
     raise MemoryLimitError(
-        f"{config.workload} at batch {batch_size} needs {format_bytes(needed)} or more, and {format_bytes(free_bytes)} "
-        "of this machine's memory are free",
+        f"{config.workload} at batch size {batch_size} needs at least {format_bytes(needed)}, and this machine has "
+        f"{format_bytes(free_bytes)} of free memory",
         why=f"{format_bytes(cost.fixed_bytes)} for {cost.num_parameters:,} parameters, gradients and optimizer, "
         f"{format_bytes(cost.sample_bytes)} per sample; the OS would kill the benchmark",
         fix=f"{f'--batch-size {fits} or less' if fits > 0 else 'a smaller model'}, or --device cuda where there is one",
@@ -258,8 +258,9 @@ def load_bench_config(
     _refuse_rows_as_settings(loaded)
     if config.train.accumulate > 1:
         raise ConfigError(
-            f"train.accumulate={config.train.accumulate} is not supported: a benchmark times steps of one batch",
-            fix="leave it at 1; accumulating N batches takes about N times as long",
+            f"train.accumulate={config.train.accumulate} is not supported by bench",
+            why="a benchmark times steps of one batch",
+            fix="leave it at 1; a step that accumulates N batches takes about N times as long",
         )
     if against:
         _refuse_what_peers_lack(config)
@@ -271,7 +272,9 @@ def _refuse_rows_as_settings(loaded: Loaded) -> None:
     for option, (path, value) in _read_rows(loaded).items():
         if loaded.origins[path].layer == "override":
             raise ConfigError(
-                f"{loaded.origins[path].where} cannot be an override of a benchmark", fix=f"{option} {value}"
+                f"{loaded.origins[path].where} cannot be set for a benchmark",
+                why=f"each row has its own; {option} selects them",
+                fix=f"{option} {value}",
             )
 
 
@@ -281,9 +284,9 @@ def _refuse_what_peers_lack(config: RunConfig) -> None:
         value = operator.attrgetter(path)(config)
         if value not in possible:
             raise ConfigError(
-                f"{path}={format_setting(value)}, and peers train with {format_setting(possible[0])}",
+                f"{path}={format_setting(value)}, but peers train with {format_setting(possible[0])}",
                 why="all rows must do the same work to be comparable",
-                fix=f"leave {path} at {format_setting(possible[0])}, or --against out",
+                fix=f"leave {path} at {format_setting(possible[0])}, or leave out --against",
             )
 
 

@@ -1,4 +1,4 @@
-"""The record of a benchmark as plain JSON: the rows and everything they depend on."""
+"""Record a benchmark as plain JSON: its rows and everything they depend on."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def describe_circumstances(
 
 
 def format_command_line(arguments: Sequence[str]) -> str:
-    """Return the command without the folders of its files, which do not belong in a published result."""
+    """Return the command line without the folders of its files, which do not belong in a published result."""
     return f"halfstep {shlex.join(_strip_folders(arguments))}"
 
 

@@ -23,7 +23,7 @@ LEAST_STEPS = 3
 WARM_UP_STEPS = {"cuda": 10, "cpu": 2}
 """Steps after which compilation, cuDNN's choice of algorithms and graph capture are over."""
 NOT_WORK = frozenset({"Context Sync", "Stream Sync", "Event Sync"})
-"""Waits that the profiler lists like kernels."""
+"""Names of waits, which the profiler lists like kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +88,7 @@ def refuse_too_few(steps: int) -> None:
     """Raise ConfigError for too few steps."""
     if steps < LEAST_STEPS:
         raise ConfigError(
-            f"{format_count(steps, 'step')}: too few to explain",
+            f"{format_count(steps, 'step')} are too few to profile",
             why="the time of single steps varies too much",
             fix=f"--steps {LEAST_STEPS} or more",
         )

@@ -274,7 +274,7 @@ def resolve_auto(precisions: tuple[str, ...], hardware: Hardware) -> tuple[str, 
 
     plan = decide("auto", hardware)
     if "auto" in precisions:
-        typer.secho(f"auto means {plan.granted} on this device: {plan.reason}", fg="yellow", err=True)
+        typer.secho(f"auto means {plan.granted} here: {plan.reason}", fg="yellow", err=True)
     return tuple(dict.fromkeys(plan.granted if name == "auto" else name for name in precisions))
 
 

@@ -62,7 +62,7 @@ def run(folder: Path, *, steps: int = STEPS) -> Story:
         ],
         comments=[
             f"the scale starts at 2^{math.log2(FIRST_SCALE):.0f}: gradients pass {FORMATS['fp16'].largest:g}, the "
-            "largest number of fp16, the step is skipped and the scale is halved, again and again",
+            "largest number of fp16, so the step is skipped and the scale is halved, until the gradients fit",
             "a skipped step changes nothing: weights, optimizer state and schedule keep their bits",
             f"without scaling, gradients of such a small loss are below {smallest:.2g}, the smallest number of fp16",
             "bf16 has the exponent of fp32 and needs none of this",

@@ -1,4 +1,4 @@
-"""`halfstep guide`: ask questions, look at machine and data, suggest configs, and write the chosen one.
+"""`halfstep guide`: ask questions, inspect the machine and the data, suggest configs, and write the chosen one.
 
 Nothing is written outside `scratch` before the last question is answered.
 """
@@ -125,7 +125,7 @@ class Prompt:
             raise Interrupted(
                 f"the input ended at the question {question.key!r}",
                 why="nothing was written",
-                fix="--yes takes the defaults, --answers FILE gives answers",
+                fix="use --yes for all defaults, or --answers FILE",
             )
         answer = line.strip()
         if not self.lines.isatty():  # a pipe does not echo the answer
@@ -155,8 +155,8 @@ class Scripted:
         idle = sorted(self.answers.keys() - self._asked)
         if idle:
             raise ConfigError(
-                f"answers to questions that do not apply: {', '.join(idle)}",
-                why="other answers made the question unnecessary",
+                f"the file answers questions that were not asked: {', '.join(idle)}",
+                why="other answers made them unnecessary",
                 fix="remove them, or correct the other answers",
             )
 
@@ -336,7 +336,7 @@ def _ask_data(asker: Asker, console: Console, workload: str, scratch: Path) -> t
     """Return the data folder (None: demo data) and its content (None: only a custom workload can read it)."""
 
     def look(answer: str) -> DataSummary:
-        with console.status("looking at the data"):
+        with console.status("reading the data"):
             if not answer:
                 return inspect_demo(workload, scratch / "demo")
             return inspect_data(workload, make_absolute(parse_path(answer)))
@@ -351,8 +351,8 @@ def _ask_data(asker: Asker, console: Console, workload: str, scratch: Path) -> t
     save_grid(found, grid)
     console.print(make_pairs_table(describe_data(found)))
     if asker.is_watched:
-        console.print(Text(f"A few samples, for you to look at: {grid}"), soft_wrap=True)
-        console.print(Text("  (kept while you answer, then saved next to your config)", style="dim"))
+        console.print(Text(f"A picture of a few samples: {grid}"), soft_wrap=True)
+        console.print(Text("  (a temporary file; it is saved next to your config at the end)", style="dim"))
     return (None if found.source == "demo" else str(found.folder)), found
 
 
@@ -360,12 +360,14 @@ def check_folder(answer: str) -> str:
     """Check that a folder exists; only the custom workload can read its content."""
     folder = make_absolute(parse_path(answer))
     if not answer or not folder.is_dir():
-        raise DataError(f"data: no folder {answer!r}", why="a custom workload has no demo data", fix="give its folder")
+        raise DataError(
+            f"data: there is no folder {answer!r}", why="a custom workload has no demo data", fix="give a data folder"
+        )
     return str(folder)
 
 
 def _ask_choice(asker: Asker, console: Console, situation: Situation) -> Suggestion:
-    with console.status("working out batch, memory and workers, with a few steps of each"):
+    with console.status("choosing batch, memory and workers, with a few training steps each"):
         offered = {one.name: one for one in make_suggestions(situation)}
     for number, one in enumerate(offered.values(), 1):
         console.print()
@@ -398,7 +400,7 @@ def check_new_file(answer: str) -> Path:
             f"file: {answer} exists already", why="files are never overwritten", fix="choose another name"
         )
     if not has_folder:
-        raise ConfigError(f"file: no folder {path.parent}", fix="create it first, or choose another")
+        raise ConfigError(f"file: there is no folder {path.parent}", fix="create it first, or choose another")
     return path
 
 

@@ -1,4 +1,4 @@
-"""Look at a data folder: classes, counts, a few samples, and how fast they decode."""
+"""Inspect a data folder: classes, counts, a few samples, and how fast they decode."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def inspect_data(workload: str, folder: Path) -> DataSummary:
 
 
 def inspect_demo(workload: str, folder: Path) -> DataSummary:
-    """Write the demo data of a workload to `folder` and look at them."""
+    """Write the demo data of a workload to `folder` and inspect them."""
     if not folder.exists():
         KINDS.of(workload).write_demo(workload, folder, seed=0)
     return _inspect(workload, folder, "demo", "error")
@@ -72,13 +72,14 @@ def describe_data(look: DataSummary) -> list[tuple[str, str]]:
     sizes = [f"{name} ({count})" for name, count in zip(look.classes, look.counts, strict=False)] or look.classes
     rows = [
         ("folder", "demo data, generated" if look.source == "demo" else str(look.folder)),
-        ("samples", f"{look.num_train:,} to train on, {look.num_val:,} to validate"),
-        *([("pictures", f"{look.sides[0]}×{look.sides[1]} pixels (median)")] if look.sides else []),
+        ("samples", f"{look.num_train:,} for training, {look.num_val:,} for validation"),
+        *([("images", f"{look.sides[0]}×{look.sides[1]} pixels (median)")] if look.sides else []),
         ("classes", f"{len(look.classes)}: {list_some(sizes, 12)}"),
         ("reading", f"{look.decoded_per_s:,.0f} samples/s in one process (measured)"),
     ]
     if look.counts and max(look.counts) > 10 * min(look.counts):
-        rows.append(("balance", f"the largest class has {max(look.counts) / min(look.counts):.0f}x the smallest"))
+        ratio = max(look.counts) / min(look.counts)
+        rows.append(("balance", f"the largest class has {ratio:.0f} times as many samples as the smallest"))
     if look.on_bad_file == "skip":
         rows.append(("bad files", f"{len(look.notes)} left out (data.on_bad_file: skip): {list_some(look.notes, 3)}"))
     return rows

@@ -28,7 +28,7 @@ ORDER = {
 }
 """Presets for each goal: its own first, then alternatives."""
 REASONS = {
-    "fast": "the fastest precision of this machine, compiled if that pays off, and few epochs",
+    "fast": "the fastest precision of this machine, compiled if that is faster, and few epochs",
     "quick": "small data: small images and 20 epochs, the quickest way to a first result",
     "quality": "a long recipe with averaged weights, validated during training",
     "lowmem": "activations are recomputed instead of stored, about a third slower",
@@ -176,7 +176,7 @@ def _explain_precision(situation: Situation, precision: str) -> str:
 
 def _describe_speed(hardware: Hardware, precision: str) -> str:
     if precision == "fp32":
-        return "that of fp32, by definition"
+        return "this is fp32, with which the others are compared"
     ops: tuple[tuple[Op, str], ...] = (("matmul", "matmul"), ("conv_nchw", "conv"), ("conv_nhwc", "channels_last conv"))
     measured = [(name, hardware.measured(op, precision)) for op, name in ops]
     rates = ", ".join(f"{name} {m.speedup:.1f}x" for name, m in measured if m is not None)
@@ -190,7 +190,7 @@ def _describe_speed(hardware: Hardware, precision: str) -> str:
 
 def _list_remarks(situation: Situation, paths: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if situation.is_demo:
-        yield "demo", "has its own small model and few epochs; the choice changes only how it runs"
+        yield "demo", "the demo has a small model and few epochs; your choice changes only how it runs"
     if smaller := _choose_smaller(situation):
         settings = ", ".join(f"{key}={paths[key]}" for key in smaller)
         yield "on a CPU", f"smaller than the default: {settings}"
@@ -284,10 +284,10 @@ def _describe_memory(cost: StepCost, micro: int, fits: int, memory: int) -> str:
     if not memory:
         return f"{needed}; the memory size of this device is unknown"
     if not fits:
-        return f"{needed}: NOT EVEN ONE SAMPLE FITS {format_bytes(memory)}; smaller data.image_size or model"
+        return f"{needed}: NOT EVEN ONE SAMPLE FITS {format_bytes(memory)}; use a smaller data.image_size or model"
     if fits > LARGEST_GROWTH * micro:
         return f"{needed} of {format_bytes(memory)} free: far more than enough"
-    return f"{needed}; {format_bytes(memory)} free would take a batch of {fits:,} (an estimate)"
+    return f"{needed}; {format_bytes(memory)} are free, enough for a batch of {fits:,} (an estimate)"
 
 
 def _round_to_power_of_two(number: int) -> int:

@@ -46,7 +46,7 @@ class Trials:
         self._found: dict[str, TrialResult | None] = {}
 
     def __call__(self, config: RunConfig, store: Mapping[str, Any], batch_size: int) -> TrialResult | None:
-        """Return the rate with up to `batch_size` samples; None if not even the smallest batch fits the memory."""
+        """Return the rate with up to `batch_size` samples; None if not even the smallest batch fits into memory."""
         shape = (config.workload, config.model, config.data.image_size, config.precision, config.optimizer.name)
         key = repr((shape, config.train.activation_checkpointing, config.train.channels_last, batch_size))
         if key not in self._found:

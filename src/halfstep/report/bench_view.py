@@ -1,4 +1,4 @@
-"""A benchmark on the console and as a picture: progress, the table of its rows, and bars of time and memory."""
+"""Show a benchmark: its progress, the table of its rows, and a picture with bars of time and memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Record = Mapping[str, Any]
 NOTHING = "-"
 WHO = ("who", "mode", "precision")
 OLDER_UNIT = {"name": "sample", "per_sample": 1}
-"""Unit of stored benchmarks without one."""
+"""Unit of stored results in benchmarks/results that do not name one."""
 GAP = 2
 """Spaces between two columns."""
 
@@ -73,7 +73,7 @@ def _describe_reduction(problem: Record) -> Iterator[str]:
     """Yield how the network differs from the workload's default."""
     if changed := problem.get("reduced"):
         settings = ", ".join(f"{path}={format_setting(value)}" for path, value in changed.items())
-        yield f"reduced: this is the demo's network ({settings}); data.dir=DIR times the full one"
+        yield f"reduced: this is the demo's small network ({settings}); data.dir=DIR times the full one"
 
 
 def _format_count(number: int) -> str:
@@ -166,7 +166,7 @@ ROOM_FOR_LABELS = 1.55
 
 
 def draw_bench(record: Record, path: Path) -> None:
-    """Draw the measured rows, without simulated ones, which say nothing about speed."""
+    """Draw the measured rows, except simulated ones, whose times mean nothing."""
     rows = [row for row in record["rows"] if row["window_ms"] and not row["simulated"]]
     figure = make_figure((11.5, 1.5 + INCHES_A_ROW * max(len(rows), 2)))
     figure.suptitle(format_title(record), x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK)

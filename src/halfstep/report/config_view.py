@@ -1,4 +1,4 @@
-"""`--show-config`: every setting with its value, where it came from, and what it does."""
+"""`--show-config`: show every setting with its value, its source and its meaning."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TABLE_WIDTH = 110
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SettingRow:
-    """One row of the view."""
+    """One setting, with what the view shows about it."""
 
     key: str
     value: object
@@ -72,7 +72,7 @@ def show_table(rows: list[SettingRow], console: Console) -> None:
     table.add_column("setting", no_wrap=True)
     table.add_column("value", overflow="fold", max_width=30)
     table.add_column("from", overflow="fold", max_width=30)
-    table.add_column("what it is", style="dim", min_width=20)
+    table.add_column("meaning", style="dim", min_width=20)
     for row in rows:
         cells = (row.key, format_setting(row.value), str(row.origin))
         table.add_row(*(f"[{choose_style(row)}]{escape(cell)}[/]" for cell in cells), escape(row.description))

@@ -1,4 +1,4 @@
-"""Pictures of numbers: `curves.png` of a run, value ranges per module (`replay`), heat maps (`dry-run`).
+"""Draw charts: `curves.png` of a run, value ranges per module (`replay`), heat maps (`dry-run`).
 
 `curves.png` has four plots: loss, validation metrics, learning rate, and health (the loss scale if there is one, else
 the gradient norm). A skipped step is a red mark at the bottom of loss and health.
@@ -77,7 +77,7 @@ def draw_curves(metrics: Sequence[Record], path: Path) -> None:
     for axes, quarter in zip(figure.subplots(2, 2).flat, _build_quarters(metrics), strict=True):
         _draw(axes, quarter)
         _style_axes(axes, max(last_step, 1.0), quarter.note)
-    with contextlib.suppress(OSError):  # what is written next says why
+    with contextlib.suppress(OSError):  # writing the file below reports the reason
         path.parent.mkdir(parents=True, exist_ok=True)
     save_figure(figure, path)
 
@@ -85,7 +85,7 @@ def draw_curves(metrics: Sequence[Record], path: Path) -> None:
 def _build_quarters(metrics: Sequence[Record]) -> list[Quarter]:
     train = [record for record in metrics if record.get("kind") == "train"]
     validation = [record for record in metrics if record.get("kind") == "val"]
-    # An event is on record two steps after the step it is about, which it names by the number of steps before.
+    # An event is recorded two steps after its step; `bad_step` counts the steps before that one.
     skipped = [float(r["bad_step"] + 1 if "bad_step" in r else r["step"]) for r in metrics if r.get("event") in SKIPS]
     losses = [
         *_add_means(_build_phase_curves(train, "loss", "train")),

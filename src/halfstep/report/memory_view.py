@@ -1,4 +1,4 @@
-"""A memory plan as a table and as stacked bars."""
+"""Show a memory plan as a table and as stacked bars."""
 
 from __future__ import annotations
 

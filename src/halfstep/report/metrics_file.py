@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON record per line, readable even after a kill in the middle of a line.
+"""Read and write `metrics.jsonl`: one JSON record per line, readable even if a run was killed in the middle of a line.
 
 JSON has no NaN: non-finite values are stored as the strings "NaN", "Infinity" or "-Infinity", which `read` converts
 back. Finite floats are written with `repr`, so they are restored bit-exactly.
@@ -96,7 +96,7 @@ def _iterate_records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 return
             raise CheckpointError(
                 f"line {number} of {path} is not a record: {line[:60]!r}",
-                why="a kill can cut short only the last line; this one was edited or damaged",
+                why="the file was edited or damaged: a killed run can leave only its last line incomplete",
                 fix="delete that line",
             ) from error
 

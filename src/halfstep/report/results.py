@@ -1,4 +1,4 @@
-"""Results of `evaluate` and `predict`: on the console, as JSON and as CSV."""
+"""Show results of `evaluate` and `predict`: on the console, as JSON and as CSV."""
 
 from __future__ import annotations
 

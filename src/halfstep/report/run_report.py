@@ -1,8 +1,8 @@
 """The output of a run: header, bars, notices, epoch summaries and final summary on the console, records on disk.
 
-On a terminal bars are live; elsewhere plain lines are written; `quiet` keeps only warnings, errors and the final
+On a terminal bars are live, elsewhere plain lines are printed; `quiet` keeps only warnings, errors and the final
 summary. Warnings go to stderr, where `> log` does not hide them.
-Takes only strings and numbers: reading a tensor would make the host wait for the device.
+The report takes only strings and numbers: reading a tensor would make the host wait for the device.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ class Tracker:
     """Writes scalars into a folder for `tensorboard --logdir`."""
 
     def __init__(self, folder: Path, *, after_step: int | None = None) -> None:
-        """Open the report's files. `after_step`: the last recorded step of a resumed run; TensorBoard then hides all
-        later ones."""
+        """Open the folder. `after_step` is the last recorded step of a resumed run: TensorBoard hides later ones."""
         writer_class = _import_summary_writer()
         self._writer = writer_class(str(folder), purge_step=None if after_step is None else after_step + 1)
 

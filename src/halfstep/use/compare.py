@@ -1,8 +1,8 @@
-"""`halfstep compare`: are rows of settings equally good, and what does each cost?
+"""`halfstep compare`: test whether rows of settings are equally good, and measure what each costs.
 
     pilot    five runs of the baseline if no margin was given: they set the margin and are not part of the comparison
-    looks    runs with paired seeds up to a number, then a verdict; stop when all rows are decided, at the last look, or
-             when the budget is spent
+    looks    runs with paired seeds up to a number, then a verdict; the comparison ends when all rows are decided, at
+             the last look, or when the budget is spent
     table    time, memory, energy, money, final metric, verdict, time to the same quality
 
 Every outcome is written to `comparison.json` at once, so an interrupted comparison can continue.
@@ -146,7 +146,7 @@ class Comparison:
 
 
 def create_comparison(request: CompareRequest, out: Path | None) -> tuple[Path, Comparison]:
-    """Check every row, then make the folder of a new comparison."""
+    """Check every row, then create the folder of a new comparison."""
     refuse_bad_rows(request)
     configs = {row.name: load_row_config(request, row) for row in request.rows}
     simulated: dict[str, str] = {}
@@ -225,7 +225,7 @@ def _run(folder: Path, comparison: Comparison, say: Say) -> None:
         say(f"warning: {row} is simulated: {missing}; this compares numerics, not speed (--strict refuses)")
     if comparison.margin is None:
         if not runs.run_pilot():
-            return _end(folder, comparison, f"{runs.budget} is spent, and the margin is not fixed")
+            return _end(folder, comparison, f"{runs.budget} was spent before the margin was fixed")
         _fix_margin(folder, comparison, say)
     for count in comparison.request.looks:
         if not runs.run_pairs(count):
@@ -300,10 +300,12 @@ def _fix_margin(folder: Path, comparison: Comparison, say: Say) -> None:
     rule = "half a point" if comparison.in_points else "1 % of the mean"
     comparison.margin_from = f"the larger of {rule} and twice the deviation of {FEWEST_SEEDS} pilot runs"
     _write(folder, comparison)
+    # The difference of two runs with independent noise has sqrt(2) times the deviation of one.
     deviation = max(statistics.stdev(values), 1e-12) * math.sqrt(2)
     chance = compute_power(deviation, comparison.margin, looks=request.looks, num_rows=len(request.rows) - 1)
     say(
-        f"margin: {comparison.margin:.4g} ({comparison.margin_from}); chance to show two equal rows equal: {chance:.0%}"
+        f"margin: {comparison.margin:.4g} ({comparison.margin_from}); two equal rows are shown to be equal with a "
+        f"probability of {chance:.0%}"
     )
 
 
@@ -326,7 +328,7 @@ def _end(folder: Path, comparison: Comparison, why: str) -> None:
 
 
 def explain_wide_margin(comparison: Comparison) -> str:
-    """Return a warning if the margin is so wide that "same" says little; else empty."""
+    """Return a warning if the margin is so wide that "same" means little; else empty."""
     values = [
         run.value for run in comparison.select_outcomes(comparison.request.baseline.name) if math.isfinite(run.value)
     ]
@@ -334,7 +336,7 @@ def explain_wide_margin(comparison: Comparison) -> str:
     if not values or margin is None or not is_wide(margin, values, in_points=in_points):
         return ""
     size = f" ({100 * margin:g} points; half a point is 0.005)" if in_points else ""
-    return f'this margin is wide{size}: "same" within it says little; more data or steps make seeds differ less'
+    return f'this margin is wide{size}, so "same" means little; with more data or steps seeds differ less'
 
 
 def measure_time_to_quality(comparison: Comparison, runs: Sequence[RunOutcome]) -> list[float | None]:
@@ -354,16 +356,17 @@ def refuse_bad_rows(request: CompareRequest) -> None:
     names = [row.name for row in request.rows]
     if len(names) < 2:
         raise ConfigError(
-            f"one row, {names[0]!r}, is not a comparison", fix="--precisions fp32,bf16, or add a row with --rows"
+            f"a comparison needs two rows, and there is only {names[0]!r}",
+            fix="name several with --precisions fp32,bf16, or add a row with --rows",
         )
     twice = next((name for name in names if names.count(name) > 1), "")
     if twice:
-        raise ConfigError(f"two rows are called {twice!r}", fix="give each its own name")
+        raise ConfigError(f"two rows are called {twice!r}", fix="give each row a different name")
     if request.looks[-1] < FEWEST_SEEDS:
         raise ConfigError(
             f"--seeds {request.looks[-1]} are too few",
             why=f"with fewer than {FEWEST_SEEDS} paired seeds the interval is wider than any useful margin",
-            fix=f"--seeds {FEWEST_SEEDS}, or leave it out: it is then tested after {', '.join(map(str, LOOKS))} seeds",
+            fix=f"--seeds {FEWEST_SEEDS}, or leave it out to test after {', '.join(map(str, LOOKS))} seeds",
         )
     if request.margin is not None and not 0 < request.margin < math.inf:
         raise ConfigError(

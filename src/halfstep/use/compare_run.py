@@ -1,4 +1,4 @@
-"""The runs of a comparison: train or resume one row with one seed, one after the other or in parallel processes."""
+"""Run a comparison: train or resume rows with seeds, one after the other or in parallel processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The result of a comparison, row by row: as a table, as curves and as JSON."""
+"""Show the result of a comparison: as a table, as curves and as JSON."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def build_lines(comparison: Comparison) -> list[TableLine]:
 
 def _build_line(comparison: Comparison, row: str, verdict: RowVerdict | None) -> TableLine:
     runs, paired = comparison.select_outcomes(row), comparison.select_paired(row)
-    # Runs in parallel or in a simulated format say nothing about time or memory.
+    # The times and memory of runs in parallel or in a simulated format mean nothing.
     alone = [run for run in runs if run.alone and run.summary and not run.summary["simulated"]]
     seconds, per_sample = _compute_median(alone, "elapsed_s"), _compute_median(alone, "trained_s", per="samples")
     price = comparison.request.price
@@ -127,13 +127,13 @@ def collect_notes(comparison: Comparison) -> list[str]:
     notes += _list_failures(comparison)
     notes += _list_other_differences(comparison)
     if any(not run.alone for run in comparison.runs):
-        notes.append("runs in parallel with others, or resumed: their time, memory and energy are left out")
+        notes.append("time, memory and energy of runs in parallel or resumed runs are left out")
     notes += [f"{row} is simulated: {missing}" for row, missing in comparison.simulated.items()]
     if any(run.summary.get("simulated") for run in comparison.runs):
-        notes.append("simulated formats show numerics, never speed: their time and memory are left out")
+        notes.append("time and memory of simulated formats are left out: a simulation shows numerics, not speed")
     on_gpu = [run.summary for run in comparison.runs if str(run.summary.get("device")).startswith("cuda")]
     if any(summary.get("joules") is None for summary in on_gpu):
-        notes.append("no energy: NVML, which measures it, is missing or does not support this GPU")
+        notes.append("energy is not measured: NVML is missing or does not support this GPU")
     unfinished = (
         f"unfinished after {format_count(len(comparison.runs), 'run')}; continue it with halfstep compare --resume"
     )
@@ -159,7 +159,7 @@ def _list_other_differences(comparison: Comparison) -> list[str]:
     for key, what in {"device": "devices", "versions": "versions", "data": "data files"}.items():
         seen = dict.fromkeys(str(run.summary[key]) for run in comparison.runs if run.summary.get(key))
         if len(seen) > 1:
-            notes.append(f"runs differ in more than the rows say: {what} {' and '.join(seen)}")
+            notes.append(f"runs differ in more than their settings: {what} {' and '.join(seen)}")
     return notes
 
 

@@ -1,9 +1,9 @@
 """Equivalence test of two settings: paired seeds, a margin fixed in advance, and interim looks.
 
 Two one-sided tests (TOST): the verdict is "same" if the confidence interval of the mean difference is inside +-margin.
-Repeated looks at growing data would call differences as large as the margin "same" in 15 of 100 comparisons; each look
-therefore has a stricter level, calibrated by simulation so that all looks together keep LEVEL. Several rows are judged
-by Holm's rule. `judge_rows` makes every decision.
+Repeated looks at growing data would call a difference as large as the margin "same" in 15 of 100 comparisons. So each
+look has a stricter level, calibrated by simulation so that all looks together keep LEVEL. Several rows are judged by
+Holm's rule. `judge_rows` makes every decision.
 """
 
 from __future__ import annotations
@@ -101,11 +101,11 @@ def judge_rows(
         level = compute_look_level(tuple(looks), LEVEL / (len(rows) - place))
         verdict = _judge_row(_pair_differences(baseline, rows[name]), margin, level)
         if name in stuck and verdict.word == "same":
-            why = f"the metric is {baseline[0]:g} in every run: it does not react to anything"
+            why = f"the metric is {baseline[0]:g} in every run, so it cannot show a difference"
             verdict = replace(verdict, word="not shown", why=why)
         still_same = still_same and verdict.word == "same"
         if verdict.word == "same" and not still_same:
-            why = "a row with clearer figures was not shown to be the same (Holm)"
+            why = "a row with a smaller p-value was not shown to be the same (Holm's rule)"
             verdict = replace(verdict, word="not shown", why=why)
         found[name] = verdict
     return {name: found[name] for name in rows}
@@ -115,7 +115,7 @@ def _judge_row(differences: NDArray[np.float64], margin: float, level: float) ->
     count = len(differences)
     nothing = RowVerdict(word="not shown", mean=math.nan, low=math.nan, high=math.nan, margin=margin)
     if count < FEWEST_SEEDS:
-        return replace(nothing, why=f"{count} paired seeds; {FEWEST_SEEDS} are the fewest")
+        return replace(nothing, why=f"{count} paired seeds; at least {FEWEST_SEEDS} are needed")
     if not np.isfinite(differences).all():
         return replace(nothing, why="a run ended with a metric that is not finite", failed=True)
     mean, deviation = float(differences.mean()), float(differences.std(ddof=1))
@@ -201,6 +201,7 @@ def compute_power(
 
 
 def compute_student_cdf(t: NDArray[np.float64] | np.float64, freedom: int) -> NDArray[np.float64]:
+    """Compute the cumulative distribution of Student's t (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
     angle = np.arctan(np.asarray(t, np.float64) / math.sqrt(freedom))
     sine, cosine = np.sin(angle), np.cos(angle)
     is_odd = freedom % 2 == 1
@@ -215,6 +216,7 @@ def compute_student_cdf(t: NDArray[np.float64] | np.float64, freedom: int) -> ND
 
 @cache
 def compute_student_quantile(share: float, freedom: int) -> float:
+    """Invert the cumulative distribution by bisection."""
     low, high = -1e3, 1e3
     for _ in range(80):
         middle = (low + high) / 2

@@ -58,7 +58,7 @@ def evaluate(
     out: Path | None = None,
     trust: bool = False,
 ) -> EvaluationResult:
-    """Compute metrics as in training, results per class, and pictures in a new folder."""
+    """Compute metrics as in training, scores per class, and pictures in a new folder."""
     clock = Stopwatch()
     run = open_run(path, checkpoint=checkpoint, trust=trust)
     kind = KINDS.of(run.config.workload)
@@ -105,7 +105,7 @@ def _load_data(
     config = make_paths_absolute(run.config)
     stored = Path(config.data.dir) if config.data.dir else None
     if data is not None and not data.exists():
-        raise DataError(f"--data {data} does not exist", fix="give a data folder, or a file if the run's data are one")
+        raise DataError(f"--data {data} does not exist", fix="give a data folder, or a file if the run trained on one")
     if data is not None and not (stored and stored.exists() and data.samefile(stored)):
         if stored and not stored.exists() and (moved := _find_moved_data(run, kind, data)):
             report.notice(f"{data} has as many samples as the run's data, which are no longer in {stored}: "
@@ -202,11 +202,11 @@ def _warn_about_batch_size(config: RunConfig, workload: Workload, batch_size: in
     """Return warnings about a batch size that makes scores differ from those in training."""
     if batch_size in (None, config.train.val_batch_size or config.train.batch_size):
         return []
-    return [f"--batch-size {batch_size} gives other numbers than training: {what}" for what in workload.by_batch]
+    return [f"--batch-size {batch_size} gives other scores than training: {what}" for what in workload.by_batch]
 
 
 def _suggest_less_memory(batch_size: int, plan: Plan) -> str:
-    """Return what else to try."""
+    """Suggest how to evaluate with less memory."""
     ways = [f"--batch-size {batch_size}"] if batch_size else []
     ways += ["--precision bf16"] if plan.granted in ("fp32", "tf32") and not plan.simulated else []
     return ", or ".join([*ways, *(["--device cpu"] if plan.device != "cpu" else [])]) or "a machine with more memory"

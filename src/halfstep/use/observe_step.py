@@ -1,6 +1,7 @@
 """Observe single steps of a workload, a config or a run: `halfstep ledger` and `halfstep dry-run`.
 
-`assemble_step` builds everything a run would build, on a copy: nothing of a run is changed.
+`assemble_step` builds a copy of everything that a run would build, so a stored run is never changed. `source` is a
+run's folder, a config file or a workload.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ def is_run(source: str) -> bool:
 def record_ledger(
     source: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False
 ) -> list[Ledger]:
-    """Record the formats of one step: of a run with its weights and stored plan, or of what would be trained."""
+    """Record the formats of one step: of a run, with its weights and stored plan, or of what would be trained."""
     with assemble_step(source, flags=flags, overrides=overrides, trust=trust) as (parts, engine, window):
         return observe_ledgers(parts, engine, window, _record_replay(parts, engine, window))
 
 
 def _record_replay(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> list[Event]:
-    """Run steps until one is captured (graph mode), and return the events of one more; empty without capture."""
+    """In graph mode, run steps until one is captured and return the profile of the next; otherwise return nothing."""
     if engine.mode == "graph":
         for _ in range(MOST_STEPS):
             if not engine.graphs:
@@ -92,7 +93,7 @@ def _load_target(source: str, flags: Mapping[str, object], overrides: Sequence[s
     is_missing = not path.exists() and len(path.parts) > 1 and path.suffix not in (".yaml", ".yml")
     if path.is_dir() or is_missing:
         raise CheckpointError(
-            f"{source} is not a run", why="the folder does not exist" if is_missing else "config.yaml is missing",
+            f"{source} is not a run", why="there is no such folder" if is_missing else "it has no config.yaml",
             fix="name a folder that `halfstep train` made, a config file, or a workload such as unet",
         )  # fmt: skip
     return load(source, flags=flags, overrides=overrides)
@@ -141,7 +142,7 @@ def dry_run(
     overrides: Sequence[str],
     trust: bool = False,
 ) -> list[Judgement]:
-    """Predict what the format would do, module by module; nothing of a run is changed."""
+    """Predict what the format would do, module by module; a stored run is not changed."""
     chosen = next((own for own in TARGETS if own == target), None)
     if chosen is None:
         raise ConfigError(f"--target {target} is not a supported format", fix=f"use one of {', '.join(TARGETS)}")
@@ -189,7 +190,7 @@ def _decide_plan(config: RunConfig, parts: Assembly, precision: str) -> Plan:
 
 
 def _judge_updates(parts: Assembly, engine: AnyEngine) -> list[Judgement]:
-    """Judge the updates of one step after a few warm-up steps of the optimizer."""
+    """Judge the weight updates of one step, after a few warm-up steps of the optimizer."""
     batches = itertools.islice(parts.train_loader.epoch(0), WARM_UP + 1)
     before = after = _copy_parameters(parts)
     for batch in batches:

@@ -1,4 +1,4 @@
-"""Open a stored run to use it: its settings, one intact checkpoint, and the precision to compute in."""
+"""Open a stored run: read its settings, load one intact checkpoint, and choose the precision to compute in."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def make_fresh_folder(out: Path | None, default: Path) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"cannot make {folder}: {error.strerror}", fix="choose a writable folder with --out"
+            f"cannot create {folder}: {error.strerror}", fix="choose a writable folder with --out"
         ) from error
     try:
         yield folder
@@ -161,14 +161,14 @@ def _list_candidates(checkpoints: Checkpoints, asked: str, notes: list[str]) -> 
     newest_first = checkpoints.list_all()[::-1]
     if not newest_first:
         raise CheckpointError(
-            f"no checkpoint in {checkpoints.folder}", fix="train it first, or give another run's folder"
+            f"no checkpoint in {checkpoints.folder}", fix="train the run first, or give another run's folder"
         )
     if asked == "last":
         return newest_first
     if asked == "best":
         best = checkpoints.find_best()
         if best is None:
-            notes.append("no checkpoint is marked as the best one (no validation yet?): using the newest")
+            notes.append("no checkpoint is marked as the best one (was there a validation?): using the newest")
             return newest_first
         return [best, *(path for path in newest_first if path != best)]
     named = {path.name: path for path in newest_first}

@@ -34,7 +34,7 @@ from halfstep.workloads.base.kind import PredictCommand, load_part, resolve_opti
 from halfstep.workloads.base.using import Input, Predictor, Trained, Wishes, get_frozen_parts
 
 UNFINISHED = "unfinished.json"
-"""What an interrupted call leaves in its folder, so that the same call can continue there."""
+"""The file that an interrupted call leaves in its folder, so that the same call can continue there."""
 FINISHING = "finishing this file; press Ctrl-C again to stop at once"
 
 
@@ -42,26 +42,25 @@ def find_inputs(asked: Iterable[Path], endings: Sequence[str]) -> tuple[list[Inp
     """Return each file once, in the order given; missing paths and folders without usable files are failures."""
     found: dict[Path, Input] = {}
     failed: list[Failure] = []
-    for place in asked:
-        below = _list_inputs(place, endings)
+    for path in asked:
+        below = _list_inputs(path, endings)
         if not below:
-            why = (
-                f"no readable file in it ({' '.join(endings)})" if place.is_dir() else "there is no such file or folder"
-            )
-            failed.append(Failure(file=str(place), why=why))
+            nothing = f"it has no readable file ({' '.join(endings)})"
+            why = nothing if path.is_dir() else "there is no such file or folder"
+            failed.append(Failure(file=str(path), why=why))
         for item in below:
             found.setdefault(item.path.resolve(), item)
     return list(found.values()), failed
 
 
-def _list_inputs(place: Path, endings: Sequence[str]) -> list[Input]:
-    if place.is_file():
-        return [Input(path=place, name=Path(place.name))]  # any ending, because the user named the file
-    if not place.is_dir():
+def _list_inputs(given: Path, endings: Sequence[str]) -> list[Input]:
+    if given.is_file():
+        return [Input(path=given, name=Path(given.name))]  # any ending, because the user named the file
+    if not given.is_dir():
         return []
-    names = (path.relative_to(place) for path in place.rglob("*") if path.suffix.lower() in endings and path.is_file())
+    names = (path.relative_to(given) for path in given.rglob("*") if path.suffix.lower() in endings and path.is_file())
     visible = (name for name in names if not any(part.startswith(".") for part in name.parts))
-    return [Input(path=place / name, name=name) for name in sorted(visible, key=lambda name: natural_key(str(name)))]
+    return [Input(path=given / name, name=name) for name in sorted(visible, key=lambda name: natural_key(str(name)))]
 
 
 def predict(
@@ -95,10 +94,10 @@ def predict(
     has_folder = wishes.out is not None or command.writes_files
     request = {**run.collect_facts(plan), "options": wishes.options, "inputs": [str(path.absolute()) for path in asked]}
     left = _read_unfinished(wishes.out, request)
-    place: AbstractContextManager[Path | None] = nullcontext(wishes.out)
+    opened: AbstractContextManager[Path | None] = nullcontext(wishes.out)
     if has_folder and not left:
-        place = make_fresh_folder(wishes.out, run.folder.path / "predictions")
-    with place as folder, choose_algorithms(deterministic=run.config.train.deterministic):
+        opened = make_fresh_folder(wishes.out, run.folder.path / "predictions")
+    with opened as folder, choose_algorithms(deterministic=run.config.train.deterministic):
         model = load_weights(run, predictor.model, plan, frozen, getattr(predictor, "values", {}))
         trained = wrap_trained(model, plan, report)
         answers: list[Answer] = []
@@ -134,8 +133,8 @@ def _find_command(workload: str) -> PredictCommand:
         able = ", ".join(name for name in KINDS if KINDS[name].predict is not None)
         raise ConfigError(
             f"halfstep predict does not support {workload}",
-            why="its Kind has no predictor",
-            fix=f"give it one (examples/own_workload.py); supported: {able}",
+            why="its Kind defines no predictor",
+            fix=f"define one (examples/own_workload.py shows how); supported workloads: {able}",
         )
     return command
 
