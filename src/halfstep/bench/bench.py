@@ -150,6 +150,7 @@ def list_runners(problem: Problem, request: BenchRequest, hardware: Hardware) ->
     """Yield a runner for each requested row, and an unmeasured row for each that cannot run."""
     unmeasured = dataclasses.replace(hardware, measurements=())  # so that formats that are slow here are timed too
     for precision in request.precisions:
+        # A format that the hardware lacks is simulated, which only eager mode can do.
         asked = problem.config.precision.model_copy(update={"default": precision})
         simulate = bool(explain_simulation(asked, hardware)) or asked.simulate and precision != "fp32"
         for mode in request.modes:
@@ -203,6 +204,7 @@ def add_speedups(rows: Sequence[Row]) -> list[Row]:
 
 def find_baseline(rows: Sequence[Row], precision: str) -> Row | None:
     """Return the row that speedups over this precision refer to: halfstep eager if measured."""
+    # False sorts first: prefer halfstep's rows, and of these the eager one.
     there = [row for row in rows if row.precision == precision and row.is_measured and not row.simulated]
     return min(there, key=lambda row: (row.name != "halfstep", row.variant != "eager"), default=None)
 
@@ -260,6 +262,7 @@ class HalfstepRunner:
         """Made once: only the first training pays for the trials."""
 
     def train(self, steps: int, after_step: AfterStep) -> float:
+        """Train this many steps as a run would; raise if they did not run in the requested mode."""
         seed_everything(self.config.train.seed)
         workload = self.build_workload()
         self._plan = plan = self._plan or self._make_plan(workload)

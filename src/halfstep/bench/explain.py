@@ -112,6 +112,7 @@ def _group_kinds(kernels: Sequence[KernelTime]) -> list[KindTime]:
 
 
 def _list_notes(step: StepProfile, kernels: Sequence[KernelTime], facts: StepFacts) -> Iterator[str]:
+    """Yield notes on what limits the step."""
     if facts.device.type == "cuda" and step.launch_gap_ms > HOST_BOUND * step.step_ms:
         yield "the step is limited by the host: faster kernels alone change little"
     turned = [kernel for kernel in kernels if kernel.kind is OpKind.LAYOUT]
@@ -181,6 +182,7 @@ def explain_rows(
 def _explain_in_turn(
     runner: Runner, problem: Problem, hardware: Hardware, *, steps: int, flops: int
 ) -> Explanation | NotExplained:
+    """Explain one row; an error becomes its reason."""
     with isolate_row(problem.device):
         try:
             facts = collect_step_facts(runner, problem, hardware, flops)
@@ -206,6 +208,7 @@ def collect_step_facts(runner: Runner, problem: Problem, hardware: Hardware, flo
 
 
 def _keeps_channels_last(runner: Runner, hardware: Hardware) -> bool:
+    """True if the runner's model is in channels_last layout."""
     if isinstance(runner, PeerRunner):
         return runner.setup.channels_last
     assert isinstance(runner, HalfstepRunner), f"no facts are known about {type(runner).__name__}"

@@ -169,6 +169,7 @@ class StepTimer:
         reset_peak(device)
 
     def __call__(self) -> None:
+        """Count one step, and mark the time where a window begins or ends."""
         self.count += 1
         if self.count == 1:
             wait_for(self.device)
@@ -178,6 +179,7 @@ class StepTimer:
             self.pause()
         if self.count == self.schedule.warm_up:
             self._end_warm_up()
+        # The first mark (at 0) is the start of the first window.
         timed = self.count - self.schedule.warm_up - self.schedule.ramp
         if timed >= 0 and timed % self.schedule.window == 0:
             self.marks.append(self._mark())
@@ -255,6 +257,7 @@ def describe_failure(error: Exception) -> str:
 
 
 def _measure(runner: Runner, problem: Problem, schedule: Schedule, pause: Pause | None) -> Row:
+    """Train the schedule's steps with a timer and build the row from it."""
     timer = StepTimer(schedule, problem.device, pause)
     loss = run_in_fresh_thread(lambda: runner.train(schedule.steps, timer), problem.device)
     found = timer.get_finished()

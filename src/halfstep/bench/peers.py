@@ -280,6 +280,8 @@ def train_lightning(setup: PeerSetup, steps: int, after_step: AfterStep) -> floa
 
 
 def _build_module(lightning: Any, setup: PeerSetup) -> Any:
+    """Build the LightningModule of the problem."""
+
     class PeerModule(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()

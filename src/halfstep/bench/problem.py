@@ -253,6 +253,7 @@ def load_bench_config(
     if makes_data and not small:
         given = {"data_dir": NO_FOLDER, **flags}
         loaded = load(target, flags=given, overrides=overrides)
+    # Only where the user set nothing.
     defaults = [f"{path}={value}" for path, value in COMPARABLE.items() if loaded.origins[path].layer in UNSTATED]
     config = load(target, flags=given, overrides=[*defaults, *overrides]).config
     _refuse_rows_as_settings(loaded)

@@ -106,6 +106,7 @@ def find_reduced_settings(config: RunConfig) -> dict[str, Any]:
     fields, here = list_fields(type(config)), flatten_keys(config.model_dump(mode="json"))
     found = {}
     for path, value in type(config).demo.items():
+        # Through JSON, which turns tuples into lists, so that equal values compare equal.
         small, full = json.loads(json.dumps([value, fields[path].default]))
         if path.startswith("model.") and here[path] == small != full:
             found[path] = small

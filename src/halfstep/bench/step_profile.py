@@ -135,6 +135,7 @@ class _Session:
         self._done = 0
         self._watch = Stopwatch()
         self.timed_s = 0.0
+        # One step to start the profiler, whose first step is slow.
         plan = schedule(wait=self._end, warmup=1, active=steps, repeat=1)
         self.profiler = profile(activities=[_choose_activity(device)], schedule=plan, acc_events=True)
 

@@ -230,6 +230,7 @@ def prepare_request(asked: BenchArguments) -> tuple[Hardware, Problem, BenchRequ
     steps = None if asked.explain else asked.steps
     schedule = make_schedule(STEPS.get(device.type, STEPS["cpu"]) if steps is None else steps, device)
     target, *overrides = asked.arguments
+    # Twice: `config` has the settings of a benchmark, `loaded` those of a run, with their origins.
     config = load_bench_config(target, overrides, asked.flags, small=hardware.kind == "cpu", against=against)
     loaded = load(target, flags=asked.flags, overrides=overrides)
     if loaded.config.data.dir and config.data.dir is None:
@@ -243,6 +244,7 @@ def prepare_request(asked: BenchArguments) -> tuple[Hardware, Problem, BenchRequ
         against=against,
         schedule=schedule,
     )
+    # Before anything is built: an allocation that is too large ends the process without an error.
     refuse_too_large(config, request.precisions, request.modes, hardware)
     return hardware, build_problem(config, device), request
 
@@ -289,6 +291,7 @@ SILENT = "6"
 def time_rows(
     hardware: Hardware, problem: Problem, request: BenchRequest, files: OutputFiles, *, as_json: bool
 ) -> None:
+    """Time every row; save, print and draw the result."""
     from halfstep.bench.bench import bench
     from halfstep.bench.record import summarise_results
     from halfstep.report.bench_view import show_bench
@@ -308,6 +311,7 @@ def time_rows(
 def profile_rows(
     hardware: Hardware, problem: Problem, request: BenchRequest, files: OutputFiles, *, steps: int | None, as_json: bool
 ) -> None:
+    """Profile every row; save and print where the time of a step goes."""
     from rich.text import Text
 
     from halfstep.bench.bench import STOPPED
@@ -372,6 +376,7 @@ def _prepare_work(
     from halfstep.hardware.measure import measure
     from halfstep.report.bench_view import RowsLeft
 
+    # Peers print to stdout, which belongs to the table or JSON.
     with contextlib.redirect_stdout(sys.stderr):
         console = Console(stderr=True)
         with console.status("measuring matmuls") as status:
@@ -396,6 +401,7 @@ def _deliver(
 
     files = files if has_rows else files.drop_outputs()
     try:
+        # Save before printing: a closed terminal must not lose minutes of measurements.
         if files.save:
             save_record(record, files.save)
     finally:

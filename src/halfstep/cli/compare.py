@@ -105,6 +105,7 @@ def command(
 
 
 def _build_request(context: typer.Context, how: dict[str, Any]) -> CompareRequest:
+    """Build the request from the options; flags become overrides of every row."""
     from halfstep.use.compare import CompareRequest
     from halfstep.use.equivalence import LOOKS
 
@@ -138,12 +139,14 @@ def _reopen(folder: Path, context: typer.Context, how: dict[str, Any]) -> Compar
         )
     comparison = open_comparison(folder)
     refuse_other_settings(comparison)
+    # Options that were not given keep the stored value, not their default.
     given = {key: value for key, value in how.items() if key.removesuffix("_s") in names}
     comparison.request = replace(comparison.request, **given)
     return comparison
 
 
 def _run(folder: Path, comparison: Comparison) -> None:
+    """Run the comparison; after an interruption raise with the command that continues it."""
     from rich.console import Console
 
     from halfstep.use.compare import run_comparison
@@ -160,6 +163,7 @@ def _run(folder: Path, comparison: Comparison) -> None:
             fix=f"continue with: {again}",
             exit_code=getattr(error, "exit_code", 130),
         ) from error
+    # The budget ended during the pilot, so there is nothing to show yet.
     if comparison.margin is None:
         raise Interrupted(comparison.ended, fix=f"continue with a larger budget: {again} --budget 8h", exit_code=1)
 

@@ -72,6 +72,7 @@ def resolve_name(name: str, gpu: str, device: str) -> tuple[str, str]:
     """Return --gpu and --device, with a bare name assigned to one of them."""
     if not name:
         return gpu, device
+    # `cuda:1` is a device of this machine, `rtx 4090` a GPU of the table.
     is_here = THIS_MACHINE.fullmatch(name) is not None
     flag, given = ("--device", device) if is_here else ("--gpu", gpu)
     if given and given != name:
@@ -99,6 +100,7 @@ def print_known(*, as_json: bool) -> None:
 
 
 def probe_devices(name: str, *, look_only: bool, fresh: bool) -> tuple[Hardware, ...]:
+    """Probe one device or all, and measure their speed unless `look_only` is set."""
     from rich.console import Console
 
     progress = Console(stderr=True)
@@ -139,6 +141,7 @@ def print_tables(answers: list[tuple[Hardware, HardwareAdvice]]) -> None:
 
 
 def print_device(console: Console, hardware: Hardware, advice: HardwareAdvice) -> None:
+    """Print what one device is, supports and should use."""
     from rich.rule import Rule
     from rich.text import Text
 

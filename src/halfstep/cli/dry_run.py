@@ -55,7 +55,7 @@ def command(
 
 def _compute_badness(row: Judgement) -> float:
     """Return a colour value: 0 for values far inside the format's range, up to 1 for values outside it."""
-    # Less than 8 bits of headroom starts to colour the cell; losing a tenth of the values colours it fully.
+    # Colour starts below 8 bits of headroom; a cell that loses a tenth of its values is almost fully coloured.
     edge = max(0.0, 1.0 - row.headroom_bits / 8) if row.headroom_bits and row.headroom_bits > 0 else 0.0
     return 1.0 if row.is_bad else max(min(row.lost * 10, 0.9), min(edge, 0.9))
 
@@ -71,6 +71,7 @@ def _convert_row(row: Judgement) -> dict[str, object]:
 
 
 def _show(rows: list[Judgement], target: str, *, every: bool) -> None:
+    """Print the modules that do not fit, or all of them, and a summary."""
     from halfstep.report.console import make_rows_table, open_result_console
 
     console = open_result_console()

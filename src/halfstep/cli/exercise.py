@@ -57,6 +57,7 @@ def command(
 
 
 def _run_exercise(number: int, data_dir: str | None, out: Path, screen: Console) -> Story:
+    """Run one exercise; import only its module."""
     if number == 1:
         from halfstep.exercises.benchmark_formats import run as benchmark
 
@@ -73,6 +74,7 @@ def _run_exercise(number: int, data_dir: str | None, out: Path, screen: Console)
 
 
 def _show(story: Story) -> None:
+    """Print the table, the claims and the comments of an exercise."""
     from rich.text import Text
 
     from halfstep.report.console import make_rows_table, open_result_console, print_text

@@ -45,6 +45,7 @@ def command(
 
 
 def print_tables(fates: dict[str, list[Fate]]) -> None:
+    """Print the formats, or what each number becomes in them."""
     from rich.console import Console
     from rich.text import Text
 

@@ -68,6 +68,7 @@ def flush_or_drop() -> None:
 
 
 def _wrap_stream(stream: TextIO) -> TextIO:
+    # A second file object on the same descriptor; it must not close it.
     buffer = io.BufferedWriter(PatientFile(stream.fileno(), "w", closefd=False))
     # Escape characters that the terminal's encoding lacks: output must never end a run.
     return io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=bool(stream.line_buffering))
@@ -211,6 +212,7 @@ def explain_memory_error(error: MemoryError | RuntimeError) -> HalfstepError:
 
 def show_once(error: HalfstepError) -> None:
     """Show an error; if several ranks raised it, only one of them shows it."""
+    # Started by a launcher: the ranks choose one of them that prints the error.
     if error.is_told is None and "RANK" in os.environ:
         from halfstep.distributed.launch import choose_speaker
 
@@ -220,6 +222,7 @@ def show_once(error: HalfstepError) -> None:
 
 
 def show_error(error: HalfstepError) -> None:
+    """Print an error on stderr: what, why and fix."""
     from rich.console import Console
     from rich.text import Text
 
@@ -263,6 +266,7 @@ def explain_usage_error(error: Any, arguments: Sequence[str] = (), context: Any 
     if given:
         return ConfigError(f"{given[-1]}: {_format_expectation(error.message)}", fix=help_text)
     what = getattr(error, "message", "") or error.format_message()
+    # Only the parser's error for an unknown option has this attribute.
     is_unknown = hasattr(error, "possibilities")
     names = {one.name for one in context.command.params} if context is not None else set()
     if is_unknown and "quiet" in names and (instead := FOREIGN_FLAGS.get(error.option_name)):
@@ -357,6 +361,7 @@ class RunCommand(OnceCommand):
     """A command that also accepts the options of a run's workload; it stores them by name in the context's `obj`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Remove and check the options of the run's workload, then parse the rest."""
         from halfstep.workloads import KINDS
 
         command = str(self.name)  # evaluate or predict
@@ -376,6 +381,7 @@ class RunCommand(OnceCommand):
         try:
             return super().parse_args(ctx, rest)
         except ConfigError as error:
+            # The parser does not know the workload's options, so list them here.
             if own and "no such option" in error.what.lower():
                 error.fix = f"{workload} takes {', '.join(option.flag for option in own)}; {error.fix}"
             raise
@@ -389,6 +395,7 @@ def find_workload(args: Sequence[str], *, trust: bool) -> str:
     for argument in args:
         config = Path(argument) / "config.yaml"
         if not argument.startswith("-") and config.is_file():
+            # Reading the YAML needs no torch, unlike loading the config.
             workload = str(read_yaml(config).values.get("workload") or "")
             if workload not in ("", *KINDS) and not trust:
                 from halfstep.run.folder import RunFolder

@@ -18,6 +18,7 @@ PRECISION, DATA, RUN, SHOW = "Precision", "Data and training", "Run", "Show with
 
 def read_given(context: typer.Context) -> dict[str, Any]:
     """Return the values given on the command line, by parameter name."""
+    # A value equal to the default still counts as given.
     sources = ((name, context.get_parameter_source(name)) for name in context.params)
     return {name: context.params[name] for name, source in sources if source and source.name == "COMMANDLINE"}
 

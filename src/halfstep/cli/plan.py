@@ -131,6 +131,7 @@ def show_memory(
 def _plan_memory(
     arguments: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | None, mode: str | None
 ) -> MemoryPlan:
+    """Predict all rows, and find what fits if a memory size is known."""
     from halfstep.config.precision_names import normalise_precision
     from halfstep.run.assemble import provide_data
     from halfstep.run.memory.planner import (
@@ -149,6 +150,7 @@ def _plan_memory(
     hardware, memory, where = _choose_device(gpu, fit, flags)
     config, is_made_up = _load_full_size(arguments, flags)
     shown = _choose_mode(mode, config)
+    # Real data are read once, for the shapes of a batch.
     with contextlib.nullcontext(config) if is_made_up else provide_data(config) as with_data:
         planner = MemoryPlanner(build_traceable_step(with_data), hardware)
     wish = flags["precision"]
@@ -201,6 +203,7 @@ def _choose_device(gpu: str | None, fit: str | None, flags: Flags) -> tuple[Hard
     if gpu:
         hardware: Hardware | None = look_up_gpu(gpu)
     else:
+        # Without a GPU the formats of a generic one are planned, for all precisions.
         here = probe(str(flags["device"] or "auto"))
         hardware = here if here.kind in ("cuda", "rocm") else None
     if size:
@@ -244,6 +247,7 @@ def _choose_mode(asked: str | None, config: RunConfig) -> Mode:
 
 
 def _print_memory(plan: MemoryPlan) -> None:
+    """Print the table of predictions, what fits, and notes."""
     from rich.console import Console
     from rich.text import Text
 
@@ -270,6 +274,7 @@ def _print_memory(plan: MemoryPlan) -> None:
 
 
 def _build_fit_table(fits: Sequence[Fit]) -> Table:
+    """Build the table of settings that fit."""
     from halfstep.report.console import make_columns_table
     from halfstep.report.memory_view import shorten_level
 
@@ -286,6 +291,7 @@ def _build_fit_table(fits: Sequence[Fit]) -> Table:
 
 
 def _convert_plan(plan: MemoryPlan) -> dict[str, Any]:
+    """Convert the plan to plain JSON types."""
     return {
         "workload": plan.config.workload,
         "parameters": plan.num_parameters,

@@ -43,6 +43,7 @@ def command(
         return
     console = open_result_console()
     for line in found.lines():
+        # The two lines that most users look for.
         is_strong = line.startswith(("cause:", "change:"))
         print_text(console, Text(line, style="bold" if is_strong else ""))
     if picture is not None:

@@ -37,6 +37,7 @@ def command(
 
 
 def write_report(runs: list[Path], out: Path | None) -> Path:
+    """Write the HTML page of runs or of one comparison, and return its path."""
     from halfstep.disk import write_atomically
     from halfstep.report.page.read_run import read_run
     from halfstep.report.page.render import render_runs
@@ -62,6 +63,7 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
         raise ConfigError(f"{file.parent} is not a folder", fix="create it first, or choose another --out")
     try:
         write_atomically(file, page, follows_links=out is not None)
+    # Its advice is about checkpoints; here another path is enough.
     except CheckpointError as error:
         error.fix = "choose a writable path with free space: --out FILE.html"
         raise
@@ -82,6 +84,7 @@ def _predict_memory(path: Path) -> dict[str, int] | str:
 
 
 def render_comparison_page(folder: Path) -> str:
+    """Render the page of a comparison: table, notes, curves and settings."""
     from halfstep.report.page.render import Chart, Series, render_comparison
     from halfstep.use.compare import open_comparison
     from halfstep.use.compare_table import build_columns, build_lines, collect_notes, compute_band
@@ -94,6 +97,7 @@ def render_comparison_page(folder: Path) -> str:
     lines = build_lines(comparison)
     series = []
     for number, line in enumerate(lines):
+        # Three curves per row: the mean, and dashed the lowest and highest of all seeds.
         steps, *curves = compute_band(line.curves)
         all_seeds = f"{line.title}, all seeds"
         for name, values in zip((line.title, all_seeds, all_seeds), curves, strict=True):

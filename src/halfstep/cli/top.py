@@ -45,6 +45,7 @@ def command(
         table = build_table(record, facts)
     if wants_json:
         return typer.echo(json.dumps(replace_non_finite(facts), indent=2))
+    # A live display needs a terminal, and an ended run does not change.
     if once or not console.is_terminal or is_over(record):
         return console.print(table)
     hint = Text("Ctrl-C exits; the run continues", style="dim")
@@ -137,11 +138,12 @@ def draw_sparkline(values: list[float]) -> str:
 
 def is_over(run: RunRecord) -> bool:
     """True if the run has ended, was stopped or killed; a resumed run still has the summary of its first end."""
-    is_live = is_folder_owned(run.path)  # None: unknown, as on file systems without locks
+    is_live = is_folder_owned(run.path)  # None: unknown, as on Windows
     return not is_live and run.has_ended or is_live is False
 
 
 def _describe_state(run: RunRecord) -> str:
+    """Describe whether the run trains, has ended or was killed."""
     file, is_live = run.path / "metrics.jsonl", is_folder_owned(run.path)
     if is_over(run) and run.has_ended:
         return "ended"

@@ -167,6 +167,7 @@ def load_config(
         stored = load(str(folder.config))
         if target and target != (workload := stored.config.workload):
             raise ConfigError(f"--resume {resume} is a {workload} run, not {target}", fix=f"leave {target} out")
+        # Loaded twice: with and without the changes, to find out which settings the user asks for.
         again = load(str(folder.config), flags=flags, overrides=overrides, overrides_file=overrides_file)
         return apply_decided(again, stored, folder.read_settled().decided)
     if not target:
@@ -323,6 +324,7 @@ def refuse_missing_gpus(num: int) -> None:
 
 def remove_gpus_flag(arguments: list[str]) -> list[str]:
     """Return the command line without --gpus, for each rank."""
+    # `--gpus 2` is two arguments, `--gpus=2` one.
     kept, skips = [], False
     for argument in arguments:
         if skips or argument.startswith("--gpus"):

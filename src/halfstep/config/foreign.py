@@ -84,10 +84,12 @@ def get_key(override: str) -> str:
 def make_notes(found: Foreign, values: Mapping[str, Any], document: Document, overrides: Sequence[str]) -> list[str]:
     """Return the notes of a translation; every key is either translated or listed as not used."""
     keys = list(flatten_keys(values))
+    # Reasons may be given for a whole section; the innermost one applies.
     unused = {key: why for key in keys if (why := find_enclosing(found.unused, key)) is not None}
     used = dict.fromkeys(found.used, "")
     strange = [key for key in keys if key not in unused and find_enclosing(used, key) is None]
     unused |= dict.fromkeys(strange, f"{found.workload} has no such setting")
+    # One note per reason, so that a long file does not print a line per key.
     by_reason = {why: [key for key in unused if unused[key] == why] for why in unused.values()}
     changed = f", with {', '.join(overrides)}" if overrides else ""
     return [
@@ -159,6 +161,7 @@ class ForeignReader:
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self.document = document
+        # Globals are read through references, not by the translator.
         self.used: set[str] = {"globals"}
         self.unused: dict[str, str] = {}
 

@@ -56,6 +56,7 @@ def find_full_path(statement: Statement, schema: type[Section]) -> Statement | N
     if find_open_section(statement.path):
         return statement
     path = statement.path.replace("-", "_")
+    # Precision keys depend on one another: precision_claims.py reads them together.
     if path in PRECISION_KEYS:
         return replace(statement, path=path)
     if path in list_sections(schema) and is_empty(statement.value):
@@ -88,6 +89,7 @@ def suggest_key(path: str, schema: type[Section]) -> str:
         )
         scores[target] = max(scores.get(target, 0.0), score)
     best = max(scores.values())
+    # Several settings may be about equally similar: suggest up to three.
     near = sorted((key for key in scores if scores[key] >= best - CLEARLY_WORSE), key=lambda key: -scores[key])[:3]
     if best >= NEAR:
         return f"did you mean {' or '.join(near)}?"
@@ -170,6 +172,7 @@ def describe_wanted(details: list[ErrorDetails]) -> str:
 
 def find_setting(loc: tuple[int | str, ...], statements: Mapping[str, Statement], schema: type[Section]) -> str:
     """Return the setting of an error location: pydantic appends list positions and union members to it."""
+    # The longest prefix of the location that is a setting.
     paths = [".".join(str(part) for part in loc[:length]) for length in range(len(loc), 0, -1)]
     return next(
         (path for path in paths if path in statements or path in list_fields(schema)), paths[0] if paths else "config"
@@ -178,6 +181,7 @@ def find_setting(loc: tuple[int | str, ...], statements: Mapping[str, Statement]
 
 def describe_setting(path: str, statements: Mapping[str, Statement], complaint: str) -> str:
     """Return `train.epochs = 'x' (unet.yaml:3)`; for a section, the statements on the settings the complaint names."""
+    # A validator of a whole section failed: name the settings that its message mentions.
     if path not in statements:
         inside = {key: str(statements[key]) for key in statements if key.startswith(f"{path}.")}
         mentioned = set(re.findall(r"\w+", complaint))
@@ -185,6 +189,7 @@ def describe_setting(path: str, statements: Mapping[str, Statement], complaint: 
         return f"{path} ({', '.join(named or inside.values())})" if inside else path
     statement = statements[path]
     origin = statement.origin
+    # Show the key as the user wrote it, if that was an alias.
     other_key = origin.layer in ("file", "preset") and origin.key != path
     return f"{path} = {statement.value!r} ({origin}{f', as {origin.key}' if other_key else ''})"
 
@@ -196,6 +201,7 @@ def describe_complaint(details: list[ErrorDetails]) -> str:
 
 
 def describe_expected(detail: ErrorDetails) -> str:
+    """Describe the value that pydantic expected."""
     kind, context = detail["type"], detail.get("ctx", {})
     if kind in BOUNDS:
         relation, bound = BOUNDS[kind]

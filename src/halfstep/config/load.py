@@ -74,6 +74,7 @@ def load(
         document = read_yaml(Path(target))
         if overrides_file is not None:
             document = document.merge(read_yaml(overrides_file))
+        # A file that names no workload may be another project's.
         if find_strongest("workload", statements) is None and "workload" not in document.values:
             return load_foreign(document, overrides, given, kinds)
         return resolve([*read_file_statements(document), *statements], kinds)
@@ -116,6 +117,7 @@ def resolve(statements: Sequence[Statement], kinds: Schemas, *, is_whole: bool =
 
     `is_whole` leaves out demo settings: a translated file already describes its model and run completely.
     """
+    # Collected before references are replaced: globals that nothing uses are reported.
     used = {name.removeprefix("globals.") for statement in statements for name in find_references(statement.value)}
     statements = replace_globals(statements)
     workload = find_strongest("workload", statements)
@@ -130,6 +132,7 @@ def resolve(statements: Sequence[Statement], kinds: Schemas, *, is_whole: bool =
     others = [convert_statement(s, schema) for s in settings if s.path not in PRECISION_KEYS]
     chosen, overridden = merge_layers([*precision, *others])
     config = validate_config(chosen, schema)
+    # Keys of open sections are the user's, so they have no default.
     origins = {path: DEFAULT for path in list_fields(schema) if path not in OPEN_SECTIONS}
     origins["data.num_workers"] = Origin(layer="default", where=f"auto: {format_count(count_cores(), 'core')}")
     origins |= {path: statement.origin for path, statement in chosen.items()}
@@ -151,6 +154,7 @@ def find_strongest(path: str, statements: Iterable[Statement]) -> Statement | No
 
 def replace_globals(statements: Sequence[Statement]) -> list[Statement]:
     """Replace every reference by the global's value in the highest layer that sets it."""
+    # Later entries of the dict below win, so the strongest layer comes last.
     ranked = sorted(statements, key=lambda s: LAYERS.index(s.origin.layer))
     values = {s.path.removeprefix("globals."): s.value for s in ranked if find_open_section(s.path) == "globals"}
 
@@ -257,6 +261,7 @@ def nest_paths(chosen: Mapping[str, Statement]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for path, statement in chosen.items():
         section = find_open_section(path)
+        # `precision.modules.vae.*` is the key `vae.*` of that section, not a tree.
         *parents, name = [*section.split("."), path.removeprefix(section + ".")] if section else path.split(".")
         branch = tree
         for parent in parents:

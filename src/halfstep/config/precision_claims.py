@@ -79,6 +79,7 @@ def read_layer(statements: Sequence[Statement], below: Stated) -> Stated:
 
 
 def sort_keys(statements: Iterable[Statement]) -> PrecisionKeys:
+    """Sort the statements of one layer by what they set."""
     parts = PrecisionKeys()
     for statement in statements:
         role = PRECISION_KEYS[statement.path]
@@ -95,6 +96,7 @@ def sort_keys(statements: Iterable[Statement]) -> PrecisionKeys:
 
 
 def sort_switch(parts: PrecisionKeys, role: str, is_on: bool, statement: Statement) -> None:
+    """Sort one key that is true or false: a switch, a format or `use_optimizations`."""
     if role == "switch":
         parts.set_once("switch", is_on, statement)
     elif role == "optimizations":
@@ -155,6 +157,7 @@ def choose_half_type(parts: PrecisionKeys, below: Stated) -> str:
         if parts.type in parts.excluded:
             raise make_disagreement(parts.given_by["type"], parts.given_by[f"not {parts.type}"])
         return parts.type
+    # Keep a mixed precision that a weaker layer chose, then its type, then the safest allowed.
     already = [below.value] if below.value in MIXED else []
     wanted = [*already, *([below.type] if below.type else []), *HALF_TYPES]
     allowed = [name for name in wanted if name not in parts.excluded]
@@ -178,6 +181,7 @@ def read_type_alone(parts: PrecisionKeys, below: Stated) -> tuple[str, tuple[str
 
 
 def join_origins(statements: Sequence[Statement]) -> Origin:
+    """Join the origins of all keys that were read together."""
     first = statements[0].origin
     where = list(dict.fromkeys(statement.origin.where for statement in statements))
     key = list(dict.fromkeys(statement.origin.key for statement in statements))

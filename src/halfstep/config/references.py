@@ -68,6 +68,7 @@ class References:
                     f"{at}: ${{{match[1]}}} is a list or a section and cannot be part of a text",
                     fix="use the reference alone, or name a single value",
                 )
+            # Paste the value and search again: references may be nested, `${globals.${globals.NAME}}`.
             text = text[: match.start()] + ("null" if value is None else str(value)) + text[match.end() :]
             if len(text) > MOST_CHARACTERS:
                 raise ConfigError(f"{at} is longer than {MOST_CHARACTERS:,} characters", fix="shorten it")
@@ -76,6 +77,7 @@ class References:
         return self.read(Plain(text) if isinstance(given, Plain) else text)
 
     def _look_up(self, reference: str, place: Place, at: str, chain: Place) -> Any:
+        """Return the value that a reference names, with the references in it replaced."""
         self._num_looked_up += 1
         if self._num_looked_up > MOST_LOOKUPS:
             here = f"{at}: ${{{reference}}} is one of more than {MOST_LOOKUPS:,} references"
@@ -85,6 +87,7 @@ class References:
             return compute_function(name.strip(), arguments, at)
         found, there = self.find(name, place, at)
         named = ".".join(there)
+        # `chain` holds the references that led here: meeting one of them again is a cycle.
         if named in chain or len(chain) >= MOST_IN_A_ROW:
             what = "refers to itself" if named in chain else f"is one of more than {MOST_IN_A_ROW} references in a row"
             why = " -> ".join((*chain, named))
@@ -180,6 +183,7 @@ def split_arguments(text: str) -> list[str]:
             quote = "" if letter == quote else quote
         elif letter in "'\"":
             quote = letter
+        # Commas inside brackets belong to one argument.
         depth += (letter in "([{") - (letter in ")]}") if not quote else 0
         if letter == "," and not quote and depth == 0:
             parts.append("")
@@ -195,6 +199,7 @@ def unquote(text: str) -> str:
 def evaluate_text(text: str, values: list[Any], at: str) -> Any:
     """Evaluate `a * b`, or `x, y: x * y` with parameter names."""
     named, has_names, body = text.removeprefix("lambda ").partition(":")
+    # Without parameter names the values are called a, b, c ... in order.
     names = [name.strip() for name in named.split(",")] if has_names else list(LETTERS[: len(values)])
     known = dict(zip(names, check_numbers(values, at), strict=True))
     expression = (body if has_names else text).strip()
@@ -210,6 +215,7 @@ def evaluate_text(text: str, values: list[Any], at: str) -> Any:
 
 
 def _evaluate_node(node: ast.AST, known: Mapping[str, Number], at: str) -> Number:
+    """Evaluate one node of an expression; refuse everything but arithmetic."""
     match node:
         case ast.Constant(value=int() | float() as number):
             return check_bounds(number, at)

@@ -442,10 +442,12 @@ class RunConfig(Section):
         given = [(*path.split("."), value) for path, value in vars(cls).get("defaults", {}).items()]
         for section in dict.fromkeys(name for name, _, _ in given):
             field = cls.model_fields[section]
+            # A subclass of the section, so that the defaults of other workloads stay unchanged.
             kind: Any = field.annotation
             names = {"__module__": cls.__module__, "__qualname__": f"{cls.__qualname__}._{section}"}
             made: Any = type(kind)(kind.__name__, (kind,), {**names, "__doc__": kind.__doc__})
             for setting, value in ((setting, value) for name, setting, value in given if name == section):
+                # pydantic reads defaults from here when the model is rebuilt below.
                 made.model_fields[setting].default = value
             made.model_rebuild(force=True)
             setattr(cls, f"_{section}", made)

@@ -73,6 +73,7 @@ def list_types(annotation: Any) -> set[object]:
     if get_origin(annotation) is Literal:
         return {type(choice) for choice in get_args(annotation)}
     args = get_args(annotation)
+    # Annotated[int, ...]: the first argument is the type, the others are metadata.
     inner = args[:1] if get_origin(annotation) is Annotated else [arg for arg in args if arg is not Ellipsis]
     return set().union(*(list_types(arg) for arg in inner)) if inner else {annotation}
 
@@ -106,6 +107,7 @@ class Section(BaseModel):
         """Refuse `epochs: yes`, which is not one epoch; null and false reach the fields where they mean off."""
         field = cls.model_fields[info.field_name or ""]
         kinds = list_types(field.annotation)
+        # Fields with a BeforeValidator (OffCount, OffNumber, Workers) read false as 0.
         means_off = value is False and any(isinstance(item, BeforeValidator) for item in field.metadata)
         if isinstance(value, bool) and not means_off and bool not in kinds and kinds & {int, float}:
             raise ValueError("expected a number, not true or false")

@@ -96,6 +96,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[Statement]:
 
 
 def parse_override(override: str) -> list[Statement]:
+    """Parse `key=value`; suggest what was meant if it is something else."""
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals:
@@ -123,6 +124,7 @@ def parse_flags(flags: Mapping[str, object]) -> list[Statement]:
     """Return the statements of flags by name (`data_dir`, `bf16`); None means the flag was not given."""
 
     def make_origin(path: tuple[str, ...]) -> Origin:
+        # A flag with a dict value has several paths; the flag is the first part of each.
         flag, value = "--" + path[0].replace("_", "-"), flags[path[0]]
         return Origin(layer="flag", where=flag if value is True else f"{flag} {value}", key=flag)
 

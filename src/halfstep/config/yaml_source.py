@@ -58,6 +58,7 @@ def read_yaml(path: Path) -> Document:
 
 
 def read_text(path: Path) -> str:
+    """Read a config file as text; refuse folders, huge files and other encodings."""
     if not path.exists():
         raise ConfigError(
             f"no such config file: {path}", fix="give the path of a YAML file, or a workload such as unet"
@@ -111,6 +112,7 @@ def parse_flow(text: str, name: str) -> object:
 
 
 def compose_node(text: str, name: str) -> yaml.Node | None:
+    """Parse a text into PyYAML's nodes; an error names line and column."""
     try:
         node: yaml.Node | None = yaml.compose(text, Loader=NodeLoader)
         return node
@@ -161,6 +163,7 @@ class Walk:
             self.ancestors.pop()
 
     def enter(self, node: yaml.Node) -> None:
+        """Count a node and refuse cycles, sizes beyond the bounds, and tags."""
         self.visited += 1
         line = node.start_mark.line + 1
         if node in self.ancestors:
@@ -183,6 +186,7 @@ class Walk:
         return {**values, **self.read_own_values(node, path)}
 
     def read_own_values(self, node: yaml.MappingNode, path: tuple[str, ...]) -> dict[str, object]:
+        """Read a mapping's own keys, without merged ones; refuse duplicates."""
         own: dict[str, object] = {}
         first_lines: dict[str, int] = {}
         for key_node, value_node in node.value:
@@ -199,6 +203,7 @@ class Walk:
                     f"{self.name}: {'.'.join((*path, key))} is set twice, on {both}", fix="keep one of them"
                 )
             name, colon, value = key.partition(":")
+            # YAML reads `{a:1}` as the key `a:1` without a value.
             if node.flow_style and colon and value and is_unquoted(key_node) and value_node.value == "":
                 raise ConfigError(
                     f"{self.name}:{line}: {key!r} has no space after its colon", fix=f"{{{name}: {value}}}"

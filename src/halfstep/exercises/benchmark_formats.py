@@ -42,6 +42,7 @@ EXPECTED = "1.5 to 2 times as fast, half the memory, accuracy within 0.5 points"
 def run(
     folder: Path, *, data: str | None = None, seeds: int = SEEDS, steps: int = STEPS, most_s: float = MOST_S, say: Say
 ) -> Story:
+    """Train the CNN in each format with several seeds and compare them."""
     hardware = probe("auto")
     simulates = hardware.kind == "cpu"
     common = ("train.batch_size=32", "train.val_batch_size=250", "data.num_workers=0", "optimizer.lr=3e-3",
@@ -80,6 +81,7 @@ def _choose_steps(
     tried = min(TRIED_STEPS, steps)
     found = train_row(row, 0, place, target=WORKLOAD, overrides=(*overrides, f"train.max_steps={tried}")).summary
     step_s, around_s = found["trained_s"] / tried, found["elapsed_s"] - found["trained_s"]
+    # Time per run without what does not depend on the number of steps.
     fitting = max(int((most_s / num_runs - around_s) / step_s), FEWEST_STEPS)
     if fitting >= steps:
         return steps
@@ -185,6 +187,7 @@ def prepare(batch: dict[str, Tensor], *, key: Any, training: bool) -> dict[str, 
 
 
 def build(config: RunConfig, store: Any = None) -> Workload:
+    """Build the workload of the exercise: a small CNN on CIFAR-10 or generated images."""
     folder = config.data.dir
     train, test = read_cifar(Path(folder)) if folder else (generate_images(1200, 0), generate_images(500, 1))
     return Workload(

@@ -44,6 +44,8 @@ class ScaledTraining:
 
 
 def run(folder: Path, *, steps: int = STEPS) -> Story:
+    """Train with and without loss scaling, and check what happened."""
+    # A scale of 1 means no scaling: the same code with and without it.
     scaled, unscaled = train(scale=FIRST_SCALE, steps=steps), train(scale=1.0, steps=steps)
     picture = folder / "exercise2.png"
     _draw(scaled, unscaled, picture)
@@ -80,6 +82,7 @@ def train(*, scale: float, steps: int) -> ScaledTraining:
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
+    # The rate undoes LOSS_FACTOR, so that the small loss alone does not slow learning.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2 / LOSS_FACTOR, fused=device.type == "cuda")
     options = ScalerOptions(init_scale=scale, growth_interval=10**6)
     precision = PrecisionConfig(default="fp16", simulate=device.type != "cuda")
@@ -129,6 +132,7 @@ def _format_cells(name: str, trace: ScaledTraining) -> tuple[str, ...]:
 
 
 def _draw(scaled: ScaledTraining, unscaled: ScaledTraining, path: Path) -> None:
+    """Draw the loss scale by step, and the gradients' sizes next to fp16's limits."""
     figure = make_figure((10, 3.6))
     left, right = figure.subplots(1, 2)
     left.plot(scaled.scales, color=INK, linewidth=1.8)

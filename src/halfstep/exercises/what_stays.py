@@ -27,6 +27,7 @@ class KeptPart:
 
 
 def run(folder: Path) -> Story:
+    """Measure each computation in fp32 and in a half format."""
     parts = [
         measure_softmax(),
         measure_layer_norm(),
@@ -166,6 +167,7 @@ def _make_generator() -> torch.Generator:
 
 
 def _draw(parts: list[KeptPart], path: Path) -> None:
+    """Draw the errors in fp32 and in the half format."""
     figure = make_figure((8.4, 3.6))
     axes = figure.subplots()
     places: Callable[[float], list[float]] = lambda shift: [index + shift for index in range(len(parts))]  # noqa: E731

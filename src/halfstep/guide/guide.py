@@ -112,6 +112,7 @@ class Prompt:
         """Do nothing: a person answers only what is asked."""
 
     def _read_line(self, question: Question) -> str:
+        """Read one answer; the end of the input ends the conversation."""
         print("> ", end="", flush=True)
         # readline would delay a Ctrl-C until the next key: wait for input in short intervals instead.
         while self.lines.isatty() and os.name == "posix" and not select.select([self.lines], [], [], 0.1)[0]:
@@ -300,6 +301,7 @@ def guide(asker: Asker, console: Console, machine: Machine, scratch: Path) -> Gu
     )
     chosen = _ask_choice(asker, console, situation)
     file = asker.ask(dataclasses.replace(FILE, default=_choose_file_name(workload, chosen)), check_new_file)
+    # The last question; nothing was written before it.
     start = asker.ask(START, lambda answer: answer == "yes")
     asker.finish()
     files = {file: chosen.to_yaml().encode()}

@@ -51,6 +51,7 @@ def inspect_data(workload: str, folder: Path) -> DataSummary:
     """Read a folder as training would; if only single files are bad, skip them and note it."""
     try:
         return _inspect(workload, folder, "folder", "error")
+    # Try again without the bad files; if that fails too, the first error is the better explanation.
     except DataError as first:
         try:
             return _inspect(workload, folder, "folder", "skip")
@@ -99,6 +100,7 @@ def save_grid(look: DataSummary, path: Path) -> None:
 
 
 def _inspect(workload: str, folder: Path, source: DataOrigin, on_bad_file: OnBadFile) -> DataSummary:
+    """Open a folder with the workload's reader and collect what it holds."""
     # Without a folder the config uses the demo's image size.
     config = from_dict(workload, {"data": {"dir": str(folder)}} if source == "folder" else {}).config
     config = use_folder(config, folder, on_bad_file=on_bad_file)

@@ -79,6 +79,7 @@ def _adapt_to_small_data(preset: str, situation: Situation) -> str:
 
 
 def _make_suggestion(situation: Situation, preset: str, planners: Planners) -> Suggestion:
+    """Build one suggestion: choose precision, batch, learning rate and workers, each with its reason."""
     precision = _choose_precision(situation, preset)
     paths = {"precision": precision, **_choose_base_settings(situation, preset)}
     facts = [("why", REASONS[preset]), ("precision", _explain_precision(situation, precision))]
@@ -91,6 +92,7 @@ def _make_suggestion(situation: Situation, preset: str, planners: Planners) -> S
     else:
         cost = predict_step_cost(start, situation.look.store, situation.hardware, precision, planners)
         size, size_facts = choose_batch(situation, preset, start, cost)
+        # The batch is known now, so the suggestion can be tried; its rate then decides the number of workers.
         trial, against_fp32 = _try_preset(situation, preset, paths, size["train.batch_size"])
         trained = estimate_rate(situation, cost, precision, trial)
         rate, rate_fact = choose_learning_rate(start, size["train.batch_size"] * size["train.accumulate"])
@@ -145,6 +147,7 @@ def _fit_to_pictures(situation: Situation, preset: str, paths: dict[str, Any]) -
     look, config = situation.look, _build_config(situation, preset, paths)
     if look is None or look.sides is None or situation.is_demo:
         return []
+    # Rounded up to a multiple, so that no pixel of the data is lost.
     side = max(LEAST_SIDE, -(-max(look.sides) // SIDE_STEP) * SIDE_STEP)
     if side >= config.data.image_size:
         return []
@@ -175,6 +178,7 @@ def _explain_precision(situation: Situation, precision: str) -> str:
 
 
 def _describe_speed(hardware: Hardware, precision: str) -> str:
+    """Describe the speedup over fp32 and how it is known."""
     if precision == "fp32":
         return "this is fp32, with which the others are compared"
     ops: tuple[tuple[Op, str], ...] = (("matmul", "matmul"), ("conv_nchw", "conv"), ("conv_nhwc", "channels_last conv"))
@@ -263,8 +267,10 @@ def choose_batch(
     grown = max(recipe, min(recipe * LARGEST_GROWTH, fits)) if grows else recipe
     # A quarter if the recipe's batch is small: a U-Net's BatchNorm sees many pixels of few samples.
     smallest = min(SMALLEST_BATCH, max(2, recipe // 4), num_train)
+    # Small data limit the batch: an epoch needs at least STEPS_AN_EPOCH steps.
     by_data = _round_to_power_of_two(max(num_train // STEPS_AN_EPOCH, smallest))
     a_step = min(grown, by_data)
+    # `lowmem` keeps the recipe's micro-batch and accumulates instead.
     micro = max(1, min(start.train.batch_size if preset == "lowmem" else a_step, a_step, fits))
     accumulate = math.ceil(a_step / micro)
     if a_step < grown:
@@ -325,6 +331,7 @@ def choose_workers(situation: Situation, start: RunConfig, trained: Rate) -> tup
         return {}, ("workers", f"{start.data.num_workers}: the demo is small; {reading}")
     if trained.per_s is None:
         return {"data.num_workers": cores}, ("workers", f"{cores}: one per core; {reading}")
+    # Enough processes to read as fast as the device trains.
     workers = max(1, min(cores, math.ceil(trained.per_s / look.decoded_per_s)))
     fact = f"{workers} of {cores} cores: {reading}, the device {trained.text}"
     # A training step reaches a quarter to a half of the upper limit.

@@ -48,6 +48,7 @@ class Trials:
     def __call__(self, config: RunConfig, store: Mapping[str, Any], batch_size: int) -> TrialResult | None:
         """Return the rate with up to `batch_size` samples; None if not even the smallest batch fits into memory."""
         shape = (config.workload, config.model, config.data.image_size, config.precision, config.optimizer.name)
+        # Everything that changes the time of an eager step.
         key = repr((shape, config.train.activation_checkpointing, config.train.channels_last, batch_size))
         if key not in self._found:
             self._found[key] = measure_trial(_build_step(config, store, self.hardware), batch_size)

@@ -102,6 +102,7 @@ def split_columns(columns: Mapping[str, Sequence[str]], width: int) -> list[dict
     for name in columns:
         if name in WHO:
             continue
+        # Start a new table when the next column would exceed the width, unless the table is empty.
         if len(tables[-1]) > len(WHO) and sum(widths[n] for n in (*tables[-1], name)) - GAP > width:
             tables.append(dict(names))
         tables[-1][name] = columns[name]
@@ -109,6 +110,8 @@ def split_columns(columns: Mapping[str, Sequence[str]], width: int) -> list[dict
 
 
 def _build_columns(rows: Sequence[Record], unit: Record) -> dict[str, list[str]]:
+    """Build the cells of the measured rows by column title."""
+
     def format_each(name: str, scale: float = 1.0, significant: int = 3) -> list[str]:
         return [format_digits(None if row[name] is None else row[name] * scale, significant) for row in rows]
 

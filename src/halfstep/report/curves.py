@@ -83,6 +83,7 @@ def draw_curves(metrics: Sequence[Record], path: Path) -> None:
 
 
 def _build_quarters(metrics: Sequence[Record]) -> list[Quarter]:
+    """Build the four plots from the records of a run."""
     train = [record for record in metrics if record.get("kind") == "train"]
     validation = [record for record in metrics if record.get("kind") == "val"]
     # An event is recorded two steps after its step; `bad_step` counts the steps before that one.
@@ -166,6 +167,7 @@ def _compute_running_mean(values: Sequence[float]) -> list[float]:
 
 
 def _draw(axes: Axes, quarter: Quarter) -> None:
+    """Draw one plot; use a logarithmic axis if the values span enough."""
     axes.set_title(quarter.title, loc="left", fontsize=11, fontweight="bold", color=INK)
     values = [value for curve in quarter.curves for value in curve.finite]
     if not values:
@@ -181,6 +183,7 @@ def _draw(axes: Axes, quarter: Quarter) -> None:
 
 
 def _draw_curve(axes: Axes, curve: PlotCurve) -> None:
+    """Draw one curve; a background curve is thin, pale and not in the legend."""
     if not curve.finite:
         return
     last = curve.finite[-1]
@@ -197,6 +200,7 @@ def _draw_curve(axes: Axes, curve: PlotCurve) -> None:
 
 
 def _style_axes(axes: Axes, last_step: float, note: str) -> None:
+    """Set limits, ticks, grid and legend of one plot."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.set_xlim(0, last_step * 1.03)
@@ -269,6 +273,7 @@ def choose_modules(rows: Rows, at: str) -> list[str]:
     largest: dict[str, float] = {}
     for name, _, high in (row for own in rows.values() for row in own):
         largest[name] = max(high, largest.get(name, 0.0))
+    # False sorts first: the module at fault is always drawn.
     kept = sorted(largest, key=lambda name: (name != at, -largest[name]))[:MOST]
     return [name for name in largest if name in kept]
 
@@ -282,6 +287,7 @@ def draw_heat_map(cells: Sequence[tuple[str, str, float]], title: str, path: Pat
     grid = np.full((max(len(modules), 1), max(len(kinds), 1)), np.nan)
     for module, kind, value in cells:
         place = modules.index(module), kinds.index(kind)
+        # Several tensors may share a cell: show the worst.
         grid[place] = value if np.isnan(grid[place]) else max(grid[place], value)
     figure = make_figure((2.5 + 1.2 * len(kinds), 1.2 + 0.18 * len(modules)))
     axes = figure.subplots()

@@ -29,6 +29,7 @@ class MetricsFile:
         self._file: FileIO | None = None
 
     def append(self, record: Mapping[str, object]) -> None:
+        """Write one record to the end of the file."""
         line = encode(record)
         try:
             # Opened late: `cut_back` replaces the file, and an older handle would write into the deleted one.
@@ -77,6 +78,7 @@ def cut_back(path: Path, num_records: int) -> None:
     """Keep the records that existed at a checkpoint, by count: one step may write before and after it."""
     if not path.exists() and not path.is_symlink():  # writing would create the target of a dangling link
         return
+    # Rewrites the original lines, so that checksums over them stay valid.
     kept = [line for line, _ in _iterate_records(path)][:num_records]
     write_atomically(path, "".join(f"{line.decode()}\n" for line in kept))
 

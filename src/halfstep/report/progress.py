@@ -87,7 +87,9 @@ class Bar:
         return f"{format_time((self.total - self.done) / steps_per_s)} left" if steps_per_s else ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw the label, the bar and as many texts as fit the width."""
         narrowest, widest = BAR_WIDTHS
+        # Cells, not characters: some characters are two cells wide.
         room = options.max_width - cell_len(self.label) - narrowest - 1
         tail = ""
         for part in filter(None, self.format_parts()):

@@ -83,6 +83,7 @@ def _show_classes(found: EvaluationResult, console: Console) -> None:
         rows = sorted(rows, key=lambda row: _rank_cell(row[found.ranking]))[:SHOWN_CLASSES]
         console.print(Text(f"The {len(rows)} worst of {len(found.classes)} classes by {found.ranking}:"))
     columns = {title: [format_cell(row[title]) for row in rows] for title in rows[0]}
+    # Texts are left-aligned, numbers right-aligned.
     texts = [title for title in columns if any(isinstance(row[title], str) for row in rows)]
     console.print(make_columns_table(columns, left=texts), soft_wrap=True)
 

@@ -95,6 +95,7 @@ class RunReport:
         self._warnings = console or DeafConsole(stderr=True)
         self._quiet = quiet
         self._metrics = MetricsFile(folder / "metrics.jsonl")
+        # A resumed run may repeat steps after its checkpoint: their old events must disappear.
         after_step = find_last_step(self._metrics.path) if tensorboard else None
         self._tracker = Tracker(folder / "tensorboard", after_step=after_step) if tensorboard else None
 

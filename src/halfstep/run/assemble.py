@@ -128,6 +128,7 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
     model = place_model(config, synchronise_norms(config, workload.model, device, world), plan)
     place_frozen_(config, workload.frozen, plan)
     recompute = "blocks" if config.train.activation_checkpointing and setting.recompute == "none" else setting.recompute
+    # Models with their own support for recomputation switch it on; in others the repeated blocks are wrapped.
     if setting.recompute != "none" or plan.blocks:
         recompute_blocks_(model, recompute, plan.blocks)
     eager = workload.region(model)
@@ -143,6 +144,7 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
     length = Length(count_total_steps(config, len(train_loader)), count_steps_per_epoch(config, len(train_loader)))
     values = Values(workload.values, device)
     region = to_compiled(eager)
+    # With phases each phase wraps its own region in DDP, over the parameters that it trains.
     ranks: Ranks | Literal["alone"] = "alone"
     if not workload.phases:
         eager, region, ranks = connect_ranks(world, config, model, (eager, region), device)
@@ -208,6 +210,7 @@ def place_model(config: RunConfig, model: nn.Module, plan: Plan) -> nn.Module:
 
 def _build_loaders(config: RunConfig, workload: Workload, world: World | None) -> tuple[Loader, Loader]:
     size, seed, workers = config.train.batch_size, config.train.seed, config.data.num_workers
+    # Each rank loads its own rows of every global batch.
     part = (world.rank, world.size) if world is not None else (0, 1)
     train = Loader(workload.train_samples, batch_size=size, seed=seed, num_workers=workers, shuffle=True, part=part)
     val_size = config.train.val_batch_size or size
@@ -291,6 +294,7 @@ def assemble_phases(
     for phase in workload.phases:
         own = configure_phase(config, phase)
         names = averaged[phase.name]
+        # A phase may replace forward; its loss always replaces the workload's.
         named = dataclasses.replace(workload, forward=phase.forward or workload.forward, loss=phase.loss)
         plain = named.region(model, name=phase.name)
         trained = [p for name, p in model.named_parameters() if p.requires_grad and has_parameter(phase, name)]
@@ -301,6 +305,7 @@ def assemble_phases(
             model,
             plan,
             setting if own.optimizer.name == "adamw" else dataclasses.replace(setting, optimizer_bits=32),
+            # A phase's schedule counts only the iterations in which it is due.
             Length(max(phase.num_due(length.total_steps), 1), max(length.steps_per_epoch // phase.every, 1)),
             parts=phase.parameters,
             scaler=scaler,
@@ -359,6 +364,7 @@ def has_parameter(phase: Phase, parameter: str) -> bool:
 
 
 def _refuse_idle_iterations(phases: Sequence[Phase]) -> None:
+    """Refuse phases that leave an iteration in which nothing is trained."""
     if any(phase.every == 1 and phase.from_step == 0 for phase in phases):
         return
     # Which phases are due repeats after the least common multiple of their periods, once all have started.

@@ -111,6 +111,7 @@ def load_window(parts: Assembly, reading: Reading) -> list[dict[str, Tensor]] | 
 
 
 def _list_file_names(workload: Workload, ids: Sequence[int]) -> list[str]:
+    """Return the file names of samples; empty if samples are not files."""
     samples = workload.train_samples
     return [samples.name_of(index) for index in ids] if implements(samples, NamedSamples) else []
 
@@ -154,9 +155,11 @@ def build_capsule_subject(capsule: Capsule, device: str | None, *, trust: bool =
 
 
 def _make_subject(capsule: Capsule, parts: Assembly, frozen: Mapping[str, dict[str, Tensor]]) -> Subject:
+    """Put the assembly into the state before the capsule's step, and return it as the subject of a replay."""
     own = next((phase for phase in parts.phases if phase.phase.name == capsule.about["phase"]), None)
     eager, region = (own.eager, own.region) if own is not None else (parts.eager, parts.region)
     step = own.step if own is not None else parts.step
+    # Augmentation and schedules depend on these counters.
     parts.step.attempted = capsule.step
     parts.step.committed.fill_(int(capsule.about["committed"]))
     parts.values.refresh()
@@ -196,6 +199,7 @@ def choose_replay_plan(capsule: Capsule, config: RunConfig, workload: Workload, 
         if probe(device or stored.device).device == stored.device:
             return stored
     hardware = probe(device or "auto")
+    # Another device has other kernels; on a CPU the format is simulated to keep the numerics.
     request = config.precision.model_copy(update={"default": stored.granted, "simulate": hardware.kind == "cpu"})
     return decide(request, hardware, workload.model, fragile=workload.fragile, frozen=get_modules(workload.frozen))
 
@@ -217,6 +221,7 @@ def _make_variants(plan: Plan, region: Region) -> dict[str, LossFn]:
 
 
 def _load_checkpoint_state(capsule: Capsule) -> dict[str, Tensor]:
+    """Load the weights of a capsule that was too large to store them: they are those of a checkpoint."""
     named = str(capsule.about["weights"])
     path = capsule.path.parent.parent / "checkpoints" / named
     if not named or not path.is_dir():

@@ -70,6 +70,7 @@ class Checkpoints:
         return final
 
     def mark_best(self, path: Path, metric: str, value: float) -> None:
+        """Record that a checkpoint is the best one so far."""
         if not self.writes:
             return
         write_atomically(
@@ -157,6 +158,7 @@ class Checkpoints:
         """Remove earlier checkpoints of the same step, and the oldest beyond the limit."""
         kept = (newest, self.find_best())
         others = [path for path in self.list_all() if path not in kept]
+        # The second checkpoint of a step holds all of the first, and more (the validation at its end).
         same_step = [path for path in others if _parse_name(path)[0] == _parse_name(newest)[0]]
         surplus = others[: max(len(others) - self.keep + 1, 0)] if self.keep else []
         for path in {*same_step, *surplus}:
@@ -164,6 +166,7 @@ class Checkpoints:
 
 
 def _parse_name(path: Path) -> tuple[int, int]:
+    """Return step and number: (120, 2) for `step-00000120-2`."""
     match = NAME.fullmatch(path.name)
     assert match, path
     return int(match[1]), int(match[2] or 0)
@@ -199,6 +202,7 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def _verify(path: Path, name: str, expected: Mapping[str, int]) -> None:
+    """Raise if a file does not have its recorded size and checksum."""
     try:
         found = _fingerprint(path / name)
     except OSError as error:
@@ -211,6 +215,7 @@ def _verify(path: Path, name: str, expected: Mapping[str, int]) -> None:
 
 
 def _write(folder: Path, checkpoint: Checkpoint) -> None:
+    """Write the tensors and state.json, with the size and checksum of every file."""
     packed, tensors = pack(checkpoint.state)
     contents = {"model.safetensors": checkpoint.model, AVERAGE: checkpoint.ema, "state.safetensors": tensors}
     for name, content in contents.items():

@@ -71,6 +71,7 @@ class Graphs(dict[Shape, CapturedWindow]):
     pool: Pool = None
 
     def get_pool(self, device: torch.device) -> Pool:
+        """Return the memory pool of the graphs; a new one if there is no graph."""
         if not self and device.type == "cuda":
             # A pool ends with its last graph, and torch 2.11 fails to capture into it again.
             self.pool = torch.cuda.graph_pool_handle()
@@ -133,6 +134,7 @@ class Engine:
                 captured = self._find_captured(pieces)
                 if captured is not None:
                     return captured.step(pieces), captured.outputs, pieces
+                # Shapes that were not compiled yet: this step compiles them and takes longer.
                 compiled = {get_batch_shape(batch) for batch in pieces if self._runs_compiled(batch)}
                 if compiles := not compiled <= self.shapes.ready:
                     self._before_compiling()
@@ -222,6 +224,7 @@ class Engine:
         return has_code
 
     def _is_full(self, batch: Batch) -> bool:
+        """True for a full micro-batch: only these are worth compiling for."""
         return count_samples(batch) == -(-self.parts.full_batch // self.pieces)
 
     def _allows_cudnn_trials(self, pieces: list[Batch]) -> bool:
@@ -232,11 +235,13 @@ class Engine:
     # --- capturing ---
 
     def _find_captured(self, window: list[Batch]) -> CapturedWindow | None:
+        """Return the captured step for a window of this shape; capture one after enough windows in a row."""
         if self.mode != "graph" or any(isinstance(batch, Idle) for batch in window):
             return None
         shape = (id(self), self._sizes, *describe_shape(window))
         self._in_a_row = self._in_a_row + 1 if shape == self._shape else 1
         self._shape = shape
+        # A captured step reads rates and values from tables on the device: extend them before the replay.
         self.guarded.look_ahead()
         known = self.graphs.get(shape)
         if known is not None and known.step.is_valid:
@@ -252,6 +257,7 @@ class Engine:
         return all(self._runs_compiled(batch) for batch in window if self._is_full(batch))
 
     def _capture(self, shape: Shape, window: list[Batch]) -> CapturedWindow | None:
+        """Capture the step for this shape; after a failure stop capturing."""
         if sum(shape[0] == other[0] for other in self.graphs) >= MOST_GRAPHS:
             self._stay_uncaptured(f"windows come in more than {MOST_GRAPHS} shapes")
             return None
@@ -265,6 +271,7 @@ class Engine:
         return self.graphs[shape]
 
     def _stay_uncaptured(self, reason: str) -> None:
+        """Run compiled from here on, on all ranks."""
         self.mode = "compile"
         self._forget_code()
         self.notice(f"not captured as a CUDA graph, running compiled: {reason}", "warning")

@@ -51,12 +51,14 @@ class Interrupts:
         return 128 + (self.received or signal.SIGTERM)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        """Remember the first signal; raise KeyboardInterrupt for a second Ctrl-C."""
         if self.received is not None and number == signal.SIGINT:
             self._is_over.set()
             raise KeyboardInterrupt
         self.received = self.received or signal.Signals(number)
 
     def _listen(self, ear: socket.socket) -> None:
+        """Read signal numbers as they arrive; answer the first Ctrl-C and enforce the second."""
         has_received = False
         while numbers := ear.recv(64):
             for number in numbers:
@@ -68,6 +70,7 @@ class Interrupts:
         return None
 
     def _end_at_once(self) -> None:
+        """Give the main thread a second to end by itself, then end the process."""
         if self._is_over.wait(PATIENCE_S[0]):
             return
         # Python merges two signals that arrive during one long call: send it again.
@@ -101,6 +104,7 @@ def _handle_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | 
 
 @contextmanager
 def _listen_for_wakeups(found: Interrupts) -> Iterator[None]:
+    """Start the thread that reads the wakeup file, and stop it afterwards."""
     _keep_children_silent()
     ear, mouth = socket.socketpair()
     mouth.setblocking(False)
@@ -146,6 +150,7 @@ def raise_at_once(when: str = "before training began") -> Iterator[None]:
 
 
 def _is_ours(number: int) -> bool:
+    """True if this signal should end the run."""
     # `nohup halfstep train ...` has set SIGHUP to be ignored: leave it so.
     return number in (signal.SIGINT, signal.SIGTERM) or signal.getsignal(number) is not signal.SIG_IGN
 

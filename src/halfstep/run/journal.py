@@ -107,6 +107,7 @@ class Journal:
             self._record(reading)
 
     def _report_reading(self, reading: Reading, phase: str) -> None:
+        """Print and record what went wrong in a step, and add up the losses of committed ones."""
         step = f"step {reading.attempted}" + (f" of {phase}" if phase else "")
         if reading.is_spike and not reading.is_bad:
             self.num_spikes += 1
@@ -126,11 +127,13 @@ class Journal:
             self._record_event("skipped", reading, text, "warning", phase)
 
     def record_step(self, attempted: int, samples_per_s: float, waiting: Waiting) -> None:
+        """Show one finished step in the progress bar."""
         self._samples_per_s = samples_per_s
         if self._bar is not None:
             self._advance(self._bar, waiting, is_due=attempted % self.report_every == 0)
 
     def _record(self, r: Reading) -> None:
+        """Write the record of one step to metrics.jsonl."""
         first = self._first or r
         self._log(
             {
@@ -176,6 +179,7 @@ class Journal:
         self._is_compiling = False
 
     def _format_fields(self, waiting: Waiting) -> dict[str, str]:
+        """Return the fields next to the progress bar, most important first."""
         r = self.latest
         assert r is not None
         if self._since_metric.elapsed_s > METRIC_EVERY_S or not self._shown_metric:
@@ -210,6 +214,7 @@ class Journal:
         return f"{'mp ' if is_mixed else ''}{self.plan.granted}{' (simulated)' if self.plan.simulated else ''}"
 
     def _record_event(self, event: str, reading: Reading, text: str, level: Level, phase: str) -> None:
+        """Print a notice about a step and write it to metrics.jsonl as an event."""
         self.report.notice(text, level)
         self._log(
             {
@@ -250,6 +255,7 @@ class Journal:
 
     @contextmanager
     def show_training(self, epoch: int, num_windows: int) -> Iterator[None]:
+        """Show a progress bar for the training steps of an epoch."""
         with self.report.show_phase(f"Epoch {epoch + 1}/{self.epochs} [Train]", num_windows) as bar:
             self._epoch, self._bar, self._has_shown = epoch, bar, False
             bar.show({"precision": self._precision})
@@ -260,12 +266,14 @@ class Journal:
 
     @contextmanager
     def show_validation(self, epoch: int, num_batches: int) -> Iterator[Callable[[], None]]:
+        """Show a progress bar for a validation; yield the function that advances it."""
         with self.report.show_phase(f"Epoch {epoch + 1}/{self.epochs} [Val]", num_batches) as bar:
             yield lambda: bar.advance()
 
     def record_epoch(
         self, epoch: int, attempted: int, train: Mapping[str, float], val: Mapping[str, float], *, is_best: bool
     ) -> None:
+        """Print and record training next to validation, and start the mean losses of the next epoch."""
         mean_loss = next(iter(self.seen.values())).mean_loss
         rows = [("loss", f"{mean_loss:.4f}", f"{val['loss']:.4f}")]
         names = [name for name in val if name != "loss" and "/" not in name]
@@ -292,12 +300,14 @@ class Journal:
         self._is_compiling = True
 
     def record_early_stop(self, when: str, stopping: EarlyStopping) -> None:
+        """Print why the run ends early."""
         self.report.notice(
             f"early stopping after {when}: no better {self.metric} than {stopping.best:.4f} "
             f"(epoch {stopping.best_epoch + 1}) in {stopping.num_since} validations"
         )
 
     def record_rollback(self, attempted: int, verdict: Verdict, committed: int, guard: Guard) -> None:
+        """Print and record a rollback."""
         text = (
             f"rolled back to committed step {committed} ({verdict.reason}); learning rate now x{guard.rate_factor:g}, "
             f"rollback {guard.num_rollbacks} of {guard.options.max_rollbacks}"
@@ -307,6 +317,7 @@ class Journal:
                          "to_committed": committed, "rate_factor": guard.rate_factor})  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state that a checkpoint stores."""
         first = next(iter(self.seen.values()))
         return {
             "latest": asdict(self.latest) if self.latest is not None else None,
@@ -433,6 +444,7 @@ class Lagging:
             self._clock.restart()
         if len(waits_s) < 2 or elapsed_s <= 0:
             return ""
+        # The slowest rank waits least; the others wait for it as much longer as this difference.
         share = (max(waits_s) - min(waits_s)) / elapsed_s
         return f"rank {waits_s.index(min(waits_s))}, others wait {share:.0%}" if share > WORTH_SAYING else ""
 

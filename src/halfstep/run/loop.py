@@ -143,8 +143,10 @@ class Loop:
     # --- one epoch ---
 
     def _train_epoch(self) -> None:
+        """Train the rest of the current epoch."""
         parts = self.parts
         feed = prefetch(parts.train_loader.epoch(self.position.epoch, self.position.batch), parts.device)
+        # Groups batches into windows of `accumulate` micro-batches; the last window of an epoch may be shorter.
         windows = parts.step.windows(feed)
         self._pause()  # what was due when the run was stopped
         while not self.is_over and (left := len(parts.train_loader) - self.position.batch) > 0:
@@ -181,6 +183,7 @@ class Loop:
             self.settled()
 
     def _run_step(self, window: list[dict[str, Tensor]]) -> Facts | PhasedFacts:
+        """Run one window, with the ledger if it observes this step."""
         parts, position = self.parts, self.position
         if parts.world is not None and self.interrupts:
             parts.ask_to_stop()
@@ -214,6 +217,7 @@ class Loop:
         return made
 
     def _finish_step(self, samples: int, waiting: Waiting) -> None:
+        """Do what follows a step: count it, show it, take a snapshot, save, or stop."""
         parts, attempted, every = self.parts, self.parts.step.attempted, self.parts.config.train.checkpoint_every
         self.num_samples += samples
         self.throughput.add(samples)
@@ -231,6 +235,7 @@ class Loop:
     # --- the guard's verdict ---
 
     def _act_on(self, verdict: Verdict) -> None:
+        """Continue, roll back, or save and stop, as the guard decides."""
         if verdict.action is not Action.CONTINUE:
             self.parts.guard.release_held()
         if verdict.action is Action.ROLLBACK:
@@ -272,6 +277,7 @@ class Loop:
         return self.parts.config.train.validate_every_steps > 0
 
     def _is_due(self, every: int, done_at: int) -> bool:
+        """True if this step is due by its number and was not handled yet."""
         attempted = self.parts.step.attempted
         return every > 0 and attempted > 0 and attempted % every == 0 and done_at != attempted
 
@@ -296,6 +302,7 @@ class Loop:
                 self._save_and_stop()
 
     def _sample(self) -> None:
+        """Write samples of the model's outputs; only rank 0 does."""
         folder = self.checkpoints.folder.parent / "report" / "samples" / f"{self.parts.step.attempted:08d}"
         self.sampled_at = self.parts.step.attempted
         self.parts.guard.release_held()
@@ -310,6 +317,7 @@ class Loop:
     # --- the end of an epoch ---
 
     def _end_epoch(self) -> None:
+        """Validate if it is due, save a checkpoint, and move on to the next epoch."""
         parts, train = self.parts, self.parts.config.train
         epoch, is_whole = self.position.epoch, self.position.batch >= len(parts.train_loader)
         in_turn = not self._by_steps and (epoch + 1) % train.validate_every == 0
@@ -386,6 +394,7 @@ class Loop:
     # --- saving and restoring ---
 
     def _save_and_stop(self) -> NoReturn:
+        """Save and raise Interrupted with the command to resume."""
         path = self.save()
         raise Interrupted(
             f"stopped by {self.interrupts.received.name if self.interrupts.received else 'a signal to another rank'} "
@@ -395,6 +404,7 @@ class Loop:
         )
 
     def save(self, *, is_best: bool = False) -> Path:
+        """Save a checkpoint of the whole run."""
         self.parts.guard.release_held()
         own = {
             "position": asdict(self.position),

@@ -80,6 +80,7 @@ def run_uncut(compiled: Region, batch: Batch) -> tuple[Tensor, Tensor | float, A
 
 
 def synchronise_norms(config: RunConfig, model: nn.Module, device: torch.device, world: World | None) -> nn.Module:
+    """Replace BatchNorm by SyncBatchNorm if `train.sync_batch_norm` asks for it."""
     if world is None or not config.train.sync_batch_norm:
         return model
     if device.type != "cuda":

@@ -31,6 +31,7 @@ ON_BAD_STEP: dict[str, str] = {
 
 
 def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Assembly) -> None:
+    """Print what the run will do: precision with its reason, model, data, length, and all warnings."""
     config, plan = loaded.config, parts.plan
     num_parameters = sum(p.numel() for p in parts.model.parameters())
     num_train, num_val = len(parts.workload.train_samples), len(parts.workload.val_samples)
@@ -73,6 +74,7 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
 def show_summary(
     report: RunReport, folder: RunFolder, loop: Loop, elapsed_s: float, joules: float | None, busy: str = ""
 ) -> None:
+    """Print the result of the run, what it cost, and where its files are."""
     parts, stopping = loop.parts, loop.parts.stopping
     memory = get_peak_memory_bytes(parts.device)
     best = loop.checkpoints.find_best()

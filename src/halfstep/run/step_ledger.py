@@ -120,6 +120,7 @@ def _observe_one(parts: Assembly, engine: Engine, prepared: list[Batch], phase: 
 
 
 def _describe_limits(engine: Engine, num_graphs: int) -> list[str]:
+    """Return notes on what the ledger of compiled code cannot show."""
     notes = []
     if num_graphs > 1:
         notes.append(f"{num_graphs - 1} graph breaks: code between the graphs appears only in the eager rows")
@@ -140,6 +141,8 @@ def silence_compiler() -> Iterator[None]:
 
 
 def drop_outputs(region: Region) -> LossFn:
+    """Return the region as a loss function without the model's outputs."""
+
     def loss(batch: Any) -> tuple[Tensor, Tensor | float]:
         value, weight, _ = region(batch)
         return value, weight
@@ -196,6 +199,7 @@ class RunLedger:
         return mode not in self._modes or bool(self.every) and attempted % self.every == 0
 
     def _keep(self, found: list[Ledger]) -> None:
+        """Store ledgers, print new modes and new differences, and write report/ledger.json."""
         known = {finding for ledger in self.seen.values() for finding in ledger.differences}
         for ledger in found:
             is_new = ledger.mode not in self.seen
@@ -261,6 +265,7 @@ def _note_owners(engine: Engine, owners: dict[int, Modules]) -> LossFn:
 
 
 def _trace_nodes(engine: Engine, prepared: list[Batch]) -> list[dict[str, str]]:
+    """Trace the region again to find out which module each node of the compiled graphs belongs to."""
     step = engine.guarded
     recorder = NodeRecorder(list_module_names(step.model, get_modules(engine.parts.workload.frozen)))
     region = recorder.traced(engine.parts.eager)

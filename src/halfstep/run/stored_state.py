@@ -130,6 +130,7 @@ def _apply_changes(parts: Assembly, state: Mapping[str, Any], changes: Changes) 
 def _apply_optimizer_changes(
     state: Mapping[str, Any], fresh: Mapping[str, Any], changes: Changes
 ) -> tuple[dict[str, Any], list[str]]:
+    """Return the parts of one step's state that changed settings replace, and notes about them."""
     merged, notes = dict[str, Any](), list[str]()
     if (
         changes.touch(*ANOTHER_OPTIMIZER)

@@ -170,6 +170,7 @@ def _try_modes(config: RunConfig, workload: Workload, plan: Plan, rank: RunRank,
 
 
 def _assemble(config: RunConfig, workload: Workload, plan: Plan, rank: RunRank) -> Assembly:
+    """Assemble the run; a model that does not fit into memory is an error with suggestions."""
     device = torch.device(plan.device)
     # Clean up after a previous run in this process: its code counts towards dynamo's limit of eight compilations per
     # function, and its reference cycles keep memory alive.
@@ -182,6 +183,7 @@ def _assemble(config: RunConfig, workload: Workload, plan: Plan, rank: RunRank) 
 
 
 def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan, decided: dict[str, list[Any]]) -> None:
+    """Write settled.json, plan.json and config.yaml."""
     config = config.replace(log={"quiet": False})
     code = sign_code(find_import_paths(config))
     folder.write_settled(Settled(settings=dump_values(config), decided=decided, code=code))
@@ -303,6 +305,7 @@ def _continue(loop: Loop, folder: RunFolder, resumed: Resumed) -> None:
 
 
 def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed | None, warnings: list[str]) -> None:
+    """Run an assembled run to its end, and write its report, curves, model and summary."""
     config, world = loaded.config, parts.world
     writes = world is None or world.is_first
     report = _open_report(folder, config, world)
@@ -369,6 +372,7 @@ def _open_report(folder: RunFolder, config: RunConfig, world: World | None) -> R
 
 
 def _open_journal(parts: Assembly, report: RunReport) -> Journal:
+    """Open the journal and let the guard report to it."""
     train, workload = parts.config.train, parts.workload
     # At least ten records per run, so that short runs have curves too.
     every = max(1, min(10, parts.total_steps // 10)) if train.report_every == "auto" else train.report_every

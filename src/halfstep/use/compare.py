@@ -200,6 +200,7 @@ def _find_differences(ones: dict[str, Any], others: dict[str, Any]) -> list[str]
 
 
 def open_comparison(folder: Path) -> Comparison:
+    """Read a stored comparison."""
     path = folder / FILE
     try:
         return Comparison.from_json(path.read_text())
@@ -220,6 +221,7 @@ def run_comparison(folder: Path, comparison: Comparison, say: Say) -> None:
 
 
 def _run(folder: Path, comparison: Comparison, say: Say) -> None:
+    """Run the pilot if needed, then pairs of runs up to each look, until the comparison ends."""
     comparison.ended, runs = "", _Runs(folder, comparison, say)
     for row, missing in comparison.simulated.items():
         say(f"warning: {row} is simulated: {missing}; this compares numerics, not speed (--strict refuses)")
@@ -230,6 +232,7 @@ def _run(folder: Path, comparison: Comparison, say: Say) -> None:
     for count in comparison.request.looks:
         if not runs.run_pairs(count):
             return _end(folder, comparison, f"{runs.budget} is spent (--resume with a larger --budget continues)")
+        # Stopping early is allowed: the levels of the looks are chosen for it.
         if all(verdict.is_settled for verdict in comparison.judge().values()):
             return _end(folder, comparison, f"every row is decided with {format_count(count, 'seed')}")
     return _end(folder, comparison, f"{format_count(comparison.request.looks[-1], 'seed')} were asked for")
@@ -261,6 +264,7 @@ class _Runs:
         return self._train_missing(jobs, self.comparison.runs)
 
     def _train_missing(self, jobs: Sequence[Job], kept: list[RunOutcome]) -> bool:
+        """Train the jobs that have no outcome yet; return False if the budget ran out."""
         known = {(run.row, run.seed) for run in kept}
         for row, seed, place in jobs:
             if (row.name, seed) in known:
@@ -287,6 +291,7 @@ class _Runs:
 
 
 def _fix_margin(folder: Path, comparison: Comparison, say: Say) -> None:
+    """Compute the margin from the pilot runs, store it and print it."""
     request, values = comparison.request, [run.value for run in comparison.pilot]
     if not all(map(math.isfinite, values)):
         reasons = dict.fromkeys(run.stopped for run in comparison.pilot if run.stopped)
@@ -353,6 +358,7 @@ def measure_time_to_quality(comparison: Comparison, runs: Sequence[RunOutcome]) 
 
 
 def refuse_bad_rows(request: CompareRequest) -> None:
+    """Refuse rows, seeds or a margin that cannot give a verdict."""
     names = [row.name for row in request.rows]
     if len(names) < 2:
         raise ConfigError(

@@ -86,6 +86,7 @@ def load_row(target: str, overrides: Sequence[str], row: ComparedRow, seed: int)
     format.
     """
     given = (*overrides, *row.overrides, f"train.seed={seed}", *QUIET)
+    # One override per key: the loader refuses two of one layer that disagree.
     last = {override.split("=", 1)[0]: override for override in given}
     loaded = load(target, overrides=list(last.values()))
     is_open = loaded.origins["precision.simulate"].layer == "default"
@@ -134,8 +135,10 @@ def train_row(
 
 
 def _read_outcome(folder: Path, row: ComparedRow, seed: int, *, best: bool, alone: bool, has_ended: bool) -> RunOutcome:
+    """Read the result of a run from its folder."""
     summary = (read_summary(folder) or {}) | read_data_digest(folder) if has_ended else {}
     validations = [record for record in read(folder / "metrics.jsonl") if record["kind"] == "val"]
+    # The metric's name is in the summary, which only ended runs have.
     curve = [(v["step"], v["elapsed_s"], float(v[summary["metric"]])) for v in validations] if summary else []
     value = curve[-1][2] if curve else math.nan
     if best and curve:

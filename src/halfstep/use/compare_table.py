@@ -31,11 +31,13 @@ from halfstep.use.equivalence import RowVerdict
 
 
 def build_lines(comparison: Comparison) -> list[TableLine]:
+    """Build all rows of the table, the baseline first."""
     found = comparison.judge()
     return [_build_line(comparison, row.name, found.get(row.name)) for row in comparison.request.rows]
 
 
 def _build_line(comparison: Comparison, row: str, verdict: RowVerdict | None) -> TableLine:
+    """Build one row of the table from the row's runs and verdict."""
     runs, paired = comparison.select_outcomes(row), comparison.select_paired(row)
     # The times and memory of runs in parallel or in a simulated format mean nothing.
     alone = [run for run in runs if run.alone and run.summary and not run.summary["simulated"]]
@@ -164,6 +166,7 @@ def _list_other_differences(comparison: Comparison) -> list[str]:
 
 
 def convert_comparison(comparison: Comparison) -> dict[str, Any]:
+    """Convert the result to plain JSON types."""
     verdicts = comparison.judge()
     return {
         "metric": comparison.metric,

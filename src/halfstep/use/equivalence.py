@@ -112,6 +112,7 @@ def judge_rows(
 
 
 def _judge_row(differences: NDArray[np.float64], margin: float, level: float) -> RowVerdict:
+    """Judge one row by the confidence interval of its paired differences."""
     count = len(differences)
     nothing = RowVerdict(word="not shown", mean=math.nan, low=math.nan, high=math.nan, margin=margin)
     if count < FEWEST_SEEDS:
@@ -121,6 +122,7 @@ def _judge_row(differences: NDArray[np.float64], margin: float, level: float) ->
     mean, deviation = float(differences.mean()), float(differences.std(ddof=1))
     reach = compute_student_quantile(1 - level, count - 1) * deviation / math.sqrt(count)
     found = replace(nothing, mean=mean, low=mean - reach, high=mean + reach)
+    # Equivalence first: a difference that is significant but inside the margin still counts as the same.
     if -margin < found.low and found.high < margin:
         return replace(found, word="same")
     if found.high < 0 or found.low > 0:

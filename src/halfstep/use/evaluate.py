@@ -106,6 +106,7 @@ def _load_data(
     stored = Path(config.data.dir) if config.data.dir else None
     if data is not None and not data.exists():
         raise DataError(f"--data {data} does not exist", fix="give a data folder, or a file if the run trained on one")
+    # The run's own folder given explicitly means its validation split, as without --data.
     if data is not None and not (stored and stored.exists() and data.samefile(stored)):
         if stored and not stored.exists() and (moved := _find_moved_data(run, kind, data)):
             report.notice(f"{data} has as many samples as the run's data, which are no longer in {stored}: "
@@ -162,6 +163,7 @@ class LoadedModel:
             found = evaluation.scored(self.config, trained, options, self.report.show_phase, self.batch_size)
             if found is not None:
                 return dict(found)
+        # Micro-batches as in training: a batch that did not fit then does not fit now.
         pieces = int(self.run.checkpoint.state["pieces"]) if self.batch_size is None else 1
         return self._validate(replace(self.workload, metrics=lambda: evaluation.metrics), pieces)
 
@@ -182,6 +184,7 @@ class LoadedModel:
             return batch, self.workload.forward(self.model, batch)
 
     def _validate(self, workload: Workload, pieces: int) -> dict[str, float]:
+        """Compute the validation metrics of this workload; explain an out-of-memory error."""
         train, plan = self.config.train, self.plan
         size, workers = self.batch_size or train.val_batch_size or train.batch_size, self.config.data.num_workers
         loader = Loader(workload.val_samples, batch_size=size, seed=train.seed, num_workers=workers, shuffle=False)

@@ -86,6 +86,7 @@ def assemble_step(
 
 
 def _load_target(source: str, flags: Mapping[str, object], overrides: Sequence[str], *, trust: bool) -> Loaded:
+    """Load the config of a run, a file or a workload."""
     path = Path(source)
     if is_run(source):
         folder = RunFolder(path)
@@ -166,6 +167,7 @@ def read_windows(parts: Assembly, num: int) -> list[list[Batch]]:
 
 
 def build_subject(engine: Engine, window: list[Batch]) -> Subject:
+    """Collect what a dry run needs to run the step in other precisions."""
     parts, step = engine.parts, engine.guarded
     return Subject(
         model=parts.model,

@@ -172,6 +172,7 @@ def _list_candidates(checkpoints: Checkpoints, asked: str, notes: list[str]) -> 
             return newest_first
         return [best, *(path for path in newest_first if path != best)]
     named = {path.name: path for path in newest_first}
+    # Newest last, so that the newest checkpoint of a step wins.
     by_step = {str(int(path.name.split("-")[1])): path for path in newest_first[::-1]}
     if found := named.get(asked) or by_step.get(asked):
         return [found]
@@ -181,6 +182,7 @@ def _list_candidates(checkpoints: Checkpoints, asked: str, notes: list[str]) -> 
 
 
 def _load_first_whole(candidates: Iterable[Path], notes: list[str]) -> tuple[Path, Checkpoint]:
+    """Load the first checkpoint that is intact; note the damaged ones before it."""
     failures: list[CheckpointError] = []
     for path in candidates:
         try:

@@ -92,6 +92,7 @@ def predict(
     for note in (*run.notes, *plan.warnings):
         report.notice(note, "warning")
     has_folder = wishes.out is not None or command.writes_files
+    # Stored with an interrupted call: only the same request may continue it.
     request = {**run.collect_facts(plan), "options": wishes.options, "inputs": [str(path.absolute()) for path in asked]}
     left = _read_unfinished(wishes.out, request)
     opened: AbstractContextManager[Path | None] = nullcontext(wishes.out)
@@ -158,6 +159,7 @@ def _answer_all(
                 failed.append(result)
                 _report_failure(result, report)
             bar.advance()
+            # A signal during the last file needs no action: everything is done.
             if asked_to_stop and bar.done < bar.total:
                 return bar.total - bar.done
     return 0

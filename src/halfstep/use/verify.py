@@ -82,6 +82,7 @@ def _check_amp(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> Proof
 def _check_rate(parts: Assembly, engine: AnyEngine, window: list[Batch], record: RunRecord | None) -> ProofLine:
     """Check every recorded rate of a run, or the rates of a few steps."""
     trained = record.select_kind("train") if record is not None else []
+    # The recorded rate of a phase may be that of an earlier step, so phases are checked by new steps.
     if record is None or not trained or parts.phases:
         return _prove_each_phase(RATE, engine, window, parts, check_rates)
     if parts.plateau is not None or any(event.get("event") == "rollback" for event in record.select_kind("event")):
@@ -113,6 +114,7 @@ def _list_unrecorded() -> list[ProofLine]:
 
 
 def _check_gpu(record: RunRecord) -> ProofLine:
+    """Check that the GPU was busy after the first steps."""
     steady = [one for one in record.monitor if one.get("steady")]
     busy = [one["utilization"] for one in steady if one.get("utilization") is not None]
     elapsed_s = float(record.summary.get("elapsed_s", 0.0))

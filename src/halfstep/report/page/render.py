@@ -88,6 +88,7 @@ def render_comparison(
 
 
 def _render_cards(run: RunRecord) -> str:
+    """Render the main numbers of a run as cards."""
     summary = run.summary
     state = "" if run.has_ended else "<p class=bad>This run has not ended: the page shows the records so far.</p>"
     pairs = [
@@ -190,6 +191,7 @@ def _render_stack(label: str, parts: Sequence[tuple[str, float, str]], whole: fl
 
 
 def _render_faults(run: RunRecord) -> str:
+    """Render the events and capsules of a run as tables."""
     events = run.select_kind("event")
     if not events and not run.capsules:
         return "<p>None recorded.</p>"
@@ -314,6 +316,8 @@ MONITOR = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
+    """One line of a chart."""
+
     name: str
     points: list[tuple[float, float]]
     dashed: bool = False
@@ -323,6 +327,8 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
+    """One chart of the page."""
+
     title: str
     x: str
     series: list[Series] = field(default_factory=list)
@@ -372,6 +378,7 @@ def _build_series(runs: Sequence[RunRecord], kind: str, key: str, label: str = "
     is_validation = label == "validation"
     for run, name, first in _distinguish_runs(runs):
         in_turn = run.phases if kind == "train" and key in BY_PHASE else []
+        # With one run, validation gets a colour of its own; with several, colours tell the runs apart.
         first += len(run.phases or [""]) if is_validation and len(runs) == 1 else 0
         for number, phase in enumerate(in_turn or [""]):
             points = _collect_points(run.select_kind(kind), "step", f"{key}/{phase}" if phase else key)
@@ -403,6 +410,7 @@ def _drop_constant_one(lines: Iterable[Series]) -> list[Series]:
 
 def _collect_points(records: Sequence[dict[str, Any]], x: str, y: str) -> list[tuple[float, float]]:
     found = [(float(r[x]), float(r[y])) for r in records if _is_number(r.get(x)) and _is_number(r.get(y))]
+    # Keep the last point, which shows the final value.
     step = math.ceil(len(found) / MOST_POINTS)
     return found if step < 2 else [*found[::step], found[-1]]
 

@@ -69,6 +69,7 @@ class _Cut:
                 if not op.is_view:
                     readers = self.nodes[read].backward_readers if op.in_backward else self.nodes[read].forward_readers
                     readers.append(number)
+        # The first operation of backward.
         self.turn = next((n for n, op in enumerate(trace.ops) if op.in_backward), len(trace.ops))
         self.forward = [n for n, node in enumerate(self.nodes) if 0 <= node.made_by < self.turn]
         self.left_at = _find_ends_as_written(trace)
@@ -160,6 +161,7 @@ class _Cut:
     # --- lifetimes ---
 
     def derive_timeline(self) -> Timeline:
+        """Return the allocations of the compiled step."""
         kept = self.find_kept()
         last_use, uses = self._find_last_uses(kept), self._find_uses_again(kept)
         lives = [
@@ -173,6 +175,8 @@ class _Cut:
     def _derive_lives(
         self, number: int, node: _Node, kept: set[int], last_use: Mapping[int, int], uses_again: list[int]
     ) -> Iterator[Life]:
+        """Yield when a value is in memory: once in forward, again in backward if it is recomputed and stored."""
+        # The branches, in order: eager code, kept for backward, outlives the step, and everything else.
         value, size = self.trace.values[number], self._count_stored_bytes(number)
         last_op, is_backward = len(self.trace.ops) - 1, node.made_by >= self.turn
         ended_at = last_op if value.ended_at < 0 else value.ended_at
@@ -200,11 +204,13 @@ class _Cut:
         return max(self.left_at.get(reader, reader) for reader in readers)
 
     def _count_stored_bytes(self, number: int) -> int:
+        """Return the size in memory; compiled pooling stores smaller indices."""
         node = self.nodes[number]
         is_index = node.maker is not None and node.maker.name == POOL and number == node.maker.makes[-1]
         return node.num_bytes // OFFSET_SHARE if is_index and len(node.maker.makes) > 1 else node.num_bytes  # type: ignore[union-attr]
 
     def _is_stored(self, number: int, readers: list[int], *, is_again: bool) -> bool:
+        """True if a value must be written to memory: a kernel that cannot be fused makes or reads it."""
         maker = self.nodes[number].maker
         if not readers:
             return False
@@ -212,6 +218,7 @@ class _Cut:
         return made_apart or any(_is_apart(self.trace.ops[reader]) for reader in readers)
 
     def _is_stored_again(self, number: int, uses: list[int], kept: set[int]) -> bool:
+        """True if a recomputed value must be written to memory in backward."""
         is_shared = len(uses) > 1 and self._takes_many_reads(number, kept)
         return is_shared or self._is_stored(number, self.nodes[number].backward_readers, is_again=True)
 

@@ -131,6 +131,7 @@ class MemoryPlanner:
         if not base_batch or base_batch == cell.batch_size:
             peaks = [line.find_peak(accumulates=accumulates) for line in self._get_timelines(cell, cell.batch_size)]
         else:
+            # Allocations are linear in the batch size, so two traces give all of them.
             near, far = self._get_timelines(cell, base_batch), self._get_timelines(cell, 2 * base_batch)
             peaks = [
                 interpolate_peak(cell.batch_size, (base_batch, one), (2 * base_batch, two), accumulates=accumulates)
@@ -155,6 +156,7 @@ class MemoryPlanner:
         return self._timelines[key]
 
     def _derive_timelines(self, how: str, mode: Mode, recompute: Recompute, batch_size: int) -> list[Timeline]:
+        """Derive the allocations of a mode from the traces that it needs, one timeline per phase."""
         if mode == "eager":
             return [
                 derive_eager_timeline(trace) for trace in self._get_traces(how, recompute, batch_size, chains=False)
@@ -362,6 +364,7 @@ def find_fits(
 
 
 def _make_fit(planner: MemoryPlanner, config: RunConfig, cell: Cell, largest: int, relative_time: float) -> Fit:
+    """Build the row for a cell: the largest divisor of the effective batch that fits, and its accumulation."""
     wanted = config.train.batch_size * config.train.accumulate
     size = next(n for n in range(min(largest, config.train.batch_size), 0, -1) if wanted % n == 0)
     accumulate = wanted // size

@@ -51,6 +51,7 @@ def choose_pieces(
 
 
 def _try_pieces(config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> int:
+    """Run steps with ever smaller micro-batches until one fits."""
     size, pieces = config.train.batch_size, 1
     while True:
         smaller = config.replace(train={"batch_size": -(-size // pieces)})
@@ -70,6 +71,7 @@ def _try_pieces(config: RunConfig, workload: Workload, plan: Plan, rehearse: Reh
 
 
 def _predict_pieces(config: RunConfig, workload: Workload, plan: Plan, say: Callable[[str], None]) -> int:
+    """Predict the number of micro-batches, and print it if there is more than one."""
     if not plan.on_cuda:
         return 1
     limit = measure_free_bytes(torch.device(plan.device))

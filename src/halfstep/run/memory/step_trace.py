@@ -94,10 +94,12 @@ class AllocationRecorder(TorchDispatchMode):
             self._weights.add(self._numbers[parameter.untyped_storage()._cdata])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and record what it read, made and needed."""
         kwargs = kwargs or {}
         if func.namespace == "prim":  # a query about a tensor, such as its device
             return func(*args, **kwargs)
         read = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        # Tensors are identified by their storage, so that views count once.
         reads = tuple(dict.fromkeys(n for t in read if (n := self._number(t)) is not None))
         number = len(self.trace.ops)
         made = func(*args, **kwargs)

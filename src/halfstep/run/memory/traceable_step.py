@@ -160,6 +160,7 @@ class TraceableStep:
     # --- placing ---
 
     def _place(self, precision: str, recompute: Recompute) -> Plan:
+        """Apply the plan of this precision to the model, as a run would, and switch recomputation on."""
         model, frozen = self.workload.model, get_modules(self.workload.frozen)
         parts = self.config.precision.modules
         if precision == "tf32":  # modules in fp32 take the same memory, and a plan refuses to mix the two
@@ -180,6 +181,7 @@ class TraceableStep:
         return plan
 
     def _make_input(self, batch_size: int) -> Batch:
+        """Return a prepared batch without content."""
         key = Key.for_training(self.config.train.seed, 0, 0, 0, 0, batch_size)
         try:
             prepared = self.workload.prepared(_make_batch(self.raw, batch_size), key=key, training=True)
@@ -197,6 +199,7 @@ class TraceableStep:
     # --- phases ---
 
     def _list_turns(self) -> Iterator[_Turn]:
+        """Yield what each phase trains; without phases one turn with everything."""
         workload, model = self.workload, self.workload.model
         names = [name for name, p in model.named_parameters() if p.requires_grad]
         if not workload.phases:
@@ -207,10 +210,12 @@ class TraceableStep:
             yield _Turn(own, forward, phase.loss, trained, phase.parameters, phase.groups, phase.compiles)
 
     def _trace(self, turn: _Turn, plan: Plan, batch: Batch) -> StepTrace:
+        """Trace forward and backward of one phase."""
         model = self.workload.model.train()
         named = dict(model.named_parameters())
         wanted = {name: p.requires_grad for name, p in named.items()}
         for name, parameter in named.items():
+            # As in a run: parameters of other phases get no gradients.
             parameter.requires_grad_(wanted[name] and name in turn.trained)
         known = [t for m in self.workload.modules() for t in (*m.parameters(), *m.buffers())]
         try:
@@ -259,6 +264,7 @@ def _measure_state(optimizer: Optimizer) -> int:
 
 
 def _build_states(optimizer: Optimizer, parameters: list[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """Yield the optimizer state of each parameter, built by one step on empty gradients."""
     if isinstance(optimizer, AdamW8bit):
         yield from ((p, [*make_state(p).values(), *optimizer.low_of(p).values()]) for p in parameters)
         return
@@ -338,6 +344,7 @@ def _sum_bytes(tensors: Iterable[Tensor]) -> int:
 
 @contextmanager
 def _explain_failures(workload: str) -> Iterator[None]:
+    """Turn an error while tracing into one that explains it."""
     try:
         yield
     except HalfstepError:
