@@ -76,7 +76,7 @@ class Ways:
         return lambda: self.step(self.finished)
 
     def prepared(self, batch: Batch) -> Batch:
-        seen = self.parts.workload.prepared(batch, key=(0, next(self.numbers), 0), training=True)
+        seen = self.parts.workload.prepare_batch(batch, key=(0, next(self.numbers), 0), training=True)
         return match_layout(self.parts.model, seen)
 
     def step(self, batch: Batch) -> object:

@@ -27,7 +27,7 @@ _PUBLIC = {
     "prefetch": "halfstep.data.prefetch",
     "probe": "halfstep.hardware.probe",
     "replay": "halfstep.own_loop.evidence",
-    "simulate": "halfstep.precision.simulate",
+    "simulate": "halfstep.precision.contexts",
     "train": "halfstep.api",
 }
 

@@ -123,7 +123,7 @@ class Run:
     def poisoned(self) -> dict[str, Tensor]:
         """A batch of the same shape, ready for the model, with one pixel that is not a number."""
         key = (0, self.parts.step.attempted, 0)
-        ready = self.parts.workload.prepared(self.batches[0], key=key, training=True)
+        ready = self.parts.workload.prepare_batch(self.batches[0], key=key, training=True)
         ready = match_layout(self.parts.model, ready)
         image = ready["image"].clone()
         image[0, 0, 0, 0] = float("nan")

@@ -301,7 +301,7 @@ def test_a_run_resumes_to_the_bit_in_every_mode(tmp_path: Path, mode: str) -> No
 class Alone(Driver):
     """What is measured beside others is not kept, and other tests may run on this GPU now."""
 
-    def used_by_others(self, device: str) -> str:
+    def describe_other_use(self, device: str) -> str:
         return ""
 
 

@@ -108,7 +108,7 @@ def test_a_captured_iteration_waits_for_nothing(precision: str) -> None:
     iterations = Iterations("graph", {"precision.default": precision, "scaler.init_scale": 256.0})
     iterations.make(LATER)
     parts, prepared = iterations.parts, iterations.window
-    prepared = [parts.workload.prepared(batch, key=(0, 0, 0), training=True) for batch in prepared]
+    prepared = [parts.workload.prepare_batch(batch, key=(0, 0, 0), training=True) for batch in prepared]
     torch.cuda.synchronize()
     with no_host_wait():
         for _ in range(20):

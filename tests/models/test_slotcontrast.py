@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from golden import assert_golden, golden, group
 from halfstep.models.recompute import set_recompute
 from halfstep.models.weights import load_weights_
-from halfstep.precision.simulate import simulate
+from halfstep.precision.contexts import simulate
 from halfstep.workloads.slots.backbones import build_dinov2, load_backbone_weights_
 from halfstep.workloads.slots.scores import compute_cosines, label_pixels, slot_contrast
 from halfstep.workloads.slots.slot_attention import Mlp, update_recurrently

@@ -27,7 +27,7 @@ from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.workloads import load
 from halfstep.workloads.base.latent_store import open_latents, write_latents
-from halfstep.workloads.base.using import Wishes
+from halfstep.workloads.base.using import PredictRequest
 from halfstep.workloads.diffusion import build as building
 from halfstep.workloads.diffusion.diffusers_nets import DiffusersCodec, open_net
 from halfstep.workloads.diffusion.evaluate import DiffusionEvaluation
@@ -239,7 +239,7 @@ def test_latents_without_variance_are_trained_on(
 
 
 def predicted(run: Path, out: Path, **options: Any) -> Any:
-    predict(run, [], report=RunReport(run), wishes=Wishes(out=out, options=options))
+    predict(run, [], report=RunReport(run), request=PredictRequest(out=out, options=options))
     return np.stack([np.asarray(Image.open(path)) for path in sorted(out.glob("0*.png"))])
 
 
@@ -306,7 +306,7 @@ def test_other_pictures_are_evaluated_all_and_nothing_is_written_beside_them(
         assert found.samples == 5
     assert {path.name for path in others.rglob("*")} == before
     assert list(scratch.iterdir()) == [own]
-    config = DiffusionEvaluation.config_for(load(str(run / "config.yaml")).config, others)
+    config = DiffusionEvaluation.change_data_folder(load(str(run / "config.yaml")).config, others)
     assert config.data.flip == 0, "mirror images of pictures that nobody trains on were encoded"  # type: ignore[attr-defined]
 
 

@@ -201,7 +201,7 @@ def format_overrides(layout: FolderLayout, settings: PackSettings, out: Path | N
     from halfstep.workloads import KINDS
 
     # The defaults of any workload that reads packed files: only other values need an override.
-    usual = next(KINDS[name].schema(name) for name in KINDS if KINDS[name].reads_packs).model_fields["data"].default
+    usual = next(KINDS[name].get_schema(name) for name in KINDS if KINDS[name].reads_packs).model_fields["data"].default
     chosen: dict[str, object] = {
         "cache_size": settings.size,
         "on_bad_file": settings.on_bad_file,

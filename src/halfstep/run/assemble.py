@@ -131,7 +131,7 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
     # Models with their own support for recomputation switch it on; in others the repeated blocks are wrapped.
     if setting.recompute != "none" or plan.blocks:
         recompute_blocks_(model, recompute, plan.blocks)
-    eager = workload.region(model)
+    eager = workload.make_region(model)
     to_compiled = partial(
         compile_region,
         # The search may pick different kernels from one start to the next, which sum in different orders.
@@ -179,7 +179,7 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
         train_loader=train_loader,
         val_loader=val_loader,
         total_steps=length.total_steps,
-        unit=KINDS.of(config.workload).unit_of(config, workload.store),
+        unit=KINDS.of(config.workload).make_unit(config, workload.store),
         world=world,
     )
 
@@ -296,7 +296,7 @@ def assemble_phases(
         names = averaged[phase.name]
         # A phase may replace forward; its loss always replaces the workload's.
         named = dataclasses.replace(workload, forward=phase.forward or workload.forward, loss=phase.loss)
-        plain = named.region(model, name=phase.name)
+        plain = named.make_region(model, name=phase.name)
         trained = [p for name, p in model.named_parameters() if p.requires_grad and has_parameter(phase, name)]
         device = torch.device(plan.device)
         eager, region, ranks = connect_ranks(world, config, model, (plain, compiled(plain)), device, trained)
@@ -306,7 +306,7 @@ def assemble_phases(
             plan,
             setting if own.optimizer.name == "adamw" else dataclasses.replace(setting, optimizer_bits=32),
             # A phase's schedule counts only the iterations in which it is due.
-            Length(max(phase.num_due(length.total_steps), 1), max(length.steps_per_epoch // phase.every, 1)),
+            Length(max(phase.count_due(length.total_steps), 1), max(length.steps_per_epoch // phase.every, 1)),
             parts=phase.parameters,
             scaler=scaler,
             ema=Ema(model, parts=names, **config.ema.model_dump(exclude={"enabled"})) if names else None,

@@ -121,8 +121,8 @@ def _list_file_names(workload: Workload, ids: Sequence[int]) -> list[str]:
 
 def replay_run(path: Path, *, device: str | None = None, trust: bool = False) -> Replayed:
     """Run the step of a capsule again; `trust` allows custom code that the user did not train with."""
-    capsule = capsules.read(path)
-    if not capsule.is_of_a_run:
+    capsule = capsules.read_capsule(path)
+    if not capsule.is_from_run:
         raise CheckpointError(
             f"the capsule {path} comes from a custom loop",
             why="only your code can build its model and loss",
@@ -144,7 +144,7 @@ def build_capsule_subject(capsule: Capsule, device: str | None, *, trust: bool =
     workload = build_workload(config, dict(capsule.about["store"]))
     stored = capsule.about["frozen"]
     workload = replace(workload, frozen=match_stored(workload.frozen, stored, capsule.path.parent.parent))
-    frozen = {name: capsules.copied_state(part.module) for name, part in workload.frozen.items()}
+    frozen = {name: capsules.copy_state(part.module) for name, part in workload.frozen.items()}
     plan = choose_replay_plan(capsule, config, workload, device)
     try:
         parts = assemble(config, workload, plan)
@@ -184,10 +184,10 @@ def _make_subject(capsule: Capsule, parts: Assembly, frozen: Mapping[str, dict[s
             force=parts.config.precision.force,
         ),
         scale=scale if isinstance(scale := capsule.about["scale"], (int, float)) else 1.0,
-        update=Update.of(capsule.about.get("update")),
+        update=Update.parse(capsule.about.get("update")),
         variants=_make_variants(parts.plan, region),
         frozen=get_modules(parts.workload.frozen),
-        beside_state=dict(frozen),
+        other_state=dict(frozen),
         trained=step.find_trained_parameters(),
     )
 

@@ -210,10 +210,10 @@ class Engine:
         world = ranks.world
         rows = [world.count_rows(self._sizes[number], rank) for rank in range(world.size)]
 
-        def talks() -> None:
+        def on_gather() -> None:
             ranks.talks_in_backward = True
 
-        return gather_over_ranks(rows, world.rank, talks)
+        return gather_over_ranks(rows, world.rank, on_gather)
 
     def _runs_compiled(self, batch: Batch) -> bool:
         if self.mode == "eager" or not self._is_full(batch):
@@ -355,7 +355,7 @@ def _prepare_batches(
         is_idle = share is not None and share.count_rows(size) == 0
         row = 0 if share is None or is_idle else share.find_first_row(size)
         key = Key.for_training(parts.config.train.seed, parts.step.attempted, k, start + row, row, size)
-        prepared = match_layout(parts.model, parts.workload.prepared(batch, key=key, training=True))
+        prepared = match_layout(parts.model, parts.workload.prepare_batch(batch, key=key, training=True))
         yield Idle(prepared) if is_idle else prepared
         start += size
 

@@ -221,7 +221,7 @@ class Loop:
         parts, attempted, every = self.parts, self.parts.step.attempted, self.parts.config.train.checkpoint_every
         self.num_samples += samples
         self.throughput.add(samples)
-        self.journal.record_step(attempted, self.throughput.per_s(), waiting)
+        self.journal.record_step(attempted, self.throughput.compute_rate(), waiting)
         if attempted % self.journal.report_every == 0:
             self.show_rank_warnings()
         if parts.snapshots is not None and parts.snapshots.is_due(attempted):

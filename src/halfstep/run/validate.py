@@ -75,11 +75,11 @@ def validate(
             advance()
             if world is not None and world.count_rows(size) == 0:
                 continue
-            prepared = match_layout(model, workload.prepared(batch, key=key, training=False))
+            prepared = match_layout(model, workload.prepare_batch(batch, key=key, training=False))
             with plan.forward():
                 for part in split_window([prepared], pieces):
                     outputs = workload.forward(model, part)
-                    loss, weight = workload.weighed_loss(outputs, part)
+                    loss, weight = workload.compute_loss(outputs, part)
                     loss_sum += loss.double() * weight
                     weight_sum += weight
                     metrics.update(outputs, part)

@@ -26,8 +26,7 @@ from halfstep import __version__
 from halfstep.config.schema import RunConfig
 from halfstep.disk import find_cache_directory
 from halfstep.hardware.cache import read_json, write_json
-from halfstep.precision.plan import Plan
-from halfstep.precision.row import Gain
+from halfstep.precision.plan import Gain, Plan
 from halfstep.tune.channels_last import convolves_images, wants_channels_last
 from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit, NotCaptured
 from halfstep.tune.modes import (
@@ -63,7 +62,7 @@ class ModeSearch:
         self.config, self.workload, self.plan, self.time, self.rehearse = config, workload, plan, time, rehearse
         self.fields: dict[str, Any] = {
             "mode": "eager",
-            "channels_last": wants_channels_last(config, plan, *workload.modules()),
+            "channels_last": wants_channels_last(config, plan, *workload.list_modules()),
             "tunes_kernels": config.train.tune_kernels is True,
             "cudnn_benchmark": False,
         }
@@ -98,7 +97,7 @@ class ModeSearch:
     def _try_eager(self) -> Cost | None:
         """Time the eager step in the usual layout, and in the other if it is not fixed; keep the faster one."""
         usual = self.fields["channels_last"]
-        is_open = self.config.train.channels_last == "auto" and convolves_images(*self.workload.modules())
+        is_open = self.config.train.channels_last == "auto" and convolves_images(*self.workload.list_modules())
         layouts = (usual, not usual) if is_open else (usual,)
         tried: dict[bool, Cost] = {}
         for channels_last in layouts:
@@ -253,7 +252,7 @@ class CachedMode:
         identity = (
             "\n".join(map(str, (workload.model, *(part.module for part in workload.frozen.values())))),
             [config.train.batch_size, config.train.accumulate, config.data.image_size],
-            KINDS.of(config.workload).size_of_sample(config),  # frames, tokens
+            KINDS.of(config.workload).describe_sample_size(config),  # frames, tokens
             [config.optimizer.name, config.optimizer.moment_bits, config.precision.rounding, config.ema.enabled],
             [config.train.channels_last, config.train.tune_kernels, config.train.activation_checkpointing],
             [plan.granted, plan.device_name, [(row.module, row.compute) for row in rows if row.is_part]],

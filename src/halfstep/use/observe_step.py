@@ -19,7 +19,7 @@ from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.evidence.attempts import Subject
-from halfstep.evidence.capsule import copied_state, state_of
+from halfstep.evidence.capsule import collect_state, copy_state
 from halfstep.evidence.dry_run import TARGETS, Judgement, judge_modules, judge_updates
 from halfstep.evidence.kernel_events import Event
 from halfstep.evidence.precision_ledger import Ledger
@@ -173,12 +173,12 @@ def build_subject(engine: Engine, window: list[Batch]) -> Subject:
         model=parts.model,
         loss=parts.eager,
         window=window,
-        state={name: value.detach().clone() for name, value in state_of(parts.model).items()},
+        state={name: value.detach().clone() for name, value in collect_state(parts.model).items()},
         rng=read_rng_state(parts.device),
         plan=parts.plan,
         plan_for=lambda precision, modules: _decide_plan(parts.config, parts, precision),
         frozen=get_modules(parts.workload.frozen),
-        beside_state={name: copied_state(part.module) for name, part in parts.workload.frozen.items()},
+        other_state={name: copy_state(part.module) for name, part in parts.workload.frozen.items()},
         trained=step.find_trained_parameters(),
     )
 

@@ -16,7 +16,7 @@ from halfstep.errors import DataError
 from halfstep.report.progress import Bar
 from halfstep.report.results import Answer, Failure
 from halfstep.workloads.base.kind import Store
-from halfstep.workloads.base.using import Input, Trained, Wishes, describe_failure
+from halfstep.workloads.base.using import Input, PredictRequest, TrainedModel, describe_failure
 from halfstep.workloads.classification.build import PrepareImages, build_model
 from halfstep.workloads.classification.config import ClassifierConfig
 from halfstep.workloads.classification.data import get_evaluation_share, get_evaluation_size
@@ -32,9 +32,11 @@ class ClassPredictor:
         self.model = build_model(config, store)
         self.prepare, self.eval_share = PrepareImages(config.data), get_evaluation_share(config.data, store)
 
-    def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
+    def answer_all(
+        self, inputs: list[Input], trained: TrainedModel, request: PredictRequest, bar: Bar
+    ) -> Iterator[Answer | Failure]:
         """Yield answers in the order of the files; batches have the training size."""
-        top_k, size = wishes.options["top_k"], self.config.train.batch_size
+        top_k, size = request.options["top_k"], self.config.train.batch_size
         with ThreadPoolExecutor(os.cpu_count()) as threads:  # Pillow decodes without the interpreter's lock
             for start in range(0, len(inputs), size):
                 chunk = inputs[start : start + size]
@@ -52,7 +54,7 @@ class ClassPredictor:
         except DataError as error:
             return describe_failure(item, error)
 
-    def _probabilities(self, pictures: list[Tensor], trained: Trained) -> list[list[float]]:
+    def _probabilities(self, pictures: list[Tensor], trained: TrainedModel) -> list[list[float]]:
         batch = self.prepare({"image": torch.stack(pictures).to(trained.device)}, key=(), training=False)
         return compute_probabilities(trained(batch["image"])).tolist()
 

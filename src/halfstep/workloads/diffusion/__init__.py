@@ -15,7 +15,7 @@ from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
 
 PICTURE = SampleUnit(name="image", size=lambda config: f"{config.data.image_size} pixels")
 
-DIFFUSION = Kind.in_folder(
+DIFFUSION = Kind.from_package(
     __name__,
     config=DiffusionConfig,
     kept=("model.channels", "model.layers", "model.attention", "model.dropout", "model.conditioning"),
@@ -50,7 +50,7 @@ DIFFUSION = Kind.in_folder(
     ),
 )
 
-VAE = Kind.in_folder(
+VAE = Kind.from_package(
     __name__,
     builder=".vae:build",
     config=VaeConfig,

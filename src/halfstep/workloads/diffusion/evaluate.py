@@ -27,7 +27,7 @@ from halfstep.report.progress import Bar
 from halfstep.report.results import Cell
 from halfstep.workloads.base.other_data import use_all_pictures
 from halfstep.workloads.base.sheets import Array, arrange_grid
-from halfstep.workloads.base.using import LookAt, PlainEvaluation, ShowProgress, Trained
+from halfstep.workloads.base.using import LookAt, PlainEvaluation, ShowProgress, TrainedModel
 from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.diffusion.build import DiffusionForward
 from halfstep.workloads.diffusion.config import DiffusionConfig
@@ -43,7 +43,7 @@ class DiffusionEvaluation(PlainEvaluation):
     """Evaluate validation errors by timestep, draw a grid of samples, and compute FID and KID if features are given."""
 
     @staticmethod
-    def config_for(config: RunConfig, folder: Path) -> RunConfig:
+    def change_data_folder(config: RunConfig, folder: Path) -> RunConfig:
         """Return a config that evaluates another folder: its latents are cached in a temporary file until this process
         ends, without flipped copies, which only training uses."""
         assert isinstance(config, DiffusionConfig)
@@ -66,10 +66,10 @@ class DiffusionEvaluation(PlainEvaluation):
         assert isinstance(plain, DenoisingMetrics)
         self.metrics = WithDistances(plain.num_steps, self.distances)
 
-    def scored(
+    def score_with_options(
         self,
         config: DiffusionConfig,
-        trained: Trained,
+        trained: TrainedModel,
         options: Mapping[str, Any],
         phase: ShowProgress,
         batch_size: int | None,
@@ -87,13 +87,13 @@ class DiffusionEvaluation(PlainEvaluation):
             self.sheet = maker.draw_sheet(trained.model, Key.for_sampling(seed))
         return None
 
-    def classes(self) -> tuple[dict[str, Cell], ...]:
+    def score_classes(self) -> tuple[dict[str, Cell], ...]:
         """Return the mean squared error of each bucket of timesteps."""
         found = self.metrics.compute()
         rows = {name.removeprefix("mse/"): value for name, value in found.items() if name.startswith("mse/")}
         return tuple({"timesteps": name, "mse": value} for name, value in rows.items())
 
-    def draw(self, folder: Path, look: LookAt) -> list[Path]:
+    def draw_pictures(self, folder: Path, look: LookAt) -> list[Path]:
         paths = []
         for name, picture in self.sheet.items():
             paths.append(folder / f"{name}.png")
@@ -104,7 +104,7 @@ class DiffusionEvaluation(PlainEvaluation):
         self,
         maker: ImageSampler,
         config: DiffusionConfig,
-        trained: Trained,
+        trained: TrainedModel,
         features: nn.Module,
         num: int,
         seed: int,
@@ -190,9 +190,9 @@ def open_features(path: Path, device: torch.device) -> nn.Module:
 class VaeEvaluation(PlainEvaluation):
     """Compute validation scores, and draw images above their reconstructions."""
 
-    config_for = staticmethod(use_all_pictures)
+    change_data_folder = staticmethod(use_all_pictures)
 
-    def draw(self, folder: Path, look: LookAt) -> list[Path]:
+    def draw_pictures(self, folder: Path, look: LookAt) -> list[Path]:
         shown = min(SHOWN, len(self.workload.val_samples))
         pairs = [look(k * len(self.workload.val_samples) // shown) for k in range(shown)]
         rows = [

@@ -29,10 +29,10 @@ class Guide:
             sides=measure_median_size(len(data.train), lambda index: read_size(data.train.paths[index])),
         )
 
-    def picture(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
+    def draw_sample(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
         return f"picture {index}", Image.fromarray(sample["image"].numpy())
 
-    def for_side(self, config: DiffusionConfig | VaeConfig, side: int) -> dict[str, Any]:
+    def suggest_for_side(self, config: DiffusionConfig | VaeConfig, side: int) -> dict[str, Any]:
         """Return settings for this image side: rounded to what the network can halve, with no more levels than fit."""
         levels = len(config.model.channels)
         while levels > 1 and side >> (levels - 1) < SMALLEST_LEVEL:

@@ -18,7 +18,7 @@ from halfstep.report.progress import Bar
 from halfstep.report.results import Answer, Failure
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.sheets import arrange_grid
-from halfstep.workloads.base.using import FilePredictor, Input, Trained, Wishes, save_picture
+from halfstep.workloads.base.using import FilePredictor, Input, PredictRequest, TrainedModel, save_picture
 from halfstep.workloads.base.vae_trainer import VaeNet
 from halfstep.workloads.base.workload import Batch
 from halfstep.workloads.diffusion import vae as autoencoder
@@ -46,9 +46,11 @@ class SamplePredictor:
         self.frozen = list_frozen_parts(config, self.parts, with_vae=config.data.cache == "off")
         self.maker = ImageSampler(config, self.parts, store)
 
-    def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
+    def answer_all(
+        self, inputs: list[Input], trained: TrainedModel, request: PredictRequest, bar: Bar
+    ) -> Iterator[Answer | Failure]:
         """Yield one file per sample, then a grid of all and an image of the sampling path."""
-        asked, out = wishes.options, wishes.out
+        asked, out = request.options, request.out
         assert out is not None
         num, size = int(asked["num"]), self.config.train.batch_size
         bar.total = num
@@ -65,7 +67,9 @@ class SamplePredictor:
         save_picture(Image.fromarray(arrange_grid(torch.cat(made).numpy())), out / "grid.png")
         save_picture(Image.fromarray(draw_path([state.numpy() for state in path])), out / "path.png")
 
-    def _made(self, trained: Trained, asked: Mapping[str, Any], start: int, num: int) -> tuple[Tensor, list[Tensor]]:
+    def _made(
+        self, trained: TrainedModel, asked: Mapping[str, Any], start: int, num: int
+    ) -> tuple[Tensor, list[Tensor]]:
         with trained.inside():
             return self.maker.make_images(
                 trained.model,
@@ -108,8 +112,8 @@ class PicturePredictor(FilePredictor):
     def __init__(self, config: VaeConfig, store: Store) -> None:
         self.config, self.model = config, autoencoder.build_model(config, store)
 
-    def answer_file(self, item: Input, trained: Trained, wishes: Wishes) -> Answer:
-        assert wishes.out is not None
+    def answer_file(self, item: Input, trained: TrainedModel, request: PredictRequest) -> Answer:
+        assert request.out is not None
         with open_picture(item.path) as picture:
             pixels = torch.from_numpy(crop_centre(picture, self.config.data.image_size, 1.0)).unsqueeze(0)
         with trained.inside():
@@ -118,7 +122,7 @@ class PicturePredictor(FilePredictor):
         error = (found.double() - pixels.double()).square().mean()
         psnr = float(10 * torch.log10(255**2 / error.clamp(min=1e-12)))
         both = Image.fromarray(torch.cat([pixels, found], dim=2)[0].numpy())
-        file = save_picture(both, wishes.out / item.name.with_suffix(".png"))
+        file = save_picture(both, request.out / item.name.with_suffix(".png"))
         cells: dict[str, str | float] = {"picture": str(file), "psnr": psnr}
         brief = {"image and reconstruction": str(file), "PSNR": f"{psnr:.2f} dB"}
         return Answer(file=str(item.path), found=cells, brief=brief)

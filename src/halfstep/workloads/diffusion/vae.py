@@ -56,7 +56,7 @@ def make_workload(
     config: VaeConfig, model: VaeNet, train: Samples, val: Samples, store: Mapping[str, Any], **about: Any
 ) -> Workload:
     trainer = PictureVaeTrainer(config, model.vae)
-    return trainer.workload(
+    return trainer.build_workload(
         model,
         name=config.workload,
         train_samples=train,

@@ -7,7 +7,7 @@ from halfstep.workloads.base.kind import SYNTHETIC, EvaluateCommand, Kind, Predi
 from halfstep.workloads.slots.config import SlotContrastConfig, SteveConfig, WordsConfig
 
 slot_kind = partial(
-    Kind.in_folder,
+    Kind.from_package,
     __name__,
     task="objects in video",
     sample=SampleUnit(name="frame", per_sample=".build:frames_per_clip", size=".build:sample_size"),
@@ -17,7 +17,7 @@ slot_kind = partial(
 
 KIND = slot_kind(
     config=SlotContrastConfig,
-    foreign=".foreign:claim",
+    foreign=".foreign:translate_config",
     predict=PredictCommand(".predict:SlotPredictor", writes_files=True),
 )
 

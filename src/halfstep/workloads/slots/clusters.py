@@ -31,7 +31,7 @@ def score_k_means(workload: Workload, num_clusters: int, *, on: On, coordinates:
     backbone, generator = workload.frozen["backbone"].module, torch.Generator().manual_seed(0)
     metrics = SlotMetrics()
     for index, batch in enumerate(Loader(workload.val_samples, batch_size=1, shuffle=False).epoch(0)):
-        prepared = workload.prepared(batch, key=Key.for_validation(index), training=False)
+        prepared = workload.prepare_batch(batch, key=Key.for_validation(index), training=False)
         points = (
             _compute_features(backbone, prepared["video"][0])
             if on == "features"
@@ -60,7 +60,7 @@ def score_untrained(workload: Workload) -> dict[str, float]:
     metrics = workload.metrics()
     workload.model.eval()
     for index, batch in enumerate(Loader(workload.val_samples, batch_size=1, shuffle=False).epoch(0)):
-        prepared = workload.prepared(batch, key=Key.for_validation(index), training=False)
+        prepared = workload.prepare_batch(batch, key=Key.for_validation(index), training=False)
         with torch.no_grad():
             metrics.update(workload.forward(workload.model, prepared), prepared)
     return metrics.compute()

@@ -68,12 +68,12 @@ class SlotEvaluation(PlainEvaluation):
         self.metrics: SlotDetails = details(counted)
 
     @staticmethod
-    def config_for(config: RunConfig, folder: Path) -> RunConfig:
-        """Use another folder's shards and split; without a split, `on_all` evaluates all its videos."""
+    def change_data_folder(config: RunConfig, folder: Path) -> RunConfig:
+        """Use another folder's shards and split; without a split, `use_all_samples` evaluates all its videos."""
         return use_folder(config, folder, train_shards="", val_shards="", val_videos=(), val_size=0, val_fraction=0.0)
 
     @staticmethod
-    def on_all(workload: Workload) -> Workload:
+    def use_all_samples(workload: Workload) -> Workload:
         if len(workload.val_samples):
             return workload
         samples = workload.train_samples
@@ -82,10 +82,10 @@ class SlotEvaluation(PlainEvaluation):
         names = tuple(whole.name_of(index) for index in range(len(whole)))
         return replace(workload, val_samples=whole, val_names=names)
 
-    def classes(self) -> tuple[dict[str, Cell], ...]:
+    def score_classes(self) -> tuple[dict[str, Cell], ...]:
         return tuple({"slot": str(k), "share of pixels": share} for k, share in enumerate(self.metrics.shares()))
 
-    def draw(self, folder: Path, look: LookAt) -> list[Path]:
+    def draw_pictures(self, folder: Path, look: LookAt) -> list[Path]:
         """Write a sheet and a gif of each chosen clip."""
         written = []
         for kind, index in self._chosen():

@@ -53,7 +53,7 @@ UNUSED = {
 }
 
 
-def claim(document: Mapping[str, Any], name: str) -> Foreign | None:
+def translate_config(document: Mapping[str, Any], name: str) -> Foreign | None:
     """Translate a SlotContrast config, alone or with STEVE's half; return None for any other file."""
     model = document.get("model")
     if not isinstance(model, Mapping) or not {"grouper", "decoder", "encoder"} <= model.keys():

@@ -21,7 +21,7 @@ from halfstep.errors import CheckpointError, DataError, format_count
 from halfstep.report.progress import Bar
 from halfstep.report.results import Answer, Failure
 from halfstep.workloads.base.kind import Store
-from halfstep.workloads.base.using import Input, Trained, Wishes, describe_failure
+from halfstep.workloads.base.using import Input, PredictRequest, TrainedModel, describe_failure
 from halfstep.workloads.base.workload import Forward, FrozenPart, Prepare
 from halfstep.workloads.slots.build import build_backbone, build_model, make_forward, make_prepare
 from halfstep.workloads.slots.config import SlotContrastConfig, SteveConfig, WordsConfig
@@ -59,20 +59,22 @@ class SlotPredictor:
         self.model = build_model(config, backbone.module)
         self._forward, self._prepare = make_forward(backbone.module), make_prepare(config)
 
-    def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
+    def answer_all(
+        self, inputs: list[Input], trained: TrainedModel, request: PredictRequest, bar: Bar
+    ) -> Iterator[Answer | Failure]:
         """Yield one answer per source: a folder of frames, a file, or a tar of several videos."""
-        assert wishes.out is not None
+        assert request.out is not None
         inputs = [item for item in inputs if not is_mask(item.path)] or inputs
         videos = [list(items) for _, items in groupby(inputs, key=_find_source)]
         bar.total = len(videos)
         for items in videos:
             try:
-                found = [self._written(name, frames, trained, wishes.out) for name, frames in _read_videos(items)]
+                found = [self._written(name, frames, trained, request.out) for name, frames in _read_videos(items)]
                 yield _make_answer(_find_source(items[0]), found)
             except DataError as error:
                 yield describe_failure(replace(items[0], path=_find_source(items[0])), error)
 
-    def _written(self, name: Path, frames: Array, trained: Trained, out: Path) -> tuple[Path, list[float]]:
+    def _written(self, name: Path, frames: Array, trained: TrainedModel, out: Path) -> tuple[Path, list[float]]:
         box = compute_crop_box((frames.shape[1], frames.shape[2]), choose_steady_crop(self.config.data.crop), ())
         frames = np.array(frames[(slice(None), *box)])
         slots = self._slots(torch.from_numpy(frames).movedim(-1, 1), trained)
@@ -89,7 +91,7 @@ class SlotPredictor:
         counts = np.bincount(slots.ravel(), minlength=self.config.model.slots)
         return place, [float(share) for share in counts / counts.sum()]
 
-    def _slots(self, video: Tensor, trained: Trained) -> Array:
+    def _slots(self, video: Tensor, trained: TrainedModel) -> Array:
         batch = {"video": video.unsqueeze(0).to(trained.device)}
         with torch.no_grad():
             prepared = self._prepare(batch, key=(0,), training=False)

@@ -159,7 +159,7 @@ def add_words(plain: Workload, config: WordsConfig) -> Workload:
         )
 
     def loss(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor | float]:
-        total, weight = plain.weighed_loss(outputs, batch)
+        total, weight = plain.compute_loss(outputs, batch)
         pixels = batch["video"][0, 0].numel() if m.dvae_loss == "mean" else 1
         total = total + m.dvae_weight / pixels * outputs["mse"]
         if "cross_entropy" in outputs:

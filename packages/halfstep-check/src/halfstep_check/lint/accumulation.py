@@ -44,12 +44,23 @@ def find_undivided_windows(amp: Amp) -> Iterator[Finding]:
             steps = [*(event.node for event in chain), window.backward.node]
             divided = any(divides(amp, node, window) for node in steps) or any(map(rescales_gradients, trace.events))
             divided = divided or divides_itself(amp, window.backward)
+            divided = divided or any(is_cleared_when_due(trace, window, e) for e in trace.calls("zero_grad"))
             if chain and not divided and not hands_over_length(trace, window) and not divided_elsewhere(amp, window):
                 message = f"the loss is not divided by {window.length}: the gradient is that many times too large"
                 fix = f"loss = loss / {window.length} before backward"
                 yield amp.script.finding("accumulation-not-divided", window.backward.node, message, fix=fix)
             if window.test:
                 yield from dropped_tail(amp, trace, window)
+
+
+def is_cleared_when_due(trace: Trace, window: Window, clear: Event) -> bool:
+    """Whether zero_grad() runs under the step's own condition and before backward: the window's sum is thrown away.
+
+    A function that is called twice is walked twice: a zero_grad() after a step belongs to the earlier call.
+    """
+    due = (window.test, True) in clear.conditions and clear.index < window.backward.index
+    same = [e for e in trace.calls("step") if last(e.optimizer) == last(window.step.optimizer)]
+    return due and not any(e.index < clear.index for e in same)
 
 
 def divides_itself(amp: Amp, backward: Event) -> bool:
@@ -275,12 +286,13 @@ def dropped_tail(amp: Amp, trace: Trace, window: Window) -> Iterator[Finding]:
         return
     outer = window.step.loops[:-1]
     inside = [e.index for e in trace.events if e.loops[: len(window.step.loops)] == window.step.loops]
-    cleared = any(e.loops == outer and e.index < inside[0] and not e.conditions for e in trace.calls("zero_grad"))
+    before = [e for e in trace.calls("zero_grad") if e.loops == outer and e.index < inside[0]]
+    cleared = any(not e.conditions for e in before)
     restarts = counts_from_zero(amp, window) and any(e.loops == window.step.loops for e in trace.calls("zero_grad"))
     stepped = any(e.index > inside[-1] for e in trace.calls("step") if e.loops[: len(outer)] == outer)
     if (cleared or restarts) and not stepped:
         message = "batches after the last full window are computed and then dropped"
-        if not cleared:
+        if not any(e.conditions <= window.step.conditions for e in before):
             message = (
                 "the epoch ends within a window: its gradients leak into the next epoch's first step, the last are lost"
             )

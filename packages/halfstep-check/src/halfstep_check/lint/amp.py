@@ -10,7 +10,17 @@ from functools import cached_property
 
 from halfstep_check.lint.flow import MAX_INLINED, Event, Trace
 from halfstep_check.lint.regions import Region, switch
-from halfstep_check.lint.script import SCALERS, Function, Script, dotted_name, keyword, last, methods_of
+from halfstep_check.lint.script import (
+    SCALERS,
+    Function,
+    Script,
+    argument,
+    dotted_name,
+    keyword,
+    last,
+    methods_of,
+    read_number,
+)
 
 FRAMEWORKS = (
     "accelerator",
@@ -131,6 +141,16 @@ class Amp:
         """Names handed to calls that are not followed; what happens there is not known."""
         followed = {event for trace in self.traces for event in trace.events}
         return {argument for event in followed for argument in passed(event) if argument}
+
+    def initial_scale(self, key: str) -> str:
+        """Return the scale a GradScaler starts at, as a number or as the script writes it; 65536 by default."""
+        for made in (made for made in self.scalers if same_object(made.key, key)):
+            # torch.amp's takes the device first, torch.cuda.amp's the scale.
+            position = 0 if self.script.name_of(made.call.func).startswith(("torch.cuda.", "torch.cpu.")) else 1
+            if (given := argument(made.call, position, "init_scale")) is not None:
+                value = read_number(self.script.constant(given))
+                return f"{value:.12g}" if value is not None else ast.unparse(given)
+        return "65536"
 
     def is_disabled(self, key: str) -> bool:
         """Whether a scaler is off wherever it is made; one that is off on the CPU alone is not."""

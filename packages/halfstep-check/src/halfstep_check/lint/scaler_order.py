@@ -167,7 +167,8 @@ def bypassed_scaler(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Fin
         if by_hand or unscaled and looks_for_inf(amp, step, between):
             continue
         if not any(same_object(optimizer, other) for other in through):
-            message = f"{optimizer}.step() on gradients that are still scaled: steps 65536 times too long at first"
+            scale = amp.initial_scale(backward.scaled_by)
+            message = f"{optimizer}.step() on gradients that are still scaled: steps {scale} times too long at first"
             if unscaled:
                 message = f"{optimizer}.step() steps on inf too: after unscale_() only the scaler's step() skips it"
             fix = f"{last(backward.scaled_by)}.step({optimizer}), then {last(backward.scaled_by)}.update()"

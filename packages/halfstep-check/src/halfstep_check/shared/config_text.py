@@ -24,6 +24,7 @@ class NodeLoader(yaml.SafeLoader):
 
 
 def compose_node(text: str, name: str) -> yaml.Node | None:
+    """Parse a text into PyYAML's nodes; an error names line and column."""
     try:
         node: yaml.Node | None = yaml.compose(text, Loader=NodeLoader)
         return node
