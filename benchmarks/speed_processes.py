@@ -134,4 +134,4 @@ def first_step(runner: Runner, device: torch.device) -> tuple[float, str]:
         seconds.append(time.perf_counter() - began)
 
     runner.train(1, after_step)
-    return seconds[0], watch.found()
+    return seconds[0], watch.get_state()

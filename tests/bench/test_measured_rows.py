@@ -279,14 +279,14 @@ def test_a_start_knows_whether_the_compilers_cache_was_filled() -> None:
     def start() -> str:
         watch = CacheWatch()
         torch.compile(lambda x: x @ x)(torch.ones(8, 8))  # a library's kernel: no C++ compiler is called
-        found = watch.found()
+        found = watch.get_state()
         torch.compiler.reset()
         clear_caches()
         return found
 
     with fresh_cache():
         assert [start(), start()] == ["cold", "warm"]
-    assert CacheWatch().found() == ""
+    assert CacheWatch().get_state() == ""
 
 
 def test_rows_begin_without_kernels_of_our_own_that_were_loaded_before(monkeypatch: pytest.MonkeyPatch) -> None:

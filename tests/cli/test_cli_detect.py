@@ -169,7 +169,7 @@ def test_tables_fit_eighty_columns(capsys: pytest.CaptureFixture[str], monkeypat
         (("--gpu", "v1000"), "unknown GPU 'v1000'", "V100"),
         (("--device", "cuda:7"), "no device 'cuda:7' on this machine", "cpu"),
         (("--gpu", "v100", "--device", "cpu"), "--gpu v100 cannot be combined with", "--gpu alone"),
-        (("v100", "--gpu", "t4"), "'v100' and --gpu t4 disagree", "name one"),
+        (("v100", "--gpu", "t4"), "'v100' and --gpu t4 disagree", "keep one of them"),
         (("v1000",), "unknown GPU 'v1000'", "halfstep detect --gpu list"),
     ],
 )

@@ -270,7 +270,7 @@ def test_a_person_at_a_terminal_is_led_to_a_config(place: Path, capsys: Capture)
         person.expect("does not exist")
         person.expect("> ")
         person.type("\n")
-        grid = person.expect("What matters most?").split("look at: ")[1].split("\n")[0]
+        grid = person.expect("What matters most?").split("few samples: ")[1].split("\n")[0]
         assert Path(grid).read_bytes().startswith(b"\x89PNG")
         person.expect("> ")
         person.type("stable\n")

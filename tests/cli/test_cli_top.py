@@ -68,7 +68,7 @@ def test_records_that_no_run_writes_are_an_error(tmp_path: Path, capsys: pytest.
     (tmp_path / "metrics.jsonl").write_text(f"{line}\n")
     code, said = look(capsys, str(tmp_path), "--once")
     assert code == 2
-    assert "is not a record" in said or "are not what a run writes" in said
+    assert "is not a record" in said or "are not those of a run" in said
 
 
 def test_a_run_without_records_and_a_folder_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,7 +99,7 @@ def test_a_run_is_running_while_its_process_lives_and_stopped_afterwards(
         run.kill()
     assert is_over(read_run(tmp_path)), "a live look leaves it"
     state = json.loads(look(capsys, str(tmp_path), "--json")[1])["state"]
-    assert "before its first checkpoint, its process is gone" in state
+    assert "before its first checkpoint: its process has ended" in state
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     assert f"train --resume {tmp_path}" in json.loads(look(capsys, str(tmp_path), "--json")[1])["state"]
     (tmp_path / "report").mkdir()

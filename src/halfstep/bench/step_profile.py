@@ -16,7 +16,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from halfstep.bench.problem import Runner
-from halfstep.errors import ConfigError, HardwareError, format_count
+from halfstep.errors import ConfigError, HardwareError
 from halfstep.hardware.clock import Stopwatch
 
 LEAST_STEPS = 3
@@ -88,7 +88,7 @@ def refuse_too_few(steps: int) -> None:
     """Raise ConfigError for too few steps."""
     if steps < LEAST_STEPS:
         raise ConfigError(
-            f"{format_count(steps, 'step')} are too few to profile",
+            f"--steps {steps} is too few for --explain",
             why="the time of single steps varies too much",
             fix=f"--steps {LEAST_STEPS} or more",
         )

@@ -115,6 +115,7 @@ def _build_request(context: typer.Context, how: dict[str, Any]) -> CompareReques
     target, overrides, more_rows = _split_arguments(given["arguments"] or [])
     flags = {path: given[name] for name, path in SETTINGS.items()}
     flags["data.dir"] = given["data_dir"] and _make_absolute(given["data_dir"])
+    # An unset switch stays open: a row's format may then be simulated.
     flags |= {f"precision.{name}": "true" if given[name] else None for name in ("strict", "simulate")}
     return CompareRequest(
         target=target,
@@ -151,6 +152,7 @@ def _run(folder: Path, comparison: Comparison) -> None:
 
     from halfstep.use.compare import run_comparison
 
+    # Progress goes to stderr, so that stdout has only the result.
     screen, again = Console(stderr=True), suggest_command("compare", "--resume", folder)
     screen.print(f"if interrupted, continue with: {again}", style="dim", soft_wrap=True)
     try:

@@ -104,6 +104,7 @@ def probe_devices(name: str, *, look_only: bool, fresh: bool) -> tuple[Hardware,
     from rich.console import Console
 
     progress = Console(stderr=True)
+    # Importing torch and probing take seconds.
     with progress.status("looking for devices"):
         from halfstep.hardware.probe import probe, probe_all
 

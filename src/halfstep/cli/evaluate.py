@@ -57,6 +57,7 @@ def command(
         device=device,
         precision=precision,
         batch_size=batch_size,
+        # The options of the run's workload, which RunCommand removed from the arguments.
         options=context.obj,
         out=out,
         trust=trust,

@@ -303,6 +303,7 @@ def _find_same_option(setting: str, options: Sequence[Any]) -> str:
     """Return the option for a setting, such as `--lr` for `learning_rate`; empty if there is none."""
     from halfstep.config.aliases import KEY_ALIASES
 
+    # Flags are aliases of settings too, so both lead to one path.
     paths = {key: alias.path for key, alias in KEY_ALIASES.items()}
     path = paths.get(setting, setting)
     return next((option.opts[0] for option in options if paths.get(option.name) == path), "")
@@ -329,6 +330,7 @@ def find_occurrences(arguments: Sequence[str], parameter: Any) -> Iterator[str]:
     for index, argument in enumerate(arguments[:stop]):
         name, equals, _ = argument.partition("=")
         if name in names:
+            # `--lr 0.1` is two arguments, `--lr=0.1` and `--strict` one.
             has_value = not getattr(parameter, "is_flag", False) and not equals and index + 1 < stop
             yield f"{argument} {arguments[index + 1]}" if has_value else argument
 
@@ -352,6 +354,7 @@ class OnceCommand(TyperCommand):
 
 def refuse_conflict(given: Sequence[str]) -> None:
     """Raise ConfigError if one flag was given two values."""
+    # The same value twice is harmless.
     different = list(dict.fromkeys(text.replace("=", " ", 1) for text in given))
     if len(different) > 1:
         raise ConfigError(" and ".join(f"`{text}`" for text in different) + " disagree", fix="keep one of them")
@@ -424,6 +427,7 @@ def extract_options(args: Sequence[str], known: dict[str, Option]) -> tuple[list
                 if equals:
                     raise ConfigError(f"{argument}: {flag} takes no value", fix=flag)
                 value = "yes"
+            # Takes the next argument as the value.
             elif not equals and (value := next(arguments, "")) == "":
                 raise ConfigError(f"{flag} needs a value", fix=f"{flag} {option.type.__name__.upper()}")
             values[option.name] = True if option.type is bool else value

@@ -165,6 +165,7 @@ def load_config(
 
         folder = RunFolder.open(str(resume))
         stored = load(str(folder.config))
+        # Naming the workload again is allowed, another one is not.
         if target and target != (workload := stored.config.workload):
             raise ConfigError(f"--resume {resume} is a {workload} run, not {target}", fix=f"leave {target} out")
         # Loaded twice: with and without the changes, to find out which settings the user asks for.
@@ -258,6 +259,7 @@ def stop_after(timeout: str | None) -> Iterator[None]:
         yield
         return
     timer = threading.Timer(parse_timeout(timeout), _stop, (timeout,))
+    # Must not keep the process alive after the run.
     timer.daemon = True
     timer.start()
     try:
@@ -288,6 +290,7 @@ def parse_gpus(gpus: str) -> tuple[int, str]:
     if gpus.isdecimal() and int(gpus) > 0:
         return int(gpus), ""
     names = [name.strip() for name in gpus.split(",") if name.strip()]
+    # `3,` with a comma is device 3; `3` alone is a count.
     if "," in gpus and names and all(name.isdecimal() for name in names) and len(set(names)) == len(names):
         return len(names), ",".join(names)
     raise ConfigError(f"--gpus {gpus} is neither a count nor a list of GPUs", fix="write --gpus 2, or --gpus 0,1")
@@ -304,6 +307,7 @@ def start_on_gpus(gpus: str, device: str, variables: MutableMapping[str, str]) -
         )
     if device.startswith("cuda:"):
         raise ConfigError(f"--gpus {gpus} and device {device} cannot be combined", fix="keep one of them")
+    # Set before torch initialises CUDA.
     if visible:
         variables["CUDA_VISIBLE_DEVICES"] = visible
     if device != "cpu":

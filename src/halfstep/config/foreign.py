@@ -133,6 +133,7 @@ def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict
         *parents, name = statement.path.split(".")
         section = changed
         for parent in parents:
+            # Exists: only overrides inside sections of the file get here.
             section = section[parent]
         section[name] = statement.value
     return changed

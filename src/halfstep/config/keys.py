@@ -61,6 +61,7 @@ def find_full_path(statement: Statement, schema: type[Section]) -> Statement | N
         return replace(statement, path=path)
     if path in list_sections(schema) and is_empty(statement.value):
         return None
+    # Some workloads lack the setting that an alias names.
     alias = KEY_ALIASES.get(path)
     if alias is not None and alias.path in list_fields(schema):
         return replace(statement, path=alias.path, value=alias.convert(statement.value))
@@ -133,6 +134,7 @@ def make_config_error(
     """Make one error for all wrong settings, one line each."""
     details: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors():
+        # A union such as `auto` or a number gives one detail per member.
         details.setdefault(find_setting(detail["loc"], statements, schema), []).append(detail)
     complaints = {path: describe_complaint(details[path]) for path in details}
     lines = [f"{describe_setting(path, statements, complaints[path])}: {complaints[path]}" for path in details]

@@ -123,6 +123,7 @@ def resolve(statements: Sequence[Statement], kinds: Schemas, *, is_whole: bool =
     workload = find_strongest("workload", statements)
     if workload is None or is_empty(workload.value):
         raise ConfigError("no workload is named", fix="add `workload: unet` to the file")
+    # Each family has its own schema, so the workload must be known before any key is checked.
     schema = find_schema(str(workload.value), kinds, str(workload.origin))
     statements = [*make_preset_statements(find_strongest("preset", statements), schema), *statements]
     settings = [setting for statement in statements if (setting := find_full_path(statement, schema))]
@@ -184,6 +185,7 @@ def translate_globals(settings: Sequence[Statement], used: set[str]) -> list[Sta
 
 
 def make_preset_statements(chosen: Statement | None, schema: type[RunConfig]) -> list[Statement]:
+    # `preset: null` in an override switches the file's preset off.
     name = convert_for_field(chosen.value, str | None) if chosen else None
     if chosen is None or name is None:
         return []

@@ -74,6 +74,7 @@ def read_layer(statements: Sequence[Statement], below: Stated) -> Stated:
     value, notes = read_together(parts, below)
     if not value:
         return replace(below, notes=notes) if notes else below
+    # Remembered for a stronger layer that only switches mixed precision on.
     kind = parts.type or (parts.name if parts.name in MIXED else "") or below.type
     return Stated(value=value, type=kind, origin=join_origins(statements), notes=notes)
 
@@ -144,6 +145,7 @@ def read_together(parts: PrecisionKeys, below: Stated) -> tuple[str, tuple[str, 
         return ("tf32" if parts.optimizations else "fp32"), ()
     if parts.type:
         return read_type_alone(parts, below)
+    # `fp16: false` alone: fp32, unless a weaker layer chose another format.
     if parts.excluded and below.value in {"", *parts.excluded}:
         return "fp32", ()
     if parts.optimizations and below.value == "fp32":

@@ -149,6 +149,7 @@ def compute_function(name: str, arguments: str, at: str) -> Any:
         if name == "eval":
             return check_bounds(evaluate_text(unquote(parts[0]), [parse_scalar(part) for part in parts[1:]], at), at)
         if name == "config_prop":
+            # SlotContrast's resolver for backbone sizes; a missing key is reported below.
             return PROPERTIES[parts[0]][parts[1]][parts[2]]
         if name not in RESOLVERS:
             known = ", ".join((*RESOLVERS, "eval", "config_prop"))
@@ -166,6 +167,7 @@ def check_numbers(values: Sequence[Any], at: str) -> list[Number]:
 
 
 def check_bounds(value: Any, at: str) -> Number:
+    # bool is an int in Python; NaN fails the comparison.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:
         raise ConfigError(
             f"{at} gives {str(value)[:20]}",

@@ -450,6 +450,7 @@ class RunConfig(Section):
                 # pydantic reads defaults from here when the model is rebuilt below.
                 made.model_fields[setting].default = value
             made.model_rebuild(force=True)
+            # Worker processes unpickle the class by this name.
             setattr(cls, f"_{section}", made)
             field.annotation, field.default = made, made()
         cls.model_rebuild(force=True)

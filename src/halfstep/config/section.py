@@ -109,6 +109,7 @@ class Section(BaseModel):
         kinds = list_types(field.annotation)
         # Fields with a BeforeValidator (OffCount, OffNumber, Workers) read false as 0.
         means_off = value is False and any(isinstance(item, BeforeValidator) for item in field.metadata)
+        # bool is a subclass of int, so pydantic would read true as 1.
         if isinstance(value, bool) and not means_off and bool not in kinds and kinds & {int, float}:
             raise ValueError("expected a number, not true or false")
         return value

@@ -106,6 +106,7 @@ def parse_override(override: str) -> list[Statement]:
         elif override.lower().endswith((".yaml", ".yml")):
             fix = f"--config-overrides-file {override}; or name it instead of the workload, with `workload: NAME` in it"
         raise ConfigError(f"{override!r} is not an override", fix=fix)
+    # `${...}` and spaces in a key are mistakes of quoting.
     if not KEY.fullmatch(key):
         raise ConfigError(f"{override!r}: {key!r} is not a key", fix="write key=value, such as train.epochs=3")
     origin = Origin(layer="override", where=override, key=key)

@@ -166,6 +166,7 @@ class Walk:
         """Count a node and refuse cycles, sizes beyond the bounds, and tags."""
         self.visited += 1
         line = node.start_mark.line + 1
+        # A node that is its own ancestor would expand forever.
         if node in self.ancestors:
             raise ConfigError(f"{self.name}:{line}: an anchor contains itself", fix="remove the alias inside it")
         if self.visited > MAX_NODES or len(self.ancestors) >= MAX_DEPTH:

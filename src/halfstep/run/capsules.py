@@ -106,6 +106,7 @@ def load_window(parts: Assembly, reading: Reading) -> list[dict[str, Tensor]] | 
     is_whole = parts.world is None or not reading.faulty_ranks
     part = (0, 1) if parts.world is None or is_whole else (parts.world.rank, parts.world.size)
     samples, seed = parts.workload.train_samples, train.seed
+    # Samples depend only on seed, epoch and index, so the batch can be loaded again.
     loader = Loader(samples, batch_size=train.batch_size, seed=seed, shuffle=True, part=part)
     return list(itertools.islice(loader.epoch(reading.epoch, reading.window * accumulate), accumulate))
 
@@ -143,6 +144,7 @@ def build_capsule_subject(capsule: Capsule, device: str | None, *, trust: bool =
     config = load_stored(capsule.config, capsule.about["code"], trust=trust).config
     workload = build_workload(config, dict(capsule.about["store"]))
     stored = capsule.about["frozen"]
+    # The frozen modules of the run, not newly initialised ones.
     workload = replace(workload, frozen=match_stored(workload.frozen, stored, capsule.path.parent.parent))
     frozen = {name: capsules.copy_state(part.module) for name, part in workload.frozen.items()}
     plan = choose_replay_plan(capsule, config, workload, device)

@@ -160,6 +160,7 @@ class Checkpoints:
         others = [path for path in self.list_all() if path not in kept]
         # The second checkpoint of a step holds all of the first, and more (the validation at its end).
         same_step = [path for path in others if _parse_name(path)[0] == _parse_name(newest)[0]]
+        # `newest` is one of the kept ones, so one fewer of the others stays.
         surplus = others[: max(len(others) - self.keep + 1, 0)] if self.keep else []
         for path in {*same_step, *surplus}:
             shutil.rmtree(path, ignore_errors=True)
@@ -232,6 +233,7 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
 def _fingerprint(path: Path) -> dict[str, int]:
     size = checksum = 0
     with path.open("rb") as file:
+        # In chunks: a checkpoint may be larger than the free memory.
         while piece := file.read(CHUNK_BYTES):
             size, checksum = size + len(piece), zlib.crc32(piece, checksum)
     return {"bytes": size, "crc32": checksum}

@@ -75,6 +75,7 @@ def refuse_only_skips(loop: Loop, start: Progress) -> None:
     if num_steps == 0 or is_trained or last is None or not last.is_bad:
         return
     scaler = loop.parts.step.scaler
+    # Only gradients overflowed and the scale can still fall: fp16 was still searching for it.
     is_search = last.reason.startswith("gradient norm") and float(scaler.value) > scaler.options.min_scale
     raise TrainingStopped(
         f"nothing was trained: all steps were skipped ({num_steps} of {num_steps}, the last one: {last.reason})",

@@ -103,6 +103,7 @@ class Engine:
         self._sizes: tuple[int, ...] = ()
         self._in_a_row = 0
         self._num_drops = 0
+        # Some optimizers let the host decide about each commit, which a graph cannot wait for.
         if mode == "graph" and (reason := parts.step.why_never_captured()):
             self._stay_uncaptured(reason)
 
@@ -158,6 +159,7 @@ class Engine:
 
     def follow(self, reading: Reading) -> None:
         """Follow a rank that could not compile or capture, from the same step on."""
+        # All ranks read the same facts, so all change the mode at the same step.
         if reading.fell_to and FROM_FASTEST.index(reading.fell_to) > FROM_FASTEST.index(self.mode):
             ranks = ", ".join(map(str, reading.fallen_ranks))
             self.mode = reading.fell_to
@@ -197,7 +199,9 @@ class Engine:
             region = self.parts.region if self._runs_compiled(batch) else self.parts.eager
             with allow_chains(on=self.mode == "graph"), self._share_samples(len(outputs)):
                 value, weight, found = region(batch)
+            # The outputs are counted after the step; without detach they would keep the graph of autograd.
             outputs.append(tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, found))
+            # A weight of 0 removes the samples of an idle rank from the mean.
             return value, 0 if isinstance(batch, Idle) else weight
 
         return loss
@@ -249,6 +253,7 @@ class Engine:
         if known is not None:
             del self.graphs[shape]
             self._in_a_row = 1  # a loaded state may lack optimizer state, which must exist before capturing
+        # DDP rearranges its buckets during the first steps, which a capture would freeze.
         is_warm = self.guarded.ranks is None or self.guarded.ranks.can_be_captured
         is_ready = is_warm and self._in_a_row > UNCAPTURED and self._has_code(window)
         return self._capture(shape, window) if is_ready else None
@@ -258,6 +263,7 @@ class Engine:
 
     def _capture(self, shape: Shape, window: list[Batch]) -> CapturedWindow | None:
         """Capture the step for this shape; after a failure stop capturing."""
+        # shape[0] identifies the engine: phases share the dict but not the limit.
         if sum(shape[0] == other[0] for other in self.graphs) >= MOST_GRAPHS:
             self._stay_uncaptured(f"windows come in more than {MOST_GRAPHS} shapes")
             return None
@@ -489,6 +495,7 @@ def _copy_model(model: nn.Module) -> nn.Module:
     except Exception as error:  # a user's model may hold anything
         raise CannotRun(f"{type(model).__name__} cannot be copied for a trial ({summarise_error(error)})") from error
     for module in copied.modules():
+        # deepcopy copies modules and tensors, but functions stay the same object.
         functions = {key: held for key, held in vars(module).items() if isinstance(held, FunctionType)}
         vars(module).update({key: _rebind_to_copies(held, made) for key, held in functions.items() if held.__closure__})
     return copied

@@ -63,6 +63,7 @@ def compute_checksum(module: nn.Module) -> str:
     for name, tensor in sorted(module.state_dict().items()):
         plain = tensor.detach().cpu().contiguous()
         found.update(f"{name} {tuple(plain.shape)} {plain.dtype}\n".encode())
+        # Bytes, not values: NaN differs from itself, and -0.0 equals 0.0.
         found.update(memoryview(plain.view(-1).view(torch.uint8).numpy()))
     return found.hexdigest()
 
@@ -80,6 +81,7 @@ def match_stored(parts: Parts, stored: Stored, folder: Path) -> dict[str, Frozen
         )
     found = {}
     for name, part in parts.items():
+        # Made by the run, so the only copy is in its folder.
         if not part.source and not stored[name]["source"]:
             _load_(name, part.module, folder)
         now = compute_checksum(part.module)

@@ -107,6 +107,7 @@ def _listen_for_wakeups(found: Interrupts) -> Iterator[None]:
     """Start the thread that reads the wakeup file, and stop it afterwards."""
     _keep_children_silent()
     ear, mouth = socket.socketpair()
+    # The interpreter must never block in a signal handler.
     mouth.setblocking(False)
     thread = threading.Thread(target=found._listen, args=(ear,), name="halfstep-signals", daemon=True)
     thread.start()

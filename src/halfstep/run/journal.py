@@ -249,6 +249,7 @@ class Journal:
     def _log(self, record: Mapping[str, object]) -> None:
         self.report.log(record)
         self.num_records += 1
+        # A checkpoint stores count and checksum, to notice an edited file when the run is resumed.
         self.records_crc32 = zlib.crc32(encode(record), self.records_crc32)
 
     # --- phases ---
@@ -274,6 +275,7 @@ class Journal:
         self, epoch: int, attempted: int, train: Mapping[str, float], val: Mapping[str, float], *, is_best: bool
     ) -> None:
         """Print and record training next to validation, and start the mean losses of the next epoch."""
+        # The first phase represents the run.
         mean_loss = next(iter(self.seen.values())).mean_loss
         rows = [("loss", f"{mean_loss:.4f}", f"{val['loss']:.4f}")]
         names = [name for name in val if name != "loss" and "/" not in name]

@@ -150,6 +150,7 @@ class Loop:
         windows = parts.step.windows(feed)
         self._pause()  # what was due when the run was stopped
         while not self.is_over and (left := len(parts.train_loader) - self.position.batch) > 0:
+            # The bar shows only the steps that max_steps leaves.
             steps_left = parts.config.train.max_steps - parts.step.attempted
             num_windows = -(-left // parts.step.accumulate)
             self._train_until_pause(windows, feed, min(num_windows, steps_left) if steps_left > 0 else num_windows)
@@ -170,6 +171,7 @@ class Loop:
                 waiting = Waiting(trained_s=clock.elapsed_s, waited_s=feed.waited_s - waited_s)
                 self._count_start(waiting)
                 self._finish_step(samples, waiting)
+                # Leave the bar: validation and samples have their own output.
                 if self.is_over or self._samples_are_due() or self._validation_is_due():
                     break
         self.waiting.add(clock.elapsed_s, feed.waited_s - waited_s)
@@ -200,6 +202,7 @@ class Loop:
             self.held.keep(parts.step.attempted, window, position, self.train_metrics)
         with parts.recorder.watch(window) if parts.recorder is not None else nullcontext():
             facts = self.engine(window, parts.train_loader.sizes(position.batch, len(window)))
+        # A capsule loads the window of a fault again by these numbers.
         facts.epoch, facts.window = position.epoch, position.batch // parts.step.accumulate
         return facts
 
@@ -208,6 +211,7 @@ class Loop:
         assert self.held is not None
         self.held.release()
         windows = [self.held.find(facts.attempted) for facts in held]
+        # Go back to the state before the first held step; the metrics have counted its outputs already.
         if windows:
             self.parts.step.attempted, self.train_metrics = held[0].attempted, windows[0].metrics
         made = []
@@ -224,6 +228,7 @@ class Loop:
         self.journal.record_step(attempted, self.throughput.compute_rate(), waiting)
         if attempted % self.journal.report_every == 0:
             self.show_rank_warnings()
+        # Run the steps that a fault holds back first: the snapshot must include their commits.
         if parts.snapshots is not None and parts.snapshots.is_due(attempted):
             parts.guard.release_held()
             parts.snapshots.take(parts.model, parts.step)
@@ -429,6 +434,7 @@ class Loop:
         self.position = Position(**state["position"])
         self.engine.restore(state, is_same=not changes.are_binding)
         self.validated_at, self.sampled_at = int(state["validated_at"]), int(state["sampled_at"])
+        # The stored metrics are sums over all ranks: only one rank may add them again.
         if self.parts.world is None or self.parts.world.is_first:
             self.train_metrics.load_state_dict(state["train_metrics"])
         self.journal.load_state_dict(state["journal"])

@@ -57,6 +57,7 @@ def connect_ranks(
             return found
 
     own = [p for p in model.parameters() if p.requires_grad] if trained is None else trained
+    # DDP looks at requires_grad when it wraps: it must not wait for gradients of other phases.
     with freeze_others(model, own):
         wrapped = wrap_regions(
             model,
@@ -101,6 +102,7 @@ def describe_rank_effects(config: RunConfig, workload: Workload, model: nn.Modul
         return []
     notes = [f"over the samples of one rank, not of the whole batch: {what}" for what in workload.by_batch]
     each = world.count_rows(config.train.batch_size, world.size - 1)
+    # Below 16 samples BatchNorm's statistics are noisy (Wu and He 2018).
     has_norm = any(type(m).__name__.startswith("BatchNorm") for m in model.modules())
     if has_norm and each < 16 and not config.train.sync_batch_norm:
         notes += [

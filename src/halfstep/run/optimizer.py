@@ -88,6 +88,7 @@ def build_optimizer(
     own_groups: list[dict[str, Any]] = []
     schedules: list[Schedule] = []
     for group, names in _split_by_group(model, groups, parts):
+        # A group without trained parameters would make an empty parameter group.
         if groups and not names:
             continue
         own = _apply_group(config, group)
@@ -97,6 +98,7 @@ def build_optimizer(
         schedules += [build_schedule(_make_schedule_options(own, length))] * len(made)
     half = {"rounding": config.precision.rounding, "seed": config.train.seed}
     optimizer = make_optimizer(setting, o.name, own_groups, lr=peak_lr, options=o.collect_options(), **half)  # type: ignore[arg-type]
+    # Without groups all parameter groups (with and without weight decay) share one schedule.
     return optimizer, schedules if groups else schedules[:1]
 
 
@@ -119,6 +121,7 @@ def _split_by_group(
 def refuse_unknown(part: str, model: nn.Module, who: str) -> None:
     """Refuse a part that holds no parameter of the model."""
     if not any(is_within(name, (part,)) for name, _ in model.named_parameters()):
+        # Suggest modules only; a list of all parameters would be too long.
         known = [name for name, _ in model.named_modules() if name]
         raise ConfigError(f"{who} {part!r}, which is not a module of the model", fix=suggest_nearest(part, known))
 

@@ -101,6 +101,7 @@ def show_summary(
 def _list_results(folder: RunFolder, loop: Loop) -> list[tuple[str, str]]:
     parts, best = loop.parts, loop.checkpoints.find_best()
     curves = [("curves", str(folder.report / "curves.png"))] if parts.config.log.curves else []
+    # Without validation data `evaluate` needs other data.
     held_out = () if len(parts.workload.val_samples) else ("--data", "DIR")
     closer = suggest_command("evaluate", folder.path, *held_out)
     return [("best checkpoint", str(best) if best else "none"), *curves, ("look closer", closer)]

@@ -81,6 +81,7 @@ def apply_decided(asked: Loaded, stored: Loaded, settled: Mapping[str, Sequence[
         if name in given.get(section, ()) and (not is_given(config, section, name) or given[section][name] in values):
             config = config.replace(**{section: {name: getattr(getattr(stored.config, section), name)}})
             taken.append(f"{path}.")
+    # The dot keeps `data.dir` from matching `data.directory`.
     own = tuple(taken)
     origins = {key: origin for key, origin in asked.origins.items() if not f"{key}.".startswith(own)}
     origins |= {key: origin for key, origin in stored.origins.items() if f"{key}.".startswith(own)}

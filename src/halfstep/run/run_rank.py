@@ -101,6 +101,7 @@ class AgreedTrials:
         try:
             plan = make(self._lead)
         except HalfstepError as error:
+            # The other ranks wait for a message: give them the same error.
             self.world.broadcast_from_first(partial(_raise, error))
             raise
         self._broadcast("done", plan.to_json())
@@ -116,6 +117,7 @@ class AgreedTrials:
                 trial = stack.enter_context(self.rehearse(config, self.workload, plan))
             except CannotRun as error:
                 own = _strip_frames(error)
+            # Raises on all ranks if the trial could not start on one of them.
             _take_slowest(self.world.gather(own))
             yield trial
 

@@ -77,6 +77,7 @@ def observe_ledgers(
         ledgers, islands = run_in_fresh_thread(work, parts.device) if parts.device.type == "cuda" else work()
         found += ledgers
         if phase in replayed:
+            # A replay shows kernels without modules; the uncaptured step has both.
             kernels = match_replay(replayed[phase], observe_uncaptured(own, prepared))
             found.append(
                 make_captured_ledger(
@@ -177,6 +178,7 @@ class RunLedger:
     def around(self, engine: AnyEngine) -> AbstractContextManager[object]:
         """Return the context of a step: it records a replay that is due to be observed."""
         self._replay = None
+        # Profile only the replay that will be observed: the profiler is slow.
         is_due = bool(engine.graphs) and self._is_due(CAPTURED, self.parts.step.attempted + 1)
         if not is_due:
             return nullcontext()

@@ -36,6 +36,7 @@ OTHER_MOMENTS = ("train.memory", "precision.", "device")
 def capture_state(parts: Assembly, own: Mapping[str, Any]) -> Checkpoint:
     """Return the whole state of a run as a checkpoint, with the loop's `own` state; waits for the device."""
     step = parts.step.state_dict()
+    # Stored in its own file, ema.safetensors.
     average: dict[str, Tensor] = step.pop("ema")
     state = {
         "step": step,
@@ -114,6 +115,7 @@ def _choose_average(parts: Assembly, checkpoint: Checkpoint, changes: Changes) -
 def _apply_changes(parts: Assembly, state: Mapping[str, Any], changes: Changes) -> tuple[dict[str, Any], list[str]]:
     """Return the step's stored state, with configured options instead of stored ones where they were changed."""
     fresh, merged = parts.step.state_dict(), dict(state)
+    # The precision changed to or from fp16: loss scaling starts or ends.
     if bool(state["scaler"]) != bool(fresh["scaler"]):
         merged["scaler"] = fresh["scaler"]
     if "phases" not in fresh:
@@ -141,7 +143,9 @@ def _apply_optimizer_changes(
         notes.append("the optimizer starts without state: the stored state belongs to the previous optimizer")
     elif changes.touch("optimizer.", "device"):  # another device has other fused variants
         pairs = zip(state["optimizers"], fresh["optimizers"], strict=True)
+        # Keep the moments, but use the new learning rate, betas and weight decay.
         merged["optimizers"] = [{**kept, "param_groups": new["param_groups"]} for kept, new in pairs]
+    # guard.spike_window changed: the history has another length.
     if len(state["spikes"]["ring"]) != len(fresh["spikes"]["ring"]):
         merged["spikes"] = fresh["spikes"]
     return merged, notes
@@ -256,6 +260,7 @@ def estimate_checkpoint_bytes(parts: Assembly) -> int:
     trained = sum(p.numel() for p in parts.model.parameters() if p.requires_grad)
     one = weights + average + round(trained * measure_state_bytes(parts.config, MemorySetting(**parts.plan.memory)))
     guard = parts.config.guard
+    # Enough snapshots to reach `margin` steps before a fault, which is seen LAG steps late.
     num_snapshots = math.ceil((guard.margin + LAG) / guard.snapshot_every) + 1 if parts.snapshots is not None else 0
     return one * (1 + num_snapshots)
 
@@ -281,6 +286,7 @@ def _count_kept(parts: Assembly) -> int:
     """Return how many checkpoints exist at once: the kept ones, the best, and the one being written."""
     train = parts.config.train
     steps_each = train.checkpoint_every or max(1, math.ceil(len(parts.train_loader) / train.accumulate))
+    # Each validation saves a checkpoint too.
     steps_each = min(steps_each, train.validate_every_steps or steps_each)
     written = math.ceil(parts.total_steps / steps_each)
     return min(written, train.checkpoints_total_limit + 2) if train.checkpoints_total_limit else written

@@ -141,6 +141,7 @@ def _start(loaded: Loaded, out: str | None, rank: RunRank) -> Path:
                 write_made_here(made, folder.path)
                 _write_settings(folder, loaded.config, plan, find_settled(asked, loaded.config))
             if rank.world is not None and not rank.world.is_first:
+                # Dropout must differ between ranks; rank 0 keeps the seed of a single-rank run.
                 seed_everything(derive_seed(loaded.config.train.seed, 0, rank.world.rank))
         except BaseException:  # including Ctrl-C: nothing was trained, so remove the folder
             if folder is not None and rank.writes:
@@ -220,9 +221,11 @@ class Resumed:
 def _resume(loaded: Loaded, folder: RunFolder, rank: RunRank, *, allow_changes: bool) -> Path:
     """Resume a run from its newest intact checkpoint; refuse changes that are not allowed before loading anything."""
     own, settled = load(str(folder.config)), folder.read_settled()
+    # What the run decided itself (from its data) is not a change of the user.
     loaded = apply_decided(loaded, own, settled.decided)
     kept = KINDS.of(own.config.workload).kept
     trained = recover_settings(settled.settings, own.config, folder.config, allow=allow_changes, kept=kept)
+    # Compare absolute paths: the run may be resumed from another folder.
     stored, asked = (make_paths_absolute(one) for one in (trained, loaded.config))
     changes = refuse_changes(stored, asked, allow=allow_changes, kept=kept)
     config, moved = find_moved_data(loaded.config, folder)
@@ -231,6 +234,7 @@ def _resume(loaded: Loaded, folder: RunFolder, rank: RunRank, *, allow_changes: 
         damaged: list[str] = []
         path = rank.run_on_first(lambda: _find_newest(folder, damaged))
         checkpoint = load_checkpoint(path)
+        # A finished run may still lack files that a kill prevented.
         if (finished := explain_finished(config, checkpoint.state)) and _is_tidy(config, folder, path, checkpoint):
             if rank.writes:
                 RunReport(folder.path).notice(f"{folder.path} is {finished}")
@@ -245,6 +249,7 @@ def _resume(loaded: Loaded, folder: RunFolder, rank: RunRank, *, allow_changes: 
         go_on = partial(_choose_plan, loaded.config, workload, folder, changes, rank)
         plan = rank.agree_on_plan(go_on, loaded.config, workload)
         if rank.writes:
+            # Remove records of steps after the checkpoint: they will be repeated.
             cut_back(folder.metrics, int(journal["num_records"]))
         parts = _assemble(loaded.config, workload, plan, rank)
         warnings = [*damaged, *moved, *other, *describe_changed_data(workload, folder), *check_disk(parts, folder)]
@@ -288,6 +293,7 @@ def _choose_plan(
         return _decide(config, workload, probe(rank.choose_device(config)), rank, rehearse)
     plan = folder.read_plan()
     refuse_missing_device(plan)
+    # Trials were measured for other settings: forget what they found and repeat them.
     if not changes.touch(*MEASURED_FOR):
         return plan
     plan = strip_tuning(plan, keeps_memory=not changes.touch("train.memory", "optimizer.name"))
@@ -310,6 +316,7 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
     writes = world is None or world.is_first
     report = _open_report(folder, config, world)
     journal = _open_journal(parts, report)
+    # Before the first step, so that a fault in it is recorded too.
     record_faults(parts, folder, journal.notice)
     with (
         ExitStack() as watch,
@@ -340,6 +347,7 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
             loop.run()
             loop.show_rank_warnings()
             monitor.stop()
+            # A run that trained nothing must not look like a success.
             refuse_only_skips(loop, start)
             if writes:
                 _draw_curves(config, folder, report)

@@ -80,6 +80,7 @@ def validate(
                 for part in split_window([prepared], pieces):
                     outputs = workload.forward(model, part)
                     loss, weight = workload.compute_loss(outputs, part)
+                    # In fp64 on the device: the sum over a large set must not round, and the host does not wait.
                     loss_sum += loss.double() * weight
                     weight_sum += weight
                     metrics.update(outputs, part)

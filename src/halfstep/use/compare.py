@@ -206,7 +206,7 @@ def open_comparison(folder: Path) -> Comparison:
         return Comparison.from_json(path.read_text())
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder} holds no comparison",
+            f"{folder} is not a comparison",
             why=f"{FILE} is missing",
             fix="name a folder that `halfstep compare` made",
         ) from None

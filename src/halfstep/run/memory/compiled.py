@@ -66,6 +66,7 @@ class _Cut:
         self.nodes = [_make_node(trace, number) for number in range(len(trace.values))]
         for number, op in enumerate(trace.ops):
             for read in op.reads:
+                # Views share the storage of their input: they neither read nor make a value.
                 if not op.is_view:
                     readers = self.nodes[read].backward_readers if op.in_backward else self.nodes[read].forward_readers
                     readers.append(number)
@@ -206,6 +207,7 @@ class _Cut:
     def _count_stored_bytes(self, number: int) -> int:
         """Return the size in memory; compiled pooling stores smaller indices."""
         node = self.nodes[number]
+        # The last result of pooling is the index of each maximum.
         is_index = node.maker is not None and node.maker.name == POOL and number == node.maker.makes[-1]
         return node.num_bytes // OFFSET_SHARE if is_index and len(node.maker.makes) > 1 else node.num_bytes  # type: ignore[union-attr]
 
@@ -229,6 +231,7 @@ class _Cut:
             value = stack.pop()
             maker = self.nodes[value].maker
             assert maker is not None
+            # A recomputed norm reads its stored mean and variance, too.
             statistics = set(maker.makes) - {value} if maker.name in NORMS else set()
             for read in statistics.union(maker.reads) - seen:
                 seen.add(read)

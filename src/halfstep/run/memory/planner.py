@@ -162,6 +162,7 @@ class MemoryPlanner:
                 derive_eager_timeline(trace) for trace in self._get_traces(how, recompute, batch_size, chains=False)
             ]
         if mode == "graph" and how in HALF and has_triton():
+            # A model without chains gives the same trace as without them, so keep it for both.
             chained = self._get_traces(how, recompute, batch_size, chains=True)
             if not any(trace.is_chain for trace in chained):
                 self._traces[how, recompute, batch_size, False] = chained
@@ -199,6 +200,7 @@ class MemoryPlanner:
         if not self._inputs:
             self._inputs = self.step.count_input_bytes(2, 4)
         (raw, prepared), (more_raw, more_prepared) = self._inputs[2], self._inputs[4]
+        # Line through the two measured batch sizes, 2 and 4.
         steps = (batch_size - 2) / 2
         return int(raw + (more_raw - raw) * steps), int(prepared + (more_prepared - prepared) * steps)
 
@@ -271,6 +273,7 @@ def read_size(text: str) -> int:
     found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*((?:[kmgt]i?)?)(b?)\s*", text.lower())
     try:
         number, unit = float(found[1]) if found else 0.0, found[2] if found else ""
+        # `--fit 24` means 24 GB, `--fit 24000000000` bytes.
         is_bare = found is not None and not unit and not found[3]
         size = int(number * (UNITS["g"] if is_bare and number < 10**6 else UNITS[unit]))
     except (ValueError, OverflowError):
@@ -355,6 +358,7 @@ def find_fits(
             # Then gradients accumulate over several micro-batches, so all of them exist during forward.
             largest = find_largest_batch(planner, dataclasses.replace(cell, accumulate=2), limit_bytes)
         least = planner.predict(cell, base_batch=max(cell.batch_size, 2)).total
+        # Keep a slower level only if it allows a larger batch or needs less memory.
         if largest and all(largest > batch or least < peak for batch, peak in faster[cell.precision]):
             faster[cell.precision].append((largest, least))
             found.append(_make_fit(planner, config, cell, largest, times[cell]))
@@ -366,6 +370,7 @@ def find_fits(
 def _make_fit(planner: MemoryPlanner, config: RunConfig, cell: Cell, largest: int, relative_time: float) -> Fit:
     """Build the row for a cell: the largest divisor of the effective batch that fits, and its accumulation."""
     wanted = config.train.batch_size * config.train.accumulate
+    # A divisor, so that batch x accumulate stays exactly the same.
     size = next(n for n in range(min(largest, config.train.batch_size), 0, -1) if wanted % n == 0)
     accumulate = wanted // size
     taken = dataclasses.replace(cell, batch_size=size, accumulate=accumulate)

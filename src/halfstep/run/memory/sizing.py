@@ -157,6 +157,7 @@ def predict_step_cost(
         like = next((one for one in known.values() if _dump_without_recomputing(one.step.config) == plain), None)
         known[key] = like.share_fixed(made) if like else MemoryPlanner(made, hardware)
     step, found = known[key].step, known[key].predict(cell)
+    # One prediction is enough: fixed parts do not change, the others grow with the batch.
     by_batch = sum(found.components[name] for name in BY_BATCH)
     return StepCost(
         num_parameters=step.num_parameters,

@@ -146,6 +146,7 @@ class AllocationRecorder(TorchDispatchMode):
         number = self._numbers[address] = len(self.trace.values)
         size = -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
         self.trace.values.append(TracedValue(size, made_by))
+        # Called when the storage is freed, between two operations: that ends the value's life.
         weakref.finalize(storage, self._forget, address, number)
         return number
 
@@ -244,6 +245,7 @@ class Timeline:
         return sum(life.num_bytes for life in self.lives if life.kind == "gradients")
 
     def _sum_over_ops(self, kinds: tuple[str, ...]) -> Numbers:
+        # Bytes that appear and disappear at each operation; their running sum is the memory.
         change = np.zeros(self.num_ops + 1, dtype=np.int64)
         for life in self.lives:
             if life.kind in kinds:
@@ -365,6 +367,7 @@ def find_workspace_bytes(shape: Convolution, which: Pass) -> int:
     if shape.taps == 1 or which == "weight gradient" and shape.taps != 3:
         return 0
     size = ALGORITHMS[which](shape)
+    # One bit per pass: set if cuDNN chooses the algorithm with the large workspace.
     bit = 1 << list(ALGORITHMS).index(which)
     return size if _find_choice(shape) & bit and size < LARGEST_BYTES else 0
 
@@ -372,6 +375,7 @@ def find_workspace_bytes(shape: Convolution, which: Pass) -> int:
 @functools.cache
 def _find_choice(shape: Convolution) -> int:
     shapes, choices = _load_grid()
+    # Distance in logarithms, because sizes differ by factors.
     wanted: npt.NDArray[np.float64] = np.log2([shape.n, shape.c, shape.k, math.sqrt(shape.height * shape.width)])
     return int(choices[np.argmin(((shapes - wanted) ** 2).sum(axis=1))])
 

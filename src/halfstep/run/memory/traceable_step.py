@@ -249,12 +249,14 @@ class TraceableStep:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if isinstance(optimizer, AdamWBf16):
             return max(8 * sum(p.numel() for p in some) for some in split_for_memory(parameters))
+        # These keep a copy of weights and state, from which a bad step is undone.
         is_selected = self.config.optimizer.name in CAPTURABLE
         return _sum_bytes(parameters) + state_bytes if is_selected else 0
 
 
 def _measure_state(optimizer: Optimizer) -> int:
     """Return the bytes of an optimizer's state, built for one parameter of each shape and multiplied."""
+    # Parameters of one shape have state of one size: build it once for each.
     alike: dict[tuple[Any, ...], list[Tensor]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -338,6 +340,7 @@ def _lay_out_(module: nn.Module) -> None:
 
 
 def _sum_bytes(tensors: Iterable[Tensor]) -> int:
+    # By storage: tied weights and views count once.
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
