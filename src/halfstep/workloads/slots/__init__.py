@@ -1,4 +1,4 @@
-"""Slots: find objects in video without labels. SlotContrast, STEVE, and both: slots that also predict words."""
+"""Slots: find objects in video without labels, with SlotContrast, STEVE, or both (slots that also predict words)."""
 
 from dataclasses import replace
 from functools import partial
@@ -10,10 +10,10 @@ slot_kind = partial(
     Kind.from_package,
     __name__,
     task="objects in video",
-    sample=SampleUnit(name="frame", per_sample=".build:frames_per_clip", size=".build:sample_size"),
+    sample=SampleUnit(name="frame", per_sample=".build:get_frames_per_clip", size=".build:describe_size"),
     evaluate=EvaluateCommand(".evaluate:SlotEvaluation"),
 )
-"""What all slot models have in common."""
+"""Arguments that all slot models share."""
 
 KIND = slot_kind(
     config=SlotContrastConfig,
