@@ -145,7 +145,7 @@ def test_a_class_folder_is_counted_read_and_shown(tmp_path: Path) -> None:
     assert look.decoded_per_s > 1
     shown = dict(describe_data(look))
     assert shown["classes"] == "2: bird (3), cat (40)"
-    assert "13x" in shown["balance"]
+    assert "13 times" in shown["balance"]
     save_grid(look, tmp_path / "grid.png")
     assert [caption for caption, _ in look.pictures] == ["bird", "bird", "cat", "cat"]
     assert size_of(tmp_path / "grid.png")[0] > 600
@@ -287,7 +287,7 @@ def test_no_batch_is_named_that_nobody_would_use() -> None:
     _, facts = choose_batch(huge, "stable", config(), CHEAP)
     assert dict(facts)["memory"].endswith("free: far more than enough")
     snug = situation(hardware=measured({"fp32": 1.0}, free_gib=16))
-    assert "would take a batch of 128 (an estimate)" in dict(choose_batch(snug, "stable", config(), CHEAP)[1])["memory"]
+    assert "enough for a batch of 128 (an estimate)" in dict(choose_batch(snug, "stable", config(), CHEAP)[1])["memory"]
 
 
 def test_unknown_memory_is_no_reason_for_a_batch_of_one() -> None:
@@ -510,7 +510,7 @@ def test_the_size_of_pictures_is_looked_up_whatever_they_lie_in(tmp_path: Path) 
     data_sets.tgs(tmp_path / "pairs")
     look = inspect_data("unet", tmp_path / "pairs")
     assert look.sides == data_sets.SIZE
-    assert ("pictures", "24×16 pixels (median)") in describe_data(look)
+    assert ("images", "24×16 pixels (median)") in describe_data(look)
 
 
 def test_demo_data_keep_their_own_recipe(tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ def check_losses(rows: Sequence[Row], reference: Row | None) -> list[str]:
     if reference is None or reference.loss is None:
         return []
     return [
-        f"{row.label}: loss {row.loss:.4g} after the same steps, {reference.label} {reference.loss:.4g}: "
+        f"{row.label}: loss {row.loss:.4g} after the same steps, {reference.label} has {reference.loss:.4g}: "
         f"they differ by more than {LOSS_BOUND:.0%}"
         for row in rows
         if row.loss is not None and not abs(row.loss - reference.loss) <= LOSS_BOUND * abs(reference.loss)
