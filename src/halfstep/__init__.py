@@ -30,7 +30,7 @@ _PUBLIC = {
     "replay": "halfstep.own_loop.evidence",
     "save": "halfstep.own_loop.save_and_load",
     "seeded": "halfstep.data.seeded",
-    "simulate": "halfstep.precision.simulate",
+    "simulate": "halfstep.precision.contexts",
     "train": "halfstep.api",
 }
 

@@ -17,9 +17,10 @@ from capture import captured
 from halfstep.backend_flags import fp32_mode, read_effective_leaves, read_flags
 from halfstep.hardware.probe import probe
 from halfstep.islands import fp32_island, to_fp32
+from halfstep.precision.contexts import simulate
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
-from halfstep.precision.simulate import round_to, simulate, simulated_kernels
+from halfstep.precision.simulate import round_to, simulated_kernels
 from no_waiting import no_host_wait
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "precision"))

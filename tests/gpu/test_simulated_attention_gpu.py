@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from halfstep.formats import find_format
-from halfstep.precision.simulate import simulate, simulated_kernels
+from halfstep.precision.contexts import simulate
+from halfstep.precision.simulate import simulated_kernels
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "precision"))
 from native_kernels import HALF, share_off, ulps_apart  # noqa: E402

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from halfstep.errors import PrecisionError
 from halfstep.formats import find_format
-from halfstep.precision.simulate import round_to, simulate, simulated_kernels
+from halfstep.precision.contexts import simulate
+from halfstep.precision.simulate import round_to, simulated_kernels
 
 Op = Callable[..., Tensor]
 OPS: dict[str, tuple[Op, list[tuple[int, ...]]]] = {

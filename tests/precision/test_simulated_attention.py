@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from halfstep.formats import find_format
-from halfstep.precision.simulate import flash_attention, simulate, simulated_kernels
+from halfstep.precision.contexts import simulate
+from halfstep.precision.simulate import flash_attention, simulated_kernels
 
 MEAN_MAGNITUDE = math.sqrt(2 / math.pi)
 """Of the normal values that attention averages: an average near zero carries the error of its terms."""

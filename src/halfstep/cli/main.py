@@ -347,7 +347,7 @@ class RunCommand(OnceCommand):
         command = str(self.name)  # evaluate or predict
         workload = find_workload(args, trust="--trust" in args)
         own = find_options(KINDS.of(workload), command) if workload else ()
-        families = list(KINDS.translators())
+        families = list(KINDS.list_translators())
         # Also recognise options of other families, to refuse them with a list of what this workload takes.
         known = {option.flag: option for kind in families for option in find_options(kind, command)}
         known |= {option.flag: option for option in own}

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from halfstep.backend_flags import Fp32Mode, fp32_mode, read_effective_leaves
 from halfstep.errors import PrecisionError
 from halfstep.precision.op_lists import cuda_op_lists
-from halfstep.precision.simulate import Reusable, simulated_kernels
+from halfstep.precision.simulate import simulated_kernels
 
 if TYPE_CHECKING:
     from halfstep.precision.plan import Plan  # whose methods call this file
@@ -44,7 +45,9 @@ def forward_context(plan: Plan) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _forward(plan: Plan) -> Iterator[None]:
-    with _backend(plan), _autocast(plan):
+    # torch.compile traces torch.autocast, but not the functions that read and clear its state.
+    autocast = _autocast if torch.compiler.is_compiling() else _fresh_autocast
+    with _backend(plan), autocast(get_device_type(plan), get_autocast_dtype(plan.granted)):
         yield
 
 
@@ -73,11 +76,29 @@ def get_device_type(plan: Plan) -> str:
     return plan.device.partition(":")[0]
 
 
-def _autocast(plan: Plan) -> torch.autocast:
-    dtype = get_autocast_dtype(plan.granted)
-    if dtype is None:
-        return torch.autocast(get_device_type(plan), enabled=False)
-    return torch.autocast(get_device_type(plan), dtype=dtype)
+def _autocast(device_type: str, dtype: torch.dtype | None) -> torch.autocast:
+    return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
+
+
+@contextlib.contextmanager
+def _fresh_autocast(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
+    """Enter autocast with an empty cache of cast weights, and leave nothing of it behind.
+
+    torch counts the open autocast contexts of a thread and clears the cache when the count returns to 0. An interrupt
+    inside `torch.autocast.__enter__` or `__exit__` leaves the count too high: the cache would then never be cleared,
+    and all later steps would use stale copies of the weights.
+    """
+    was_enabled = torch.is_autocast_enabled(device_type)
+    num_open = torch.autocast_increment_nesting()
+    torch.clear_autocast_cache()  # the copies of a context that was left open before
+    try:
+        with _autocast(device_type, dtype):
+            yield
+    finally:
+        while torch.autocast_decrement_nesting() >= num_open:
+            pass  # close the contexts that were left open inside
+        torch.clear_autocast_cache()
+        torch.set_autocast_enabled(device_type, was_enabled)
 
 
 @contextlib.contextmanager
@@ -106,6 +127,53 @@ def _check_compiled_region(mode: Fp32Mode, simulated: bool) -> None:
             why="a compiled region uses the flags that are set where it is called",
             fix="enter plan.forward() or plan.backend() around the compiled call as well",
         )
+
+
+SIMULATED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": None}
+
+
+def simulate(format: str, device_type: str = "cpu") -> Reusable:
+    """Run the code inside, forward and backward, with the numerics of bf16, fp16 or tf32.
+
+    with hs.simulate("fp16"):
+        loss = loss_fn(model(x), y)
+        loss.backward()
+
+    fp8 swaps Linear modules, so it needs a plan: decide("fp8", hardware, model, simulate=True).apply(model).
+    """
+    if format not in SIMULATED_DTYPES:
+        raise PrecisionError(
+            f"simulate({format!r}) is not supported",
+            fix=f"use one of {', '.join(SIMULATED_DTYPES)}; for fp8, use a plan",
+        )
+    return Reusable(lambda: _simulated(SIMULATED_DTYPES[format], device_type))
+
+
+@contextlib.contextmanager
+def _simulated(dtype: torch.dtype | None, device_type: str) -> Iterator[None]:
+    with simulated_kernels(tf32=dtype is None), cuda_op_lists(device_type), _fresh_autocast(device_type, dtype):
+        yield
+
+
+class Reusable(contextlib.ContextDecorator):
+    """A context that can be entered repeatedly, nested, and from several threads: each entry creates a new one."""
+
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._make, self._entered = make, threading.local()
+
+    def __enter__(self) -> None:
+        context = self._make()
+        context.__enter__()
+        self._stack().append(context)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        return self._stack().pop().__exit__(kind, error, traceback)
+
+    def _stack(self) -> list[contextlib.AbstractContextManager[None]]:
+        stack: list[contextlib.AbstractContextManager[None]] = self._entered.__dict__.setdefault("stack", [])
+        return stack
 
 
 # --- attention without the shapes at which cuDNN's backward gives NaN ---

@@ -28,8 +28,7 @@ from halfstep.formats import FP8_E4M3, FP8_E5M2, Format
 from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape, convert_to_float8, measure_gains_once
 from halfstep.islands import fp32_island
-from halfstep.precision.ladder import explain_lack, make_strict_refusal
-from halfstep.precision.row import PlanRow
+from halfstep.precision.ladder import PlanRow, explain_lack, make_strict_refusal
 from halfstep.precision.swapped import SwappedModule, find_original_class
 
 if TYPE_CHECKING:

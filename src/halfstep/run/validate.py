@@ -68,18 +68,20 @@ def validate(
     weight_sum = torch.zeros((), dtype=torch.float64, device=device)
     index = 0
     with enter_evaluation(model):
-        for batch, size in zip(prefetch(loader.epoch(0), device), loader.sizes(0, len(loader)), strict=True):
+        for batch, size in zip(
+            prefetch(loader.iterate_epoch(0), device), loader.list_sizes(0, len(loader)), strict=True
+        ):
             place = 0 if world is None else world.find_first_row(size)
             key = Key.for_validation(index + place)
             index += size
             advance()
             if world is not None and world.count_rows(size) == 0:
                 continue
-            prepared = match_layout(model, workload.prepared(batch, key=key, training=False))
+            prepared = match_layout(model, workload.prepare_batch(batch, key=key, training=False))
             with plan.forward():
                 for part in split_window([prepared], pieces):
                     outputs = workload.forward(model, part)
-                    loss, weight = workload.weighed_loss(outputs, part)
+                    loss, weight = workload.compute_loss(outputs, part)
                     loss_sum += loss.double() * weight
                     weight_sum += weight
                     metrics.update(outputs, part)
