@@ -94,7 +94,7 @@ def _describe_share(parts: Assembly, reading: Reading) -> dict[str, Any]:
     """Return which rows of the global batches this rank has; empty if no single rank is at fault."""
     if parts.world is None or not reading.faulty_ranks or reading.window is None:
         return {}
-    sizes = parts.train_loader.sizes(reading.window * parts.step.accumulate, parts.step.accumulate)
+    sizes = parts.train_loader.list_sizes(reading.window * parts.step.accumulate, parts.step.accumulate)
     return {"rank": parts.world.rank, "num_ranks": parts.world.size, "batch_sizes": [n for n in sizes if n > 0]}
 
 
@@ -108,7 +108,7 @@ def load_window(parts: Assembly, reading: Reading) -> list[dict[str, Tensor]] | 
     samples, seed = parts.workload.train_samples, train.seed
     # Samples depend only on seed, epoch and index, so the batch can be loaded again.
     loader = Loader(samples, batch_size=train.batch_size, seed=seed, shuffle=True, part=part)
-    return list(itertools.islice(loader.epoch(reading.epoch, reading.window * accumulate), accumulate))
+    return list(itertools.islice(loader.iterate_epoch(reading.epoch, reading.window * accumulate), accumulate))
 
 
 def _list_file_names(workload: Workload, ids: Sequence[int]) -> list[str]:

@@ -140,7 +140,7 @@ class Engine:
                 if compiles := not compiled <= self.shapes.ready:
                     self._before_compiling()
                 outputs: list[Any] = []
-                with allow_cudnn_trials(self._allows_cudnn_trials(pieces)), self._compiler_warnings.in_one_line():
+                with allow_cudnn_trials(self._allows_cudnn_trials(pieces)), self._compiler_warnings.shorten_warnings():
                     facts = self.guarded.compute(self.make_loss(outputs), pieces)
             except OutOfMemory as error:
                 self._make_room(error)
@@ -222,8 +222,8 @@ class Engine:
     def _runs_compiled(self, batch: Batch) -> bool:
         if self.mode == "eager" or not self._is_full(batch):
             return False
-        has_code = self.shapes.take(batch)
-        if not has_code and (reason := self.shapes.why_eager(batch)):
+        has_code = self.shapes.admit(batch)
+        if not has_code and (reason := self.shapes.explain_eager(batch)):
             self.notice(reason, "warning")
         return has_code
 

@@ -145,7 +145,7 @@ class Loop:
     def _train_epoch(self) -> None:
         """Train the rest of the current epoch."""
         parts = self.parts
-        feed = prefetch(parts.train_loader.epoch(self.position.epoch, self.position.batch), parts.device)
+        feed = prefetch(parts.train_loader.iterate_epoch(self.position.epoch, self.position.batch), parts.device)
         # Groups batches into windows of `accumulate` micro-batches; the last window of an epoch may be shorter.
         windows = parts.step.windows(feed)
         self._pause()  # what was due when the run was stopped
@@ -156,7 +156,7 @@ class Loop:
             self._train_until_pause(windows, feed, min(num_windows, steps_left) if steps_left > 0 else num_windows)
             self._pause()
 
-    def _train_until_pause(self, windows: Iterator[Any], feed: Prefetcher, num_windows: int) -> None:
+    def _train_until_pause(self, windows: Iterator[Any], feed: Prefetcher[Any], num_windows: int) -> None:
         """Train on the epoch's windows up to the next validation or samples."""
         parts = self.parts
         self.throughput.restart()
@@ -164,7 +164,7 @@ class Loop:
         with self.journal.show_training(self.position.epoch, num_windows):
             for window in windows:
                 facts = self._run_step(window)
-                samples = sum(parts.train_loader.sizes(self.position.batch, len(window)))
+                samples = sum(parts.train_loader.list_sizes(self.position.batch, len(window)))
                 # Advance before the guard's verdict: if that is to save and stop, this window must not come again.
                 self.position.batch += len(window)
                 self._act_on(parts.guard.watch(facts))
@@ -201,7 +201,7 @@ class Loop:
         if self.held is not None:
             self.held.keep(parts.step.attempted, window, position, self.train_metrics)
         with parts.recorder.watch(window) if parts.recorder is not None else nullcontext():
-            facts = self.engine(window, parts.train_loader.sizes(position.batch, len(window)))
+            facts = self.engine(window, parts.train_loader.list_sizes(position.batch, len(window)))
         # A capsule loads the window of a fault again by these numbers.
         facts.epoch, facts.window = position.epoch, position.batch // parts.step.accumulate
         return facts

@@ -68,7 +68,9 @@ def validate(
     weight_sum = torch.zeros((), dtype=torch.float64, device=device)
     index = 0
     with enter_evaluation(model):
-        for batch, size in zip(prefetch(loader.epoch(0), device), loader.sizes(0, len(loader)), strict=True):
+        for batch, size in zip(
+            prefetch(loader.iterate_epoch(0), device), loader.list_sizes(0, len(loader)), strict=True
+        ):
             place = 0 if world is None else world.find_first_row(size)
             key = Key.for_validation(index + place)
             index += size

@@ -121,7 +121,7 @@ def _assemble_run(path: Path, config: RunConfig, *, trust: bool) -> Assembly:
 
 def _read_first_window(parts: Assembly) -> list[Batch]:
     loader: Loader = parts.train_loader
-    batches = loader.epoch(0)
+    batches = loader.iterate_epoch(0)
     window = [next(batches) for _ in range(min(parts.step.accumulate, len(loader)))]
     return [{name: value.to(parts.device) for name, value in batch.items()} for batch in window]
 
@@ -161,7 +161,7 @@ def dry_run(
 
 
 def read_windows(parts: Assembly, num: int) -> list[list[Batch]]:
-    batches = itertools.islice(parts.train_loader.epoch(0), num)
+    batches = itertools.islice(parts.train_loader.iterate_epoch(0), num)
     placed = ({name: value.to(parts.device) for name, value in batch.items()} for batch in batches)
     return [prepare_window(parts, [batch]) for batch in placed]
 
@@ -193,7 +193,7 @@ def _decide_plan(config: RunConfig, parts: Assembly, precision: str) -> Plan:
 
 def _judge_updates(parts: Assembly, engine: AnyEngine) -> list[Judgement]:
     """Judge the weight updates of one step, after a few warm-up steps of the optimizer."""
-    batches = itertools.islice(parts.train_loader.epoch(0), WARM_UP + 1)
+    batches = itertools.islice(parts.train_loader.iterate_epoch(0), WARM_UP + 1)
     before = after = _copy_parameters(parts)
     for batch in batches:
         before = after

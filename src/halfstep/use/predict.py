@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from halfstep.data.files import list_some, natural_key
+from halfstep.data.files import list_some, make_natural_key
 from halfstep.disk import write_atomically
 from halfstep.errors import ConfigError, DataError, Interrupted, format_count, make_printable
 from halfstep.hardware.clock import Stopwatch
@@ -60,7 +60,9 @@ def _list_inputs(given: Path, endings: Sequence[str]) -> list[Input]:
         return []
     names = (path.relative_to(given) for path in given.rglob("*") if path.suffix.lower() in endings and path.is_file())
     visible = (name for name in names if not any(part.startswith(".") for part in name.parts))
-    return [Input(path=given / name, name=name) for name in sorted(visible, key=lambda name: natural_key(str(name)))]
+    return [
+        Input(path=given / name, name=name) for name in sorted(visible, key=lambda name: make_natural_key(str(name)))
+    ]
 
 
 def predict(

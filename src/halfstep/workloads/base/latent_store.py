@@ -281,9 +281,9 @@ class CachedLatents:
         return len(self.moments)
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
-        return take_first(self.batch(torch.tensor([index]), seed=key[0], epoch=key[1]))
+        return take_first(self.make_batch(torch.tensor([index]), seed=key[0], epoch=key[1]))
 
-    def batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
+    def make_batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
         """Return several samples at once, each equal to what `sample` returns."""
         num, views = self.moments.shape[:2]
         is_mirrored = draw_uniform(seed, epoch, indices.numpy(), count=1)[:, 0] < self.flip

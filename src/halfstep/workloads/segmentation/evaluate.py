@@ -33,7 +33,7 @@ def use_pairs_folder(config: UNetConfig, folder: Path) -> UNetConfig:
     """Point the config at another folder without a split: `use_all_pairs` evaluates all pairs."""
     values: dict[str, Any] = {"dir": str(folder), "val_fraction": 0.0, "val_list": None, "train_list": None}
     named = (getattr(config.data, "val_images", ""), getattr(config.data, "val_masks", ""))
-    if any(named) and not has_folders(folder, PairLayout().names(*named)):
+    if any(named) and not has_folders(folder, PairLayout().make_names(*named)):
         values |= {"val_images": "", "val_masks": ""}  # those of the run's own folder
     return config.replace(data=values)
 
