@@ -147,7 +147,7 @@ class Loop:
             self._train_until_pause(windows, feed, min(num_windows, steps_left) if steps_left > 0 else num_windows)
             self._pause()
 
-    def _train_until_pause(self, windows: Iterator[Any], feed: Prefetcher, num_windows: int) -> None:
+    def _train_until_pause(self, windows: Iterator[Any], feed: Prefetcher[Any], num_windows: int) -> None:
         """Train on the epoch's windows up to the next validation or samples."""
         parts = self.parts
         self.throughput.restart()
