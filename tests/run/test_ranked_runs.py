@@ -69,7 +69,7 @@ def ranked(
     try:
         train(load(target, overrides=overrides), out=out, resume=resume, launch=launch)
     except HalfstepError as error:
-        return type(error).__name__, str(error), error.is_told
+        return type(error).__name__, str(error), error.is_shown_elsewhere
     return None
 
 

@@ -213,11 +213,11 @@ def explain_memory_error(error: MemoryError | RuntimeError) -> HalfstepError:
 def show_once(error: HalfstepError) -> None:
     """Show an error; if several ranks raised it, only one of them shows it."""
     # Started by a launcher: the ranks choose one of them that prints the error.
-    if error.is_told is None and "RANK" in os.environ:
+    if error.is_shown_elsewhere is None and "RANK" in os.environ:
         from halfstep.distributed.launch import choose_speaker
 
         choose_speaker(error, os.environ)
-    if not error.is_told:
+    if not error.is_shown_elsewhere:
         show_error(error)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from halfstep.disk import atomic_folder, parse_json, write_atomically
+from halfstep.disk import open_atomic_folder, parse_json, write_atomically
 from halfstep.errors import (
     CheckpointError,
     DataError,
@@ -206,7 +206,8 @@ def export_model(parts: Assembly, folder: RunFolder) -> None:
     stored = checkpoints.find_best() or checkpoints.list_all()[-1]
     load_for_use(parts.model, load(stored))
     try:
-        with atomic_folder(folder.model, replaces=True) as hidden:  # the run may have ended before and been resumed
+        # An export of an earlier end is replaced: the run may have been resumed since.
+        with open_atomic_folder(folder.model, replaces=True) as hidden:
             load_part(kind.export)(parts.model.eval(), parts.config, dict(parts.workload.store), hidden)
     except OSError as error:
         raise CheckpointError(

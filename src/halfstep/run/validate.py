@@ -16,7 +16,7 @@ from torch import nn
 from halfstep.data.loader import Loader
 from halfstep.data.prefetch import prefetch
 from halfstep.data.seeds import Key
-from halfstep.disk import atomic_folder
+from halfstep.disk import open_atomic_folder
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.precision.plan import Plan
@@ -116,7 +116,7 @@ def write_samples(folder: Path, found: Mapping[str, Any]) -> list[Path]:
     for name, value in found.items():
         _refuse_other(name, value)
     try:
-        with atomic_folder(folder, replaces=True) as hidden:
+        with open_atomic_folder(folder, replaces=True) as hidden:
             written = [_write(hidden / name, value) for name, value in found.items()]
     except OSError as error:
         raise CheckpointError(f"cannot write samples into {folder}: {error.strerror}", fix="free disk space") from error

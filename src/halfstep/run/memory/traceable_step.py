@@ -32,7 +32,7 @@ from halfstep.models.first_values import skip_first_values
 from halfstep.models.recompute import Recompute, Recomputing
 from halfstep.precision.apply import apply_frozen_
 from halfstep.precision.decide import decide
-from halfstep.precision.op_lists import cuda_op_lists
+from halfstep.precision.op_lists import use_cuda_op_lists
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import build_workload, configure_phase, has_parameter
 from halfstep.run.frozen_modules import get_modules
@@ -400,7 +400,7 @@ class Pretence:
             pretend_launches() as kernels,
             _AttentionWithoutScores(),
             force(chains, "chain"),
-            cuda_op_lists("cpu"),
+            use_cuda_op_lists("cpu"),
         ):
             self._put()
             try:
