@@ -38,7 +38,7 @@ from torch import Tensor
 
 from halfstep.data.files import Array, check_free_space, explain_full_disk, make_natural_key
 from halfstep.data.seeds import make_generator
-from halfstep.disk import atomic_file, parse_json, take_turn
+from halfstep.disk import open_atomic_file, parse_json, take_turn
 from halfstep.errors import DataError
 from halfstep.workloads.language.text_files import PROSE, TextFiles
 from halfstep.workloads.language.tokenizers import Characters, Tokenizer, identify
@@ -278,7 +278,7 @@ def _write_cache(texts: TextFiles, tokenizer: Tokenizer, path: Path, made_from: 
         path.parent.mkdir(parents=True, exist_ok=True)
         # A guess on the low side, as a token of most texts stands for four bytes or more; a full disk is an error too.
         check_free_space(path, sum(file.stat().st_size for file in texts.all) * kind.itemsize // 4, "the token cache")
-        with atomic_file(path, follows_links=True) as hidden, hidden.open("wb") as file:
+        with open_atomic_file(path, follows_links=True) as hidden, hidden.open("wb") as file:
             file.write(MAGIC)
             counts, checks = _write_ids(file, texts, tokenizer, kind)
             header = {"dtype": kind.name, "counts": counts, "checks": checks, "made_from": made_from}
