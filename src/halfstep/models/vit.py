@@ -154,14 +154,14 @@ class Encoder(nn.Module):
         return self.ln(self._through_layers(tokens)[:, 0])
 
     def _through_layers(self, tokens: Tensor) -> Tensor:
-        if not (self.training and wants_chain(self.layers, tokens) and self._suits_chain()):
+        if not (self.training and wants_chain(self.layers, tokens) and self._can_run_chain()):
             return self.layers(tokens)
-        x, branch, bias = self._chained(tokens)
+        x, branch, bias = self._run_chain(tokens)
         # The last block is the compiler's: of its tokens one is read, so that between its matmuls little is left to do.
         return self.layers[-1](x if branch is None or bias is None else x + (branch + bias))
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _suits_chain(self) -> bool:
+    def _can_run_chain(self) -> bool:
         blocks = list(self.layers)[:-1]
         trains = all(weight.requires_grad for block in blocks for weight in block.parameters())
         are_known = consists_of((self.layers, *blocks), Blocks, *[EncoderBlock] * len(blocks))
@@ -169,9 +169,11 @@ class Encoder(nn.Module):
         return trains and are_known and are_plain(parts, CHAINED) and has_room_for_tiles(self.pos_embedding.device)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _chained(self, tokens: Tensor) -> Stream:
+    def _run_chain(self, tokens: Tensor) -> Stream:
         blocks = list(self.layers)[:-1]
-        if not self._suits_chain():  # compiled code asked once, and since then a layer may have been frozen or replaced
+        if (
+            not self._can_run_chain()
+        ):  # compiled code asked once, and since then a layer may have been frozen or replaced
             return Stream(nn.Sequential(*blocks)(tokens), None, None)
         layers = [block.layers_of_chain() for block in blocks if isinstance(block, EncoderBlock)]
         return run_blocks(layers, tokens, get_matmul_dtype(tokens), keep=self.layers.recompute == "none")

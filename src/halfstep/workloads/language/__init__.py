@@ -18,7 +18,7 @@ KIND = Kind.from_package(
         flops=".build:flops_per_sample",
         size=lambda config: f"{context_of(config):,} tokens",
     ),
-    synthetic=replace(SYNTHETIC, peer_prepare=".build:peer_prepare"),
+    synthetic=replace(SYNTHETIC, peer_prepare=".build:make_peer_prepare"),
     evaluate=EvaluateCommand(".scores:LanguageEvaluation"),
     predict=PredictCommand(
         ".predict:Writer",

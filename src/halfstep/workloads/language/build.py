@@ -195,7 +195,7 @@ def build_over(config: LanguageConfig, store: Store, samples: Samples) -> Worklo
     return make_workload(config, store, build_model(config, store), train=samples, val=samples)
 
 
-def peer_prepare(device: torch.device) -> Callable[[Batch], Batch]:
+def make_peer_prepare(device: torch.device) -> Callable[[Batch], Batch]:
     return lambda batch: batch
 
 

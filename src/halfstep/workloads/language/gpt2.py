@@ -150,13 +150,13 @@ class Transformer(nn.Module):
         return self.ln_f(x)
 
     def _through_blocks(self, x: Tensor) -> Tensor:
-        if not (self.training and wants_chain(self.h, x) and self._suits_chain()):
+        if not (self.training and wants_chain(self.h, x) and self._can_run_chain()):
             return self.h(x)
-        x, branch, bias = self._chained(x)
+        x, branch, bias = self._run_chain(x)
         return x if branch is None or bias is None else x + (branch + bias)
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _suits_chain(self) -> bool:
+    def _can_run_chain(self) -> bool:
         blocks = list(self.h)
         trains = all(weight.requires_grad for block in blocks for weight in block.parameters())
         are_known = consists_of((self.h, *blocks), Blocks, *[Block] * len(blocks))
@@ -164,8 +164,10 @@ class Transformer(nn.Module):
         return trains and are_known and are_plain(parts, CHAINED) and has_room_for_tiles(self.wte.weight.device)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _chained(self, x: Tensor) -> Stream:
-        if not self._suits_chain():  # compiled code asked once, and since then a layer may have been frozen or replaced
+    def _run_chain(self, x: Tensor) -> Stream:
+        if (
+            not self._can_run_chain()
+        ):  # compiled code asked once, and since then a layer may have been frozen or replaced
             return Stream(nn.Sequential(*self.h)(x), None, None)
         layers = [block.layers_of_chain() for block in self.h if isinstance(block, Block)]
         return run_blocks(layers, x, get_matmul_dtype(x), keep=False)  # outputs of LayerNorm and GELU are made again
