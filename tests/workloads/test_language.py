@@ -103,7 +103,7 @@ def test_accumulating_weighs_micro_batches_by_their_tokens(tmp_path: Path, text:
 
     workload = built(text)
     config = load("gpt2", overrides=overrides({})).config
-    batch = next(Loader(workload.train_samples, batch_size=4).epoch(0))
+    batch = next(Loader(workload.train_samples, batch_size=4).iterate_epoch(0))
     batch["targets"][2:, 1:] = -1
     parts = [{name: value[rows] for name, value in batch.items()} for rows in (slice(0, 2), slice(2, 4))]
     plan = decide(config.precision, probe("cpu"), workload.model)

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from halfstep.data.files import PICTURES
+from halfstep.data.files import IMAGE_ENDINGS
 from halfstep.data.image_samples import crop_centre
-from halfstep.data.images import open_picture
+from halfstep.data.images import open_image_file
 from halfstep.errors import DataError
 from halfstep.report.progress import Bar
 from halfstep.report.results import Answer, Failure
@@ -27,7 +27,7 @@ from halfstep.workloads.classification.scores import compute_probabilities
 class ClassPredictor:
     """Predictor of classes."""
 
-    endings = PICTURES
+    endings = IMAGE_ENDINGS
 
     def __init__(self, config: ClassifierConfig, store: Store) -> None:
         self.config, self.classes, self.names = config, store["classes"], get_class_names(store)
@@ -51,7 +51,7 @@ class ClassPredictor:
     def _read(self, item: Input) -> Tensor | Failure:
         data = self.config.data
         try:
-            with open_picture(item.path) as picture:
+            with open_image_file(item.path) as picture:
                 return torch.from_numpy(crop_centre(picture, get_evaluation_size(data), self.eval_share))
         except DataError as error:
             return describe_failure(item, error)

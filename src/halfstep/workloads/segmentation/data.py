@@ -21,7 +21,7 @@ from halfstep.data.files import (
     Result,
     list_images,
     list_some,
-    natural_key,
+    make_natural_key,
     require_folder,
     run_in_threads,
     split_off,
@@ -122,9 +122,9 @@ def _match_pairs(
     root: Path, names: PairNames, layout: PairLayout, bad_files: BadFiles, *, some_without_masks: bool
 ) -> tuple[Pair, ...]:
     """Match the images of a split with their masks, in natural order; report images without a mask as bad files."""
-    image_names = NamePattern(names.images).with_ending(layout.image_ext)
+    image_names = NamePattern(names.images).replace_ending(layout.image_ext)
     images = _find_one_each(root, image_names, "data.image_ext")
-    mask_names = [NamePattern(text).with_ending(layout.mask_ext) for text in names.masks]
+    mask_names = [NamePattern(text).replace_ending(layout.mask_ext) for text in names.masks]
     masks = [_find_one_each(root, pattern, "data.mask_ext") for pattern in mask_names]
     for pattern, found in ((image_names, images), (mask_names[-1], any(masks))):
         if not found:
@@ -155,7 +155,7 @@ def _find_unpaired_masks(
     for names, part in zip(parts, pairs, strict=True):
         ids = {pair.id for pair in part}
         for text in names.masks:
-            for name, path in NamePattern(text).with_ending(layout.mask_ext).iterate(root):
+            for name, path in NamePattern(text).replace_ending(layout.mask_ext).iterate(root):
                 is_used[path] = is_used.get(path, False) or name in ids
     images = {pair.image for part in pairs for pair in part}
     return sorted(path for path, used in is_used.items() if not used and path not in images)
@@ -184,7 +184,7 @@ def _split_by_lists(pairs: Sequence[Pair], split: Split) -> tuple[tuple[Pair, ..
         val = tuple(pair for pair in pairs if pair not in train)
     if split.train_list is None:
         train = tuple(pair for pair in pairs if pair not in val)
-    both = sorted({pair.id for pair in train} & {pair.id for pair in val}, key=natural_key)
+    both = sorted({pair.id for pair in train} & {pair.id for pair in val}, key=make_natural_key)
     if both:
         raise DataError(f"in both lists: {list_some(both)}", why="validating on training images would measure nothing")
     if not train:

@@ -23,7 +23,7 @@ class Guide:
 
     def open(self, config: UNetConfig) -> OpenedData:
         # Only the data is used; initialising a full-size U-Net would take a second.
-        tiny = config.changed(model={"base_channels": 1})
+        tiny = config.replace(model={"base_channels": 1})
         built = build(tiny)
         assert isinstance(built.train_samples, SegmentationData)
         pairs = built.train_samples.pairs

@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from halfstep.data.files import READABLE, Array
+from halfstep.data.files import READABLE_ENDINGS, Array
 from halfstep.data.images import read_image, read_image_facts
 from halfstep.errors import ConfigError, DataError
 from halfstep.report.progress import Bar
@@ -44,7 +44,7 @@ from halfstep.workloads.segmentation.unet import compute_receptive_radius
 class MaskPredictor:
     """Predictor of masks: writes a mask and an overlay per image."""
 
-    endings = READABLE
+    endings = READABLE_ENDINGS
 
     def __init__(self, config: UNetConfig, store: Store) -> None:
         self.config, self.store, self.table = config, store, read_table(store)

@@ -84,8 +84,9 @@ def unsaved(amp: Amp, live: dict[str, ast.AST]) -> Iterator[Finding]:
             amp, node
         ):
             continue
-        here = [name for name, owner in live.items() if reaches(amp, name, owner, node)]
-        if here:
+        mentioned = {last(dotted_name(n)) for n in amp.script.below(node)}  # `scaler if use_amp else None`
+        here = [name for name, owner in live.items() if reaches(amp, name, owner, node) and name not in mentioned]
+        if here and not (isinstance(node, ast.Assign) and loads_nearby(amp, node)):
             if None in keys:
                 return  # **extra may hold it
             scale = amp.initial_scale(here[0])
@@ -94,6 +95,12 @@ def unsaved(amp: Amp, live: dict[str, ast.AST]) -> Iterator[Finding]:
             found = amp.script.finding("scaler-not-saved", node, message, fix=fix)
             yield found if resumes(amp) else dataclasses.replace(found, severity=Severity.INFO)
             return
+
+
+def loads_nearby(amp: Amp, node: ast.AST) -> bool:
+    """Whether the function around a node loads an optimizer: it converts a checkpoint, and does not write one."""
+    function = amp.script.owners.get(id(node))
+    return function is not None and any(is_optimizer_load(amp, call) for call in amp.script.calls_below(function))
 
 
 def resumes(amp: Amp) -> bool:
@@ -195,6 +202,7 @@ def remade(amp: Amp, trace: Trace) -> Iterator[Finding]:
     for made in (*scalers_made(trace), *scalers_fetched(amp, trace)):
         below = [e for e in trace.events if is_scaled_backward(e) and e.index > made.index and is_own(amp, made, e)]
         scaled = [e for e in below if e.loops[: len(made.loops)] == made.loops]
+        scaled = [e for e in scaled if any(is_scaler_step(step, e.scaled_by) for step in trace.calls("step"))]
         if scaled and not made.conditions - scaled[0].conditions and is_repeated(amp, trace, made, scaled[0]):
             name = last(scaled[0].scaled_by)
             scale = amp.initial_scale(name)

@@ -166,11 +166,13 @@ def lost_updates(script: Script, model: HalfModel) -> Finding:
 def half_models(amp: Amp) -> list[HalfModel]:
     script = amp.script
     restored = {c: last(dotted_name(c.func).removesuffix(".float")) for c in script.calls if is_float_restore(c)}
+    # `model.half().float()` rounds the weights once, and leaves them in fp32.
+    rounded = {id(c.func.value) for c in restored if isinstance(c.func, ast.Attribute)}
     found: list[HalfModel] = []
     for call in script.calls:
         loaded = loaded_dtype(script, call)
         dtype = loaded or stored_dtype(call, script)
-        if dtype not in ("fp16", "bf16") or not isinstance(call.func, ast.Attribute):
+        if dtype not in ("fp16", "bf16") or not isinstance(call.func, ast.Attribute) or id(call) in rounded:
             continue
         # `self.net = net.half().cuda()`: both names hold it.
         names = {assigned_model(amp, call), "" if loaded else dotted_name(call.func.value)} - {""}
