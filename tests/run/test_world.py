@@ -101,7 +101,7 @@ def test_an_error_before_processes_meet_is_shown_once_and_others_with_their_rank
 
 def test_processes_that_were_all_killed_are_named_with_the_signal() -> None:
     error = explain_killed_ranks({1: -9, 0: -15})
-    assert error.what == "rank 0 was ended by SIGTERM; rank 1 was ended by SIGKILL"
+    assert error.what == "rank 0 was killed by SIGTERM; rank 1 was killed by SIGKILL"
 
 
 def killed_launcher(rank: int, size: int, port: int) -> str:

@@ -157,7 +157,7 @@ def test_nothing_is_overwritten_and_no_empty_folder_is_left(unet: Path, tmp_path
 def test_a_checkpoint_is_chosen_by_rank_name_or_step(unet: Path, tmp_path: Path) -> None:
     run = copied(unet, tmp_path / "run")
     checkpoints = Checkpoints(run / "checkpoints")
-    first, *_, last = checkpoints.all()
+    first, *_, last = checkpoints.list_all()
     checkpoints.mark_best(first, "iou", 0.5)
     chosen = {wish: evaluated(run, checkpoint=wish).checkpoint for wish in ("best", "last", first.name, "4")}
     assert chosen == {"best": first.name, "last": last.name, first.name: first.name, "4": "step-00000004"}
@@ -168,7 +168,7 @@ def test_a_checkpoint_is_chosen_by_rank_name_or_step(unet: Path, tmp_path: Path)
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning_unless_it_was_named(unet: Path, tmp_path: Path) -> None:
     run = copied(unet, tmp_path / "run")
-    best = Checkpoints(run / "checkpoints").best()
+    best = Checkpoints(run / "checkpoints").find_best()
     assert best is not None
     weights = best / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])

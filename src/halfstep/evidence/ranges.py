@@ -58,7 +58,9 @@ class Range:
     def __str__(self) -> str:
         counts = ((self.num_zero, "zero"), (self.num_inf, "inf"), (self.num_nan, "NaN"))
         odd = [f"{count} {word}" for count, word in counts if count]
-        return f"{self.dtype} {self.low:.3g} to {self.high:.3g}" + (f" ({', '.join(odd)})" if odd else "")
+        # Without a finite value other than zero, low and high are both 0, which is no range.
+        span = f"{self.low:.3g} to {self.high:.3g}" if self.high else "without a finite nonzero value"
+        return f"{self.dtype} {span}" + (f" ({', '.join(odd)})" if odd else "")
 
 
 @dataclass(slots=True)

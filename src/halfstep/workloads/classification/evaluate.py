@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from halfstep.report.picture_file import BAD, FAINT, GOOD, INK, new_figure, save_figure, shorten_name
+from halfstep.report.picture_file import BAD, FAINT, GOOD, INK, make_figure, save_figure, shorten_name
 from halfstep.report.results import Cell
 from halfstep.workloads.base.other_data import use_all_pictures
 from halfstep.workloads.base.using import LookAt, PlainEvaluation
@@ -107,7 +107,7 @@ def draw_confusion(counts: Sequence[Sequence[int]], names: Sequence[str], path: 
     matrix = np.asarray(counts, dtype=np.float64)
     shares = matrix / matrix.sum(axis=1, keepdims=True).clip(min=1)
     side = min(MOST_INCHES, max(LEAST_INCHES, INCHES_A_CLASS * len(names)))
-    figure = new_figure((side + 2.6, side + 1.8))
+    figure = make_figure((side + 2.6, side + 1.8))
     axes: Axes = figure.subplots()
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
     _name_the_classes(axes, names)
@@ -172,7 +172,7 @@ def draw_mistakes(mistakes: Sequence[ShownMistake], path: Path, *, total: int) -
     across = min(ACROSS, len(mistakes))
     down = -(-len(mistakes) // across)
     wide, high = max(across * INCHES_WIDE, TITLE_WIDE), down * INCHES_HIGH + TITLE_HIGH
-    figure = new_figure((wide, high), makes_room=False)
+    figure = make_figure((wide, high), makes_room=False)
     for place, mistake in enumerate(mistakes):
         row, column = divmod(place, across)
         top = high - TITLE_HIGH - row * INCHES_HIGH

@@ -67,7 +67,7 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
         store, settled, why = _decide(config, found, scan, bad_files)
         about |= why
         if "model.background" in settled:
-            config = config.changed(model={"background": None})
+            config = config.replace(model={"background": None})
     elif config.data.image_size != store["image_size"]:
         store = _resize_store(store, config.data.image_size)
     scaling, scale_notes = _describe_scale(store["raw_scale"], scan)

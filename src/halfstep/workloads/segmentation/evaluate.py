@@ -35,7 +35,7 @@ def use_pairs_folder(config: UNetConfig, folder: Path) -> UNetConfig:
     named = (getattr(config.data, "val_images", ""), getattr(config.data, "val_masks", ""))
     if any(named) and not has_folders(folder, PairLayout().make_names(*named)):
         values |= {"val_images": "", "val_masks": ""}  # those of the run's own folder
-    return config.changed(data=values)
+    return config.replace(data=values)
 
 
 def use_all_pairs(workload: Workload) -> Workload:

@@ -21,7 +21,7 @@ class Guide:
 
     def open(self, config: UNetConfig) -> OpenedData:
         # Only the data are looked at; a real U-Net would take a second to initialise.
-        tiny = config.changed(model={"base_channels": 1})
+        tiny = config.replace(model={"base_channels": 1})
         built = build(tiny)
         assert isinstance(built.train_samples, SegmentationData)
         pairs = built.train_samples.pairs
