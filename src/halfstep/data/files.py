@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from halfstep.disk import atomic_folder, get_free_bytes
+from halfstep.disk import get_free_bytes, open_atomic_folder
 from halfstep.errors import DataError, Interrupted, explain_refused_pickle, format_bytes, summarise_error
 
 Array = np.ndarray[Any, Any]
@@ -238,5 +238,5 @@ def create_folder(folder: Path) -> Iterator[Path]:
         raise DataError(
             f"{folder} exists already", why="demo data never overwrite anything", fix="choose another --out"
         )
-    with atomic_folder(folder, flushes=False) as unfinished:  # thousands of files that can be made again
+    with open_atomic_folder(folder, flushes=False) as unfinished:  # thousands of files that can be made again
         yield unfinished

@@ -26,7 +26,7 @@ from halfstep.data.files import check_free_space, explain_full_disk
 from halfstep.data.image_samples import draw_uniform, gather_images, take_first
 from halfstep.data.loader import FileSamples, NamedSamples, Samples, implements
 from halfstep.data.packed import PackingBar, compute_fingerprint
-from halfstep.disk import atomic_file, parse_json, take_turn
+from halfstep.disk import open_atomic_file, parse_json, take_turn
 from halfstep.errors import ConfigError, DataError
 from halfstep.islands import fp32_island
 from halfstep.models.posterior import Codec, draw_latent, split_moments
@@ -158,7 +158,7 @@ def write_latents(path: Path, num: int, shape: tuple[int, ...], rows: Iterable[T
     digest, written = hashlib.sha256(), 0
     with (
         explain_full_disk(path, "the latents"),
-        atomic_file(path, follows_links=True) as hidden,
+        open_atomic_file(path, follows_links=True) as hidden,
         hidden.open("wb") as file,
     ):
         file.write(_make_header((num, *shape), meta, "0" * digest.digest_size * 2))
