@@ -129,6 +129,7 @@ class Driver:
 
         if not device.startswith("cuda"):
             return ""
+        # Our own share is what torch reserved; the CUDA contexts of all processes remain in `others`.
         free, total = torch.cuda.mem_get_info(device)
         others = total - free - torch.cuda.memory_reserved(device)
         percent = _read_utilisation(device)
@@ -154,7 +155,7 @@ class Driver:
         warm_up = self._sample(run, device, 1)  # libraries load, kernels are chosen
         if warm_up > TOO_LONG_S:
             return warm_up
-        once = self._sample(run, device, 1)
+        once = self._sample(run, device, 1)  # warm: decides how many runs make one sample
         repeats = min(50, max(1, round(SAMPLE_S / max(once, 1e-6))))
         if device != "cpu":
             return statistics.median(self._sample(run, device, repeats) for _ in range(SAMPLES))
@@ -166,6 +167,7 @@ class Driver:
         import torch
 
         if device.startswith("cuda"):
+            # Events are timed by the GPU, so launch times of the host do not count.
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             with torch.cuda.device(device):
                 torch.cuda.synchronize()
@@ -186,6 +188,7 @@ class Driver:
 def _describe_cuda(index: int) -> Accelerator:
     import torch
 
+    # torch calls AMD GPUs cuda as well; torch.version.hip tells them apart.
     properties = torch.cuda.get_device_properties(index)
     is_rocm = torch.version.hip is not None
     return Accelerator(
@@ -262,5 +265,6 @@ def _read_page_bytes(name: str) -> int | None:
 def _read_available_bytes() -> int | None:
     meminfo = Path("/proc/meminfo")
     lines = meminfo.read_text().splitlines() if meminfo.exists() else []
+    # MemAvailable counts caches that the kernel can drop; free pages alone are nearly none on a busy machine.
     kib = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
     return kib[0] * 1024 if kib else _read_page_bytes("SC_AVPHYS_PAGES")
