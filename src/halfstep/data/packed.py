@@ -67,7 +67,7 @@ class PackIndex:
 
     @property
     def image_bytes(self) -> int:
-        """Size of one stored image."""
+        """Return the size of one stored image in bytes."""
         return self.size * self.size * 3
 
 

@@ -40,6 +40,8 @@ OTHERS_BYTES = 2 * 2**30
 UTILISATION_PERIOD_S = 1.0
 """The longest period over which NVML averages utilisation, according to its manual."""
 
+MACOS_FEATURES = ("FEAT_BF16", "FEAT_FHM")
+
 BUSY_PERCENT = 10
 """Utilisation of a GPU on which this process has nothing running; a desktop stays below."""
 
@@ -100,7 +102,7 @@ class Driver:
         return CpuDescription(
             cpuinfo=cpuinfo.read_text() if cpuinfo.exists() else "",
             brand=_read_sysctl("machdep.cpu.brand_string") or platform.processor(),
-            features=_list_macos_features(),
+            features=frozenset(name for name in MACOS_FEATURES if _read_sysctl(f"hw.optional.arm.{name}") == "1"),
             cores=os.cpu_count() or 1,
             memory_total_bytes=_read_page_bytes("SC_PHYS_PAGES") or 0,
             memory_free_bytes=_read_available_bytes(),
@@ -249,10 +251,6 @@ def _read_sysctl(key: str) -> str:
         return ""
     answer = subprocess.run(["/usr/sbin/sysctl", "-n", key], capture_output=True, text=True, check=False)
     return answer.stdout.strip()
-
-
-def _list_macos_features() -> frozenset[str]:
-    return frozenset(name for name in ("FEAT_BF16", "FEAT_FHM") if _read_sysctl(f"hw.optional.arm.{name}") == "1")
 
 
 def _read_page_bytes(name: str) -> int | None:
