@@ -152,7 +152,7 @@ def run(job: Job, may_begin: Any, results: Any) -> None:
     began = time.monotonic()
     config = config_for(job)
     # The model of this seed; the order of the windows is that of `config`.
-    workload = build_workload(config.changed(train={"seed": job.seed}))
+    workload = build_workload(config.replace(train={"seed": job.seed}))
     built_s = time.monotonic() - began
     may_begin.wait()
     began = time.monotonic()
@@ -178,9 +178,9 @@ def trained(parts: Assembly) -> tuple[list[float], float]:
     assert parts.mode is not None, "the plan was tuned"
     engine = make_engine(parts, parts.mode, lambda text, level: print(text, flush=True))
     loader, facts = parts.train_loader, []
-    windows = parts.step.windows(prefetch(loader.epoch(0), parts.device))
+    windows = parts.step.windows(prefetch(loader.iterate_epoch(0), parts.device))
     for window in itertools.islice(windows, parts.config.train.max_steps):
-        facts.append(engine(window, loader.sizes(len(facts), 1)))
+        facts.append(engine(window, loader.list_sizes(len(facts), 1)))
         verdict = parts.guard.watch(facts[-1])
         if verdict.action is not Action.CONTINUE:
             raise TrainingStopped(f"training stopped: {verdict.reason}", fix=verdict.fix)

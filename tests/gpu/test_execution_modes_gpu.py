@@ -109,7 +109,7 @@ class Run:
         plan = decide_plan(config, workload, probe(ALWAYS["device"]))
         self.parts = assemble(config, workload, dataclasses.replace(plan, memory=dataclasses.asdict(case.memory)))
         self.engine = Engine(self.parts, case.mode, lambda text, level: pytest.fail(text))
-        loaded = (batch for epoch in range(2) for batch in self.parts.train_loader.epoch(epoch))
+        loaded = (batch for epoch in range(2) for batch in self.parts.train_loader.iterate_epoch(epoch))
         full = (batch for batch in loaded if len(batch["image"]) == config.train.batch_size)
         self.batches = [self._on_device(batch) for _, batch in zip(range(NUM_STEPS), full, strict=False)]
         self.readings = self.train(self.batches)

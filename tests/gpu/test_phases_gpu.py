@@ -49,7 +49,9 @@ class Iterations:
         workload = build_workload(config)
         self.parts: Assembly = assemble(config, workload, decide_plan(config, workload, probe("cuda")))
         self.engine = PhasedEngine(self.parts, mode, lambda text, level: pytest.fail(text))  # type: ignore[arg-type]
-        self.window = [{name: value.cuda() for name, value in next(iter(self.parts.train_loader.epoch(0))).items()}]
+        self.window = [
+            {name: value.cuda() for name, value in next(iter(self.parts.train_loader.iterate_epoch(0))).items()}
+        ]
 
     def make(self, count: int) -> list[PhasedReading]:
         return [self.engine(self.window).read() for _ in range(count)]

@@ -122,7 +122,7 @@ def test_a_format_without_a_kernel_is_a_note_and_not_a_crash(monkeypatch: pytest
 
 
 def test_sums_in_the_low_format_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = TimedMatmul.kernel
+    exact = TimedMatmul.make_kernel
 
     def sloppy(self: TimedMatmul, name: str) -> object:
         kernel = exact(self, name)

@@ -132,7 +132,7 @@ def test_steps_say_how_long_a_run_is_unless_epochs_are_named(
     assert load("unet", overrides=["data.dir=x", "train.max_steps=0"]).config.train.epochs == 100
     assert load("gpt2", overrides=["data.dir=x", "train.max_steps=9", "epochs=2"]).config.train.epochs == 2
     said = said_by_a_run(tmp_path / "run", capsys, **{"train.max_steps": 8, "train.epochs": 1})
-    assert "steps: 6 = 1 epoch of 6, which end before train.max_steps=8" in said
+    assert "steps: 6 = 1 epoch of 6 (fewer than train.max_steps=8)" in said
 
 
 def test_the_advice_comes_from_cores_workers_and_the_kind_of_data(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from halfstep.evidence import capsule
 from halfstep.hardware.probe import probe
 from halfstep.report.metrics_file import read
 from halfstep.run.assemble import assemble, build_workload, decide_plan
-from halfstep.run.capsules import load_window, subject_of
+from halfstep.run.capsules import build_capsule_subject, load_window
 from halfstep.run.engine import prepare_window
 from halfstep.run.multi_rank import compute_checksum
 from halfstep.run.train import train
@@ -69,7 +69,7 @@ def ranked(
     try:
         train(load(target, overrides=overrides), out=out, resume=resume, launch=launch)
     except HalfstepError as error:
-        return type(error).__name__, str(error), error.is_told
+        return type(error).__name__, str(error), error.is_shown_elsewhere
     return None
 
 
@@ -262,7 +262,7 @@ def test_the_rank_at_fault_keeps_its_own_window_and_replay_prepares_it_as_it_was
     assert whole is not None
     assert torch.equal(found.window[0]["image"], whole[0]["image"][2:])
     prepared = prepare_window(parts, whole)
-    assert torch.equal(subject_of(found, "cpu").window[0]["image"], prepared[0]["image"][2:])
+    assert torch.equal(build_capsule_subject(found, "cpu").window[0]["image"], prepared[0]["image"][2:])
 
 
 READING = Reading(

@@ -72,7 +72,7 @@ def steve(demo: Path) -> Trainer:
 def untrained(workload: Workload) -> dict[str, float]:
     """Scores of the first weights on the validation set."""
     metrics = workload.metrics()
-    batch = next(Loader(workload.val_samples, batch_size=2).epoch(0))
+    batch = next(Loader(workload.val_samples, batch_size=2).iterate_epoch(0))
     workload.model.eval()
     with torch.no_grad():
         prepared = workload.prepare_batch(batch, key=Key.for_validation(), training=False)
@@ -144,7 +144,7 @@ def test_summed_losses_start_in_fp16_with_a_scale_that_holds_them(steve: Trainer
     def is_finite(scale: float) -> bool:
         workload = steve.workload()
         batch = workload.prepare_batch(
-            next(Loader(workload.train_samples, batch_size=4).epoch(0)), key=KEY, training=True
+            next(Loader(workload.train_samples, batch_size=4).iterate_epoch(0)), key=KEY, training=True
         )
         with simulate("fp16"):
             loss, _ = workload.compute_loss(workload.forward(workload.model, batch), batch)
@@ -165,7 +165,7 @@ KEY = Key.for_training(0, attempted=3)
 
 
 def prepared_draws(workload: Workload, num: int, key: Key) -> Batch:
-    batch = next(Loader(workload.train_samples, batch_size=num).epoch(0))
+    batch = next(Loader(workload.train_samples, batch_size=num).iterate_epoch(0))
     return workload.prepare_batch(batch, key=key, training=True)
 
 

@@ -45,7 +45,7 @@ def config(
 
 
 def first_batch(workload: Workload) -> Batch:
-    return next(Loader(workload.train_samples, batch_size=4).epoch(0))
+    return next(Loader(workload.train_samples, batch_size=4).iterate_epoch(0))
 
 
 def test_the_workload_trains_and_scores_from_loader_to_metrics(demo: Path) -> None:
@@ -102,7 +102,7 @@ def test_gray_files_make_a_gray_model(tmp_path: Path) -> None:
 
 
 def first_batch_channels(workload: Workload) -> int:
-    return next(Loader(workload.train_samples, batch_size=1).epoch(0))["image"].shape[1]
+    return next(Loader(workload.train_samples, batch_size=1).iterate_epoch(0))["image"].shape[1]
 
 
 def test_weights_of_another_run_are_the_start(demo: Path, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def built(demo: Path, **more: Any) -> Workload:
 
 
 def first_outputs(workload: Workload) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    raw = next(Loader(workload.train_samples, batch_size=4).epoch(0))
+    raw = next(Loader(workload.train_samples, batch_size=4).iterate_epoch(0))
     batch = workload.prepare_batch(raw, key=Key.for_training(0, attempted=0), training=True)
     return workload.forward(workload.model, batch), batch
 

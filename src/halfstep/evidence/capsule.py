@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from halfstep import __version__
-from halfstep.disk import atomic_folder, parse_json
+from halfstep.disk import open_atomic_folder, parse_json
 from halfstep.errors import CheckpointError, format_count
 from halfstep.step.tree import pack, unpack
 
@@ -121,7 +121,7 @@ def write_capsule(
     packed, tensors = pack({"window": list(window), "rng": dict(rng)})
     versions = {"halfstep": __version__, "torch": torch.__version__, "python": platform.python_version()}
     try:
-        with atomic_folder(path, replaces=True) as hidden:
+        with open_atomic_folder(path, replaces=True) as hidden:
             _save(tensors, hidden / BATCHES)
             if state:
                 _save(state, hidden / STATE)

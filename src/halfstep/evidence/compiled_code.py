@@ -39,7 +39,7 @@ Nodes = Mapping[str, str]
 _SOURCE_NODES = re.compile(r"# .*Source Nodes: \[(.*)\], Original ATen")
 _CALL = re.compile(r"(?:(triton_\w+)\.run|extern_kernels\.(\w+)|(?:torch\.ops\.\w+|\baten)\.(\w+)(?:\.\w+)?)\(")
 _BUFFER = re.compile(r"\bbuf\d+\b")
-SAME = {"bias_addmm": "addmm"}
+RENAMED_CALLEES = {"bias_addmm": "addmm"}
 """Names that differ between inductor and the profiler."""
 
 
@@ -66,7 +66,7 @@ def find_sites(source: str) -> list[Site]:
             # A comment applies to the next call only. Without one, the call continues work on a known buffer.
             nodes = nodes or made_from.get(next(iter(buffers), ""), ())
             made_from |= dict.fromkeys(buffers, nodes)
-            found.append(Site(SAME.get(callee, callee), nodes))
+            found.append(Site(RENAMED_CALLEES.get(callee, callee), nodes))
             nodes = ()
     return found
 

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from halfstep.backend_flags import fp32_mode
+from halfstep.backend_flags import set_fp32_mode
 from halfstep.errors import HardwareError, summarise_error
 from halfstep.formats import FP8_E4M3, find_format
 from halfstep.hardware.describe import OP_NAMES, SMALL_MARK, format_rate
@@ -257,7 +257,7 @@ class _MeasuringSession:
                 fp32_seconds[problem] = seconds
             return seconds
 
-        with fp32_mode("tf32" if format_name == "tf32" else "ieee"):
+        with set_fp32_mode("tf32" if format_name == "tf32" else "ieee"):
             chosen, seconds = small, time_problem(small)
             if format_name == "fp32" or self._fits(seconds * full.flops / small.flops):
                 chosen, seconds = full, time_problem(full)

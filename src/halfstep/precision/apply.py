@@ -238,7 +238,7 @@ def _apply_fp8(row: PlanRow, module: nn.Module, fp8: Fp8Layers, *, is_edge: bool
     if row.compute != "fp8" or not has_own_weights(module):
         return row
     name = row.module.replace(ROOT, "")
-    compute, reason = fp8.compute_and_reason(name, module, is_edge=is_edge, reason=row.reason)
+    compute, reason = fp8.choose_compute(name, module, is_edge=is_edge, reason=row.reason)
     return dataclasses.replace(row, compute=compute, reason=reason)
 
 

@@ -1,6 +1,6 @@
-"""The two contexts a step runs in. Cheap enough for every step; everything is restored on exit.
+"""The contexts of `plan.forward()`, `plan.backend()` and `hs.simulate`. Cheap enough for every step; all is restored.
 
-`forward_context` sets backend flags, attention kernels, simulation and autocast; `backend_context` the same without
+`plan.forward()` sets backend flags, attention kernels, simulation and autocast; `plan.backend()` does the same without
 autocast, for backward. Both may be entered around a compiled model. Inside a compiled region flags cannot be set (they
 are read at compile time), so there the flags in force are compared with the plan, and only autocast is entered.
 """
@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from halfstep.backend_flags import Fp32Mode, fp32_mode, read_effective_leaves
+from halfstep.backend_flags import Fp32Mode, read_effective_leaves, set_fp32_mode
 from halfstep.errors import PrecisionError
-from halfstep.precision.op_lists import cuda_op_lists
-from halfstep.precision.simulate import simulated_kernels
+from halfstep.precision.op_lists import use_cuda_op_lists
+from halfstep.precision.simulate import simulate_kernels
 
 if TYPE_CHECKING:
     from halfstep.precision.plan import Plan  # whose methods call this file
@@ -37,33 +37,33 @@ def get_autocast_dtype(precision: str) -> torch.dtype | None:
     return AUTOCAST_DTYPES.get(precision.removesuffix("-true"))
 
 
-def forward_context(plan: Plan) -> contextlib.AbstractContextManager[None]:
+def make_forward_context(plan: Plan) -> contextlib.AbstractContextManager[None]:
     """Set backend flags, simulated kernels, op lists and autocast as planned (autocast off for fp32 and tf32)."""
     # torch.compile traces a generator-based context manager but not the Reusable class.
-    return _forward(plan) if torch.compiler.is_compiling() else Reusable(lambda: _forward(plan))
+    return _enter_forward(plan) if torch.compiler.is_compiling() else Reusable(lambda: _enter_forward(plan))
 
 
 @contextlib.contextmanager
-def _forward(plan: Plan) -> Iterator[None]:
+def _enter_forward(plan: Plan) -> Iterator[None]:
     # torch.compile traces torch.autocast, but not the functions that read and clear its state.
-    autocast = _autocast if torch.compiler.is_compiling() else _fresh_autocast
-    with _backend(plan), autocast(get_device_type(plan), get_autocast_dtype(plan.granted)):
+    autocast = _make_autocast if torch.compiler.is_compiling() else _enter_fresh_autocast
+    with _enter_backend(plan), autocast(get_device_type(plan), get_autocast_dtype(plan.granted)):
         yield
 
 
-def backend_context(plan: Plan) -> contextlib.AbstractContextManager[None]:
+def make_backend_context(plan: Plan) -> contextlib.AbstractContextManager[None]:
     """Set backend flags and simulated kernels: the context of backward and the optimizer."""
-    return _backend(plan) if torch.compiler.is_compiling() else Reusable(lambda: _backend(plan))
+    return _enter_backend(plan) if torch.compiler.is_compiling() else Reusable(lambda: _enter_backend(plan))
 
 
-def _backend(plan: Plan) -> contextlib.AbstractContextManager[None]:
+def _enter_backend(plan: Plan) -> contextlib.AbstractContextManager[None]:
     mode: Fp32Mode = "tf32" if plan.compute == "tf32" and not plan.simulated else "ieee"
     if torch.compiler.is_compiling():
         _check_compiled_region(mode, simulated=plan.simulated)
         return contextlib.nullcontext()
     if plan.simulated:
-        return _simulated_backend(plan)
-    return _native_backend(plan, mode)
+        return _enter_simulated_backend(plan)
+    return _enter_native_backend(plan, mode)
 
 
 def get_device_type(plan: Plan) -> str:
@@ -76,12 +76,12 @@ def get_device_type(plan: Plan) -> str:
     return plan.device.partition(":")[0]
 
 
-def _autocast(device_type: str, dtype: torch.dtype | None) -> torch.autocast:
+def _make_autocast(device_type: str, dtype: torch.dtype | None) -> torch.autocast:
     return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
 
 
 @contextlib.contextmanager
-def _fresh_autocast(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
+def _enter_fresh_autocast(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
     """Enter autocast with an empty cache of cast weights, and leave nothing of it behind.
 
     torch counts the open autocast contexts of a thread and clears the cache when the count returns to 0. An interrupt
@@ -92,7 +92,7 @@ def _fresh_autocast(device_type: str, dtype: torch.dtype | None) -> Iterator[Non
     num_open = torch.autocast_increment_nesting()
     torch.clear_autocast_cache()  # the copies of a context that was left open before
     try:
-        with _autocast(device_type, dtype):
+        with _make_autocast(device_type, dtype):
             yield
     finally:
         while torch.autocast_decrement_nesting() >= num_open:
@@ -102,16 +102,16 @@ def _fresh_autocast(device_type: str, dtype: torch.dtype | None) -> Iterator[Non
 
 
 @contextlib.contextmanager
-def _native_backend(plan: Plan, mode: Fp32Mode) -> Iterator[None]:
+def _enter_native_backend(plan: Plan, mode: Fp32Mode) -> Iterator[None]:
     # In backward too: activation checkpointing runs forward again there.
-    with fp32_mode(mode), sound_attention(plan.device):
+    with set_fp32_mode(mode), use_sound_attention(plan.device):
         yield
 
 
 @contextlib.contextmanager
-def _simulated_backend(plan: Plan) -> Iterator[None]:
+def _enter_simulated_backend(plan: Plan) -> Iterator[None]:
     # The lists are needed in backward too: activation checkpointing runs forward again there, under its own autocast.
-    with fp32_mode("ieee"), simulated_kernels(tf32=plan.compute == "tf32"), cuda_op_lists(get_device_type(plan)):
+    with set_fp32_mode("ieee"), simulate_kernels(tf32=plan.compute == "tf32"), use_cuda_op_lists(get_device_type(plan)):
         yield
 
 
@@ -146,12 +146,16 @@ def simulate(format: str, device_type: str = "cpu") -> Reusable:
             f"simulate({format!r}) is not supported",
             fix=f"use one of {', '.join(SIMULATED_DTYPES)}; for fp8, use a plan",
         )
-    return Reusable(lambda: _simulated(SIMULATED_DTYPES[format], device_type))
+    return Reusable(lambda: _enter_simulation(SIMULATED_DTYPES[format], device_type))
 
 
 @contextlib.contextmanager
-def _simulated(dtype: torch.dtype | None, device_type: str) -> Iterator[None]:
-    with simulated_kernels(tf32=dtype is None), cuda_op_lists(device_type), _fresh_autocast(device_type, dtype):
+def _enter_simulation(dtype: torch.dtype | None, device_type: str) -> Iterator[None]:
+    with (
+        simulate_kernels(tf32=dtype is None),
+        use_cuda_op_lists(device_type),
+        _enter_fresh_autocast(device_type, dtype),
+    ):
         yield
 
 
@@ -164,14 +168,14 @@ class Reusable(contextlib.ContextDecorator):
     def __enter__(self) -> None:
         context = self._make()
         context.__enter__()
-        self._stack().append(context)
+        self._get_stack().append(context)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
-        return self._stack().pop().__exit__(kind, error, traceback)
+        return self._get_stack().pop().__exit__(kind, error, traceback)
 
-    def _stack(self) -> list[contextlib.AbstractContextManager[None]]:
+    def _get_stack(self) -> list[contextlib.AbstractContextManager[None]]:
         stack: list[contextlib.AbstractContextManager[None]] = self._entered.__dict__.setdefault("stack", [])
         return stack
 
@@ -187,7 +191,7 @@ class Reusable(contextlib.ContextDecorator):
 # (NVIDIA/cudnn-frontend#628).
 
 TILE = 128
-OTHERS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+OTHER_KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 torch_attention = torch._C._nn.scaled_dot_product_attention  # other code may have replaced the one in F by now
 
@@ -227,7 +231,7 @@ def list_allowed_kernels() -> list[SDPBackend]:
     """Return the other kernels that may run: those which the user's own `sdpa_kernel` leaves enabled."""
     flags = torch.backends.cuda
     enabled = (flags.flash_sdp_enabled(), flags.mem_efficient_sdp_enabled(), flags.math_sdp_enabled())
-    return [kernel for kernel, is_on in zip(OTHERS, enabled, strict=True) if is_on]
+    return [kernel for kernel, is_on in zip(OTHER_KERNELS, enabled, strict=True) if is_on]
 
 
 def run_attention(*arguments: Any, **options: Any) -> Tensor:
@@ -245,7 +249,7 @@ def run_attention(*arguments: Any, **options: Any) -> Tensor:
 
 
 @contextlib.contextmanager
-def sound_attention(device: str) -> Iterator[None]:
+def use_sound_attention(device: str) -> Iterator[None]:
     """Replace `F.scaled_dot_product_attention` by `run_attention` inside, if the device has the fault.
 
     Code that imported the function from torch earlier keeps torch's; its NaN is then a bad step, which the guard drops.

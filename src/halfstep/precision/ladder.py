@@ -18,7 +18,7 @@ from halfstep.hardware.device_facts import Hardware
 LADDER = ("fp8", "bf16", "fp16", "tf32", "fp32")
 AUTO_RUNGS = LADDER[1:]  # fp8 changes what a model computes too much to be chosen unasked
 
-FORMATS_OF = {
+PRECISION_FORMATS = {
     "fp8": ("fp8_e4m3", "fp8_e5m2"),
     "bf16": ("bf16",),
     "bf16-true": ("bf16",),
@@ -71,7 +71,7 @@ def explain_lack(precision: str, hardware: Hardware) -> str:
     """Explain why the device should not run this precision; return an empty string if it should."""
     if precision == "fp32":
         return ""
-    formats = FORMATS_OF[precision]
+    formats = PRECISION_FORMATS[precision]
     for name in formats:
         if hardware.get_support(name) == "missing":
             return f"{hardware.name} has no {name}"
@@ -135,7 +135,7 @@ def _grant_simulated(asked: str, hardware: Hardware) -> Grant:
 def _argue_for(precision: str, hardware: Hardware) -> str:
     if precision == "fp32":
         return _describe_strict_fp32(hardware)
-    speed = _describe_speed(FORMATS_OF[precision][0], hardware)
+    speed = _describe_speed(PRECISION_FORMATS[precision][0], hardware)
     return f"native on {hardware.name}, {speed}" if speed else f"native on {hardware.name}, speed not measured"
 
 

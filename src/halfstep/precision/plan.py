@@ -86,15 +86,15 @@ class Plan:
 
     def forward(self) -> AbstractContextManager[None]:
         """Return the context of a forward pass: backend flags, simulation, autocast; all restored on exit."""
-        from halfstep.precision.contexts import forward_context
+        from halfstep.precision.contexts import make_forward_context
 
-        return forward_context(self)
+        return make_forward_context(self)
 
     def backend(self) -> AbstractContextManager[None]:
         """Return the context of backward and the optimizer: backend flags and simulated kernels, no autocast."""
-        from halfstep.precision.contexts import backend_context
+        from halfstep.precision.contexts import make_backend_context
 
-        return backend_context(self)
+        return make_backend_context(self)
 
     def apply(self, model: torch.nn.Module) -> torch.nn.Module:
         from halfstep.precision.apply import apply

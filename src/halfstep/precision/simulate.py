@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halfstep.errors import PrecisionError
 from halfstep.formats import FP32, Format, find_format
 from halfstep.islands import LOW_PRECISION
-from halfstep.precision.op_lists import is_recurrent, without_onednn
+from halfstep.precision.op_lists import disable_onednn, is_recurrent
 
 aten = torch.ops.aten
 
@@ -47,7 +47,7 @@ FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
 FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-def simulated_kernels(*, tf32: bool = False) -> TorchDispatchMode:
+def simulate_kernels(*, tf32: bool = False) -> TorchDispatchMode:
     """Run matmul, convolution and attention on half tensors by the fp32 kernel plus a cast; `tf32` rounds fp32 ones."""
     return _SimulatedKernels(tf32=tf32)
 
@@ -61,15 +61,15 @@ class _SimulatedKernels(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in REPLACED:
+        if func in REPLACEMENTS:
             dtype = args[OPERANDS.get(func, (0,))[0]].dtype
             if dtype in LOW_PRECISION:
-                return REPLACED[func](func, dtype, args, kwargs)
+                return REPLACEMENTS[func](func, dtype, args, kwargs)
             if self.tf32 and dtype == torch.float32:
                 return func(*_round_to_tf32(args, OPERANDS.get(func, (0, 1, 2))), **kwargs)
         elif _is_composite(func):
             # Under inference_mode linear, conv2d and attention arrive undecomposed: their primitive ops come back here.
-            with self, without_onednn() if is_recurrent(func) else contextlib.nullcontext():
+            with self, disable_onednn() if is_recurrent(func) else contextlib.nullcontext():
                 return func.decompose(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -98,10 +98,10 @@ def _run_convolution(
 
 
 def _run_attention(func: Callable[..., Any], dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return flash_attention(*args, **kwargs)
+    return compute_flash_attention(*args, **kwargs)
 
 
-def flash_attention(
+def compute_flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -136,7 +136,7 @@ def flash_attention(
     return output, (top + total.log()).squeeze(-1)
 
 
-REPLACED: dict[Any, Callable[[Any, torch.dtype, tuple[Any, ...], dict[str, Any]], Any]] = {
+REPLACEMENTS: dict[Any, Callable[[Any, torch.dtype, tuple[Any, ...], dict[str, Any]], Any]] = {
     **dict.fromkeys([*OPERANDS, FLASH_BACKWARD], _run_in_fp32),
     aten.convolution.default: _run_convolution,
     FLASH: _run_attention,

@@ -220,7 +220,7 @@ class Tuning:
             )  # fmt: skip
         except CannotRun as error:
             choice = MemoryChoice(setting=MemorySetting(), reason=str(error))
-        headline, *lines = choice.lines()
+        headline, *lines = choice.format_lines()
         for line in (headline, *lines):
             self.say(line)
         tried = tuple(line.strip() for line in lines)

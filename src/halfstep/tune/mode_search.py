@@ -143,7 +143,7 @@ class ModeSearch:
             return best
         mode: Mode = self.fields["mode"]
         cost = self._measure_trial(trial, mode, f"{mode} + cudnn.benchmark", cudnn_benchmark=True)
-        return self._better(best, cost, "cudnn.benchmark", "cudnn_benchmark", WORTH_SEARCHING, CUDNN_TRIALS_S)
+        return self._keep_faster(best, cost, "cudnn.benchmark", "cudnn_benchmark", WORTH_SEARCHING, CUDNN_TRIALS_S)
 
     def _try_tuned_kernels(self, best: Cost | None) -> Cost | None:
         mode: Mode = self.fields["mode"]
@@ -153,7 +153,7 @@ class ModeSearch:
             return best
         with self._start_trial(tunes_kernels=True) as trial:
             cost = self._measure_trial(trial, mode, f"{mode} + kernel tuning")
-        return self._better(best, cost, "kernel tuning", "tunes_kernels")
+        return self._keep_faster(best, cost, "kernel tuning", "tunes_kernels")
 
     # --- one candidate ---
 
@@ -184,7 +184,7 @@ class ModeSearch:
     def _note(self, part: str, before: Cost, after: Cost) -> None:
         self.gains.append(Gain(part=part, before_ms=before.ms, after_ms=after.ms, is_taken=False))
 
-    def _better(
+    def _keep_faster(
         self, best: Cost, cost: Cost | None, part: str, field: str, worth: float = WORTH, start_s: float = 0.0
     ) -> Cost:
         if cost is None:
@@ -280,7 +280,7 @@ class CachedMode:
         found = self.read()
         if found is None or _leaves_open(found, num_steps):
             return None
-        start_s, saved_s = self._start_s(found), _estimate_saved_s(found, num_steps)
+        start_s, saved_s = self._estimate_start_s(found), _estimate_saved_s(found, num_steps)
         fields = {**found.fields, "mode_reason": f"measured before: {found.fields['mode_reason']}"}
         if start_s <= saved_s:
             self.mark()
@@ -301,7 +301,7 @@ class CachedMode:
     def _mark(self) -> Path:
         return get_code_folder() / f"halfstep-{self.name}"
 
-    def _start_s(self, found: FoundMode) -> float:
+    def _estimate_start_s(self, found: FoundMode) -> float:
         fields = found.fields
         cold_s = KERNEL_TUNING_S if fields["tunes_kernels"] else COMPILE_S
         compiling_s = 0.0 if fields["mode"] == "eager" else WARM_START_S if self._mark.exists() else cold_s

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from halfstep.data.images import open_picture
+from halfstep.data.images import open_image_file
 from halfstep.data.loader import Samples
 
 SIZED_FILES = 32
@@ -60,7 +60,7 @@ def measure_median_size(total: int, size_of: Callable[[int], tuple[int, int]]) -
 
 
 def read_size(path: Path) -> tuple[int, int]:
-    with open_picture(path) as picture:
+    with open_image_file(path) as picture:
         return picture.size
 
 

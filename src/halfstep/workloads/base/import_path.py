@@ -21,7 +21,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from halfstep.disk import atomic_file, find_cache_directory, take_turn
+from halfstep.disk import find_cache_directory, open_atomic_file, take_turn
 from halfstep.errors import ConfigError, suggest_nearest
 
 
@@ -138,7 +138,7 @@ def _make_key() -> bytes:
         file.parent.mkdir(parents=True, exist_ok=True)
         with take_turn(file):
             if not file.is_file():
-                with atomic_file(file) as hidden:
+                with open_atomic_file(file) as hidden:
                     hidden.touch(mode=0o600)
                     hidden.write_bytes(secrets.token_bytes(32))
     return file.read_bytes()

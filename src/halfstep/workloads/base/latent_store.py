@@ -26,7 +26,7 @@ from halfstep.data.files import check_free_space, explain_full_disk
 from halfstep.data.image_samples import draw_uniform, gather_images, take_first
 from halfstep.data.loader import FileSamples, NamedSamples, Samples, implements
 from halfstep.data.packed import PackingBar, compute_fingerprint
-from halfstep.disk import atomic_file, parse_json, take_turn
+from halfstep.disk import open_atomic_file, parse_json, take_turn
 from halfstep.errors import ConfigError, DataError
 from halfstep.islands import fp32_island
 from halfstep.models.posterior import Codec, draw_latent, split_moments
@@ -158,7 +158,7 @@ def write_latents(path: Path, num: int, shape: tuple[int, ...], rows: Iterable[T
     digest, written = hashlib.sha256(), 0
     with (
         explain_full_disk(path, "the latents"),
-        atomic_file(path, follows_links=True) as hidden,
+        open_atomic_file(path, follows_links=True) as hidden,
         hidden.open("wb") as file,
     ):
         file.write(_make_header((num, *shape), meta, "0" * digest.digest_size * 2))
@@ -281,9 +281,9 @@ class CachedLatents:
         return len(self.moments)
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
-        return take_first(self.batch(torch.tensor([index]), seed=key[0], epoch=key[1]))
+        return take_first(self.make_batch(torch.tensor([index]), seed=key[0], epoch=key[1]))
 
-    def batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
+    def make_batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
         """Return several samples at once, each equal to what `sample` returns."""
         num, views = self.moments.shape[:2]
         is_mirrored = draw_uniform(seed, epoch, indices.numpy(), count=1)[:, 0] < self.flip

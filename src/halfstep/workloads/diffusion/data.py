@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from halfstep.data import noise
-from halfstep.data.files import PICTURES, BadFiles, list_pictures, list_some, natural_key, require_folder, split_off
+from halfstep.data.files import (
+    IMAGE_ENDINGS,
+    BadFiles,
+    list_image_files,
+    list_some,
+    make_natural_key,
+    require_folder,
+    split_off,
+)
 from halfstep.data.image_folder import (
     FolderLayout,
     ImageFolder,
@@ -131,7 +139,7 @@ def find_pictures(root: Path, layout: FolderLayout) -> CaptionedFolder:
     require_folder(root)
     train_folders, val_folders = find_split_folders(root, layout)
     train, val = (
-        [path for folder in folders for path in list_pictures(folder)] for folders in (train_folders, val_folders)
+        [path for folder in folders for path in list_image_files(folder)] for folders in (train_folders, val_folders)
     )
     return CaptionedFolder(images=_divide(root, train, val, layout, divided=bool(val_folders)))
 
@@ -145,9 +153,9 @@ def find_captioned(root: Path, layout: FolderLayout, column: str) -> CaptionedFo
         for folders in (train_folders, val_folders)
     )
     _refuse_few(root, len(train) + len(val), "with a caption", "add captions to the table, one line per image")
-    in_order = [sorted(found, key=lambda path: natural_key(str(path))) for found in (train, val)]
+    in_order = [sorted(found, key=lambda path: make_natural_key(str(path))) for found in (train, val)]
     images = _divide(root, in_order[0], in_order[1], layout, divided=bool(val_folders))
-    num_bare = sum(len(list_pictures(folder)) for folder in {*train_folders, *val_folders}) - len(train | val)
+    num_bare = sum(len(list_image_files(folder)) for folder in {*train_folders, *val_folders}) - len(train | val)
     notes = (f"left out: {format_count(num_bare, 'image')} without a caption",) if num_bare > 0 else ()
     return CaptionedFolder(images=images, captions=train | val, notes=notes)
 
@@ -217,5 +225,5 @@ def _refuse_few(root: Path, found: int, which: str = "", fix: str = "") -> None:
         raise DataError(
             f"{root} holds {format_count(found, 'image')} {which}".rstrip(),
             why=f"at least {FEWEST} are needed: one to train on, one to validate with",
-            fix=fix or "add images (" + " ".join(PICTURES) + "), or check --data-dir (data.dir)",
+            fix=fix or "add images (" + " ".join(IMAGE_ENDINGS) + "), or check --data-dir (data.dir)",
         )

@@ -9,9 +9,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from halfstep.data.files import PICTURES, list_some
+from halfstep.data.files import IMAGE_ENDINGS, list_some
 from halfstep.data.image_samples import crop_centre
-from halfstep.data.images import open_picture
+from halfstep.data.images import open_image_file
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError
 from halfstep.report.progress import Bar
@@ -107,14 +107,14 @@ def _find_class(conditions: ClassConditions, name: str) -> int:
 class PicturePredictor(FilePredictor):
     """Predictor of VAEs: writes each image next to its reconstruction."""
 
-    endings = PICTURES
+    endings = IMAGE_ENDINGS
 
     def __init__(self, config: VaeConfig, store: Store) -> None:
         self.config, self.model = config, autoencoder.build_model(config, store)
 
     def answer_file(self, item: Input, trained: TrainedModel, request: PredictRequest) -> Answer:
         assert request.out is not None
-        with open_picture(item.path) as picture:
+        with open_image_file(item.path) as picture:
             pixels = torch.from_numpy(crop_centre(picture, self.config.data.image_size, 1.0)).unsqueeze(0)
         with trained.inside():
             image = scale_images({"image": pixels.to(trained.device)}, key=(), flip=0.0)

@@ -31,7 +31,7 @@ def score_k_means(workload: Workload, num_clusters: int, *, on: On, coordinates:
     """Return the scores of k-means on the validation clips of a slot workload with a frozen backbone."""
     backbone, generator = workload.frozen["backbone"].module, torch.Generator().manual_seed(0)
     metrics = SlotMetrics()
-    for index, batch in enumerate(Loader(workload.val_samples, batch_size=1, shuffle=False).epoch(0)):
+    for index, batch in enumerate(Loader(workload.val_samples, batch_size=1, shuffle=False).iterate_epoch(0)):
         prepared = workload.prepare_batch(batch, key=Key.for_validation(index), training=False)
         points = (
             _compute_features(backbone, prepared["video"][0])
@@ -60,7 +60,7 @@ def score_untrained(workload: Workload) -> dict[str, float]:
     """Return the scores of a workload's initial weights on its validation clips."""
     metrics = workload.metrics()
     workload.model.eval()
-    for index, batch in enumerate(Loader(workload.val_samples, batch_size=1, shuffle=False).epoch(0)):
+    for index, batch in enumerate(Loader(workload.val_samples, batch_size=1, shuffle=False).iterate_epoch(0)):
         prepared = workload.prepare_batch(batch, key=Key.for_validation(index), training=False)
         with torch.no_grad():
             metrics.update(workload.forward(workload.model, prepared), prepared)

@@ -27,16 +27,16 @@ import numpy as np
 from PIL import Image, ImageSequence
 
 from halfstep.data.files import (
-    PICTURES,
+    IMAGE_ENDINGS,
     UNREADABLE,
     VALIDATION_NAMES,
     Array,
     BadFiles,
+    count_held_out,
     list_files,
     list_folders,
     list_some,
     make_unreadable_error,
-    num_held_out,
     require_folder,
 )
 from halfstep.data.images import open_image, read_image, read_image_facts, to_bytes
@@ -250,7 +250,7 @@ def _split_videos(
             )
         how = "data.val_videos"
     else:
-        count = num_held_out(len(names), val_fraction)
+        count = count_held_out(len(names), val_fraction)
         held, how = list(range(len(names) - count, len(names))), "the last videos in order"
     train = tuple(index for index in range(len(names)) if index not in set(held))
     val = VideoSplit(videos=videos, members=tuple(held)) if held else None
@@ -258,7 +258,7 @@ def _split_videos(
     return FoundVideos(train=VideoSplit(videos=videos, members=train), val=val, layout=layout + kept)
 
 
-FRAME_ENDINGS = tuple(ending for ending in PICTURES if ending != ".gif")  # a gif is a video
+FRAME_ENDINGS = tuple(ending for ending in IMAGE_ENDINGS if ending != ".gif")  # a gif is a video
 FRAME_FOLDERS = ("frames", "images", "imgs", "rgb", "JPEGImages")
 MASK_FOLDERS = ("masks", "instances", "segmentations", "labels", "annotations", "Annotations")
 STEVE_FRAME = re.compile(r"(\d+)_image$")
