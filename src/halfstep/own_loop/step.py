@@ -35,7 +35,7 @@ from halfstep.own_loop.arguments import (
     refuse_unrelated_optimizers,
 )  # fmt: skip
 from halfstep.own_loop.evidence import make_recorder
-from halfstep.own_loop.loss import LossChecker, UnguardedNetworks, explain_errors, suggest_ways
+from halfstep.own_loop.loss import ExplainedErrors, LossChecker, UnguardedNetworks, suggest_ways
 from halfstep.own_loop.schedule_argument import LoopSchedules, Paced
 from halfstep.own_loop.user_warnings import DroppedSteps, warn_user
 from halfstep.precision.apply import apply
@@ -223,7 +223,7 @@ class Step:
         checked = self._loss.wrap(loss_fn, is_alone=len(batches) == 1)
         if self._rollback is not None:
             self._rollback.keep_if_due()
-        with explain_errors(), contextlib.ExitStack() as watched:
+        with ExplainedErrors(), contextlib.ExitStack() as watched:
             if self._recorder is not None:
                 watched.enter_context(self._recorder.watch(batches))
             if is_new := self._loss.is_new(loss_fn):
@@ -239,7 +239,7 @@ class Step:
         before = self.attempted
         with self._step.signals.delay():
             try:
-                with explain_errors():
+                with ExplainedErrors():
                     self._step.commit(facts)
             except BaseException:
                 if self.attempted > before:  # the step is made, and `on_commit` raised

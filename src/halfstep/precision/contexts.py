@@ -44,7 +44,7 @@ def forward_context(plan: Plan) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _forward(plan: Plan) -> Iterator[None]:
-    with _backend(plan), _autocast(plan):
+    with _backend(plan), make_autocast(plan):
         yield
 
 
@@ -73,7 +73,8 @@ def get_device_type(plan: Plan) -> str:
     return plan.device.partition(":")[0]
 
 
-def _autocast(plan: Plan) -> torch.autocast:
+def make_autocast(plan: Plan) -> torch.autocast:
+    """Return autocast as planned: what `forward_context` adds to `backend_context`."""
     dtype = get_autocast_dtype(plan.granted)
     if dtype is None:
         return torch.autocast(get_device_type(plan), enabled=False)
