@@ -223,16 +223,20 @@ class Step:
         checked = self._loss.wrap(loss_fn, is_alone=len(batches) == 1)
         if self._rollback is not None:
             self._rollback.keep_if_due()
-        with ExplainedErrors(), contextlib.ExitStack() as watched:
-            if self._recorder is not None:
-                watched.enter_context(self._recorder.watch(batches))
-            if is_new := self._loss.is_new(loss_fn):
-                watched.enter_context(self._strangers.watch(loss_fn))
-            facts = self._step.compute(checked, batches)
-            if is_new:
-                self._loss.refuse_unreached()
-                self._loss.hint_at_precision(ran=self._strangers.ran_own)
-            return facts
+        is_new = self._loss.is_new(loss_fn)
+        with ExplainedErrors():
+            if self._recorder is None and not is_new:
+                return self._step.compute(checked, batches)
+            with contextlib.ExitStack() as watched:
+                if self._recorder is not None:
+                    watched.enter_context(self._recorder.watch(batches))
+                if is_new:
+                    watched.enter_context(self._strangers.watch(loss_fn))
+                facts = self._step.compute(checked, batches)
+                if is_new:
+                    self._loss.refuse_unreached()
+                    self._loss.hint_at_precision(ran=self._strangers.ran_own)
+                return facts
 
     def commit(self, facts: Facts) -> None:
         """Commit: the optimizers step, or everything stays as it was. The second half of a call."""

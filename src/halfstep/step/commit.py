@@ -34,7 +34,14 @@ from torch.optim import optimizer as torch_hooks
 
 from halfstep.errors import ConfigError, HalfstepError, ModelError
 from halfstep.step.clip import compute_total_norm
-from halfstep.step.flat import Snapshot, are_same_objects, get_gradient, get_is_sparse, is_writable_in_place
+from halfstep.step.flat import (
+    Snapshot,
+    are_same_objects,
+    get_dtype,
+    get_gradient,
+    get_is_sparse,
+    is_writable_in_place,
+)
 from halfstep.step.optim.adamw8bit import AdamW8bit
 from halfstep.step.optim.adamw_bf16 import AdamWBf16
 from halfstep.step.optim.by_name import OPTIMIZERS, REFUSED
@@ -150,6 +157,7 @@ class Committer:
         self.stepped: dict[Tensor, bool] = {}  # parameters it has stepped -> whether it keeps state for them
         self._settled: tuple[list[Tensor], list[Any], list[bool]] | None = None
         """Parameters and state of the last commit that built no state: most steps find the same."""
+        self._fused_adam: FusedAdam | None = None
         self.single_pass: SinglePass | None = None  # while a step is captured: replaces torch's kernel
         if rates is not None and self.takes_tensor_lr:
             rates.bind(optimizer)
@@ -204,7 +212,8 @@ class Committer:
         """Step the optimizer with gradients times `factor`. If `bad` is set, the kernel or the host leaves everything
         unchanged; `commit_all` undoes what `select` writes."""
         if way.method == "found_inf" and not way.by_host:
-            return self._commit_in_kernel(bad, factor)
+            self._commit_in_kernel(bad, factor)
+            return
         if factor is not None:
             torch._foreach_mul_([get_stored_values(p.grad) for p in self._with_grad() if p.grad is not None], factor)
         return self._commit_by_host(bad) if way.by_host else self._step()
@@ -244,6 +253,8 @@ class Committer:
                 return False
         is_first = any(map(self._is_first, parameters))
         self._settled = None if is_first else (parameters, states, are_filled)
+        is_adam = type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not is_first
+        self._fused_adam = FusedAdam(self.optimizer) if is_adam else None
         return is_first
 
     def _is_first(self, parameter: Tensor) -> bool:
@@ -277,6 +288,8 @@ class Committer:
         said = {"found_inf": bad.float()}
         if factor is not None:
             said["grad_scale"] = factor.float().reciprocal()
+        if self._fused_adam is not None and self._fused_adam.fits():
+            return self._fused_adam.step(**said)
         vars(self.optimizer).update(said)
         try:
             self._step()
@@ -304,6 +317,50 @@ class Committer:
 
     def _with_grad(self) -> Iterator[Tensor]:
         return (p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None)
+
+
+class FusedAdam:
+    """Call the kernel of torch's fused Adam and AdamW as their step() does, without what surrounds it there: finding
+    states by parameter, grouping tensors and the profiler take longer than the kernel of a small model.
+
+    It knows the parameters that have a gradient and their states; a change in either makes a new one."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.groups = optimizer, list(optimizer.param_groups)
+        self.sizes = [len(group["params"]) for group in self.groups]
+        self.parameters = [[p for p in group["params"] if p.grad is not None] for group in self.groups]
+        self.states = [[optimizer.state[p] for p in parameters] for parameters in self.parameters]
+
+    def fits(self) -> bool:
+        """True if the groups are the same, and torch would give each to one kernel as it is."""
+        if not are_same_objects(self.groups, self.optimizer.param_groups):
+            return False
+        is_sized_alike = [len(group["params"]) for group in self.groups] == self.sizes
+        return is_sized_alike and all(map(self._takes_group, self.groups, self.parameters))
+
+    def _takes_group(self, group: dict[str, Any], parameters: list[Tensor]) -> bool:
+        if not parameters or not group["fused"] or group["differentiable"] or torch.is_tensor(group["betas"][0]):
+            return not parameters
+        tensors, lr = [*parameters, *map(get_gradient, parameters)], group["lr"]
+        is_one_kind = len(set(map(get_dtype, tensors))) == len(set(map(Tensor.get_device, tensors))) == 1
+        return is_one_kind and (not isinstance(lr, Tensor) or lr.get_device() in (-1, parameters[0].get_device()))
+
+    def step(self, found_inf: Tensor, grad_scale: Tensor | None = None) -> None:
+        for group, parameters, states in zip(self.groups, self.parameters, self.states, strict=True):
+            if not parameters:
+                continue
+            has_max = group["amsgrad"]
+            steps = [state["step"] for state in states]
+            torch._foreach_add_(steps, 1)
+            kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+            kernel(
+                parameters, list(map(get_gradient, parameters)), [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states], [s["max_exp_avg_sq"] for s in states] if has_max else [],
+                steps, amsgrad=has_max, lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1],
+                weight_decay=group["weight_decay"], eps=group["eps"], maximize=group["maximize"],
+                grad_scale=grad_scale, found_inf=found_inf,
+            )  # fmt: skip
+            torch._foreach_sub_(steps, [found_inf] * len(steps))
 
 
 def commit_all(committers: Sequence[Committer], bad: Tensor, factor: Tensor | None) -> Tensor:

@@ -123,15 +123,20 @@ class Facts:
     def pack(self, committed: Tensor, low_bits: Tensor, lr: Tensor | float) -> None:
         """Gather on the device what only it knows, exactly and in few kernels: in fp32, with the low bits of the count
         as they are (enough for 2**31 steps), or in fp64 if a number is wider than fp32."""
-        numbers = {"loss": self.loss, "grad_norm": self.grad_norm, "scale": self.scale, "lr": lr}
-        sent = {name: value for name, value in numbers.items() if isinstance(value, Tensor)}
-        self._known = {name: value for name, value in numbers.items() if not isinstance(value, Tensor)}
+        sent, self._known = {"loss": self.loss, "grad_norm": self.grad_norm}, {}
+        for name, number in (("scale", self.scale), ("lr", lr)):
+            if isinstance(number, Tensor):
+                sent[name] = number
+            else:
+                self._known[name] = number
         is_wide = self.said is not None or torch.float64 in map(get_dtype, sent.values())
-        sent |= {name: flag for name in FLAGS if (flag := getattr(self, name)) is not self.never}
+        for name in FLAGS:
+            if (flag := getattr(self, name)) is not self.never:
+                sent[name] = flag
         kind = torch.float64 if is_wide else torch.float32
-        count = committed.double() if is_wide else low_bits
+        values = [value if value.dtype is kind else value.to(kind) for value in sent.values()]
         self._fields = (*sent, "committed")
-        self.packed = torch.stack([*(value.to(kind) for value in sent.values()), count])
+        self.packed = torch.stack([*values, committed.double() if is_wide else low_bits])
         if self.said is not None:
             self.packed = torch.cat([self.packed, self.said])
 

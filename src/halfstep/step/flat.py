@@ -107,14 +107,12 @@ class Snapshot:
 
     def restore_where(self, flag: Tensor) -> None:
         """Restore every tensor's saved bits where `flag` is true; otherwise keep the current ones."""
-        if self.saved:
-            with torch.no_grad():
-                for group, saved in zip(self.groups, self.saved, strict=True):
-                    if saved.is_cuda:
-                        _spread(torch.where(flag, saved, _join(group)), group)
-                    elif bool(flag):  # a CPU flag: no wait
-                        _put_back(saved, group)
-            self.saved = []
+        for group, saved in zip(self.groups, self.saved, strict=False):  # nothing saved, nothing to put back
+            if saved.is_cuda:
+                _spread(torch.where(flag, saved, _join(group)), group)
+            elif bool(flag):  # a CPU flag: no wait
+                _put_back(saved, group)
+        self.saved = []
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -112,6 +112,10 @@ class ForwardWrites:
 
     def find_writes(self) -> None:
         """Find the parameters that the window wrote although they were not saved. Called after its last backward."""
+        self.exchanges = False
+        if not (self.commits or self.copies or self._has_changed()):
+            self.marks = NO_MARKS
+            return
         marked = list(zip(self.watched, self.marks, strict=False)) if self.commits else []
         self._find_written()
         self.compared.update(self.copies)
@@ -124,6 +128,13 @@ class ForwardWrites:
         self._find_exchanged()
         self._refuse_replaced_weights()
 
+    def _has_changed(self) -> bool:
+        """True if the window wrote something that is not saved, or exchanged or registered a tensor."""
+        if self.marks.have_changed(_read_slots(self.watched)) or self.memory.has_changed():
+            return True
+        is_exchanged = not are_same_objects(_read_slots(self.saved), self.before)
+        return is_exchanged or self.slots.have_grown or bool(self.sparse.find_changed())
+
     def find_commit_writes(self) -> None:
         """Find what `on_commit` wrote besides what the optimizers did."""
         self._find_written()
@@ -134,7 +145,6 @@ class ForwardWrites:
         self.has_grown = self.slots.have_grown
         self.exchanges = bool(self.replaced or self.moved or self.has_grown or self.sparse.find_changed())
 
-    @torch.no_grad()
     def became_non_finite(self, device: torch.device) -> Tensor | None:
         """Return on the device whether forward wrote a non-finite number over a finite one; None if it wrote nothing
         that could be non-finite."""
@@ -148,7 +158,6 @@ class ForwardWrites:
         flags = [flag.to(device) for flag in found]
         return reduce(operator.or_, flags) if flags else None
 
-    @torch.no_grad()
     def restore_where(self, bad: Tensor) -> None:
         """Restore all bits where the flag is set, by selection on the device. The host waits only for what was made,
         removed or resized in this window, which it has to restore itself."""
@@ -274,13 +283,9 @@ class ForwardWrites:
         new = (slot for slot in self.watched if slot.name not in self.compared)
         return {p.name: held.data.to("cpu", copy=True) for p in new if (held := p.owner.get(p.key)) is not None}
 
-    @torch.no_grad()
     def _find_written(self) -> None:
         """Find written parameters among the watched ones; after backward only those without a gradient are left."""
         found: list[TensorSlot] = []
-        if not self.copies and not self.untrained and not self.marks.have_changed(_read_slots(self.watched)):
-            self.marks = NO_MARKS
-            return
         for slot, (held, version, address) in (*zip(self.watched, self.marks, strict=False), *self.untrained):
             in_place = held is not None and (held._version != version or held.data_ptr() != address)
             if slot.owner.get(slot.key) is not held or in_place or self._differs_from_copy(slot, held):
@@ -312,15 +317,11 @@ class ForwardWrites:
         return ", ".join(self.slots.find_full_name(slot) for slot in self.unsaved)
 
     def _find_replaced(self) -> list[Change]:
-        if are_same_objects(_read_slots(self.saved), self.before):
-            return []
         pairs = zip(self.saved, self.before, strict=False)
         return [(p, before, now) for p, before in pairs if (now := p.owner.get(p.key)) is not before]
 
     def _find_moved(self) -> list[tuple[Tensor, Tensor]]:
         """Return tensors whose storage was exchanged, with the old storage."""
-        if are_same_objects(self.before, self.held) and not self.memory.has_changed():
-            return []
         pairs = zip(self.before, self.storages, strict=True)
         return [(t, s) for t, s in pairs if _is_moved(t, s) and t is not None and s is not None]
 
@@ -363,6 +364,8 @@ class SparseTensors:
 
     def find_changed(self) -> list[TensorSlot]:
         """Return the slots that were written or replaced since `save`."""
+        if not self.slots:
+            return []
         saved = ((slot, self.saved.get(slot.name)) for slot in self.slots)
         return [p for p, then in saved if then is not None and (p.held is not then[0] or then[0]._version != then[1])]
 
