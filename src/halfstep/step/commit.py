@@ -212,8 +212,7 @@ class Committer:
         """Step the optimizer with gradients times `factor`. If `bad` is set, the kernel or the host leaves everything
         unchanged; `commit_all` undoes what `select` writes."""
         if way.method == "found_inf" and not way.by_host:
-            self._commit_in_kernel(bad, factor)
-            return
+            return self._commit_in_kernel(bad, factor)
         if factor is not None:
             torch._foreach_mul_([get_stored_values(p.grad) for p in self._with_grad() if p.grad is not None], factor)
         return self._commit_by_host(bad) if way.by_host else self._step()
