@@ -101,9 +101,9 @@ class Casting(RangeTrace):
         self.of_weights: set[int] = set()
         self.losing: set[int] = set()
 
-    def _look(self, func: Any, name: str, given: list[Tensor], before: Any, found: list[Tensor]) -> None:
+    def _record(self, func: Any, name: str, given: list[Tensor], before: Any, found: list[Tensor]) -> None:
         first = len(self.operations)
-        super()._look(func, name, given, before, found)
+        super()._record(func, name, given, before, found)
         if name == "_to_copy" and given and len(self.operations) > first:
             source, result = given[0], found[0]
             if any(source.data_ptr() == p.data_ptr() for p in self.model.parameters() if p.ndim > 1):

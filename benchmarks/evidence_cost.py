@@ -39,7 +39,7 @@ class Steps:
 
     def __init__(self, parts: Assembly, engine: AnyEngine) -> None:
         self.parts, self.engine = parts, engine
-        batches = parts.train_loader.epoch(0)
+        batches = parts.train_loader.iterate_epoch(0)
         self.host = [batch for batch, _ in zip(batches, range(4), strict=False)]
         self.recorder: Recorder | None = None
 

@@ -178,9 +178,9 @@ def trained(parts: Assembly) -> tuple[list[float], float]:
     assert parts.mode is not None, "the plan was tuned"
     engine = make_engine(parts, parts.mode, lambda text, level: print(text, flush=True))
     loader, facts = parts.train_loader, []
-    windows = parts.step.windows(prefetch(loader.epoch(0), parts.device))
+    windows = parts.step.windows(prefetch(loader.iterate_epoch(0), parts.device))
     for window in itertools.islice(windows, parts.config.train.max_steps):
-        facts.append(engine(window, loader.sizes(len(facts), 1)))
+        facts.append(engine(window, loader.list_sizes(len(facts), 1)))
         verdict = parts.guard.watch(facts[-1])
         if verdict.action is not Action.CONTINUE:
             raise TrainingStopped(f"training stopped: {verdict.reason}", fix=verdict.fix)

@@ -102,7 +102,7 @@ def our_loop(samples: TrainingFiles | TrainingImages, options: argparse.Namespac
     loader = Loader(samples, batch_size=options.batch, num_workers=options.workers)
 
     def epoch(number: int) -> int:
-        batches = prefetch(loader.epoch(number), options.device)
+        batches = prefetch(loader.iterate_epoch(number), options.device)
         if not ready:
             return counted((batch["image"] for batch in batches), options.device)
         changes = ImageChanges()

@@ -72,7 +72,7 @@ def build(cause: Cause, config: Any, store: Mapping[str, Any] | None) -> Workloa
         return cause.forwarded(found) if cause.forwarded is not None else found
 
     def loss(outputs: Any, batch: Batch) -> tuple[Tensor, Any]:
-        value, weight = workload.weighed_loss(outputs, batch)
+        value, weight = workload.compute_loss(outputs, batch)
         return (value + cause.added_loss(outputs, batch) if cause.added_loss is not None else value), weight
 
     samples = workload.train_samples if cause.sampled is None else Changed(workload.train_samples, cause.sampled)
@@ -294,7 +294,7 @@ IN_FAMILIES = {
 
 
 def kind_of(cause: Cause) -> Kind:
-    schema = KINDS[cause.workload].schema(cause.workload)
+    schema = KINDS[cause.workload].get_schema(cause.workload)
     return Kind(builder=lambda config, store=None: build(cause, config, store), config=schema, takes_channels_last=True)
 
 

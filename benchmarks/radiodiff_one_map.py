@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from halfstep.data.files import natural_key
+from halfstep.data.files import make_natural_key
 from halfstep.errors import TrainingStopped
 from halfstep.report.metrics_file import read
 from halfstep.run.train import train
@@ -61,7 +61,7 @@ def write_tree(folder: Path, tree: Path) -> None:
     """One map as two; gains of DPM, whatever simulation they are of."""
     split = get_public_split("radiounet", "DPM")
     buildings = next((folder / "building").glob("*.png"))
-    names = sorted((path.name for path in (folder / "gain").glob("*.png")), key=natural_key)
+    names = sorted((path.name for path in (folder / "gain").glob("*.png")), key=make_natural_key)
     names = [name for name in names if (folder / "antenna" / name).is_file()][: NUM_TRAIN + NUM_VAL]
     parts = {split["train"][0]: names[:-NUM_VAL], split["val"][0]: names[-NUM_VAL:]}
     for sub in ("png/buildings_complete", "png/antennas", "gain/DPM"):

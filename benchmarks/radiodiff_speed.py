@@ -99,11 +99,11 @@ def by_torch(row: str, precision: str, config: RunConfig, arguments: argparse.Na
     host = {name: value.pin_memory() if device.type == "cuda" else value for name, value in loaded.items()}
 
     def loss_of(batch: Batch) -> Tensor:
-        return workload.weighed_loss(workload.forward(model, batch), batch)[0]
+        return workload.compute_loss(workload.forward(model, batch), batch)[0]
 
     def batch_of() -> Batch:
         placed = {name: value.to(device, non_blocking=True) for name, value in host.items()}
-        return workload.prepared(placed, key=(0, 0), training=True)
+        return workload.prepare_batch(placed, key=(0, 0), training=True)
 
     run = torch.compile(loss_of) if is_tuned else loss_of
     counts = (1, 2, WINDOWS) if arguments.small else (WARM_UP, STEPS, WINDOWS)

@@ -14,7 +14,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 README, RESULTS = HERE.parent / "README.md", HERE.parent / "docs" / "results.md"
-COMPARED = {"unet_parity": "U-Net on real slices", "resnet_parity": "ResNet-50 on 1,000 real pictures"}
+COMPARED = {"unet_parity": "U-Net on microscopy slices:", "resnet_parity": "ResNet-50 on 1,000 photos:"}
 WIDE = 0.02
 """From this margin on a verdict says little, and says so."""
 PEER_VARIANTS = ("documented", "tuned", "graphs")
@@ -58,8 +58,8 @@ def verdict(parity: dict[str, Any], name: str) -> str:
     found = parity["verdicts"][name]
     low, high = found["interval_90"]
     word = found["verdict"] if found["verdict"] == "same" or high >= 0 else "not shown, lower"
-    wide = ", which is wide" if found["margin"] > WIDE else ""
-    return f"{word} ({100 * low:+.2f} to {100 * high:+.2f} points, margin {100 * found['margin']:.2f}{wide})"
+    wide = ", a wide one" if found["margin"] > WIDE else ""
+    return f"{word} (difference {100 * low:+.2f} to {100 * high:+.2f} points, margin {100 * found['margin']:.2f}{wide})"
 
 
 def other_table() -> str:
@@ -69,22 +69,24 @@ def other_table() -> str:
     lines = ["| what | measured | command |", "|---|---|---|"]
     for kind, row in overhead.items():
         lines.append(
-            f"| guarded step against a bare loop, bf16, {kind} | {row['step_ms']:.2f} against {row['bare_ms']:.2f} ms "
+            f"| guarded step / bare loop, bf16, {kind} | {row['step_ms']:.2f} / {row['bare_ms']:.2f} ms "
             f"({row['overhead']:+.1%}) | `python benchmarks/unet_eager.py` |"
         )
     lines += [*classification_lines(), diffusion_line()]
     times = ", ".join(f"{name} {simulation[name]['times_fp32']:.2f}x" for name in ("bf16", "fp16"))
     lines.append(
-        f"| simulated formats on a CPU, time against fp32 | {times} | `python benchmarks/simulation_overhead.py` |"
+        f"| time of simulated formats on a CPU, relative to fp32 | {times} | "
+        "`python benchmarks/simulation_overhead.py` |"
     )
     ious = ", ".join(f"{name} {row['best_iou']:.3f}" for name, row in demo.items())
     lines.append(
-        f"| the demo on two CPU cores, best IoU by (simulated) format | {ious} | `python benchmarks/demo_parity.py` |"
+        f"| best IoU of the U-Net demo on two CPU cores; bf16 and fp16 simulated | {ious} | "
+        "`python benchmarks/demo_parity.py` |"
     )
     for folder, rows in pipeline.items():
         lines.append(
-            "| pictures per second of processor time against the usual PIL loop, for a device that flips and "
-            f"normalises itself (and with that work on the same two cores), {folder} | files "
+            "| images loaded per second of CPU time, relative to a plain PIL loop, with flip and normalisation on the "
+            f"GPU (in brackets: on the same two cores), {folder} | files "
             f"{rows['files']['cpu_times_usual']:.1f}x ({rows['files, ready']['cpu_times_usual']:.2f}x), packed "
             f"{rows['packed']['cpu_times_usual']:.0f}x ({rows['packed, ready']['cpu_times_usual']:.1f}x) | "
             "`python benchmarks/input_pipeline.py DIR` |"
@@ -100,10 +102,10 @@ def classification_lines() -> list[str]:
     rate = feed["images_per_s"]["packed"]["median"]
     seeds, batch = len(parity["runs"]["fp32"]), feed["settings"]["batch"]
     return [
-        f"| ResNet-50, 1,000 real pictures, {seeds} paired seeds, {parity['device']}, top-1 in % | "
+        f"| ResNet-50, 1,000 photos, {seeds} paired seeds, {parity['device']}, top-1 in % | "
         f"fp32 {means['fp32']:.1f}, {others} | `{parity['command']}` |",
-        f"| ResNet-50 bf16 at batch {batch}, eager, {feed['device']}: fed from the packed cache against data on the "
-        f"GPU | {slower:+.1%} time, {rate:,.0f} images/s | `{feed['command']}` |",
+        f"| ResNet-50 bf16 at batch {batch}, eager, {feed['device']}: batches from the packed cache, compared with "
+        f"batches that stay on the GPU | {slower:+.1%} time, {rate:,.0f} images/s | `{feed['command']}` |",
     ]
 
 
@@ -119,7 +121,7 @@ def diffusion_line() -> str:
     )
     margin = next(iter(found.values()))["margin"]
     return (
-        f"| pixel diffusion, 32×32, 1,000 real pictures, {len(own)} paired seeds, {parity['device']}, held-out squared "
+        f"| pixel diffusion, 32×32, 1,000 photos, {len(own)} paired seeds, {parity['device']}, held-out squared "
         f"error | fp32 {means['fp32']:.5f} ± {statistics.stdev(own):.5f}, {others}; margin {margin:.5f} | "
         f"`{parity['command']}` |"
     )
@@ -134,7 +136,7 @@ def speed_table(problems: dict[str, Any], starts: dict[str, Any]) -> str:
         f"{first['versions']['torch']}; median of {num_windows} windows:",
         "",
         "| model, batch | halfstep | fastest peer as documented + compile | fastest peer tuned by hand | "
-        "tuned + reduce-overhead | halfstep is faster by | peak memory, halfstep / peers | "
+        "tuned + reduce-overhead | speedup over each | peak memory, halfstep / peers | "
         "first step, empty / filled compiler cache |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -171,7 +173,8 @@ def conditions(problems: dict[str, Any], starts: dict[str, Any]) -> str:
         f"- `python benchmarks/speed.py --cold-start {','.join(names)} --modes {mode}`: first steps"
         for mode, names in by_mode(starts).items()
     ]
-    return "\n".join(["Commands, and where the device held its clocks down:", "", *lines])
+    title = "Commands, and whether the GPU ran at full clocks or below them because of its power cap:"
+    return "\n".join([title, "", *lines])
 
 
 def by_mode(starts: dict[str, Any]) -> dict[str, list[str]]:
@@ -226,7 +229,7 @@ def small_table() -> str:
     lines = [
         f"One training step in bf16 on one {first['device']}, torch {first['versions']['torch']}, batch copy included:",
         "",
-        "| model, batch | halfstep | fastest peer tuned by hand | speedup | peak memory, both |",
+        "| model, batch | halfstep | fastest peer tuned by hand | speedup | peak memory, halfstep / peer |",
         "|---|---|---|---|---|",
     ]
     for found in problems.values():
@@ -238,7 +241,7 @@ def small_table() -> str:
             lines.append(f"| {' | '.join(cells)} |")
     lines += beside_torch(result("gpt2_speed")["cases"])
     compared = [f"{title} {verdict(result(name), 'bf16')}" for name, title in COMPARED.items()]
-    return "\n".join([*lines, "", f"Accuracy of bf16 against fp32 over paired seeds: {'; '.join(compared)}."])
+    return "\n".join([*lines, "", f"Accuracy in bf16 compared with fp32, over paired seeds. {'; '.join(compared)}."])
 
 
 def beside_torch(cases: dict[str, Any]) -> list[str]:

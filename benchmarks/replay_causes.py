@@ -27,7 +27,7 @@ import yaml
 
 import halfstep as hs
 from halfstep.errors import HalfstepError
-from halfstep.evidence.capsule import all_in
+from halfstep.evidence.capsule import list_capsules
 from halfstep.evidence.causes import NOT_REPRODUCED
 from halfstep.evidence.replay import Replayed
 from halfstep.run.capsules import replay_run
@@ -123,7 +123,7 @@ def trained(name: str, cause: Cause, folder: Path, more: Mapping[str, Any], tag:
     # The planted error, or the end that faults in a row make.
     with contextlib.suppress(HalfstepError, RuntimeError, IndexError):
         train(load(f"{source}:{name}", overrides=words), out=out)
-    return all_in(out / "capsules")
+    return list_capsules(out / "capsules")
 
 
 def of_family(name: str, cause: Cause, folder: Path) -> tuple[Replayed, str]:
@@ -143,7 +143,7 @@ def of_loop(name: str, loop: Loop, folder: Path) -> tuple[Replayed, str]:
     with contextlib.suppress(HalfstepError, RuntimeError, IndexError), step:
         for batch in loop.batches:
             step(loop.loss_fn, [batch])
-    found = hs.replay(all_in(folder / name)[0], loop.model, loop.loss_fn)
+    found = hs.replay(list_capsules(folder / name)[0], loop.model, loop.loss_fn)
     return found, _on_step(found)
 
 

@@ -52,8 +52,8 @@ class Repeated:
     def sample(self, index: int, *, key: tuple[int, int, int]) -> Batch:
         return self.samples.sample(index % len(self.samples), key=key)
 
-    def batch(self, indices: Tensor, *, seed: int, epoch: int) -> Batch:
-        return self.samples.batch(indices % len(self.samples), seed=seed, epoch=epoch)
+    def make_batch(self, indices: Tensor, *, seed: int, epoch: int) -> Batch:
+        return self.samples.make_batch(indices % len(self.samples), seed=seed, epoch=epoch)
 
 
 class Ways:
@@ -62,11 +62,11 @@ class Ways:
     def __init__(self, parts: Assembly) -> None:
         self.parts, self.numbers = parts, itertools.count()
         self.engine = Engine(parts, parts.mode or "eager", lambda text, level: print(text))
-        self.stored = next(prefetch(parts.train_loader.epoch(0), parts.device))
+        self.stored = next(prefetch(parts.train_loader.iterate_epoch(0), parts.device))
         self.finished = self.prepared(self.stored)
 
     def packed(self) -> Callable[[], object]:
-        feed = prefetch(self.parts.train_loader.epoch(next(self.numbers)), self.parts.device)
+        feed = prefetch(self.parts.train_loader.iterate_epoch(next(self.numbers)), self.parts.device)
         return lambda: self.step(self.prepared(next(feed)))
 
     def resident(self) -> Callable[[], object]:
@@ -76,7 +76,7 @@ class Ways:
         return lambda: self.step(self.finished)
 
     def prepared(self, batch: Batch) -> Batch:
-        seen = self.parts.workload.prepared(batch, key=(0, next(self.numbers), 0), training=True)
+        seen = self.parts.workload.prepare_batch(batch, key=(0, next(self.numbers), 0), training=True)
         return match_layout(self.parts.model, seen)
 
     def step(self, batch: Batch) -> object:

@@ -174,7 +174,7 @@ def by_torch(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
         return LOSSES[arguments.case](workload, model, batch)
 
     def batch_of() -> Batch:
-        return workload.prepared({"video": host.to(device, non_blocking=True)}, key=(0,), training=True)
+        return workload.prepare_batch({"video": host.to(device, non_blocking=True)}, key=(0,), training=True)
 
     run = torch.compile(loss_of) if is_tuned else loss_of
     counts = (2, 2, WINDOWS) if arguments.small else (WARM_UP, STEPS, WINDOWS)

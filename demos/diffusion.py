@@ -29,7 +29,7 @@ from halfstep.run.assemble import build_workload
 from halfstep.run.train import train
 from halfstep.use.predict import predict
 from halfstep.workloads import load
-from halfstep.workloads.base.using import Wishes
+from halfstep.workloads.base.using import PredictRequest
 from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.diffusion.build import DiffusionForward
 from halfstep.workloads.diffusion.noise_schedule import list_bucket_names
@@ -49,7 +49,7 @@ def main() -> None:
         "diffusion", out / "latents", f"model.vae={vae / 'model'}", "data.cache=latents", "data.image_size=16"
     )
     assert_denoises(latents)
-    predict(pixels, [], report=RunReport(pixels), wishes=Wishes(out=out / "samples", options={"num": 16}))
+    predict(pixels, [], report=RunReport(pixels), request=PredictRequest(out=out / "samples", options={"num": 16}))
 
 
 def trained(workload: str, out: Path, *words: str) -> Path:
@@ -94,7 +94,7 @@ def batch_of(samples: Samples) -> dict[str, Tensor]:
 
 def prepared(workload: Workload, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """As validation draws timesteps and noise."""
-    return workload.prepared(batch, key=Key.for_validation(), training=False)
+    return workload.prepare_batch(batch, key=Key.for_validation(), training=False)
 
 
 def diffused(workload: Workload, batch: dict[str, Tensor]) -> Tensor:

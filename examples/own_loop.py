@@ -1,8 +1,9 @@
-"""A training loop of your own with halfstep's guarded step: about five changed lines.
+"""A custom training loop with hs.Step: about five changed lines.
 
     python examples/own_loop.py [bf16|fp16|fp32|auto] [--simulate]
 
-The task is small on purpose: tell which of two noisy waves a signal holds. Step 30 brings a NaN, as real data do.
+The model learns which of two frequencies a noisy signal has. One batch contains a NaN, as real data sometimes do: the
+step that gets it (step 15) is skipped.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from halfstep.errors import HalfstepError
 STEPS, BATCH, LENGTH = 120, 64, 256
 
 
-def batch(step: int, device: torch.device) -> dict[str, Tensor]:
+def make_batch(step: int, device: torch.device) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(step)
     label = torch.randint(0, 2, (BATCH,), generator=generator)
     time = torch.linspace(0, 1, LENGTH)
@@ -37,7 +38,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
 
-    # This replaces autocast, GradScaler, unscale_, clip_grad_norm_, step, update and scheduler.step.
+    # Replaces autocast, GradScaler, unscale_, clip_grad_norm_, optimizer.step, scaler.update and scheduler.step.
     step = hs.Step(
         model,
         optimizer,
@@ -52,14 +53,14 @@ def main() -> None:
     def loss_fn(b: dict[str, Tensor]) -> Tensor:
         return nn.functional.cross_entropy(model(b["signal"]), b["label"])
 
-    for k, window in enumerate(step.windows(batch(i, device) for i in range(2 * STEPS))):
+    for k, window in enumerate(step.windows(make_batch(i, device) for i in range(2 * STEPS))):
         outcome = step(loss_fn, window)
         if k % 20 == 0 or k == 15:
-            print(outcome)  # reading an outcome waits for the device, so not every step
+            print(outcome)  # reading an outcome waits for the device, so do not read it in every step
 
 
 if __name__ == "__main__":
     try:
         main()
-    except HalfstepError as error:  # what, why and how to fix it, without a traceback
+    except HalfstepError as error:  # its message says what is wrong, why, and how to fix it: no traceback needed
         sys.exit(f"error: {error}")

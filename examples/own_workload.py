@@ -1,11 +1,12 @@
-"""A workload of your own: everything `halfstep` can do with it follows from one Kind.
+"""A custom workload: one Kind makes your model and data available to the halfstep commands.
 
     halfstep train examples.own_workload:KIND train.max_steps=200
     halfstep evaluate runs/...
     halfstep predict runs/... points.csv
     halfstep bench examples.own_workload:KIND
 
-It learns which of two moons a point belongs to. Only `builder` is needed; each further part adds a command.
+The model learns which of two moons a point belongs to. Only the Kind's `builder` is required: `config` adds settings,
+`demo` training without a data folder, `predict` the command `halfstep predict`. See docs/own_workload.md.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from halfstep.config.schema import ModelConfig, RunConfig
 from halfstep.data.loader import TensorSamples
 from halfstep.workloads.base.kind import Kind, PredictCommand
 from halfstep.workloads.base.sums import Means
-from halfstep.workloads.base.using import FilePredictor, Trained
+from halfstep.workloads.base.using import FilePredictor, TrainedModel
 from halfstep.workloads.base.workload import Workload
 
 
@@ -36,27 +37,27 @@ class MoonsConfig(RunConfig):
 
 
 def write_demo(folder: Path, *, seed: int) -> None:
-    """points.csv, with x, y and the moon (0 or 1) in each line."""
+    """Write points.csv, with x, y and the moon (0 or 1) in each line."""
     angle, moon = np.random.default_rng(seed).uniform(0, np.pi, 512), np.arange(512) % 2
     points = [np.cos(angle) + moon, np.sin(angle) * (1 - 2 * moon) + 0.3 * moon, moon]
     folder.mkdir(parents=True)
     np.savetxt(folder / "points.csv", np.stack(points, axis=1), delimiter=",")
 
 
-def read(path: Path) -> Tensor:
+def read_points(path: Path) -> Tensor:
     return torch.from_numpy(np.loadtxt(path, delimiter=",", dtype=np.float32, ndmin=2))
 
 
-def network(config: MoonsConfig) -> nn.Module:
+def make_network(config: MoonsConfig) -> nn.Module:
     return nn.Sequential(nn.Linear(2, config.model.width), nn.ReLU(), nn.Linear(config.model.width, 2))
 
 
 def build(config: MoonsConfig, store: Any = None) -> Workload:
-    rows = read(Path(config.data.dir, "points.csv"))
+    rows = read_points(Path(config.data.dir, "points.csv"))
     train, val = (TensorSamples(point=part[:, :2], label=part[:, 2].long()) for part in (rows[128:], rows[:128]))
     return Workload(
         name="moons",
-        model=network(config),
+        model=make_network(config),
         train_samples=train,
         val_samples=val,
         forward=lambda net, batch: net(batch["point"]),
@@ -70,10 +71,10 @@ class MoonPredictor(FilePredictor):
     endings = (".csv",)
 
     def __init__(self, config: MoonsConfig, store: Any) -> None:
-        self.model = network(config)
+        self.model = make_network(config)
 
-    def answer(self, path: Path, trained: Trained) -> dict[str, Any]:
-        return {"moons": trained(read(path)[:, :2].to(trained.device)).argmax(1).tolist()}
+    def answer(self, path: Path, trained: TrainedModel) -> dict[str, Any]:
+        return {"moons": trained(read_points(path)[:, :2].to(trained.device)).argmax(1).tolist()}
 
 
 KIND = Kind(builder=build, config=MoonsConfig, demo=write_demo, predict=PredictCommand(MoonPredictor))

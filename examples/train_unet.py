@@ -1,8 +1,8 @@
-"""Train a U-Net from a plain script: settings in a dict at the top, one line turns mixed precision on.
+"""Train a U-Net from a Python script: the settings are a dict, and `use_amp` turns mixed precision on.
 
     python examples/train_unet.py [DATA_DIR]
 
-DATA_DIR holds `imgs/` and `masks/` (or `image/` and `label/`); without it generated demo data are used.
+DATA_DIR contains `imgs/` and `masks/`, or another layout of docs/data.md; without it, generated images are used.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ CONFIG = {
 def main() -> None:
     data = {"data_dir": sys.argv[1]} if len(sys.argv) > 1 else {}
     run = train(from_dict("unet", {**CONFIG, **data}))
-    print(f"everything about this run: {run}")
+    print(f"run folder: {run}")
 
 
 if __name__ == "__main__":
     try:
         main()
-    except HalfstepError as error:  # what, why and how to fix it, without a traceback
+    except HalfstepError as error:  # its message says what is wrong, why, and how to fix it: no traceback needed
         sys.exit(f"error: {error}")

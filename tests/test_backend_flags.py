@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from halfstep.backend_flags import LEAVES, Fp32Mode, fp32_mode, read_effective_leaves, read_flags, write_flags
+from halfstep.backend_flags import LEAVES, Fp32Mode, read_effective_leaves, read_flags, set_fp32_mode, write_flags
 
 set_leaf = torch._C._set_fp32_precision_setter
 get_leaf = torch._C._get_fp32_precision_getter
@@ -32,13 +32,13 @@ def test_the_leaves_are_matmul_convolution_and_rnn_of_both_backends() -> None:
 
 @pytest.mark.parametrize("mode", ["ieee", "tf32"])
 def test_every_leaf_is_set_inside(mode: Fp32Mode) -> None:
-    with fp32_mode(mode):
+    with set_fp32_mode(mode):
         assert set(read_effective_leaves().values()) == {mode}
 
 
 @pytest.mark.parametrize(("mode", "is_tf32"), [("ieee", False), ("tf32", True)])
 def test_the_old_switches_can_be_read_and_agree(mode: Fp32Mode, is_tf32: bool) -> None:
-    with fp32_mode(mode):
+    with set_fp32_mode(mode):
         assert torch.backends.cuda.matmul.allow_tf32 is is_tf32
         assert torch.backends.cudnn.allow_tf32 is is_tf32
         assert torch.get_float32_matmul_precision() == ("high" if is_tf32 else "highest")
@@ -59,7 +59,7 @@ def test_everything_is_put_back_exactly(state: str) -> None:
     for backend, op, value in start_states()[state]:
         set_leaf(backend, op, value)
     raw, effective, parents = read_flags(), read_effective_leaves(), [get_leaf(*parent) for parent in PARENTS]
-    with fp32_mode("ieee"), fp32_mode("tf32"), fp32_mode("ieee"):
+    with set_fp32_mode("ieee"), set_fp32_mode("tf32"), set_fp32_mode("ieee"):
         pass
     assert (read_flags(), read_effective_leaves(), [get_leaf(*parent) for parent in PARENTS]) == (
         raw,
@@ -73,7 +73,7 @@ def test_everything_is_put_back_exactly(state: str) -> None:
 def test_old_switches_are_put_back(precision: str, cudnn: bool) -> None:
     torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.allow_tf32 = cudnn
-    with fp32_mode("tf32"):
+    with set_fp32_mode("tf32"):
         pass
     assert torch.get_float32_matmul_precision() == precision
     assert torch.backends.cudnn.allow_tf32 is cudnn
@@ -81,7 +81,7 @@ def test_old_switches_are_put_back(precision: str, cudnn: bool) -> None:
 
 def test_a_leaf_that_followed_its_parent_still_does() -> None:
     set_leaf("cuda", "conv", "none")
-    with fp32_mode("ieee"):
+    with set_fp32_mode("ieee"):
         pass
     set_leaf("cuda", "all", "tf32")
     assert get_leaf("cuda", "conv") == "tf32"
@@ -89,7 +89,7 @@ def test_a_leaf_that_followed_its_parent_still_does() -> None:
 
 def test_flags_are_put_back_after_an_exception() -> None:
     before = read_flags()
-    with pytest.raises(ZeroDivisionError), fp32_mode("tf32"):
+    with pytest.raises(ZeroDivisionError), set_fp32_mode("tf32"):
         _ = 1 / 0
     assert read_flags() == before
 
@@ -99,7 +99,7 @@ def test_fp32_flags_are_set_inside_and_a_leaf_still_follows_its_parent_after() -
     root = backends.fp32_precision
     try:
         backends.fp32_precision = "tf32"
-        with fp32_mode("ieee"):
+        with set_fp32_mode("ieee"):
             assert backends.cuda.matmul.fp32_precision == "ieee"
             assert backends.cudnn.conv.fp32_precision == "ieee"
         assert backends.cuda.matmul.fp32_precision == "tf32"

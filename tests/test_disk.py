@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.disk import atomic_file, atomic_folder, name_hidden
+from halfstep.disk import name_hidden, open_atomic_file, open_atomic_folder
 
 WRITER = """
 import sys, time
 from pathlib import Path
 from halfstep import disk
 with getattr(disk, sys.argv[1])(Path(sys.argv[2])) as hidden:
-    (hidden if sys.argv[1] == "atomic_file" else hidden / "part").write_text("half")
+    (hidden if sys.argv[1] == "open_atomic_file" else hidden / "part").write_text("half")
     print(hidden, flush=True)
     time.sleep(60)
 """
@@ -36,10 +36,10 @@ def writer(whole: Whole, path: Path) -> tuple[subprocess.Popen[str], Path]:
 
 def write(whole: Whole, path: Path) -> None:
     with whole(path) as hidden:
-        (hidden if whole is atomic_file else hidden / "part").write_text("all")
+        (hidden if whole is open_atomic_file else hidden / "part").write_text("all")
 
 
-@pytest.mark.parametrize("whole", [atomic_file, atomic_folder])
+@pytest.mark.parametrize("whole", [open_atomic_file, open_atomic_folder])
 def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_stays(whole: Whole, tmp_path: Path) -> None:
     path = tmp_path / "cache[1].bin"
     (killed, left), (alive, growing) = writer(whole, path), writer(whole, path)
@@ -67,6 +67,6 @@ def test_what_another_machine_writes_is_given_up_after_a_day_without_a_byte(tmp_
     long_ago = time.time() - 25 * 3600
     for place in (grown, old / "part", old, mine):
         os.utime(place, (long_ago, long_ago))
-    write(atomic_file, path)
+    write(open_atomic_file, path)
     assert sorted(tmp_path.iterdir()) == sorted([path, fresh, grown, mine])
     assert name_hidden(path).name.endswith(f"-{process_id}")

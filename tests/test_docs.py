@@ -44,7 +44,7 @@ def named(shown: Shown) -> str:
 @functools.cache
 def all_keys() -> set[str]:
     """Every setting and section of every workload, by each of its spellings."""
-    schemas = [KINDS.of(name).schema(name) for name in KINDS]
+    schemas = [KINDS.of(name).get_schema(name) for name in KINDS]
     own = {key for schema in schemas for key in (*list_fields(schema), *list_sections(schema))}
     return own | set(KEY_ALIASES) | set(PRECISION_KEYS)
 

@@ -22,12 +22,15 @@ _PUBLIC = {
     "decide": "halfstep.precision.decide",
     "fp32_island": "halfstep.islands",
     "ledger": "halfstep.own_loop.evidence",
+    "load": "halfstep.own_loop.save_and_load",
     "per_epoch": "halfstep.own_loop.schedule_argument",
     "per_step": "halfstep.own_loop.schedule_argument",
     "prefetch": "halfstep.data.prefetch",
     "probe": "halfstep.hardware.probe",
     "replay": "halfstep.own_loop.evidence",
-    "simulate": "halfstep.precision.simulate",
+    "save": "halfstep.own_loop.save_and_load",
+    "seeded": "halfstep.data.seeded",
+    "simulate": "halfstep.precision.contexts",
     "train": "halfstep.api",
 }
 

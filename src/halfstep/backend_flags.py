@@ -24,7 +24,12 @@ import torch
 Fp32Mode = Literal["ieee", "tf32"]
 
 PARENTS = (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))
-AGREEING = {("cuda", "matmul"): "ieee", ("mkldnn", "matmul"): "ieee", ("cuda", "conv"): "tf32", ("cuda", "rnn"): "tf32"}
+AGREEING_LEAVES = {
+    ("cuda", "matmul"): "ieee",
+    ("mkldnn", "matmul"): "ieee",
+    ("cuda", "conv"): "tf32",
+    ("cuda", "rnn"): "tf32",
+}
 """Leaves under which torch will read any matmul switch, and cudnn's unless it is off."""
 LEAVES = tuple((backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn"))
 
@@ -48,7 +53,7 @@ WANTED: dict[Fp32Mode, BackendFlags] = {
 
 
 @contextlib.contextmanager
-def fp32_mode(mode: Fp32Mode) -> Iterator[None]:
+def set_fp32_mode(mode: Fp32Mode) -> Iterator[None]:
     """Run every fp32 matmul, convolution and RNN in this mode; all flags are restored on exit."""
     before = read_flags()
     try:
@@ -72,9 +77,9 @@ def read_flags() -> BackendFlags:
             _write(*parent, "none")
     leaves = tuple([_read(*leaf) for leaf in LEAVES])
     for leaf, value in zip(LEAVES, leaves, strict=True):
-        if AGREEING.get(leaf, value) != value:
+        if AGREEING_LEAVES.get(leaf, value) != value:
             changed[leaf] = value
-            _write(*leaf, AGREEING[leaf])
+            _write(*leaf, AGREEING_LEAVES[leaf])
     _use_up_deprecation_notice()
     old = _read_old_switches()
     for name, value in changed.items():

@@ -28,7 +28,7 @@ from halfstep.errors import CheckpointError
 
 
 @contextmanager
-def atomic_file(path: Path, *, follows_links: bool = False) -> Iterator[Path]:
+def open_atomic_file(path: Path, *, follows_links: bool = False) -> Iterator[Path]:
     """Yield a hidden file next to `path` to write to; on success it is renamed to `path`, on error it is removed.
 
     A link is replaced: in a run folder from another person it may point to any file of the user. `follows_links` is for
@@ -50,7 +50,7 @@ def atomic_file(path: Path, *, follows_links: bool = False) -> Iterator[Path]:
 def write_atomically(path: Path, text: str, *, follows_links: bool = False) -> None:
     """Write a small text file atomically."""
     try:
-        with atomic_file(path, follows_links=follows_links) as hidden:
+        with open_atomic_file(path, follows_links=follows_links) as hidden:
             hidden.write_text(text, encoding="utf-8")
     except OSError as error:
         raise CheckpointError(
@@ -61,7 +61,7 @@ def write_atomically(path: Path, text: str, *, follows_links: bool = False) -> N
 
 
 @contextmanager
-def atomic_folder(path: Path, *, replaces: bool = False, flushes: bool = True) -> Iterator[Path]:
+def open_atomic_folder(path: Path, *, replaces: bool = False, flushes: bool = True) -> Iterator[Path]:
     """Yield a hidden folder to write into; on success it is renamed to `path`, on error it is removed.
 
     `replaces` removes an existing folder first; without `flushes` a power failure may lose the new one.
@@ -99,18 +99,18 @@ def parse_json(text: str | bytes) -> Any:
 
 def seal(document: Mapping[str, Any]) -> dict[str, Any]:
     """Add a checksum of the content, which `read_sealed` compares."""
-    return {**document, CHECKSUM: _checksum(document)}
+    return {**document, CHECKSUM: _compute_checksum(document)}
 
 
 def read_sealed(text: str | bytes) -> dict[str, Any]:
     """Parse what `seal` made, without its checksum; raise a ValueError if the content has changed."""
     document = parse_json(text)
-    if not isinstance(document, dict) or document.pop(CHECKSUM, None) != _checksum(document):
+    if not isinstance(document, dict) or document.pop(CHECKSUM, None) != _compute_checksum(document):
         raise ValueError("its checksum does not match: it was edited or the disk damaged it")
     return document
 
 
-def _checksum(document: Mapping[str, Any]) -> int:
+def _compute_checksum(document: Mapping[str, Any]) -> int:
     # Of the content, not of the bytes: JSON keeps the order of keys and every bit of a float.
     return zlib.crc32(json.dumps(document).encode())
 
@@ -122,7 +122,7 @@ A_DAY_S = 24 * 3600
 
 def name_hidden(path: Path) -> Path:
     """Return the path under which this process writes before the final rename."""
-    return path.with_name(f".writing-{path.name}-{_machine()}-{os.getpid()}")
+    return path.with_name(f".writing-{path.name}-{_identify_machine()}-{os.getpid()}")
 
 
 def remove_leftovers(path: Path) -> None:
@@ -137,7 +137,7 @@ def remove_leftovers(path: Path) -> None:
 
 def _is_given_up(left: Path, machine: str, pid: int) -> bool:
     """True if the writer has ended; for other machines and containers, if nothing was written for a day."""
-    if machine == _machine() and sys.platform != "win32":  # where os.kill(pid, 0) is Ctrl-C
+    if machine == _identify_machine() and sys.platform != "win32":  # where os.kill(pid, 0) is Ctrl-C
         return not is_alive(pid)
     try:
         return time.time() - max(one.stat().st_mtime for one in (left, *left.rglob("*"))) > A_DAY_S
@@ -160,7 +160,7 @@ def is_alive(pid: int) -> bool:
 
 
 @functools.cache
-def _machine() -> str:
+def _identify_machine() -> str:
     """Return an id of this machine, boot and PID namespace: within it process ids are comparable."""
     identity = [platform.node()]
     with suppress(OSError):  # only on Linux
@@ -246,7 +246,7 @@ def take_turn(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def own_folder(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Lock a run folder for this process; the OS releases the lock however the process ends."""
     import fcntl  # not on Windows, where a stored run can still be read
 
@@ -266,7 +266,7 @@ def own_folder(folder: Path) -> Iterator[None]:
         yield
 
 
-def is_folder_owned(folder: Path) -> bool | None:
+def is_folder_locked(folder: Path) -> bool | None:
     """True if another process holds the folder's lock; None if unknown. The lock itself is not changed."""
     try:
         import fcntl

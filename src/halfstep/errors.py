@@ -30,7 +30,7 @@ class HalfstepError(Exception):
     exit_code = 2
     is_agreed = False
     """True if every rank raises the same error."""
-    is_told: bool | None = None
+    is_shown_elsewhere: bool | None = None
     """True if another rank prints the error; None if the ranks have not agreed on that."""
 
     def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
@@ -168,7 +168,7 @@ OPTIONAL = {
     "tensorboard": ">=2.18",
 }
 """The packages of the extras in pyproject.toml, with their versions."""
-OF_THE_COMMANDS = {"pydantic": "pydantic", "yaml": "pyyaml", "rich": "rich", "typer": "typer", "PIL": "pillow",
+CLI_PACKAGES = {"pydantic": "pydantic", "yaml": "pyyaml", "rich": "rich", "typer": "typer", "PIL": "pillow",
                    "matplotlib": "matplotlib", "torchmetrics": "torchmetrics", "pynvml": "nvidia-ml-py"}  # fmt: skip
 """What the command line and the workloads need and hs.Step does not: modules, and the packages that hold them."""
 
@@ -183,10 +183,10 @@ def suggest_install(*packages: str) -> str:
 
 def explain_missing(error: ModuleNotFoundError, what: str) -> ImportError | None:
     """Return an error with the install command if a package of the command line is missing, else None."""
-    package = OF_THE_COMMANDS.get((error.name or "").partition(".")[0])
+    package = CLI_PACKAGES.get((error.name or "").partition(".")[0])
     if package is None:
         return None
-    return ImportError(f"{what} needs {package}, which is not installed: {suggest_install(*OF_THE_COMMANDS.values())}")
+    return ImportError(f"{what} needs {package}, which is not installed: {suggest_install(*CLI_PACKAGES.values())}")
 
 
 def format_count(number: int, thing: str, things: str = "") -> str:

@@ -40,17 +40,17 @@ def clock(monkeypatch: pytest.MonkeyPatch, **speedups: float) -> list[str]:
     """Time by script at the driver boundary; returns what was timed."""
     timed: list[str] = []
 
-    def seconds(self: Driver, run: Callable[[], object], device: str, *, work: str) -> float:
+    def time_run(self: Driver, run: Callable[[], object], device: str, *, work: str) -> float:
         timed.append(work)
         return 1e-4 / speedups.get(work.split()[-1], 1.0)
 
-    monkeypatch.setattr(Driver, "seconds", seconds)
+    monkeypatch.setattr(Driver, "time_run", time_run)
     return timed
 
 
 def put_t4_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Driver, "accelerators", lambda self: (T4,))
-    monkeypatch.setattr(Driver, "free_bytes", lambda self, device: 14 * 2**30)
+    monkeypatch.setattr(Driver, "list_accelerators", lambda self: (T4,))
+    monkeypatch.setattr(Driver, "read_free_bytes", lambda self, device: 14 * 2**30)
 
 
 def output_of(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> tuple[str, str]:
@@ -64,7 +64,7 @@ def output_of(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> 
 def test_a_machine_without_a_gpu_gets_a_useful_answer(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Driver, "accelerators", lambda self: ())
+    monkeypatch.setattr(Driver, "list_accelerators", lambda self: ())
     out, err = output_of(capsys)
     assert out.startswith("cpu  ")
     assert "\nuse " in out
@@ -75,7 +75,7 @@ def test_a_machine_without_a_gpu_gets_a_useful_answer(
 def test_a_slow_bf16_at_the_driver_flips_what_detect_says(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Driver, "processor", lambda self: XEON)
+    monkeypatch.setattr(Driver, "describe_processor", lambda self: XEON)
     clock(monkeypatch, bf16=7.1)
     assert "use bf16: native, measured 7.1x fp32 on matmul, error " in output_of(capsys, "--device", "cpu")[0]
     clock(monkeypatch, bf16=0.2)

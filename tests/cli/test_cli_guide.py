@@ -40,7 +40,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("TMPDIR", str(scratch))
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
-    monkeypatch.setattr(Driver, "accelerators", lambda self: ())
+    monkeypatch.setattr(Driver, "list_accelerators", lambda self: ())
     return here
 
 

@@ -80,7 +80,7 @@ def test_a_run_without_records_and_a_folder_that_is_none(tmp_path: Path, capsys:
 
 
 HOLDS = """import sys, pathlib, halfstep.disk
-with halfstep.disk.own_folder(pathlib.Path(sys.argv[1])):
+with halfstep.disk.lock_folder(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()"""
 
@@ -139,7 +139,7 @@ def test_a_record_that_comes_while_it_looks_is_for_the_next_look(
         (folder / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "epoch": 1, "loss": 0.5, "skipped": 0}\n')
         return True
 
-    monkeypatch.setattr("halfstep.cli.top.is_folder_owned", trained_meanwhile)
+    monkeypatch.setattr("halfstep.cli.top.is_folder_locked", trained_meanwhile)
     code, text = look(capsys, str(tmp_path), "--once")
     assert code == 0
     assert "none on record yet" in text

@@ -20,7 +20,7 @@ from halfstep.errors import ConfigError
 from halfstep.workloads import KINDS, from_dict, load
 from halfstep.workloads.segmentation.config import UNetConfig
 
-SCHEMAS = [KINDS[name].schema(name) for name in KINDS]
+SCHEMAS = [KINDS[name].get_schema(name) for name in KINDS]
 
 
 def load_text(tmp_path: Path, text: str, overrides: Sequence[str] = (), **flags: object) -> Loaded:

@@ -29,10 +29,10 @@ odd: {key: [1, 2]}
 
 
 class Family:
-    def schema(self, workload: str) -> type[RunConfig]:
+    def get_schema(self, workload: str) -> type[RunConfig]:
         return RunConfig
 
-    def claim(self, document: Mapping[str, Any], name: str) -> Foreign | None:
+    def translate_config(self, document: Mapping[str, Any], name: str) -> Foreign | None:
         if document.get("experiment") != "moons":
             return None
         return Foreign(
@@ -49,7 +49,7 @@ class Family:
 
 
 class Families(dict[str, Family]):
-    def translators(self) -> Iterator[Family]:
+    def list_translators(self) -> Iterator[Family]:
         return iter(self.values())
 
 

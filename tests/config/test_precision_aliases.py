@@ -217,7 +217,7 @@ def test_module_precisions_are_canonical_too(tmp_path: Path) -> None:
 
 
 def test_every_foreign_key_leads_to_a_setting_that_exists_and_hides_none() -> None:
-    fields = {field for name in KINDS for field in list_fields(KINDS[name].schema(name))}
+    fields = {field for name in KINDS for field in list_fields(KINDS[name].get_schema(name))}
     assert {alias.path for alias in KEY_ALIASES.values()} <= fields
     assert not set(KEY_ALIASES) & fields
     assert sum(len(keys) for keys in FOREIGN_KEYS.values()) == len(

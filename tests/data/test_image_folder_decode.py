@@ -13,13 +13,13 @@ from data.picture_folders import smooth_picture, write_split
 from halfstep.data.files import BadFiles
 from halfstep.data.image_folder import FolderLayout, Listing, check_images, find_images
 from halfstep.data.image_samples import OPEN_AT_ONCE, EvaluationFiles, TrainingFiles
-from halfstep.data.images import ORIENTATION, open_picture
+from halfstep.data.images import ORIENTATION, open_image_file
 from halfstep.data.loader import Loader
 from halfstep.errors import DataError
 
 
 def decoded(path: Path) -> np.ndarray:
-    with open_picture(path) as picture:
+    with open_image_file(path) as picture:
         return np.asarray(picture.to_rgb()).astype(int)
 
 
@@ -71,7 +71,7 @@ def test_pictures_stand_upright_and_their_size_is_known_before_decoding(tmp_path
     exif = Image.Exif()
     exif[ORIENTATION] = orientation
     stored.save(tmp_path / "a.jpg", quality=95, exif=exif)
-    with open_picture(tmp_path / "a.jpg") as picture:
+    with open_image_file(tmp_path / "a.jpg") as picture:
         assert picture.size == (40, 30)
         assert near(np.asarray(picture.to_rgb()).astype(int), np.asarray(upright).astype(int), 3)
 
@@ -79,7 +79,7 @@ def test_pictures_stand_upright_and_their_size_is_known_before_decoding(tmp_path
 def test_a_reduced_decode_gives_a_smaller_picture_never_below_what_is_needed(tmp_path: Path) -> None:
     smooth_picture(5, (800, 600)).save(tmp_path / "a.jpg")
     for reduction, expected in ((1.9, (800, 600)), (2.0, (400, 300)), (5.0, (200, 150)), (100.0, (100, 75))):
-        with open_picture(tmp_path / "a.jpg") as picture:
+        with open_image_file(tmp_path / "a.jpg") as picture:
             assert picture.to_rgb(reduction=reduction).size == expected
 
 
@@ -123,7 +123,7 @@ def test_bad_files_are_left_out_counted_and_named(tmp_path: Path) -> None:
     assert "178,956,970 pixels" in named
     assert len(kept.train) == len(found.train) - 4
     loader = Loader(TrainingFiles(kept.train, size=16), batch_size=4)
-    assert sum(len(batch["label"]) for batch in loader.epoch(0)) == 9
+    assert sum(len(batch["label"]) for batch in loader.iterate_epoch(0)) == 9
 
 
 @pytest.mark.parametrize("bad", ["cut.jpg", "text.jpg", "empty.png", "huge.png"])
@@ -156,7 +156,7 @@ def test_a_file_that_breaks_during_an_epoch_is_an_error_that_names_it(tmp_path: 
     found = find_images(write_split(tmp_path), FolderLayout())
     found.train.paths[2].write_bytes(b"overwritten")
     with pytest.raises(DataError, match=r"2\.jpg"):
-        list(Loader(TrainingFiles(found.train, size=16), batch_size=2).epoch(0))
+        list(Loader(TrainingFiles(found.train, size=16), batch_size=2).iterate_epoch(0))
 
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 700), (20_000, 20), (500, 375), (37, 200)])
@@ -186,7 +186,7 @@ def test_evaluation_is_resize_and_centre_crop(tmp_path: Path) -> None:
 
 def test_samples_depend_on_seed_and_epoch_and_not_on_workers(tmp_path: Path) -> None:
     files = TrainingFiles(find_images(write_split(tmp_path), FolderLayout()).train, size=16)
-    one, two = (list(Loader(files, batch_size=4, seed=3, num_workers=n).epoch(1)) for n in (0, 2))
+    one, two = (list(Loader(files, batch_size=4, seed=3, num_workers=n).iterate_epoch(1)) for n in (0, 2))
     assert all(torch.equal(a[name], b[name]) for a, b in zip(one, two, strict=True) for name in a)
     keys = [(3, 1, 0), (4, 1, 0), (3, 2, 0)]
     boxes = [files.sample(0, key=key) for key in keys]
@@ -197,7 +197,7 @@ def test_samples_depend_on_seed_and_epoch_and_not_on_workers(tmp_path: Path) -> 
 def test_a_batch_of_files_is_made_whole_in_shared_memory_and_equals_its_samples(tmp_path: Path) -> None:
     files = TrainingFiles(find_images(write_split(tmp_path, train=10), FolderLayout()).train, size=16)
     assert len(files) > OPEN_AT_ONCE
-    (batch,) = Loader(files, batch_size=20, seed=3, num_workers=1).epoch(1)
+    (batch,) = Loader(files, batch_size=20, seed=3, num_workers=1).iterate_epoch(1)
     assert batch["image"].is_shared()
     for row, index in enumerate(batch["index"].tolist()):
         alone = files.sample(index, key=(3, 1, index))

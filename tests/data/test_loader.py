@@ -9,7 +9,10 @@ import sys
 import textwrap
 import time
 import warnings
+from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -53,7 +56,7 @@ class WithNames(Numbers):
 
 
 def test_attributes_of_a_users_own_are_not_taken_for_the_methods_of_that_name() -> None:
-    own, plain = (list(Loader(kind(5), batch_size=2).epoch(0)) for kind in (WithNames, Numbers))
+    own, plain = (list(Loader(kind(5), batch_size=2).iterate_epoch(0)) for kind in (WithNames, Numbers))
     assert all(mine["image"].equal(other["image"]) for mine, other in zip(own, plain, strict=True))
     assert not any(implements(WithNames(5), kind) for kind in (FileSamples, WholeBatches, WorkerBatches, NamedSamples))
 
@@ -66,7 +69,10 @@ class Dying(Numbers):
 
 
 def rows(loader: Loader, epoch: int, start: int = 0) -> list[Tensor]:
-    return [torch.cat([batch["index"][:, None].float(), batch["image"]], dim=1) for batch in loader.epoch(epoch, start)]
+    return [
+        torch.cat([batch["index"][:, None].float(), batch["image"]], dim=1)
+        for batch in loader.iterate_epoch(epoch, start)
+    ]
 
 
 def equal(first: list[Tensor], second: list[Tensor]) -> bool:
@@ -101,13 +107,13 @@ def test_starting_in_the_middle_gives_the_rest_of_the_epoch(num_workers: int) ->
 def test_an_epoch_left_early_does_not_leak_into_the_next() -> None:
     loader = Loader(Numbers(12), batch_size=2, num_workers=2)
     expected = rows(loader, 1)
-    left_early = loader.epoch(0)
+    left_early = loader.iterate_epoch(0)
     next(left_early)
     assert equal(rows(loader, 1), expected)
 
 
 def test_validation_keeps_the_order_and_may_be_smaller_than_a_batch() -> None:
-    (batch,) = Loader(Numbers(3), batch_size=8, shuffle=False).epoch(0)
+    (batch,) = Loader(Numbers(3), batch_size=8, shuffle=False).iterate_epoch(0)
     assert batch["index"].tolist() == [0, 1, 2]
 
 
@@ -119,7 +125,7 @@ def test_a_batch_larger_than_the_training_set_is_an_error() -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_error_in_a_worker_arrives_as_it_was_raised(num_workers: int) -> None:
     loader = Loader(Numbers(10, bad=7), batch_size=2, num_workers=num_workers, shuffle=False)
-    batches = loader.epoch(0)
+    batches = loader.iterate_epoch(0)
     for _ in range(3):
         next(batches)
     with pytest.raises(DataError) as caught:
@@ -131,14 +137,14 @@ def test_an_error_in_a_worker_arrives_as_it_was_raised(num_workers: int) -> None
 def test_a_worker_that_dies_is_an_error_and_not_a_hang() -> None:
     loader = Loader(Dying(10, bad=3), batch_size=2, num_workers=2, shuffle=False)
     with pytest.raises(DataError, match="worker"):
-        list(loader.epoch(0))
+        list(loader.iterate_epoch(0))
     gc.collect()  # multiprocessing drops a socket half-way through its handshake with the dead worker
 
 
 def test_loading_leaves_the_global_random_state_alone() -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    list(Loader(Numbers(4), batch_size=2, num_workers=1).epoch(0))
+    list(Loader(Numbers(4), batch_size=2, num_workers=1).iterate_epoch(0))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -156,7 +162,7 @@ def signalled_with_its_workers() -> None:
     os.setsid()
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: None)
-    batches = Loader(Ids(), batch_size=1, num_workers=2, shuffle=False).epoch(0)
+    batches = Loader(Ids(), batch_size=1, num_workers=2, shuffle=False).iterate_epoch(0)
     pids = {int(next(batches)["pid"]), int(next(batches)["pid"])}
     if os.fork() == 0:  # somebody else: the terminal, a scheduler
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -191,7 +197,7 @@ def test_workers_that_a_server_forked_end_with_a_killed_run(tmp_path: Path) -> N
         if __name__ == "__main__":
             multiprocessing.set_start_method("forkserver")
             multiprocessing.set_forkserver_preload(["halfstep.data.loader"])
-            batches = Loader(Ids(), batch_size=1, num_workers=2, shuffle=False).epoch(0)
+            batches = Loader(Ids(), batch_size=1, num_workers=2, shuffle=False).iterate_epoch(0)
             print(int(next(batches)["pid"]), int(next(batches)["pid"]), flush=True)
             time.sleep(60)
     """)
@@ -249,16 +255,43 @@ def test_prefetching_keeps_batches_order_and_counts_the_waiting() -> None:
             time.sleep(0.02)
             yield {"image": torch.full((2,), float(i))}
 
-    batches = prefetch(slow(), "cpu")  # type: ignore[arg-type]
+    batches = prefetch(slow(), "cpu")  # type: ignore[arg-type,var-annotated]
     assert [int(batch["image"][0]) for batch in batches] == [0, 1, 2]
     assert 0.06 <= batches.waited_s < 5
+
+
+class Pair(NamedTuple):
+    image: Tensor
+    name: str
+
+
+@dataclass(frozen=True)
+class Example:
+    pair: Pair
+    others: list[Tensor]
+
+
+def test_prefetching_takes_any_nest_of_tensors_and_leaves_the_rest() -> None:
+    """To the meta device, so that what was not sent shows."""
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    batch = {"example": Example(Pair(torch.ones(2), "a"), [torch.ones(1)]), "count": 3, "both": (torch.ones(1), None)}
+    sent = next(iter(prefetch([OrderedDict(batch)], "meta")))
+    assert type(sent) is OrderedDict
+    assert sent["example"].pair.image.is_meta
+    assert sent["example"].pair.name == "a"
+    assert sent["example"].others[0].is_meta
+    assert sent["both"][0].is_meta
+    assert (sent["count"], sent["both"][1]) == (3, None)
+    assert not batch["example"].others[0].is_meta, "the loader's own batch stays as it is"  # type: ignore[attr-defined]
+    assert next(prefetch([torch.ones(1)], "meta")).is_meta
+    assert torch.equal(next(prefetch([packed], "cpu")).data, packed.data)
 
 
 def test_more_workers_than_cores_are_the_users_own_choice_without_a_warning() -> None:
     loader = Loader(Numbers(4), batch_size=2, num_workers=(os.cpu_count() or 1) + 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert len(list(loader.epoch(0))) == 2
+        assert len(list(loader.iterate_epoch(0))) == 2
     loader.close()
 
 
@@ -266,10 +299,10 @@ def test_closing_ends_the_workers_of_an_epoch_that_somebody_still_holds() -> Non
     """As the traceback of an interrupted run does."""
     others = set(multiprocessing.active_children())
     loader = Loader(Numbers(40), batch_size=2, num_workers=2)
-    held = loader.epoch(0)
+    held = loader.iterate_epoch(0)
     next(held)
     assert len(set(multiprocessing.active_children()) - others) == 2
     loader.close()
     assert set(multiprocessing.active_children()) <= others
-    assert len(list(loader.epoch(1))) == 20
+    assert len(list(loader.iterate_epoch(1))) == 20
     loader.close()

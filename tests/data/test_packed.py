@@ -53,20 +53,20 @@ def test_a_pack_holds_every_image_with_its_class_and_true_size(folder: ImageFold
 
 def test_packed_crops_show_what_the_files_crops_show(folder: ImageFolder, tmp_path: Path) -> None:
     made = pack(folder, tmp_path / "a.pack", PackSettings(size=96))
-    files = next(Loader(TrainingFiles(folder.train, size=48), batch_size=10, seed=2).epoch(3))
-    stored = next(Loader(TrainingImages(made.train), batch_size=10, seed=2).epoch(3))
+    files = next(Loader(TrainingFiles(folder.train, size=48), batch_size=10, seed=2).iterate_epoch(3))
+    stored = next(Loader(TrainingImages(made.train), batch_size=10, seed=2).iterate_epoch(3))
     assert torch.equal(files["index"], stored["index"])
     first, second = (prepare_images(batch, 48, changes=ImageChanges(), key=(0, 7)) for batch in (files, stored))
     # Smooth pictures: a few of 255 levels from JPEG and the second interpolation, where another crop differs by 50.
     assert (first - second).abs().mean() < 0.03
-    other = prepare_images(next(Loader(TrainingImages(made.train), batch_size=10, seed=2).epoch(4)), 48)
+    other = prepare_images(next(Loader(TrainingImages(made.train), batch_size=10, seed=2).iterate_epoch(4)), 48)
     assert (first - other).abs().mean() > 0.3
 
 
 def test_packed_evaluation_is_the_files_evaluation(folder: ImageFolder, tmp_path: Path) -> None:
     made = pack(folder, tmp_path / "a.pack", SMALL)
-    (files,) = Loader(EvaluationFiles(folder.val, size=28), batch_size=6, shuffle=False).epoch(0)
-    (stored,) = Loader(EvaluationImages(made.val, size=28), batch_size=6, shuffle=False).epoch(0)
+    (files,) = Loader(EvaluationFiles(folder.val, size=28), batch_size=6, shuffle=False).iterate_epoch(0)
+    (stored,) = Loader(EvaluationImages(made.val, size=28), batch_size=6, shuffle=False).iterate_epoch(0)
     assert "box" not in stored
     assert (files["image"].int() - stored["image"].int()).abs().max() <= 2
     assert torch.equal(files["label"], stored["label"])
@@ -74,21 +74,21 @@ def test_packed_evaluation_is_the_files_evaluation(folder: ImageFolder, tmp_path
 
 def test_another_evaluation_size_is_resampled_from_the_store(folder: ImageFolder, tmp_path: Path) -> None:
     made = pack(folder, tmp_path / "a.pack", SMALL)
-    (files,) = Loader(EvaluationFiles(folder.val, size=40), batch_size=6, shuffle=False).epoch(0)
-    (stored,) = Loader(EvaluationImages(made.val, size=40), batch_size=6, shuffle=False).epoch(0)
+    (files,) = Loader(EvaluationFiles(folder.val, size=40), batch_size=6, shuffle=False).iterate_epoch(0)
+    (stored,) = Loader(EvaluationImages(made.val, size=40), batch_size=6, shuffle=False).iterate_epoch(0)
     assert (prepare_images(files, 40) - prepare_images(stored, 40)).abs().mean() < 0.03
 
 
 @pytest.mark.parametrize("num_workers", [0, 3])
 def test_batches_of_a_pack_are_its_samples_in_order(folder: ImageFolder, tmp_path: Path, num_workers: int) -> None:
     samples = TrainingImages(pack(folder, tmp_path / "a.pack", SMALL).train)
-    batches = list(Loader(samples, batch_size=4, seed=1, num_workers=num_workers).epoch(2))
+    batches = list(Loader(samples, batch_size=4, seed=1, num_workers=num_workers).iterate_epoch(2))
     assert [len(batch["label"]) for batch in batches] == [4, 4, 2]
     for batch in batches:
         for row, index in enumerate(batch["index"].tolist()):
             alone = samples.sample(index, key=(1, 2, index))
             assert all(torch.equal(alone[name], batch[name][row]) for name in alone)
-    rest = list(Loader(samples, batch_size=4, seed=1, num_workers=num_workers).epoch(2, start_batch=1))
+    rest = list(Loader(samples, batch_size=4, seed=1, num_workers=num_workers).iterate_epoch(2, start_batch=1))
     assert torch.equal(rest[0]["index"], batches[1]["index"])
 
 
@@ -239,7 +239,7 @@ def test_an_epoch_left_early_ends_its_threads(folder: ImageFolder, tmp_path: Pat
 
     loader = Loader(TrainingImages(pack(folder, tmp_path / "a.pack", SMALL).train), batch_size=1, num_workers=2)
     before = threading.active_count()
-    batches = loader.epoch(0)
+    batches = loader.iterate_epoch(0)
     next(batches)
     del batches
     for _ in range(50):

@@ -116,7 +116,7 @@ def test_a_class_file_numbers_the_classes_and_one_that_does_not_match_is_refused
     assert found.classes == ("dog", "cat")
     assert all(found.classes[k] == p.parent.name for k, p in zip(found.train.labels, found.train.paths, strict=True))
     names.write_text("dog\nwolf\n")
-    with pytest.raises(DataError, match="it lacks cat; no images are of wolf"):
+    with pytest.raises(DataError, match="it lacks cat; there are no images of wolf"):
         find_classes(tmp_path / "data", LAYOUT, names)
     names.write_text("dog\ncat\ndog\n")
     with pytest.raises(DataError, match="dog twice"):

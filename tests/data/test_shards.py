@@ -36,8 +36,8 @@ def test_any_sample_is_read_by_its_index_and_only_the_frames_asked_for(tmp_path:
     places = ((0, 0), (0, 1), (1, 2), (1, 3), (1, 4))
     assert [video.name for video in videos.videos] == [f"v-{s:06d}.tar/{k:06d}" for s, k in places]
     video, masks = clip(3)
-    assert (videos.frames(3, 2, 3) == video[2:5]).all()
-    assert (videos.masks(3, 0, 6) == masks).all()
+    assert (videos.read_frames(3, 2, 3) == video[2:5]).all()
+    assert (videos.read_masks(3, 0, 6) == masks).all()
     assert videos.videos[0].num_frames == 6
     assert videos.videos[0].size == (8, 8)
 
@@ -63,7 +63,7 @@ def test_of_a_tar_cut_short_the_whole_samples_are_left(tmp_path: Path) -> None:
     videos = ShardVideos(tmp_path, "v-000000.tar", bad_files=skipping)
     assert 0 < len(videos.videos) < 3
     assert skipping.skipped
-    assert (videos.frames(0, 0, 6) == clip(0)[0]).all()
+    assert (videos.read_frames(0, 0, 6) == clip(0)[0]).all()
 
 
 def test_wherever_a_tar_is_cut_what_is_left_can_be_read(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_wherever_a_tar_is_cut_what_is_left_can_be_read(tmp_path: Path) -> None:
         path.write_bytes(whole[:end])
         videos = ShardVideos(tmp_path, "v-000000.tar", bad_files=BadFiles("skip"))
         for index in range(len(videos.videos)):
-            assert (videos.frames(index, 0, 6) == clip(index)[0]).all()
+            assert (videos.read_frames(index, 0, 6) == clip(index)[0]).all()
 
 
 def test_a_tar_cut_between_two_files_is_no_whole_one(tmp_path: Path) -> None:
@@ -161,13 +161,13 @@ def test_planes_of_objects_become_labels_and_overlaps_are_refused(tmp_path: Path
     put(tmp_path / "v.tar", {"a.video.npy": video, "a.segmentations.npy": planes})
     videos = ShardVideos(tmp_path, "v.tar", bad_files=BadFiles("error"))
     assert not videos.labels_background
-    assert np.unique(videos.masks(0, 0, 6)).tolist() == [0, 1, 2]
+    assert np.unique(videos.read_masks(0, 0, 6)).tolist() == [0, 1, 2]
     put(tmp_path / "w.tar", {"a.video.npy": video, "a.segmentations.npy": np.repeat(planes[..., :1], 2, axis=-1)})
     with pytest.raises(DataError, match="overlap"):
-        ShardVideos(tmp_path, "w.tar", bad_files=BadFiles("error")).masks(0, 0, 6)
+        ShardVideos(tmp_path, "w.tar", bad_files=BadFiles("error")).read_masks(0, 0, 6)
 
 
 def test_wide_labels_are_counted_anew(tmp_path: Path) -> None:
     put(tmp_path / "v.tar", {"a.video.npy": video, "a.segmentations.npy": masks.astype(np.int64) * 70_000})
-    found = ShardVideos(tmp_path, "v.tar", bad_files=BadFiles("error")).masks(0, 0, 6)
+    found = ShardVideos(tmp_path, "v.tar", bad_files=BadFiles("error")).read_masks(0, 0, 6)
     assert (found == (masks > 0)).all()

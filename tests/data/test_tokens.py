@@ -70,7 +70,7 @@ def test_targets_are_the_next_tokens() -> None:
 
 def test_a_batch_is_its_samples_and_a_sample_depends_on_seed_epoch_and_index_alone() -> None:
     samples = TokenSamples(counting(500), context=5, vocab=500, is_training=True)
-    batch = samples.batch(torch.tensor([4, 0, 9]), seed=3, epoch=2)
+    batch = samples.make_batch(torch.tensor([4, 0, 9]), seed=3, epoch=2)
     for row, index in enumerate((4, 0, 9)):
         alone = samples.sample(index, key=(3, 2, index))
         assert torch.equal(batch["tokens"][row], alone["tokens"])
@@ -79,8 +79,8 @@ def test_a_batch_is_its_samples_and_a_sample_depends_on_seed_epoch_and_index_alo
 
 def test_a_loader_goes_on_in_the_middle_of_an_epoch_as_if_it_had_not_stopped() -> None:
     samples = TokenSamples(counting(500), context=5, vocab=500, is_training=True)
-    whole = list(Loader(samples, batch_size=4, seed=1, num_workers=2).epoch(3))
-    rest = list(Loader(samples, batch_size=4, seed=1).epoch(3, start_batch=7))
+    whole = list(Loader(samples, batch_size=4, seed=1, num_workers=2).iterate_epoch(3))
+    rest = list(Loader(samples, batch_size=4, seed=1).iterate_epoch(3, start_batch=7))
     assert all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(whole[7:], rest, strict=True))
 
 

@@ -28,8 +28,8 @@ def test_steves_folders_are_read_with_their_masks(tmp_path: Path) -> None:
     assert found.val.names == ("00000002",)
     assert found.val.have_masks
     video, masks = clip(2, frames=4)
-    assert (found.val.videos.frames(2, 1, 2) == video[1:3]).all()
-    assert (found.val.videos.masks(2, 0, 4) == masks).all()
+    assert (found.val.videos.read_frames(2, 1, 2) == video[1:3]).all()
+    assert (found.val.videos.read_masks(2, 0, 4) == masks).all()
 
 
 def test_frames_and_masks_side_by_side_are_read_and_videos_held_out_by_name(tmp_path: Path) -> None:
@@ -38,11 +38,11 @@ def test_frames_and_masks_side_by_side_are_read_and_videos_held_out_by_name(tmp_
     found = find_videos(tmp_path, val_videos=["02"], bad_files=ERROR)
     assert found.train.names == ("01",)
     assert found.val is not None
-    assert (found.val.videos.masks(1, 0, 4) == clip(2, frames=4)[1]).all()
-    with pytest.raises(DataError, match="fits 0 of 2 videos"):
+    assert (found.val.videos.read_masks(1, 0, 4) == clip(2, frames=4)[1]).all()
+    with pytest.raises(DataError, match="matches 0 of 2 videos"):
         find_videos(tmp_path, val_videos=["03"], bad_files=ERROR)
     next((tmp_path / "01" / "frames").iterdir()).write_bytes(b"")
-    with pytest.raises(DataError, match="fits 1 of 1 video") as raised:
+    with pytest.raises(DataError, match="matches 1 of 1 video") as raised:
         find_videos(tmp_path, val_videos=["02"], bad_files=BadFiles("skip"))
     assert "1 left out: cannot read" in raised.value.why
 
@@ -120,7 +120,7 @@ def test_frames_of_other_sizes_and_masks_without_frames_are_named(tmp_path: Path
     Image.new("RGB", (4, 4)).save(tmp_path / "01" / "frames" / "002.png")
     found = find_videos(tmp_path, bad_files=ERROR)
     with pytest.raises(DataError, match="002.png 4×4"):
-        found.train.videos.frames(0, 0, 4)
+        found.train.videos.read_frames(0, 0, 4)
     skipping = BadFiles("skip")
     frame_folder(tmp_path, "02", 1)
     assert find_videos(tmp_path, bad_files=skipping, val_fraction=0).train.names == ("02",)

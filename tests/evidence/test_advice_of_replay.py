@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import halfstep as hs
 from halfstep.evidence import causes
-from halfstep.evidence.capsule import all_in
+from halfstep.evidence.capsule import list_capsules
 from halfstep.evidence.replay import Replayed
 from halfstep.evidence.updates import KNOWN, Update, record_update
 
@@ -65,7 +65,7 @@ def train(training: Training, folder: Path, num_steps: int) -> list[Path]:
             step.finish()
         except (hs.TrainingStopped, ValueError, RuntimeError) as error:
             del error
-    return all_in(folder)
+    return list_capsules(folder)
 
 
 def replay(training: Training, folder: Path) -> Replayed:
@@ -499,7 +499,7 @@ def test_an_optimizer_that_replay_cannot_build_leaves_a_change_tried_on_the_one_
         step = hs.Step(training.model, SGD(training.model.parameters(), 1e-3), "fp32", capsules=tmp_path)
         step(training.loss_fn, [training.batch(0)])
         step.finish()
-    found: Any = hs.replay(all_in(tmp_path)[0], training.model, training.loss_fn)
+    found: Any = hs.replay(list_capsules(tmp_path)[0], training.model, training.loss_fn)
     assert found.remedy.lasts
     assert "(tried: the step is good with it)" in str(found)
 
@@ -514,7 +514,7 @@ def test_every_optimizer_is_built_again_from_its_record(tmp_path: Path, name: st
         warnings.simplefilter("ignore")
         step = hs.Step(model, optimizer, "fp32", clip_norm=0.5)
     recorded = json.loads(json.dumps(record_update(step._step, model)))
-    update = Update.of(recorded)
+    update = Update.parse(recorded)
     assert update is not None
     again = copy.deepcopy(model)
     step(lambda x: model(x).square().mean(), [numbers(6, 8)])

@@ -40,13 +40,13 @@ def run(out: Path, workload: str = "tiny_workload:build", **values: Any) -> Path
 
 
 def kept(folder: Path) -> list[str]:
-    return [path.name for path in capsule.all_in(folder / "capsules")]
+    return [path.name for path in capsule.list_capsules(folder / "capsules")]
 
 
 def test_a_fault_is_kept_with_its_batches_weights_and_names(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", **{"model.options.poisoned": [2]})
     assert kept(folder) == ["00000002"]
-    found = capsule.read(folder / "capsules" / "00000002")
+    found = capsule.read_capsule(folder / "capsules" / "00000002")
     about = found.about
     assert about["reason"] == "loss is nan"
     assert (about["epoch"], about["window"], len(about["sample_ids"])) == (0, 2, 4)
@@ -91,7 +91,7 @@ def test_routine_overflows_of_fp16_are_not_kept_those_at_the_floor_are(tmp_path:
     with pytest.raises(TrainingStopped, match="floor"):
         run(tmp_path / "run", **fp16, **{"scaler.init_scale": 4.0, "guard.floor_patience": 3, "train.epochs": 4})
     assert kept(tmp_path / "run") == ["00000002"]  # scales 4 and 2 were the search for one
-    assert capsule.read(tmp_path / "run" / "capsules" / "00000002").about["kind"] == "overflow at the floor"
+    assert capsule.read_capsule(tmp_path / "run" / "capsules" / "00000002").about["kind"] == "overflow at the floor"
 
 
 def test_an_overflow_at_a_scale_far_below_the_first_is_kept_while_the_run_goes_on(
@@ -100,7 +100,7 @@ def test_an_overflow_at_a_scale_far_below_the_first_is_kept_while_the_run_goes_o
     fp16 = {"precision.default": "fp16", "precision.simulate": True, "model.options.poisoned": list(range(11))}
     folder = run(tmp_path / "run", **fp16, **{"scaler.init_scale": 4096.0, "train.max_steps": 14, "train.epochs": 99})
     assert kept(folder) == ["00000010"]  # at scale 4
-    assert capsule.read(folder / "capsules" / "00000010").about["kind"] == "overflow at a low scale"
+    assert capsule.read_capsule(folder / "capsules" / "00000010").about["kind"] == "overflow at a low scale"
     assert "warning: step 10: overflow at loss scale 4" in capsys.readouterr().err
 
 
@@ -117,7 +117,7 @@ def test_a_window_from_before_a_resume_is_read_again_by_epoch_and_index(tmp_path
     loaded = load(str(whole / "config.yaml"))
     workload = build_workload(loaded.config)
     parts = assemble(loaded.config, workload, decide_plan(loaded.config, workload, probe("cpu")))
-    kept_one = capsule.read(whole / "capsules" / "00000002")
+    kept_one = capsule.read_capsule(whole / "capsules" / "00000002")
     reading = dataclasses.replace(READING, attempted=2, epoch=0, window=2)
     (again,) = load_window(parts, reading) or [{}]
     assert all(torch.equal(again[key], value) for key, value in kept_one.window[0].items())
@@ -138,13 +138,13 @@ def test_a_damaged_capsule_is_refused_by_name(faulty_run: Path, tmp_path: Path) 
     copy = Path(shutil.copytree(faulty_run / "capsules" / "00000002", tmp_path / "cut"))
     (copy / "state.safetensors").write_bytes((copy / "state.safetensors").read_bytes()[:-1] + b"!")
     with pytest.raises(CheckpointError, match=r"damaged: state.safetensors was changed"):
-        capsule.read(copy)
+        capsule.read_capsule(copy)
     (copy / "state.safetensors").write_bytes((copy / "state.safetensors").read_bytes()[:100])
     with pytest.raises(CheckpointError, match=r"damaged: state.safetensors has 100 bytes"):
-        capsule.read(copy)
+        capsule.read_capsule(copy)
     (copy / "capsule.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"damaged: capsule.json"):
-        capsule.read(copy)
+        capsule.read_capsule(copy)
 
 
 def test_a_capsule_of_another_version_names_the_one_that_reads_it(faulty_run: Path, tmp_path: Path) -> None:
@@ -152,22 +152,22 @@ def test_a_capsule_of_another_version_names_the_one_that_reads_it(faulty_run: Pa
     about = json.loads((copy / "capsule.json").read_text())
     (copy / "capsule.json").write_text(json.dumps(about | {"version": 99}))
     with pytest.raises(CheckpointError, match="version 99") as refused:
-        capsule.read(copy)
+        capsule.read_capsule(copy)
     assert about["versions"]["halfstep"] in refused.value.fix
 
 
 def test_a_run_with_none_and_a_run_with_several_say_what_to_name(faulty_run: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds 1 capsule") as refused:
-        capsule.read(faulty_run)
+        capsule.read_capsule(faulty_run)
     assert "00000002" in refused.value.fix
     with pytest.raises(CheckpointError, match="has no capsules"):
-        capsule.read(run(tmp_path / "good"))
+        capsule.read_capsule(run(tmp_path / "good"))
     with pytest.raises(CheckpointError, match="there is no capsule"):
-        capsule.read(tmp_path / "nowhere")
+        capsule.read_capsule(tmp_path / "nowhere")
 
 
 def test_a_model_whose_code_changed_is_refused(faulty_run: Path) -> None:
-    found = capsule.read(faulty_run / "capsules" / "00000002")
+    found = capsule.read_capsule(faulty_run / "capsules" / "00000002")
     with pytest.raises(CheckpointError, match="another model") as refused:
         refuse_another_model(found, torch.nn.Linear(2, 2))
     assert "body.0.weight" in refused.value.why
@@ -176,7 +176,7 @@ def test_a_model_whose_code_changed_is_refused(faulty_run: Path) -> None:
 def test_weights_that_are_too_large_are_those_of_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("halfstep.evidence.recorder.capsule.state_bytes", lambda model: 1 << 40)
+    monkeypatch.setattr("halfstep.evidence.recorder.capsule.count_state_bytes", lambda model: 1 << 40)
     every_one = {"train.checkpoint_every": 1, "train.checkpoints_total_limit": 0}
     folder = run(tmp_path / "run", **{"model.options.poisoned": [2], **every_one})
     found = replay_run(folder / "capsules" / "00000002")

@@ -154,7 +154,7 @@ def test_a_call_of_compiled_code_has_the_modules_of_the_nodes_above_it() -> None
     """
     code = CompiledCode([source], [{"input_1": "0", "relu": "1", "input_2": "2", "gelu": "3"}])
     calls = ["convolution", "triton_poi_fused_convolution_relu_0", "addmm", "triton_poi_fused_convolution_relu_0", "x"]
-    assert code.modules(calls) == [("0",), ("0", "1"), ("2",), ("3",), ()]
+    assert code.find_modules(calls) == [("0",), ("0", "1"), ("2",), ("3",), ()]
 
 
 def test_a_call_without_nodes_of_its_own_is_of_those_that_its_buffer_was_made_from() -> None:
@@ -168,7 +168,7 @@ def call(args):
 """
     graph = {"embedding_grad": "wte", "mm_1": "head"}
     called = ["triton_poi_fused_embedding_dense_backward_1", "mm", "index_put_"]
-    assert CompiledCode([source], [graph]).modules(called) == [("wte",), ("head",), ("wte",)]
+    assert CompiledCode([source], [graph]).find_modules(called) == [("wte",), ("head",), ("wte",)]
 
 
 def test_nodes_traced_on_the_side_know_their_modules_forward_and_backward() -> None:
@@ -179,7 +179,7 @@ def test_nodes_traced_on_the_side_know_their_modules_forward_and_backward() -> N
     def region(x: torch.Tensor) -> torch.Tensor:
         return model(x).square().mean()  # type: ignore[no-any-return]
 
-    recorder.traced(region)(torch.randn(3, 4)).backward()
+    recorder.trace(region)(torch.randn(3, 4)).backward()
     forward, backward = recorder.graphs
     assert {"0", "1", "2"} <= set(forward.values())
     assert {backward[name] for name in backward if name.startswith("mm")} == {"0", "2"}

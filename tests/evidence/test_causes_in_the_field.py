@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 import halfstep as hs
 from halfstep.evidence import causes
-from halfstep.evidence.capsule import all_in
+from halfstep.evidence.capsule import list_capsules
 from halfstep.evidence.replay import Replayed
 
 Batch = dict[str, Tensor]
@@ -318,7 +318,7 @@ def replayed(tmp_path: Path, planted: Planted, precision: str) -> Replayed:
             step.finish()
         except (IndexError, NotImplementedError):
             pass
-        return hs.replay(all_in(tmp_path)[0], model, loss_fn)
+        return hs.replay(list_capsules(tmp_path)[0], model, loss_fn)
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_what_refuses_half_is_mended_by_an_island_though_the_loss_scale_is_still
         pytest.raises(RuntimeError, match="unsafe to autocast"),
     ):
         step(summed, [batch])
-    found: Any = hs.replay(all_in(tmp_path)[0], model, summed)
+    found: Any = hs.replay(list_capsules(tmp_path)[0], model, summed)
     assert found.cause == causes.REFUSED
     assert found.remedy.works, str(found)
     assert "hs.fp32_island()" in found.remedy.change

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.evidence import causes
-from halfstep.evidence.capsule import all_in, read
+from halfstep.evidence.capsule import list_capsules, read_capsule
 from halfstep.evidence.replay import Replayed
 
 Batch = dict[str, Tensor]
@@ -27,7 +27,7 @@ def kept(tmp_path: Path, model: nn.Module, loss_fn: Callable[[Batch], Tensor], b
         warnings.filterwarnings("ignore", message=".*not fused.*")
         step(loss_fn, [batch])
         step.finish()
-    return all_in(tmp_path)[0]
+    return list_capsules(tmp_path)[0]
 
 
 def replayed(tmp_path: Path, model: nn.Module, loss_fn: Callable[[Batch], Tensor], batch: Batch) -> Replayed:
@@ -131,6 +131,8 @@ def test_the_fp64_run_keeps_imaginary_parts(tmp_path: Path) -> None:
 def test_a_capsule_holds_complex_numbers_as_they_are(tmp_path: Path) -> None:
     model, signal = Spectral(torch.complex128), torch.randn(4, 3, dtype=torch.complex128).conj()
     before = model.weight.detach().clone()
-    held = read(kept(tmp_path, model, lambda b: model(b["x"]).sum().float() * torch.nan, batch_of(signal=signal)))
+    held = read_capsule(
+        kept(tmp_path, model, lambda b: model(b["x"]).sum().float() * torch.nan, batch_of(signal=signal))
+    )
     assert torch.equal(held.state["weight"], before)
     assert torch.equal(held.window[0]["signal"], signal)

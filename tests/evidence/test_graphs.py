@@ -16,14 +16,14 @@ def compiled_ledger(model: nn.Module) -> Ledger:
     step = step_of(model, "bf16")._step
     loss, recorder = loss_of(model), GraphRecorder()
     twin, _ = observe(step, loss, window())
-    compiled = recorder.compiled(loss)
+    compiled = recorder.compile(loss)
 
     def forward(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return compiled(batch)
 
     with undo_after(step), torch.autocast("cpu", dtype=torch.bfloat16):
         forward(window()[0]).float().backward()
-        weights = Weights.of(model, step.optimizers)
+        weights = Weights.collect(model, step.optimizers)
     return make_ledger(step.plan, read_graphs(recorder.graphs, model, {}, twin.seen), model, weights, mode="compiled")
 
 

@@ -56,7 +56,7 @@ def test_a_branch_that_no_backward_passes_is_let_go_of() -> None:
     observer = Observer(model)
 
     def forward() -> Tensor:
-        with observer.watching():
+        with observer.watch():
             out: Tensor = model(window()[0]["x"]).exp()
             return out
 

@@ -42,7 +42,7 @@ def behind_it() -> Tensor:
 def test_the_origin_is_that_of_the_numbers_that_were_read(made: Any, name: str) -> None:
     with RangeTrace(nn.Identity()) as trace:
         out = made()
-        origin = trace.origin_of(out)
+        origin = trace.find_origin(out)
     assert origin is not None
     assert origin.name == name
 
@@ -55,7 +55,7 @@ def backward_of_attention(values: float) -> Operation:
     with RangeTrace(nn.Identity()) as trace:
         out = F.scaled_dot_product_attention(q, k, v)
         (gradient, *_) = torch.autograd.grad(out, (q, k, v), torch.full_like(out, 2000.0) * torch.randn(64).half())
-        origin = trace.origin_of(gradient)
+        origin = trace.find_origin(gradient)
     assert origin is not None
     assert origin.output.num_nan
     return origin

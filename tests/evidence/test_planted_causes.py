@@ -14,7 +14,7 @@ from torch import nn
 
 import halfstep as hs
 from halfstep.evidence import causes
-from halfstep.evidence.capsule import all_in
+from halfstep.evidence.capsule import list_capsules
 from halfstep.evidence.replay import Replayed
 
 FLOOR = {"floor_patience": 1000}
@@ -44,7 +44,7 @@ def faulty(
             step.finish()
         except (RuntimeError, hs.TrainingStopped) as error:
             del error
-    first = all_in(tmp_path)[0]
+    first = list_capsules(tmp_path)[0]
     return hs.replay(first, model, loss_fn)
 
 

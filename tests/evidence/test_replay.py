@@ -62,7 +62,7 @@ def test_a_spike_is_laid_to_the_sample_that_made_it(tmp_path: Path) -> None:
     step(loss, [bad])
     with KEPT:
         step.finish()
-    found = hs.replay(capsule.all_in(tmp_path)[0], model, loss)
+    found = hs.replay(capsule.list_capsules(tmp_path)[0], model, loss)
     assert found.cause == causes.SPIKE
     assert found.diagnosis.rows == {(0, 2)}
     assert "sample 12" in found.diagnosis.shown[1]
@@ -117,7 +117,7 @@ def test_code_of_the_model_that_has_changed_since_is_named(tmp_path: Path, monke
     file.write_text(source.replace("/ 0", "/ 1.0"))
     model = importlib.reload(sys.modules[file.stem]).Net(8, 1)
     found = hs.replay(tmp_path / "kept" / "00000000", model, loss)
-    assert found.changed == found.as_json()["changed_code"] == ["net_that_changes.Net"]
+    assert found.changed == found.to_json()["changed_code"] == ["net_that_changes.Net"]
     assert "the code of net_that_changes.Net has changed" in str(found)
 
 
@@ -135,7 +135,7 @@ def test_a_loss_that_falls_without_bound_is_told_from_a_rate_that_is_too_large(t
 
     with KEPT, pytest.raises(TrainingStopped):
         train()
-    found = hs.replay(capsule.all_in(tmp_path)[0], model, loss_fn)
+    found = hs.replay(capsule.list_capsules(tmp_path)[0], model, loss_fn)
     assert found.cause == causes.DIVERGED
     assert found.remedy is not None
     assert "lower bound" in found.remedy.change
@@ -143,7 +143,7 @@ def test_a_loss_that_falls_without_bound_is_told_from_a_rate_that_is_too_large(t
 
 def test_code_that_fails_compiled_and_not_eager_is_a_kernel_or_compiler_fault(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", **{"model.options.poisoned": [2]})
-    found = capsule.read(folder / "capsules" / "00000002")
+    found = capsule.read_capsule(folder / "capsules" / "00000002")
     subject = subject_of(found, None)
     subject.window = [{**subject.window[0], "image": torch.zeros_like(subject.window[0]["image"])}]
     eager = subject.loss
@@ -235,5 +235,5 @@ def test_a_codebook_that_grew_is_an_overflow_of_the_format_and_no_divergence(tmp
         for _ in range(4):
             step(model, [torch.randn(8, 4)])
         step.finish()
-        found = hs.replay(capsule.all_in(tmp_path)[0], model, model)
+        found = hs.replay(capsule.list_capsules(tmp_path)[0], model, model)
     assert found.cause == causes.OVERFLOW

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.evidence import causes
-from halfstep.evidence.capsule import all_in
+from halfstep.evidence.capsule import list_capsules
 from halfstep.evidence.replay import Replayed
 
 Batch = dict[str, Tensor]
@@ -35,7 +35,7 @@ def replayed(
             step.finish()
         except IndexError:
             pass
-        return hs.replay(all_in(folder)[0], model, loss_fn)
+        return hs.replay(list_capsules(folder)[0], model, loss_fn)
 
 
 def numbers(*shape: int) -> Tensor:
@@ -153,7 +153,7 @@ def test_a_kernel_that_makes_a_finite_spike_is_at_fault(tmp_path: Path) -> None:
         with hs.Step(model, optimizer, "fp32", skip_spikes=True, capsules=tmp_path) as step:
             for rows in [4] * 70 + [6]:
                 step(loss_fn, [{"x": numbers(rows, 8)}])
-    assert hs.replay(all_in(tmp_path)[0], model, loss_fn).cause == causes.KERNEL
+    assert hs.replay(list_capsules(tmp_path)[0], model, loss_fn).cause == causes.KERNEL
 
 
 def test_targets_longer_than_their_input_are_a_pole_in_every_format(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_one_fault_behind_another_is_named_as_well(tmp_path: Path) -> None:
     assert found.behind.remedy is not None
     assert found.behind.remedy.works
     assert "behind it\ncause: bad state" in str(found)
-    assert found.as_json()["behind"]["cause"] == causes.BAD_STATE
+    assert found.to_json()["behind"]["cause"] == causes.BAD_STATE
 
 
 def test_two_samples_with_different_faults_are_both_named(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention as torchs_attention
 
 import halfstep as hs
 from halfstep.evidence import causes
-from halfstep.evidence.capsule import all_in
+from halfstep.evidence.capsule import list_capsules
 from halfstep.kernels import attention_triton as kernels
 from halfstep.kernels.transformer_chain import is_short, run_cudnn_attention, split_heads
 from halfstep.precision.contexts import has_cudnn_fault
@@ -112,6 +112,6 @@ def test_replay_blames_the_kernel_where_the_code_calls_torchs_attention_by_a_nam
     step(loss_fn, [torch.randn(2, 64, 64, device="cuda")])
     with pytest.warns(UserWarning, match="was saved"):
         step.finish()
-    found = hs.replay(all_in(tmp_path)[0], model, loss_fn)
+    found = hs.replay(list_capsules(tmp_path)[0], model, loss_fn)
     assert found.cause == causes.KERNEL
     assert "scaled_dot_product_cudnn_attention_backward" in found.diagnosis.origin.name

@@ -43,7 +43,10 @@ def test_a_captured_run_ends_bit_equal_with_and_without_hold(runs: tuple[Path, P
 
 
 def test_its_capsules_are_exact_under_hold_and_say_by_how_much_they_are_not_without(runs: tuple[Path, Path]) -> None:
-    commits = [[capsule.read(path).about["commits_after"] for path in capsule.all_in(run / "capsules")] for run in runs]
+    commits = [
+        [capsule.read_capsule(path).about["commits_after"] for path in capsule.list_capsules(run / "capsules")]
+        for run in runs
+    ]
     assert commits == [[1, 2], [0, 0]]  # behind step 8 step 9 is bad as well
 
 

@@ -67,7 +67,7 @@ def test_trials_leave_the_runs_own_thread_without_a_past(tmp_path: Path) -> None
         trial.measure("eager", cudnn_benchmark=True)
     parts = assemble(loaded.config, workload, dataclasses.replace(plan, cudnn_benchmark=True))
     engine = Engine(parts, "eager", lambda text, level: pytest.fail(text))
-    window = [{name: value.cuda() for name, value in next(parts.train_loader.epoch(0)).items()}]
+    window = [{name: value.cuda() for name, value in next(parts.train_loader.iterate_epoch(0)).items()}]
     first = kernels_of(lambda: engine(window))
     engine(window)
     assert first > 2 * kernels_of(lambda: engine(window))
@@ -81,7 +81,7 @@ def test_a_run_with_cudnns_trials_follows_the_eager_loss_curve(tmp_path: Path, m
         loaded, workload, plan = made(tmp_path, **SMALL, **{"train.fast": {"eager": "off"}.get(chosen, chosen)})
         parts = assemble(loaded.config, workload, dataclasses.replace(plan, cudnn_benchmark=tries))
         engine = Engine(parts, chosen, lambda text, level: pytest.fail(text))  # type: ignore[arg-type]
-        window = [{name: value.cuda() for name, value in next(parts.train_loader.epoch(0)).items()}]
+        window = [{name: value.cuda() for name, value in next(parts.train_loader.iterate_epoch(0)).items()}]
         losses.append([engine(window).read().loss for _ in range(UNCAPTURED + 10)])
         assert bool(engine.graphs) == (chosen == "graph")
     pairs = torch.tensor(losses)

@@ -13,7 +13,7 @@ from diffusion_tiny import pictures, settings, vae_folder
 from halfstep.report.run_report import RunReport
 from halfstep.run.train import train
 from halfstep.use.predict import predict
-from halfstep.workloads.base.using import Wishes
+from halfstep.workloads.base.using import PredictRequest
 from halfstep.workloads.diffusion.build import build
 from whole_runs import events, stored_lines
 
@@ -64,7 +64,7 @@ def test_a_seed_gives_the_same_pictures_on_gpu_and_cpu_within_a_few_steps(tmp_pa
     made = []
     for device in ("cuda", "cpu"):
         out = tmp_path / device
-        wishes = Wishes(out=out, options={"num": 3})
-        predict(run, [], report=RunReport(run), wishes=wishes, device=device, precision="fp32")
+        request = PredictRequest(out=out, options={"num": 3})
+        predict(run, [], report=RunReport(run), request=request, device=device, precision="fp32")
         made.append(np.stack([np.asarray(Image.open(path)) for path in sorted(out.glob("0*.png"))]).astype(int))
     assert np.abs(made[0] - made[1]).max() <= 2

@@ -109,7 +109,7 @@ class Run:
         plan = decide_plan(config, workload, probe(ALWAYS["device"]))
         self.parts = assemble(config, workload, dataclasses.replace(plan, memory=dataclasses.asdict(case.memory)))
         self.engine = Engine(self.parts, case.mode, lambda text, level: pytest.fail(text))
-        loaded = (batch for epoch in range(2) for batch in self.parts.train_loader.epoch(epoch))
+        loaded = (batch for epoch in range(2) for batch in self.parts.train_loader.iterate_epoch(epoch))
         full = (batch for batch in loaded if len(batch["image"]) == config.train.batch_size)
         self.batches = [self._on_device(batch) for _, batch in zip(range(NUM_STEPS), full, strict=False)]
         self.readings = self.train(self.batches)
@@ -123,7 +123,7 @@ class Run:
     def poisoned(self) -> dict[str, Tensor]:
         """A batch of the same shape, ready for the model, with one pixel that is not a number."""
         key = (0, self.parts.step.attempted, 0)
-        ready = self.parts.workload.prepared(self.batches[0], key=key, training=True)
+        ready = self.parts.workload.prepare_batch(self.batches[0], key=key, training=True)
         ready = match_layout(self.parts.model, ready)
         image = ready["image"].clone()
         image[0, 0, 0, 0] = float("nan")

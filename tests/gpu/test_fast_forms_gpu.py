@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.backend_flags import fp32_mode
+from halfstep.backend_flags import set_fp32_mode
 from halfstep.kernels.fast_forms import FORMS, Form, force, is_wanted
 from halfstep.models.layers import PatchConv2d
 from halfstep.models.vit import build_vit
@@ -25,7 +25,7 @@ gradients are differences, and results rounded to 8 bits."""
 @pytest.fixture(autouse=True)
 def _strict_fp32() -> Iterator[None]:
     torch.compiler.reset()
-    with fp32_mode("ieee"):
+    with set_fp32_mode("ieee"):
         yield
 
 

@@ -223,7 +223,7 @@ def curve(tmp_path: Path, mode: str, **values: Any) -> tuple[list[Reading], Engi
     engine = Engine(parts, parts.mode or "eager", lambda text, level: pytest.fail(text))
     found = []
     for epoch in range(5):
-        for loaded_batch in parts.train_loader.epoch(epoch):
+        for loaded_batch in parts.train_loader.iterate_epoch(epoch):
             found.append(engine([{name: value.cuda() for name, value in loaded_batch.items()}]))
     return [facts.read() for facts in found], engine
 
@@ -254,7 +254,7 @@ def test_a_run_whose_capture_breaks_goes_on_compiled_and_could_go_on_eager(tmp_p
     parts = assemble(loaded.config, dataclasses.replace(workload, loss=waiting_loss), plan)
     said: list[str] = []
     engine = Engine(parts, "graph", lambda text, level: said.append(text))
-    window = [{name: value.cuda() for name, value in next(parts.train_loader.epoch(0)).items()}]
+    window = [{name: value.cuda() for name, value in next(parts.train_loader.iterate_epoch(0)).items()}]
     losses = [engine(window).read().loss for _ in range(UNCAPTURED + 3)]
     assert engine.mode == "compile"
     in_parts, not_captured = said  # a line for each of the two things that waiting for the device costs
@@ -270,7 +270,7 @@ def test_a_rollback_to_the_start_is_captured_again(tmp_path: Path) -> None:
     loaded, workload, plan = made(tmp_path, **{"train.fast": "graph"})
     parts = assemble(loaded.config, workload, plan)
     engine = Engine(parts, "graph", lambda text, level: pytest.fail(text))
-    window = [{name: value.cuda() for name, value in next(parts.train_loader.epoch(0)).items()}]
+    window = [{name: value.cuda() for name, value in next(parts.train_loader.iterate_epoch(0)).items()}]
     start = parts.step.state_dict()
     for _ in range(2):
         for _ in range(UNCAPTURED + 2):
@@ -301,7 +301,7 @@ def test_a_run_resumes_to_the_bit_in_every_mode(tmp_path: Path, mode: str) -> No
 class Alone(Driver):
     """What is measured beside others is not kept, and other tests may run on this GPU now."""
 
-    def used_by_others(self, device: str) -> str:
+    def describe_other_use(self, device: str) -> str:
         return ""
 
 
@@ -359,7 +359,7 @@ def test_an_odd_batch_that_does_not_fit_beside_the_graph_does_not_cost_later_ste
     )
     parts = assemble(loaded.config, workload, plan)
     engine = Engine(parts, "graph", lambda text, level: said.append(text))
-    full = [{name: value.cuda() for name, value in next(parts.train_loader.epoch(0)).items()}]
+    full = [{name: value.cuda() for name, value in next(parts.train_loader.iterate_epoch(0)).items()}]
     odd = [{name: value[:7] for name, value in full[0].items()}]
     for _ in range(UNCAPTURED + 2):
         engine(full)

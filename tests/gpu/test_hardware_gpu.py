@@ -31,7 +31,7 @@ def test_the_probe_agrees_with_torch() -> None:
     assert hardware.memory_total_bytes == pytest.approx(torch.cuda.mem_get_info(0)[1], rel=0.01)
     assert hardware.memory_free_bytes is not None
     assert 0 < hardware.memory_free_bytes < hardware.memory_total_bytes
-    assert (hardware.has("bf16") == "native") == (hardware.capability >= (8, 0))
+    assert (hardware.get_support("bf16") == "native") == (hardware.capability >= (8, 0))
     assert hardware.uuid
     assert probe().device == "cuda:0"
     assert probe_all()[-1].device == "cpu"
@@ -56,29 +56,29 @@ def test_speed_and_error_are_plausible(measured: Hardware) -> None:
 
 def test_native_half_formats_beat_strict_fp32(measured: Hardware) -> None:
     for name in ("bf16", "fp16", "tf32"):
-        if measured.has(name) == "native" and measured.tensor_cores:
-            speedup = measured.speedup(name)
+        if measured.get_support(name) == "native" and measured.tensor_cores:
+            speedup = measured.find_speedup(name)
             assert speedup is not None
             assert speedup > 1.2, name
 
 
 def test_tf32_errs_like_tf32_and_fp32_does_not(measured: Hardware) -> None:
-    if measured.has("tf32") != "native":
+    if measured.get_support("tf32") != "native":
         pytest.skip("NOT tested: no tf32 on this GPU")
-    strict, tf32 = measured.measured("matmul", "fp32"), measured.measured("matmul", "tf32")
+    strict, tf32 = measured.find_measurement("matmul", "fp32"), measured.find_measurement("matmul", "tf32")
     assert strict is not None
     assert tf32 is not None
     assert strict.error < 1e-5 < 1e-4 < tf32.error
 
 
 def test_fp8_is_measured_where_it_is_native(measured: Hardware) -> None:
-    if measured.has("fp8_e4m3") != "native":
+    if measured.get_support("fp8_e4m3") != "native":
         pytest.skip("NOT tested: no fp8 on this GPU")
-    fp8 = measured.measured("matmul", "fp8_e4m3")
+    fp8 = measured.find_measurement("matmul", "fp8_e4m3")
     assert fp8 is not None, measured.notes
     assert fp8.speedup > 1.2
 
 
 def test_the_advice_is_bf16_on_ampere_and_newer(measured: Hardware) -> None:
-    if measured.has("bf16") == "native":
+    if measured.get_support("bf16") == "native":
         assert advise(measured).precision == "bf16"

@@ -29,7 +29,7 @@ def samples(request: pytest.FixtureRequest, tmp_path: Path) -> Samples:
 
 
 def test_a_batch_becomes_the_same_images_on_the_gpu(samples: Samples) -> None:
-    batch = next(Loader(samples, batch_size=16).epoch(0))
+    batch = next(Loader(samples, batch_size=16).iterate_epoch(0))
     on_gpu = {name: tensor.cuda() for name, tensor in batch.items()}
     here, there = (prepare_images(b, 64, changes=EVERYTHING, key=(0, 3)) for b in (batch, on_gpu))
     # In units of a channel's deviation, of which a level of 255 is 0.017; positions are rounded to fp32.
@@ -38,7 +38,9 @@ def test_a_batch_becomes_the_same_images_on_the_gpu(samples: Samples) -> None:
 
 
 def test_preparing_a_batch_never_waits_for_the_gpu(samples: Samples) -> None:
-    batches = [{name: t.cuda() for name, t in batch.items()} for batch in Loader(samples, batch_size=8).epoch(0)]
+    batches = [
+        {name: t.cuda() for name, t in batch.items()} for batch in Loader(samples, batch_size=8).iterate_epoch(0)
+    ]
     changes = dataclasses.replace(EVERYTHING, trivial=True)
     for warm_up in range(4):  # each meets other kinds of change
         prepare_images(batches[0], 64, changes=changes, key=(0, warm_up))
@@ -52,10 +54,10 @@ def test_batches_of_a_pack_arrive_pinned_and_whole(tmp_path: Path) -> None:
     stored = TrainingImages(pack(folder, tmp_path / "a.pack", PackSettings(size=32)).train)
     torch.cuda.init()
     loader = Loader(stored, batch_size=4, num_workers=2)
-    assert all(batch["image"].is_pinned() for batch in loader.epoch(0))
-    for sent, kept in zip(prefetch(loader.epoch(0), "cuda"), loader_on_cpu(stored), strict=True):
+    assert all(batch["image"].is_pinned() for batch in loader.iterate_epoch(0))
+    for sent, kept in zip(prefetch(loader.iterate_epoch(0), "cuda"), loader_on_cpu(stored), strict=True):
         assert all(torch.equal(sent[name].cpu(), kept[name]) for name in kept)
 
 
 def loader_on_cpu(samples: Samples) -> list[dict[str, torch.Tensor]]:
-    return list(Loader(samples, batch_size=4).epoch(0))
+    return list(Loader(samples, batch_size=4).iterate_epoch(0))

@@ -98,7 +98,7 @@ def test_the_choice_has_less_memory_within_the_time_limit(capsys: pytest.Capture
 
     choice = choose_memory(measure, tried, time_limit=LIMIT)
     with capsys.disabled():
-        print("\n" + "\n".join(choice.lines()))
+        print("\n" + "\n".join(choice.format_lines()))
     costs = {trial.setting: trial.cost for trial in choice.trials}
     normal, pointwise, taken = costs[NORMAL], costs[POINTWISE], costs[choice.setting]
     assert normal is not None

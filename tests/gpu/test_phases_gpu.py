@@ -49,7 +49,9 @@ class Iterations:
         workload = build_workload(config)
         self.parts: Assembly = assemble(config, workload, decide_plan(config, workload, probe("cuda")))
         self.engine = PhasedEngine(self.parts, mode, lambda text, level: pytest.fail(text))  # type: ignore[arg-type]
-        self.window = [{name: value.cuda() for name, value in next(iter(self.parts.train_loader.epoch(0))).items()}]
+        self.window = [
+            {name: value.cuda() for name, value in next(iter(self.parts.train_loader.iterate_epoch(0))).items()}
+        ]
 
     def make(self, count: int) -> list[PhasedReading]:
         return [self.engine(self.window).read() for _ in range(count)]
@@ -108,7 +110,7 @@ def test_a_captured_iteration_waits_for_nothing(precision: str) -> None:
     iterations = Iterations("graph", {"precision.default": precision, "scaler.init_scale": 256.0})
     iterations.make(LATER)
     parts, prepared = iterations.parts, iterations.window
-    prepared = [parts.workload.prepared(batch, key=(0, 0, 0), training=True) for batch in prepared]
+    prepared = [parts.workload.prepare_batch(batch, key=(0, 0, 0), training=True) for batch in prepared]
     torch.cuda.synchronize()
     with no_host_wait():
         for _ in range(20):

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from capture import captured
-from halfstep.backend_flags import fp32_mode, read_effective_leaves, read_flags
+from halfstep.backend_flags import read_effective_leaves, read_flags, set_fp32_mode
 from halfstep.hardware.probe import probe
 from halfstep.islands import fp32_island, to_fp32
+from halfstep.precision.contexts import simulate
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
-from halfstep.precision.simulate import round_to, simulate, simulated_kernels
+from halfstep.precision.simulate import round_to, simulate_kernels
 from no_waiting import no_host_wait
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "precision"))
@@ -107,9 +108,9 @@ def relative_error(pair: tuple[Tensor, Tensor]) -> float:
 def test_flags_do_on_the_chip_what_they_say(name: str) -> None:
     product = products()[name]
     before = read_flags()
-    with fp32_mode("ieee"):
+    with set_fp32_mode("ieee"):
         strict = relative_error(product())
-    with fp32_mode("tf32"):
+    with set_fp32_mode("tf32"):
         loose = relative_error(product())
     # fp32 rounds at 2^-24, tf32 operands at 2^-11; sums of random signs keep the relative error near that.
     assert strict < 2e-6 < 1e-4 < loose < 2e-3
@@ -119,7 +120,7 @@ def test_flags_do_on_the_chip_what_they_say(name: str) -> None:
 @needs_bf16
 def test_tf32_of_the_chip_is_within_one_spacing_of_round_to() -> None:
     x = torch.randn(256, 256, device="cuda")
-    with fp32_mode("tf32"):
+    with set_fp32_mode("tf32"):
         chip = x @ torch.eye(256, device="cuda")
     ours = round_to(x, "tf32")
     spacing = 2.0**-10 * 2.0 ** ours.abs().log2().floor()
@@ -261,7 +262,7 @@ def test_simulation_on_cuda_gives_the_numbers_of_real_autocast() -> None:
     (native_grad,) = torch.autograd.grad(native.sum(), w)
     with simulate("bf16", "cuda"):
         ours = F.linear(x, w)
-    with simulated_kernels():
+    with simulate_kernels():
         (our_grad,) = torch.autograd.grad(ours.sum(), w)
     assert ours.dtype == torch.bfloat16
     assert (ours != native).float().mean() <= 0.01

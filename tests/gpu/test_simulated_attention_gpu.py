@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from halfstep.formats import find_format
-from halfstep.precision.simulate import simulate, simulated_kernels
+from halfstep.precision.contexts import simulate
+from halfstep.precision.simulate import simulate_kernels
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "precision"))
 from native_kernels import HALF, share_off, ulps_apart  # noqa: E402
@@ -71,7 +72,7 @@ def test_simulation_equals_cuda_flash_attention_within_one_block_of_keys(format:
     """Emulated, the difference of the two exps leaves 0.01 % (bf16) to 0.2 % (fp16) of the elements off."""
     inputs = draw(format, ONE_BLOCK)
     native, *native_grads = on_cuda(inputs, SDPBackend.FLASH_ATTENTION, is_causal=is_causal)
-    ours, *our_grads = attention(inputs, simulated_kernels(), is_causal=is_causal)
+    ours, *our_grads = attention(inputs, simulate_kernels(), is_causal=is_causal)
     share, ulps = compare("flash", format, ours, native)
     assert share <= 0.01
     assert ulps <= 1
@@ -104,7 +105,7 @@ def test_every_cuda_kernel_is_within_two_ulps_of_the_simulation(
     """The other rounding points: blocks of keys round against the maximum so far, math rounds no probabilities."""
     inputs = draw(format, num_keys)
     native = on_cuda(inputs, getattr(SDPBackend, backend), is_causal=is_causal)[0]
-    ours = attention(inputs, simulated_kernels(), is_causal=is_causal)[0]
+    ours = attention(inputs, simulate_kernels(), is_causal=is_causal)[0]
     share, ulps = compare(f"{backend} {num_keys} keys {'causal' if is_causal else 'full'}", format, ours, native)
     assert share <= 0.45
     assert ulps <= 2

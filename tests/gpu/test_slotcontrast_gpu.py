@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 def gradients(decoder: SlotDecoder, slots: Tensor, target: Tensor, *, compiled: bool) -> dict[str, Tensor]:
     decoder.zero_grad()
-    run = torch.compile(decoder.squared_error) if compiled else decoder.squared_error
+    run = torch.compile(decoder.compute_squared_error) if compiled else decoder.compute_squared_error
     with torch.autocast("cuda", dtype=torch.bfloat16):
         error, _ = run(slots, target)
     (error / target.numel()).backward()

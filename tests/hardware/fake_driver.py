@@ -70,32 +70,32 @@ class FakeDriver(Driver):
             kernel="Linux 6.1 test",
         )
 
-    def torch_version(self) -> str:
+    def read_torch_version(self) -> str:
         return "2.13.0+fake"
 
-    def accelerators(self) -> tuple[Accelerator, ...]:
+    def list_accelerators(self) -> tuple[Accelerator, ...]:
         return self.seen
 
-    def processor(self) -> CpuDescription:
+    def describe_processor(self) -> CpuDescription:
         return self.cpu
 
-    def used_by_others(self, device: str) -> str:
+    def describe_other_use(self, device: str) -> str:
         return self.others
 
-    def free_bytes(self, device: str) -> int | None:
+    def read_free_bytes(self, device: str) -> int | None:
         return self.free
 
-    def load(self) -> float:
+    def read_load(self) -> float:
         return 0.0
 
-    def place(self, device: str) -> torch.device:
+    def get_device(self, device: str) -> torch.device:
         return torch.device("cpu")
 
-    def now(self) -> float:
+    def read_clock(self) -> float:
         self.clock += self.run_s or 0.1
         return self.clock
 
-    def seconds(self, run: Callable[[], object], device: str, *, work: str) -> float:
+    def time_run(self, run: Callable[[], object], device: str, *, work: str) -> float:
         self.timed.append(work)
         gain = self.speedups.get(work, self.speedups.get(work.split()[-1], 1.0))
         return 1e-4 / gain

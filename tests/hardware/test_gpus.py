@@ -121,7 +121,7 @@ def test_every_row_is_found_by_its_own_name_and_holds_together(gpu: object) -> N
     assert set(hardware.support) <= set(FORMATS)
     assert set(hardware.published_tflops) <= set(FORMATS)
     assert all(rate > 0 for rate in hardware.published_tflops.values())
-    lacking = [name for name in hardware.published_tflops if hardware.has(name) == "missing"]
+    lacking = [name for name in hardware.published_tflops if hardware.get_support(name) == "missing"]
     assert not lacking, "a published rate for a format the device lacks"
 
 
@@ -148,23 +148,23 @@ def test_no_two_rows_share_their_words() -> None:
 
 @pytest.mark.parametrize("name", ["T4", "V100", "RTX 2080 Ti", "Quadro RTX 6000", "GTX 1080", "GTX 980"])
 def test_bf16_is_not_native_before_ampere(name: str) -> None:
-    assert look_up_gpu(name).has("bf16") == "emulated"
+    assert look_up_gpu(name).get_support("bf16") == "emulated"
 
 
 @pytest.mark.parametrize("gpu", [gpu for gpu in KNOWN if gpu.kind == "cuda"], ids=lambda gpu: gpu.name)
 def test_native_formats_of_nvidia_follow_the_capability(gpu: object) -> None:
     hardware = look_up_gpu(gpu.name)  # type: ignore[attr-defined]
     assert hardware.capability is not None
-    assert (hardware.has("bf16") == "native") == (hardware.capability >= (8, 0))
-    assert (hardware.has("tf32") == "native") == (hardware.capability >= (8, 0))
-    assert (hardware.has("fp8_e4m3") == "native") == (hardware.capability >= (8, 9))
+    assert (hardware.get_support("bf16") == "native") == (hardware.capability >= (8, 0))
+    assert (hardware.get_support("tf32") == "native") == (hardware.capability >= (8, 0))
+    assert (hardware.get_support("fp8_e4m3") == "native") == (hardware.capability >= (8, 9))
 
 
 def test_fp16_gains_nothing_on_pascal_cards_but_doubles_on_the_p100() -> None:
-    assert look_up_gpu("gtx 1080").speedup("fp16") == pytest.approx(1 / 64, rel=0.01)
-    assert look_up_gpu("gtx 1080").has("fp16") == "emulated"
-    assert look_up_gpu("p100").speedup("fp16") == pytest.approx(2.0)
-    assert look_up_gpu("p100").has("fp16") == "native"
+    assert look_up_gpu("gtx 1080").find_speedup("fp16") == pytest.approx(1 / 64, rel=0.01)
+    assert look_up_gpu("gtx 1080").get_support("fp16") == "emulated"
+    assert look_up_gpu("p100").find_speedup("fp16") == pytest.approx(2.0)
+    assert look_up_gpu("p100").get_support("fp16") == "native"
 
 
 def test_rates_are_dense_and_with_fp32_accumulation() -> None:
@@ -209,8 +209,8 @@ def test_capabilities_that_a_name_does_not_tell(name: str, capability: tuple[int
 
 def test_fp8_is_native_where_it_is_the_ocp_format() -> None:
     for name in ("H20", "RTX 4090 Laptop", "MI355X", "RX 9070"):
-        assert look_up_gpu(name).has("fp8_e4m3") == "native"
-    assert look_up_gpu("MI300X").has("fp8_e4m3") == "missing", "its fp8 is another one, fnuz"
+        assert look_up_gpu(name).get_support("fp8_e4m3") == "native"
+    assert look_up_gpu("MI300X").get_support("fp8_e4m3") == "missing", "its fp8 is another one, fnuz"
 
 
 def test_a_laptop_gpu_gets_advice_without_a_rate() -> None:

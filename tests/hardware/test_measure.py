@@ -65,8 +65,8 @@ def test_what_is_too_slow_is_timed_small_and_a_note_says_so() -> None:
     hardware = measured(driver)
     assert driver.timed.count("matmul bf16") == 1
     assert driver.timed.count("matmul fp32") == 2
-    assert hardware.speedup("bf16") == pytest.approx(1e-5)
-    small = hardware.measured("matmul", "bf16")
+    assert hardware.find_speedup("bf16") == pytest.approx(1e-5)
+    small = hardware.find_measurement("matmul", "bf16")
     assert small is not None
     assert small.small
     fp32_rate = format_rate(small.tflops / small.speedup, hardware.measurements)
@@ -82,8 +82,8 @@ def test_a_rate_of_the_small_problem_is_marked_and_never_compared_with_a_full_on
     bf16 = columns["format"].index("bf16")
     marked = {title.split("\n")[0] for title, cells in columns.items() if cells[bf16].endswith("*")}
     assert marked == {"conv"}
-    assert hardware.layout_gain("bf16") is None
-    assert hardware.layout_gain("fp32") == pytest.approx(1.0)
+    assert hardware.compute_layout_gain("bf16") is None
+    assert hardware.compute_layout_gain("fp32") == pytest.approx(1.0)
     assert compute_floor_ms(10**9, measured(FakeDriver(cpuinfo=XEON, speedups={"bf16": 1e-5})), "bf16") is None
 
 
@@ -114,21 +114,21 @@ def test_a_format_without_a_kernel_is_a_note_and_not_a_crash(monkeypatch: pytest
             raise NotImplementedError("could not find an engine\nlong story")
         return lambda: torch.conv2d(self.images, self.weights, padding=1)
 
-    monkeypatch.setattr(TimedConvolution, "kernel", no_kernel)
+    monkeypatch.setattr(TimedConvolution, "make_kernel", no_kernel)
     hardware = measured(FakeDriver(T4))
-    assert hardware.measured("conv_nchw", "bf16") is None
-    assert hardware.measured("conv_nchw", "fp16") is not None
+    assert hardware.find_measurement("conv_nchw", "bf16") is None
+    assert hardware.find_measurement("conv_nchw", "fp16") is not None
     assert "convolution in bf16 does not run here: could not find an engine" in hardware.notes
 
 
 def test_sums_in_the_low_format_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = TimedMatmul.kernel
+    exact = TimedMatmul.make_kernel
 
     def sloppy(self: TimedMatmul, name: str) -> object:
         kernel = exact(self, name)
         return (lambda: kernel() * 1.01) if name == "fp16" else kernel
 
-    monkeypatch.setattr(TimedMatmul, "kernel", sloppy)
+    monkeypatch.setattr(TimedMatmul, "make_kernel", sloppy)
     notes = measured(FakeDriver(T4)).notes
     assert any("fp16 sums in fp16 here, not in fp32: matmul errs by 1e-02" in note for note in notes)
 
@@ -150,5 +150,5 @@ def test_the_real_clock_times_a_known_pause() -> None:
         time.sleep(0.02)  # longer where the machine has other work
         pauses.append(time.perf_counter() - began)
 
-    found = Driver().seconds(pause, "cpu", work="pause")
+    found = Driver().time_run(pause, "cpu", work="pause")
     assert min(pauses) <= found < 2 * max(pauses)

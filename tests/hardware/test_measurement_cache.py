@@ -63,7 +63,7 @@ def test_a_corrupt_file_is_told_and_measured_again(tmp_path: Path, t4: Hardware,
     path.write_text(content)
     hardware = measure_once(t4, tmp_path, counter)
     assert counter.count == 1
-    assert hardware.speedup("fp16") == pytest.approx(5.0)
+    assert hardware.find_speedup("fp16") == pytest.approx(5.0)
     assert any("could not be read" in note and "measured again" in note for note in hardware.notes)
     assert not any("could not be read" in note for note in measure_once(t4, tmp_path, counter).notes)
     assert counter.count == 1

@@ -14,7 +14,7 @@ from halfstep.hardware.probe import probe, probe_all
 
 def test_a_t4_has_fp16_and_only_emulates_bf16_whatever_torch_says() -> None:
     t4 = probe(driver=FakeDriver(T4))
-    assert (t4.has("fp16"), t4.has("bf16"), t4.has("tf32"), t4.has("fp8_e4m3")) == (
+    assert (t4.get_support("fp16"), t4.get_support("bf16"), t4.get_support("tf32"), t4.get_support("fp8_e4m3")) == (
         "native",
         "emulated",
         "missing",
@@ -33,7 +33,7 @@ def test_published_rates_come_along_for_a_known_name() -> None:
 def test_an_unknown_nvidia_gpu_is_judged_by_its_capability() -> None:
     new = dataclasses.replace(T4, name="NVIDIA Z9000", capability=(11, 0), architecture="sm_110")
     hardware = probe(driver=FakeDriver(new))
-    assert hardware.has("bf16") == hardware.has("fp8_e4m3") == "native"
+    assert hardware.get_support("bf16") == hardware.get_support("fp8_e4m3") == "native"
     assert not hardware.published_tflops
     assert hardware.architecture == "sm_110"
 
@@ -65,7 +65,7 @@ def test_only_the_device_that_was_asked_for_is_opened() -> None:
     opened: list[str] = []
 
     class Watched(FakeDriver):
-        def free_bytes(self, device: str) -> int | None:
+        def read_free_bytes(self, device: str) -> int | None:
             opened.append(device)
             return 1
 
@@ -86,37 +86,39 @@ def test_rocm_is_judged_by_its_target_and_answers_to_both_names() -> None:
     card = Accelerator(kind="rocm", device="cuda:0", name="AMD Instinct MI250X", architecture="gfx90a:sramecc+:xnack-")
     driver = FakeDriver(card)
     assert probe("rocm", driver=driver) == probe("cuda", driver=driver)
-    assert probe(driver=driver).has("bf16") == "native"
+    assert probe(driver=driver).get_support("bf16") == "native"
     assert probe(driver=driver).capability is None
     rdna2 = dataclasses.replace(card, name="AMD Radeon RX 6800", architecture="gfx1030")
-    assert probe(driver=FakeDriver(rdna2)).has("bf16") == "emulated"
+    assert probe(driver=FakeDriver(rdna2)).get_support("bf16") == "emulated"
     assert not probe(driver=FakeDriver(rdna2)).tensor_cores
 
 
 def test_apple_and_intel_gpus_are_probed() -> None:
     m2 = Accelerator(kind="mps", device="mps", name="Apple M2 Max", has_fp64=False)
     arc = Accelerator(kind="xpu", device="xpu:0", name="Intel(R) Arc(TM) A770 Graphics", has_fp64=False)
-    assert probe("mps", driver=FakeDriver(m2)).has("bf16") == "emulated"
-    assert probe("mps", driver=FakeDriver(m2)).has("fp64") == "missing"
-    assert probe("xpu", driver=FakeDriver(arc)).has("bf16") == "native"
-    assert probe("xpu", driver=FakeDriver(arc)).has("fp64") == "missing"
+    assert probe("mps", driver=FakeDriver(m2)).get_support("bf16") == "emulated"
+    assert probe("mps", driver=FakeDriver(m2)).get_support("fp64") == "missing"
+    assert probe("xpu", driver=FakeDriver(arc)).get_support("bf16") == "native"
+    assert probe("xpu", driver=FakeDriver(arc)).get_support("fp64") == "missing"
 
 
 def test_a_cpu_is_judged_by_its_flags() -> None:
     xeon, arm = probe(driver=FakeDriver(cpuinfo=XEON)), probe(driver=FakeDriver(cpuinfo=NEOVERSE_N1))
-    assert (xeon.has("bf16"), xeon.has("fp16"), xeon.tensor_cores) == ("native", "emulated", True)
+    assert (xeon.get_support("bf16"), xeon.get_support("fp16"), xeon.tensor_cores) == ("native", "emulated", True)
     # asimdhp without asimdfhm: fp16 sums, no use for training.
-    assert (arm.has("bf16"), arm.has("fp16"), arm.tensor_cores) == ("emulated", "emulated", False)
+    assert (arm.get_support("bf16"), arm.get_support("fp16"), arm.tensor_cores) == ("emulated", "emulated", False)
     graviton3 = NEOVERSE_N1.replace("asimddp", "asimddp asimdfhm bf16 i8mm").replace("0xd0c", "0xd40")
-    assert probe(driver=FakeDriver(cpuinfo=graviton3)).has("bf16") == "native"
-    assert probe(driver=FakeDriver(cpuinfo=graviton3)).has("fp16") == "native"
+    assert probe(driver=FakeDriver(cpuinfo=graviton3)).get_support("bf16") == "native"
+    assert probe(driver=FakeDriver(cpuinfo=graviton3)).get_support("fp16") == "native"
 
 
 def test_a_cpu_has_a_name_also_where_linux_gives_none() -> None:
     assert probe(driver=FakeDriver(cpuinfo=XEON)).name == "Intel(R) Xeon(R) Platinum 8480+"
     assert probe(driver=FakeDriver(cpuinfo=NEOVERSE_N1)).name == "Arm Neoverse-N1"
     assert probe(driver=FakeDriver(cpuinfo="", brand="Apple M2", features=["FEAT_BF16"])).name == "Apple M2"
-    assert probe(driver=FakeDriver(cpuinfo="", brand="Apple M2", features=["FEAT_BF16"])).has("bf16") == "native"
+    assert (
+        probe(driver=FakeDriver(cpuinfo="", brand="Apple M2", features=["FEAT_BF16"])).get_support("bf16") == "native"
+    )
     assert probe(driver=FakeDriver(cpuinfo="")).name == "CPU"
 
 
@@ -127,5 +129,5 @@ def test_this_machine_has_a_cpu_with_name_memory_and_formats() -> None:
     assert cpu.memory_total_bytes > 2**28
     assert cpu.memory_free_bytes is not None
     assert 0 < cpu.memory_free_bytes <= cpu.memory_total_bytes
-    assert cpu.has("fp32") == cpu.has("fp64") == "native"
+    assert cpu.get_support("fp32") == cpu.get_support("fp64") == "native"
     assert cpu.driver

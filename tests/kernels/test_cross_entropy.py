@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from halfstep.hardware.memory import LiveBytes
 from halfstep.kernels.cross_entropy import choose_chunk_rows, linear_cross_entropy, replace_logits_by_gradients_
-from halfstep.precision.simulate import simulated_kernels
+from halfstep.precision.simulate import simulate_kernels
 
 CLASSES, PADDED, ROWS, DIM = 37, 64, 50, 16
 
@@ -54,7 +54,7 @@ def test_in_half_formats_only_logits_and_their_gradients_are_rounded(dtype: torc
     exact_rows, exact_weight = (t.detach().double().requires_grad_() for t in (rows, weight))
     exact = plain(exact_rows, exact_weight, targets)
     exact.backward()
-    with simulated_kernels():
+    with simulate_kernels():
         found = linear_cross_entropy(rows, weight, targets, num_classes=CLASSES, dtype=dtype, chunk_rows=16)
         found.backward()
     bound = 4 * torch.finfo(dtype).eps
@@ -69,7 +69,7 @@ def test_in_half_formats_only_logits_and_their_gradients_are_rounded(dtype: torc
 def test_a_small_factor_from_above_loses_nothing_in_fp16() -> None:
     """One over a million tokens is below fp16's smallest number; p - y is not multiplied by it before the matmul."""
     rows, weight, targets = some_rows()
-    with simulated_kernels():
+    with simulate_kernels():
         found = linear_cross_entropy(rows, weight, targets, num_classes=CLASSES, dtype=torch.float16)
         (found * 1e-8).backward()
         small = rows.grad.clone()  # type: ignore[union-attr]

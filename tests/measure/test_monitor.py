@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from halfstep.cli.top import GPU
-from halfstep.hardware.monitor import MOST_SHARE, Monitor, monitored
+from halfstep.hardware.monitor import MOST_SHARE, Monitor, monitor_device
 from halfstep.run.journal import Waiting, format_gpu_use
 
 
@@ -54,7 +54,7 @@ def monitor(file: Path, **more: Any) -> Monitor:
 
 def test_records_have_the_names_that_the_page_reads_and_unknown_values_are_null(tmp_path: Path) -> None:
     watch = monitor(tmp_path / "monitor.jsonl", interval_s=0.01)
-    watch.settle()
+    watch.mark_steady()
     watch.start()
     deadline = time.monotonic() + 10
     while watch.num_samples < 3 and time.monotonic() < deadline:
@@ -74,14 +74,14 @@ def test_records_have_the_names_that_the_page_reads_and_unknown_values_are_null(
     }
     assert set(GPU) <= set(records[0])
     assert [r["elapsed_s"] for r in records] == sorted(r["elapsed_s"] for r in records)
-    assert watch.in_short() == "97%, 640 W"
+    assert watch.summarise() == "97%, 640 W"
     assert watch.utilization == 97
 
 
 def test_slow_answers_make_it_ask_more_seldom(tmp_path: Path) -> None:
     ticks = iter(range(1000))
     watch = monitor(tmp_path / "monitor.jsonl", clock=lambda: next(ticks) * 0.05)
-    watch.look()
+    watch.record_sample()
     asked_s = watch.spent_s / watch.num_samples
     assert asked_s > 0
     assert asked_s / watch._pause_s() <= MOST_SHARE * (1 + 1e-9)
@@ -90,13 +90,13 @@ def test_slow_answers_make_it_ask_more_seldom(tmp_path: Path) -> None:
 def test_a_resumed_run_goes_on_counting_even_after_a_cut_line(tmp_path: Path) -> None:
     file = tmp_path / "monitor.jsonl"
     file.write_text('{"elapsed_s": 40.5, "utilization": 90}\n{"elapsed_s": 41.')
-    assert monitor(file).look()["elapsed_s"] >= 40.5
+    assert monitor(file).record_sample()["elapsed_s"] >= 40.5
 
 
 def test_a_device_without_nvml_has_no_file(tmp_path: Path) -> None:
-    with monitored(torch.device("cpu"), tmp_path / "monitor.jsonl") as watch:
+    with monitor_device(torch.device("cpu"), tmp_path / "monitor.jsonl") as watch:
         assert not watch.is_able
-        assert watch.in_short() == ""
+        assert watch.summarise() == ""
     assert not (tmp_path / "monitor.jsonl").exists()
 
 
@@ -129,10 +129,10 @@ def test_a_busy_gpu_needs_no_reason_and_a_short_run_none_either() -> None:
 
 def test_a_start_that_compiles_is_no_part_of_how_busy_the_gpu_was(tmp_path: Path) -> None:
     watch = monitor(tmp_path / "monitor.jsonl")
-    assert not watch.look()["steady"]
+    assert not watch.record_sample()["steady"]
     assert watch.utilization is None
-    watch.settle()
-    assert watch.look()["steady"]
+    watch.mark_steady()
+    assert watch.record_sample()["steady"]
     assert (watch.num_samples, watch.utilization) == (2, 97)
     compiled = Waiting(trained_s=195, waited_s=42, start_s=100, start_waited_s=40)
     assert format_gpu_use(97, compiled, 200, "graph") == "97% busy after a start of 100 s"

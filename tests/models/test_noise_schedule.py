@@ -44,7 +44,7 @@ def test_golden_noise_targets_and_weights(name: str) -> None:
     golden = load_file(str(Path(GOLDEN) / "diffusers_tiny.safetensors"))
     gamma = json.loads((Path(GOLDEN) / "diffusers_tiny.json").read_text())["config"]["gamma"]
     x0, eps, schedule = golden["in/x0"], golden["in/eps"], schedule_of(name)
-    signal, sigma = (table[golden["in/t"]] for table in schedule.coefficients())
+    signal, sigma = (table[golden["in/t"]] for table in schedule.compute_coefficients())
     found = {
         "x_t": add_noise(x0, eps, signal, sigma),
         "v": make_target("v", x0, eps, signal, sigma),
@@ -61,7 +61,7 @@ def test_golden_noise_targets_and_weights(name: str) -> None:
 @pytest.mark.parametrize("name", ["linear", "scaled_linear", "cosine"])
 def test_half_latents_get_all_their_noise_at_the_first_ten_timesteps(name: str, dtype: torch.dtype) -> None:
     schedule, t = schedule_of(name), torch.arange(10)
-    signal, sigma = (table[t] for table in schedule.coefficients())
+    signal, sigma = (table[t] for table in schedule.compute_coefficients())
     x0 = torch.randn(10, 4, 8, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     noise = torch.randn(10, 4, 8, 8, generator=torch.Generator().manual_seed(1))
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -77,7 +77,7 @@ def test_half_latents_get_all_their_noise_at_the_first_ten_timesteps(name: str, 
 
 def test_targets_say_the_same_in_three_ways() -> None:
     schedule, t = NoiseSchedule(), T
-    signal, sigma = (table[t] for table in schedule.coefficients())
+    signal, sigma = (table[t] for table in schedule.compute_coefficients())
     x0, noise = torch.randn(2, len(t), 3, 4, 4, generator=torch.Generator().manual_seed(0)).unbind()
     x_t = add_noise(x0, noise, signal, sigma)
     a, b = (c.view(-1, 1, 1, 1) for c in (signal, sigma))

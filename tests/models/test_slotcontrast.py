@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from golden import assert_golden, golden, group
 from halfstep.models.recompute import set_recompute
 from halfstep.models.weights import load_weights_
-from halfstep.precision.simulate import simulate
+from halfstep.precision.contexts import simulate
 from halfstep.workloads.slots.backbones import build_dinov2, load_backbone_weights_
 from halfstep.workloads.slots.scores import compute_cosines, label_pixels, slot_contrast
 from halfstep.workloads.slots.slot_attention import Mlp, update_recurrently
@@ -65,7 +65,7 @@ def test_features_equal_dinov2_of_transformers_at_the_tables_own_size() -> None:
     images = torch.randn(2, 3, 56, 56)
     with torch.no_grad():
         expected = theirs(images).last_hidden_state
-        torch.testing.assert_close(ours.encoder.ln(ours.tokens(images)), expected, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(ours.encoder.ln(ours.compute_tokens(images)), expected, atol=2e-5, rtol=1e-5)
 
 
 def in_names_of_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -99,7 +99,7 @@ def test_features_of_an_earlier_block_come_from_the_whole_file(named: Callable[.
     images = torch.randn(1, 3, 28, 28)
     with torch.no_grad():
         whole(images)
-        assert torch.equal(part.tokens(images), seen[0])
+        assert torch.equal(part.compute_tokens(images), seen[0])
 
 
 def test_a_file_of_another_architecture_is_named() -> None:
@@ -145,14 +145,14 @@ def test_streaming_equals_the_whole_form_with_all_gradients(chunk: int, is_hooke
     if is_hooked:
         made.mlp.layers[0].register_forward_hook(lambda *_: None)  # then every layer is called
     expected = step(made, lambda *inputs: plain(made, *inputs), slots, target)
-    for one, other in zip(step(made, made.squared_error, slots, target), expected, strict=True):
+    for one, other in zip(step(made, made.compute_squared_error, slots, target), expected, strict=True):
         torch.testing.assert_close(one, other, atol=2e-6, rtol=2e-5)
 
 
 def test_a_hook_on_a_layer_is_called_in_training() -> None:
     made, calls = decoder(), []
     made.mlp.layers[2].register_forward_hook(lambda *_: calls.append(1))
-    made.squared_error(torch.randn(2, 3, 6), torch.randn(2, 9, 5))[0].backward()
+    made.compute_squared_error(torch.randn(2, 3, 6), torch.randn(2, 9, 5))[0].backward()
     assert calls
 
 
@@ -162,7 +162,7 @@ def test_streaming_in_half_formats_is_as_near_to_fp32_as_the_whole_form(format: 
     exact = step(made, lambda *inputs: plain(made, *inputs), slots, target)
     with simulate(format):
         whole = step(made, lambda *inputs: plain(made, *inputs), slots, target)
-        streamed = step(made, made.squared_error, slots, target)
+        streamed = step(made, made.compute_squared_error, slots, target)
     for place, (one, other, true) in enumerate(zip(streamed, whole, exact, strict=True)):
         off, usual = (float((found.float() - true).norm() / true.norm().clamp(min=1e-3)) for found in (one, other))
         assert off < 2 * usual + 0.01, (place, off, usual)
@@ -173,7 +173,7 @@ def test_fp16_keeps_gradients_that_a_mean_would_round_to_zero() -> None:
     made, slots = decoder(), torch.randn(2, 3, 6)
     target = made(slots)[0].detach() + 1e-2
     with simulate("fp16"):
-        error, _ = made.squared_error(slots, target)
+        error, _ = made.compute_squared_error(slots, target)
     (error / 1e8).backward()
     grad = made.mlp.layers[0].weight.grad
     assert grad is not None

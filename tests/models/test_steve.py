@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from halfstep.errors import ModelError
 from halfstep.models.recompute import set_recompute
-from halfstep.precision.simulate import simulate
+from halfstep.precision.contexts import simulate
 from halfstep.workloads.slots import dvae as dvae_module
 from halfstep.workloads.slots.dvae import DVae, to_matrix
 from halfstep.workloads.slots.steve import RecurrentCell, Steve, SteveOutputs, SteveSize

@@ -110,7 +110,7 @@ def test_greedy_decoding_and_its_image_are_the_originals(case: Case) -> None:
     assert torch.equal(
         model.steve_decoder.decode_greedily(model.steve_encoder.slot_proj(slots)), tensors["greedy/tokens"]
     )
-    assert_golden(model.imagine(slots), tensors["greedy/image"])
+    assert_golden(model.decode_slots(slots), tensors["greedy/image"])
 
 
 def test_published_sizes_have_the_published_number_of_parameters() -> None:

@@ -17,7 +17,7 @@ class Predictor:
         self.model = Networks(store["side"], config.model.width)
         self.frozen = {"encoder": encoder_of(store["side"])}
 
-    def answers(self, inputs: list[Any], trained: Any, wishes: Any, bar: Any) -> Iterator[Answer]:
+    def answer_all(self, inputs: list[Any], trained: Any, request: Any, bar: Any) -> Iterator[Answer]:
         for item in inputs:
             pixels = [float(word) for word in Path(item.path).read_text().split(",")]
             with trained.inside():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
@@ -14,9 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep.backend_flags import read_effective_leaves, read_flags
 from halfstep.hardware.device_facts import Hardware
+from halfstep.islands import fp32_island
+from halfstep.precision.contexts import simulate
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
-from halfstep.precision.simulate import simulate
 
 SUPPORT = MappingProxyType(
     dict.fromkeys(("fp32", "tf32", "bf16", "fp8_e4m3", "fp8_e5m2"), "native") | {"fp16": "emulated"}
@@ -164,6 +166,52 @@ def test_activation_checkpointing_recomputes_the_same_simulated_numbers() -> Non
         return layer.weight.grad
 
     assert torch.equal(gradient(is_checkpointed=True), gradient(is_checkpointed=False))
+
+
+def output_after_doubling_the_weight(plan: Plan, layer: nn.Linear, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return two steps' outputs, with the weight doubled in place between them, as an optimizer would."""
+    outputs = []
+    for _ in range(2):
+        with plan.forward():
+            outputs.append(layer(x).float())
+        with torch.no_grad():
+            layer.weight *= 2
+    return tuple(outputs)
+
+
+@pytest.mark.parametrize("is_simulated", [False, True])
+def test_no_step_uses_stale_weights_after_autocast_was_left_open(is_simulated: bool) -> None:
+    layer, x = nn.Linear(4, 4, bias=False), torch.randn(2, 4)
+    torch.autocast_increment_nesting()  # what an interrupt inside torch.autocast.__enter__ leaves behind
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x)  # torch now keeps this copy of the weight
+        with torch.no_grad():
+            layer.weight *= 2
+        assert torch.equal(layer(x) * 2, (x.bfloat16() @ layer.weight.bfloat16().T)), "torch uses the stale copy"
+    first, second = output_after_doubling_the_weight(decide("bf16", CPU, simulate=is_simulated), layer, x)
+    assert torch.equal(first, (x.bfloat16() @ (layer.weight / 4).bfloat16().T).float())
+    assert torch.equal(second, 2 * first)
+
+
+@pytest.mark.parametrize("function", ["set_autocast_cache_enabled", "autocast_decrement_nesting"])
+@pytest.mark.parametrize("is_outer", [True, False])
+def test_an_interrupt_inside_autocast_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, function: str, is_outer: bool
+) -> None:
+    """An interrupt may come right after any call in `torch.autocast.__enter__` and `__exit__`."""
+    plan, before, real = decide("bf16", CPU), state(), getattr(torch, function)
+    monkeypatch.setattr(torch, function, lambda *args: (real(*args), interrupt()))
+
+    def interrupt() -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    context = contextlib.nullcontext() if is_outer else fp32_island()
+    with pytest.raises(KeyboardInterrupt), plan.forward(), context:
+        pass
+    assert state() == before
+    assert torch.autocast_increment_nesting() == 1
+    torch.autocast_decrement_nesting()
 
 
 def test_a_compiled_model_runs_inside_the_context() -> None:

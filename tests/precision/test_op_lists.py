@@ -9,7 +9,7 @@ import torch
 from autocast_samples import FP32, FP32_BY_DTYPE, LOWER, PROMOTE, binary_cross_entropy, first, maker
 
 from halfstep.precision import op_lists
-from halfstep.precision.simulate import simulate
+from halfstep.precision.contexts import simulate
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*:UserWarning")

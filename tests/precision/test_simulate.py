@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from halfstep.errors import PrecisionError
 from halfstep.formats import find_format
-from halfstep.precision.simulate import round_to, simulate, simulated_kernels
+from halfstep.precision.contexts import simulate
+from halfstep.precision.simulate import round_to, simulate_kernels
 
 Op = Callable[..., Tensor]
 OPS: dict[str, tuple[Op, list[tuple[int, ...]]]] = {
@@ -62,7 +63,7 @@ def run(name: str, forward: AbstractContextManager[None], backward: AbstractCont
 def test_simulated_op_equals_native_autocast(name: str, format: str) -> None:
     with without_onednn():
         native, *native_grads = run(name, torch.autocast("cpu", HALF[format]), contextlib.nullcontext())
-    ours, *our_grads = run(name, simulate(format), simulated_kernels())
+    ours, *our_grads = run(name, simulate(format), simulate_kernels())
     spacing = find_format(format).spacing_at_1
     assert ours.dtype == native.dtype == HALF[format]
     if name not in ATTENTION:
@@ -89,7 +90,7 @@ def test_overlapping_transposed_convolution_is_the_fp64_sum_rounded_once_where_n
 ) -> None:
     x, w = overlapping_case(format, kernel)
     exact = F.conv_transpose2d(x.double(), w.double(), stride=stride, padding=padding).to(HALF[format])
-    with simulated_kernels():
+    with simulate_kernels():
         ours = F.conv_transpose2d(x, w, stride=stride, padding=padding)
     assert share_off(ours, exact) <= 0.01
     terms = exact.float().square().mean().sqrt().item()
@@ -115,7 +116,7 @@ def test_native_rounds_every_patch_to_half_and_adds_overlapping_ones_in_half(
 def test_the_backward_kernels_are_replaced_too() -> None:
     """Without the mode in backward the native kernels would run: the gradient is then not the fp32 one, rounded."""
     x, w = torch.randn(2, 8, 9, 9).bfloat16(), torch.randn(4, 8, 3, 3).bfloat16().requires_grad_()
-    with simulated_kernels():
+    with simulate_kernels():
         output = F.conv2d(x, w)
         output.sum().backward()
     exact = torch.autograd.grad(F.conv2d(x.float(), full := w.detach().float().requires_grad_()).sum(), full)[0]

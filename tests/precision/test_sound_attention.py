@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from halfstep.precision import contexts
-from halfstep.precision.contexts import sound_attention, torch_attention
+from halfstep.precision.contexts import torch_attention, use_sound_attention
 
 Run = Callable[..., Tensor]
 
@@ -55,7 +55,7 @@ def test_cudnn_is_left_out_at_lengths_where_it_fails(
     cudnn_was_on: list[bool], keys: int, options: dict[str, Any], is_left_to_cudnn: bool
 ) -> None:
     q, k = tokens(16), tokens(keys)
-    with sound_attention("cuda"):
+    with use_sound_attention("cuda"):
         found = F.scaled_dot_product_attention(q, k, k, **options)
     assert cudnn_was_on == [is_left_to_cudnn]
     assert torch.backends.cuda.cudnn_sdp_enabled()
@@ -64,7 +64,7 @@ def test_cudnn_is_left_out_at_lengths_where_it_fails(
 
 def test_a_user_who_allows_cudnn_alone_gets_it(cudnn_was_on: list[bool]) -> None:
     q, k = tokens(16), tokens(64)
-    with sound_attention("cuda"), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+    with use_sound_attention("cuda"), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         attend = partial(F.scaled_dot_product_attention, q, k, k)
         with pytest.raises(RuntimeError, match="viable"):  # on a CPU
             attend()
@@ -73,25 +73,25 @@ def test_a_user_who_allows_cudnn_alone_gets_it(cudnn_was_on: list[bool]) -> None
 
 def test_layers_of_torch_use_it(cudnn_was_on: list[bool]) -> None:
     layer, x = torch.nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 64, 8)
-    with sound_attention("cuda"):
+    with use_sound_attention("cuda"):
         layer(x, x, x, need_weights=False)
     assert cudnn_was_on == [False]
 
 
 def test_torchs_own_is_back_afterwards_and_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    with sound_attention("cpu"):
+    with use_sound_attention("cpu"):
         assert F.scaled_dot_product_attention is torch_attention
     monkeypatch.setattr(contexts, "has_cudnn_fault", lambda device: True)
-    with sound_attention("cuda"):
+    with use_sound_attention("cuda"):
         assert F.scaled_dot_product_attention is contexts.run_attention
-        with pytest.raises(ZeroDivisionError), sound_attention("cuda"):
+        with pytest.raises(ZeroDivisionError), use_sound_attention("cuda"):
             _ = 1 / 0
     assert F.scaled_dot_product_attention is torch_attention
     theirs = lambda *arguments: arguments[0]  # noqa: E731
-    with sound_attention("cuda"):
+    with use_sound_attention("cuda"):
         monkeypatch.setattr(F, "scaled_dot_product_attention", theirs)
     assert F.scaled_dot_product_attention is theirs
-    with sound_attention("cuda"):
+    with use_sound_attention("cuda"):
         assert F.scaled_dot_product_attention is theirs
 
 
@@ -106,7 +106,7 @@ def test_compiled_code_takes_it_without_a_break(monkeypatch: pytest.MonkeyPatch,
         return module
 
     attend = torch.compile(lambda: F.scaled_dot_product_attention(q, k, k), fullgraph=True, backend=keeping)
-    with sound_attention("cuda"):
+    with use_sound_attention("cuda"):
         found = attend()
     torch.testing.assert_close(found, torch_attention(q, k, k))
     assert any("_sdpa_kernel" in target for target in called) == (keys == 64)  # the compiled code switches kernels, too
@@ -129,7 +129,7 @@ class Attending(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_a_program_for_any_length_is_made_as_torch_makes_it(monkeypatch: pytest.MonkeyPatch, traced: Run) -> None:
     monkeypatch.setattr(contexts, "has_cudnn_fault", lambda device: True)
-    with sound_attention("cuda"), warnings.catch_warnings():
+    with use_sound_attention("cuda"), warnings.catch_warnings():
         warnings.simplefilter("error", torch.jit.TracerWarning)
         program = traced(Attending(), tokens(70))
     x = tokens(64)
@@ -148,7 +148,7 @@ def test_a_wrong_call_has_torchs_own_error(monkeypatch: pytest.MonkeyPatch, wron
 
 
 def test_a_single_query_is_left_to_no_cudnn(cudnn_was_on: list[bool]) -> None:
-    with sound_attention("cuda"):
+    with use_sound_attention("cuda"):
         F.scaled_dot_product_attention(tokens(1), tokens(128), tokens(128))
     assert cudnn_was_on == [False]
 
@@ -178,7 +178,7 @@ def test_threads_leave_no_kernel_switched_off(monkeypatch: pytest.MonkeyPatch) -
 
 def test_one_of_two_threads_that_leaves_takes_nothing_from_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contexts, "has_cudnn_fault", lambda device: True)
-    first, second = sound_attention("cuda"), sound_attention("cuda")
+    first, second = use_sound_attention("cuda"), use_sound_attention("cuda")
     with first:
         second.__enter__()
     assert F.scaled_dot_product_attention is contexts.run_attention

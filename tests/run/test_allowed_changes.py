@@ -234,7 +234,7 @@ def test_an_optimizer_in_a_gpus_form_goes_on_in_the_form_of_the_cpu() -> None:
     workload = build_workload(config)
     parts = assemble(config, workload, decide_plan(config, workload, probe("cpu")))
     engine = Engine(parts, "eager", lambda text, level: pytest.fail(text))
-    window = [next(parts.train_loader.epoch(0))]
+    window = [next(parts.train_loader.iterate_epoch(0))]
     engine(window)
     checkpoint = capture_state(parts, {})
     for group in checkpoint.state["step"]["optimizers"][0]["param_groups"]:

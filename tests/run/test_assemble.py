@@ -36,16 +36,16 @@ def assembled(demo: Path, **values: object) -> Assembly:
 def test_images_come_in_the_layout_of_the_weights(demo: Path, wish: bool) -> None:
     parts = assembled(demo, train__channels_last=wish)
     layout = torch.channels_last if wish else torch.contiguous_format
-    batch = next(parts.train_loader.epoch(0))
+    batch = next(parts.train_loader.iterate_epoch(0))
     for training in (True, False):
-        prepared = match_layout(parts.model, parts.workload.prepared(batch, key=(0, 0, 0), training=training))
+        prepared = match_layout(parts.model, parts.workload.prepare_batch(batch, key=(0, 0, 0), training=training))
         assert prepared["image"].is_contiguous(memory_format=layout)
     assert all(p.is_contiguous(memory_format=layout) for p in parts.model.parameters() if p.ndim == 4)
 
 
 def test_a_batch_that_is_prepared_into_more_than_tensors_is_refused(demo: Path) -> None:
     parts = assembled(demo)
-    batch = next(parts.train_loader.epoch(0))
+    batch = next(parts.train_loader.iterate_epoch(0))
     with pytest.raises(ConfigError, match=r"prepare\(\) returned 'scale' as float, 0\.5"):
         match_layout(parts.model, {**batch, "scale": 0.5})  # type: ignore[dict-item]
 
@@ -84,7 +84,7 @@ def test_kernels_are_not_chosen_by_the_clock_where_bits_must_repeat(
     parts = assembled(demo, train__fast="graph", train__deterministic=deterministic)
     plan = dataclasses.replace(parts.plan, tunes_kernels=True)
     parts = assemble(parts.config, build_workload(parts.config), plan)
-    batch = parts.workload.prepared(next(parts.train_loader.epoch(0)), key=(0, 0, 0), training=True)
+    batch = parts.workload.prepare_batch(next(parts.train_loader.iterate_epoch(0)), key=(0, 0, 0), training=True)
     parts.region(batch)
     assert asked == [{} if deterministic else {"coordinate_descent_tuning": True}]
 

@@ -86,7 +86,7 @@ def files_in_order(data: Path) -> dict[str, list[str]]:
 
     overrides = [f"{key}={json.dumps(value)}" for key, value in {**SMALL, "data.dir": str(data)}.items()]
     workload = build_workload(load("unet", overrides=overrides).config)
-    batches = Loader(workload.train_samples, batch_size=2).epoch(0)
+    batches = Loader(workload.train_samples, batch_size=2).iterate_epoch(0)
     indices = [int(index) for batch in batches for index in batch["index"]]
     return {
         "train": [workload.train_samples.name_of(index) for index in indices],  # type: ignore[attr-defined]

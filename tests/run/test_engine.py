@@ -64,7 +64,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 def window(engine: Engine) -> list[Batch]:
-    return [next(engine.parts.train_loader.epoch(0))]
+    return [next(engine.parts.train_loader.iterate_epoch(0))]
 
 
 def test_a_captured_step_outlives_the_table_of_learning_rates(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
@@ -194,7 +194,7 @@ def test_chains_of_our_kernels_run_in_captured_steps_only(engine: Engine) -> Non
         return eager(batch)
 
     engine.parts.region = region
-    batch = next(iter(engine.parts.train_loader.epoch(0)))
+    batch = next(iter(engine.parts.train_loader.iterate_epoch(0)))
     engine([batch])
     engine.mode = "compile"
     engine([batch])
@@ -211,7 +211,7 @@ def test_compiling_anew_after_a_failed_capture_is_announced_too(
     said: list[str] = []
     engine.notice = lambda text, level: said.append(text)
     engine._before_compiling = lambda: said.append("compiling")
-    batch = next(iter(engine.parts.train_loader.epoch(0)))
+    batch = next(iter(engine.parts.train_loader.iterate_epoch(0)))
     for _ in range(UNCAPTURED + 2):
         engine([batch])
     assert said == ["compiling", "not captured as a CUDA graph, running compiled: it waits for the device", "compiling"]

@@ -136,7 +136,7 @@ def test_a_plan_with_frozen_parts_survives_its_file() -> None:
 def test_training_works_in_every_simulated_format(precision: str) -> None:
     parts = assembled(precision__default=precision, scaler__init_scale=64.0)
     engine = Engine(parts, "eager", lambda text, level: pytest.fail(text))
-    losses = [engine([batch]).read().loss for batch in parts.train_loader.epoch(0)]
+    losses = [engine([batch]).read().loss for batch in parts.train_loader.iterate_epoch(0)]
     assert len(losses) == 6
     assert int(parts.step.committed) == 6
 

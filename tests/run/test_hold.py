@@ -45,7 +45,10 @@ def test_a_run_ends_bit_equal_with_and_without_hold(name: str, tmp_path: Path) -
 
 def test_capsules_under_hold_are_exact(tmp_path: Path) -> None:
     plain, held = pair(tmp_path, {"model.options.poisoned": [2, 9], "train.epochs": 2})
-    found = {folder: [capsule.read(path) for path in capsule.all_in(folder / "capsules")] for folder in (plain, held)}
+    found = {
+        folder: [capsule.read_capsule(path) for path in capsule.list_capsules(folder / "capsules")]
+        for folder in (plain, held)
+    }
     assert [(one.step, one.about["commits_after"]) for one in found[plain]] == [(2, 2), (9, 2)]
     assert [(one.step, one.about["commits_after"]) for one in found[held]] == [(2, 0), (9, 0)]
     assert found[held][0].inexact == ""
@@ -55,8 +58,8 @@ def test_capsules_under_hold_are_exact(tmp_path: Path) -> None:
 def test_a_capsule_that_a_checkpoint_hastens_is_exact_too_and_the_run_resumes(tmp_path: Path) -> None:
     settings = {"model.options.poisoned": [1, 2], "train.checkpoint_every": 1, "train.max_steps": 3, "train.epochs": 2}
     plain, held = pair(tmp_path, settings)
-    (kept,) = capsule.all_in(held / "capsules")
-    assert capsule.read(kept).about["commits_after"] == 0
+    (kept,) = capsule.list_capsules(held / "capsules")
+    assert capsule.read_capsule(kept).about["commits_after"] == 0
     for folder in (plain, held):
         resume(folder, "train.max_steps=9", allow_changes=True)
     assert_same_run(plain, held)
@@ -67,8 +70,8 @@ def test_routine_overflow_of_fp16_does_not_hold(tmp_path: Path) -> None:
             "scaler.init_scale": 8.0, "train.epochs": 2}  # fmt: skip
     plain, held = pair(tmp_path, fp16)
     assert_same_run(plain, held)
-    (kept,) = capsule.all_in(held / "capsules")  # scales 8, 4 and 2 were the search for one
-    assert (kept.name, capsule.read(kept).about["commits_after"]) == ("00000004", 0)
+    (kept,) = capsule.list_capsules(held / "capsules")  # scales 8, 4 and 2 were the search for one
+    assert (kept.name, capsule.read_capsule(kept).about["commits_after"]) == ("00000004", 0)
 
 
 def test_phases_refuse_it_with_the_reason(tmp_path: Path) -> None:

@@ -88,9 +88,9 @@ def tiny(*words: str) -> RunConfig:
 def test_the_trace_counts_what_a_real_step_takes_to_the_byte() -> None:
     config = tiny()
     workload = build_workload(config)
-    batch = workload.prepared(load_first_batch(config, workload), key=(0, 0, 0), training=True)
+    batch = workload.prepare_batch(load_first_batch(config, workload), key=(0, 0, 0), training=True)
     with LiveBytes() as live:
-        loss, _ = workload.weighed_loss(workload.forward(workload.model.train(), batch), batch)
+        loss, _ = workload.compute_loss(workload.forward(workload.model.train(), batch), batch)
         loss.backward()
     step = build_traceable_step(config)
     [trace] = step.trace_phases("tf32", "none", 8, chains=False)  # strict fp32 has workspaces

@@ -40,7 +40,7 @@ def test_readings_of_a_run_that_had_other_processes_are_left_out() -> None:
 def test_gpt2_124m_at_half_a_million_tokens_a_second_takes_43_percent_of_an_h200() -> None:
     """857 million operations a token, as others count them, of 989 TFLOP/s."""
     config = load("gpt2", overrides=["data.dir=anywhere"]).config
-    unit = KINDS["gpt2"].unit_of(config, {"vocab": 50257})
+    unit = KINDS["gpt2"].make_unit(config, {"vocab": 50257})
     assert unit.per_sample == 1024
     assert unit.flops_per_sample / 1024 == pytest.approx(857e6, rel=0.01)
     plan = dataclasses.replace(decide("bf16", look_up_gpu("H200")), device="cuda:0")
@@ -52,7 +52,7 @@ def test_gpt2_124m_at_half_a_million_tokens_a_second_takes_43_percent_of_an_h200
 def test_nothing_is_said_of_a_cpu_or_of_a_model_whose_operations_are_not_counted() -> None:
     plan = dataclasses.replace(decide("fp32", look_up_gpu("H200")), device="cpu")
     assert find_peak_flops(plan) is None
-    assert compute_utilisation(KINDS["unet"].unit_of(load("unet").config, {}), 10.0, 1e12) is None
+    assert compute_utilisation(KINDS["unet"].make_unit(load("unet").config, {}), 10.0, 1e12) is None
 
 
 TINY = {"data.dir": "anywhere", "data.num_workers": 0, "device": "cpu", "train.batch_size": 4, "train.max_steps": 4,

@@ -40,7 +40,7 @@ class Iterations:
     def __init__(self, parts: Assembly, mode: str = "eager") -> None:
         self.parts, self.said = parts, list[str]()
         self.engine = make_engine(parts, mode, lambda text, level: self.said.append(text))  # type: ignore[arg-type]
-        self.batch = next(iter(parts.train_loader.epoch(0)))
+        self.batch = next(iter(parts.train_loader.iterate_epoch(0)))
 
     @property
     def step(self) -> PhasedStep:

@@ -31,7 +31,7 @@ def assembled(**values: Any) -> Assembly:
 
 
 def windows_of(parts: Assembly) -> list[list[dict[str, Tensor]]]:
-    return list(parts.step.windows(parts.train_loader.epoch(0)))
+    return list(parts.step.windows(parts.train_loader.iterate_epoch(0)))
 
 
 def engine_of(parts: Assembly, seen: list[dict[str, Tensor]]) -> Engine:

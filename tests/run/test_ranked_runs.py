@@ -69,7 +69,7 @@ def ranked(
     try:
         train(load(target, overrides=overrides), out=out, resume=resume, launch=launch)
     except HalfstepError as error:
-        return type(error).__name__, str(error), error.is_told
+        return type(error).__name__, str(error), error.is_shown_elsewhere
     return None
 
 
@@ -249,8 +249,8 @@ def test_a_bad_step_names_rank_and_samples(folder: Path, ends: dict[str, Any], a
 def test_the_rank_at_fault_keeps_its_own_window_and_replay_prepares_it_as_it_was(
     folder: Path, ends: dict[str, Any], alone: Path
 ) -> None:
-    (path,) = capsule.all_in(folder / "poisoned" / "capsules")
-    found = capsule.read(path)
+    (path,) = capsule.list_capsules(folder / "poisoned" / "capsules")
+    found = capsule.read_capsule(path)
     about = found.about
     assert (about["step"], about["rank"], about["num_ranks"], about["batch_sizes"]) == (2, 1, 2, [4])
     assert found.rng

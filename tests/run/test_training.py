@@ -229,7 +229,7 @@ def test_a_loss_of_nothing_is_an_error_in_words_and_a_loss_alone_counts_by_sampl
     workload = build_workload(loaded.config)
     batch = {"image": torch.zeros(5, 2, 8, 8), "label": torch.zeros(5, dtype=torch.long)}
     alone = dataclasses.replace(workload, loss=lambda outputs, batch: torch.zeros(()))
-    assert alone.weighed_loss(None, batch) == (torch.zeros(()), 5)
+    assert alone.compute_loss(None, batch) == (torch.zeros(()), 5)
     parts = assemble(loaded.config, dataclasses.replace(workload, loss=lambda outputs, batch: None),
                      decide_plan(loaded.config, workload, probe("cpu")))  # fmt: skip
     with pytest.raises(ConfigError, match="the loss is None"):

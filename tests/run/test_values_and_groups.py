@@ -43,7 +43,7 @@ def train(parts: Assembly, steps: int) -> list[float]:
     engine = Engine(
         parts, "eager", lambda text, level: pytest.fail(text), lambda outputs, batch: seen.append(beta(parts))
     )
-    for batch in list(parts.train_loader.epoch(0))[:steps]:
+    for batch in list(parts.train_loader.iterate_epoch(0))[:steps]:
         engine([batch])
     return seen
 

@@ -93,7 +93,7 @@ def test_an_error_before_processes_meet_is_shown_once_and_others_with_their_rank
     for rank, what in enumerate(("no such workload", "no such workload", "no such file")):
         error = ConfigError(what)
         choose_speaker(error, {**torchrun, "RANK": str(rank)})
-        found.append((error.is_told, error.what))
+        found.append((error.is_shown_elsewhere, error.what))
     assert found[0] == (False, "no such workload")
     assert found[1][0]
     assert found[2] == (False, "rank 2: no such file")

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfstep as hs
 from halfstep.errors import ConfigError, ModelError
-from halfstep.evidence.capsule import all_in
+from halfstep.evidence.capsule import list_capsules
 from ranks_together import together
 
 pytestmark = pytest.mark.ranks
@@ -110,7 +110,7 @@ def kept_by(rank: int, folder: Path) -> list[str]:
     """Capsules of a rank, where a loss of the second is bad."""
     own = folder / f"capsules {rank}"
     after([good, lambda m, x: good(m, x * float("nan") if rank else x), good, good], capsules=own)
-    return [path.name for path in all_in(own)]
+    return [path.name for path in list_capsules(own)]
 
 
 def scenario(rank: int, size: int, port: int, folder: Path) -> dict[str, Any]:

@@ -25,17 +25,19 @@ class Drawer:
     def __init__(self, config: Any, store: Mapping[str, Any]) -> None:
         self.model = tiny_workload.Net()
 
-    def answers(self, inputs: list[Any], trained: Any, wishes: Any, bar: Any) -> Iterator[Answer]:
-        bar.total = wishes.options["num"]
-        for k in range(wishes.options["num"]):
+    def answer_all(self, inputs: list[Any], trained: Any, request: Any, bar: Any) -> Iterator[Answer]:
+        bar.total = request.options["num"]
+        for k in range(request.options["num"]):
             scores = trained(torch.full((1, 2, 8, 8), float(k))).flatten().tolist()
-            path = wishes.out / f"{k}.json"
-            path.write_text(json.dumps([wishes.options["style"], *scores]))
+            path = request.out / f"{k}.json"
+            path.write_text(json.dumps([request.options["style"], *scores]))
             yield Answer(file=str(path), found={"scores": scores}, cells={"k": k}, brief={"k": str(k)})
 
 
 class Evaluation(PlainEvaluation):
-    def scored(self, config: Any, trained: Any, options: Mapping[str, Any], phase: Any, batch_size: Any) -> Any:
+    def score_with_options(
+        self, config: Any, trained: Any, options: Mapping[str, Any], phase: Any, batch_size: Any
+    ) -> Any:
         if not options["draws"]:
             return None
         with phase("Drawing", options["draws"]) as bar:

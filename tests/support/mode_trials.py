@@ -54,7 +54,7 @@ class Scripted:
         label += " cudnn" if cudnn_benchmark or self.plan.cudnn_benchmark else ""
         label += " tuned" if self.plan.tunes_kernels else ""
         self.machine.tried.append(label)
-        with time.starting():
+        with time.count_start():
             self.machine.now_s += self.machine.start_s.get(label, 0.0)
         self.machine.now_s += self.machine.trial_s
         ms = self.machine.step_ms[label]

@@ -189,7 +189,7 @@ def test_a_batch_of_another_size_runs_the_eager_region(demo: Path) -> None:
 
     parts.region = as_compiled
     engine = Engine(parts, "compile", lambda text, level: pytest.fail(text))
-    for batch in parts.train_loader.epoch(0):
+    for batch in parts.train_loader.iterate_epoch(0):
         engine([batch])
     assert calls == [4]
     assert parts.step.attempted == 2
@@ -207,7 +207,7 @@ def test_compiling_is_announced_once_and_eager_steps_are_not(demo: Path) -> None
             lambda text, level: pytest.fail(text),
             before_compiling=lambda told=told, step=parts.step: told.append(step.attempted),
         )
-        for batch in parts.train_loader.epoch(0):
+        for batch in parts.train_loader.iterate_epoch(0):
             engine([batch])
         assert parts.step.attempted > 1
         assert told == [0] * times

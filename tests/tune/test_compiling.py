@@ -194,12 +194,12 @@ def test_what_fails_while_a_second_shape_is_compiled_leaves_eager_steps() -> Non
 def test_another_layout_or_dtype_is_named_where_the_size_is_known() -> None:
     shapes = CompiledShapes()
     image = torch.ones(4, 2, 8, 6)
-    assert shapes.take({"image": image})
-    assert shapes.take({"image": image.half()})
+    assert shapes.admit({"image": image})
+    assert shapes.admit({"image": image.half()})
     turned = {"image": image.contiguous(memory_format=torch.channels_last)}
-    assert not shapes.take(turned)
-    assert "image 4x2x8x6 of float32, strides (96, 1, 12, 2)" in shapes.why_eager(turned)
-    assert shapes.why_eager(turned) == ""
+    assert not shapes.admit(turned)
+    assert "image 4x2x8x6 of float32, strides (96, 1, 12, 2)" in shapes.explain_eager(turned)
+    assert shapes.explain_eager(turned) == ""
 
 
 def rounding(region: Region, **options: Any) -> Region:
@@ -288,7 +288,7 @@ def counting() -> torch.nn.Module:
 
 def recompiled_too_often(said: list[str]) -> None:
     model = torch.compile(counting(), backend="eager", dynamic=False)
-    with CompilerWarnings(said.append).in_one_line():
+    with CompilerWarnings(said.append).shorten_warnings():
         for _ in range(12):
             model(torch.ones(2))
 
@@ -297,7 +297,7 @@ def broken_by_a_number(said: list[str]) -> None:
     def doubled(x: torch.Tensor) -> torch.Tensor:
         return x * x.mean().item()
 
-    with CompilerWarnings(said.append).in_one_line():
+    with CompilerWarnings(said.append).shorten_warnings():
         torch.compile(doubled, backend="eager")(torch.ones(2))
 
 
@@ -346,7 +346,7 @@ def test_a_run_hears_of_a_break_that_its_trial_met_before_it() -> None:
 
 def test_other_warnings_pass_and_nothing_is_left_behind(log: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("torch._dynamo.convert_frame")
-    with CompilerWarnings(pytest.fail).in_one_line():
+    with CompilerWarnings(pytest.fail).shorten_warnings():
         logger.warning("something else")
     assert warned(log) == ["something else"]
     assert logger.filters == []

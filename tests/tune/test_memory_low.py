@@ -130,7 +130,7 @@ def test_a_normal_step_that_does_not_fit_is_replaced_by_one_that_does() -> None:
     choice = memory_choice(measure, [[POINTWISE, BLOCKS], BUDGETS])
     assert choice.setting == BLOCKS
     assert "does not fit" in choice.reason
-    assert "activation budget 0.5: ran out of memory" in "\n".join(choice.lines())
+    assert "activation budget 0.5: ran out of memory" in "\n".join(choice.format_lines())
 
 
 def test_where_nothing_fits_the_user_hears_of_memory() -> None:
@@ -155,7 +155,7 @@ def test_trials_that_end_with_their_time_leave_no_rest_to_speak_of() -> None:
 def test_the_choice_is_told_with_what_was_left_out() -> None:
     measure, _ = fake({NORMAL: (20, 6), POINTWISE: (21, 4)})
     choice = memory_choice(measure, LEVERS, notes=["8-bit optimizer states: they exist for adamw, not for sgd"])
-    text = "\n".join(choice.lines())
+    text = "\n".join(choice.format_lines())
     assert text.splitlines()[0] == "memory low: recompute pointwise, 4.00 GB instead of 6.00 GB, -33% memory, +5% time"
     assert "not tried: 8-bit optimizer states" in text
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from halfstep.hardware.driver import Driver
-from halfstep.precision.plan import PlanRow
-from halfstep.precision.row import Gain
+from halfstep.precision.plan import Gain, PlanRow
 from halfstep.tune import choose
 from halfstep.tune.choose import tune_plan
 from halfstep.tune.mode_search import CachedMode, FoundMode
@@ -130,7 +129,7 @@ class Shared(Driver):
     def __init__(self, *answers: str) -> None:
         self.answers = list(answers)
 
-    def used_by_others(self, device: str) -> str:
+    def describe_other_use(self, device: str) -> str:
         return self.answers.pop(0)
 
 

@@ -30,7 +30,7 @@ def test_time_is_over_when_steps_took_it_and_starts_are_counted_apart() -> None:
     hands = Hands()
     time = TrialTime(1000, most_s=MOST_S, clock=hands)
     time.expect(1.0)
-    with time.starting():
+    with time.count_start():
         hands.now += 40
     assert (time.starts_s, time.spent_s, time.is_over) == (40, 0, False)
     hands.now += 49.9
@@ -47,7 +47,7 @@ def test_all_starts_together_fit_into_a_twentieth_of_the_run() -> None:
     time.expect(1.0)
     assert time.has_room_for(50)
     assert not time.has_room_for(51)
-    with time.starting():
+    with time.count_start():
         hands.now += 30
     assert time.has_room_for(20)
     assert not time.has_room_for(21)
@@ -57,7 +57,7 @@ def test_what_starts_nothing_has_room_after_starts_that_took_more_than_their_sha
     hands = Hands()
     time = TrialTime(1000, most_s=MOST_S, clock=hands)
     time.expect(1.0)
-    with time.starting():
+    with time.count_start():
         hands.now += 51
     assert time.has_room_for(0)
     assert not time.has_room_for(0.1)
@@ -68,7 +68,7 @@ def test_a_start_that_fails_is_counted() -> None:
     time = TrialTime(10, clock=hands)
 
     def fails() -> None:
-        with time.starting():
+        with time.count_start():
             hands.now += 3
             raise RuntimeError
 

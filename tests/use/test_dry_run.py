@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from halfstep.cli.main import main
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.evidence.attempts import Subject, attempt
-from halfstep.evidence.capsule import state_of
+from halfstep.evidence.capsule import collect_state
 from halfstep.evidence.dry_run import Judgement, Magnitudes, judge_modules, judge_updates
 from halfstep.formats import FP16
 from halfstep.hardware.probe import probe
@@ -57,7 +57,7 @@ def subject_of(model: nn.Module, window: list[Any]) -> Subject:
         model=model,
         loss=lambda batch: F.mse_loss(model(batch), torch.zeros_like(batch)),
         window=window,
-        state={name: value.detach().clone() for name, value in state_of(model).items()},
+        state={name: value.detach().clone() for name, value in collect_state(model).items()},
         rng=read_rng_state(torch.device("cpu")),
         plan=plan_for("fp32", {}),
         plan_for=plan_for,
@@ -98,9 +98,9 @@ def test_gradients_belong_to_the_layer_that_made_them_and_not_to_the_norm_behind
 def test_headroom_is_in_bits_and_scaling_saves_small_gradients() -> None:
     magnitudes = Magnitudes()
     magnitudes.add(torch.tensor([1.0, 0.0, 2.0**-26]))
-    assert magnitudes.headroom(FP16) == pytest.approx(16, abs=0.01)
-    assert magnitudes.flushed(FP16) == 0.5
-    assert magnitudes.flushed(FP16, scale=4.0) == 0.0
+    assert magnitudes.compute_headroom_bits(FP16) == pytest.approx(16, abs=0.01)
+    assert magnitudes.compute_flushed_share(FP16) == 0.5
+    assert magnitudes.compute_flushed_share(FP16, scale=4.0) == 0.0
     torch.manual_seed(0)
     model = nn.Linear(16, 16)
     subject = subject_of(model, [torch.randn(8, 16)])

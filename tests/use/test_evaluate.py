@@ -26,7 +26,7 @@ from halfstep.use.evaluate import _suggest_less_memory, evaluate
 from halfstep.use.open_run import choose_plan, open_run
 from halfstep.use.predict import predict
 from halfstep.workloads import load
-from halfstep.workloads.base.using import Wishes
+from halfstep.workloads.base.using import PredictRequest
 from tiny_runs import Told, copied, unet_run
 
 
@@ -40,8 +40,8 @@ def resnet(trained_resnet: Path) -> Path:
     return trained_resnet
 
 
-def evaluated(run: Path, **wishes: Any) -> EvaluationResult:
-    return evaluate(run, report=Told(run).report, **wishes)
+def evaluated(run: Path, **request: Any) -> EvaluationResult:
+    return evaluate(run, report=Told(run).report, **request)
 
 
 @functools.cache
@@ -91,8 +91,8 @@ def test_full_size_scores_the_very_masks_that_predict_writes(unet: Path, tmp_pat
     found = evaluated(unet, options={"full_size": True}, out=tmp_path / "out")
     names = {Path(name).stem for name in read_names(unet)}
     images = [path for path in sorted((unet / "data" / "imgs").iterdir()) if path.stem in names]
-    wishes = Wishes(out=tmp_path / "masks")
-    predict(unet, images, report=Told(unet).report, wishes=wishes)
+    request = PredictRequest(out=tmp_path / "masks")
+    predict(unet, images, report=Told(unet).report, request=request)
     hit = union = 0
     for image in images:
         truth = np.asarray(Image.open(next((unet / "data" / "masks").glob(f"{image.stem}*")))) > 0

@@ -21,7 +21,7 @@ from halfstep.report.results import Answer, Predictions
 from halfstep.use.evaluate import evaluate
 from halfstep.use.open_run import choose_plan, load_weights, open_run, wrap_trained
 from halfstep.use.predict import predict
-from halfstep.workloads.base.using import Input, Wishes
+from halfstep.workloads.base.using import Input, PredictRequest
 from halfstep.workloads.classification.config import ImageDataConfig
 from halfstep.workloads.classification.data import get_evaluation_share
 from halfstep.workloads.segmentation.config import UNetConfig
@@ -49,7 +49,7 @@ def large(unet: Path, tmp_path: Path) -> Path:
 
 
 def predicted(run: Path, *inputs: Path, out: Path | None = None, **options: Any) -> Predictions:
-    return predict(run, inputs, report=Told(run).report, wishes=Wishes(out=out, options=options))
+    return predict(run, inputs, report=Told(run).report, request=PredictRequest(out=out, options=options))
 
 
 def mask_of(answer: Answer) -> np.ndarray[Any, Any]:
@@ -94,8 +94,11 @@ def test_tiles_are_halved_where_memory_runs_out(unet: Path, large: Path, tmp_pat
     model.register_forward_pre_hook(refuse_wide_images)
     told, item = Told(unet), Input(path=large, name=Path(large.name))
     bar = Bar("Predicting", 1)
-    (answer,) = predictor.answers(
-        [item], wrap_trained(model, plan, told.report), Wishes(out=tmp_path / "out", options={"tile": None}), bar
+    (answer,) = predictor.answer_all(
+        [item],
+        wrap_trained(model, plan, told.report),
+        PredictRequest(out=tmp_path / "out", options={"tile": None}),
+        bar,
     )
     shown = next(part for part in bar.parts() if part.startswith("tile "))
     assert shown.removeprefix("tile ").split("/")[0] == shown.split("/")[1]  # the last of several
@@ -138,7 +141,7 @@ def test_files_that_cannot_be_read_are_named_and_left_out(
     np.save(tmp_path / "nan.npy", np.full((40, 40, 3), np.nan, dtype=np.float32))
     for run, inputs in ((unet, [bad, large, cut, gone, tmp_path / "nan.npy"]), (resnet, [bad, large, cut, gone])):
         told = Told(run)
-        made = predict(run, inputs, report=told.report, wishes=Wishes())
+        made = predict(run, inputs, report=told.report, request=PredictRequest())
         assert [answer.file for answer in made.answers] == [str(large)]
         assert {failure.file for failure in made.failed} == {str(path) for path in inputs} - {str(large)}
         assert all(f"left out {failure.file}" in told.text for failure in made.failed)

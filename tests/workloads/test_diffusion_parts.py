@@ -20,7 +20,6 @@ from halfstep.workloads.diffusion.data import make_square_samples, open_pictures
 from halfstep.workloads.diffusion.diffusers_nets import CODEC, freeze_, open_net
 from halfstep.workloads.diffusion.evaluate import measure_distances, open_features
 from halfstep.workloads.diffusion.latents import pick_images
-from halfstep.workloads.diffusion.make import check_steps, draw_path, make_scheduler, run_sampler
 from halfstep.workloads.diffusion.networks import ClassConditions, open_text
 from halfstep.workloads.diffusion.noise_schedule import (
     NUM_BUCKETS,
@@ -29,6 +28,7 @@ from halfstep.workloads.diffusion.noise_schedule import (
     list_bucket_names,
     list_bucket_starts,
 )
+from halfstep.workloads.diffusion.sampling import check_steps, draw_path, make_scheduler, run_sampler
 from halfstep.workloads.diffusion.scores import DenoisingMetrics, ReconstructionMetrics, denoising_loss
 
 CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ def test_classes_and_captions_are_dropped_by_the_key(tmp_path: Path) -> None:
     assert 0.2 < float((dropped == 2).float().mean()) < 0.4
     assert torch.equal(classes.make_empty(2, CPU)["label"], torch.tensor([2, 2]))
     text = open_text(str(text_folder(tmp_path / "text")))
-    tokens = text.tokens(["a red disc", "a blue cross"])
+    tokens = text.tokenize(["a red disc", "a blue cross"])
     told = text.drop({"tokens": tokens}, key=Key.for_training(0, 1), share=1.0)["tokens"]
     assert torch.equal(told, text.make_empty(2, CPU)["tokens"])
     states = text.make_keywords({"tokens": tokens})["encoder_hidden_states"]

@@ -27,7 +27,7 @@ from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.workloads import load
 from halfstep.workloads.base.latent_store import open_latents, write_latents
-from halfstep.workloads.base.using import Wishes
+from halfstep.workloads.base.using import PredictRequest
 from halfstep.workloads.diffusion import build as building
 from halfstep.workloads.diffusion.diffusers_nets import DiffusersCodec, open_net
 from halfstep.workloads.diffusion.evaluate import DiffusionEvaluation
@@ -239,7 +239,7 @@ def test_latents_without_variance_are_trained_on(
 
 
 def predicted(run: Path, out: Path, **options: Any) -> Any:
-    predict(run, [], report=RunReport(run), wishes=Wishes(out=out, options=options))
+    predict(run, [], report=RunReport(run), request=PredictRequest(out=out, options=options))
     return np.stack([np.asarray(Image.open(path)) for path in sorted(out.glob("0*.png"))])
 
 
@@ -306,7 +306,7 @@ def test_other_pictures_are_evaluated_all_and_nothing_is_written_beside_them(
         assert found.samples == 5
     assert {path.name for path in others.rglob("*")} == before
     assert list(scratch.iterdir()) == [own]
-    config = DiffusionEvaluation.config_for(load(str(run / "config.yaml")).config, others)
+    config = DiffusionEvaluation.change_data_folder(load(str(run / "config.yaml")).config, others)
     assert config.data.flip == 0, "mirror images of pictures that nobody trains on were encoded"  # type: ignore[attr-defined]
 
 
@@ -370,14 +370,15 @@ def test_the_header_says_what_the_unet_is_told_and_which_captions_are_cut(
     data: Path, text: str, tmp_path: Path
 ) -> None:
     plain = building.build(settings("diffusion", data, model__conditioning="class").config)  # type: ignore[arg-type]
-    assert dict(plain.about)["condition"].startswith("its class, of 3: cross, disc, square; 10% of the samples: none")
+    condition = dict(plain.about)["condition"]
+    assert condition.startswith("one of 3 classes: cross, disc, square; 10% of samples train without it")
     for k in range(3):
         Image.fromarray(np.zeros((8, 8, 3), dtype=np.uint8)).save(tmp_path / f"{k}.png")
     rows = [{"file_name": f"{k}.png", "text": "a red disc" if k else "red " * 20} for k in range(3)]
     (tmp_path / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     wish = {"model__conditioning": "text", "model__text_encoder": text, "model__attention_head_dim": 2}
     told = building.build(settings("diffusion", tmp_path, **wish).config)  # type: ignore[arg-type]
-    assert told.notes == ("cut: 1 caption of more than 16 tokens",)
+    assert told.notes == ("truncated: 1 caption of more than 16 tokens",)
     assert "caption" in dict(told.about)["condition"]
 
 
@@ -392,14 +393,14 @@ def refused(match: str, data: Path, kind: type[Exception] = ConfigError, **wish:
 def test_bad_settings_are_refused_before_the_first_step(data: Path, vae: str, text: str, tmp_path: Path) -> None:
     refused("9 pixels cannot be halved", data, data__image_size=9)
     refused(
-        r"8 pixels cannot be halved 4 times[\s\S]*sides that fit: 16",
+        r"8 pixels cannot be halved 4 times[\s\S]*data.image_size=16",
         data,
         model__vae=vae,
         model__channels=[8, 8, 8, 8],
     )
     refused("0 would make every weight", data, model__min_snr_gamma=0)
     refused(r"beta_start=0\.6 is above noise\.beta_end=0\.5", data, noise__beta_start=0.6)
-    refused("the last timestep is the noise itself", data, noise__zero_terminal_snr=True)
+    refused("the last timestep is pure noise", data, noise__zero_terminal_snr=True)
     refused("belong together", data, model__conditioning="text")
     refused("needs a VAE: model.vae=DIR", data, data__cache="latents")
     refused("halfstep downloads nothing", data, ModelError, model__vae="runwayml/stable-diffusion")

@@ -46,7 +46,7 @@ def built(folder: Path, *words: str, workload: str = "resnet18") -> Workload:
 def first_batch(workload: Workload, *, training: bool, batch_size: int = 6) -> dict[str, torch.Tensor]:
     samples = workload.train_samples if training else workload.val_samples
     loader = Loader(samples, batch_size=batch_size, shuffle=training)
-    return workload.prepare(next(loader.epoch(0)), key=(0, 0), training=training)
+    return workload.prepare(next(loader.iterate_epoch(0)), key=(0, 0), training=training)
 
 
 def test_a_few_steps_learn_to_tell_colours_apart_and_metrics_say_so(folder: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_few_steps_learn_to_tell_colours_apart_and_metrics_say_so(folder: Path
     loader = Loader(workload.train_samples, batch_size=12)
     step = 0
     for epoch in range(12):
-        for loaded in loader.epoch(epoch):
+        for loaded in loader.iterate_epoch(epoch):
             batch = workload.prepare(loaded, key=(0, step), training=True)
             loss, weight = workload.loss(workload.forward(workload.model, batch), batch)
             assert weight == 12
@@ -66,7 +66,7 @@ def test_a_few_steps_learn_to_tell_colours_apart_and_metrics_say_so(folder: Path
     metrics = workload.metrics()
     workload.model.eval()
     with torch.no_grad():
-        for loaded in Loader(workload.val_samples, batch_size=4, shuffle=False).epoch(0):
+        for loaded in Loader(workload.val_samples, batch_size=4, shuffle=False).iterate_epoch(0):
             batch = workload.prepare(loaded, key=(0, step), training=False)
             metrics.update(workload.forward(workload.model, batch), batch)
     assert isinstance(metrics, ClassificationMetrics)

@@ -23,7 +23,7 @@ from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.workloads import load
-from halfstep.workloads.base.using import Wishes
+from halfstep.workloads.base.using import PredictRequest
 from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.language.config import LanguageConfig
 from halfstep.workloads.language.gpt2 import GPT2, build_gpt2
@@ -103,7 +103,7 @@ def test_accumulating_weighs_micro_batches_by_their_tokens(tmp_path: Path, text:
 
     workload = built(text)
     config = load("gpt2", overrides=overrides({})).config
-    batch = next(Loader(workload.train_samples, batch_size=4).epoch(0))
+    batch = next(Loader(workload.train_samples, batch_size=4).iterate_epoch(0))
     batch["targets"][2:, 1:] = -1
     parts = [{name: value[rows] for name, value in batch.items()} for rows in (slice(0, 2), slice(2, 4))]
     plan = decide(config.precision, probe("cpu"), workload.model)
@@ -159,7 +159,7 @@ def test_stored_weights_are_used_without_drawing_others(
 
     monkeypatch.setattr(first_values, "_draw_", draw_)
     report = Told(run).report
-    predict(run, [], report=report, wishes=Wishes(options={"prompt": "to", "tokens": 2, "num": 1}))
+    predict(run, [], report=report, request=PredictRequest(options={"prompt": "to", "tokens": 2, "num": 1}))
     evaluate(run, report=report)
     built(text, model__weights=str(save))
     resume(run, "train.max_steps=3")
@@ -267,17 +267,17 @@ def test_predict_writes_the_same_text_for_the_same_seed(tmp_path: Path, text: Pa
     run = trained(tmp_path / "run", text, train__max_steps=2)
     told = Told(run)
     options = {"prompt": "to be", "tokens": 30, "num": 2, "seed": 3}
-    first, second = (predict(run, [], report=told.report, wishes=Wishes(options=options)) for _ in range(2))
+    first, second = (predict(run, [], report=told.report, request=PredictRequest(options=options)) for _ in range(2))
     texts = [answer.found["text"] for answer in first.answers]
     assert texts == [answer.found["text"] for answer in second.answers]
     assert texts[0] != texts[1]
     assert all(text.startswith("to be") and len(text) == 35 for text in texts), "past the context of 8"
     with pytest.raises(DataError, match="'X'"):
-        predict(run, [], report=told.report, wishes=Wishes(options={"prompt": "X"}))
+        predict(run, [], report=told.report, request=PredictRequest(options={"prompt": "X"}))
     with pytest.raises(DataError, match=r"'to \\udcff' is not UTF-8"):
-        predict(run, [], report=told.report, wishes=Wishes(options={"prompt": "to \udcff"}))
+        predict(run, [], report=told.report, request=PredictRequest(options={"prompt": "to \udcff"}))
     with pytest.raises(ConfigError, match="top-p 2"):
-        predict(run, [], report=told.report, wishes=Wishes(options={"top_p": 2.0}))
+        predict(run, [], report=told.report, request=PredictRequest(options={"top_p": 2.0}))
 
 
 def test_another_text_is_evaluated_whole_and_nothing_is_written_beside_it(tmp_path: Path, text: Path) -> None:

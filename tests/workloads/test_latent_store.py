@@ -96,7 +96,7 @@ def test_a_disk_that_fills_up_is_named_and_keeps_what_was_there(tmp_path: Path) 
 def test_a_batch_is_its_samples_and_mirror_images_come_by_the_key() -> None:
     samples = CachedLatents(MOMENTS, flip=0.5, extra={"label": torch.arange(6)})
     indices = torch.tensor([4, 0, 3])
-    batch = samples.batch(indices, seed=1, epoch=2)
+    batch = samples.make_batch(indices, seed=1, epoch=2)
     for row, index in enumerate(indices.tolist()):
         alone = samples.sample(index, key=(1, 2, index))
         assert torch.equal(batch["moments"][row], alone["moments"])

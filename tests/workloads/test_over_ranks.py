@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.workloads.base.over_ranks import gather_over_ranks
-from halfstep.workloads.base.vae_trainer import adaptive_weight
+from halfstep.workloads.base.vae_trainer import compute_adaptive_weight
 from halfstep.workloads.slots.scores import slot_contrast
 from ranks_together import together
 
@@ -37,7 +37,7 @@ def contrast(net: nn.Module, clips: Tensor, real: Tensor | None, *, across: bool
 def balance(net: nn.Module, clips: Tensor) -> Tensor:
     seen = net(clips)
     last: Any = list(net.parameters())[-2]
-    return adaptive_weight(seen.square().mean(), seen.mean(), last, scales=(2.0, 4.0))
+    return compute_adaptive_weight(seen.square().mean(), seen.mean(), last, scales=(2.0, 4.0))
 
 
 def made() -> nn.Module:
@@ -57,13 +57,13 @@ def scenario(rank: int, size: int, port: int) -> dict[str, Any]:
         net = made()
         model = DistributedDataParallel(net)
         own = slice(sum(rows[:rank]), sum(rows[: rank + 1])) if rows[rank] else slice(0, 1)
-        talks: list[int] = []
-        with gather_over_ranks(rows, rank, lambda talks=talks: talks.append(1)):
+        gathers: list[int] = []
+        with gather_over_ranks(rows, rank, lambda gathers=gathers: gathers.append(1)):
             loss = contrast(model, CLIPS[own], REAL[own] if filled else None, across=across)
         share = loss * rows[rank] / sum(rows)
         (share * size).backward()  # DDP takes the mean
         dist.all_reduce(loss := share.detach().clone())
-        found[name] = (loss, gradients(net), bool(talks))
+        found[name] = (loss, gradients(net), bool(gathers))
         with gather_over_ranks(rows, rank, lambda: None):
             found[f"balance, {name}"] = balance(net, CLIPS[own])
         del model  # while the others are there: it waits for what it sent them
@@ -83,10 +83,10 @@ def test_loss_and_gradients_are_those_of_one_process(name: str, found: list[dict
     net, num = made(), sum(rows)
     whole = contrast(net, CLIPS[:num], REAL[:num] if filled else None, across=across)
     whole.backward()
-    for loss, own, talks in (ranks[name] for ranks in found):
+    for loss, own, gathers in (ranks[name] for ranks in found):
         torch.testing.assert_close(loss, whole.detach(), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(own, gradients(net), rtol=1e-4, atol=1e-6)
-        assert talks == across
+        assert gathers == across
 
 
 @pytest.mark.parametrize("name", CASES)

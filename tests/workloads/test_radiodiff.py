@@ -21,7 +21,7 @@ from halfstep.use.predict import predict
 from halfstep.workloads import build
 from halfstep.workloads.base.latent_store import open_latents, write_latents
 from halfstep.workloads.base.sheets import CELL, GAP
-from halfstep.workloads.base.using import Wishes
+from halfstep.workloads.base.using import PredictRequest
 from halfstep.workloads.radio.build import build_unet, select_pyramid_weights, select_unet_weights
 from halfstep.workloads.radio.maps import read_gray
 from halfstep.workloads.radio.vae import RadioVAE
@@ -52,9 +52,9 @@ def untrained_loss(data: Path, vae: Path) -> float:
     workload = build(settings("radiodiff", data, DIFFUSION, model__vae=str(vae)).config)
     samples = [workload.val_samples.sample(index, key=(0, 0, index)) for index in range(len(workload.val_samples))]
     loaded = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
-    batch = workload.prepared(loaded, key=Key.for_validation(), training=False)
+    batch = workload.prepare_batch(loaded, key=Key.for_validation(), training=False)
     with torch.no_grad():
-        return float(workload.weighed_loss(workload.forward(workload.model.eval(), batch), batch)[0])
+        return float(workload.compute_loss(workload.forward(workload.model.eval(), batch), batch)[0])
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -133,7 +133,7 @@ def test_predictions_are_drawn_beside_buildings_truth_and_error(trained: Path, d
     antennas = sorted((data / "png" / "antennas").iterdir())[:2]
     made = predict(
         trained, [*antennas, data / "png" / "cars"], report=RunReport(trained, quiet=True),
-        wishes=Wishes(out=tmp_path / "out"),
+        request=PredictRequest(out=tmp_path / "out"),
     )  # fmt: skip
     assert len(made.answers) == 2
     with Image.open(tmp_path / "out" / "maps" / antennas[0].name) as gain:
@@ -141,7 +141,9 @@ def test_predictions_are_drawn_beside_buildings_truth_and_error(trained: Path, d
     with Image.open(tmp_path / "out" / "pictures" / antennas[0].name) as picture:
         assert picture.width == GAP + 4 * (CELL + GAP)
     alone = antennas[1:]
-    again = predict(trained, alone, report=RunReport(trained, quiet=True), wishes=Wishes(out=tmp_path / "again"))
+    again = predict(
+        trained, alone, report=RunReport(trained, quiet=True), request=PredictRequest(out=tmp_path / "again")
+    )
     assert not again.failed
     one, other = (np.asarray(Image.open(tmp_path / name / "maps" / antennas[1].name)) for name in ("out", "again"))
     assert np.abs(one.astype(int) - other).max() <= 1
@@ -152,7 +154,7 @@ def test_predictions_are_scored_by_gains_above_the_threshold_as_they_were_learne
 ) -> None:
     run = train_diffusion(tmp_path / "run", data, vae, train__max_steps=1, data__threshold=0.5)
     antenna = sorted((data / "png" / "antennas").iterdir())[0]
-    made = predict(run, [antenna], report=RunReport(run, quiet=True), wishes=Wishes(out=tmp_path / "out"))
+    made = predict(run, [antenna], report=RunReport(run, quiet=True), request=PredictRequest(out=tmp_path / "out"))
     gain = read_gray(data / "gain" / "DPM" / antenna.name, (16, 16)) / 255
     learned = np.clip((gain - 0.5) / 0.5, 0, None)
     found = np.asarray(Image.open(tmp_path / "out" / "maps" / antenna.name)) / 255
@@ -173,7 +175,10 @@ def test_an_antenna_without_truth_is_predicted_and_one_without_buildings_is_name
         (folder / path).write_bytes((data / "png" / path).read_bytes())
     (folder / "antennas" / "700_0.png").write_bytes((data / "png" / "antennas" / name).read_bytes())
     made = predict(
-        trained, [folder / "antennas"], report=RunReport(trained, quiet=True), wishes=Wishes(out=tmp_path / "out")
+        trained,
+        [folder / "antennas"],
+        report=RunReport(trained, quiet=True),
+        request=PredictRequest(out=tmp_path / "out"),
     )
     assert len(made.answers) == len(made.failed) == 1
     assert "700.png" in made.failed[0].why
@@ -185,8 +190,8 @@ def test_a_samples_noise_is_its_own_whatever_the_batch(data: Path, vae: Path) ->
     workload = build(settings("radiodiff", data, DIFFUSION, model__vae=str(vae)).config)
     loaded = [workload.val_samples.sample(index, key=(0, 0, index)) for index in range(3)]
     whole = {name: torch.stack([one[name] for one in loaded]) for name in loaded[0]}
-    together = workload.prepared(whole, key=Key.for_validation(), training=False)
-    alone = workload.prepared(
+    together = workload.prepare_batch(whole, key=Key.for_validation(), training=False)
+    alone = workload.prepare_batch(
         {name: value[2:] for name, value in whole.items()}, key=Key.for_validation(2), training=False
     )
     for name in ("posterior_noise", "noise", "time", "start", "draws"):
@@ -196,7 +201,7 @@ def test_a_samples_noise_is_its_own_whatever_the_batch(data: Path, vae: Path) ->
 def test_forward_leaves_the_global_generator_alone_in_evaluation(data: Path, vae: Path) -> None:
     workload = build(settings("radiodiff", data, DIFFUSION, model__vae=str(vae)).config)
     loaded = workload.val_samples.sample(0, key=(0, 0, 0))
-    batch = workload.prepared(
+    batch = workload.prepare_batch(
         {name: value[None] for name, value in loaded.items()}, key=Key.for_validation(), training=False
     )
     state = torch.get_rng_state()

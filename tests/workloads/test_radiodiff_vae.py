@@ -17,8 +17,8 @@ from halfstep.report.run_report import RunReport
 from halfstep.use.predict import predict
 from halfstep.workloads import build
 from halfstep.workloads.base.sheets import CELL, GAP
-from halfstep.workloads.base.using import Wishes
-from halfstep.workloads.base.vae_trainer import adaptive_weight, hinge_discriminator_loss, hinge_generator_loss
+from halfstep.workloads.base.using import PredictRequest
+from halfstep.workloads.base.vae_trainer import compute_adaptive_weight, hinge_discriminator_loss, hinge_generator_loss
 from halfstep.workloads.radio.build_vae import sum_errors
 from halfstep.workloads.radio.guide import Guide
 from halfstep.workloads.radio.vae import RadioVAE
@@ -122,8 +122,8 @@ def test_the_end_leaves_a_first_stage_with_the_scale_of_its_latents(tmp_path: Pa
 def test_maps_are_reconstructed_and_drawn_beside_the_truth(tmp_path: Path, data: Path) -> None:
     run = train_vae(tmp_path / "run", data, train__max_steps=1)
     gains = sorted((data / "gain" / "DPM").iterdir())[:2]
-    wishes = Wishes(out=tmp_path / "out")
-    made = predict(run, [*gains, data / "png" / "nothing"], report=RunReport(run, quiet=True), wishes=wishes)
+    request = PredictRequest(out=tmp_path / "out")
+    made = predict(run, [*gains, data / "png" / "nothing"], report=RunReport(run, quiet=True), request=request)
     assert [len(made.answers), len(made.failed)] == [2, 1]
     with Image.open(tmp_path / "out" / "maps" / gains[0].name) as gain:
         assert gain.size == (SIDE, SIDE)
@@ -135,11 +135,11 @@ def test_the_guide_shows_cities_with_their_gains_and_takes_sides_that_can_be_hal
     config = settings("radiodiff_vae", data, VAE).config
     guide = Guide()
     opened = guide.open(config)  # type: ignore[arg-type]
-    name, picture = guide.picture(opened.train.sample(0, key=(0, 0, 0)), 0, opened.classes)
+    name, picture = guide.draw_sample(opened.train.sample(0, key=(0, 0, 0)), 0, opened.classes)
     assert (name, picture.size) == ("map 0", (2 * SIDE, SIDE))
-    assert guide.for_side(config, 21) == {"data.image_size": 20}  # type: ignore[arg-type]
+    assert guide.suggest_for_side(config, 21) == {"data.image_size": 20}  # type: ignore[arg-type]
     second = settings("radiodiff", data, {}, data__image_size=32).config
-    assert guide.for_side(second, 70) == {"data.image_size": 64}  # type: ignore[arg-type]  # three halvings after two
+    assert guide.suggest_for_side(second, 70) == {"data.image_size": 64}  # type: ignore[arg-type]  # three halvings after two
 
 
 def test_sizes_that_cannot_be_halved_and_faulty_trees_are_refused_before_the_first_step(data: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_split_that_would_be_passed_over_is_refused(data: Path, said: dict[str
 
 def test_radiodiffs_split_names_its_leaking_maps(data: Path) -> None:
     workload = build(settings("radiodiff_vae", data, VAE, data__split="radiodiff", data__simulation="IRT4").config)
-    assert any("validation map" in note and "trained too" in note for note in workload.notes)
+    assert any("validation map" in note and "training maps too" in note for note in workload.notes)
     assert build(settings("radiodiff_vae", data, VAE).config).notes == ()
 
 
@@ -173,8 +173,8 @@ def test_hinge_losses_and_their_balance() -> None:
     assert float(hinge_discriminator_loss(torch.tensor([2.0, 0.5]), torch.tensor([-2.0]))) == pytest.approx(0.125)
     assert float(hinge_generator_loss(torch.tensor([1.0, 3.0]))) == -2.0
     weight = torch.ones(3, requires_grad=True)
-    found = adaptive_weight(6 * weight.sum(), 2 * weight.sum(), weight, scales=(0.5, 64.0))
+    found = compute_adaptive_weight(6 * weight.sum(), 2 * weight.sum(), weight, scales=(0.5, 64.0))
     assert float(found) == pytest.approx(3.0, rel=1e-4)
     assert not found.requires_grad
-    silent = adaptive_weight(6 * weight.sum(), 0 * weight.sum(), weight, scales=(1.0, 1.0))
+    silent = compute_adaptive_weight(6 * weight.sum(), 0 * weight.sum(), weight, scales=(1.0, 1.0))
     assert float(silent) == 1e4

@@ -22,7 +22,7 @@ def test_scores_equal_the_originals() -> None:
     for name, expected in facts["values"].items():
         alone = SlotMetrics()
         for metrics in (alone, together):
-            metrics.count(tensors[f"{name}/true"][None], tensors[f"{name}/pred"][None], expected["pred_classes"])
+            metrics.add_labels(tensors[f"{name}/true"][None], tensors[f"{name}/pred"][None], expected["pred_classes"])
         found = alone.compute()
         for ours, theirs in GOLDEN_NAMES.items():
             if expected[theirs] is None:
@@ -61,7 +61,7 @@ def test_scores_equal_a_brute_force_twin(seed: int) -> None:
     true, slots = rng.integers(0, 4, (2, 3, 4, 5)), rng.integers(0, 3, (2, 3, 4, 5))
     slots = np.where(rng.random(true.shape) < 0.6, true % 3, slots)
     metrics = SlotMetrics()
-    metrics.count(torch.from_numpy(true), torch.from_numpy(slots), 3)
+    metrics.add_labels(torch.from_numpy(true), torch.from_numpy(slots), 3)
     clips = [(t.ravel().tolist(), s.ravel().tolist()) for t, s in zip(true, slots, strict=True)]
     frames = [(t.ravel().tolist(), s.ravel().tolist()) for t, s in zip(*(x.reshape(6, 20) for x in (true, slots)), strict=True)]  # fmt: skip # noqa: E501
     for suffix, parts in (("", clips), ("_image", frames)):
@@ -80,7 +80,7 @@ def test_frames_without_foreground_are_counted_and_left_out_on_request() -> None
     slots = torch.zeros(1, 2, 4, 4, dtype=torch.long)
     for skip, expected in ((False, 0.5), (True, 0.0)):
         metrics = SlotMetrics(skip_empty=skip)
-        metrics.count(true, slots, 2)
+        metrics.add_labels(true, slots, 2)
         assert metrics.compute()["fg_ari_image"] == pytest.approx(expected)
         assert metrics.compute()["empty_image"] == 1
 
@@ -89,8 +89,8 @@ def test_frames_that_only_fill_up_a_batch_do_not_count() -> None:
     generator = torch.Generator().manual_seed(0)
     true, slots = (torch.randint(3, (1, 4, 6, 6), generator=generator) for _ in range(2))
     short, filled = SlotMetrics(), SlotMetrics()
-    short.count(true[:, :3], slots[:, :3], 3)
-    filled.count(true, slots, 3, torch.tensor([[True, True, True, False]]))
+    short.add_labels(true[:, :3], slots[:, :3], 3)
+    filled.add_labels(true, slots, 3, torch.tensor([[True, True, True, False]]))
     assert short.compute() == filled.compute()
 
 
@@ -99,7 +99,7 @@ def test_background_can_be_an_object() -> None:
     slots = torch.tensor([[[[0, 0, 0, 1]]]])
     with_it, without = SlotMetrics(ignore_background=False), SlotMetrics()
     for metrics in (with_it, without):
-        metrics.count(true, slots, 2)
+        metrics.add_labels(true, slots, 2)
     assert with_it.compute()["mbo"] == pytest.approx((2 / 3 + 1 / 2) / 2)
     assert without.compute()["mbo"] == pytest.approx(1 / 2)
 
@@ -109,10 +109,10 @@ def test_counting_goes_on_from_a_stored_state() -> None:
     parts = [torch.randint(3, (2, 1, 2, 6, 6), generator=generator) for _ in range(2)]
     whole, first, second = SlotMetrics(), SlotMetrics(), SlotMetrics()
     for true, slots in parts:
-        whole.count(true, slots, 3)
-    first.count(*parts[0], 3)
+        whole.add_labels(true, slots, 3)
+    first.add_labels(*parts[0], 3)
     second.load_state_dict(first.state_dict())
-    second.count(*parts[1], 3)
+    second.add_labels(*parts[1], 3)
     assert second.compute() == whole.compute()
 
 

@@ -21,7 +21,7 @@ from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.workloads import build, load
-from halfstep.workloads.base.using import Wishes
+from halfstep.workloads.base.using import PredictRequest
 from halfstep.workloads.slots.backbones import build_dinov2
 from halfstep.workloads.slots.demo import add_array, write_demo
 from halfstep.workloads.slots.pictures import colour_slots, tint, write_gif
@@ -107,8 +107,8 @@ def test_a_run_is_evaluated_and_used(tmp_path: Path, clips: Path, capsys: pytest
     shard = next(clips.glob("*validation*.tar"))
     asked = [tmp_path / "a.npy", tmp_path / "frames", tmp_path / "cut 1", shard]
     with press_ctrl_c(after=2), pytest.raises(Interrupted, match="2 of 4 predictions are written"):
-        predict(run, asked, report=RunReport(run, quiet=True), wishes=Wishes(out=tmp_path / "out"))
-    made = predict(run, asked, report=RunReport(run, quiet=True), wishes=Wishes(out=tmp_path / "out"))
+        predict(run, asked, report=RunReport(run, quiet=True), request=PredictRequest(out=tmp_path / "out"))
+    made = predict(run, asked, report=RunReport(run, quiet=True), request=PredictRequest(out=tmp_path / "out"))
     assert not made.failed
     assert not list((tmp_path / "out").glob("*_2*")), "what was there before Ctrl-C is not written again"
     assert [answer.file for answer in made.answers] == [str(tmp_path / "a.npy"), str(tmp_path / "frames"),

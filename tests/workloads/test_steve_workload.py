@@ -16,7 +16,7 @@ from golden import golden
 from halfstep.data.loader import Batch, Loader
 from halfstep.data.seeds import Key
 from halfstep.hardware.probe import probe
-from halfstep.precision.simulate import simulate
+from halfstep.precision.contexts import simulate
 from halfstep.report.metrics_file import read
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import apply_settled, assemble, build_workload, decide_plan
@@ -25,7 +25,7 @@ from halfstep.step.schedule import ScheduleOptions, build_schedule
 from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.workloads import load
-from halfstep.workloads.base.using import Wishes
+from halfstep.workloads.base.using import PredictRequest
 from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.slots.config import SteveConfig
 from halfstep.workloads.slots.demo import write_demo
@@ -72,10 +72,10 @@ def steve(demo: Path) -> Trainer:
 def untrained(workload: Workload) -> dict[str, float]:
     """Scores of the first weights on the validation set."""
     metrics = workload.metrics()
-    batch = next(Loader(workload.val_samples, batch_size=2).epoch(0))
+    batch = next(Loader(workload.val_samples, batch_size=2).iterate_epoch(0))
     workload.model.eval()
     with torch.no_grad():
-        prepared = workload.prepared(batch, key=Key.for_validation(), training=False)
+        prepared = workload.prepare_batch(batch, key=Key.for_validation(), training=False)
         metrics.update(workload.forward(workload.model, prepared), prepared)
     return metrics.compute()
 
@@ -110,7 +110,7 @@ def assert_is_used(run: Path, demo: Path, out: Path) -> None:
     assert found.metrics["cross_entropy"] == pytest.approx(scores["cross_entropy"])
     assert found.metrics["fg_ari"] == pytest.approx(last_scores(run)["fg_ari"], abs=1e-9)
     video = demo / "demo-validation-000000.tar"
-    predict(run, [video], report=RunReport(run, quiet=True), wishes=Wishes(out=out))
+    predict(run, [video], report=RunReport(run, quiet=True), request=PredictRequest(out=out))
     assert sorted(path.suffix for path in out.rglob("000000*")) == [".gif", ".npy", ".png"]
     assert np.load(next(out.rglob("000000*.npy"))).shape == (6, 16, 16)
     other = out / "other"
@@ -143,9 +143,11 @@ def test_summed_losses_start_in_fp16_with_a_scale_that_holds_them(steve: Trainer
 
     def is_finite(scale: float) -> bool:
         workload = steve.workload()
-        batch = workload.prepared(next(Loader(workload.train_samples, batch_size=4).epoch(0)), key=KEY, training=True)
+        batch = workload.prepare_batch(
+            next(Loader(workload.train_samples, batch_size=4).iterate_epoch(0)), key=KEY, training=True
+        )
         with simulate("fp16"):
-            loss, _ = workload.weighed_loss(workload.forward(workload.model, batch), batch)
+            loss, _ = workload.compute_loss(workload.forward(workload.model, batch), batch)
             (loss * scale).backward()
         gradients = [weight.grad for weight in workload.model.parameters() if weight.grad is not None]
         return all(bool(gradient.isfinite().all()) for gradient in gradients)
@@ -163,8 +165,8 @@ KEY = Key.for_training(0, attempted=3)
 
 
 def prepared_draws(workload: Workload, num: int, key: Key) -> Batch:
-    batch = next(Loader(workload.train_samples, batch_size=num).epoch(0))
-    return workload.prepared(batch, key=key, training=True)
+    batch = next(Loader(workload.train_samples, batch_size=num).iterate_epoch(0))
+    return workload.prepare_batch(batch, key=key, training=True)
 
 
 def test_draws_belong_to_the_clip_and_the_step_and_to_nothing_else(steve: Trainer) -> None:

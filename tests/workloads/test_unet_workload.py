@@ -16,7 +16,7 @@ from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.workloads import load
-from halfstep.workloads.base.using import Wishes
+from halfstep.workloads.base.using import PredictRequest
 from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.demo import write_demo
@@ -45,7 +45,7 @@ def config(
 
 
 def first_batch(workload: Workload) -> Batch:
-    return next(Loader(workload.train_samples, batch_size=4).epoch(0))
+    return next(Loader(workload.train_samples, batch_size=4).iterate_epoch(0))
 
 
 def test_the_workload_trains_and_scores_from_loader_to_metrics(demo: Path) -> None:
@@ -102,7 +102,7 @@ def test_gray_files_make_a_gray_model(tmp_path: Path) -> None:
 
 
 def first_batch_channels(workload: Workload) -> int:
-    return next(Loader(workload.train_samples, batch_size=1).epoch(0))["image"].shape[1]
+    return next(Loader(workload.train_samples, batch_size=1).iterate_epoch(0))["image"].shape[1]
 
 
 def test_weights_of_another_run_are_the_start(demo: Path, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_run_that_goes_on_or_is_used_needs_no_weights_to_start_from(demo: Path
     start.unlink()
     train(load(str(run / "config.yaml"), overrides=["train.max_steps=2", "log.quiet=true"]), resume=run)
     assert evaluate(run, report=Told(run).report).metrics
-    predict(run, [run / "data" / "imgs"], report=Told(run).report, wishes=Wishes(out=tmp_path / "out"))
+    predict(run, [run / "data" / "imgs"], report=Told(run).report, request=PredictRequest(out=tmp_path / "out"))
 
 
 def test_skipped_files_are_told(demo: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.workloads import load as load_settings
 from halfstep.workloads.base import vae_trainer
-from halfstep.workloads.base.using import Wishes
+from halfstep.workloads.base.using import PredictRequest
 from halfstep.workloads.diffusion import vae as autoencoder
 from halfstep.workloads.diffusion.export import measure_scale
 from tiny_training import assert_same_bits
@@ -87,13 +87,13 @@ def test_both_phases_clip_before_they_step(data: Path, tmp_path: Path) -> None:
 def test_an_exploding_discriminator_costs_its_own_steps_alone(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = vae_trainer.discriminator_loss
+    original = vae_trainer.compute_discriminator_loss
 
     def exploding(outputs: Any, batch: Any) -> tuple[Tensor, float]:
         loss, num = original(outputs, batch)
         return loss * torch.where((batch["index"] == 3).any(), torch.inf, 1.0), num
 
-    monkeypatch.setattr(vae_trainer, "discriminator_loss", exploding)
+    monkeypatch.setattr(vae_trainer, "compute_discriminator_loss", exploding)
     run = train(settings("vae", data, **{**GAN, "model__gan_from_step": 0}, **EACH_STEP), out=tmp_path / "run")
     found = steps_of(run)
 
@@ -112,7 +112,7 @@ def test_a_discriminator_that_has_not_started_counts_for_nothing_even_if_it_over
     built = autoencoder.build(settings("vae", data, **wish).config)  # type: ignore[arg-type]
     samples = [built.train_samples.sample(k, key=(0, 0, k)) for k in range(2)]
     loaded = {name: torch.stack([one[name] for one in samples]) for name in samples[0]}
-    batch = built.prepared(loaded, key=(0, 0), training=True)
+    batch = built.prepare_batch(loaded, key=(0, 0), training=True)
 
     def gradients() -> dict[str, Tensor]:
         built.model.zero_grad()
@@ -152,7 +152,7 @@ def test_pictures_are_evaluated_and_reconstructed(data: Path, tmp_path: Path) ->
     found = evaluate(run, report=RunReport(run))
     assert found.metrics["psnr"] == pytest.approx(last(run)["psnr"], rel=1e-6)
     assert any(file.endswith("reconstructions.png") for file in found.files)
-    made = predict(run, [data / "disc"], report=RunReport(run), wishes=Wishes(out=tmp_path / "out"))
+    made = predict(run, [data / "disc"], report=RunReport(run), request=PredictRequest(out=tmp_path / "out"))
     assert len(made.answers) == 8
     assert np.asarray(Image.open(str(made.answers[0].found["picture"]))).shape == (8, 16, 3)
 
@@ -167,7 +167,7 @@ def test_the_perceptual_loss_is_vggs_and_needs_its_file(data: Path, tmp_path: Pa
     assert set(built.frozen) == {"vgg"}
     image = torch.rand(1, 3, 16, 16) * 2 - 1
     outputs = {"image": (image * 0.5).requires_grad_(), "kl": torch.zeros(1)}
-    loss, _ = built.weighed_loss(outputs, {"image": image})
+    loss, _ = built.compute_loss(outputs, {"image": image})
     plain = (outputs["image"] - image).abs().mean()
     vgg = built.frozen["vgg"].module
     torch.testing.assert_close(loss, plain + 0.5 * vgg(outputs["image"], image).mean())

@@ -108,7 +108,7 @@ def test_a_unet_alone_leaves_the_settings_alone(data: Path, tmp_path: Path) -> N
     [
         ({"beta_schedule": "sigmoid"}, "'sigmoid'"),
         ({"trained_betas": [0.1] * 40}, "'trained_betas'"),
-        ({"prediction_type": "epsilon", "rescale_betas_zero_snr": True}, "the last timestep is the noise itself"),
+        ({"prediction_type": "epsilon", "rescale_betas_zero_snr": True}, "the last timestep is pure noise"),
     ],
 )
 def test_a_process_that_is_not_built_here_is_refused(
@@ -159,7 +159,7 @@ def test_the_unets_own_folder_is_trained_by_ones_own_settings_where_its_process_
     weights = pipeline(tmp_path / "theirs", beta_schedule="sigmoid")
     found = adopt_settings(asked(data, weights / "unet").config)  # type: ignore[arg-type]
     assert found.settled == {"data.image_size": 8}
-    assert [note for note in found.notes if "'sigmoid'" in note and "noise.* and model.target hold" in note]
+    assert [note for note in found.notes if "'sigmoid'" in note and "noise.* and model.target are used" in note]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from halfstep.errors import ConfigError
-from halfstep.workloads.slots.foreign import claim
+from halfstep.workloads.slots.foreign import translate_config
 
 THEIRS: dict[str, Any] = {
     "trainer": {"max_steps": 1000, "precision": "bf16-mixed"},
@@ -51,7 +51,7 @@ def with_change(path: str, value: Any) -> dict[str, Any]:
 
 
 def test_sizes_temperatures_and_losses_become_our_settings() -> None:
-    found = claim(THEIRS, "lowmem.yaml")
+    found = translate_config(THEIRS, "lowmem.yaml")
     assert found is not None
     assert found.workload == "slotcontrast_steve"
     expected = {
@@ -64,7 +64,7 @@ def test_sizes_temperatures_and_losses_become_our_settings() -> None:
 
 
 def test_the_vae_may_stand_without_its_decoder() -> None:
-    found = claim(with_change("model.use_steve_decoder", False), "vae.yaml")
+    found = translate_config(with_change("model.use_steve_decoder", False), "vae.yaml")
     assert found is not None
     assert found.values["model.words_blocks"] == 0
 
@@ -82,4 +82,4 @@ def test_the_vae_may_stand_without_its_decoder() -> None:
 )
 def test_what_would_train_another_model_is_refused(path: str, value: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        claim(with_change(path, value), "wrong.yaml")
+        translate_config(with_change(path, value), "wrong.yaml")

@@ -18,7 +18,7 @@ from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.workloads import load
-from halfstep.workloads.base.using import Wishes
+from halfstep.workloads.base.using import PredictRequest
 from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.slots.demo import write_demo
 from halfstep.workloads.slots.slotcontrast import SlotContrastWords
@@ -52,8 +52,8 @@ def built(demo: Path, **more: Any) -> Workload:
 
 
 def first_outputs(workload: Workload) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    raw = next(Loader(workload.train_samples, batch_size=4).epoch(0))
-    batch = workload.prepared(raw, key=Key.for_training(0, attempted=0), training=True)
+    raw = next(Loader(workload.train_samples, batch_size=4).iterate_epoch(0))
+    batch = workload.prepare_batch(raw, key=Key.for_training(0, attempted=0), training=True)
     return workload.forward(workload.model, batch), batch
 
 
@@ -61,7 +61,7 @@ def test_the_loss_has_all_four_parts_with_their_weights(demo: Path) -> None:
     weights = {"model.feature_weight": 2.0, "model.contrast_weight": 0.0, "model.words_dropout": 0.0}
     workload = built(demo, **weights, **{"model.dvae_weight": 0.25, "model.words_weight": 3.0})
     outputs, batch = first_outputs(workload)
-    loss, weight = workload.weighed_loss(outputs, batch)
+    loss, weight = workload.compute_loss(outputs, batch)
     words = 4  # two rows of two
     expected = 2 * outputs["error"] + 0.25 * outputs["mse"] + 3 * outputs["cross_entropy"] / words
     torch.testing.assert_close(loss, expected)
@@ -110,7 +110,7 @@ def test_it_trains_resumes_bit_by_bit_and_is_evaluated(demo: Path, tmp_path: Pat
     found = evaluate(whole, report=RunReport(whole, quiet=True))
     assert "fg_ari" in found.metrics
     video = demo / "demo-validation-000000.tar"
-    made = predict(whole, [video], report=RunReport(whole, quiet=True), wishes=Wishes(out=tmp_path / "out"))
+    made = predict(whole, [video], report=RunReport(whole, quiet=True), request=PredictRequest(out=tmp_path / "out"))
     assert not made.failed
     assert sorted(path.suffix for path in (tmp_path / "out").rglob("000000*")) == [".gif", ".npy", ".png"]
 
@@ -124,7 +124,7 @@ def test_without_blocks_there_is_a_vae_and_no_decoder(demo: Path) -> None:
 def test_recomputing_the_vae_changes_no_gradient(demo: Path) -> None:
     def gradients(recomputes: bool) -> dict[str, torch.Tensor]:
         workload = built(demo, **{"model.dvae_checkpointing": recomputes, "model.words_dropout": 0.0})
-        loss, _ = workload.weighed_loss(*first_outputs(workload))
+        loss, _ = workload.compute_loss(*first_outputs(workload))
         loss.backward()
         return {name: weight.grad for name, weight in workload.model.named_parameters() if weight.grad is not None}
 

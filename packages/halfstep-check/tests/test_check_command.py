@@ -88,6 +88,21 @@ def test_a_gpu_by_name_adds_what_it_cannot_do(guide_4: Path, capsys: pytest.Capt
     assert "hardware-emulates" in out
 
 
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version") == (0, f"halfstep-check {halfstep_check.__version__}\n", "")
+
+
+def test_a_misspelled_ignore_comment_is_reported_with_the_nearest_rule(
+    guide_4: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (guide_4 / "train.py").write_text("x = 1  # halfstep: ignore[clip-before-unscal]\n")
+    code, out, _ = run(capsys, "train.py")
+    assert code == 0
+    assert "train.py:1" in out
+    assert "'clip-before-unscal'" in out
+    assert "did you mean 'clip-before-unscale'" in out
+
+
 def test_explain_gives_reason_example_and_threads(capsys: pytest.CaptureFixture[str]) -> None:
     main_code, out, _ = run(capsys, "--explain", "clip-before-unscale")
     assert main_code == 0

@@ -203,7 +203,7 @@ def test_a_project_folder_that_is_not_there_is_unreadable_input(tmp_path: Path) 
 def test_the_global_batch_is_not_computed_from_accumulations_that_disagree(tmp_path: Path) -> None:
     (tmp_path / "acc.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 4\n")
     (tmp_path / "args.json").write_text('{"output_dir": "out", "gradient_accumulation_steps": 8}')
-    batch = '"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4'
+    batch = '"train_batch_size": 128, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4'
     (tmp_path / "ds.json").write_text(f"{{{batch}}}")
     report = check([tmp_path / name for name in ("acc.yaml", "args.json", "ds.json")])
     assert [finding.rule for finding in report.findings] == ["accumulation-conflict"]

@@ -46,4 +46,4 @@ def test_every_config_rule_has_a_scenario() -> None:
     from halfstep_check.rules.configs import CONFIG_RULES
 
     shown = {finding.split("@")[0] for scenario in SCENARIOS for finding in scenario["findings"]}
-    assert shown == {rule.name for rule in CONFIG_RULES}
+    assert shown >= {rule.name for rule in CONFIG_RULES}

@@ -48,3 +48,18 @@ def test_a_call_that_torch_takes_is_not(call: str) -> None:
 def test_a_scaler_made_with_another_thing_in_its_first_place_is_found(made: str) -> None:
     text = f"{HEAD}scaler = {made}\n"
     assert "launch-refused" in {finding.rule for finding in lint_tree(ast.parse(text), text, "train.py")}
+
+
+@pytest.mark.parametrize(
+    ("made", "scale"),
+    [
+        ("torch.amp.GradScaler('cuda')", "65536"),
+        ("torch.amp.GradScaler('cuda', init_scale=1024)", "1024"),
+        ("torch.cuda.amp.GradScaler(2.0**14)", "16384"),
+        ("torch.amp.GradScaler('cuda', cfg.scale)", "cfg.scale"),
+    ],
+)
+def test_a_step_past_the_scaler_names_the_scale_it_starts_at(made: str, scale: str) -> None:
+    text = f"{HEAD}scaler = {made}\nfor x in loader:\n    scaler.scale(net(x)).backward()\n    optimizer.step()\n"
+    messages = [f.message for f in lint_tree(ast.parse(text), text, "train.py") if f.rule == "step-bypasses-scaler"]
+    assert f"steps {scale} times too long" in messages[0]

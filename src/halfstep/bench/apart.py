@@ -92,7 +92,7 @@ def find_other_users(device: torch.device) -> str:
     """Describe other work on the device that may disturb the measurement; empty if there is none."""
     driver = Driver()
     if device.type == "cpu":
-        load, cores = driver.load(), os.cpu_count() or 1
+        load, cores = driver.read_load(), os.cpu_count() or 1
         return f"the CPU has other work: load {load:.1f} on {format_count(cores, 'core')}" if load > cores else ""
-    others = driver.used_by_others(str(device))
+    others = driver.describe_other_use(str(device))
     return f"the GPU is in use by others ({others}): times will be too long" if others else ""

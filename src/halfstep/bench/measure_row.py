@@ -208,7 +208,7 @@ class StepTimer:
         """Read memory and energy inside the last call: a graph's memory is freed with its owner."""
         self.clock_limits = read_clock_limits(self.device)  # before the wait: an idle device has no reason to slow down
         wait_for(self.device)
-        joules = self._energy.joules()
+        joules = self._energy.read_joules()
         self.joules_a_step = None if joules is None else joules / (self.schedule.steps - self.schedule.warm_up)
         self.peak_bytes = self._peak_bytes()
         self.reserved_bytes = torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None

@@ -29,7 +29,7 @@ from torch._dynamo import config as dynamo_config
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, Dataset
 
-from halfstep.backend_flags import fp32_mode
+from halfstep.backend_flags import set_fp32_mode
 from halfstep.bench.apart import isolate_row
 from halfstep.bench.problem import AfterStep, Batch, Problem, Runner
 from halfstep.errors import ConfigError, HalfstepError, HardwareError, PrecisionError, format_count, suggest_nearest
@@ -152,7 +152,7 @@ def isolate_peer(device: torch.device) -> Iterator[None]:
 def set_float32_mode(precision: str, *, by_hand: bool) -> Iterator[None]:
     """Make `fp32` strict and switch TF32 on for `tf32`; with bf16 or fp16, switch TF32 on only for tuned variants."""
     if precision in ("fp32", "tf32") or by_hand:
-        with fp32_mode("ieee" if precision == "fp32" else "tf32"):
+        with set_fp32_mode("ieee" if precision == "fp32" else "tf32"):
             yield
     else:
         yield

@@ -115,14 +115,14 @@ def build_problem(config: RunConfig, device: torch.device) -> Problem:
         make_model=lambda: copy.deepcopy(workload.model),
         host_batch=batch,
         prepare=_choose_preparation(kind, workload, device),
-        loss=lambda model, prepared: workload.weighed_loss(workload.forward(model, prepared), prepared)[0],
+        loss=lambda model, prepared: workload.compute_loss(workload.forward(model, prepared), prepared)[0],
         device=device,
         lr=config.optimizer.peak_lr(samples),
         weight_decay=config.optimizer.weight_decay,
         clip_norm=config.train.clip_norm,
         samples=samples,
         num_phases=max(len(workload.phases), 1),
-        unit=kind.unit_of(config, workload.store),
+        unit=kind.make_unit(config, workload.store),
         holds_tensors=bool(workload.frozen or workload.values),
     )
 
@@ -147,7 +147,7 @@ def _choose_preparation(kind: Kind, workload: Workload, device: torch.device) ->
     if kind.synthetic is not None and kind.synthetic.peer_prepare is not None:
         prepare: Callable[[Batch], Batch] = load_part(kind.synthetic.peer_prepare)(device)
         return prepare
-    return lambda batch: workload.prepared(batch, key=Key.for_training(0, 0), training=True)
+    return lambda batch: workload.prepare_batch(batch, key=Key.for_training(0, 0), training=True)
 
 
 MATMUL_FORMAT = {"fp8": "fp8_e4m3", "bf16-true": "bf16"}
@@ -173,7 +173,7 @@ def count_step_flops(problem: Problem) -> int:
 
 def compute_floor_ms(flops: int, hardware: Hardware, precision: str) -> float | None:
     """Return the shortest step this arithmetic allows; None if the format's rate was not measured at full size."""
-    measured = hardware.measured("matmul", MATMUL_FORMAT.get(precision, precision))
+    measured = hardware.find_measurement("matmul", MATMUL_FORMAT.get(precision, precision))
     return flops / (measured.tflops * 1e9) if flops and measured and not measured.small else None
 
 

@@ -47,7 +47,7 @@ def describe_circumstances(
         "versions": collect_versions(hardware, request.against),
         "problem": describe_problem(problem, flops),
         "unit": asdict(problem.unit),
-        "sample_size": KINDS.of(problem.config.workload).size_of_sample(problem.config),
+        "sample_size": KINDS.of(problem.config.workload).describe_sample_size(problem.config),
         "steps": request.schedule.steps,
         "window_steps": request.schedule.window,
         "memory": explain_memory(hardware),

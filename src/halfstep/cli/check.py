@@ -52,7 +52,7 @@ def _probe_device() -> Device:
     from halfstep_check.hardware_gap import Device
 
     found = probe()
-    return Device(name=found.name, has=found.has)
+    return Device(name=found.name, has=found.get_support)
 
 
 def _refuse() -> None:

@@ -199,11 +199,11 @@ def explain_memory_error(error: MemoryError | RuntimeError) -> HalfstepError:
 
 def show_once(error: HalfstepError) -> None:
     """Show an error that several ranks met only once."""
-    if error.is_told is None and "RANK" in os.environ:
+    if error.is_shown_elsewhere is None and "RANK" in os.environ:
         from halfstep.distributed.launch import choose_speaker
 
         choose_speaker(error, os.environ)
-    if not error.is_told:
+    if not error.is_shown_elsewhere:
         show_error(error)
 
 
@@ -347,7 +347,7 @@ class RunCommand(OnceCommand):
         command = str(self.name)  # evaluate or predict
         workload = find_workload(args, trust="--trust" in args)
         own = find_options(KINDS.of(workload), command) if workload else ()
-        families = list(KINDS.translators())
+        families = list(KINDS.list_translators())
         # Also recognise options of other families, to refuse them with a list of what this workload takes.
         known = {option.flag: option for kind in families for option in find_options(kind, command)}
         known |= {option.flag: option for option in own}

@@ -197,7 +197,7 @@ def format_overrides(layout: FolderLayout, settings: PackSettings, out: Path | N
     """Return the overrides with which training uses this file."""
     from halfstep.workloads import KINDS
 
-    usual = next(KINDS[name].schema(name) for name in KINDS if KINDS[name].reads_packs).model_fields["data"].default
+    usual = next(KINDS[name].get_schema(name) for name in KINDS if KINDS[name].reads_packs).model_fields["data"].default
     chosen: dict[str, object] = {
         "cache_size": settings.size,
         "on_bad_file": settings.on_bad_file,

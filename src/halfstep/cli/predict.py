@@ -60,17 +60,17 @@ def command(
     from halfstep.report.run_report import RunReport
     from halfstep.report.tables import open_result_console
     from halfstep.use.predict import predict
-    from halfstep.workloads.base.using import Wishes
+    from halfstep.workloads.base.using import PredictRequest
 
     refuse_to_overwrite({"--csv": csv})
     # Progress and warnings go to stderr, so that stdout can be piped.
     report = RunReport(run, console=Console(stderr=True))
-    wishes = Wishes(out=out, options=context.obj)
+    request = PredictRequest(out=out, options=context.obj)
     made = predict(
         run,
         inputs or [],
         report=report,
-        wishes=wishes,
+        request=request,
         checkpoint=checkpoint,
         device=device,
         precision=precision,

@@ -36,13 +36,13 @@ def command(
 
     found = replay_run(capsule, device=device, trust=trust)
     if picture is not None:
-        ranges = {word: [(name, r.low, r.high) for name, r in rows] for word, rows in found.ranges().items()}
+        ranges = {word: [(name, r.low, r.high) for name, r in rows] for word, rows in found.group_ranges().items()}
         draw_ranges(ranges, found.format, picture, at=found.module)
     if as_json:
-        typer.echo(json.dumps(found.as_json(), indent=2))
+        typer.echo(json.dumps(found.to_json(), indent=2))
         return
     console = open_result_console()
-    for line in found.lines():
+    for line in found.format_lines():
         is_strong = line.startswith(("cause:", "change:"))
         print_text(console, Text(line, style="bold" if is_strong else ""))
     if picture is not None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from halfstep.disk import is_folder_owned
+from halfstep.disk import is_folder_locked
 from halfstep.errors import CheckpointError, format_bytes, suggest_command
 from halfstep.report.page.read_run import SAMPLES, RunRecord, format_rate_unit
 from halfstep.report.tables import make_pairs_table
@@ -137,12 +137,12 @@ def draw_sparkline(values: list[float]) -> str:
 
 def is_over(run: RunRecord) -> bool:
     """True if the run has ended, was stopped or killed; a resumed run still has the summary of its first end."""
-    is_live = is_folder_owned(run.path)
+    is_live = is_folder_locked(run.path)
     return not is_live and run.has_ended or is_live is False
 
 
 def _describe_state(run: RunRecord) -> str:
-    file, is_live = run.path / "metrics.jsonl", is_folder_owned(run.path)
+    file, is_live = run.path / "metrics.jsonl", is_folder_locked(run.path)
     if is_over(run) and run.has_ended:
         return "ended"
     if is_over(run):

@@ -198,7 +198,7 @@ def write_schema(workload: str, path: Path) -> None:
 
     refuse_to_overwrite({"--schema": path})
     path.write_text(
-        json.dumps(make_json_schema(KINDS.of(workload).schema(workload)), indent=2) + "\n", encoding="utf-8"
+        json.dumps(make_json_schema(KINDS.of(workload).get_schema(workload)), indent=2) + "\n", encoding="utf-8"
     )
     typer.echo(f"wrote the schema of {workload} to {path}")
 

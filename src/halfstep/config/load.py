@@ -82,7 +82,7 @@ def load(
 
 def load_foreign(document: Document, overrides: Sequence[str], flags: Mapping[str, object], kinds: Schemas) -> Loaded:
     """Load a file that names no workload: another project's config, if a family can translate it."""
-    found = translate_document(document, overrides, kinds.translators())
+    found = translate_document(document, overrides, kinds.list_translators())
     if found is None:
         raise ConfigError(
             f"{document.name}: no workload is named",

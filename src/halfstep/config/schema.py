@@ -455,7 +455,7 @@ IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class HasSchema(Protocol):
-    def schema(self, workload: str) -> type[RunConfig]: ...
+    def get_schema(self, workload: str) -> type[RunConfig]: ...
 
 
 class Schemas(Protocol):
@@ -463,7 +463,7 @@ class Schemas(Protocol):
 
     def __getitem__(self, workload: str) -> HasSchema: ...
     def __iter__(self) -> Iterator[str]: ...
-    def translators(self) -> Iterable[Translator]: ...
+    def list_translators(self) -> Iterable[Translator]: ...
 
 
 def is_import_path(name: str) -> bool:
@@ -474,7 +474,7 @@ def is_import_path(name: str) -> bool:
 def find_schema(workload: str, kinds: Schemas, where: str = "") -> type[RunConfig]:
     """Return the schema of a workload; an unknown name is an error."""
     try:
-        return kinds[workload].schema(workload)
+        return kinds[workload].get_schema(workload)
     except KeyError:
         raise make_unknown_workload(workload, kinds, where) from None
 

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from PIL import Image
 
-from halfstep.disk import atomic_folder, get_free_bytes
+from halfstep.disk import get_free_bytes, open_atomic_folder
 from halfstep.errors import DataError, Interrupted, explain_refused_pickle, format_bytes, summarise_error
 
 Array = np.ndarray[Any, Any]
 
-PICTURES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
-ARRAYS = (".npy", ".pt", ".pth")
-READABLE = PICTURES + ARRAYS
+IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
+ARRAY_ENDINGS = (".npy", ".pt", ".pth")
+READABLE_ENDINGS = IMAGE_ENDINGS + ARRAY_ENDINGS
 UNREADABLE = (
     OSError,
     SyntaxError,  # Pillow's word for a broken PNG chunk
@@ -127,14 +127,14 @@ def run_in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> lis
         return list(threads.map(attempt, items))
 
 
-def num_held_out(num_items: int, fraction: float) -> int:
+def count_held_out(num_items: int, fraction: float) -> int:
     """Return how many items a fraction holds out for validation: at least one, and never all."""
     return min(num_items - 1, max(1, round(num_items * fraction))) if fraction > 0 else 0
 
 
 def split_off(items: Sequence[Item], fraction: float, seed: int | str) -> tuple[list[Item], list[Item]]:
     """Return training and validation items: the same for the same items and seed, at least one in each if possible."""
-    num = num_held_out(len(items), fraction)
+    num = count_held_out(len(items), fraction)
     chosen = set(random.Random(seed).sample(range(len(items)), num))
     train = [item for place, item in enumerate(items) if place not in chosen]
     return train, [items[place] for place in sorted(chosen)]
@@ -151,28 +151,28 @@ def list_files(folder: Path, endings: Sequence[str], *, recursive: bool = False)
         if path.suffix.lower() in endings and (path.is_file() or not path.exists()):
             inside = path.relative_to(folder)
             if not any(part.startswith(".") for part in inside.parts):
-                found.append((natural_key(inside.as_posix()), path))
+                found.append((make_natural_key(inside.as_posix()), path))
     return [path for _, path in sorted(found)]
 
 
 def list_folders(folder: Path) -> list[Path]:
     """Return the folders inside a folder in natural order, without hidden ones and macOS's `__MACOSX`."""
     found = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "__"))]
-    return sorted(found, key=lambda path: natural_key(path.name))
+    return sorted(found, key=lambda path: make_natural_key(path.name))
 
 
 def list_images(folder: Path) -> list[Path]:
     """Return the image and array files of a folder, which must hold at least one."""
-    found = list_files(require_folder(folder), READABLE)
+    found = list_files(require_folder(folder), READABLE_ENDINGS)
     if not found:
         why = f"it holds {describe_content(folder)}"
-        raise DataError(f"no images in {folder}", why=why, fix="supported formats: " + " ".join(READABLE))
+        raise DataError(f"no images in {folder}", why=why, fix="supported formats: " + " ".join(READABLE_ENDINGS))
     return found
 
 
-def list_pictures(folder: Path) -> list[Path]:
-    """Return the picture files of a folder and its subfolders in natural order."""
-    return list_files(folder, PICTURES, recursive=True)
+def list_image_files(folder: Path) -> list[Path]:
+    """Return the image files of a folder and its subfolders in natural order."""
+    return list_files(folder, IMAGE_ENDINGS, recursive=True)
 
 
 def describe_content(folder: Path) -> str:
@@ -181,7 +181,7 @@ def describe_content(folder: Path) -> str:
     return list_some(names) or "nothing"
 
 
-def natural_key(name: str) -> list[tuple[int, str]]:
+def make_natural_key(name: str) -> list[tuple[int, str]]:
     """Return a sort key that compares digits as numbers."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
@@ -238,5 +238,5 @@ def create_folder(folder: Path) -> Iterator[Path]:
         raise DataError(
             f"{folder} exists already", why="demo data never overwrite anything", fix="choose another --out"
         )
-    with atomic_folder(folder, flushes=False) as unfinished:  # thousands of files that can be made again
+    with open_atomic_folder(folder, flushes=False) as unfinished:  # thousands of files that can be made again
         yield unfinished

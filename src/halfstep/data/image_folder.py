@@ -18,19 +18,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from halfstep.data.files import (
-    PICTURES,
+    IMAGE_ENDINGS,
     TRAIN_NAMES,
     VALIDATION_NAMES,
     BadFiles,
     describe_content,
     list_folders,
-    list_pictures,
+    list_image_files,
     list_some,
     require_folder,
     run_in_threads,
     split_off,
 )
-from halfstep.data.images import check_picture, open_picture
+from halfstep.data.images import check_image_file, open_image_file
 from halfstep.data.layouts import find_pair_folders
 from halfstep.data.metadata_file import LABEL_COLUMNS, read_labels
 from halfstep.disk import parse_json
@@ -55,7 +55,7 @@ class FolderLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listing:
-    """Picture files and their class numbers."""
+    """Image files and their class numbers."""
 
     paths: tuple[Path, ...] = ()
     labels: tuple[int, ...] = ()
@@ -68,7 +68,7 @@ class Listing:
         path = self.paths[index]
         return make_printable(f"{path.parent.name}/{path.name}")
 
-    def without(self, bad: set[Path]) -> Listing:
+    def drop(self, bad: set[Path]) -> Listing:
         """Return the listing without some files."""
         kept = [(p, label) for p, label in zip(self.paths, self.labels, strict=True) if p not in bad]
         return Listing(paths=tuple(p for p, _ in kept), labels=tuple(label for _, label in kept))
@@ -76,7 +76,7 @@ class Listing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageFolder:
-    """The pictures of a data folder, by split."""
+    """The images of a data folder, by split."""
 
     root: Path
     classes: tuple[str, ...]
@@ -91,7 +91,7 @@ class ImageFolder:
 
 
 def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) -> ImageFolder:
-    """Find every picture of a data folder with its class and split; nothing is decoded.
+    """Find every image of a data folder with its class and split; nothing is decoded.
 
     `known` are the classes of a model that is only evaluated: the folder may hold a subset of them.
     """
@@ -177,7 +177,7 @@ def _list_classes(folders: Sequence[Path]) -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {}
     for parent in folders:
         for folder in list_folders(parent):
-            found.setdefault(make_printable(folder.name), []).extend(list_pictures(folder))
+            found.setdefault(make_printable(folder.name), []).extend(list_image_files(folder))
     if not found:
         raise DataError(
             f"no class folders in {list_some(folders)}",
@@ -189,7 +189,7 @@ def _list_classes(folders: Sequence[Path]) -> dict[str, list[Path]]:
         raise DataError(
             f"no images in class {list_some(empty)} of {list_some(folders)}",
             why="a class without images cannot be learned, and would shift the indices of the others",
-            fix="add images (" + " ".join(PICTURES) + ") or remove the folder",
+            fix="add images (" + " ".join(IMAGE_ENDINGS) + ") or remove the folder",
         )
     return found
 
@@ -197,7 +197,7 @@ def _list_classes(folders: Sequence[Path]) -> dict[str, list[Path]]:
 def _split_classes(
     found: Mapping[str, list[Path]], layout: FolderLayout
 ) -> tuple[dict[str, list[Path]], dict[str, list[Path]]]:
-    """Hold out the same share of every class, at least one picture and never the last."""
+    """Hold out the same share of every class, at least one image and never the last."""
     train, val = {}, {}
     for name, paths in found.items():
         train[name], val[name] = split_off(paths, layout.val_fraction, f"{layout.seed} {name}")
@@ -237,24 +237,24 @@ def _read_titles(root: Path) -> dict[str, str]:
 
 
 END_BYTES = 4096
-"""Cameras and editors append up to this many bytes after the picture's end marker."""
+"""Cameras and editors append up to this many bytes after the image's end marker."""
 
 
 def check_images(folder: ImageFolder, *, bad_files: BadFiles) -> ImageFolder:
     """Return the folder without its bad files, each of which is reported.
 
-    To stop at the first bad file, headers and file ends are enough: they reveal non-pictures and truncated files. To
+    To stop at the first bad file, headers and file ends are enough: they reveal non-images and truncated files. To
     leave bad files out, every file is decoded, since only that finds them all.
     """
     paths = folder.train.paths + folder.val.paths
-    outcomes = run_in_threads(check_picture if bad_files.mode == "skip" else check_header_and_end, paths)
+    outcomes = run_in_threads(check_image_file if bad_files.mode == "skip" else check_header_and_end, paths)
     found = {path: error for path, error in zip(paths, outcomes, strict=True) if error is not None}
     for error in found.values():
         bad_files.report(error)
     if not found:
         return folder
     bad = set(found)
-    kept = dataclasses.replace(folder, train=folder.train.without(bad), val=folder.val.without(bad))
+    kept = dataclasses.replace(folder, train=folder.train.drop(bad), val=folder.val.drop(bad))
     refuse_lost_classes(folder.classes, kept.train.labels, why=next(iter(found.values())).what)
     bad_files.refuse_empty_validation(len(folder.val), len(kept.val))
     return kept
@@ -269,14 +269,14 @@ def refuse_lost_classes(classes: Sequence[str], labels: Sequence[int], *, why: s
 
 
 def check_header_and_end(path: Path) -> None:
-    """Raise for a file that is not a picture or is truncated; decode only suspicious ones."""
-    with open_picture(path), path.open("rb") as file:
+    """Raise for a file that is not an image or is truncated; decode only suspicious ones."""
+    with open_image_file(path), path.open("rb") as file:
         start = file.read(12)
         length = file.seek(0, os.SEEK_END)
         file.seek(max(0, length - END_BYTES))
         end = file.read()
     if not _is_whole(start, end, length):
-        check_picture(path)  # cut short, or only followed by something long
+        check_image_file(path)  # cut short, or only followed by something long
 
 
 def _is_whole(start: bytes, end: bytes, length: int) -> bool:

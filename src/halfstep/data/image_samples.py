@@ -30,7 +30,7 @@ from torch import Tensor
 
 from halfstep.data.files import Array
 from halfstep.data.image_folder import Listing
-from halfstep.data.images import Picture, open_picture
+from halfstep.data.images import ImageFile, open_image_file
 from halfstep.data.loader import make_shared_bytes
 from halfstep.errors import make_printable
 
@@ -137,9 +137,9 @@ class _StoredSamples:
         return self.images.name_of(index)
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
-        return take_first(self.batch(torch.tensor([index]), seed=key[0], epoch=key[1]))
+        return take_first(self.make_batch(torch.tensor([index]), seed=key[0], epoch=key[1]))
 
-    def batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
+    def make_batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
         raise NotImplementedError
 
 
@@ -149,7 +149,7 @@ class TrainingImages(_StoredSamples):
     def __init__(self, images: StoredImages, *, crops: CropRange | None = None) -> None:
         self.images, self.crops = images, crops or CropRange()
 
-    def batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
+    def make_batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
         sizes, side = self.images.sizes[indices.numpy()], self.images.pixels.shape[1]
         boxes = torch.from_numpy(draw_boxes(sizes, self.crops, seed=seed, epoch=epoch, indices=indices.numpy()))
         stretch = side / torch.from_numpy(sizes).float()
@@ -167,7 +167,7 @@ class EvaluationImages(_StoredSamples):
         is_exact = margin == self._margin and side - 2 * self._margin == size
         self._box = None if is_exact else torch.tensor([[margin, margin, side - margin, side - margin]])
 
-    def batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
+    def make_batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
         pixels, labels = self.images.pixels, self.images.labels[indices]
         if self._box is not None:
             return {"image": gather_images(pixels, indices), "box": self._box.repeat(len(indices), 1), "label": labels}
@@ -193,7 +193,7 @@ REDUCING_GAP = 2.0
 """
 
 OPEN_AT_ONCE = 16
-"""Pictures opened together to draw their crops at once; far below any limit on open files."""
+"""Files opened together to draw their crops at once; far below any limit on open files."""
 
 
 class _FileSamples:
@@ -219,9 +219,9 @@ class TrainingFiles(_FileSamples):
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
         """Return the crop of image `index` drawn from (seed, epoch, index)."""
-        return take_first(self.filled([index], seed=key[0], epoch=key[1]))
+        return take_first(self.fill_batch([index], seed=key[0], epoch=key[1]))
 
-    def filled(self, indices: Sequence[int], *, seed: int, epoch: int) -> dict[str, Tensor]:
+    def fill_batch(self, indices: Sequence[int], *, seed: int, epoch: int) -> dict[str, Tensor]:
         """Return many samples at once, each equal to `sample`."""
         image = make_shared_bytes(len(indices), self.canvas, self.canvas, 3)
         boxes = np.empty((len(indices), 4), dtype=np.float32)
@@ -232,16 +232,16 @@ class TrainingFiles(_FileSamples):
 
     def _fill(self, canvases: Array, boxes: Array, indices: Sequence[int], *, seed: int, epoch: int) -> None:
         with ExitStack() as opened:
-            pictures = [opened.enter_context(open_picture(self.listing.paths[index])) for index in indices]
-            sizes = np.array([picture.size for picture in pictures])
+            files = [opened.enter_context(open_image_file(self.listing.paths[index])) for index in indices]
+            sizes = np.array([file.size for file in files])
             drawn = draw_boxes(sizes, self.crops, seed=seed, epoch=epoch, indices=np.array(indices))
-            for row, picture in enumerate(pictures):
-                boxes[row] = self._crop(picture, drawn[row], canvases[row])
-                picture.close()  # its pixels may be many
+            for row, file in enumerate(files):
+                boxes[row] = self._crop(file, drawn[row], canvases[row])
+                file.close()  # its pixels may be many
 
-    def _crop(self, picture: Picture, box: Array, canvas: Array) -> tuple[float, float, float, float]:
+    def _crop(self, file: ImageFile, box: Array, canvas: Array) -> tuple[float, float, float, float]:
         """Copy a crop into the corner of a canvas and return its exact box there, in fractions of pixels."""
-        image, (left, top, right, bottom) = decode_for_crop(picture, box, self.size)
+        image, (left, top, right, bottom) = decode_for_crop(file, box, self.size)
         x, y = math.floor(left), math.floor(top)
         part = image.crop((x, y, min(math.ceil(right), image.width), min(math.ceil(bottom), image.height)))
         wide, tall = (self.size if side > self.canvas else side for side in part.size)
@@ -261,25 +261,25 @@ class EvaluationFiles(_FileSamples):
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
         """Return the centre of image `index`; nothing is random."""
-        with open_picture(self.listing.paths[index]) as picture:
-            pixels = crop_centre(picture, self.size, self.share)
+        with open_image_file(self.listing.paths[index]) as file:
+            pixels = crop_centre(file, self.size, self.share)
         return {"image": torch.from_numpy(pixels), "label": torch.tensor(self.listing.labels[index])}
 
 
-def crop_centre(picture: Picture, size: int, share: float) -> Array:
-    """Return the centre square of a picture at (size, size); its side is `share` of the shorter side."""
-    (box,) = make_centre_boxes(np.array([picture.size]), share)
-    image, box = decode_for_crop(picture, box, size)
+def crop_centre(file: ImageFile, size: int, share: float) -> Array:
+    """Return the centre square of an image at (size, size); its side is `share` of the shorter side."""
+    (box,) = make_centre_boxes(np.array([file.size]), share)
+    image, box = decode_for_crop(file, box, size)
     return np.array(shrink_crop(image, box, size))
 
 
-def decode_for_crop(picture: Picture, box: Array, size: int) -> tuple[Image.Image, Array]:
+def decode_for_crop(file: ImageFile, box: Array, size: int) -> tuple[Image.Image, Array]:
     """Decode at the smallest scale at which the box still has `size` pixels per side; return image and scaled box."""
     sides = box[2:] - box[:2]
-    image = picture.to_rgb(reduction=float(sides.min()) / size)
-    if image.size == picture.size:
+    image = file.to_rgb(reduction=float(sides.min()) / size)
+    if image.size == file.size:
         return image, box
-    scale = np.array(image.size * 2, dtype=np.float32) / np.array(picture.size * 2, dtype=np.float32)
+    scale = np.array(image.size * 2, dtype=np.float32) / np.array(file.size * 2, dtype=np.float32)
     return image, box * scale
 
 

@@ -4,8 +4,8 @@
 uint8, or float32 where 8 bits would lose something. The scale follows from the file's type or, for plain floats, from
 the whole data set; never from one image's brightest pixel, which would lift a nearly black image into noise.
 
-`open_picture` returns upright 8-bit RGB, for classification and diffusion. A JPEG can be decoded at a half, a quarter
-or an eighth of its size for a fraction of the time, so callers say how many pixels they need.
+`open_image_file` gives upright 8-bit RGB, for classification and diffusion. A JPEG can be decoded at a half, a quarter
+or an eighth of its size for a fraction of the time, so callers pass how many pixels they need.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 from PIL import Image, ImageOps
 
-from halfstep.data.files import ARRAYS, UNREADABLE, Array, list_some, load_array, make_unreadable_error
+from halfstep.data.files import ARRAY_ENDINGS, UNREADABLE, Array, list_some, load_array, make_unreadable_error
 from halfstep.errors import DataError, format_count
 
 Kind = Literal["uint8", "uint16", "raw"]
@@ -46,7 +46,7 @@ class ImageFacts:
 
 def read_image_facts(path: Path) -> ImageFacts:
     """Return size, channels and kind of an image or mask file."""
-    if path.suffix.lower() in ARRAYS:
+    if path.suffix.lower() in ARRAY_ENDINGS:
         array = move_channels_last(load_array(path), path)
         channels = 3 if array.shape[2] == 4 else array.shape[2]
         return ImageFacts(size=(array.shape[0], array.shape[1]), channels=channels, kind=_classify_array(array))
@@ -202,7 +202,7 @@ def move_channels_last(array: Array, path: Path) -> Array:
 
 
 def _decode(path: Path) -> tuple[Array, Kind]:
-    if path.suffix.lower() in ARRAYS:
+    if path.suffix.lower() in ARRAY_ENDINGS:
         array = move_channels_last(load_array(path), path)
         kind = _classify_array(array)
         return (array * np.uint8(255) if array.dtype == np.bool_ else array), kind
@@ -219,17 +219,17 @@ def _classify_array(array: Array) -> Kind:
     return "uint16" if array.dtype == np.uint16 else "raw"
 
 
-def _classify_image(picture: Image.Image) -> Kind:
+def _classify_image(image: Image.Image) -> Kind:
     # Older Pillow opens 16-bit PNGs as 32-bit integers; PNG itself has nothing wider than 16.
-    if picture.mode in SIXTEEN_BIT_MODES or (picture.mode == "I" and picture.format == "PNG"):
+    if image.mode in SIXTEEN_BIT_MODES or (image.mode == "I" and image.format == "PNG"):
         return "uint16"
-    return "raw" if picture.mode in ("I", "F") else "uint8"
+    return "raw" if image.mode in ("I", "F") else "uint8"
 
 
-def _choose_plain_mode(picture: Image.Image) -> str:
-    if picture.mode == "P":
-        return "RGBA" if "transparency" in picture.info else "RGB"
-    return {"1": "L", "LA": "L", "La": "L"}.get(picture.mode, "RGB")
+def _choose_plain_mode(image: Image.Image) -> str:
+    if image.mode == "P":
+        return "RGBA" if "transparency" in image.info else "RGB"
+    return {"1": "L", "LA": "L", "La": "L"}.get(image.mode, "RGB")
 
 
 def _convert_channels(array: Array, channels: int, path: Path) -> Array:
@@ -253,22 +253,22 @@ def _convert_channels(array: Array, channels: int, path: Path) -> Array:
 
 
 ORIENTATION = 0x0112
-"""EXIF tag; values 5 to 8 rotate the picture by a quarter turn."""
+"""EXIF tag; values 5 to 8 rotate the image by a quarter turn."""
 JPEG_REDUCTIONS = (8, 4, 2)
 MAX_PIXELS = 178_956_970
 """Pillow's limit against decompression bombs: a file of a few kilobytes may claim gigabytes of pixels."""
 
 
-class Picture:
-    """An open picture file: `size` is known at once, `to_rgb` decodes the pixels."""
+class ImageFile:
+    """An open image file: `size` is known at once, `to_rgb` decodes the pixels."""
 
     def __init__(self, path: Path, image: Image.Image) -> None:
         self.path, self._image = path, image
-        # Reading EXIF of a PNG decodes the whole picture; cameras write JPEG.
+        # Reading EXIF of a PNG decodes the whole image; cameras write JPEG.
         self._orientation = image.getexif().get(ORIENTATION, 1) if image.format in ("JPEG", "MPO", "WEBP") else 1
         width, height = image.size
         self.size = (height, width) if self._orientation >= 5 else (width, height)
-        """Width and height as the picture is meant to be seen."""
+        """Width and height as the image is meant to be seen."""
 
     def close(self) -> None:
         """Release file and pixels."""
@@ -287,7 +287,7 @@ class Picture:
 
 
 @contextmanager
-def open_picture(path: Path) -> Iterator[Picture]:
+def open_image_file(path: Path) -> Iterator[ImageFile]:
     """Read the header of an image file; raise an error with its name if it is not an image or too large to be safe."""
     try:
         with warnings.catch_warnings():
@@ -306,13 +306,13 @@ def open_picture(path: Path) -> Iterator[Picture]:
             raise make_unreadable_error(
                 path, ValueError(f"pixels of 32 bits (mode {image.mode}) have no defined brightness")
             )
-        yield Picture(path, image)
+        yield ImageFile(path, image)
 
 
-def check_picture(path: Path) -> None:
+def check_image_file(path: Path) -> None:
     """Decode every pixel at the smallest scale: only that finds every broken file."""
-    with open_picture(path) as picture:
-        picture.to_rgb(reduction=math.inf)
+    with open_image_file(path) as file:
+        file.to_rgb(reduction=math.inf)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from halfstep.data.files import (
-    READABLE,
+    READABLE_ENDINGS,
     TRAIN_NAMES,
     VALIDATION_NAMES,
     describe_content,
     list_folders,
     list_some,
-    natural_key,
+    make_natural_key,
 )
 from halfstep.errors import DataError
 
@@ -40,7 +40,7 @@ class NamePattern:
     ending: str = ""
     """The only extension that counts, in lower case; empty: any readable one."""
 
-    def with_ending(self, ending: str) -> NamePattern:
+    def replace_ending(self, ending: str) -> NamePattern:
         """Return the pattern with one extension, unless it names its own; the leading dot may be missing."""
         wanted = f".{ending.lower().lstrip('.')}" if ending and not self._own_ending else self.ending
         return replace(self, ending=wanted)
@@ -55,7 +55,7 @@ class NamePattern:
     def find(self, root: Path) -> dict[str, list[Path]]:
         """Return all matches by id, in natural order; several files of one id differ in extension or in what `*`
         matches."""
-        files = sorted(self.iterate(root), key=lambda one: natural_key(one[1].relative_to(root).as_posix()))
+        files = sorted(self.iterate(root), key=lambda one: make_natural_key(one[1].relative_to(root).as_posix()))
         by_id: dict[str, list[Path]] = {}
         for name, path in files:
             by_id.setdefault(name, []).append(path)
@@ -75,7 +75,7 @@ class NamePattern:
     def _is_wanted(self, path: Path) -> bool:
         ending = path.suffix.lower()
         wanted = self._own_ending or self.ending
-        return (ending == wanted if wanted else ending in READABLE) and path.is_file()
+        return (ending == wanted if wanted else ending in READABLE_ENDINGS) and path.is_file()
 
     @property
     def _own_ending(self) -> str:
@@ -135,7 +135,7 @@ def _is_variable(part: str) -> bool:
 
 def _find_ending(name: str) -> str:
     ending = PurePosixPath(name).suffix.lower()
-    return ending if ending in READABLE else ""
+    return ending if ending in READABLE_ENDINGS else ""
 
 
 def _find_stem(name: str) -> str:
@@ -150,14 +150,14 @@ class PairNames:
     images: str
     masks: tuple[str, ...]
 
-    def in_short(self) -> tuple[str, str]:
+    def shorten(self) -> tuple[str, str]:
         """Return images and masks as a user would write them: plain folders if any file name is allowed."""
         if len(self.masks) == 1:
             return self.images, self.masks[0]
         return NamePattern(self.images).base, NamePattern(self.masks[0]).base
 
     def __str__(self) -> str:
-        return " + ".join(self.in_short())
+        return " + ".join(self.shorten())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,7 +172,7 @@ class Layout:
     ignored: int | None = None
     """The mask value of unlabelled pixels."""
     some_without_masks: bool = False
-    """Whether pictures without a mask belong to the data set."""
+    """Whether images without a mask belong to the data set."""
     has_background: bool = True
     """Whether the smallest mask value means "no class"."""
 
@@ -265,7 +265,7 @@ class PairLayout:
         """True if known data sets should be looked for: no setting names images, masks or their names."""
         return not (self.images or self.masks or self.val_images or self.image_suffix)
 
-    def names(self, images: str, masks: str) -> PairNames:
+    def make_names(self, images: str, masks: str) -> PairNames:
         """Return the patterns for two folders, or the given patterns unchanged."""
         inner = (ID + self.mask_suffix, ID) if self.mask_suffix else (ID,)
         return PairNames(
@@ -330,20 +330,20 @@ def _list_usual(root: Path, asked: PairLayout) -> Iterator[list[Layout]]:
     """Yield groups of folder pairs in order of preference: those with a validation split first."""
     pairs = [(asked.images or images, asked.masks or masks) for images, masks in FOLDER_NAMES]
     pairs = list(dict.fromkeys(pairs))
-    own = asked.names(asked.val_images, asked.val_masks) if asked.val_images else None
+    own = asked.make_names(asked.val_images, asked.val_masks) if asked.val_images else None
     divided = [
-        Layout(name="", train=asked.names(*train), val=asked.names(*val))
+        Layout(name="", train=asked.make_names(*train), val=asked.make_names(*val))
         for images, masks in pairs
         for part in TRAIN_NAMES
         for train, val in _list_divided(root, images, masks, part)
         if own is None
     ]
     yield divided
-    yield [Layout(name="", train=asked.names(images, masks), val=own) for images, masks in pairs]
+    yield [Layout(name="", train=asked.make_names(images, masks), val=own) for images, masks in pairs]
     for part in TRAIN_NAMES:
         for inside in _list_orders(*pairs[0]):
             both = [_join_part(images, masks, part, inside=inside) for images, masks in pairs]
-            yield [Layout(name="", train=asked.names(*names), val=own) for names in both]
+            yield [Layout(name="", train=asked.make_names(*names), val=own) for names in both]
 
 
 def _list_divided(root: Path, images: str, masks: str, part: str) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
@@ -378,7 +378,7 @@ def _keep_existing_validation(root: Path, layout: Layout) -> Layout:
 def _require_one(root: Path, fitting: list[Layout]) -> Layout | None:
     if len(fitting) > 1:
         first, second = fitting[:2]
-        images, masks = first.train.in_short()
+        images, masks = first.train.shorten()
         raise DataError(
             f"{root} fits two layouts: {_describe_layout(first)}, and {_describe_layout(second)}",
             why="halfstep cannot tell which masks to use",

@@ -42,7 +42,7 @@ BATCHES_PER_THREAD = 2
 class WholeBatches(Protocol):
     """A data set that makes many samples at once, each equal to its `sample`."""
 
-    def batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]: ...
+    def make_batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]: ...
 
 
 def read_ahead(make: Callable[[Key], Made], keys: Iterable[Key], *, num_threads: int) -> Iterator[Made]:
@@ -71,7 +71,7 @@ def pin_batch(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 class WorkerBatches(Protocol):
     """A data set that makes many samples at once in a worker, each equal to its `sample`."""
 
-    def filled(self, indices: Sequence[int], *, seed: int, epoch: int) -> dict[str, Tensor]: ...
+    def fill_batch(self, indices: Sequence[int], *, seed: int, epoch: int) -> dict[str, Tensor]: ...
 
 
 def make_shared_bytes(*shape: int) -> Tensor:
@@ -161,23 +161,23 @@ class Loader:
         """Return the number of batches in an epoch."""
         return len(self._order)
 
-    def sizes(self, first: int, num: int) -> list[int]:
+    def list_sizes(self, first: int, num: int) -> list[int]:
         """Return the sizes of `num` batches from `first` on, over all ranks."""
         starts = (batch * self._order.batch_size for batch in range(first, first + num))
         return [min(self._order.batch_size, self._order.num_samples - start) for start in starts]
 
-    def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
+    def iterate_epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
         """Return the batches of an epoch from `start_batch` on. Use one iterator at a time: workers are reused."""
         self._order.epoch, self._order.start_batch = epoch, start_batch
         if implements(self._fetch.samples, WholeBatches):
-            return self._checked(read_ahead(self._fetch.whole, self._order, num_threads=max(1, self.num_workers)))
+            return self._check(read_ahead(self._fetch.make_whole, self._order, num_threads=max(1, self.num_workers)))
         self._workers = self._workers or self._start()
         with warnings.catch_warnings():
             # Workers are forked before they start threads and touch none of our locks; Python 3.12 warns anyway.
             warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
             _allow_more_workers_than_cores()
             batches = iter(self._workers)
-        return self._checked(batches)
+        return self._check(batches)
 
     def close(self) -> None:
         """End the workers now, even if a traceback still holds their batches. Left to the garbage collector, torch
@@ -200,7 +200,7 @@ class Loader:
                 generator=torch.Generator(),  # else torch draws from the global one
             )
 
-    def _checked(self, batches: Iterator[Batch | HalfstepError]) -> Iterator[Batch]:
+    def _check(self, batches: Iterator[Batch | HalfstepError]) -> Iterator[Batch]:
         while True:
             try:
                 batch = next(batches, None)
@@ -260,23 +260,23 @@ class _Fetch(Dataset[Batch | HalfstepError]):
     def __getitems__(self, keys: list[tuple[int, int]]) -> Batch | HalfstepError:
         indices = [index for _, index in keys]
         try:
-            batch = self._made(indices, keys[0][0])
+            batch = self._make(indices, keys[0][0])
         except HalfstepError as error:
             return error
         return batch | {"index": torch.tensor(indices)}
 
-    def _made(self, indices: list[int], epoch: int) -> Batch:
+    def _make(self, indices: list[int], epoch: int) -> Batch:
         if implements(self.samples, WorkerBatches):
-            return self.samples.filled(indices, seed=self.seed, epoch=epoch)
+            return self.samples.fill_batch(indices, seed=self.seed, epoch=epoch)
         rows = [self.samples.sample(index, key=(self.seed, epoch, index)) for index in indices]
         return default_collate(rows)  # in a worker, straight into shared memory
 
-    def whole(self, keys: list[tuple[int, int]]) -> Batch | HalfstepError:
+    def make_whole(self, keys: list[tuple[int, int]]) -> Batch | HalfstepError:
         """Return a whole batch from samples that implement `WholeBatches`."""
         assert implements(self.samples, WholeBatches)
         indices = torch.tensor([index for _, index in keys])
         try:
-            batch = self.samples.batch(indices, seed=self.seed, epoch=keys[0][0])
+            batch = self.samples.make_batch(indices, seed=self.seed, epoch=keys[0][0])
         except HalfstepError as error:
             return error
         return pin_batch(batch | {"index": indices})

@@ -1,6 +1,6 @@
 """Labels from a table next to the images, as Hugging Face's `imagefolder` has it: `metadata.jsonl` or `metadata.csv`.
 
-Each row names a picture (`file_name`, below the table's folder) and its label, a word or a number.
+Each row names an image (`file_name`, below the table's folder) and its label, a word or a number.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from halfstep.data.files import list_some, natural_key
+from halfstep.data.files import list_some, make_natural_key
 from halfstep.disk import parse_json
 from halfstep.errors import DataError
 
@@ -27,7 +27,7 @@ FEW_ROWS = 20
 def read_labels(
     folder: Path, root: Path, column: str = "", *, usual: Sequence[str] = LABEL_COLUMNS
 ) -> dict[str, list[Path]] | None:
-    """Return the pictures of each class inside `folder`, from a table there or at the data's root; None without a
+    """Return the images of each class inside `folder`, from a table there or at the data's root; None without a
     table.
 
     `usual` are the columns tried if none is named.
@@ -42,7 +42,7 @@ def read_labels(
             return None
         label, path = (
             _read_label(table, number, row, [column] if column else usual),
-            _find_picture(table, number, row, root),
+            _find_image(table, number, row, root),
         )
         rows += 1
         if path.resolve().is_relative_to(inside):
@@ -53,16 +53,19 @@ def read_labels(
             why="these are captions, not classes",
             fix="name the column with the classes: data.label_column=NAME",
         )
-    return {name: sorted(found[name], key=lambda p: natural_key(str(p))) for name in sorted(found, key=natural_key)}
+    return {
+        name: sorted(found[name], key=lambda p: make_natural_key(str(p)))
+        for name in sorted(found, key=make_natural_key)
+    }
 
 
 def find_table(folder: Path, root: Path) -> Path | None:
-    """Return the table of a folder of pictures: there, or at the data's root."""
+    """Return the table of a folder of images: there, or at the data's root."""
     return next((path for place in (folder, root) for name in TABLES if (path := place / name).is_file()), None)
 
 
 def read_captions(folder: Path, root: Path, column: str) -> dict[Path, str]:
-    """Return the caption of each picture inside `folder` that a table lists."""
+    """Return the caption of each image inside `folder` that a table lists."""
     table = find_table(folder, root)
     if table is None:
         raise DataError(
@@ -73,7 +76,7 @@ def read_captions(folder: Path, root: Path, column: str) -> dict[Path, str]:
     found: dict[Path, str] = {}
     inside = folder.resolve()
     for number, row in _iterate_rows(table):
-        path, caption = _find_picture(table, number, row, root), row.get(column)
+        path, caption = _find_image(table, number, row, root), row.get(column)
         if not isinstance(caption, str):
             raise _make_caption_error(table, number, row, column)
         if path.resolve().is_relative_to(inside):
@@ -102,7 +105,7 @@ def _has_class_folders_instead(row: dict[str, Any], folder: Path) -> bool:
 
 
 def _iterate_rows(table: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield line numbers and rows; raise if two rows name one picture, which could end up in both splits."""
+    """Yield line numbers and rows; raise if two rows name one image, which could end up in both splits."""
     lines: dict[str, int] = {}
     for number, row in _read_rows(table):
         name = os.path.normpath(str(row.get(FILE_COLUMN)))  # ./1.png is 1.png
@@ -159,7 +162,7 @@ def _read_label(table: Path, number: int, row: dict[str, Any], columns: Sequence
     return str(label)
 
 
-def _find_picture(table: Path, number: int, row: dict[str, Any], root: Path) -> Path:
+def _find_image(table: Path, number: int, row: dict[str, Any], root: Path) -> Path:
     name = row.get(FILE_COLUMN)
     if not isinstance(name, str) or not name:
         raise DataError(

@@ -34,7 +34,7 @@ from rich.progress import Progress, TaskID
 from halfstep.data.files import Array, BadFiles, OnBadFile, check_free_space, explain_full_disk
 from halfstep.data.image_folder import ImageFolder, refuse_lost_classes
 from halfstep.data.image_samples import REDUCING_GAP, StoredImages, crop_centre
-from halfstep.data.images import open_picture
+from halfstep.data.images import open_image_file
 from halfstep.data.loader import read_ahead
 from halfstep.disk import parse_json, take_turn
 from halfstep.errors import DataError, format_bytes, format_count
@@ -379,17 +379,17 @@ def check_room(path: Path, num_images: int, settings: PackSettings) -> None:
 
 
 def read_stretched(path: Path, size: int) -> tuple[Array, tuple[int, int]]:
-    """Return a whole picture at (size, size), and its true size."""
-    with open_picture(path) as picture:
-        image = picture.to_rgb(reduction=min(picture.size) / size)
+    """Return a whole image at (size, size), and its true size."""
+    with open_image_file(path) as file:
+        image = file.to_rgb(reduction=min(file.size) / size)
         square = image.resize((size, size), Image.Resampling.BILINEAR, reducing_gap=REDUCING_GAP)
-        return np.asarray(square), picture.size
+        return np.asarray(square), file.size
 
 
 def read_centre(path: Path, size: int) -> tuple[Array, tuple[int, int]]:
-    """Return the centre square of a picture at (size, size), and its true size."""
-    with open_picture(path) as picture:
-        return crop_centre(picture, size, 1.0), picture.size
+    """Return the centre square of an image at (size, size), and its true size."""
+    with open_image_file(path) as file:
+        return crop_centre(file, size, 1.0), file.size
 
 
 def _decode_all(

@@ -38,7 +38,7 @@ class Key(tuple[int, ...]):
         """Return the key of a micro-batch that begins at `place` in its window, or of its part from `row` on."""
         batch = (seed, attempted, micro_batch)
         # Who knows nothing of parts and draws by the tuple must not draw the same for each.
-        key = cls._made((*batch, row) if row else batch, (0, seed, attempted), place)
+        key = cls._make((*batch, row) if row else batch, (0, seed, attempted), place)
         key.batch, key.row, key.whole = batch, row, whole
         return key
 
@@ -48,15 +48,15 @@ class Key(tuple[int, ...]):
 
         It is independent of the run's seed: runs of different seeds are judged with the same noise.
         """
-        return cls._made((), (1,), index)
+        return cls._make((), (1,), index)
 
     @classmethod
     def for_sampling(cls, seed: int, place: int = 0) -> Key:
         """Return the key of samples that a model generates, from `place` on; the same each time."""
-        return cls._made((), (2, seed), place)
+        return cls._make((), (2, seed), place)
 
     @classmethod
-    def _made(cls, batch: tuple[int, ...], root: tuple[int, ...], place: int) -> Key:
+    def _make(cls, batch: tuple[int, ...], root: tuple[int, ...], place: int) -> Key:
         key = cls(batch)
         key.root, key.place, key.batch = root, place, batch
         return key

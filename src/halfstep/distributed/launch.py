@@ -185,7 +185,7 @@ def choose_speaker(error: HalfstepError, variables: Mapping[str, str]) -> None:
         store = TCPStore(
             variables["MASTER_ADDR"], _read_number(variables, "MASTER_PORT"), is_master=False, timeout=limit
         )
-        error.is_told = store.add(f"halfstep/told/{attempt}/{key.hexdigest()}", 1) > 1
+        error.is_shown_elsewhere = store.add(f"halfstep/shown/{attempt}/{key.hexdigest()}", 1) > 1
 
 
 @contextmanager
@@ -195,7 +195,7 @@ def _show_once(world: World) -> Iterator[None]:
     except HalfstepError as error:
         if not (error.is_agreed or isinstance(error, (TrainingStopped, Interrupted, RankLost))):
             error.what = f"rank {world.rank}: {error.what}"
-        error.is_told = not world.is_first_to_show(error)
+        error.is_shown_elsewhere = not world.is_first_to_show(error)
         raise
     except Exception as error:  # a traceback follows: ranks that lose this one stay silent
         world.is_first_to_show(error)

@@ -29,7 +29,7 @@ LIMIT_NAME = " (train.rank_timeout_s)"
 RESUME_RUN = "go on from the last checkpoint with --resume RUN; torchrun --max-restarts does so by itself"
 """The fix that RankLost gives in runs."""
 GRACE_S = 3.0  # how long a rank waits for the lost one's own error, and for others that lost it
-SEEN_S = 1.0  # without a store: how long a rank stays alive, so that others do not take it for the lost one
+SEEN_S = 1.0  # without a store: how long a rank stays alive, so that others do not report it as the lost one
 LOOK_S = 0.5  # how often a waiting rank checks whether another has ended
 TIMED_OUT = ("timed out", "timeout")
 CLOSED = "connection closed by peer"
@@ -61,7 +61,8 @@ class World(Share):
         self.limit_s, self.limit_name, self.go_on = limit_s, limit_name, go_on
         self._store = c10d.PrefixStore("halfstep", c10d._get_default_store())
         self._seen = self._others  # the ranks that were there when one was lost
-        self.talking: list[DistributedDataParallel] = []  # what holds the connections to the others, besides torch
+        self.connected_models: list[DistributedDataParallel] = []
+        """Wrapped models, which hold connections to the other ranks as torch itself does."""
         self._where: dict[int, tuple[str, int]] = dict(enumerate(self.gather((socket.gethostname(), os.getpid()))))
 
     @property
@@ -149,7 +150,7 @@ class World(Share):
         silent = self._others
         try:
             self._store.set(f"misses/{self.rank}", "")
-            while silent and time.monotonic() < until and not self._store.add("told", 0):
+            while silent and time.monotonic() < until and not self._store.add("shown", 0):
                 time.sleep(0.05)
                 silent = [rank for rank in silent if not self._store.check([f"misses/{rank}"])]
         except RuntimeError:  # the store went with the rank that held it
@@ -192,7 +193,7 @@ class World(Share):
     def _has_ended(self) -> bool:
         """True if another rank has met an error: it will not reach this step."""
         try:
-            return self._store.add("told", 0) > 0
+            return self._store.add("shown", 0) > 0
         except RuntimeError:  # the store went with the rank that held it
             return True
 
@@ -201,9 +202,9 @@ class World(Share):
         try:
             if isinstance(error, RankLost):
                 until = time.monotonic() + GRACE_S
-                while time.monotonic() < until and not self._store.add("told", 0):
+                while time.monotonic() < until and not self._store.add("shown", 0):
                     time.sleep(0.05)
-            is_first = self._store.add("told", 1) == 1
+            is_first = self._store.add("shown", 1) == 1
             self._store.set(f"knows/{self.rank}", "")
         except RuntimeError:  # the store went with the first rank: of the others the lowest speaks
             is_first = not any(rank in self._seen for rank in range(1, self.rank))
@@ -212,7 +213,7 @@ class World(Share):
 
     def hang_up(self, leave: Callable[[], None]) -> None:
         """Close all connections, so that the others notice at once, even if the model is still referenced."""
-        for wrapped in self.talking:
+        for wrapped in self.connected_models:
             vars(wrapped).update(reducer=None, logger=None, process_group=None)
         with suppress(RuntimeError):  # of a peer that is gone
             leave()

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from halfstep.errors import CheckpointError, HalfstepError, suggest_nearest
-from halfstep.evidence.capsule import Capsule, state_of
+from halfstep.evidence.capsule import Capsule, collect_state
 from halfstep.evidence.ranges import Operation, RangeTrace, has_fractions
-from halfstep.evidence.recorder import not_finite
+from halfstep.evidence.recorder import find_non_finite
 from halfstep.evidence.updates import Update
 from halfstep.precision.apply import apply, apply_frozen_
 from halfstep.precision.plan import Plan
@@ -57,16 +57,16 @@ class Subject:
     """Parameters that the step trains; empty means all that require gradients."""
     held: Mapping[str, nn.Module] = field(default_factory=dict)
     """Other modules that the loss uses, such as a teacher in a user's loop; no plan casts them."""
-    beside_state: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    other_state: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     """Weights and buffers of frozen and held parts, before any plan cast them."""
 
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def put_back(self) -> None:
+    def restore_state(self) -> None:
         """Restore weights, buffers and generators as the step began."""
-        own = state_of(self.model)
+        own = collect_state(self.model)
         with torch.no_grad():
             for name, value in self.state.items():
                 # Keep the current strides: the memory layout is part of how a step ran.
@@ -75,27 +75,27 @@ class Subject:
         if self.rng:
             restore_rng(dict(self.rng), self.device)
 
-    def take_plan(self, plan: Plan) -> None:
+    def apply_plan(self, plan: Plan) -> None:
         """Apply a plan to the model, and to the frozen modules from their recorded state."""
         apply(plan, self.model)
-        for name, part in self.beside().items():
-            own = state_of(part)
-            for key, value in self.beside_state[name].items():
+        for name, part in self.list_other_modules().items():
+            own = collect_state(part)
+            for key, value in self.other_state[name].items():
                 own[key].data = value.to(own[key].device, copy=True)
         apply_frozen_(plan, self.frozen)
 
-    def beside(self) -> dict[str, nn.Module]:
-        """Return the modules that the step uses besides the model."""
+    def list_other_modules(self) -> dict[str, nn.Module]:
+        """Return the modules that the step uses in addition to the model."""
         return {**self.frozen, **self.held}
 
-    def whole_state(self) -> dict[str, Tensor]:
-        """Return the state of the model and of the modules used besides it, by name."""
-        beside = {f"{part}.{name}": value for part, state in self.beside_state.items() for name, value in state.items()}
-        return {**self.state, **beside}
+    def collect_whole_state(self) -> dict[str, Tensor]:
+        """Return the state of the model and of the other modules, by name."""
+        others = {f"{part}.{name}": value for part, state in self.other_state.items() for name, value in state.items()}
+        return {**self.state, **others}
 
-    def near(self, module: str) -> dict[str, Tensor]:
+    def find_state_near(self, module: str) -> dict[str, Tensor]:
         """Return the floating-point state of a module, or of the nearest enclosing one that has any."""
-        floating = {name: value for name, value in self.whole_state().items() if value.is_floating_point()}
+        floating = {name: value for name, value in self.collect_whole_state().items() if value.is_floating_point()}
         while module:
             inside = {name: value for name, value in floating.items() if name.startswith(f"{module}.")}
             if inside:
@@ -103,38 +103,38 @@ class Subject:
             module = module.rpartition(".")[0]
         return {name: value for name, value in floating.items() if "." not in name}
 
-    def trained_names(self) -> set[str]:
+    def list_trained_names(self) -> set[str]:
         """Return the names of the parameters that the step trains."""
         trained = {id(p) for p in self.trained}
         named = self.model.named_parameters()
         return {name for name, p in named if p.requires_grad and (not trained or id(p) in trained)}
 
-    def buffers(self) -> set[str]:
+    def list_buffer_names(self) -> set[str]:
         """Return the names of all buffers, those of other modules with their prefix."""
         return {
             f"{part}.{name}".lstrip(".")
-            for part, module in {"": self.model, **self.beside()}.items()
+            for part, module in {"": self.model, **self.list_other_modules()}.items()
             for name, _ in module.named_buffers()
         }
 
     def is_good_with(self, changed: Mapping[str, Tensor]) -> bool:
         """True if the step is good with some of its state replaced."""
-        with self.with_state(changed):
+        with self.replace_state(changed):
             return attempt(self, "other state").is_good
 
     @contextlib.contextmanager
-    def with_state(self, changed: Mapping[str, Tensor]) -> Iterator[None]:
+    def replace_state(self, changed: Mapping[str, Tensor]) -> Iterator[None]:
         """Replace some of the state inside."""
-        before = self.state, self.beside_state
+        before = self.state, self.other_state
         self.state = {name: changed.get(name, value) for name, value in self.state.items()}
-        self.beside_state = {
+        self.other_state = {
             part: {name: changed.get(f"{part}.{name}", value) for name, value in state.items()}
-            for part, state in self.beside_state.items()
+            for part, state in self.other_state.items()
         }
         try:
             yield
         finally:
-            self.state, self.beside_state = before
+            self.state, self.other_state = before
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,10 +195,10 @@ def attempt(
     plan, window = plan or subject.plan, subject.window if window is None else window
     # The attempt sets generators to those of the step: the caller's are restored at the end.
     generators = read_rng_state(subject.device)
-    trace = (RangeTrace if traced is True else traced)(subject.model, subject.beside()) if traced else None
+    trace = (RangeTrace if traced is True else traced)(subject.model, subject.list_other_modules()) if traced else None
     try:
-        subject.put_back()
-        subject.take_plan(plan)
+        subject.restore_state()
+        subject.apply_plan(plan)
         with _cast_temporarily(subject, dtype):
             batches = [_cast_batch(batch, dtype) for batch in window]
             with around or nullcontext():
@@ -207,11 +207,11 @@ def attempt(
         raise
     except Exception as error:  # from the model or torch: an operation that rejects a format raises here
         line = (str(error).strip().splitlines() or [""])[0]
-        origin = trace.raised(error) if trace is not None else None
+        origin = trace.find_raising(error) if trace is not None else None
         return Attempt(name=name, error=f"{type(error).__name__}: {line}", trace=trace, origin=origin)
     finally:
-        subject.put_back()
-        subject.take_plan(subject.plan)
+        subject.restore_state()
+        subject.apply_plan(subject.plan)
         restore_rng(generators, subject.device)
 
 
@@ -234,8 +234,8 @@ def _run_steps(
             return found
         update.step(optimizers, _get_scale(subject, plan))
         losses = (*losses, found.loss)
-        ruined = not_finite(dict(subject.model.named_parameters()))
-        if ruined := [key for key in ruined if key not in not_finite(subject.state)]:
+        ruined = find_non_finite(dict(subject.model.named_parameters()))
+        if ruined := [key for key in ruined if key not in find_non_finite(subject.state)]:
             return replace(found, not_finite=tuple(ruined), losses=losses)
         nn.Module.zero_grad(subject.model)
         # An overflow at the loss scale of the recorded step would be routine in a later one.
@@ -267,8 +267,8 @@ def _run_window(subject: Subject, plan: Plan, loss: LossFn, window: Sequence[Any
             value = value if value.dtype == torch.float64 else value.float()
         with plan.backend(), trace or nullcontext():
             (value * _get_scale(subject, plan)).backward()
-        if trace is not None and not value.isfinite() and trace.origin_of(value) is not None:
-            trace.of_loss = trace.of_loss or trace.origin_of(value)
+        if trace is not None and not value.isfinite() and trace.find_origin(value) is not None:
+            trace.of_loss = trace.of_loss or trace.find_origin(value)
         total, weights = total + value.detach(), weights + weight / unit
     return total / weights if weights else torch.full_like(total, math.nan)
 
@@ -284,7 +284,7 @@ def _describe_attempt(subject: Subject, name: str, plan: Plan, value: Tensor, tr
     origin = None
     if trace is not None:
         bad = [g for g in [*gradients, *(buffers[key] for key in ruined)] if not g.isfinite().all()]
-        found = [trace.of_loss, *map(trace.origin_of, bad)]
+        found = [trace.of_loss, *map(trace.find_origin, bad)]
         # Of several origins the earliest operation is the cause, the others may follow from it.
         origin = min((op for op in found if op is not None), key=lambda op: op.index, default=None)
     return Attempt(
@@ -308,7 +308,7 @@ def _cast_temporarily(subject: Subject, dtype: torch.dtype | None) -> Iterator[N
         yield
         return
     before = torch.get_default_dtype()
-    for part in (subject.model, *subject.beside().values()):
+    for part in (subject.model, *subject.list_other_modules().values()):
         nn.Module._apply(part, lambda tensor: _widen(tensor, dtype))  # a `to` of the model may do more
     torch.set_default_dtype(dtype)
     try:
@@ -337,7 +337,7 @@ def _widen(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def refuse_another_model(capsule: Capsule, model: nn.Module) -> None:
     """Refuse a model whose parameters differ from the capsule's: it is not the step that failed."""
     then = {name: tuple(shape) for name, shape in capsule.about["layout"].items()}
-    now = {name: tuple(value.shape) for name, value in state_of(model).items()}
+    now = {name: tuple(value.shape) for name, value in collect_state(model).items()}
     if then == now:
         return
     name = next(name for name in (*then, *now) if then.get(name) != now.get(name))

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from halfstep import __version__
-from halfstep.disk import atomic_folder, parse_json
+from halfstep.disk import open_atomic_folder, parse_json
 from halfstep.errors import CheckpointError, format_count
 from halfstep.step.tree import pack, unpack
 
@@ -56,7 +56,7 @@ class Capsule:
         return int(self.about["step"])
 
     @property
-    def is_of_a_run(self) -> bool:
+    def is_from_run(self) -> bool:
         return bool(self.about.get("workload"))
 
     @property
@@ -73,7 +73,7 @@ class Capsule:
         return "; ".join(said)
 
 
-def state_of(model: nn.Module) -> dict[str, Tensor]:
+def collect_state(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers, including those that state_dict leaves out.
 
     Sparse ones are excluded, since safetensors cannot hold them: replay takes those of the model it is given.
@@ -82,12 +82,12 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in held.items() if value.layout is torch.strided}
 
 
-def copied_state(model: nn.Module) -> dict[str, Tensor]:
+def copy_state(model: nn.Module) -> dict[str, Tensor]:
     """Return a copy of the current state on the host."""
-    return {name: value.detach().cpu().clone() for name, value in state_of(model).items()}
+    return {name: value.detach().cpu().clone() for name, value in collect_state(model).items()}
 
 
-def code_of(model: nn.Module) -> dict[str, int]:
+def fingerprint_code(model: nn.Module) -> dict[str, int]:
     """Return a checksum of the source of each class in the model, except torch's own and those without a source."""
     found = dict[str, int]()
     for kind in {type(module) for module in model.modules()}:
@@ -98,17 +98,17 @@ def code_of(model: nn.Module) -> dict[str, int]:
     return found
 
 
-def changed_code(capsule: Capsule, model: nn.Module) -> list[str]:
+def find_changed_code(capsule: Capsule, model: nn.Module) -> list[str]:
     """Return the classes whose source differs from that of the recorded step."""
     then = capsule.about.get("code", {})
-    return sorted(name for name, code in code_of(model).items() if then.get(name, code) != code)
+    return sorted(name for name, code in fingerprint_code(model).items() if then.get(name, code) != code)
 
 
-def state_bytes(model: nn.Module) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in state_of(model).values())
+def count_state_bytes(model: nn.Module) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in collect_state(model).values())
 
 
-def write(
+def write_capsule(
     path: Path,
     about: Mapping[str, Any],
     *,
@@ -121,16 +121,16 @@ def write(
     packed, tensors = pack({"window": list(window), "rng": dict(rng)})
     versions = {"halfstep": __version__, "torch": torch.__version__, "python": platform.python_version()}
     try:
-        with atomic_folder(path, replaces=True) as hidden:
+        with open_atomic_folder(path, replaces=True) as hidden:
             _save(tensors, hidden / BATCHES)
             if state:
                 _save(state, hidden / STATE)
             if config:
                 (hidden / CONFIG).write_text(config, encoding="utf-8")
             # Checksums of all other files; capsule.json itself is written last.
-            files = {file.name: _fingerprint(file) for file in sorted(hidden.iterdir())}
+            files = {file.name: _compute_checksum(file) for file in sorted(hidden.iterdir())}
             document = {"version": VERSION, **about, "versions": versions, "files": files, "packed": packed}
-            (hidden / ABOUT).write_text(json.dumps(plain(document), indent=1), encoding="utf-8")
+            (hidden / ABOUT).write_text(json.dumps(to_strict_json(document), indent=1), encoding="utf-8")
             for name in files:  # safetensors writes through a private temporary file
                 (hidden / name).chmod((hidden / ABOUT).stat().st_mode)
     except (OSError, SafetensorError, TypeError) as error:
@@ -145,46 +145,46 @@ def write(
     return path
 
 
-def read(path: Path) -> Capsule:
+def read_capsule(path: Path) -> Capsule:
     """Read a capsule and check its files; raise CheckpointError if it is missing or damaged."""
     path = path.parent if path.name == ABOUT else path
     if not (path / ABOUT).is_file():
-        raise _no_capsule(path)
+        raise _make_missing_error(path)
     try:
         about = parse_json((path / ABOUT).read_text(encoding="utf-8"))
         version, files, packed = about["version"], about["files"], about.pop("packed")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(path, f"{ABOUT}: {error}") from error
+        raise _make_damaged_error(path, f"{ABOUT}: {error}") from error
     if version != VERSION:
         raise CheckpointError(
             f"the capsule {path} has version {version}, this halfstep reads {VERSION}",
             fix=f"replay it with halfstep {about.get('versions', {}).get('halfstep', 'of that time')}",
         )
     for name, expected in files.items():
-        if (found := _fingerprint(path / name)) != expected:
+        if (found := _compute_checksum(path / name)) != expected:
             is_cut = found["bytes"] != expected["bytes"]
             cut = f"{name} has {found['bytes']:,} bytes, {expected['bytes']:,} were written"
-            raise _damaged(path, cut if is_cut else f"{name} was changed after it was written")
+            raise _make_damaged_error(path, cut if is_cut else f"{name} was changed after it was written")
     try:
         content = unpack(packed, _load(path / BATCHES))
         state = _load(path / STATE) if STATE in files else {}
     except (SafetensorError, KeyError, RecursionError) as error:
-        raise _damaged(path, str(error)) from error
+        raise _make_damaged_error(path, str(error)) from error
     return Capsule(path=path, about=about, window=content["window"], rng=content["rng"], state=state)
 
 
-def all_in(folder: Path) -> list[Path]:
+def list_capsules(folder: Path) -> list[Path]:
     """Return the capsules of a folder, oldest step first."""
     return sorted(file.parent for file in folder.glob(f"*/{ABOUT}"))
 
 
-def plain(tree: Any) -> Any:
+def to_strict_json(tree: Any) -> Any:
     """Convert to strict JSON: infinities and NaN become strings."""
     if isinstance(tree, float):
         return tree if math.isfinite(tree) else str(tree)
     if isinstance(tree, Mapping):
-        return {str(key): plain(value) for key, value in tree.items()}
-    return [plain(value) for value in tree] if isinstance(tree, (list, tuple)) else tree
+        return {str(key): to_strict_json(value) for key, value in tree.items()}
+    return [to_strict_json(value) for value in tree] if isinstance(tree, (list, tuple)) else tree
 
 
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -202,7 +202,7 @@ def _load(path: Path) -> dict[str, Tensor]:
     }
 
 
-def _fingerprint(path: Path) -> dict[str, int]:
+def _compute_checksum(path: Path) -> dict[str, int]:
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -210,12 +210,12 @@ def _fingerprint(path: Path) -> dict[str, int]:
     return {"bytes": len(content), "crc32": zlib.crc32(content)}
 
 
-def _damaged(path: Path, what: str) -> CheckpointError:
+def _make_damaged_error(path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"the capsule {path} is damaged: {what}", fix="replay another one, or copy it again")
 
 
-def _no_capsule(path: Path) -> CheckpointError:
-    inside = all_in(path) or all_in(path / "capsules")
+def _make_missing_error(path: Path) -> CheckpointError:
+    inside = list_capsules(path) or list_capsules(path / "capsules")
     if inside:
         return CheckpointError(
             f"{path} holds {format_count(len(inside), 'capsule')}", why="one step is replayed at a time",

@@ -127,7 +127,7 @@ def _find_sites(found: Sequence[LaunchedKernel], code: CompiledCode) -> dict[int
     for run in runs.values():
         # One entry per call, in order: kernels launched by one library call are one call of the generated code.
         calls = list(dict.fromkeys((callee, which) for _, callee, which in run))
-        known = dict(zip(calls, code.modules([callee for callee, _ in calls]), strict=True))
+        known = dict(zip(calls, code.find_modules([callee for callee, _ in calls]), strict=True))
         modules |= {number: known[callee, which] for number, callee, which in run}
     return modules
 
@@ -227,7 +227,9 @@ def _collect_products(expected: Expected, kernels: Sequence[LocatedKernel], isla
         if place is None or place.direction == "step" or not place.format:
             continue
         # If no module of the kernel is planned in its format, the last one is reported.
-        module = next((name for name in place.modules if expected.compute(name) == place.format), place.modules[-1])
+        module = next(
+            (name for name in place.modules if expected.find_compute(name) == place.format), place.modules[-1]
+        )
         is_island = place.format == "fp32" and module in islands
         seen.calls[Product(module, place.direction, place.operation, place.format, is_island)] += 1
     return seen

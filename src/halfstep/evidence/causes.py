@@ -19,7 +19,7 @@ from halfstep.evidence.attempts import Attempt, Subject, attempt
 from halfstep.evidence.capsule import Capsule
 from halfstep.evidence.patches import HALF, WithoutCasts
 from halfstep.evidence.ranges import Operation, find_twin, has_fractions
-from halfstep.evidence.recorder import not_finite
+from halfstep.evidence.recorder import find_non_finite
 from halfstep.evidence.samples import (
     BadSample,
     drop_samples,
@@ -103,7 +103,7 @@ class Runs:
     fp64: Attempt
     others: Mapping[str, Attempt]
 
-    def all(self) -> list[Attempt]:
+    def list_all(self) -> list[Attempt]:
         eager = [] if self.eager.name == self.as_was.name else [self.as_was]
         return [*eager, self.eager, *self.others.values(), self.fp32, self.fp64]
 
@@ -159,7 +159,7 @@ def diagnose(subject: Subject, capsule: Capsule) -> Diagnosis:
         or _diagnose_buffers(subject, runs)
         or _diagnose_numbers(runs)
     )
-    found.attempts, found.fp32_is_good = runs.all(), runs.fp32.is_good
+    found.attempts, found.fp32_is_good = runs.list_all(), runs.fp32.is_good
     found.start = _draw_first_weights(subject, capsule) if _list_losses(capsule) else {}
     if found.cause == OVERFLOW and not runs.fp32.is_good:
         found.shown += _describe_trail(capsule)
@@ -190,12 +190,12 @@ def _diagnose_update(subject: Subject, capsule: Capsule, runs: Runs) -> Diagnosi
     weights = dict(subject.model.named_parameters())
     written = {
         name: ~subject.state[name].isfinite()
-        for name in not_finite(subject.state)
+        for name in find_non_finite(subject.state)
         if name in weights and isinstance(start.get(name), float)
     }
     if subject.update is None or not (runs.as_was.is_good and capsule.about["kind"] != "spike" or written):
         return None
-    with subject.with_state({name: subject.state[name].masked_fill(bad, 0.0) for name, bad in written.items()}):
+    with subject.replace_state({name: subject.state[name].masked_fill(bad, 0.0) for name, bad in written.items()}):
         after = attempt(subject, "updated", num_more=1)
     ruined = [name for name in after.not_finite if name in weights and (name in written or not written)]
     if not ruined:
@@ -260,9 +260,9 @@ def _describe_place(run: Attempt) -> tuple[str, str]:
 
 
 def _diagnose_state(subject: Subject, capsule: Capsule) -> Diagnosis | None:
-    whole, start = subject.whole_state(), capsule.about["start"]
+    whole, start = subject.collect_whole_state(), capsule.about["start"]
     averages = [name for name in capsule.about["not_finite"] if name.startswith("average of ")]
-    bad = {name: ~whole[name].isfinite() for name in not_finite(whole)}
+    bad = {name: ~whole[name].isfinite() for name in find_non_finite(whole)}
     shown = [f"{name} {_describe_start(start.get(name))}" for name in (*averages, *bad)]
     garbage = {name: v.abs() > GARBAGE for name, v in whole.items() if name not in bad and _is_garbage(v)}
     shown += [f"{name} holds {_find_largest(whole[name]):.3g}: never written?" for name in garbage]
@@ -276,7 +276,7 @@ def _diagnose_buffers(subject: Subject, runs: Runs) -> Diagnosis | None:
     was never raised. The step is good with 1 in their place."""
     if runs.eager.origin is None or runs.fp32.is_good:
         return None
-    near, buffers = subject.near(runs.eager.origin.module), subject.buffers()
+    near, buffers = subject.find_state_near(runs.eager.origin.module), subject.list_buffer_names()
     for name, value in ((name, value) for name, value in near.items() if name in buffers):
         bad = torch.ones_like(value, dtype=torch.bool) if not value.any() else value < 0
         if bad.any() and subject.is_good_with({name: value.masked_fill(bad, 1.0)}):
@@ -314,7 +314,7 @@ def _diagnose_growth(subject: Subject, capsule: Capsule, runs: Runs) -> Diagnosi
     now = math.sqrt(sum(float(subject.state[name].abs().double().square().sum()) for name in matrices))
     if now < GROWTH * before:
         return None
-    with subject.with_state(_draw_first_weights(subject, capsule)):
+    with subject.replace_state(_draw_first_weights(subject, capsule)):
         if not attempt(subject, "weights of the start").is_good:  # then they are not what is at fault
             return None
     most = max(

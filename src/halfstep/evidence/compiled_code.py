@@ -39,7 +39,7 @@ Nodes = Mapping[str, str]
 _SOURCE_NODES = re.compile(r"# .*Source Nodes: \[(.*)\], Original ATen")
 _CALL = re.compile(r"(?:(triton_\w+)\.run|extern_kernels\.(\w+)|(?:torch\.ops\.\w+|\baten)\.(\w+)(?:\.\w+)?)\(")
 _BUFFER = re.compile(r"\bbuf\d+\b")
-SAME = {"bias_addmm": "addmm"}
+RENAMED_CALLEES = {"bias_addmm": "addmm"}
 """Names that differ between inductor and the profiler."""
 
 
@@ -66,7 +66,7 @@ def find_sites(source: str) -> list[Site]:
             # A comment applies to the next call only. Without one, the call continues work on a known buffer.
             nodes = nodes or made_from.get(next(iter(buffers), ""), ())
             made_from |= dict.fromkeys(buffers, nodes)
-            found.append(Site(SAME.get(callee, callee), nodes))
+            found.append(Site(RENAMED_CALLEES.get(callee, callee), nodes))
             nodes = ()
     return found
 
@@ -77,7 +77,7 @@ class CompiledCode:
     def __init__(self, sources: Sequence[str], graphs: Sequence[Nodes]) -> None:
         self.codes = [_add_modules(find_sites(source), graphs) for source in sources]
 
-    def modules(self, calls: Sequence[str]) -> list[Modules]:
+    def find_modules(self, calls: Sequence[str]) -> list[Modules]:
         """Return the modules of the observed calls of one compiled graph; empty for calls that its code does not
         contain."""
         # The profiler does not report which graph ran: take the code whose calls are most like the observed ones.
@@ -114,11 +114,11 @@ class NodeRecorder:
     names: set[str]
     graphs: list[dict[str, str]] = field(default_factory=list)
 
-    def traced(self, region: Callable[..., Any]) -> Callable[..., Any]:
+    def trace(self, region: Callable[..., Any]) -> Callable[..., Any]:
         """Return the region compiled by a backend that records its nodes and runs its graphs unchanged."""
-        return torch.compile(copy_region(region, "named"), backend=self._backend, dynamic=False)
+        return torch.compile(copy_region(region, "named"), backend=self._compile_graph, dynamic=False)
 
-    def _backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    def _compile_graph(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         from torch._inductor.compile_fx import compile_fx
 
         # A graph found in the cache would come compiled, and without a look at its nodes.
@@ -155,18 +155,18 @@ class GraphRecorder:
 
     graphs: list[Graph] = field(default_factory=list)
 
-    def backend(self) -> Callable[..., Any]:
+    def make_backend(self) -> Callable[..., Any]:
         """Return the backend: the front end of torch, with inductor's partitioner and compilers that only record."""
         from torch._dynamo.backends.common import aot_autograd
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
         return aot_autograd(
-            fw_compiler=self._kept("forward"),
-            bw_compiler=self._kept("backward"),
+            fw_compiler=self._make_keeper("forward"),
+            bw_compiler=self._make_keeper("backward"),
             partition_fn=min_cut_rematerialization_partition,
         )
 
-    def _kept(self, direction: Direction) -> Callable[[fx.GraphModule, Any], Any]:
+    def _make_keeper(self, direction: Direction) -> Callable[[fx.GraphModule, Any], Any]:
         def keep(graph: fx.GraphModule, inputs: Any) -> Any:
             from torch._functorch._aot_autograd.utils import make_boxed_func
 
@@ -175,9 +175,9 @@ class GraphRecorder:
 
         return keep
 
-    def compiled(self, region: Callable[..., Any]) -> Callable[..., Any]:
+    def compile(self, region: Callable[..., Any]) -> Callable[..., Any]:
         """Return the region compiled by a backend that records its graphs."""
-        return torch.compile(copy_region(region, "seen"), backend=self.backend(), dynamic=False)
+        return torch.compile(copy_region(region, "seen"), backend=self.make_backend(), dynamic=False)
 
 
 def copy_region(region: Callable[..., Any], word: str) -> Callable[..., Any]:
@@ -212,7 +212,7 @@ class _Reader:
     def read(self, direction: Direction, graph: fx.GraphModule) -> None:
         """Add the products, casts and kept tensors of one graph."""
         if direction == "backward":
-            self._kept(graph)
+            self._add_kept(graph)
         else:
             # Names of nodes are unique within one graph only: a new forward graph replaces those of the last one.
             self._forward_modules.clear()
@@ -223,11 +223,11 @@ class _Reader:
             if direction == "forward":
                 self._forward_modules[node.name] = module
             if is_product(node.target):
-                self._product(node, module, direction)
+                self._add_product(node, module, direction)
             elif node.target._opname in CASTS:
-                self._cast(node, module, direction)
+                self._add_cast(node, module, direction)
 
-    def _product(self, node: fx.Node, module: str, direction: Direction) -> None:
+    def _add_product(self, node: fx.Node, module: str, direction: Direction) -> None:
         func, (args, kwargs) = node.target, tree_map(_get_value, (node.args, dict(node.kwargs)))
         name = find_compute_format(func, args, kwargs)
         if not name:
@@ -241,7 +241,7 @@ class _Reader:
         if flops := count_flops(func, args, kwargs, _get_value(node)):
             self.seen.flops[found] += flops
 
-    def _cast(self, node: fx.Node, module: str, direction: Direction) -> None:
+    def _add_cast(self, node: fx.Node, module: str, direction: Direction) -> None:
         source, result = _get_value(node.args[0]), _get_value(node)
         floats = [t for t in (source, result) if isinstance(t, Tensor) and t.is_floating_point()]
         if len(floats) == 2 and floats[0].dtype != floats[1].dtype:
@@ -249,7 +249,7 @@ class _Reader:
             self.seen.casts[found] += 1
             self.seen.cast_bytes[found] += result.nbytes
 
-    def _kept(self, graph: fx.GraphModule) -> None:
+    def _add_kept(self, graph: fx.GraphModule) -> None:
         """Count the bytes of forward that backward reads; weights and inputs (primals) and incoming gradients do not
         count."""
         for node in graph.graph.find_nodes(op="placeholder"):

@@ -51,14 +51,14 @@ class Magnitudes:
         self.high = max(self.high, other.high)
         self.exponents.update(other.exponents)
 
-    def flushed(self, fmt: Format, scale: float = 1.0) -> float:
+    def compute_flushed_share(self, fmt: Format, scale: float = 1.0) -> float:
         """Return the share that rounds to zero when multiplied by `scale`: below half the smallest number."""
         total = sum(self.exponents.values())
         # frexp's mantissa is below 1, so an exponent e holds numbers below 2^e.
         limit = math.log2(fmt.smallest_subnormal / 2 / scale)
         return sum(n for e, n in self.exponents.items() if e <= limit) / total if total else 0.0
 
-    def headroom(self, fmt: Format) -> float:
+    def compute_headroom_bits(self, fmt: Format) -> float:
         """Return the powers of two between the largest value and the format's largest number."""
         return math.log2(fmt.largest / self.high) if self.high else math.inf
 
@@ -95,9 +95,9 @@ class Histograms(RangeTrace):
         self.outputs: dict[int, Magnitudes] = {}
         self.operands: dict[tuple[str, bool], Magnitudes] = {}
 
-    def _look(self, func: Any, name: str, given: list[Tensor], before: Any, found: list[Tensor]) -> None:
+    def _record(self, func: Any, name: str, given: list[Tensor], before: Any, found: list[Tensor]) -> None:
         first = len(self.operations)
-        super()._look(func, name, given, before, found)
+        super()._record(func, name, given, before, found)
         for seen, tensor in zip(self.operations[first:], found, strict=False):
             self.outputs.setdefault(seen.index, Magnitudes()).add(tensor)
         if name in PRODUCTS and self.operations[first:]:
@@ -210,14 +210,14 @@ def _judge(module: str, kind: str, found: Magnitudes, target: Target, scale: flo
     if target == "fp8":
         fmt = FP8_E5M2 if kind == "gradients" else FP8_E4M3
         # Scaled so that the largest value becomes the largest of the format.
-        lost = found.flushed(fmt, fmt.largest / found.high if found.high else 1.0)
+        lost = found.compute_flushed_share(fmt, fmt.largest / found.high if found.high else 1.0)
         verdict = "flushes to zero" if lost > MUCH else "fits"
         return Judgement(module=module, kind=kind, verdict=verdict, headroom_bits=0.0, lost=lost)
     fmt = FP16 if target == "fp16" else BF16
-    lost, headroom, remedy, is_saved = found.flushed(fmt), found.headroom(fmt), "", False
+    lost, headroom, remedy, is_saved = found.compute_flushed_share(fmt), found.compute_headroom_bits(fmt), "", False
     verdict = "overflows" if headroom < 0 else "flushes to zero" if lost > MUCH else "fits"
     if verdict != "fits" and target == "fp16":
-        is_saved = kind == "gradients" and verdict != "overflows" and found.flushed(fmt, scale) <= MUCH
+        is_saved = kind == "gradients" and verdict != "overflows" and found.compute_flushed_share(fmt, scale) <= MUCH
         remedy = f"loss scaling saves it (2^{math.log2(scale):.0f})" if is_saved else "loss scaling does not save it"
     return Judgement(
         module=module, kind=kind, verdict=verdict, headroom_bits=headroom, lost=lost, remedy=remedy, is_saved=is_saved

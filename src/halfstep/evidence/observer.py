@@ -39,8 +39,8 @@ from torch.utils.flop_counter import flop_registry
 from halfstep.backend_flags import read_effective_leaves
 from halfstep.evidence.ranges import FOREIGN, PACKAGE
 from halfstep.islands import is_on_island
+from halfstep.precision.apply import UPCAST_BY_AUTOCAST
 from halfstep.precision.plan import ROOT
-from halfstep.precision.rows import UPCAST_BY_AUTOCAST
 
 OUTSIDE = "(outside the model)"
 Direction = Literal["forward", "backward"]
@@ -129,7 +129,7 @@ class Observer:
         self._norm_outputs: dict[int, tuple[StorageWeakRef, str]] = {}
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         """Observe the operations that run inside."""
         self._thread = threading.get_ident()
         self._kept.clear()  # of the previous micro-batch, whose memory now holds other tensors
@@ -164,7 +164,7 @@ class Observer:
                 storage = tensor.untyped_storage()
                 self._norm_outputs[storage.data_ptr()] = StorageWeakRef(storage), left.module
 
-    def place(self) -> tuple[_Location, Direction, str]:
+    def locate(self) -> tuple[_Location, Direction, str]:
         """Return module, direction, and the custom autograd Function that runs."""
         node = _get_node()
         here = self._stack[-1] if self._stack else None
@@ -175,7 +175,7 @@ class Observer:
             self._remember(place)
             return place, "forward", ""
         function = type(node).__name__.removesuffix("Backward") if isinstance(node, BackwardCFunction) else ""
-        return self._place_of(node._sequence_nr()), "backward", function
+        return self._find_location(node._sequence_nr()), "backward", function
 
     def _remember(self, place: _Location) -> None:
         if threading.get_ident() != self._thread:
@@ -189,7 +189,7 @@ class Observer:
             self._numbers.append(number)
             self._places.append(place)
 
-    def _place_of(self, number: int) -> _Location:
+    def _find_location(self, number: int) -> _Location:
         """Return the location of the first operation that ran after the node was created."""
         # The entry at or after the node: several nodes made by one call share the location noted after the last of
         # them.
@@ -198,23 +198,23 @@ class Observer:
 
     # --- what ---
 
-    def product(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+    def record_product(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Record the format and FLOPs of a matmul, convolution, attention or custom operation."""
         name = find_compute_format(func, args, kwargs)
         if not name:
             return
-        place, direction, function = self.place()
+        place, direction, function = self.locate()
         operation = f"{func.namespace}::{func._opname}" if is_custom(func) else func._opname
         found = Product(place.module, direction, operation, name, place.is_island, is_custom(func), function)
         self.seen.calls[found] += 1
         if flops := count_flops(func, args, kwargs, result):
             self.seen.flops[found] += flops
 
-    def cast(self, source: Tensor, result: Tensor) -> None:
+    def record_cast(self, source: Tensor, result: Tensor) -> None:
         """Record a change of format between floating-point tensors, and its line if the user wrote the cast."""
         if source.dtype == result.dtype or not (source.is_floating_point() and result.is_floating_point()):
             return
-        place, direction, _ = self.place()
+        place, direction, _ = self.locate()
         found = Cast(place.module, direction, name_format(source.dtype), name_format(result.dtype))
         self.seen.casts[found] += 1
         self.seen.cast_bytes[found] += result.nbytes
@@ -228,7 +228,7 @@ class Observer:
         address = storage.data_ptr()
         if tensor.is_floating_point() and address not in self.weights and address not in self._kept:
             self._kept.add(address)
-            place, _, _ = self.place()
+            place, _, _ = self.locate()
             self.seen.kept[place.module, name_format(tensor.dtype)] += storage.nbytes()
             reference, norm = self._norm_outputs.get(address, (None, ""))
             if reference is not None and not reference.expired() and tensor.dtype == torch.float32:
@@ -249,11 +249,11 @@ class _Operations(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if is_product(func):
-            self.observer.product(func, args, kwargs or {}, result)
+            self.observer.record_product(func, args, kwargs or {}, result)
         elif func is torch.ops.aten._to_copy.default:
-            self.observer.cast(args[0], result)
+            self.observer.record_cast(args[0], result)
         else:
-            self.observer.place()  # notes the nodes of operations that are not counted
+            self.observer.locate()  # notes the nodes of operations that are not counted
         return result
 
 

@@ -112,9 +112,9 @@ class IslandAt(TorchFunctionMode):
         if _find_own_line(sys._getframe(1)) != self.line:
             return func(*args, **kwargs)
         with fp32_island():
-            return func(*self._wide(args), **self._wide(kwargs))
+            return func(*self._widen(args), **self._widen(kwargs))
 
-    def _wide(self, tree: Any) -> Any:
+    def _widen(self, tree: Any) -> Any:
         def wide(x: Any) -> Any:
             is_narrow = isinstance(x, Tensor) and x.is_floating_point() and x.itemsize < self.dtype.itemsize
             self.has_widened |= is_narrow

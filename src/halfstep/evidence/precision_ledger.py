@@ -91,7 +91,7 @@ class Ledger:
     def differences(self) -> tuple[Finding, ...]:
         return tuple(finding for finding in self.findings if finding.level == "differs")
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return {
             "summary": self.summary,
             "mode": self.mode,
@@ -116,7 +116,7 @@ class Weights:
     states: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module, optimizers: Iterable[Optimizer]) -> Weights:
+    def collect(cls, model: nn.Module, optimizers: Iterable[Optimizer]) -> Weights:
         """Return the current formats: call it after backward for gradients, after a commit for optimizer state."""
         states = {id(p): state for optimizer in optimizers for p, state in optimizer.state.items()}
         found = cls()
@@ -171,7 +171,7 @@ def _make_rows(expected: Expected, seen: Seen, weights: Weights, found: Sequence
         rows.append(
             LedgerRow(
                 module=module,
-                planned="-" if module == OUTSIDE else expected.compute(module),
+                planned="-" if module == OUTSIDE else expected.find_compute(module),
                 forward=_describe_formats(seen, module, "forward"),
                 backward=_describe_formats(seen, module, "backward"),
                 flops_share=sum(n for p, n in seen.flops.items() if p.module == module) / all_flops,
@@ -247,7 +247,7 @@ def _describe_exceptions(expected: Expected, seen: Seen, name: str, total: int) 
 def _classify_product(expected: Expected, product: Product) -> str:
     if product.module == OUTSIDE:
         return "loss and code around the model"
-    if product.format == expected.compute(product.module):
+    if product.format == expected.find_compute(product.module):
         return "as planned"
     if product.is_island:
         return "island"
@@ -330,7 +330,7 @@ class Expected:
         rows = (*plan.rows, *plan.frozen)
         self.rows = {row.module: row for row in rows if row.kind != "island" and row.module != WHOLE_MODEL}
 
-    def compute(self, module: str) -> str:
+    def find_compute(self, module: str) -> str:
         """Return the format of a module's matmuls and convolutions: by its own row, by its enclosing module's, or by
         the plan."""
         row = self.rows.get(module)
@@ -341,7 +341,7 @@ class Expected:
             row = enclosing if enclosing is not None and enclosing.is_part else None
         return row.compute if row is not None else self.plan.compute
 
-    def storage(self, module: str) -> str:
+    def find_storage(self, module: str) -> str:
         row = self.rows.get(module)
         return row.storage if row is not None else ""
 
@@ -373,7 +373,7 @@ def _check_products(expected: Expected, seen: Seen) -> Iterable[Finding]:
     shown = set()
     # Forward first: its finding is shown, and that of backward for the same reason is dropped.
     for product in sorted(seen.calls, key=lambda p: p.direction == "backward"):
-        planned = expected.compute(product.module)
+        planned = expected.find_compute(product.module)
         if product.module == OUTSIDE or is_as_planned(expected, product):
             continue
         why, fix = _explain_product(product, planned, expected.plan)
@@ -387,7 +387,7 @@ def _check_products(expected: Expected, seen: Seen) -> Iterable[Finding]:
 
 def is_as_planned(expected: Expected, product: Product) -> bool:
     """True if the product ran in the planned format, on an island in fp32, or as a simulation of the format."""
-    planned, plan = expected.compute(product.module), expected.plan
+    planned, plan = expected.find_compute(product.module), expected.plan
     if product.module == OUTSIDE or product.format == planned or product.is_island and product.format == "fp32":
         return True
     # Simulation multiplies the rounded operands in fp32.
@@ -427,7 +427,7 @@ def _explain_product(product: Product, planned: str, plan: Plan) -> tuple[str, s
 
 def _check_weights(expected: Expected, modules: Mapping[str, nn.Module]) -> Iterable[Finding]:
     for name, module in modules.items():
-        planned = expected.storage(name)
+        planned = expected.find_storage(name)
         for own, weight in module.named_parameters(recurse=False):
             stored = name_format(weight.dtype)
             if planned and weight.is_floating_point() and stored != planned:
@@ -456,7 +456,7 @@ def _check_statistics(modules: Mapping[str, nn.Module]) -> Iterable[Finding]:
 
 def _check_upcasts(expected: Expected, seen: Seen) -> Iterable[Finding]:
     for upcast, size in seen.upcasts.items():
-        if upcast.module != OUTSIDE and expected.compute(upcast.module) in HALF:
+        if upcast.module != OUTSIDE and expected.find_compute(upcast.module) in HALF:
             yield Finding(
                 module=upcast.module,
                 what=f"cast to fp32 by hand at {upcast.line}, {size:,} bytes",
@@ -482,7 +482,7 @@ def _check_norms(expected: Expected, seen: Seen) -> Iterable[Finding]:
 
 def _is_in_fp32(expected: Expected, norm: str) -> bool:
     """True if the enclosing module is declared fp32; the norm's own row is always fp32."""
-    return expected.compute(norm.rpartition(".")[0] or ROOT) == "fp32"
+    return expected.find_compute(norm.rpartition(".")[0] or ROOT) == "fp32"
 
 
 # --- a step on the side: computed, observed and undone ---
@@ -515,6 +515,6 @@ def observe(
 ) -> tuple[Observer, Weights]:
     """Return what one eager step of this window does, and the formats of the tensors it leaves."""
     observer = Observer(step.model, frozen)
-    with undo_after(step), watch_step(step, observer.watching):
+    with undo_after(step), watch_step(step, observer.watch):
         step.compute(loss_fn, window)
-        return observer, Weights.of(step.model, step.optimizers)
+        return observer, Weights.collect(step.model, step.optimizers)

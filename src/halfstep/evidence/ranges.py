@@ -89,9 +89,9 @@ class Operation:
 class RangeTrace(TorchDispatchMode):
     """Record the operations that run inside, and follow non-finite numbers back to their origin."""
 
-    def __init__(self, model: nn.Module, beside: Mapping[str, nn.Module] | None = None) -> None:
+    def __init__(self, model: nn.Module, others: Mapping[str, nn.Module] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        parts = {**(beside or {}), "": model}
+        parts = {**(others or {}), "": model}
         self.names = {
             id(module): name or ROOT
             for part, whole in parts.items()
@@ -118,20 +118,22 @@ class RangeTrace(TorchDispatchMode):
         outputs = func(*args, **kwargs)
         self._running = ""
         if name not in UNWRITTEN:
-            self._look(func, name, given, before, _list_floating(outputs))
+            self._record(func, name, given, before, _list_floating(outputs))
         else:
             self._forget(_list_floating(outputs))
         return outputs
 
-    def origin_of(self, tensor: Tensor) -> Operation | None:
+    def find_origin(self, tensor: Tensor) -> Operation | None:
         """Return the operation that first left the finite range on the way to this tensor."""
         return self._origins.get(_get_key(tensor))
 
-    def _look(self, func: Any, name: str, given: list[Tensor], before: list[Range] | None, found: list[Tensor]) -> None:
+    def _record(
+        self, func: Any, name: str, given: list[Tensor], before: list[Range] | None, found: list[Tensor]
+    ) -> None:
         # -1 outside of backward.
         is_backward = torch._C._current_graph_task_id() != -1
         if not is_backward:
-            place = self._place()
+            place = self._locate()
             # The first operation that sees a number created the node. Later ones that create none, such as the +1 of a
             # counter, see the same number and are not noted.
             self._places.setdefault(torch._C._autograd._get_sequence_nr(), place)
@@ -139,7 +141,7 @@ class RangeTrace(TorchDispatchMode):
             range_ = measure_range(output)
             if func.is_view:  # has no new values
                 continue
-            module, line = self._backward_place() if is_backward else place
+            module, line = self._locate_backward() if is_backward else place
             seen = Operation(len(self.operations), name, module, line, is_backward, range_, is_torch=_is_torch(func))
             seen.function = _find_function() if is_backward else None
             last = self.operations[-1] if self.operations else seen
@@ -151,7 +153,7 @@ class RangeTrace(TorchDispatchMode):
             if not range_.is_finite or not seen.is_torch:
                 seen.inputs = before if before is not None else [measure_range(value) for value in given]
             if not range_.is_finite:
-                self._origins[_get_key(output)] = self._origin(seen, given)
+                self._origins[_get_key(output)] = self._trace_back(seen, given)
             elif output.numel() * output.element_size() >= output.untyped_storage().nbytes():
                 self._forget([output])  # a view of a part may be finite where the rest is not
 
@@ -159,7 +161,7 @@ class RangeTrace(TorchDispatchMode):
         for tensor in tensors:
             self._origins.pop(_get_key(tensor), None)
 
-    def _origin(self, seen: Operation, given: list[Tensor]) -> Operation:
+    def _trace_back(self, seen: Operation, given: list[Tensor]) -> Operation:
         """Return an operation's own origin, or that of the non-finite input it inherits from."""
         keys = [_get_key(value) for value, r in zip(given, seen.inputs, strict=True) if not r.is_finite]
         known = [self._origins[key] for key in keys if key in self._origins]
@@ -177,19 +179,19 @@ class RangeTrace(TorchDispatchMode):
             seen.outside = tuple(bad[0].shape)
         return seen
 
-    def raised(self, error: BaseException) -> Operation:
+    def find_raising(self, error: BaseException) -> Operation:
         """Return the operation that raised, by the frames of its error; one that torch rejects before it runs has no
         name."""
         frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-        module, line = self._innermost(reversed(frames))
+        module, line = self._find_innermost(reversed(frames))
         nothing = measure_range(torch.empty(0))
         return Operation(len(self.operations), self._running, module, line, False, nothing, has_raised=True)
 
-    def _place(self) -> tuple[str, str]:
+    def _locate(self) -> tuple[str, str]:
         # Three frames up: `_place`, `_look` and `__torch_dispatch__` are skipped.
-        return self._innermost(traceback.walk_stack(sys._getframe(3)))
+        return self._find_innermost(traceback.walk_stack(sys._getframe(3)))
 
-    def _innermost(self, frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
+    def _find_innermost(self, frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
         """Return the innermost module, and the innermost line of the user's code or the model's."""
         module = line = ""
         for frame, number in frames:
@@ -203,17 +205,17 @@ class RangeTrace(TorchDispatchMode):
                 break
         return module or LOSS, line
 
-    def _backward_place(self) -> tuple[str, str]:
+    def _locate_backward(self) -> tuple[str, str]:
         node = torch._C._current_autograd_node()
         if node is None:
             return LOSS, ""
         number = node._sequence_nr() + 1  # requested after the node was created
-        module, line = self._places.get(number) or self._place()
+        module, line = self._places.get(number) or self._locate()
         if _find_function() is not None:  # its backward is Python code: report the line inside it
             # Only frames inside the custom backward: those outside of it belong to the loop that called it.
             frames = traceback.walk_stack(sys._getframe(2))
             inside = itertools.takewhile(lambda at: at[0].f_code.co_filename != autograd_function.__file__, frames)
-            line = self._innermost(inside)[1] or line
+            line = self._find_innermost(inside)[1] or line
         return module, line
 
 

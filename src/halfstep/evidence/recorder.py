@@ -35,7 +35,7 @@ Notice = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapsuleContext:
-    """What runs and hs.Step know about their training besides its steps; hs.Step sets only the first two fields."""
+    """Facts about the training that its steps do not hold; hs.Step sets only the first two fields."""
 
     about: Mapping[str, Any]
     """The plan and, for runs, what replay needs to rebuild the model."""
@@ -79,7 +79,7 @@ class Recorder:
         self._newest = -1
         """The last recorded step: no step is recorded twice."""
         # Measured once, when training begins: replay compares grown weights with it.
-        self._start = _sizes(model)
+        self._start = _measure_sizes(model)
 
     @contextmanager
     def watch(self, window: Sequence[Any]) -> Iterator[None]:
@@ -98,19 +98,19 @@ class Recorder:
 
     def observe(self, facts: Facts | PhasedFacts | None, reading: Reading) -> None:
         """Process the values of one step, in order, once they are on the host."""
-        self._row = self._kept(facts, reading, self._row)
-        _, own, _ = self._fault(reading)
+        self._row = self._record_fault(facts, reading, self._row)
+        _, own, _ = self._find_fault(reading)
         self._trail.append({key: getattr(own, key) for key in ("attempted", "loss", "grad_norm", "lr", "scale")})
 
     def look_early(self, seen: Sequence[tuple[Any, Reading]]) -> None:
         """Record faults among steps that are observed later, before the weights change."""
         row = self._row
         for facts, reading in seen:
-            row = self._kept(None if isinstance(facts, Reading) else facts, reading, row)
+            row = self._record_fault(None if isinstance(facts, Reading) else facts, reading, row)
 
-    def _kept(self, facts: Facts | PhasedFacts | None, reading: Reading, row: str) -> str:
+    def _record_fault(self, facts: Facts | PhasedFacts | None, reading: Reading, row: str) -> str:
         """Write a capsule for the first fault of its kind in a row, and return its kind."""
-        phase, own, cause = self._fault(reading)
+        phase, own, cause = self._find_fault(reading)
         is_new = cause != row and reading.attempted > self._newest
         # The first faulty rank writes; rank 0 if only the summed gradients are not finite.
         is_writer = self.context.rank in (None, min(own.faulty_ranks, default=0))
@@ -132,15 +132,15 @@ class Recorder:
         self._write("exception", reading, "", window=window, rng=read_rng_state(self.step.device),
                     reason=f"{type(error).__name__}: {line}")  # fmt: skip
 
-    def _fault(self, reading: Reading) -> tuple[str, Reading, str]:
+    def _find_fault(self, reading: Reading) -> tuple[str, Reading, str]:
         """Return the first phase at fault, its reading, and the kind of fault; empty for a good step or a routine
         overflow."""
         parts = split_phases(reading)
-        kinds = {name: self._kind(part) for name, part in parts.items()}
+        kinds = {name: self._classify(part) for name, part in parts.items()}
         phase = next((name for name, kind in kinds.items() if kind), next(iter(parts)))
         return phase, parts[phase], kinds[phase]
 
-    def _kind(self, reading: Reading) -> str:
+    def _classify(self, reading: Reading) -> str:
         if reading.is_spike:
             return "spike" if self.spikes else ""
         if not reading.is_bad or reading.is_empty:
@@ -163,12 +163,12 @@ class Recorder:
         rng: Mapping[str, Tensor],
         reason: str = "",
     ) -> None:
-        if window is None or not self._has_place():
+        if window is None or not self._has_room():
             return None
-        fits = capsule.state_bytes(self.model) <= self.most_bytes
+        fits = capsule.count_state_bytes(self.model) <= self.most_bytes
         ids = list(reading.sample_ids)
         # The current weights, not those of the step: `commits_after` counts the commits between them.
-        state = capsule.state_of(self.model) if fits else {}
+        state = capsule.collect_state(self.model) if fits else {}
         about = {
             "reason": reason or reading.reason or f"the loss jumped to {reading.loss:.4g}",
             "kind": kind,
@@ -183,58 +183,58 @@ class Recorder:
             "scale": reading.scale,
             "lr": reading.lr,
             "committed": reading.committed,
-            "commits_after": max(int(self._committed(phase)) - reading.committed, 0) + (not reading.is_bad),
+            "commits_after": max(int(self._get_committed(phase)) - reading.committed, 0) + (not reading.is_bad),
             "weights": "state.safetensors" if fits else self.context.find_checkpoint(),
             "trail": list(self._trail),
             "start": self._start,
-            "not_finite": not_finite(capsule.state_of(self.model)) + self._bad_averages(),
-            "layout": layout(self.model),
-            "code": capsule.code_of(self.model),
-            "update": record_update(self._step_of(phase), self.model),
+            "not_finite": find_non_finite(capsule.collect_state(self.model)) + self._list_bad_averages(),
+            "layout": list_shapes(self.model),
+            "code": capsule.fingerprint_code(self.model),
+            "update": record_update(self._get_step(phase), self.model),
             **self.context.describe_share(reading),
             **self.context.about,
         }
         path = self.folder / f"{reading.attempted:08d}"
         try:
-            capsule.write(path, about, window=window, rng=rng, state=state, config=self.context.config)
+            capsule.write_capsule(path, about, window=window, rng=rng, state=state, config=self.context.config)
         except HalfstepError as error:  # a by-product: the run itself goes on
             return self.notice(f"{error.what} ({error.why})")
         is_run = bool(self.context.config)
         replay = suggest_command("replay", path) if is_run else f"hs.replay({str(path)!r}, model, loss_fn)"
         return self.notice(f"step {reading.attempted} was saved; find the cause with: {replay}")
 
-    def _committed(self, phase: str) -> Tensor:
+    def _get_committed(self, phase: str) -> Tensor:
         return self.step.steps[phase].committed if isinstance(self.step, PhasedStep) and phase else self.step.committed
 
-    def _step_of(self, phase: str) -> Step:
+    def _get_step(self, phase: str) -> Step:
         if isinstance(self.step, PhasedStep):
             return self.step.steps[phase] if phase else next(iter(self.step.steps.values()))
         return self.step
 
-    def _has_place(self) -> bool:
+    def _has_room(self) -> bool:
         """True if another capsule may be kept: the first faults matter most, and later ones are their consequence."""
-        return len(capsule.all_in(self.folder)) < self.most
+        return len(capsule.list_capsules(self.folder)) < self.most
 
-    def _bad_averages(self) -> list[str]:
+    def _list_bad_averages(self) -> list[str]:
         ema = self.step.ema
-        return [f"average of {name}" for name in not_finite(ema.state_dict())] if ema is not None else []
+        return [f"average of {name}" for name in find_non_finite(ema.state_dict())] if ema is not None else []
 
 
-def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+def find_non_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names of tensors with NaN or inf; -inf alone is a mask."""
     numbers = ((name, value) for name, value in tensors.items() if has_fractions(value))
     return [name for name, value in numbers if not ((value == -math.inf) | value.isfinite()).all()]
 
 
-def layout(model: nn.Module) -> dict[str, list[int]]:
+def list_shapes(model: nn.Module) -> dict[str, list[int]]:
     """Return names and shapes, to recognise a changed model."""
-    return {name: list(value.shape) for name, value in capsule.state_of(model).items()}
+    return {name: list(value.shape) for name, value in capsule.collect_state(model).items()}
 
 
 @torch.no_grad()
-def _sizes(model: nn.Module) -> dict[str, float]:
+def _measure_sizes(model: nn.Module) -> dict[str, float]:
     """Return the root mean square of each weight and buffer when training began."""
-    numbers = {name: value for name, value in capsule.state_of(model).items() if has_fractions(value)}
+    numbers = {name: value for name, value in capsule.collect_state(model).items() if has_fractions(value)}
     if not numbers:
         return {}
     sizes = torch.stack([value.abs().float().square().mean().sqrt().cpu() for value in numbers.values()])

@@ -110,8 +110,8 @@ def _calm_update(update: Update | None) -> Iterator[tuple[str, Update | None]]:
     if update is None:
         return
     if not 0 < update.clip.limit <= 1:
-        yield ", and clip_norm=1", update.clipped(1.0)
-    yield ", and a tenth of the learning rate", update.changed("lr", lambda lr: lr / 10)
+        yield ", and clip_norm=1", update.replace_clip(1.0)
+    yield ", and a tenth of the learning rate", update.change_setting("lr", lambda lr: lr / 10)
 
 
 def _propose(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) -> Iterator[Remedy]:
@@ -149,14 +149,15 @@ def _try_slower(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool
     """
     assert subject.update is not None
     if not subject.update.clip.limit:
-        line, clipped = "train.clip_norm: 1" if is_run else "hs.Step(..., clip_norm=1)", subject.update.clipped(1.0)
+        line = "train.clip_norm: 1" if is_run else "hs.Step(..., clip_norm=1)"
+        clipped = subject.update.replace_clip(1.0)
         outcome = _train(subject, found, clipped)
-        outcome = outcome if not outcome.is_good else _train(subject, found, clipped.at_rate(3 * rate))
+        outcome = outcome if not outcome.is_good else _train(subject, found, clipped.replace_rate(3 * rate))
         yield Remedy(change="gradients clipped to a norm of 1", line=line, outcome=outcome, margin=3)
     # Divide the rate by 3 until two in a row are good, and propose the lower one: its margin is then 3.
     failed, num_good, lower = None, 0, rate / 3
     while lower >= LOWEST * rate > 0:
-        outcome = _train(subject, found, subject.update.at_rate(lower))
+        outcome = _train(subject, found, subject.update.replace_rate(lower))
         num_good = num_good + 1 if outcome.is_good else 0
         if num_good == 2:
             line = f"optimizer.lr: {lower:.3g}" if is_run else f"lr={lower:.3g}"
@@ -179,7 +180,7 @@ def _train(subject: Subject, found: Diagnosis, update: Update) -> Attempt:
     """
     draw, num_more = partial(draw_samples, generator=torch.Generator().manual_seed(0)), NUM_AT_RATE + 2 * update.memory
     subject = replace(subject, update=update)
-    with subject.with_state(found.start):
+    with subject.replace_state(found.start):
         outcome = attempt(subject, "other update", num_more=num_more, draw=draw)
         if outcome.error and not outcome.losses:  # rows that belong together, such as those sorted by length
             outcome = attempt(subject, "other update", num_more=num_more)
@@ -192,8 +193,8 @@ def _train(subject: Subject, found: Diagnosis, update: Update) -> Attempt:
 def _try_other_update(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) -> Iterator[Remedy]:
     assert subject.update is not None
     with _fill_state(subject, found):
-        if any(eps < 1e-30 for eps in subject.update.settings("eps") if isinstance(eps, float | int)):
-            update = subject.update.changed("eps", lambda eps: max(eps, 1e-8))
+        if any(eps < 1e-30 for eps in subject.update.list_settings("eps") if isinstance(eps, float | int)):
+            update = subject.update.change_setting("eps", lambda eps: max(eps, 1e-8))
             outcome = attempt(replace(subject, update=update), "eps", num_more=NUM_MORE)
             change = f"eps=1e-8 in {subject.update.names}: with 0, a weight without gradient is updated by 0/0"
             yield Remedy(change=change, line="optimizer.eps: 1e-8" if is_run else "eps=1e-8", outcome=outcome)
@@ -368,8 +369,8 @@ def repair_temporarily(subject: Subject, found: Diagnosis) -> Iterator[None]:
 
 
 def _fill_state(subject: Subject, found: Diagnosis) -> contextlib.AbstractContextManager[None]:
-    whole, filling = subject.whole_state(), _choose_fillings(found)[0]
-    return subject.with_state({name: whole[name].masked_fill(bad, filling) for name, bad in found.tensors.items()})
+    whole, filling = subject.collect_whole_state(), _choose_fillings(found)[0]
+    return subject.replace_state({name: whole[name].masked_fill(bad, filling) for name, bad in found.tensors.items()})
 
 
 def _choose_fillings(found: Diagnosis) -> tuple[float, ...]:
@@ -390,8 +391,8 @@ def _try_state(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
 
 
 def _try_filling(subject: Subject, tensors: Mapping[str, Tensor], filling: float) -> Remedy:
-    whole = subject.whole_state()
-    with subject.with_state({name: whole[name].masked_fill(is_bad, filling) for name, is_bad in tensors.items()}):
+    whole = subject.collect_whole_state()
+    with subject.replace_state({name: whole[name].masked_fill(is_bad, filling) for name, is_bad in tensors.items()}):
         outcome = attempt(subject, f"filled with {filling:g}", num_more=NUM_MORE)
     return Remedy(change=f"initialise {', '.join(tensors)}, here with {filling:g}", outcome=outcome)
 
@@ -399,7 +400,7 @@ def _try_filling(subject: Subject, tensors: Mapping[str, Tensor], filling: float
 def _try_other_start(subject: Subject, module: str) -> Iterator[Remedy]:
     """Try 1 in place of zeros near the operation, such as those of a layer that starts at zero under weight
     normalisation."""
-    tried = (_try_filling(subject, {name: value == 0}, 1.0) for name, value in subject.near(module).items()
+    tried = (_try_filling(subject, {name: value == 0}, 1.0) for name, value in subject.find_state_near(module).items()
              if not value.all())  # fmt: skip
     yield from itertools.islice((remedy for remedy in tried if remedy.works), 1)
 
@@ -407,17 +408,17 @@ def _try_other_start(subject: Subject, module: str) -> Iterator[Remedy]:
 def _try_smaller_start(subject: Subject, module: str) -> Iterator[Remedy]:
     """Try smaller matrices where repeated application amplifies (a recurrent or deep network): those near the
     operation, then the largest, then all."""
-    trained = subject.trained_names()
+    trained = subject.list_trained_names()
     matrices = {
         name: v for name, v in subject.state.items() if name in trained and v.ndim > 1 and v.is_floating_point()
     }
     norms = {name: _estimate_spectral_norm(v.float().flatten(1)) for name, v in matrices.items()}
     large = {name: norm for name, norm in norms.items() if 1 < norm < math.inf}
-    near = {name: norm for name, norm in large.items() if name in subject.near(module)}
+    near = {name: norm for name, norm in large.items() if name in subject.find_state_near(module)}
     largest = max(large, key=large.__getitem__, default="")
     scopes = [near, {largest: large[largest]} if large else {}, large]
     for scope in (scope for number, scope in enumerate(scopes) if scope and scope not in scopes[:number]):
-        with subject.with_state({name: matrices[name] / norm for name, norm in scope.items()}):
+        with subject.replace_state({name: matrices[name] / norm for name, norm in scope.items()}):
             outcome = attempt(subject, "smaller start", num_more=NUM_MORE)
         names = ", ".join(list(scope)[:3]) + (f" and {len(scope) - 3} more" if len(scope) > 3 else "")
         change = f"a start with a spectral norm of 1 (nn.init.orthogonal_) for {names}: it is {max(scope.values()):.3g}"

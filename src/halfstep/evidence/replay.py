@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfstep.evidence.attempts import Attempt, Subject
-from halfstep.evidence.capsule import Capsule, changed_code, plain
+from halfstep.evidence.capsule import Capsule, find_changed_code, to_strict_json
 from halfstep.evidence.causes import Diagnosis, diagnose
 from halfstep.evidence.ranges import Operation, Range, group_by_module
 from halfstep.evidence.remedies import Remedy, find_remedies, repair_temporarily
@@ -51,7 +51,7 @@ class Replayed:
         """Return the module at fault; empty if no operation is."""
         return self.diagnosis.origin.module if self.diagnosis.origin is not None else ""
 
-    def ranges(self) -> dict[str, list[tuple[str, Range]]]:
+    def group_ranges(self) -> dict[str, list[tuple[str, Range]]]:
         """Return each module's range in execution order, by direction, for the figure."""
         traced = next((run.trace for run in self.diagnosis.attempts if run.trace is not None), None)
         if traced is None:
@@ -62,17 +62,17 @@ class Replayed:
         }
 
     def __str__(self) -> str:
-        return "\n".join(self.lines())
+        return "\n".join(self.format_lines())
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """Return the answer as lines of text."""
         about = self.capsule.about
         place = f" of {about['phase']}" if about.get("phase") else ""
         inexact = [self.capsule.inexact] if self.capsule.inexact else []
         inexact += [f"the code of {name} has changed since: this is not the step as it was" for name in self.changed]
-        return [f"step {self.capsule.step}{place}: {about['reason']}", *inexact, "", *self._answer()]
+        return [f"step {self.capsule.step}{place}: {about['reason']}", *inexact, "", *self._format_answer()]
 
-    def _answer(self) -> list[str]:
+    def _format_answer(self) -> list[str]:
         lines = [f"cause: {self.cause}", *(f"  {line}" for line in self.diagnosis.shown)]
         if (origin := self.diagnosis.origin) is not None:
             where = f" at {origin.line}" if origin.line else ""
@@ -80,18 +80,18 @@ class Replayed:
             lines.append(f"{what}: {origin.place}{where}")
         lines += ["", "the step, run again", *(f"  {run}" for run in self.diagnosis.attempts), ""]
         if self.behind is None:
-            return lines + self._advice()
+            return lines + self._format_advice()
         change = f"change: {self.tried[0].change} (tried: another fault is behind it)"
-        return [*lines, change, "", "behind it", *self.behind._answer()]
+        return [*lines, change, "", "behind it", *self.behind._format_answer()]
 
-    def _advice(self) -> list[str]:
+    def _format_advice(self) -> list[str]:
         failed = [f"  tried, does not help: {r.change}" for r in self.tried if r.outcome is not None and not r.works]
         if self.remedy is None:
             return ["change: none of those tried helps", *failed] if self.tried else ["change: nothing to propose"]
         lines = [f"change: {self.remedy.change} ({self.remedy.shown})", *failed]
         return [*lines, "", self.remedy.line] if self.remedy.line else lines
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         origin = self.diagnosis.origin
         document = {
             "step": self.capsule.step,
@@ -115,16 +115,16 @@ class Replayed:
             ],
             "change": self.remedy.change if self.remedy else "",
             "line": self.remedy.line if self.remedy else "",
-            "behind": self.behind.as_json() if self.behind else None,
+            "behind": self.behind.to_json() if self.behind else None,
         }
-        return dict(plain(document))
+        return dict(to_strict_json(document))
 
 
 def replay(subject: Subject, capsule: Capsule) -> Replayed:
     """Run the step again in every variant, and report why it went bad."""
     found = diagnose(subject, capsule)
     rate = capsule.about.get("base_lr") or capsule.about["lr"]
-    tried = find_remedies(subject, found, rate=rate if isinstance(rate, float) else 0.0, is_run=capsule.is_of_a_run)
+    tried = find_remedies(subject, found, rate=rate if isinstance(rate, float) else 0.0, is_run=capsule.is_from_run)
     behind = None
     if (found.rows or found.tensors) and tried and all(r.outcome is not None and not r.works for r in tried):
         # No change helps although samples or state are at fault: repair those and look for a second fault.
@@ -135,7 +135,7 @@ def replay(subject: Subject, capsule: Capsule) -> Replayed:
         diagnosis=found,
         tried=tried,
         format=subject.plan.compute,
-        changed=changed_code(capsule, subject.model),
+        changed=find_changed_code(capsule, subject.model),
         behind=behind,
     )
 

@@ -197,5 +197,5 @@ def _measure_losses(subject: Subject, most: int = 512) -> dict[tuple[int, int], 
     finally:
         subject.model.train()
         # The loss may have drawn random numbers or changed buffers.
-        subject.put_back()
+        subject.restore_state()
     return found

@@ -65,7 +65,7 @@ class Update:
     clip: Clip
 
     @classmethod
-    def of(cls, recorded: Mapping[str, Any] | None) -> Update | None:
+    def parse(cls, recorded: Mapping[str, Any] | None) -> Update | None:
         """Return the recorded update; None if an optimizer cannot be built again by its name."""
         if recorded is None or any(one["name"] not in KNOWN for one in recorded["optimizers"]):
             return None
@@ -102,25 +102,26 @@ class Update:
     @property
     def memory(self) -> int:
         """Return over how many steps momentum averages."""
-        momenta = [m for m in self.settings("momentum") if m is not None] + [b[0] for b in self.settings("betas") if b]
+        momenta = [momentum for momentum in self.list_settings("momentum") if momentum is not None]
+        momenta += [betas[0] for betas in self.list_settings("betas") if betas]
         # An exponential average with factor β covers about 1 / (1 - β) steps.
         return round(1 / (1 - max((m for m in momenta if m < 1), default=0.0)))
 
-    def settings(self, key: str) -> list[Any]:
+    def list_settings(self, key: str) -> list[Any]:
         """Return this setting of all groups."""
         return [group[key] for one in self.optimizers for group in one["groups"] if key in group]
 
-    def changed(self, key: str, change: Any) -> Update:
+    def change_setting(self, key: str, change: Any) -> Update:
         """Return the update with change(value) in every group that has this setting."""
         return replace(self, optimizers=[
             {**one, "groups": [{**g, key: change(g[key])} if key in g else g for g in one["groups"]]}
             for one in self.optimizers
         ])  # fmt: skip
 
-    def at_rate(self, rate: float) -> Update:
+    def replace_rate(self, rate: float) -> Update:
         """Return the update with this learning rate for the first group, the others in proportion."""
-        first = next(iter(self.settings("lr")), 0.0)
-        return self.changed("lr", lambda lr: lr * rate / first if first else rate)
+        first = next(iter(self.list_settings("lr")), 0.0)
+        return self.change_setting("lr", lambda lr: lr * rate / first if first else rate)
 
-    def clipped(self, limit: float) -> Update:
+    def replace_clip(self, limit: float) -> Update:
         return replace(self, clip=Clip(limit=limit))

@@ -133,4 +133,4 @@ def _measure_decoding(samples: Samples) -> float:
 def _draw_pictures(family: Guiding, opened: OpenedData) -> Iterator[tuple[str, Image.Image]]:
     samples = opened.val if len(opened.val) else opened.train
     for index in spread_indices(len(samples), GRID_SAMPLES):
-        yield family.picture(samples.sample(index, key=(0, 0, index)), index, opened.classes)
+        yield family.draw_sample(samples.sample(index, key=(0, 0, index)), index, opened.classes)

@@ -376,7 +376,7 @@ def _ask_choice(asker: Asker, console: Console, situation: Situation) -> Suggest
 
 
 def _summarise(one: Suggestion) -> str:
-    train, each = one.config.train, KINDS.of(one.config.workload).size_of_sample(one.config)
+    train, each = one.config.train, KINDS.of(one.config.workload).describe_sample_size(one.config)
     times = f" x {train.accumulate}" if train.accumulate > 1 else ""
     size = f"batch {train.batch_size}{times}{f' at {each}' if each else ''}"
     return f"{one.config.precision.default}, {size}, {format_count(train.epochs, 'epoch')}"

@@ -74,7 +74,7 @@ def make_suggestions(situation: Situation) -> tuple[Suggestion, ...]:
 
 def _adapt_to_small_data(preset: str, situation: Situation) -> str:
     is_small = situation.look is not None and situation.look.num_train < SMALL_SET
-    has_quick = "quick" in KINDS.of(situation.workload).schema(situation.workload).presets and not situation.is_demo
+    has_quick = "quick" in KINDS.of(situation.workload).get_schema(situation.workload).presets and not situation.is_demo
     return "quick" if preset == "fast" and is_small and has_quick else preset
 
 
@@ -126,7 +126,7 @@ def _try_preset(
 
 def _choose_base_settings(situation: Situation, preset: str) -> dict[str, Any]:
     """Return the settings that follow from the situation alone."""
-    said = KINDS.of(situation.workload).schema(situation.workload).presets[preset]
+    said = KINDS.of(situation.workload).get_schema(situation.workload).presets[preset]
     paths: dict[str, Any] = {"device": situation.device} if situation.device else {}
     if situation.is_demo:
         paths |= {key: said[key] for key in HOW_IT_RUNS if key in said}
@@ -148,7 +148,7 @@ def _fit_to_pictures(situation: Situation, preset: str, paths: dict[str, Any]) -
     side = max(LEAST_SIDE, -(-max(look.sides) // SIDE_STEP) * SIDE_STEP)
     if side >= config.data.image_size:
         return []
-    paths |= KINDS.of(situation.workload).make_guide().for_side(config, side)
+    paths |= KINDS.of(situation.workload).make_guide().suggest_for_side(config, side)
     width, height = look.sides
     return [("image size", f"{side} pixels: the images have {width}×{height}, and upscaling adds nothing")]
 
@@ -178,11 +178,11 @@ def _describe_speed(hardware: Hardware, precision: str) -> str:
     if precision == "fp32":
         return "that of fp32, by definition"
     ops: tuple[tuple[Op, str], ...] = (("matmul", "matmul"), ("conv_nchw", "conv"), ("conv_nhwc", "channels_last conv"))
-    measured = [(name, hardware.measured(op, precision)) for op, name in ops]
+    measured = [(name, hardware.find_measurement(op, precision)) for op, name in ops]
     rates = ", ".join(f"{name} {m.speedup:.1f}x" for name, m in measured if m is not None)
     if rates:
         return f"{rates} fp32 (measured here on these operations; a whole training step gains less)"
-    published = hardware.speedup(precision)
+    published = hardware.find_speedup(precision)
     if published is not None:
         return f"published peak {published:.1f}x fp32, not measured here; a whole training step gains less"
     return "not measured"

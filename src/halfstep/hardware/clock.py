@@ -54,7 +54,7 @@ class Throughput:
         while len(self._marks) > 2 and self._marks[1][0] < now_s - self._window_s:
             self._marks.popleft()
 
-    def per_s(self) -> float:
+    def compute_rate(self) -> float:
         """Return samples per second; zero before the end of the first step."""
         (first_s, first_total), (last_s, last_total) = self._marks[0], self._marks[-1]
         return (last_total - first_total) / (last_s - first_s) if last_s > first_s else 0.0

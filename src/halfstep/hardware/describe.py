@@ -55,7 +55,7 @@ def make_format_columns(hardware: Hardware) -> dict[str, list[str]]:
 
     columns: dict[str, list[str]] = {
         "format": list(FORMATS),
-        "support": [hardware.has(name) for name in FORMATS],
+        "support": [hardware.get_support(name) for name in FORMATS],
         "published\nTFLOPS": [_format_number(hardware.published_tflops.get(name)) for name in FORMATS],
         f"matmul\n{unit}": rates("matmul"),
         "matmul\nx fp32": speedups("matmul"),
@@ -69,7 +69,7 @@ def make_format_columns(hardware: Hardware) -> dict[str, list[str]]:
 
 
 def _make_cells(hardware: Hardware, op: Op, cell: Callable[[Measurement], str]) -> list[str]:
-    found = (hardware.measured(op, name) for name in FORMATS)
+    found = (hardware.find_measurement(op, name) for name in FORMATS)
     return [cell(measurement) if measurement else "" for measurement in found]
 
 

@@ -63,24 +63,24 @@ class Hardware:
     notes: tuple[str, ...] = ()
     """Notes for the user: busy GPU, skipped measurements, shared memory, TPU not run here."""
 
-    def has(self, format_name: str) -> Support:
+    def get_support(self, format_name: str) -> Support:
         return self.support.get(format_name, "missing")
 
-    def measured(self, op: Op, format_name: str) -> Measurement | None:
+    def find_measurement(self, op: Op, format_name: str) -> Measurement | None:
         """Return the measurement of this operation in this format, if there is one."""
         return next((m for m in self.measurements if (m.op, m.format) == (op, format_name)), None)
 
-    def layout_gain(self, format_name: str) -> float | None:
+    def compute_layout_gain(self, format_name: str) -> float | None:
         """Return the speedup of channels_last convolutions in this format; None unless both were timed at one size."""
-        nchw, nhwc = self.measured("conv_nchw", format_name), self.measured("conv_nhwc", format_name)
+        nchw, nhwc = self.find_measurement("conv_nchw", format_name), self.find_measurement("conv_nhwc", format_name)
         return nhwc.tflops / nchw.tflops if nchw and nhwc and nchw.small == nhwc.small else None
 
-    def best(self, format_name: str) -> Measurement | None:
+    def find_best_measurement(self, format_name: str) -> Measurement | None:
         """Return the operation that gains most from this format, if any was measured."""
         of_format = [m for m in self.measurements if m.format == format_name]
         return max(of_format, key=lambda m: m.speedup, default=None)
 
-    def speedup(self, format_name: str) -> float | None:
+    def find_speedup(self, format_name: str) -> float | None:
         """Return the speedup over strict fp32: measured, else from published rates, else None.
 
         The measured speedup is the geometric mean of matmul and convolution, the latter in its better layout: a format

@@ -77,12 +77,12 @@ class CpuDescription:
 class Driver:
     """The real machine."""
 
-    def torch_version(self) -> str:
+    def read_torch_version(self) -> str:
         import torch
 
         return str(torch.__version__)
 
-    def accelerators(self) -> tuple[Accelerator, ...]:
+    def list_accelerators(self) -> tuple[Accelerator, ...]:
         """Return every accelerator torch can use, best kind first."""
         import torch
 
@@ -95,7 +95,7 @@ class Driver:
             found.append(_describe_mps())
         return tuple(found)
 
-    def processor(self) -> CpuDescription:
+    def describe_processor(self) -> CpuDescription:
         cpuinfo = Path("/proc/cpuinfo")
         return CpuDescription(
             cpuinfo=cpuinfo.read_text() if cpuinfo.exists() else "",
@@ -107,7 +107,7 @@ class Driver:
             kernel=f"{platform.system()} {platform.release()} {platform.machine()}",
         )
 
-    def free_bytes(self, device: str) -> int | None:
+    def read_free_bytes(self, device: str) -> int | None:
         """Return the free memory of an accelerator. A separate call: on CUDA it opens a context of about 500 MB."""
         import torch
 
@@ -117,13 +117,13 @@ class Driver:
             return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
         return None
 
-    def load(self) -> float:
+    def read_load(self) -> float:
         """Return the load average over a minute; 0 if the system does not provide it."""
         with contextlib.suppress(AttributeError, OSError):
             return os.getloadavg()[0]
         return 0.0
 
-    def used_by_others(self, device: str) -> str:
+    def describe_other_use(self, device: str) -> str:
         """Describe the use of this GPU by other processes; empty if there is none, or it is unknown."""
         import torch
 
@@ -139,16 +139,16 @@ class Driver:
             return f"{others / 2**30:.1f} GiB taken and {percent} % busy"
         return ""
 
-    def place(self, device: str) -> torch.device:
+    def get_device(self, device: str) -> torch.device:
         """Return the torch device for tensors."""
         import torch
 
         return torch.device(device)
 
-    def now(self) -> float:
+    def read_clock(self) -> float:
         return time.perf_counter()
 
-    def seconds(self, run: Callable[[], object], device: str, *, work: str) -> float:
+    def time_run(self, run: Callable[[], object], device: str, *, work: str) -> float:
         """Return the time of one `run`. `work` names it (`matmul bf16`) for tests that fake the clock."""
         del work
         warm_up = self._sample(run, device, 1)  # libraries load, kernels are chosen
@@ -176,11 +176,11 @@ class Driver:
                 end.synchronize()
             return float(start.elapsed_time(end)) / 1e3 / repeats
         wait_for(torch.device(device))
-        began = self.now()
+        began = self.read_clock()
         for _ in range(repeats):
             run()
         wait_for(torch.device(device))
-        return (self.now() - began) / repeats
+        return (self.read_clock() - began) / repeats
 
 
 def _describe_cuda(index: int) -> Accelerator:

@@ -81,7 +81,7 @@ def measure_fp8_gain(
 ) -> Fp8Gain:
     """Time one layer in both formats; takes a few seconds, mostly compilation."""
     driver = driver or Driver()
-    shape, place = LayerShape(in_features, out_features, tokens), driver.place(device)
+    shape, place = LayerShape(in_features, out_features, tokens), driver.get_device(device)
     plain, other = (nn.Linear(in_features, out_features, device=place) for _ in range(2))
     with torch._dynamo.config.patch(recompile_limit=MANY_SHAPES):
         fp8_s = _time_layer(convert_to_float8(other), shape, device, driver, work="linear fp8")
@@ -91,7 +91,7 @@ def measure_fp8_gain(
 
 
 def _time_layer(layer: nn.Module, shape: LayerShape, device: str, driver: Driver, *, work: str) -> float:
-    place = driver.place(device)
+    place = driver.get_device(device)
     x = torch.randn(shape.tokens, shape.in_features, device=place, dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn(shape.tokens, shape.out_features, device=place, dtype=torch.bfloat16)
     compiled = torch.compile(layer, dynamic=False)
@@ -100,7 +100,7 @@ def _time_layer(layer: nn.Module, shape: LayerShape, device: str, driver: Driver
         torch.autograd.grad(compiled(x), (x, *layer.parameters()), grad)
 
     forward_and_backward()  # compiles; the driver would treat such a long first run as the measurement
-    return driver.seconds(forward_and_backward, device, work=work)
+    return driver.time_run(forward_and_backward, device, work=work)
 
 
 def measure_gains_once(

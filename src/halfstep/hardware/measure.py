@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from halfstep.backend_flags import fp32_mode
+from halfstep.backend_flags import set_fp32_mode
 from halfstep.errors import HardwareError, summarise_error
 from halfstep.formats import FP8_E4M3, find_format
 from halfstep.hardware.describe import OP_NAMES, SMALL_MARK, format_rate
@@ -42,8 +42,8 @@ class TimedOperation(Protocol):
 
     flops: float
 
-    def kernel(self, format_name: str) -> Kernel: ...
-    def error(self, result: torch.Tensor) -> float: ...
+    def make_kernel(self, format_name: str) -> Kernel: ...
+    def measure_error(self, result: torch.Tensor) -> float: ...
 
 
 class TimedMatmul:
@@ -54,18 +54,18 @@ class TimedMatmul:
         self.a, self.b = _draw((size, size), place), _draw((size, size), place, seed=1)
         self.answer = self.a[:CHECKED_ROWS].cpu().double() @ self.b.cpu().double()
 
-    def kernel(self, format_name: str) -> Kernel:
+    def make_kernel(self, format_name: str) -> Kernel:
         if format_name == "fp8_e4m3":
-            return self._fp8_kernel()
+            return self._make_fp8_kernel()
         a, b = self.a.to(DTYPES[format_name]), self.b.to(DTYPES[format_name])
         return lambda: a @ b
 
-    def _fp8_kernel(self) -> Kernel:
+    def _make_fp8_kernel(self) -> Kernel:
         a, scale_a = _scale_to_fp8(self.a)
         b, scale_b = _scale_to_fp8(self.b.t().contiguous())  # the kernel wants its second factor by columns
         return lambda: torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=torch.bfloat16)
 
-    def error(self, result: torch.Tensor) -> float:
+    def measure_error(self, result: torch.Tensor) -> float:
         return _compute_distance(result[:CHECKED_ROWS], self.answer)
 
 
@@ -79,11 +79,11 @@ class TimedConvolution:
         self.weights = _draw((channels, channels, 3, 3), place, seed=1).to(memory_format=layout)
         self.answer = torch.conv2d(self.images[:1].cpu().double(), self.weights.cpu().double(), padding=1)
 
-    def kernel(self, format_name: str) -> Kernel:
+    def make_kernel(self, format_name: str) -> Kernel:
         images, weights = self.images.to(DTYPES[format_name]), self.weights.to(DTYPES[format_name])
         return lambda: torch.conv2d(images, weights, padding=1)
 
-    def error(self, result: torch.Tensor) -> float:
+    def measure_error(self, result: torch.Tensor) -> float:
         return _compute_distance(result[:1], self.answer)
 
 
@@ -158,12 +158,12 @@ def measure(
     driver = driver or Driver()
     if not hardware.device:
         raise HardwareError(f"{hardware.name} is not on this machine", fix="measure a device that `probe` returned")
-    if others := driver.used_by_others(hardware.device):
+    if others := driver.describe_other_use(hardware.device):
         note = f"in use by others ({others}): not measured"
         return dataclasses.replace(hardware, notes=(*hardware.notes, note))
     sizes = sizes or (CPU_SIZES if hardware.kind == "cpu" else GPU_SIZES)
     session = _MeasuringSession(hardware=hardware, driver=driver, sizes=sizes, budget_s=budget_s or sizes.budget_s)
-    return session.measured()
+    return session.measure_all()
 
 
 @dataclass(kw_only=True)
@@ -180,29 +180,29 @@ class _MeasuringSession:
     began: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.began = self.driver.now()
+        self.began = self.driver.read_clock()
 
     @property
     def left_s(self) -> float:
-        return self.budget_s - (self.driver.now() - self.began)
+        return self.budget_s - (self.driver.read_clock() - self.began)
 
-    def measured(self) -> Hardware:
-        place = self.driver.place(self.hardware.device)
+    def measure_all(self) -> Hardware:
+        place = self.driver.get_device(self.hardware.device)
         with torch.no_grad():
             if self.hardware.kind != "cpu":
                 self._raise_clocks(place)
-            bandwidth = self._bandwidth_gb_s(place)
+            bandwidth = self._measure_bandwidth_gb_s(place)
             measurements = tuple(m for op in OPS for m in self._measure_op(op, place))
         return dataclasses.replace(
             self.hardware,
             source="measured",
             measurements=measurements,
             bandwidth_gb_s=bandwidth,
-            notes=(*self.hardware.notes, *self.notes, *self._findings(measurements)),
+            notes=(*self.hardware.notes, *self.notes, *self._explain_results(measurements)),
         )
 
-    def _findings(self, measurements: Sequence[Measurement]) -> Iterator[str]:
-        load = self.driver.load()
+    def _explain_results(self, measurements: Sequence[Measurement]) -> Iterator[str]:
+        load = self.driver.read_load()
         if self.hardware.kind == "cpu" and load > (os.cpu_count() or 1):
             yield f"the CPU had other work (load {load:.1f}), so the rates are rough: --fresh measures again"
         for name in dict.fromkeys(m.format for m in measurements if m.small):
@@ -218,9 +218,9 @@ class _MeasuringSession:
         for name, found in self.inexact.items():
             yield f"{name} sums in {name} here, not in fp32: {', '.join(found)}"
 
-    def _bandwidth_gb_s(self, place: torch.device) -> float | None:
+    def _measure_bandwidth_gb_s(self, place: torch.device) -> float | None:
         try:
-            seconds = self._seconds(make_copy_kernel(self.sizes.copy_bytes, place), "copy")
+            seconds = self._time_kernel(make_copy_kernel(self.sizes.copy_bytes, place), "copy")
         except RuntimeError as error:
             self.notes.append(f"memory bandwidth not measured: {summarise_error(error)[:160]}")
             return None
@@ -230,7 +230,7 @@ class _MeasuringSession:
         small = make_problem(op, self.sizes.small_matmul, self.sizes.small_image, place)
         full = make_problem(op, self.sizes.full_matmul, self.sizes.full_image, place)
         fp32_seconds: dict[TimedOperation, float] = {}
-        for format_name in self._formats(op):
+        for format_name in self._list_formats(op):
             if self.left_s <= 0:
                 self.notes.append(
                     f"{OP_NAMES[op]} in {format_name} not measured: the {self.budget_s:.0f} s were used up"
@@ -251,17 +251,17 @@ class _MeasuringSession:
         full: TimedOperation,
         fp32_seconds: dict[TimedOperation, float],
     ) -> Measurement:
-        def timed(problem: TimedOperation) -> float:
-            seconds = self._seconds(problem.kernel(format_name), f"{op} {format_name}")
+        def time_problem(problem: TimedOperation) -> float:
+            seconds = self._time_kernel(problem.make_kernel(format_name), f"{op} {format_name}")
             if format_name == "fp32":
                 fp32_seconds[problem] = seconds
             return seconds
 
-        with fp32_mode("tf32" if format_name == "tf32" else "ieee"):
-            chosen, seconds = small, timed(small)
+        with set_fp32_mode("tf32" if format_name == "tf32" else "ieee"):
+            chosen, seconds = small, time_problem(small)
             if format_name == "fp32" or self._fits(seconds * full.flops / small.flops):
-                chosen, seconds = full, timed(full)
-            error = chosen.error(chosen.kernel(format_name)())
+                chosen, seconds = full, time_problem(full)
+            error = chosen.measure_error(chosen.make_kernel(format_name)())
         speedup = fp32_seconds[chosen] / seconds
         if format_name != "fp32" and error > find_format(format_name).spacing_at_1:
             self.inexact.setdefault(format_name, []).append(f"{OP_NAMES[op]} errs by {error:.0e}")
@@ -279,20 +279,20 @@ class _MeasuringSession:
         share = self.budget_s / (2 * len(OPS))
         return expected_s * (SAMPLES + 2) < min(share, self.left_s)
 
-    def _formats(self, op: Op) -> tuple[str, ...]:
-        here = [name for name in ("fp32", "bf16", "fp16") if self.hardware.has(name) != "missing"]
-        if self.hardware.has("tf32") == "native":
+    def _list_formats(self, op: Op) -> tuple[str, ...]:
+        here = [name for name in ("fp32", "bf16", "fp16") if self.hardware.get_support(name) != "missing"]
+        if self.hardware.get_support("tf32") == "native":
             here.insert(1, "tf32")
-        if op == "matmul" and self.hardware.kind == "cuda" and self.hardware.has("fp8_e4m3") == "native":
+        if op == "matmul" and self.hardware.kind == "cuda" and self.hardware.get_support("fp8_e4m3") == "native":
             here.append("fp8_e4m3")
         return tuple(here)
 
-    def _seconds(self, kernel: Kernel, work: str) -> float:
-        return self.driver.seconds(kernel, self.hardware.device, work=work)
+    def _time_kernel(self, kernel: Kernel, work: str) -> float:
+        return self.driver.time_run(kernel, self.hardware.device, work=work)
 
     def _raise_clocks(self, place: torch.device) -> None:
         """Warm the device up: an idle accelerator runs at low clocks, and the first measurement would be slow."""
-        kernel = make_problem("matmul", self.sizes.full_matmul, self.sizes.full_image, place).kernel("fp32")
-        until = self.driver.now() + WARM_UP_S
-        while self.driver.now() < until:
-            self._seconds(kernel, "warm-up")
+        kernel = make_problem("matmul", self.sizes.full_matmul, self.sizes.full_image, place).make_kernel("fp32")
+        until = self.driver.read_clock() + WARM_UP_S
+        while self.driver.read_clock() < until:
+            self._time_kernel(kernel, "warm-up")

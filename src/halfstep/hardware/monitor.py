@@ -98,7 +98,7 @@ class Monitor:
         """Return the mean percentage since steps became steady; None if nothing was recorded."""
         return self.busy_sum / self.num_steady if self.num_steady else None
 
-    def settle(self) -> None:
+    def mark_steady(self) -> None:
         """Mark the end of the start-up: utilization counts from here."""
         self.is_steady = True
 
@@ -113,7 +113,7 @@ class Monitor:
             self._thread.join()
             self._thread = None
 
-    def in_short(self) -> str:
+    def summarise(self) -> str:
         """Return `97%, 640 W`, for the progress bar."""
         busy, power = self.latest.get("utilization"), self.latest.get("power_w")
         shown = [f"{busy}%" if busy is not None else "", f"{power:.0f} W" if power is not None else ""]
@@ -122,12 +122,12 @@ class Monitor:
     def _watch(self) -> None:
         try:
             with self.file.open("ab", buffering=0) as out:
-                while not self._is_over.wait(self._pause_s()):
-                    out.write(json.dumps(self.look()).encode() + b"\n")
+                while not self._is_over.wait(self._choose_pause_s()):
+                    out.write(json.dumps(self.record_sample()).encode() + b"\n")
         except OSError as error:
             self.trouble = f"{self.file}: {error.strerror}"
 
-    def look(self) -> Record:
+    def record_sample(self) -> Record:
         assert self._nvml is not None
         before_s = self._clock()
         found = take_sample(*self._nvml)
@@ -141,14 +141,14 @@ class Monitor:
                 self.busy_sum += found["utilization"]
         return self.latest
 
-    def _pause_s(self) -> float:
+    def _choose_pause_s(self) -> float:
         """Return the interval, or longer if needed to keep the share of the time."""
         looks = max(self.num_samples, 1)
         return max(self.interval_s, self.spent_s / looks / MOST_SHARE)
 
 
 @contextmanager
-def monitored(device: torch.device, file: Path, *, records: bool = True) -> Iterator[Monitor]:
+def monitor_device(device: torch.device, file: Path, *, records: bool = True) -> Iterator[Monitor]:
     """Record during the block, on the rank with `records`; on a device without NVML there is no file."""
     monitor = Monitor(device, file)
     if records:

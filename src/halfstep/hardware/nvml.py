@@ -40,7 +40,7 @@ class EnergyMeter:
         self._device = device
         self._start_mj = _read_counter_mj(device)
 
-    def joules(self) -> float | None:
+    def read_joules(self) -> float | None:
         """Return the energy in joules; None on a CPU, or if the GPU or its driver does not count it."""
         now_mj = _read_counter_mj(self._device)
         if self._start_mj is None or now_mj is None:

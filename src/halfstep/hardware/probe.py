@@ -68,15 +68,15 @@ def probe_all(*, driver: Driver | None = None) -> tuple[Hardware, ...]:
 
 
 def _list_devices(driver: Driver) -> tuple[Hardware, ...]:
-    torch_version = driver.torch_version()
-    accelerators = [_describe_accelerator(seen, torch_version) for seen in driver.accelerators()]
+    torch_version = driver.read_torch_version()
+    accelerators = [_describe_accelerator(seen, torch_version) for seen in driver.list_accelerators()]
     return (*accelerators, _describe_cpu(driver, torch_version))
 
 
 def _add_free_memory(hardware: Hardware, driver: Driver) -> Hardware:
     if hardware.kind == "cpu":
         return hardware
-    return dataclasses.replace(hardware, memory_free_bytes=driver.free_bytes(hardware.device))
+    return dataclasses.replace(hardware, memory_free_bytes=driver.read_free_bytes(hardware.device))
 
 
 def _pick(devices: tuple[Hardware, ...], name: str) -> Hardware:
@@ -119,7 +119,7 @@ def _describe_accelerator(seen: Accelerator, torch_version: str) -> Hardware:
 
 
 def _describe_cpu(driver: Driver, torch_version: str) -> Hardware:
-    processor = driver.processor()
+    processor = driver.describe_processor()
     name, flags = find_cpu_name(processor), read_cpu_flags(processor)
     return Hardware(
         kind="cpu",

@@ -49,8 +49,8 @@ def replay(capsule: str | os.PathLike[str], model: nn.Module, loss_fn: LossFn) -
     `model` and `loss_fn` are those that were given to hs.Step; weights, buffers and batches come from the capsule. The
     model is left as it was given.
     """
-    read = capsules.read(Path(capsule))
-    if read.is_of_a_run:
+    read = capsules.read_capsule(Path(capsule))
+    if read.is_from_run:
         raise CheckpointError(
             f"the capsule {read.path} comes from a run of `halfstep train`", fix=f"halfstep replay {read.path}"
         )
@@ -60,7 +60,7 @@ def replay(capsule: str | os.PathLike[str], model: nn.Module, loss_fn: LossFn) -
                               fix="load your checkpoint of that step, and examine it with hs.simulate")  # fmt: skip
     device = next(model.parameters()).device
     plan = _choose_plan(read.about["plan"], model, device)
-    own = {name: value.detach().clone() for name, value in capsules.state_of(model).items()}
+    own = {name: value.detach().clone() for name, value in capsules.collect_state(model).items()}
     classes, training, generators = [(m, type(m)) for m in model.modules()], model.training, read_rng_state(device)
     held = find_held_modules(loss_fn, model)
     subject = Subject(
@@ -68,20 +68,20 @@ def replay(capsule: str | os.PathLike[str], model: nn.Module, loss_fn: LossFn) -
         loss=_make_eager(loss_fn),
         variants={"as it was": loss_fn},
         held=held,
-        beside_state={name: capsules.copied_state(module) for name, module in held.items()},
+        other_state={name: capsules.copy_state(module) for name, module in held.items()},
         window=[tree_map(lambda v: v.to(device) if isinstance(v, Tensor) else v, batch) for batch in read.window],
         state=read.state,
         rng=read.rng,
         plan=plan,
         plan_for=partial(decide_again, plan, model, _read_modules(plan)),
         scale=float(read.about["scale"]),
-        update=Update.of(read.about.get("update")),
+        update=Update.parse(read.about.get("update")),
     )
     try:
         return replayed(subject, read)
     finally:
         subject.state = own
-        subject.put_back()
+        subject.restore_state()
         for module, kind in classes:
             module.__class__ = kind
         model.train(training)
@@ -139,7 +139,7 @@ class SeenSteps:
             )
         model = self._step.model
         is_compiled = any(hasattr(module, "_orig_mod") for module in model.modules())
-        weights = Weights.of(model, self._step.optimizers)
+        weights = Weights.collect(model, self._step.optimizers)
         notes = [NOT_COMPILED] if is_compiled else []
         return make_ledger(self._step.plan, self._observer, model, weights, notes=notes, step=self._step.attempted)
 
@@ -159,5 +159,5 @@ def ledger(step: object) -> Iterator[SeenSteps]:
     if not isinstance(guarded, Step):
         raise ConfigError(f"hs.ledger takes an hs.Step, not {type(step).__name__}", fix="with hs.ledger(step) as seen:")
     observer = Observer(guarded.model)
-    with watch_step(guarded, observer.watching):
+    with watch_step(guarded, observer.watch):
         yield SeenSteps(guarded, observer)

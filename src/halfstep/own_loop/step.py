@@ -22,7 +22,6 @@ from halfstep.own_loop.arguments import (
     check_modules,
     check_number,
     find_device,
-    iterate_loader,
     make_guard_options,
     make_scaler_options,
     read_precision,
@@ -34,6 +33,7 @@ from halfstep.own_loop.arguments import (
     refuse_unknown,
     refuse_unrelated_optimizers,
 )  # fmt: skip
+from halfstep.own_loop.data_position import DataPosition
 from halfstep.own_loop.evidence import make_recorder
 from halfstep.own_loop.loss import ExplainedErrors, LossChecker, UnguardedNetworks, suggest_ways
 from halfstep.own_loop.schedule_argument import LoopSchedules, Paced
@@ -184,6 +184,10 @@ class Step:
         self._loss = LossChecker(self._step)
         self._strangers = UnguardedNetworks(self._step.writes)
         self._passes = 0
+        world = self._step.ranks.world if self._step.ranks is not None else None
+        self._position = DataPosition(world.rank, world.size) if world is not None else DataPosition()
+        self._attempted_untrained = -1
+        """The attempted steps as long as the window that was yielded last is not trained on; -1 outside of a pass."""
         watch_for_second_step(optimizers)
         hints = (committer.hint for committer in self._step.committers)
         for hint in filter(None, (*plan.warnings, *self._schedules.hints, *hints)):
@@ -198,11 +202,20 @@ class Step:
     # --- training ---
 
     def windows(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
-        """Yield windows of `accumulate` batches; the last may be shorter. At the end the last steps are judged."""
+        """Yield windows of `accumulate` batches; the last may be shorter. At the end the last steps are judged.
+
+        After `load_state_dict` or `hs.load` the first call continues with the very next batch (docs/resume.md).
+        """
         if self._passes and self._schedules.has_any("epoch"):
             warnings.warn("schedule= is per epoch, but step.epoch_ended() was not called after the last pass over the "
                           "data: the learning rate stays as it is", stacklevel=2)  # fmt: skip
-        yield from self._step.windows(iterate_loader(batches))
+        first = self.attempted
+        try:
+            for number, window in enumerate(self._step.windows(self._position.follow(batches))):
+                self._attempted_untrained = first + number
+                yield window
+        finally:
+            self._attempted_untrained = -1
         self._passes += 1
         self.finish()
         self._dropped.end_pass(self.attempted)
@@ -274,7 +287,12 @@ class Step:
     def epoch_ended(self) -> None:
         """Advance schedules given as `hs.per_epoch(...)`. Call it after each epoch."""
         self._passes = 0
+        self._position.end_pass()
         self._schedules.epoch_ended()
+
+    def end_pass(self) -> None:
+        """Count a pass over the data as ended that was left by `break` or is to be resumed: the next one is new."""
+        self._position.end_pass()
 
     def validated(self, metric: float | Tensor) -> None:
         """Show a ReduceLROnPlateau its metric; it cuts the learning rate exactly when torch's would."""
@@ -316,29 +334,46 @@ class Step:
         """Return the number of steps that moved the weights; waits for the device."""
         return int(self._step.committed)
 
+    @property
+    def epoch(self) -> int:
+        """Return the number of passes over the data that have ended: `for epoch in range(step.epoch, epochs)`."""
+        return self._position.epoch
+
     def describe(self) -> list[tuple[str, str, int]]:
         """Return each optimizer, how its bad steps are dropped, and the bytes that costs."""
         return self._step.describe()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything a resumed loop needs besides the model and the position in the data; waits for the
-        device."""
+        """Return everything a resumed loop needs except the model; waits for the device. `hs.save` stores both."""
+        if self.attempted == self._attempted_untrained:
+            warn_user("state_dict() was called between step.windows and the step: this window counts as trained on, "
+                      "and a resumed loop skips it. Save after the step")  # fmt: skip
         return {
             **self._step.state_dict(),
             "guard": self._guard.state_dict(),
             "schedules": self._schedules.state_dict(),
+            "position": self._position.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue as `state_dict` was, or refuse what does not fit and change nothing."""
-        refuse_unfit(self._step, state)
+        """Continue as `state_dict` was, or refuse what does not fit and change nothing.
+
+        Without its "position" the generators stay as they are, and a new pass over the data begins.
+        """
+        self.refuse_unfit(state)
         schedules = state.get("schedules", {})
-        self._schedules.refuse_unfit(schedules)
         self._guard.load_state_dict(state.get("guard", {}))
         self._step.load_state_dict(state)
         self._schedules.load_state_dict(schedules)
         if self._rollback is not None:
             self._rollback.forget()
+        if "position" in state:
+            self._position.load_state_dict(state["position"])
+
+    def refuse_unfit(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state that `load_state_dict` could not load; nothing is changed."""
+        refuse_unfit(self._step, state)
+        self._schedules.refuse_unfit(state.get("schedules", {}))
 
     def __repr__(self) -> str:
         names = ", ".join(committer.name for committer in self._step.committers)

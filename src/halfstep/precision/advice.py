@@ -89,7 +89,8 @@ def _write_headline(precision: str, hardware: Hardware) -> str:
 
 
 def _argue_for(precision: str, hardware: Hardware) -> str:
-    shown, speedup = hardware.measured("matmul", precision) or hardware.best(precision), hardware.speedup(precision)
+    shown = hardware.find_measurement("matmul", precision) or hardware.find_best_measurement(precision)
+    speedup = hardware.find_speedup(precision)
     if shown is not None:
         return (
             f"native, measured {format_speedup(shown.speedup)}x fp32 on {OP_NAMES[shown.op]}, error {shown.error:.0e}"
@@ -109,7 +110,7 @@ def _argue_against(names: tuple[str, ...], hardware: Hardware) -> list[str]:
     }
     sentences = []
     for support, reason in reasons.items():
-        group = [name for name in names if hardware.has(name) == support]
+        group = [name for name in names if hardware.get_support(name) == support]
         if group:
             verb = "is" if len(group) == 1 else "are"
             sentences.append(f"{' and '.join(group)} {verb} {reason}{_format_speeds(group, hardware)}")
@@ -117,7 +118,7 @@ def _argue_against(names: tuple[str, ...], hardware: Hardware) -> list[str]:
 
 
 def _format_speeds(names: list[str], hardware: Hardware) -> str:
-    matmuls = [hardware.measured("matmul", name) for name in names]
+    matmuls = [hardware.find_measurement("matmul", name) for name in names]
     shares = [f"{format_speedup(matmul.speedup)}x" for matmul in matmuls if matmul is not None]
     return f", measured {' and '.join(shares)} fp32 on matmul" if shares else ""
 
@@ -129,8 +130,8 @@ def _advise_loss_scaling(precision: str) -> AdvisedSetting:
 
 
 def _advise_channels_last(precision: str, hardware: Hardware) -> AdvisedSetting:
-    nchw, nhwc = hardware.measured("conv_nchw", precision), hardware.measured("conv_nhwc", precision)
-    gain, measured = hardware.layout_gain(precision), hardware.measurements
+    nchw, nhwc = hardware.find_measurement("conv_nchw", precision), hardware.find_measurement("conv_nhwc", precision)
+    gain, measured = hardware.compute_layout_gain(precision), hardware.measurements
     if nchw and nhwc and gain is not None:
         rates = f"{format_rate(nhwc.tflops, measured)} against {format_rate(nchw.tflops, measured)}"
         reason = f"convolutions in {precision} run {format_speedup(gain)}x as fast in it: {rates} (measured)"

@@ -1,19 +1,22 @@
-"""`apply`: give a model's modules the storage and compute format of their rows, in place."""
+"""Make the plan's rows, one per module, and apply them to a model in place: storage and compute format."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.parallel import DistributedDataParallel
 
-from halfstep.errors import PrecisionError
+from halfstep.errors import PrecisionError, suggest_nearest
 from halfstep.precision.contexts import get_autocast_dtype, get_device_type
-from halfstep.precision.fp8 import InFp8, InTorchaoFp8, read_torchao_settings
-from halfstep.precision.ladder import Grant
-from halfstep.precision.row import ROOT, WHOLE_MODEL, PlanRow
-from halfstep.precision.rows import make_rows, walk_modules
+from halfstep.precision.fp8 import Fp8Layers, InFp8, InTorchaoFp8, find_edge_layers, read_torchao_settings
+from halfstep.precision.ladder import ROOT, WHOLE_MODEL, Grant, PlanRow, RowKind
 from halfstep.precision.swapped import InFp32, InHalf, swap_class, undo_swaps
 
 if TYPE_CHECKING:
@@ -124,3 +127,188 @@ def _find_entries(module: nn.Module) -> Iterator[nn.Module]:
             yield from (entry for entry in _find_entries(child) if entry is not child)
         else:
             yield child
+
+
+# --- one row per module: which grant applies to it, how its weights are stored, what it computes in ---
+
+UPCAST_BY_AUTOCAST = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
+
+
+def make_rows(
+    model: nn.Module,
+    default: Grant,
+    parts: Mapping[str, Grant],
+    *,
+    cuda_lists: bool,
+    fp8: Fp8Layers = Fp8Layers(),  # noqa: B008 frozen
+    frozen: Iterable[str] = (),
+) -> list[PlanRow]:
+    """Return a row for every module with parameters and for the outermost modules that a pattern names.
+
+    `frozen` names the frozen parts next to the model: a pattern that matches nothing may have meant one of them.
+    """
+    edges = find_edge_layers(model)
+    grants = find_grants(model, default, parts, frozen)
+    rows = []
+    for name, module in model.named_modules():
+        answer = grants[name]
+        is_boundary = answer is not default and grants.get(_get_parent(name)) is not answer
+        if is_boundary or has_own_weights(module):
+            row = _make_row(name, module, answer, is_part=answer is not default, cuda_lists=cuda_lists)
+            rows.append(_apply_fp8(row, module, fp8, is_edge=name in edges and answer is default))
+    return rows
+
+
+def find_grants(
+    model: nn.Module, default: Grant, parts: Mapping[str, Grant], frozen: Iterable[str] = ()
+) -> dict[str | None, Grant]:
+    """Return each module's grant: that of the last pattern matching its name, else its parent's."""
+    names = list_plain_names(model)
+    for pattern in parts:
+        if not any(_matches(name, plain, pattern) for name, plain in names.items()):
+            raise _make_unknown_pattern(pattern, type(model).__name__, filter(None, names.values()), frozen)
+    grants: dict[str | None, Grant] = {}
+    for name, plain in names.items():
+        own = [answer for pattern, answer in parts.items() if _matches(name, plain, pattern)]
+        grants[name] = own[-1] if own else grants.get(_get_parent(name), default)
+    return grants
+
+
+def _make_unknown_pattern(
+    pattern: str, owner: str, modules: Iterable[str], frozen: Iterable[str] = ()
+) -> PrecisionError:
+    """Suggest names that are no deeper than the pattern: a model has thousands of modules."""
+    known = [*frozen, *(name for name in modules if name.count(".") <= pattern.count("."))]
+    none = "leave it out: the model has no submodules, so the default precision covers all of it"
+    return PrecisionError(
+        f"precision.modules: {pattern!r} matches no module of {owner}",
+        fix=suggest_nearest(pattern.removesuffix(".*"), known) if known else none,
+    )
+
+
+def _matches(name: str, plain: str, pattern: str) -> bool:
+    return bool(plain) and (fnmatchcase(plain, pattern) or fnmatchcase(name, pattern))
+
+
+def list_plain_names(model: nn.Module) -> dict[str, str]:
+    """Map each full module name, parents first, to the name a user writes.
+
+    torch.compile and DDP insert `_orig_mod` and `module` into the names of what they wrap; those are left out.
+    """
+    modules, plain = dict(model.named_modules()), {"": ""}
+    for name in list(modules)[1:]:
+        parent, _, last = name.rpartition(".")
+        is_wrapped = last == "_orig_mod" or isinstance(modules[parent], DistributedDataParallel)
+        plain[name] = plain[parent] if is_wrapped else f"{plain[parent]}.{last}".removeprefix(".")
+    return plain
+
+
+def has_own_weights(module: nn.Module) -> bool:
+    """True if the module itself, not only its children, has parameters."""
+    return any(True for _ in nn.Module.parameters(module, recurse=False))
+
+
+def _get_parent(name: str) -> str | None:
+    """Return the qualified name of the enclosing module; the root is "" and has no parent."""
+    return name.rpartition(".")[0] if name else None
+
+
+def _make_row(name: str, module: nn.Module, answer: Grant, *, is_part: bool, cuda_lists: bool) -> PlanRow:
+    weights = list(module.parameters())
+    is_frozen = bool(weights) and not any(weight.requires_grad for weight in weights)
+    kind: RowKind = "default" if not is_part else "frozen" if is_frozen else "module"
+    storage, compute, reason = (
+        answer.storage,
+        answer.compute,
+        _explain_row(answer, is_part=is_part, is_frozen=is_frozen),
+    )
+    if isinstance(module, _NormBase) and storage != "fp32":
+        storage, reason = "fp32", "running statistics in half would lose their updates"
+    elif answer.is_mixed and cuda_lists and isinstance(module, UPCAST_BY_AUTOCAST):
+        compute, reason = "fp32", "autocast computes this normalisation in fp32"
+    elif answer.is_mixed and isinstance(module, LOOKUPS):
+        compute, reason = storage, "a lookup, no arithmetic"
+    precision = answer.precision if is_part else ""
+    return PlanRow(module=name or ROOT, storage=storage, compute=compute, reason=reason, kind=kind, precision=precision)
+
+
+def _apply_fp8(row: PlanRow, module: nn.Module, fp8: Fp8Layers, *, is_edge: bool) -> PlanRow:
+    """Keep fp8 for a module that can run it and gains by it; else change the row to bf16."""
+    if row.compute != "fp8" or not has_own_weights(module):
+        return row
+    name = row.module.replace(ROOT, "")
+    compute, reason = fp8.choose_compute(name, module, is_edge=is_edge, reason=row.reason)
+    return dataclasses.replace(row, compute=compute, reason=reason)
+
+
+def _explain_row(answer: Grant, *, is_part: bool, is_frozen: bool) -> str:
+    if not is_part:
+        return "the default" + (", frozen" if is_frozen else "")
+    asked = answer.reason if answer.warning else f"asked for {answer.asked}"
+    return f"frozen, {asked}" if is_frozen else asked
+
+
+# --- frozen parts: modules that are used and not trained, each with its own precision ---
+# Their weights never change, so those that autocast would cast at every call (of matmuls and convolutions) are cast
+# once, in place: half the memory, no cast per step, and bit-exactly what autocast gives. Norms, tables and buffers stay
+# fp32. `apply_frozen_` applies these rows.
+
+CAST_BY_AUTOCAST = (nn.Linear, nn.Bilinear, _ConvNd, nn.MultiheadAttention)
+
+
+def names_frozen_part(pattern: str, frozen: Mapping[str, nn.Module]) -> bool:
+    """True if a pattern of `precision.modules` names a frozen part or a module inside one."""
+    return pattern.partition(".")[0] in frozen
+
+
+def make_frozen_rows(frozen: Mapping[str, nn.Module], default: Grant, parts: Mapping[str, Grant]) -> list[PlanRow]:
+    """Return rows of frozen modules: one for each whole module, each submodule that a pattern names, and each submodule
+    with its own parameters."""
+    asked = {pattern.removesuffix(".*"): grant for pattern, grant in parts.items()}
+    rows = []
+    for name, part in frozen.items():
+        modules = dict(walk_modules(name, part))
+        own = {pattern: grant for pattern, grant in asked.items() if names_frozen_part(pattern, {name: part})}
+        for pattern in own:
+            if pattern not in modules:
+                raise _make_unknown_pattern(pattern, f"the frozen part {name}", modules)
+        for full, module in modules.items():
+            pattern = next((known for known in _list_enclosing(full) if known in own), "")
+            is_entry = full in (name, pattern)
+            if is_entry or has_own_weights(module):
+                grant = own[pattern] if pattern else default
+                rows.append(_make_frozen_row(full, module, grant, is_asked=bool(pattern), is_entry=is_entry))
+    return rows
+
+
+def _make_frozen_row(name: str, module: nn.Module, grant: Grant, *, is_asked: bool, is_entry: bool) -> PlanRow:
+    if grant.compute == "fp8" and is_asked:
+        fix = f"precision.modules: {{{name}: bf16}}"
+        raise PrecisionError(f"the frozen part {name} cannot compute in fp8", fix=fix)
+    compute = "bf16" if grant.compute == "fp8" else grant.compute
+    storage = compute if grant.is_mixed and isinstance(module, CAST_BY_AUTOCAST) else "fp32"
+    if grant.is_mixed and isinstance(module, UPCAST_BY_AUTOCAST):
+        compute = "fp32"
+    asked = grant.reason if grant.warning else f"asked for {grant.asked}" if is_asked else "the default"
+    return PlanRow(
+        module=name,
+        storage=storage,
+        compute=compute,
+        reason=f"frozen, {asked}",
+        kind="frozen",
+        precision=grant.precision if is_entry else "",
+    )
+
+
+def walk_modules(name: str, part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a frozen part with their full names, parents before their children."""
+    for own, module in part.named_modules():
+        yield f"{name}.{own}" if own else name, module
+
+
+def _list_enclosing(name: str) -> Iterator[str]:
+    """Yield the name itself, then the names of the modules around it."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]

@@ -1,6 +1,6 @@
-"""The two contexts a step runs in. Cheap enough for every step; everything is restored on exit.
+"""The contexts of `plan.forward()`, `plan.backend()` and `hs.simulate`. Cheap enough for every step; all is restored.
 
-`forward_context` sets backend flags, attention kernels, simulation and autocast; `backend_context` the same without
+`plan.forward()` sets backend flags, attention kernels, simulation and autocast; `plan.backend()` does the same without
 autocast, for backward. Both may be entered around a compiled model. Inside a compiled region flags cannot be set (they
 are read at compile time), so there the flags in force are compared with the plan, and only autocast is entered.
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,10 +19,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from halfstep.backend_flags import Fp32Mode, fp32_mode, read_effective_leaves
+from halfstep.backend_flags import Fp32Mode, read_effective_leaves, set_fp32_mode
 from halfstep.errors import PrecisionError
-from halfstep.precision.op_lists import cuda_op_lists
-from halfstep.precision.simulate import Reusable, simulated_kernels
+from halfstep.precision.op_lists import use_cuda_op_lists
+from halfstep.precision.simulate import simulate_kernels
 
 if TYPE_CHECKING:
     from halfstep.precision.plan import Plan  # whose methods call this file
@@ -36,31 +37,38 @@ def get_autocast_dtype(precision: str) -> torch.dtype | None:
     return AUTOCAST_DTYPES.get(precision.removesuffix("-true"))
 
 
-def forward_context(plan: Plan) -> contextlib.AbstractContextManager[None]:
+def make_forward_context(plan: Plan) -> contextlib.AbstractContextManager[None]:
     """Set backend flags, simulated kernels, op lists and autocast as planned (autocast off for fp32 and tf32)."""
     # torch.compile traces a generator-based context manager but not the Reusable class.
-    return _forward(plan) if torch.compiler.is_compiling() else Reusable(lambda: _forward(plan))
+    return _enter_forward(plan) if torch.compiler.is_compiling() else Reusable(lambda: _enter_forward(plan))
 
 
 @contextlib.contextmanager
-def _forward(plan: Plan) -> Iterator[None]:
-    with _backend(plan), make_autocast(plan):
+def _enter_forward(plan: Plan) -> Iterator[None]:
+    # torch.compile traces torch.autocast, but not the functions that read and clear its state.
+    autocast = _make_autocast if torch.compiler.is_compiling() else _enter_fresh_autocast
+    with _enter_backend(plan), autocast(get_device_type(plan), get_autocast_dtype(plan.granted)):
         yield
 
 
-def backend_context(plan: Plan) -> contextlib.AbstractContextManager[None]:
+def make_backend_context(plan: Plan) -> contextlib.AbstractContextManager[None]:
     """Set backend flags and simulated kernels: the context of backward and the optimizer."""
-    return _backend(plan) if torch.compiler.is_compiling() else Reusable(lambda: _backend(plan))
+    return _enter_backend(plan) if torch.compiler.is_compiling() else Reusable(lambda: _enter_backend(plan))
 
 
-def _backend(plan: Plan) -> contextlib.AbstractContextManager[None]:
+def make_autocast_context(plan: Plan) -> contextlib.AbstractContextManager[None]:
+    """Enter autocast as planned: what a forward pass needs in addition to `make_backend_context`."""
+    return Reusable(lambda: _enter_fresh_autocast(get_device_type(plan), get_autocast_dtype(plan.granted)))
+
+
+def _enter_backend(plan: Plan) -> contextlib.AbstractContextManager[None]:
     mode: Fp32Mode = "tf32" if plan.compute == "tf32" and not plan.simulated else "ieee"
     if torch.compiler.is_compiling():
         _check_compiled_region(mode, simulated=plan.simulated)
         return contextlib.nullcontext()
     if plan.simulated:
-        return _simulated_backend(plan)
-    return _native_backend(plan, mode)
+        return _enter_simulated_backend(plan)
+    return _enter_native_backend(plan, mode)
 
 
 def get_device_type(plan: Plan) -> str:
@@ -73,25 +81,42 @@ def get_device_type(plan: Plan) -> str:
     return plan.device.partition(":")[0]
 
 
-def make_autocast(plan: Plan) -> torch.autocast:
-    """Return autocast as planned: what `forward_context` adds to `backend_context`."""
-    dtype = get_autocast_dtype(plan.granted)
-    if dtype is None:
-        return torch.autocast(get_device_type(plan), enabled=False)
-    return torch.autocast(get_device_type(plan), dtype=dtype)
+def _make_autocast(device_type: str, dtype: torch.dtype | None) -> torch.autocast:
+    return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
 
 
 @contextlib.contextmanager
-def _native_backend(plan: Plan, mode: Fp32Mode) -> Iterator[None]:
+def _enter_fresh_autocast(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
+    """Enter autocast with an empty cache of cast weights, and leave nothing of it behind.
+
+    torch counts the open autocast contexts of a thread and clears the cache when the count returns to 0. An interrupt
+    inside `torch.autocast.__enter__` or `__exit__` leaves the count too high: the cache would then never be cleared,
+    and all later steps would use stale copies of the weights.
+    """
+    was_enabled = torch.is_autocast_enabled(device_type)
+    num_open = torch.autocast_increment_nesting()
+    torch.clear_autocast_cache()  # the copies of a context that was left open before
+    try:
+        with _make_autocast(device_type, dtype):
+            yield
+    finally:
+        while torch.autocast_decrement_nesting() >= num_open:
+            pass  # close the contexts that were left open inside
+        torch.clear_autocast_cache()
+        torch.set_autocast_enabled(device_type, was_enabled)
+
+
+@contextlib.contextmanager
+def _enter_native_backend(plan: Plan, mode: Fp32Mode) -> Iterator[None]:
     # In backward too: activation checkpointing runs forward again there.
-    with fp32_mode(mode), sound_attention(plan.device):
+    with set_fp32_mode(mode), use_sound_attention(plan.device):
         yield
 
 
 @contextlib.contextmanager
-def _simulated_backend(plan: Plan) -> Iterator[None]:
+def _enter_simulated_backend(plan: Plan) -> Iterator[None]:
     # The lists are needed in backward too: activation checkpointing runs forward again there, under its own autocast.
-    with fp32_mode("ieee"), simulated_kernels(tf32=plan.compute == "tf32"), cuda_op_lists(get_device_type(plan)):
+    with set_fp32_mode("ieee"), simulate_kernels(tf32=plan.compute == "tf32"), use_cuda_op_lists(get_device_type(plan)):
         yield
 
 
@@ -109,6 +134,57 @@ def _check_compiled_region(mode: Fp32Mode, simulated: bool) -> None:
         )
 
 
+SIMULATED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": None}
+
+
+def simulate(format: str, device_type: str = "cpu") -> Reusable:
+    """Run the code inside, forward and backward, with the numerics of bf16, fp16 or tf32.
+
+    with hs.simulate("fp16"):
+        loss = loss_fn(model(x), y)
+        loss.backward()
+
+    fp8 swaps Linear modules, so it needs a plan: decide("fp8", hardware, model, simulate=True).apply(model).
+    """
+    if format not in SIMULATED_DTYPES:
+        raise PrecisionError(
+            f"simulate({format!r}) is not supported",
+            fix=f"use one of {', '.join(SIMULATED_DTYPES)}; for fp8, use a plan",
+        )
+    return Reusable(lambda: _enter_simulation(SIMULATED_DTYPES[format], device_type))
+
+
+@contextlib.contextmanager
+def _enter_simulation(dtype: torch.dtype | None, device_type: str) -> Iterator[None]:
+    with (
+        simulate_kernels(tf32=dtype is None),
+        use_cuda_op_lists(device_type),
+        _enter_fresh_autocast(device_type, dtype),
+    ):
+        yield
+
+
+class Reusable(contextlib.ContextDecorator):
+    """A context that can be entered repeatedly, nested, and from several threads: each entry creates a new one."""
+
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._make, self._entered = make, threading.local()
+
+    def __enter__(self) -> None:
+        context = self._make()
+        context.__enter__()
+        self._get_stack().append(context)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        return self._get_stack().pop().__exit__(kind, error, traceback)
+
+    def _get_stack(self) -> list[contextlib.AbstractContextManager[None]]:
+        stack: list[contextlib.AbstractContextManager[None]] = self._entered.__dict__.setdefault("stack", [])
+        return stack
+
+
 # --- attention without the shapes at which cuDNN's backward gives NaN ---
 # On Hopper GPUs cuDNN, torch's first choice since 2.11, reads keys in tiles of 128. If the last tile is half full and
 # all scores of a query are below -88, exp overflows in the empty half and the query's gradient is NaN: in bf16 and
@@ -120,7 +196,7 @@ def _check_compiled_region(mode: Fp32Mode, simulated: bool) -> None:
 # (NVIDIA/cudnn-frontend#628).
 
 TILE = 128
-OTHERS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+OTHER_KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 torch_attention = torch._C._nn.scaled_dot_product_attention  # other code may have replaced the one in F by now
 
@@ -160,7 +236,7 @@ def list_allowed_kernels() -> list[SDPBackend]:
     """Return the other kernels that may run: those which the user's own `sdpa_kernel` leaves enabled."""
     flags = torch.backends.cuda
     enabled = (flags.flash_sdp_enabled(), flags.mem_efficient_sdp_enabled(), flags.math_sdp_enabled())
-    return [kernel for kernel, is_on in zip(OTHERS, enabled, strict=True) if is_on]
+    return [kernel for kernel, is_on in zip(OTHER_KERNELS, enabled, strict=True) if is_on]
 
 
 def run_attention(*arguments: Any, **options: Any) -> Tensor:
@@ -178,7 +254,7 @@ def run_attention(*arguments: Any, **options: Any) -> Tensor:
 
 
 @contextlib.contextmanager
-def sound_attention(device: str) -> Iterator[None]:
+def use_sound_attention(device: str) -> Iterator[None]:
     """Replace `F.scaled_dot_product_attention` by `run_attention` inside, if the device has the fault.
 
     Code that imported the function from torch earlier keeps torch's; its NaN is then a bad step, which the guard drops.

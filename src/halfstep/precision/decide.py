@@ -107,7 +107,7 @@ def _split_frozen(
     """Return the rows of the frozen parts, and the patterns that are left for the model."""
     if not frozen:
         return (), parts
-    from halfstep.precision.rows import make_frozen_rows, names_frozen_part
+    from halfstep.precision.apply import make_frozen_rows, names_frozen_part
 
     theirs = {pattern: part for pattern, part in parts.items() if names_frozen_part(pattern, frozen)}
     return tuple(make_frozen_rows(frozen, default, theirs)), {p: part for p, part in parts.items() if p not in theirs}
@@ -167,8 +167,8 @@ def _make_rows(
     frozen: tuple[str, ...],
 ) -> list[PlanRow]:
     if model is not None:
+        from halfstep.precision.apply import make_rows
         from halfstep.precision.fp8 import Fp8Layers  # torch is needed only once there is a model
-        from halfstep.precision.rows import make_rows
 
         fp8 = Fp8Layers(gains=gains, force=force)
         cuda_lists = default.simulated or hardware.kind != "cpu"

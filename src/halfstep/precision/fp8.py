@@ -28,8 +28,7 @@ from halfstep.formats import FP8_E4M3, FP8_E5M2, Format
 from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape, convert_to_float8, measure_gains_once
 from halfstep.islands import fp32_island
-from halfstep.precision.ladder import explain_lack, make_strict_refusal
-from halfstep.precision.row import PlanRow
+from halfstep.precision.ladder import PlanRow, explain_lack, make_strict_refusal
 from halfstep.precision.swapped import SwappedModule, find_original_class
 
 if TYPE_CHECKING:
@@ -53,9 +52,9 @@ class InFp8(SwappedModule):
     bias: nn.Parameter | None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _apply_to_tokens(self._product, input, self.in_features)
+        return _apply_to_tokens(self._multiply, input, self.in_features)
 
-    def _product(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _multiply(self, tokens: torch.Tensor) -> torch.Tensor:
         # bf16 first: that is what autocast hands to a Linear layer
         output: torch.Tensor = Fp8Product.apply(tokens.to(torch.bfloat16), self.weight)  # type: ignore[no-untyped-call]
         return output if self.bias is None else output + self.bias.to(output.dtype)
@@ -70,9 +69,9 @@ class InTorchaoFp8(SwappedModule):
     linear_mm_config: ClassVar[Any]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _apply_to_tokens(self._product, input, self.in_features)
+        return _apply_to_tokens(self._multiply, input, self.in_features)
 
-    def _product(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _multiply(self, tokens: torch.Tensor) -> torch.Tensor:
         # Autocast is off inside because torchao would ask for its dtype by a deprecated name; the cast is done here.
         with fp32_island():
             output: torch.Tensor = self.layer_class.forward(self, tokens.to(torch.bfloat16))
@@ -162,7 +161,7 @@ class Fp8Layers:
     """Measured gain by module name; a layer that is not listed was not measured."""
     force: bool = False
 
-    def compute_and_reason(self, name: str, module: nn.Module, *, is_edge: bool, reason: str) -> tuple[str, str]:
+    def choose_compute(self, name: str, module: nn.Module, *, is_edge: bool, reason: str) -> tuple[str, str]:
         """Return a module's compute format under granted fp8, and the reason."""
         if not can_take_fp8(module):
             return "bf16", f"fp8 takes plain Linear layers with sides divisible by {MULTIPLE}"

@@ -9,6 +9,7 @@ rung is missing, the next lower one that exists is granted, with a warning; unde
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from halfstep.errors import HardwareError
 from halfstep.hardware.describe import format_speedup
@@ -17,7 +18,7 @@ from halfstep.hardware.device_facts import Hardware
 LADDER = ("fp8", "bf16", "fp16", "tf32", "fp32")
 AUTO_RUNGS = LADDER[1:]  # fp8 changes what a model computes too much to be chosen unasked
 
-FORMATS_OF = {
+PRECISION_FORMATS = {
     "fp8": ("fp8_e4m3", "fp8_e5m2"),
     "bf16": ("bf16",),
     "bf16-true": ("bf16",),
@@ -70,13 +71,13 @@ def explain_lack(precision: str, hardware: Hardware) -> str:
     """Explain why the device should not run this precision; return an empty string if it should."""
     if precision == "fp32":
         return ""
-    formats = FORMATS_OF[precision]
+    formats = PRECISION_FORMATS[precision]
     for name in formats:
-        if hardware.has(name) == "missing":
+        if hardware.get_support(name) == "missing":
             return f"{hardware.name} has no {name}"
-        if hardware.has(name) == "emulated":
+        if hardware.get_support(name) == "emulated":
             return f"{hardware.name} only emulates {name}"
-    speed = hardware.speedup(formats[0])
+    speed = hardware.find_speedup(formats[0])
     if speed is not None and speed <= 1.0:
         return f"{precision} is not faster than fp32 on {hardware.name} ({_describe_speed(formats[0], hardware)})"
     if speed is None and precision == "fp16" and hardware.kind == "cpu":
@@ -92,7 +93,7 @@ def _grant_fastest(hardware: Hardware) -> Grant:
             f"{explain_lack('bf16', hardware)}; fp32 is the fastest here, and simulate gives the numerics of any format"
         )
         return Grant(asked="auto", precision="fp32", reason=reason)
-    speeds = {rung: hardware.speedup(rung) for rung in here}
+    speeds = {rung: hardware.find_speedup(rung) for rung in here}
     known = {rung: speed for rung, speed in speeds.items() if speed is not None}
     if len(known) < len(here):
         best = here[0]  # not all speeds are known: the order of the ladder decides
@@ -134,20 +135,20 @@ def _grant_simulated(asked: str, hardware: Hardware) -> Grant:
 def _argue_for(precision: str, hardware: Hardware) -> str:
     if precision == "fp32":
         return _describe_strict_fp32(hardware)
-    speed = _describe_speed(FORMATS_OF[precision][0], hardware)
+    speed = _describe_speed(PRECISION_FORMATS[precision][0], hardware)
     return f"native on {hardware.name}, {speed}" if speed else f"native on {hardware.name}, speed not measured"
 
 
 def _describe_strict_fp32(hardware: Hardware) -> str:
     reason = "strict fp32: TF32 off in matmul, convolution and RNN"
-    tf32 = hardware.speedup("tf32")
-    if hardware.has("tf32") == "native" and tf32 is not None and tf32 > 1:
+    tf32 = hardware.find_speedup("tf32")
+    if hardware.get_support("tf32") == "native" and tf32 is not None and tf32 > 1:
         reason += f"; tf32 would be {tf32:.1f}x as fast ({_name_origin('tf32', hardware)})"
     return reason
 
 
 def _describe_speed(format_name: str, hardware: Hardware) -> str:
-    speed = hardware.speedup(format_name)
+    speed = hardware.find_speedup(format_name)
     if speed is None:
         return ""
     is_mean = {"matmul", "conv_nchw"} <= {m.op for m in hardware.measurements if m.format == format_name}
@@ -157,3 +158,29 @@ def _describe_speed(format_name: str, hardware: Hardware) -> str:
 
 def _name_origin(format_name: str, hardware: Hardware) -> str:
     return "measured" if any(m.format == format_name for m in hardware.measurements) else "published"
+
+
+# --- what one module gets: a row of the plan ---
+# Here and not in plan.py, whose methods call the files that make and apply rows.
+
+RowKind = Literal["default", "module", "frozen", "island"]
+
+WHOLE_MODEL = "*"  # name of the one row a plan has for all modules when it was made without a model
+ROOT = "(root)"  # name of the model itself, if it has parameters outside its submodules
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRow:
+    """One module: how its weights are stored, what it computes in, and why."""
+
+    module: str
+    storage: str
+    compute: str
+    reason: str
+    kind: RowKind = "default"
+    precision: str = ""  # what this module was granted; empty if the plan's own precision applies
+
+    @property
+    def is_part(self) -> bool:
+        """True if a pattern of the request names the module, so that it is treated separately."""
+        return self.kind in ("module", "frozen")

@@ -82,7 +82,7 @@ _lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def cuda_op_lists(device_type: str) -> Iterator[None]:
+def use_cuda_op_lists(device_type: str) -> Iterator[None]:
     """Make autocast on this device follow CUDA's lists inside the context."""
     if device_type not in KEYS:
         yield
@@ -162,7 +162,7 @@ def _make_casting(choose: Callable[[list[Any], str], torch.dtype]) -> Callable[[
     def make(op: Any, device_type: str) -> Kernel:
         def kernel(*args: Any, **kwargs: Any) -> Any:
             dtype = choose(tree_leaves((args, kwargs)), device_type)
-            with _without_autocast(device_type):
+            with _exclude_autocast(device_type):
                 args, kwargs = tree_map(
                     lambda value: value.to(dtype) if _is_eligible(value, device_type) else value, (args, kwargs)
                 )
@@ -179,7 +179,7 @@ def _make_fp32_by_dtype(op: Any, device_type: str) -> Kernel:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         named = args[position] if len(args) > position else kwargs.get("dtype")
-        with _without_autocast(device_type):
+        with _exclude_autocast(device_type):
             if named is None and _is_eligible(args[0], device_type):
                 return op(*args[:position], **{**kwargs, "dtype": torch.float32})
             return op(*args, **kwargs)
@@ -197,7 +197,7 @@ def _make_refusing(op: Any, device_type: str) -> Kernel:
     return kernel
 
 
-def _without_autocast(device_type: str) -> Any:
+def _exclude_autocast(device_type: str) -> Any:
     key = getattr(torch._C.DispatchKey, KEYS[device_type])
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key))
 
@@ -219,7 +219,7 @@ def _use_up_override_notice() -> None:
 
 
 @contextlib.contextmanager
-def without_onednn() -> Iterator[None]:
+def disable_onednn() -> Iterator[None]:
     """Switch oneDNN off, so that torch decomposes recurrent layers instead of calling one fused kernel."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
@@ -233,7 +233,7 @@ def make_decomposed(op: Any) -> Callable[..., Any]:
     """Make a kernel that runs the layer's decomposition, whose ops autograd and the simulated kernels see."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with without_onednn():
+        with disable_onednn():
             return op.decompose(*args, **kwargs)
 
     return kernel

@@ -11,12 +11,30 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from halfstep.disk import parse_json
 from halfstep.errors import PrecisionError
-from halfstep.precision.row import ROOT, WHOLE_MODEL, Gain, PlanRow, RowKind
+from halfstep.precision.ladder import ROOT, WHOLE_MODEL, PlanRow, RowKind
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ROOT", "WHOLE_MODEL", "Plan", "PlanRow", "RowKind", "fold_rows", "format_plan"]
+__all__ = ["ROOT", "WHOLE_MODEL", "Gain", "Plan", "PlanRow", "RowKind", "fold_rows", "format_plan"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gain:
+    """The step time without and with one lever of the mode, everything else equal."""
+
+    part: str  # channels_last, compile, graph, cudnn.benchmark or kernel tuning
+    before_ms: float
+    after_ms: float
+    is_taken: bool
+
+    @property
+    def factor(self) -> float:
+        return self.before_ms / self.after_ms
+
+    def __str__(self) -> str:
+        left_out = "" if self.is_taken else " (not taken)"
+        return f"{self.part} {self.factor:.2f}x, {self.before_ms:.1f} -> {self.after_ms:.1f} ms{left_out}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,15 +86,15 @@ class Plan:
 
     def forward(self) -> AbstractContextManager[None]:
         """Return the context of a forward pass: backend flags, simulation, autocast; all restored on exit."""
-        from halfstep.precision.contexts import forward_context
+        from halfstep.precision.contexts import make_forward_context
 
-        return forward_context(self)
+        return make_forward_context(self)
 
     def backend(self) -> AbstractContextManager[None]:
         """Return the context of backward and the optimizer: backend flags and simulated kernels, no autocast."""
-        from halfstep.precision.contexts import backend_context
+        from halfstep.precision.contexts import make_backend_context
 
-        return backend_context(self)
+        return make_backend_context(self)
 
     def apply(self, model: torch.nn.Module) -> torch.nn.Module:
         from halfstep.precision.apply import apply

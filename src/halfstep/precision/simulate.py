@@ -1,9 +1,10 @@
-"""`simulate`: a format's numerics on hardware that lacks it. For numerics, never for speed; eager only.
+"""Compute with a format's numerics on hardware that lacks it. For numerics, never for speed; eager only.
 
-Autocast really runs, so every tensor has its real dtype. Only matmul, convolution and attention, which a CPU without
-half-precision units runs 30 to 200 times slower, are replaced below autograd, in forward and backward, by the fp32
-kernel plus a cast: half operands are exact in fp32 and both kernels sum in fp32, so only the last rounding is ours, and
-it is the same rounding. fp16 overflows to inf and underflows to zero in that cast as it does on a GPU.
+`hs.simulate` and simulated plans use this file through contexts.py. Autocast really runs, so every tensor has its real
+dtype. Only matmul, convolution and attention, which a CPU without half-precision units runs 30 to 200 times slower, are
+replaced below autograd, in forward and backward, by the fp32 kernel plus a cast: half operands are exact in fp32 and
+both kernels sum in fp32, so only the last rounding is ours, and it is the same rounding. fp16 overflows to inf and
+underflows to zero in that cast as it does on a GPU.
 
 Rejected: rounding hooks on modules (they miss functional calls and gradients), and replacing CPU kernels process-wide
 (other threads would compute through us).
@@ -14,9 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import threading
-from collections.abc import Callable, Iterator
-from types import TracebackType
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halfstep.errors import PrecisionError
 from halfstep.formats import FP32, Format, find_format
 from halfstep.islands import LOW_PRECISION
-from halfstep.precision.op_lists import cuda_op_lists, is_recurrent, without_onednn
+from halfstep.precision.op_lists import disable_onednn, is_recurrent
 
 aten = torch.ops.aten
 
@@ -47,33 +46,8 @@ OPERANDS: dict[Any, tuple[int, ...]] = {
 FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
 FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": None}
 
-
-def simulate(format: str, device_type: str = "cpu") -> Reusable:
-    """Run the code inside, forward and backward, with the numerics of bf16, fp16 or tf32.
-
-    with hs.simulate("fp16"):
-        loss = loss_fn(model(x), y)
-        loss.backward()
-
-    fp8 swaps Linear modules, so it needs a plan: decide("fp8", hardware, model, simulate=True).apply(model).
-    """
-    if format not in FORMATS:
-        raise PrecisionError(
-            f"simulate({format!r}) is not supported", fix=f"use one of {', '.join(FORMATS)}; for fp8, use a plan"
-        )
-    return Reusable(lambda: _simulated(FORMATS[format], device_type))
-
-
-@contextlib.contextmanager
-def _simulated(dtype: torch.dtype | None, device_type: str) -> Iterator[None]:
-    autocast = torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
-    with simulated_kernels(tf32=dtype is None), cuda_op_lists(device_type), autocast:
-        yield
-
-
-def simulated_kernels(*, tf32: bool = False) -> TorchDispatchMode:
+def simulate_kernels(*, tf32: bool = False) -> TorchDispatchMode:
     """Run matmul, convolution and attention on half tensors by the fp32 kernel plus a cast; `tf32` rounds fp32 ones."""
     return _SimulatedKernels(tf32=tf32)
 
@@ -87,15 +61,15 @@ class _SimulatedKernels(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in REPLACED:
+        if func in REPLACEMENTS:
             dtype = args[OPERANDS.get(func, (0,))[0]].dtype
             if dtype in LOW_PRECISION:
-                return REPLACED[func](func, dtype, args, kwargs)
+                return REPLACEMENTS[func](func, dtype, args, kwargs)
             if self.tf32 and dtype == torch.float32:
                 return func(*_round_to_tf32(args, OPERANDS.get(func, (0, 1, 2))), **kwargs)
         elif _is_composite(func):
             # Under inference_mode linear, conv2d and attention arrive undecomposed: their primitive ops come back here.
-            with self, without_onednn() if is_recurrent(func) else contextlib.nullcontext():
+            with self, disable_onednn() if is_recurrent(func) else contextlib.nullcontext():
                 return func.decompose(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -124,10 +98,10 @@ def _run_convolution(
 
 
 def _run_attention(func: Callable[..., Any], dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return flash_attention(*args, **kwargs)
+    return compute_flash_attention(*args, **kwargs)
 
 
-def flash_attention(
+def compute_flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -162,7 +136,7 @@ def flash_attention(
     return output, (top + total.log()).squeeze(-1)
 
 
-REPLACED: dict[Any, Callable[[Any, torch.dtype, tuple[Any, ...], dict[str, Any]], Any]] = {
+REPLACEMENTS: dict[Any, Callable[[Any, torch.dtype, tuple[Any, ...], dict[str, Any]], Any]] = {
     **dict.fromkeys([*OPERANDS, FLASH_BACKWARD], _run_in_fp32),
     aten.convolution.default: _run_convolution,
     FLASH: _run_attention,
@@ -203,27 +177,6 @@ def to_full(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype == torch.float16 and tensor.device.type == "cpu" and tensor.layout is torch.strided:
         return torch.from_numpy(np.asarray(tensor.detach().numpy().astype(np.float32)))
     return tensor.float()
-
-
-class Reusable(contextlib.ContextDecorator):
-    """A context that can be entered repeatedly, nested, and from several threads: each entry creates a new one."""
-
-    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        self._make, self._entered = make, threading.local()
-
-    def __enter__(self) -> None:
-        context = self._make()
-        context.__enter__()
-        self._stack().append(context)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        return self._stack().pop().__exit__(kind, error, traceback)
-
-    def _stack(self) -> list[contextlib.AbstractContextManager[None]]:
-        stack: list[contextlib.AbstractContextManager[None]] = self._entered.__dict__.setdefault("stack", [])
-        return stack
 
 
 # --- rounding fp32 values to a format ---

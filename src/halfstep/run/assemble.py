@@ -115,7 +115,7 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
     recompute = "blocks" if config.train.activation_checkpointing and setting.recompute == "none" else setting.recompute
     if setting.recompute != "none" or plan.blocks:
         recompute_blocks_(model, recompute, plan.blocks)
-    eager = workload.region(model)
+    eager = workload.make_region(model)
     to_compiled = partial(
         compile_region,
         # Timing picks kernels that sum in another order from one start to the next.
@@ -162,7 +162,7 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
         train_loader=train_loader,
         val_loader=val_loader,
         total_steps=length.total_steps,
-        unit=KINDS.of(config.workload).unit_of(config, workload.store),
+        unit=KINDS.of(config.workload).make_unit(config, workload.store),
         world=world,
     )
 
@@ -274,7 +274,7 @@ def assemble_phases(
         own = configure_phase(config, phase)
         names = averaged[phase.name]
         named = dataclasses.replace(workload, forward=phase.forward or workload.forward, loss=phase.loss)
-        plain = named.region(model, name=phase.name)
+        plain = named.make_region(model, name=phase.name)
         trained = [p for name, p in model.named_parameters() if p.requires_grad and trains(phase, name)]
         device = torch.device(plan.device)
         eager, region, ranks = connect_ranks(world, config, model, (plain, compiled(plain)), device, trained)
@@ -283,7 +283,7 @@ def assemble_phases(
             model,
             plan,
             setting if own.optimizer.name == "adamw" else dataclasses.replace(setting, optimizer_bits=32),
-            Length(max(phase.num_due(length.total_steps), 1), max(length.steps_per_epoch // phase.every, 1)),
+            Length(max(phase.count_due(length.total_steps), 1), max(length.steps_per_epoch // phase.every, 1)),
             parts=phase.parameters,
             scaler=scaler,
             ema=Ema(model, parts=names, **config.ema.model_dump(exclude={"enabled"})) if names else None,

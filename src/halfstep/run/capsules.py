@@ -88,7 +88,7 @@ def context_of(parts: Assembly, find_checkpoint: Callable[[], str] = lambda: "")
 def _share(parts: Assembly, reading: Reading) -> dict[str, Any]:
     if parts.world is None or not reading.faulty_ranks or reading.window is None:
         return {}
-    sizes = parts.train_loader.sizes(reading.window * parts.step.accumulate, parts.step.accumulate)
+    sizes = parts.train_loader.list_sizes(reading.window * parts.step.accumulate, parts.step.accumulate)
     return {"rank": parts.world.rank, "num_ranks": parts.world.size, "batch_sizes": [n for n in sizes if n > 0]}
 
 
@@ -101,7 +101,7 @@ def load_window(parts: Assembly, reading: Reading) -> list[dict[str, Tensor]] | 
     part = (0, 1) if parts.world is None or is_whole else (parts.world.rank, parts.world.size)
     samples, seed = parts.workload.train_samples, train.seed
     loader = Loader(samples, batch_size=train.batch_size, seed=seed, shuffle=True, part=part)
-    return list(itertools.islice(loader.epoch(reading.epoch, reading.window * accumulate), accumulate))
+    return list(itertools.islice(loader.iterate_epoch(reading.epoch, reading.window * accumulate), accumulate))
 
 
 def _names(workload: Workload, ids: Sequence[int]) -> list[str]:
@@ -114,8 +114,8 @@ def _names(workload: Workload, ids: Sequence[int]) -> list[str]:
 
 def replay_run(path: Path, *, device: str | None = None, trust: bool = False) -> Replayed:
     """Run the step of a capsule again; `trust` runs code that the user did not train with."""
-    capsule = capsules.read(path)
-    if not capsule.is_of_a_run:
+    capsule = capsules.read_capsule(path)
+    if not capsule.is_from_run:
         raise CheckpointError(
             f"the capsule {path} comes from a custom loop",
             why="only your code can build its model and loss",
@@ -136,7 +136,7 @@ def subject_of(capsule: Capsule, device: str | None, *, trust: bool = False) -> 
     workload = build_workload(config, dict(capsule.about["store"]))
     stored = capsule.about["frozen"]
     workload = replace(workload, frozen=match_stored(workload.frozen, stored, capsule.path.parent.parent))
-    frozen = {name: capsules.copied_state(part.module) for name, part in workload.frozen.items()}
+    frozen = {name: capsules.copy_state(part.module) for name, part in workload.frozen.items()}
     plan = plan_here(capsule, config, workload, device)
     try:
         parts = assemble(config, workload, plan)
@@ -174,10 +174,10 @@ def _subject(capsule: Capsule, parts: Assembly, frozen: Mapping[str, dict[str, T
             force=parts.config.precision.force,
         ),
         scale=scale if isinstance(scale := capsule.about["scale"], (int, float)) else 1.0,
-        update=Update.of(capsule.about.get("update")),
+        update=Update.parse(capsule.about.get("update")),
         variants=_variants(parts.plan, region),
         frozen=get_modules(parts.workload.frozen),
-        beside_state=dict(frozen),
+        other_state=dict(frozen),
         trained=step.find_trained_parameters(),
     )
 

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from halfstep.disk import atomic_folder, parse_json, read_sealed, seal, write_atomically
+from halfstep.disk import open_atomic_folder, parse_json, read_sealed, seal, write_atomically
 from halfstep.errors import CheckpointError, suggest_command
 from halfstep.step.tree import pack, unpack
 
@@ -58,7 +58,7 @@ class Checkpoints:
         if not self.writes:
             return final
         try:
-            with atomic_folder(final) as hidden:
+            with open_atomic_folder(final) as hidden:
                 _write(hidden, checkpoint)
         except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
             raise self._explain_unwritten(final, error) from error

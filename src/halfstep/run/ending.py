@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from halfstep.disk import atomic_folder, parse_json, write_atomically
+from halfstep.disk import open_atomic_folder, parse_json, write_atomically
 from halfstep.errors import (
     CheckpointError,
     DataError,
@@ -22,7 +22,7 @@ from halfstep.errors import (
     format_count,
     suggest_command,
 )
-from halfstep.evidence.capsule import all_in
+from halfstep.evidence.capsule import list_capsules
 from halfstep.hardware.memory import get_peak_memory_bytes
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import Assembly
@@ -48,7 +48,7 @@ def explain_ending(
     if isinstance(error, DataError):
         return _save_after_bad_file(error, loop, folder)
     if isinstance(error, TrainingStopped):
-        names, capsules = loop.journal.latest_files(), all_in(folder.path / "capsules")
+        names, capsules = loop.journal.latest_files(), list_capsules(folder.path / "capsules")
         cause = f"find the cause with: {suggest_command('replay', capsules[0])}" if capsules else ""
         error.fix = "; ".join(filter(None, [cause, error.fix, f"files of that step: {names}" if names else ""]))
     return error
@@ -97,7 +97,7 @@ def _suggest_longer_search(scaler: Scaler) -> str:
 
 def has_left_nothing(loop: Loop) -> bool:
     """True if no step was taken and nothing was kept, so that the folder can be removed."""
-    kept = [*loop.checkpoints.all(), *all_in(loop.checkpoints.folder.parent / "capsules")]
+    kept = [*loop.checkpoints.all(), *list_capsules(loop.checkpoints.folder.parent / "capsules")]
     return loop.parts.step.attempted == 0 and not kept
 
 
@@ -156,7 +156,7 @@ def write_summary(folder: RunFolder, loop: Loop, elapsed_s: float, joules: float
         "samples": loop.num_samples,
         "elapsed_s": elapsed_s,
         "samples_per_s": loop.num_samples / max(elapsed_s, 1e-9),
-        **loop.journal.unit.rates(loop.num_samples / max(elapsed_s, 1e-9)),
+        **loop.journal.unit.compute_rates(loop.num_samples / max(elapsed_s, 1e-9)),
         "peak_memory_bytes": get_peak_memory_bytes(parts.device),
         "joules": joules,
         "skipped": loop.journal.num_skipped,
@@ -202,7 +202,8 @@ def export_model(parts: Assembly, folder: RunFolder) -> None:
     stored = checkpoints.best() or checkpoints.all()[-1]
     load_for_use(parts.model, load(stored))
     try:
-        with atomic_folder(folder.model, replaces=True) as hidden:  # the run may have ended before and been resumed
+        # An export of an earlier end is replaced: the run may have been resumed since.
+        with open_atomic_folder(folder.model, replaces=True) as hidden:
             load_part(kind.export)(parts.model.eval(), parts.config, dict(parts.workload.store), hidden)
     except OSError as error:
         raise CheckpointError(

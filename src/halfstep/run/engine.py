@@ -133,7 +133,7 @@ class Engine:
                 if compiles := not compiled <= self.shapes.ready:
                     self._before_compiling()
                 outputs: list[Any] = []
-                with allow_cudnn_trials(self._allows_cudnn_trials(pieces)), self._compiler_warnings.in_one_line():
+                with allow_cudnn_trials(self._allows_cudnn_trials(pieces)), self._compiler_warnings.shorten_warnings():
                     facts = self.guarded.compute(self.make_loss(outputs), pieces)
             except OutOfMemory as error:
                 self._make_room(error)
@@ -203,16 +203,16 @@ class Engine:
         world = ranks.world
         rows = [world.count_rows(self._sizes[number], rank) for rank in range(world.size)]
 
-        def talks() -> None:
+        def on_gather() -> None:
             ranks.talks_in_backward = True
 
-        return gather_over_ranks(rows, world.rank, talks)
+        return gather_over_ranks(rows, world.rank, on_gather)
 
     def _runs_compiled(self, batch: Batch) -> bool:
         if self.mode == "eager" or not self._is_full(batch):
             return False
-        has_code = self.shapes.take(batch)
-        if not has_code and (reason := self.shapes.why_eager(batch)):
+        has_code = self.shapes.admit(batch)
+        if not has_code and (reason := self.shapes.explain_eager(batch)):
             self.notice(reason, "warning")
         return has_code
 
@@ -341,7 +341,7 @@ def _prepare_batches(
         is_idle = share is not None and share.count_rows(size) == 0
         row = 0 if share is None or is_idle else share.find_first_row(size)
         key = Key.for_training(parts.config.train.seed, parts.step.attempted, k, place + row, row, size)
-        prepared = match_layout(parts.model, parts.workload.prepared(batch, key=key, training=True))
+        prepared = match_layout(parts.model, parts.workload.prepare_batch(batch, key=key, training=True))
         yield Idle(prepared) if is_idle else prepared
         place += size
 

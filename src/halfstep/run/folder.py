@@ -23,8 +23,8 @@ from halfstep.data.loader import FileSamples, implements
 from halfstep.disk import (
     find_unused_path,
     is_dry_run,
+    lock_folder,
     make_absolute,
-    own_folder,
     parse_json,
     read_sealed,
     seal,
@@ -101,7 +101,7 @@ class RunFolder:
         return Checkpoints(self.path / "checkpoints", keep=keep, writes=writes)
 
     def lock(self) -> AbstractContextManager[None]:
-        return own_folder(self.path)
+        return lock_folder(self.path)
 
     @classmethod
     def choose(cls, out: str | None, name: str) -> RunFolder:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from halfstep.config.schema import RunConfig
-from halfstep.disk import atomic_file
+from halfstep.disk import open_atomic_file
 from halfstep.errors import CheckpointError, HalfstepError
 from halfstep.precision.apply import apply_frozen_
 from halfstep.precision.plan import Plan
@@ -127,7 +127,7 @@ def write_made_here(made: Mapping[str, Mapping[str, Tensor]], folder: Path) -> N
         path = _get_path(folder, name)
         try:
             path.parent.mkdir(exist_ok=True)
-            with atomic_file(path) as hidden:
+            with open_atomic_file(path) as hidden:
                 save_file(dict(tensors), hidden)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(

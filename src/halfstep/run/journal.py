@@ -152,7 +152,7 @@ class Journal:
         """Return the throughput in the workload's unit, such as tokens."""
         used = compute_utilisation(self.unit, self._samples_per_s, self._peak_flops)
         share = {"mfu": round(used, 4)} if used else {}
-        return {**self.unit.rates(self._samples_per_s), **share}
+        return {**self.unit.compute_rates(self._samples_per_s), **share}
 
     @property
     def _first(self) -> Reading | None:
@@ -183,7 +183,7 @@ class Journal:
         metric = {self.metric: self._shown_metric} if self._shown_metric else {}
         fields = {**self._losses(r), **metric, "lr": f"{r.lr:.1e}"}
         if self._samples_per_s:
-            fields["speed"] = self.unit.rate(self._samples_per_s)
+            fields["speed"] = self.unit.format_rate(self._samples_per_s)
         if used := compute_utilisation(self.unit, self._samples_per_s, self._peak_flops):
             fields["mfu"] = f"{used:.0%}"
         if slowest := self._lagging.describe():

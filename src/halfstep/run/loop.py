@@ -138,7 +138,7 @@ class Loop:
 
     def _train_epoch(self) -> None:
         parts = self.parts
-        feed = prefetch(parts.train_loader.epoch(self.position.epoch, self.position.batch), parts.device)
+        feed = prefetch(parts.train_loader.iterate_epoch(self.position.epoch, self.position.batch), parts.device)
         windows = parts.step.windows(feed)
         self._pause()  # what was due when the run was stopped
         while not self.is_over and (left := len(parts.train_loader) - self.position.batch) > 0:
@@ -147,7 +147,7 @@ class Loop:
             self._train_until_pause(windows, feed, min(num_windows, steps_left) if steps_left > 0 else num_windows)
             self._pause()
 
-    def _train_until_pause(self, windows: Iterator[Any], feed: Prefetcher, num_windows: int) -> None:
+    def _train_until_pause(self, windows: Iterator[Any], feed: Prefetcher[Any], num_windows: int) -> None:
         """Train on the epoch's windows up to the next validation or samples."""
         parts = self.parts
         self.throughput.restart()
@@ -155,7 +155,7 @@ class Loop:
         with self.journal.show_training(self.position.epoch, num_windows):
             for window in windows:
                 facts = self._run_step(window)
-                samples = sum(parts.train_loader.sizes(self.position.batch, len(window)))
+                samples = sum(parts.train_loader.list_sizes(self.position.batch, len(window)))
                 # Before the guard's verdict, which may be to save and stop: this window must not come again.
                 self.position.batch += len(window)
                 self._act_on(parts.guard.watch(facts))
@@ -190,7 +190,7 @@ class Loop:
         if self.held is not None:
             self.held.keep(parts.step.attempted, window, position, self.train_metrics)
         with parts.recorder.watch(window) if parts.recorder is not None else nullcontext():
-            facts = self.engine(window, parts.train_loader.sizes(position.batch, len(window)))
+            facts = self.engine(window, parts.train_loader.list_sizes(position.batch, len(window)))
         facts.epoch, facts.window = position.epoch, position.batch // parts.step.accumulate
         return facts
 
@@ -211,7 +211,7 @@ class Loop:
         parts, attempted, every = self.parts, self.parts.step.attempted, self.parts.config.train.checkpoint_every
         self.num_samples += samples
         self.throughput.add(samples)
-        self.journal.record_step(attempted, self.throughput.per_s(), waiting)
+        self.journal.record_step(attempted, self.throughput.compute_rate(), waiting)
         if attempted % self.journal.report_every == 0:
             self.hear_others()
         if parts.snapshots is not None and parts.snapshots.is_due(attempted):

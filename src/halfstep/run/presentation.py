@@ -80,7 +80,7 @@ def show_summary(
     rows = [
         (f"best {parts.workload.metric}", best_metric),
         ("time", _format_duration(elapsed_s)),
-        ("speed", f"{parts.unit.rate(loop.num_samples / max(elapsed_s, 1e-9))}, validation included"),
+        ("speed", f"{parts.unit.format_rate(loop.num_samples / max(elapsed_s, 1e-9))}, validation included"),
         ("peak memory", format_bytes(memory) if memory else "not measured on this device"),
         ("skipped steps", str(loop.journal.num_skipped)),
         *count_lost_updates(parts.step.optimizers),

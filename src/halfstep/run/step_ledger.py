@@ -100,7 +100,7 @@ def _observe_one(parts: Assembly, engine: Engine, prepared: list[Batch], phase: 
     """Return the ledgers of one engine's code, and the modules that have islands."""
     step, frozen = engine.guarded, get_modules(parts.workload.frozen)
     observer, weights = observe(step, drop_outputs(engine.parts.eager), prepared, frozen)
-    weights.states = Weights.of(step.model, step.optimizers).states  # as they are after the commit
+    weights.states = Weights.collect(step.model, step.optimizers).states  # as they are after the commit
     to_ledger = partial(
         make_ledger, parts.plan, model=step.model, weights=weights, frozen=frozen, step=parts.step.attempted
     )
@@ -110,7 +110,7 @@ def _observe_one(parts: Assembly, engine: Engine, prepared: list[Batch], phase: 
         return [eager], islands  # tracing the whole network would take the minutes that its blocks save
     recorder = GraphRecorder()
     with undo_after(step), allow_chains(on=False), silence_compiler():
-        step.compute(drop_outputs(recorder.compiled(engine.parts.eager)), prepared)
+        step.compute(drop_outputs(recorder.compile(engine.parts.eager)), prepared)
     seen = read_graphs(recorder.graphs, step.model, frozen, observer.seen)
     notes = _describe_limits(engine, count_graphs(recorder.graphs)["forward"])
     return [eager, to_ledger(seen, mode=_name_mode("compiled", phase), notes=notes)], islands
@@ -146,7 +146,7 @@ def drop_outputs(region: Region) -> LossFn:
 
 def to_document(ledgers: list[Ledger]) -> dict[str, Any]:
     """Return the content of report/ledger.json: the rows of every mode."""
-    each = [ledger.as_json() for ledger in ledgers]
+    each = [ledger.to_json() for ledger in ledgers]
     summary = " | ".join(f"{one.mode}: {one.summary}" for one in ledgers)
     return {
         "summary": summary,
@@ -260,7 +260,7 @@ def _note_owners(engine: Engine, owners: dict[int, Modules]) -> LossFn:
 def _trace_nodes(engine: Engine, prepared: list[Batch]) -> list[dict[str, str]]:
     step = engine.guarded
     recorder = NodeRecorder(list_module_names(step.model, get_modules(engine.parts.workload.frozen)))
-    region = recorder.traced(engine.parts.eager)
+    region = recorder.trace(engine.parts.eager)
 
     def loss(batch: Any) -> tuple[Tensor, Tensor | float]:
         with allow_chains(on=True):

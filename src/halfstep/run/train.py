@@ -27,7 +27,7 @@ from halfstep.errors import CheckpointError, HalfstepError
 from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.memory import reset_peak
-from halfstep.hardware.monitor import monitored
+from halfstep.hardware.monitor import monitor_device
 from halfstep.hardware.nvml import EnergyMeter
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
@@ -330,8 +330,8 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
             reset_peak(parts.device)
             clock, energy = Stopwatch(), EnergyMeter(parts.device)
             start = Progress.of(parts.step)
-            monitor = watch.enter_context(monitored(parts.device, folder.path / "monitor.jsonl", records=writes))
-            journal.gpu, loop.settled = monitor.in_short, monitor.settle
+            monitor = watch.enter_context(monitor_device(parts.device, folder.path / "monitor.jsonl", records=writes))
+            journal.gpu, loop.settled = monitor.summarise, monitor.mark_steady
             loop.run()
             loop.hear_others()
             monitor.stop()
@@ -339,7 +339,7 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
             if writes:
                 _draw_curves(config, folder, report)
                 export_model(parts, folder)
-                elapsed_s, joules = clock.elapsed_s, energy.joules()
+                elapsed_s, joules = clock.elapsed_s, energy.read_joules()
                 write_summary(folder, loop, elapsed_s, joules)
                 busy = describe_gpu_use(monitor, loop.waiting, elapsed_s, loop.engine.mode)
                 show_summary(report, folder, loop, elapsed_s, joules, busy)

@@ -16,7 +16,7 @@ from torch import nn
 from halfstep.data.loader import Loader
 from halfstep.data.prefetch import prefetch
 from halfstep.data.seeds import Key
-from halfstep.disk import atomic_folder
+from halfstep.disk import open_atomic_folder
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.precision.plan import Plan
@@ -68,18 +68,20 @@ def validate(
     weight_sum = torch.zeros((), dtype=torch.float64, device=device)
     index = 0
     with enter_evaluation(model):
-        for batch, size in zip(prefetch(loader.epoch(0), device), loader.sizes(0, len(loader)), strict=True):
+        for batch, size in zip(
+            prefetch(loader.iterate_epoch(0), device), loader.list_sizes(0, len(loader)), strict=True
+        ):
             place = 0 if world is None else world.find_first_row(size)
             key = Key.for_validation(index + place)
             index += size
             advance()
             if world is not None and world.count_rows(size) == 0:
                 continue
-            prepared = match_layout(model, workload.prepared(batch, key=key, training=False))
+            prepared = match_layout(model, workload.prepare_batch(batch, key=key, training=False))
             with plan.forward():
                 for part in split_window([prepared], pieces):
                     outputs = workload.forward(model, part)
-                    loss, weight = workload.weighed_loss(outputs, part)
+                    loss, weight = workload.compute_loss(outputs, part)
                     loss_sum += loss.double() * weight
                     weight_sum += weight
                     metrics.update(outputs, part)
@@ -113,7 +115,7 @@ def write_samples(folder: Path, found: Mapping[str, Any]) -> list[Path]:
     for name, value in found.items():
         _refuse_other(name, value)
     try:
-        with atomic_folder(folder, replaces=True) as hidden:
+        with open_atomic_folder(folder, replaces=True) as hidden:
             written = [_write(hidden / name, value) for name, value in found.items()]
     except OSError as error:
         raise CheckpointError(f"cannot write samples into {folder}: {error.strerror}", fix="free disk space") from error

@@ -56,7 +56,7 @@ class Ranks:
 
     def __init__(self, world: World, wrapped: Sequence[DistributedDataParallel], device: torch.device) -> None:
         self.world, self.wrapped, self.device = world, list(wrapped), device
-        world.talking += self.wrapped
+        world.connected_models += self.wrapped
         self.asked = torch.zeros((), dtype=torch.float64, device=device)
         """1 if this rank was asked to stop; written by the host between steps."""
         self.uncompiled: Exception | None = None  # why this rank ran a step eager instead of compiled

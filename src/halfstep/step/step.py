@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from halfstep.distributed.world import is_lost_rank
 from halfstep.errors import ConfigError
-from halfstep.precision.contexts import make_autocast
+from halfstep.precision.contexts import make_autocast_context
 from halfstep.precision.plan import Plan
 from halfstep.step.batches import Batch, Weight, Window, count_samples, is_one, make_positive, read_sample_ids
 from halfstep.step.clip import Clip, compute_total_norm
@@ -119,7 +119,7 @@ class Step:
         """A context that evidence enters around forward and backward, to observe what runs in them."""
         self.hold: Hold | None = None  # set before the first step by a loop that can repeat held steps
         self.signals = DelayedSignals()
-        self._backend, self._autocast = plan.backend(), make_autocast(plan)
+        self._backend, self._autocast = plan.backend(), make_autocast_context(plan)
         self._weights: list[dict[str, Any]] = []  # where the model's modules hold their parameters
         self._modules: list[nn.Module] = []  # those that `_weights` was made from
         self._rng: dict[str, Tensor] = {}  # the generators before a compute() that is not committed yet

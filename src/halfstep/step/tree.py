@@ -20,12 +20,11 @@ def pack(tree: Any) -> tuple[Any, dict[str, Tensor]]:
     tensors: dict[str, Tensor] = {}
 
     def visit(node: Any, path: str) -> Any:
-        if isinstance(node, Tensor):
-            tensors[path] = node.detach()
-            return {TENSOR: path}
-        if isinstance(node, np.ndarray):
-            tensors[path] = torch.from_numpy(node.copy())
-            return {ARRAY: path}
+        if isinstance(node, (Tensor, np.ndarray)):
+            while path in tensors:  # {"a": {"b": tensor}, "a.b": tensor} gives two of them one path
+                path += "'"
+            tensors[path] = node.detach() if isinstance(node, Tensor) else torch.from_numpy(node.copy())
+            return {TENSOR if isinstance(node, Tensor) else ARRAY: path}
         if isinstance(node, dict):
             if all(isinstance(key, str) for key in node):
                 return {key: visit(value, f"{path}.{key}") for key, value in node.items()}

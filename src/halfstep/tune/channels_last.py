@@ -65,7 +65,7 @@ def to_channels_last_(model: nn.Module) -> nn.Module:
 
 def match_layout(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Convert the batch's images to the layout of the model's convolutions."""
-    _refuse_others_than_tensors(batch)
+    _require_tensors(batch)
     images = torch.channels_last if is_channels_last(model) else None
     return {
         name: value.contiguous(memory_format=images) if images and value.ndim == 4 else _make_dense(value)
@@ -81,7 +81,7 @@ def _make_dense(value: Tensor) -> Tensor:
     return value.contiguous()
 
 
-def _refuse_others_than_tensors(batch: Mapping[str, object]) -> None:
+def _require_tensors(batch: Mapping[str, object]) -> None:
     for name, value in batch.items():
         if not isinstance(value, Tensor):
             raise ConfigError(

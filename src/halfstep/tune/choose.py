@@ -142,11 +142,11 @@ class Tuning:
         if num_steps < FEWEST_STEPS:
             return None
         self.say("measuring how fast steps run ...")
-        others = self.driver.used_by_others(plan.device)
+        others = self.driver.describe_other_use(plan.device)
         found = ModeSearch(
             self.config, self.workload, plan, TrialTime(num_steps, most_s=MOST_S), self.rehearse
         ).search()
-        others = others or self.driver.used_by_others(plan.device)
+        others = others or self.driver.describe_other_use(plan.device)
         if not others:
             return found
         reason = f"{found.fields['mode_reason']}; the GPU was in use by others ({others}): not kept for other runs"
@@ -220,7 +220,7 @@ class Tuning:
             )  # fmt: skip
         except CannotRun as error:
             choice = MemoryChoice(setting=MemorySetting(), reason=str(error))
-        headline, *lines = choice.lines()
+        headline, *lines = choice.format_lines()
         for line in (headline, *lines):
             self.say(line)
         tried = tuple(line.strip() for line in lines)
@@ -260,7 +260,7 @@ def measure_fp8_gains(
     is_asked = "fp8" in (wish.default, *wish.modules.values()) and not wish.simulate and not wish.force
     if not is_asked or not hardware.device or explain_lack("fp8", hardware):
         return {}
-    batch = workload.prepared(load_first_batch(config, workload), key=(), training=False)
+    batch = workload.prepare_batch(load_first_batch(config, workload), key=(), training=False)
     forward = partial(workload.forward, workload.model, batch)
     return measure_layer_gains(workload.model, forward, hardware, find_cache_directory(), measure=measure)
 

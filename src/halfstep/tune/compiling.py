@@ -34,19 +34,19 @@ class CompiledShapes:
         compiler's."""
         self._has_said = False
 
-    def take(self, batch: Batch) -> bool:
+    def admit(self, batch: Batch) -> bool:
         """True if batches of this shape run compiled; a new shape is added while there is room."""
         shape = get_batch_shape(batch)
         if shape not in self.taken and len(self.taken) < MOST_SHAPES:
             self.taken.append(shape)
         return shape in self.taken
 
-    def why_eager(self, batch: Batch) -> str:
+    def explain_eager(self, batch: Batch) -> str:
         """Return a message the first time that a shape has no room, else an empty string."""
         if self._has_said:
             return ""
         self._has_said = True
-        new = self._new_in(get_batch_shape(batch))
+        new = self._describe_new(get_batch_shape(batch))
         return (
             f"batches come in more than {MOST_SHAPES} shapes (now {new}): only the first {MOST_SHAPES} are "
             "compiled, others run eager; one size for all, or padding to it, makes every step fast"
@@ -57,7 +57,7 @@ class CompiledShapes:
         self.taken.clear()
         self.ready.clear()
 
-    def _new_in(self, shape: BatchShape) -> str:
+    def _describe_new(self, shape: BatchShape) -> str:
         known = {tensor for other in self.taken for tensor in other}
         new = [tensor for tensor in shape if tensor not in known] or shape
         sizes = {tensor[:2] for tensor in known}
@@ -77,7 +77,7 @@ def get_batch_shape(batch: Batch) -> BatchShape:
 
 # --- why code could not be compiled ---
 
-OF_A_TOOL = re.compile(r"\berror: |No space left on device")
+TOOL_ERROR = re.compile(r"\berror: |No space left on device")
 """Error lines of C++ compilers, assemblers and linkers, below pages of their command line."""
 MOST_CHARACTERS = 400  # of the whole line: C++ templates have very long names
 
@@ -91,7 +91,7 @@ def explain_compile_error(error: Exception) -> str:
 
 
 def _find_tool_error(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if OF_A_TOOL.search(line)), "")
+    return next((line.strip() for line in text.splitlines() if TOOL_ERROR.search(line)), "")
 
 
 def _find_root(error: BaseException) -> BaseException:
@@ -129,17 +129,17 @@ class CompilerWarnings:
         self._said: set[re.Pattern[str]] = set()
 
     @contextmanager
-    def in_one_line(self) -> Iterator[None]:
+    def shorten_warnings(self) -> Iterator[None]:
         loggers = [logging.getLogger(name) for name in SOURCES]
         for logger in loggers:
-            logger.addFilter(self._passes)
+            logger.addFilter(self._filter)
         try:
             yield
         finally:
             for logger in loggers:
-                logger.removeFilter(self._passes)
+                logger.removeFilter(self._filter)
 
-    def _passes(self, record: logging.LogRecord) -> bool:
+    def _filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
         kind, line = _shorten_warning(text)
         if kind is None:

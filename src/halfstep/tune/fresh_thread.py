@@ -55,7 +55,7 @@ class _Errand(threading.Thread, Generic[T]):
 
     def run(self) -> None:
         try:
-            self.result = self._context.run(self._worked)
+            self.result = self._context.run(self._work)
         except BaseException as error:
             self.error = error
         finally:
@@ -66,7 +66,7 @@ class _Errand(threading.Thread, Generic[T]):
         while not self._ended.wait(LOOK_S) and self.is_alive():  # an interrupt may end it before it sets the event
             pass
 
-    def _worked(self) -> T:
+    def _work(self) -> T:
         if self._cuda is not None:
             torch.cuda.set_device(self._cuda)  # Triton needs a CUDA context, which a new thread does not have
         with torch.autograd.set_multithreading_enabled(False):  # backward in this thread, not in autograd's shared one
@@ -85,7 +85,7 @@ def _get_index(device: torch.device) -> int:
 # --- workarounds for torch 2.11's compiler in threads that end; torch 2.13 needs none of them ---
 
 TREES = "torch._inductor.cudagraph_trees"
-PLACES = ("tree_manager_containers", "tree_manager_locks")  # where the compiler has a thread's CUDA graphs
+STORAGES = ("tree_manager_containers", "tree_manager_locks")  # where the compiler has a thread's CUDA graphs
 
 
 def prepare_for_thread() -> None:
@@ -121,11 +121,11 @@ def make_graph_storage() -> None:
     import_graphs()
     from torch._inductor import cudagraph_trees as trees
 
-    if hasattr(trees, "_initialize_tls") or hasattr(trees.local, PLACES[0]):
+    if hasattr(trees, "_initialize_tls") or hasattr(trees.local, STORAGES[0]):
         return
     trees.local.tree_manager_containers = {}
     trees.local.tree_manager_locks = defaultdict(threading.Lock)
-    for name in PLACES:
+    for name in STORAGES:
         torch._C._stash_obj_in_tls(name, getattr(trees.local, name))
     _hold_graph_storage(trees.local)
 
@@ -136,5 +136,5 @@ def _hold_graph_storage(local: threading.local) -> None:
     Otherwise the storage is freed while in use, and the next garbage collection crashes, or a layer has lost its
     weight.
     """
-    for name in PLACES:
+    for name in STORAGES:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(getattr(local, name)))

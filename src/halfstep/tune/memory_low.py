@@ -98,14 +98,14 @@ class MemoryChoice:
     trials: tuple[LeverTrial, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         return [
             f"memory low: {self.setting}, {self.reason}",
-            *(f"  {line}" for line in self._trial_lines()),
+            *(f"  {line}" for line in self._format_trials()),
             *(f"  not tried: {note}" for note in self.notes),
         ]
 
-    def _trial_lines(self) -> Iterator[str]:
+    def _format_trials(self) -> Iterator[str]:
         if not self.trials:
             return
         base = _find_reference(self.trials)

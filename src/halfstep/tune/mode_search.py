@@ -26,8 +26,7 @@ from halfstep import __version__
 from halfstep.config.schema import RunConfig
 from halfstep.disk import find_cache_directory
 from halfstep.hardware.cache import read_json, write_json
-from halfstep.precision.plan import Plan
-from halfstep.precision.row import Gain
+from halfstep.precision.plan import Gain, Plan
 from halfstep.tune.channels_last import convolves_images, wants_channels_last
 from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit, NotCaptured
 from halfstep.tune.modes import (
@@ -63,7 +62,7 @@ class ModeSearch:
         self.config, self.workload, self.plan, self.time, self.rehearse = config, workload, plan, time, rehearse
         self.fields: dict[str, Any] = {
             "mode": "eager",
-            "channels_last": wants_channels_last(config, plan, *workload.modules()),
+            "channels_last": wants_channels_last(config, plan, *workload.list_modules()),
             "tunes_kernels": config.train.tune_kernels is True,
             "cudnn_benchmark": False,
         }
@@ -98,7 +97,7 @@ class ModeSearch:
     def _try_eager(self) -> Cost | None:
         """Time the eager step in the usual layout, and in the other if it is not fixed; keep the faster one."""
         usual = self.fields["channels_last"]
-        is_open = self.config.train.channels_last == "auto" and convolves_images(*self.workload.modules())
+        is_open = self.config.train.channels_last == "auto" and convolves_images(*self.workload.list_modules())
         layouts = (usual, not usual) if is_open else (usual,)
         tried: dict[bool, Cost] = {}
         for channels_last in layouts:
@@ -144,7 +143,7 @@ class ModeSearch:
             return best
         mode: Mode = self.fields["mode"]
         cost = self._measure_trial(trial, mode, f"{mode} + cudnn.benchmark", cudnn_benchmark=True)
-        return self._better(best, cost, "cudnn.benchmark", "cudnn_benchmark", WORTH_SEARCHING, CUDNN_TRIALS_S)
+        return self._keep_faster(best, cost, "cudnn.benchmark", "cudnn_benchmark", WORTH_SEARCHING, CUDNN_TRIALS_S)
 
     def _try_tuned_kernels(self, best: Cost | None) -> Cost | None:
         mode: Mode = self.fields["mode"]
@@ -154,7 +153,7 @@ class ModeSearch:
             return best
         with self._start_trial(tunes_kernels=True) as trial:
             cost = self._measure_trial(trial, mode, f"{mode} + kernel tuning")
-        return self._better(best, cost, "kernel tuning", "tunes_kernels")
+        return self._keep_faster(best, cost, "kernel tuning", "tunes_kernels")
 
     # --- one candidate ---
 
@@ -185,7 +184,7 @@ class ModeSearch:
     def _note(self, part: str, before: Cost, after: Cost) -> None:
         self.gains.append(Gain(part=part, before_ms=before.ms, after_ms=after.ms, is_taken=False))
 
-    def _better(
+    def _keep_faster(
         self, best: Cost, cost: Cost | None, part: str, field: str, worth: float = WORTH, start_s: float = 0.0
     ) -> Cost:
         if cost is None:
@@ -253,7 +252,7 @@ class CachedMode:
         identity = (
             "\n".join(map(str, (workload.model, *(part.module for part in workload.frozen.values())))),
             [config.train.batch_size, config.train.accumulate, config.data.image_size],
-            KINDS.of(config.workload).size_of_sample(config),  # frames, tokens
+            KINDS.of(config.workload).describe_sample_size(config),  # frames, tokens
             [config.optimizer.name, config.optimizer.moment_bits, config.precision.rounding, config.ema.enabled],
             [config.train.channels_last, config.train.tune_kernels, config.train.activation_checkpointing],
             [plan.granted, plan.device_name, [(row.module, row.compute) for row in rows if row.is_part]],
@@ -281,7 +280,7 @@ class CachedMode:
         found = self.read()
         if found is None or _leaves_open(found, num_steps):
             return None
-        start_s, saved_s = self._start_s(found), _estimate_saved_s(found, num_steps)
+        start_s, saved_s = self._estimate_start_s(found), _estimate_saved_s(found, num_steps)
         fields = {**found.fields, "mode_reason": f"measured before: {found.fields['mode_reason']}"}
         if start_s <= saved_s:
             self.mark()
@@ -302,7 +301,7 @@ class CachedMode:
     def _mark(self) -> Path:
         return get_code_folder() / f"halfstep-{self.name}"
 
-    def _start_s(self, found: FoundMode) -> float:
+    def _estimate_start_s(self, found: FoundMode) -> float:
         fields = found.fields
         cold_s = KERNEL_TUNING_S if fields["tunes_kernels"] else COMPILE_S
         compiling_s = 0.0 if fields["mode"] == "eager" else WARM_START_S if self._mark.exists() else cold_s

@@ -69,7 +69,7 @@ class _Check:
             raise CannotRun(f"no block of layers is repeated in {type(self.model).__name__}")
         if workload.blocks and plan.mode not in ("", "eager"):
             raise CannotRun("blocks have a forward of their own in captured steps")
-        self.plain = self._taken("none", watched=blocks)
+        self.plain = self._record_steps("none", watched=blocks)
         if any(isinstance(mark, tuple) and not math.isfinite(mark[1]) for mark in self.plain.left.values()):
             raise CannotRun(f"a step of {NUM_SAMPLES} samples is not finite, so nothing can be compared")
         if own := [name for name in blocks if (name, "in backward") in self.plain.calls]:
@@ -82,36 +82,36 @@ class _Check:
 
     def find(self) -> Recomputable:
         names, notes = self.blocks, list[str]()
-        if self._problem("blocks", names):
+        if self._find_problem("blocks", names):
             names = []
             for some in group_by_kind(self.model, self.blocks):
-                if why := self._problem("blocks", [*names, *some]):
+                if why := self._find_problem("blocks", [*names, *some]):
                     notes.append(f"recompute blocks, {describe_blocks(self.model, some)}: {why}")
                 else:
                     names += some
-        why = self._problem("pointwise", names) if names else ""
+        why = self._find_problem("pointwise", names) if names else ""
         if why:
             notes.append(f"recompute pointwise, {describe_blocks(self.model, names)}: {why}")
         ways: tuple[Recompute, ...] = ("blocks",) if why else ("pointwise", "alternate", "blocks")
         return Recomputable(tuple(names), ways if names else (), tuple(notes))
 
-    def _problem(self, how: Recompute, names: Collection[str]) -> str:
+    def _find_problem(self, how: Recompute, names: Collection[str]) -> str:
         """Return why these blocks may not be recomputed; empty if they may."""
         try:
-            tried = self._taken(how, names)
+            tried = self._record_steps(how, names)
         except CannotRun as error:
             return str(error)
         gaps = compare_states(self.plain.left, tried.left)
-        if other := next((name for name in gaps if gaps[name] and gaps[name] > self._allowed(name)), None):
+        if other := next((name for name in gaps if gaps[name] and gaps[name] > self._compute_allowed_gap(name)), None):
             return f"{other} is not the same after {NUM_STEPS} steps"
         return "" if tried.kept_bytes < self.plain.kept_bytes else "nothing of them is kept for backward"
 
-    def _allowed(self, name: str) -> float:
-        self.noise = self.noise or compare_states(self.plain.left, self._taken("none").left)
+    def _compute_allowed_gap(self, name: str) -> float:
+        self.noise = self.noise or compare_states(self.plain.left, self._record_steps("none").left)
         noise = max(gap for gap in self.noise.values() if math.isfinite(gap))
         return math.inf if math.isinf(self.noise.get(name, 0)) else min(NOISE * noise, MOST_NOISE)
 
-    def _taken(self, how: Recompute, names: Collection[str] = (), watched: Collection[str] = ()) -> StepRecord:
+    def _record_steps(self, how: Recompute, names: Collection[str] = (), watched: Collection[str] = ()) -> StepRecord:
         memory = dataclasses.asdict(MemorySetting(recompute=how))
         plan = dataclasses.replace(self.plan, memory=memory, blocks=tuple(names))
         with self.rehearse(*self.run, plan) as trial:

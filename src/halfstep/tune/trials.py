@@ -134,7 +134,7 @@ class Trial:
         """Run enough steps for compilation, first commits and capture; return the peak of the last two, with the
         graph."""
         device = self.parts.device
-        with time.starting():
+        with time.count_start():
             engine(self.window)
             self._finish()
         for _ in range(UNCAPTURED - 2):
@@ -171,7 +171,7 @@ def load_first_batch(config: RunConfig, workload: Workload) -> Batch:
     train = config.train
     loader = Loader(workload.train_samples, batch_size=train.batch_size, seed=train.seed, shuffle=True)
     try:
-        return next(loader.epoch(0))
+        return next(loader.iterate_epoch(0))
     finally:
         loader.close()
 
@@ -230,7 +230,7 @@ class TrialTime:
         return start_s == 0 or self.run_s is None or self.starts_s + start_s <= SHARE * self.run_s
 
     @contextmanager
-    def starting(self) -> Iterator[None]:
+    def count_start(self) -> Iterator[None]:
         start = Stopwatch(clock=self.clock)
         try:
             yield

@@ -22,7 +22,7 @@ from typing import Any
 
 from halfstep.config.foreign import flatten_keys
 from halfstep.config.schema import RunConfig
-from halfstep.disk import own_folder, parse_json, write_atomically
+from halfstep.disk import lock_folder, parse_json, write_atomically
 from halfstep.errors import CheckpointError, ConfigError, HalfstepError, format_count
 from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.probe import probe
@@ -215,7 +215,7 @@ def open_comparison(folder: Path) -> Comparison:
 
 def run_comparison(folder: Path, comparison: Comparison, say: Say) -> None:
     """Run what is missing, until the rows are decided, the last look is done or the budget is spent."""
-    with own_folder(folder):
+    with lock_folder(folder):
         _run(folder, comparison, say)
 
 

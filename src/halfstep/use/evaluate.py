@@ -78,7 +78,7 @@ def evaluate(
         model = load_weights(run, workload.model, plan, workload.frozen, workload.values)
         loaded = LoadedModel(run, config, workload, model, plan, report, batch_size)
         metrics = loaded.score(evaluation, wanted)
-        pictures = evaluation.draw(folder, loaded.look)
+        pictures = evaluation.draw_pictures(folder, loaded.look)
         metrics |= loaded.score_raw()
         summary = folder / "evaluation.json"
         found = EvaluationResult(
@@ -88,7 +88,7 @@ def evaluate(
             metrics=metrics,
             scoring=workload.scoring,
             scored_at=evaluation.scored_at,
-            classes=evaluation.classes(),
+            classes=evaluation.score_classes(),
             ranking=evaluation.ranking,
             hint=find_hint(config.workload, metrics),
             files=tuple(str(file) for file in (*pictures, summary)),
@@ -111,9 +111,9 @@ def _load_data(
             report.notice(f"{data} has as many samples as the run's data, which are no longer in {stored}: "
                           "evaluating only its validation split, as in training", "warning")  # fmt: skip
             return moved
-        other = kind.config_for(config, data)
+        other = kind.change_data_folder(config, data)
         try:
-            return other, kind.on_all(build_workload(kind.to_validate(other), run.store))
+            return other, kind.use_all_samples(build_workload(kind.drop_training_settings(other), run.store))
         except DataError as error:
             if "data." in error.fix or "halfstep train" in error.fix:  # an evaluation takes no settings
                 error.fix = f"give data in the layout of the run's data, {stored or 'its demo data'}"
@@ -121,7 +121,7 @@ def _load_data(
     config, notes = find_moved_data(run.config, run.folder)
     for note in notes:
         report.notice(note, "warning")
-    workload = build_workload(kind.to_validate(config), run.store)
+    workload = build_workload(kind.drop_training_settings(config), run.store)
     if len(workload.val_samples) == 0:
         raise DataError(
             f"the run has no validation data in {config.data.dir}",
@@ -135,7 +135,7 @@ def _find_moved_data(run: OpenedRun, kind: type[Evaluating], data: Path) -> tupl
     """Return the run's data if `data` is where they were moved to; None for other data."""
     config = use_folder(run.config, data)
     try:
-        workload = build_workload(kind.to_validate(config), run.store)
+        workload = build_workload(kind.drop_training_settings(config), run.store)
     except HalfstepError:  # another layout
         return None
     found = [len(workload.train_samples), len(workload.val_samples)]
@@ -159,7 +159,7 @@ class LoadedModel:
         """Return the scores that the family's options ask for, else those of validation."""
         if options:
             trained = wrap_trained(self.model, self.plan, self.report)
-            found = evaluation.scored(self.config, trained, options, self.report.phase, self.batch_size)
+            found = evaluation.score_with_options(self.config, trained, options, self.report.phase, self.batch_size)
             if found is not None:
                 return dict(found)
         pieces = int(self.run.checkpoint.state["pieces"]) if self.batch_size is None else 1
@@ -177,7 +177,7 @@ class LoadedModel:
         seed, device = self.config.train.seed, torch.device(self.plan.device)
         sample = self.workload.val_samples.sample(index, key=(seed, 0, index))
         raw = {name: tensor.unsqueeze(0).to(device) for name, tensor in sample.items()}
-        batch = self.workload.prepared(raw, key=Key.for_validation(index), training=False)
+        batch = self.workload.prepare_batch(raw, key=Key.for_validation(index), training=False)
         with enter_evaluation(self.model), self.plan.forward():
             return batch, self.workload.forward(self.model, batch)
 

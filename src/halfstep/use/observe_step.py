@@ -18,7 +18,7 @@ from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.evidence.attempts import Subject
-from halfstep.evidence.capsule import copied_state, state_of
+from halfstep.evidence.capsule import collect_state, copy_state
 from halfstep.evidence.dry_run import TARGETS, Judgement, judge_modules, judge_updates
 from halfstep.evidence.kernel_events import Event
 from halfstep.evidence.precision_ledger import Ledger
@@ -119,7 +119,7 @@ def _assemble_run(path: Path, config: RunConfig, *, trust: bool) -> Assembly:
 
 def _read_first_window(parts: Assembly) -> list[Batch]:
     loader: Loader = parts.train_loader
-    batches = loader.epoch(0)
+    batches = loader.iterate_epoch(0)
     window = [next(batches) for _ in range(min(parts.step.accumulate, len(loader)))]
     return [{name: value.to(parts.device) for name, value in batch.items()} for batch in window]
 
@@ -158,7 +158,7 @@ def dry_run(
 
 
 def read_windows(parts: Assembly, num: int) -> list[list[Batch]]:
-    batches = itertools.islice(parts.train_loader.epoch(0), num)
+    batches = itertools.islice(parts.train_loader.iterate_epoch(0), num)
     placed = ({name: value.to(parts.device) for name, value in batch.items()} for batch in batches)
     return [prepare_window(parts, [batch]) for batch in placed]
 
@@ -169,12 +169,12 @@ def build_subject(engine: Engine, window: list[Batch]) -> Subject:
         model=parts.model,
         loss=parts.eager,
         window=window,
-        state={name: value.detach().clone() for name, value in state_of(parts.model).items()},
+        state={name: value.detach().clone() for name, value in collect_state(parts.model).items()},
         rng=read_rng_state(parts.device),
         plan=parts.plan,
         plan_for=lambda precision, modules: _decide_plan(parts.config, parts, precision),
         frozen=get_modules(parts.workload.frozen),
-        beside_state={name: copied_state(part.module) for name, part in parts.workload.frozen.items()},
+        other_state={name: copy_state(part.module) for name, part in parts.workload.frozen.items()},
         trained=step.find_trained_parameters(),
     )
 
@@ -189,7 +189,7 @@ def _decide_plan(config: RunConfig, parts: Assembly, precision: str) -> Plan:
 
 def _judge_updates(parts: Assembly, engine: AnyEngine) -> list[Judgement]:
     """Judge the updates of one step after a few warm-up steps of the optimizer."""
-    batches = itertools.islice(parts.train_loader.epoch(0), WARM_UP + 1)
+    batches = itertools.islice(parts.train_loader.iterate_epoch(0), WARM_UP + 1)
     before = after = _copy_parameters(parts)
     for batch in batches:
         before = after

@@ -26,7 +26,7 @@ from halfstep.run.frozen_modules import get_modules, match_stored, place_frozen_
 from halfstep.run.stored_state import load_for_use
 from halfstep.run.validate import enter_evaluation
 from halfstep.step.tables import Value, write_values_
-from halfstep.workloads.base.using import Trained
+from halfstep.workloads.base.using import TrainedModel
 from halfstep.workloads.base.workload import FrozenPart
 
 
@@ -203,7 +203,7 @@ def _find_device(device: str) -> str:
         return "auto"
 
 
-def wrap_trained(model: nn.Module, plan: Plan, report: RunReport) -> Trained:
+def wrap_trained(model: nn.Module, plan: Plan, report: RunReport) -> TrainedModel:
     """Wrap the model for a family's evaluation and prediction."""
 
     @contextmanager
@@ -211,6 +211,6 @@ def wrap_trained(model: nn.Module, plan: Plan, report: RunReport) -> Trained:
         with enter_evaluation(model), plan.forward():
             yield
 
-    return Trained(
+    return TrainedModel(
         model=model, device=torch.device(plan.device), inside=inside, warn=lambda text: report.notice(text, "warning")
     )

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from halfstep.data.files import list_some, natural_key
+from halfstep.data.files import list_some, make_natural_key
 from halfstep.disk import write_atomically
 from halfstep.errors import ConfigError, DataError, Interrupted, format_count, make_printable
 from halfstep.hardware.clock import Stopwatch
@@ -31,7 +31,7 @@ from halfstep.use.open_run import (
 )
 from halfstep.workloads import KINDS
 from halfstep.workloads.base.kind import PredictCommand, load_part, resolve_options
-from halfstep.workloads.base.using import Input, Predictor, Trained, Wishes, get_frozen_parts
+from halfstep.workloads.base.using import Input, Predictor, PredictRequest, TrainedModel, get_frozen_parts
 
 UNFINISHED = "unfinished.json"
 """What an interrupted call leaves in its folder, so that the same call can continue there."""
@@ -61,7 +61,9 @@ def _list_inputs(place: Path, endings: Sequence[str]) -> list[Input]:
         return []
     names = (path.relative_to(place) for path in place.rglob("*") if path.suffix.lower() in endings and path.is_file())
     visible = (name for name in names if not any(part.startswith(".") for part in name.parts))
-    return [Input(path=place / name, name=name) for name in sorted(visible, key=lambda name: natural_key(str(name)))]
+    return [
+        Input(path=place / name, name=name) for name in sorted(visible, key=lambda name: make_natural_key(str(name)))
+    ]
 
 
 def predict(
@@ -69,7 +71,7 @@ def predict(
     asked: Sequence[Path],
     *,
     report: RunReport,
-    wishes: Wishes,
+    request: PredictRequest,
     checkpoint: str = "best",
     device: str | None = None,
     precision: str | None = None,
@@ -79,7 +81,7 @@ def predict(
     clock = Stopwatch()
     run = open_run(path, checkpoint=checkpoint, trust=trust)
     command = _find_command(run.config.workload)
-    wishes = replace(wishes, options=resolve_options(command.options, wishes.options, run.config.workload))
+    request = replace(request, options=resolve_options(command.options, request.options, run.config.workload))
     _refuse_wrong_inputs(command, asked, run.config.workload)
     with name_lost_files(run.frozen), skip_first_values():
         predictor: Predictor = load_part(command.predictor)(run.config, run.store)
@@ -92,12 +94,12 @@ def predict(
     plan = choose_plan(run, predictor.model, device=device, precision=precision, frozen=frozen)
     for note in (*run.notes, *plan.warnings):
         report.notice(note, "warning")
-    has_folder = wishes.out is not None or command.writes_files
-    request = {**run.facts(plan), "options": wishes.options, "inputs": [str(path.absolute()) for path in asked]}
-    left = _read_unfinished(wishes.out, request)
-    place: AbstractContextManager[Path | None] = nullcontext(wishes.out)
+    has_folder = request.out is not None or command.writes_files
+    call = {**run.facts(plan), "options": request.options, "inputs": [str(path.absolute()) for path in asked]}
+    left = _read_unfinished(request.out, call)
+    place: AbstractContextManager[Path | None] = nullcontext(request.out)
     if has_folder and not left:
-        place = make_fresh_folder(wishes.out, run.folder.path / "predictions")
+        place = make_fresh_folder(request.out, run.folder.path / "predictions")
     with place as folder, choose_algorithms(deterministic=run.config.train.deterministic):
         model = load_weights(run, predictor.model, plan, frozen, getattr(predictor, "values", {}))
         trained = wrap_trained(model, plan, report)
@@ -108,12 +110,12 @@ def predict(
             with catch_interrupts(heard=FINISHING) as asked_to_stop:
                 asked_to_stop.last_words = lambda: str(_explain_second_stop(folder, answers))
                 num_left = _answer_all(
-                    predictor, inputs, trained, replace(wishes, out=folder), report, answers, failed, asked_to_stop
+                    predictor, inputs, trained, replace(request, out=folder), report, answers, failed, asked_to_stop
                 )
         except KeyboardInterrupt:
             raise _explain_second_stop(folder, answers) from None
         if num_left:
-            raise _store_unfinished(folder, request, command, answers, num_left, asked_to_stop)
+            raise _store_unfinished(folder, call, command, answers, num_left, asked_to_stop)
         if failed:
             _refuse_none_usable(answers, failed)
         made = Predictions(
@@ -143,8 +145,8 @@ def _find_command(workload: str) -> PredictCommand:
 def _answer_all(
     predictor: Predictor,
     inputs: list[Input],
-    trained: Trained,
-    wishes: Wishes,
+    trained: TrainedModel,
+    request: PredictRequest,
     report: RunReport,
     answers: list[Answer],
     failed: list[Failure],
@@ -152,7 +154,7 @@ def _answer_all(
 ) -> int:
     """Add an answer or a failure for each input; return how many are left if a signal stopped it."""
     with report.phase("Predicting", len(inputs)) as bar:
-        for result in predictor.answers(inputs, trained, wishes, bar):
+        for result in predictor.answer_all(inputs, trained, request, bar):
             if isinstance(result, Answer):
                 answers.append(result)
             else:
@@ -167,8 +169,8 @@ def _answer_all(
 # --- interrupted calls ---
 
 
-def _read_unfinished(out: Path | None, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an interrupted call with the same request left in `--out`; empty if there is none."""
+def _read_unfinished(out: Path | None, call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an interrupted call with the same arguments left in `--out`; empty if there is none."""
     if out is None or not (out / UNFINISHED).is_file():
         return {}
     try:
@@ -176,7 +178,7 @@ def _read_unfinished(out: Path | None, request: Mapping[str, Any]) -> dict[str, 
         former = left["halfstep predict"]
     except (ValueError, KeyError, TypeError):  # not written by halfstep: refuse the folder like any non-empty one
         return {}
-    now = json.loads(dump_json(request))
+    now = json.loads(dump_json(call))
     if differing := [name for name in now if now[name] != former.get(name)]:
         raise ConfigError(
             f"--out {out} holds an unfinished prediction of another command",
@@ -204,7 +206,7 @@ def _continue(
 
 def _store_unfinished(
     folder: Path | None,
-    request: Mapping[str, Any],
+    call: Mapping[str, Any],
     command: PredictCommand,
     answers: list[Answer],
     num_left: int,
@@ -216,7 +218,7 @@ def _store_unfinished(
     num = f"{len(answers):,} of {format_count(len(answers) + num_left, 'prediction')}"
     if not folder or not answers:
         return Interrupted(f"stopped by {by} after {num}; nothing was written", exit_code=asked_to_stop.exit_code)
-    left: dict[str, Any] = {"halfstep predict": request, "answers": [], "drawn again": []}
+    left: dict[str, Any] = {"halfstep predict": call, "answers": [], "drawn again": []}
     if command.needs_input:
         left["answers"] = [asdict(one) for one in answers]
     else:  # samples have no input that identifies them; the same seed draws them again

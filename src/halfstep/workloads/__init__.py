@@ -1,4 +1,4 @@
-"""Workloads by name: one dict of import paths, imported on first use. A family is a folder with a Kind."""
+"""Workloads by name: one dict of import paths, imported on first use. A family is a folder that defines a Kind."""
 
 from __future__ import annotations
 
@@ -53,9 +53,11 @@ from_dict = partial(configs.load_dict, kinds=KINDS)
 
 
 def get_model_name(config: RunConfig) -> str:
-    return KINDS.of(config.workload).model_of(config.workload)
+    """Return the name of the family's model, also for a workload given as an import path."""
+    return KINDS.of(config.workload).get_model_name(config.workload)
 
 
 def build(config: RunConfig, store: Mapping[str, Any] | None = None) -> Workload:
-    """Build the workload that `config.workload` names; `store` of an earlier run fixes what was found in its data."""
+    """Build the workload that `config.workload` names; the `store` of an earlier run fixes the facts found in its
+    data."""
     return KINDS.of(config.workload).build(config, store)

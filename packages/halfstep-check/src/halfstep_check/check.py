@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from halfstep_check import files, links
 from halfstep_check.declarations import Reference, Source
 from halfstep_check.dialects import command_line, environment
-from halfstep_check.findings import Finding, Ignores, Severity
+from halfstep_check.findings import Finding, Ignores, Place, Severity
 from halfstep_check.hardware_gap import Device, hardware_gaps
 from halfstep_check.reading import FileReading, Progress, read_file, read_found, resolved_links
 from halfstep_check.resolve import Effective, conflicts, effective
-from halfstep_check.rules import severity_of
+from halfstep_check.rules import RULES, severity_of
 from halfstep_check.runs import runs_of
 from halfstep_check.shared.config_text import is_import_path
-from halfstep_check.shared.errors import ConfigError, HalfstepError
+from halfstep_check.shared.errors import ConfigError, HalfstepError, suggest_nearest
 from halfstep_check.traps import traps
 
 MAX_FOLLOWED = 20
@@ -79,7 +79,7 @@ class Reading:
 
     def take(self, path: Path, read: FileReading) -> list[Source]:
         self.ignores[str(path)] = read.ignores
-        self.lint += read.lint
+        self.lint += [*read.lint, *find_unknown_ignores(path, read.ignores)]
         self.num_scripts += read.is_script
         return read.sources
 
@@ -209,6 +209,8 @@ def report(reading: Reading, device: Device | None, rules: Collection[str] | Non
     findings = [*reading.lint, *(finding for source in reading.named + reading.found for finding in source.findings)]
     for run in runs:
         findings += [*conflicts(run), *traps(run), *(hardware_gaps(run, device) if device else [])]
+    if any(keeps_fp32_masters(source) for run in runs for source in run):
+        findings = [finding for finding in findings if not finding.unless_accelerate_shards]
     # A line that another finding asks to delete is not aligned as well.
     refused = {finding.place for finding in findings if finding.rule == "launch-refused"}
     findings = [
@@ -230,10 +232,24 @@ def report(reading: Reading, device: Device | None, rules: Collection[str] | Non
     )
 
 
+def keeps_fp32_masters(source: Source) -> bool:
+    """Whether accelerate is configured to shard in mixed precision: prepare() then keeps the weights in fp32."""
+    shards = source.dialect.startswith("accelerate") and source.facts.get("strategy") in ("fsdp", "deepspeed")
+    return shards and source.value("precision") in ("bf16", "fp16", "fp8")
+
+
 def without_ignored(findings: Iterable[Finding], ignores: Mapping[str, Ignores]) -> tuple[list[Finding], int]:
     unique = sorted(dict.fromkeys(findings), key=lambda f: (f.place, f.rule, f.message))
     kept = [f for f in unique if f.place.path not in ignores or not ignores[f.place.path].silence(f)]
     return kept, len(unique) - len(kept)
+
+
+def find_unknown_ignores(path: Path, ignores: Ignores) -> Iterator[Finding]:
+    """Report names in `# halfstep: ignore[...]` that are no rule, and so silence nothing."""
+    for line, name in ignores.written:
+        if name not in RULES and name != "*":
+            message, fix = f"no rule is named {name!r}: this comment silences nothing", suggest_nearest(name, RULES)
+            yield Finding(rule="unknown-ignore", message=message, place=Place(path=str(path), line=line), fix=fix)
 
 
 def find_referenced_file(reference: Reference) -> Path | None:

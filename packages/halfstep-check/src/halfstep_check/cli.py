@@ -72,6 +72,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         flush_or_drop()
 
 
+def show_version(asked: bool) -> None:
+    if asked:
+        from halfstep_check import __version__
+
+        typer.echo(f"halfstep-check {__version__}")
+        raise typer.Exit
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
     """What only halfstep can do: validate its own configs, and ask this machine's device."""
@@ -101,6 +109,9 @@ def make_command(host: Host = Host()) -> Callable[..., None]:
         as_json: Annotated[bool, option("Print JSON.", "--json")] = False,
         as_sarif: Annotated[bool, option("Print SARIF, for annotations in CI.", "--sarif")] = False,
         explain: Annotated[str, option("Explain a rule; `all` lists them.", metavar="RULE")] = "",
+        version: Annotated[
+            bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version.")
+        ] = False,
     ) -> None:
         """Do these configs agree, and is this training script's AMP code right?
 

@@ -50,6 +50,8 @@ class Finding:
     edits: tuple[Edit, ...] = ()
     severity: Severity | None = None
     """Set where this case weighs less than its rule does."""
+    unless_accelerate_shards: bool = False
+    """Dropped where an accelerate config of the run selects FSDP or DeepSpeed with mixed precision."""
 
 
 LINE_END = re.compile(r"\r\n|\r|\n")
@@ -74,11 +76,15 @@ class Ignores:
 
     def __init__(self, text: str) -> None:
         self.rules: dict[int, set[str]] = {}
+        """Names of silenced rules, by the line they are silenced on."""
+        self.written: list[tuple[int, str]] = []
+        """Every name with the line of its comment."""
         if "halfstep:" not in text:
             return
         for number, line in enumerate(lines_of(text), start=1):
             if comment := COMMENT.search(line):
                 names = {name.strip() for name in (comment.group(1) or "*").split(",")}
+                self.written += [(number, name) for name in sorted(names)]
                 stands_alone = line.lstrip().startswith("#")
                 self.rules.setdefault(number + 1 if stands_alone else number, set()).update(names)
 

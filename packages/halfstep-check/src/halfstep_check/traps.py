@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 
 from halfstep_check.declarations import AUTO, Source, Topic
@@ -26,23 +28,28 @@ def traps(sources: Sequence[Source]) -> list[Finding]:
     return [*alone, *clipped_by_two(sources), *autocast_around_deepspeed(sources), *idle_optimizer(sources)]
 
 
-def one_number(sources: Sequence[Source], topic: Topic) -> int | None:
-    """The number all sources agree on, if they state one."""
-    values = {said.value for _, said in ranked(sources, topic)}
-    return int(float(values.pop())) if len(values) == 1 else None
+def stated_numbers(sources: Sequence[Source], topic: Topic) -> list[int]:
+    """Return the numbers stated for a topic, the one that takes effect first."""
+    return [int(float(said.value)) for _, said in ranked(sources, topic)]
 
 
 def batch_arithmetic(sources: Sequence[Source]) -> list[Finding]:
-    """Global batch = micro batch × accumulation × processes, when all four are stated and agree among themselves."""
-    micro = one_number(sources, "batch")
-    steps = one_number(sources, "accumulate") if ranked(sources, "accumulate") else 1
-    devices, whole = one_number(sources, "devices"), ranked(sources, "global batch")
-    if micro is None or steps is None or devices is None or devices < 1 or len(whole) != 1:
+    """Compare the global batch with micro batch × accumulation × processes.
+
+    Another rule reports sources that disagree about a factor; here no choice of their values gives the global batch.
+    """
+    topics: tuple[Topic, ...] = ("batch", "accumulate", "devices")
+    factors = [stated_numbers(sources, topic) or ([1] if topic == "accumulate" else []) for topic in topics]
+    products = [math.prod(chosen) for chosen in itertools.product(*factors)]
+    whole = ranked(sources, "global batch")
+    if not whole or not products or min(factors[2]) < 1:
         return []
     said = whole[0][1]
-    product = micro * steps * devices
-    if float(said.value) == product or any(f.rule == "batch-arithmetic" for s in sources for f in s.findings):
+    reported = any(finding.rule == "batch-arithmetic" for source in sources for finding in source.findings)
+    if float(said.value) in products or reported:
         return []
+    product = products[0]
+    micro, steps, devices = (numbers[0] for numbers in factors)
     message = f"{said.spelled}, but {micro} × {steps} accumulated × {devices} processes = {product}"
     return [
         Finding(

@@ -51,7 +51,7 @@ def explain_out_of_memory(
     if config.train.memory != "low":
         ways.append("train.memory=low (measures what saves memory here for at most 10 % more time)")
     ways.append("train.activation_checkpointing=true (one more forward pass in each step)")
-    each = KINDS.of(config.workload).size_of_sample(config)
+    each = KINDS.of(config.workload).describe_sample_size(config)
     what = f"out of memory on {device} with batch size {size}{f' at {each}' if each else ''}"
     what += f", {-(-size // num_ranks)} per rank" if num_ranks > 1 else ""
     return _make_error(what, error, device, ways)

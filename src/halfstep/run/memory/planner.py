@@ -378,7 +378,7 @@ USUAL_SPEED = {"fp32": 1.0, "tf32": 4.0, "bf16": 8.0, "fp16": 8.0, "fp8": 12.0}
 def estimate_speed(precision: str, hardware: Hardware | None) -> float:
     """Return the device's measured or published speed relative to strict fp32."""
     name = precision.removesuffix("-true")
-    known = hardware.speedup(name) if hardware is not None else None
+    known = hardware.find_speedup(name) if hardware is not None else None
     return known or USUAL_SPEED[name]
 
 

@@ -32,7 +32,7 @@ from halfstep.models.first_values import skip_first_values
 from halfstep.models.recompute import Recompute, Recomputing
 from halfstep.precision.apply import apply_frozen_
 from halfstep.precision.decide import decide
-from halfstep.precision.op_lists import cuda_op_lists
+from halfstep.precision.op_lists import use_cuda_op_lists
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import build_workload, configure_phase, trains
 from halfstep.run.frozen_modules import get_modules
@@ -91,7 +91,7 @@ class TraceableStep:
 
     def __init__(self, config: RunConfig, workload: Workload, raw: Batch) -> None:
         self.config, self.workload, self.raw = config, workload, raw
-        self.pretence = Pretence(workload.modules())
+        self.pretence = Pretence(workload.list_modules())
         # All candidates; a run that starts replaces them by those that pass tune/recompute_check.py. Workloads that
         # name their blocks recompute them by themselves.
         self.blocks: Collection[str] = () if workload.blocks else find_blocks(workload.model)
@@ -173,7 +173,7 @@ class TraceableStep:
         apply_frozen_(plan, frozen)
         layout, takes_it = self.config.train.channels_last, KINDS.of(self.config.workload).takes_channels_last
         if layout is True or layout == "auto" and takes_it and precision != "fp32":
-            for module in self.workload.modules():
+            for module in self.workload.list_modules():
                 _lay_out_(module)
         if not (self.config.train.activation_checkpointing and recompute == "none"):
             recompute_blocks_(model, recompute, self.blocks)
@@ -182,7 +182,7 @@ class TraceableStep:
     def _make_input(self, batch_size: int) -> Batch:
         key = Key.for_training(self.config.train.seed, 0, 0, 0, 0, batch_size)
         try:
-            prepared = self.workload.prepared(_make_batch(self.raw, batch_size), key=key, training=True)
+            prepared = self.workload.prepare_batch(_make_batch(self.raw, batch_size), key=key, training=True)
         except Exception:  # it uses numpy or a generator: prepare a real batch and take its shapes
             prepared = _make_batch(self._prepare_real(), batch_size)
         return match_layout(self.workload.model, prepared)
@@ -192,7 +192,7 @@ class TraceableStep:
 
         key = Key.for_training(self.config.train.seed, 0, 0, 0, 0, count_samples(self.raw))
         with unset_fake_temporarily():
-            return self.workload.prepared(self.raw, key=key, training=True)
+            return self.workload.prepare_batch(self.raw, key=key, training=True)
 
     # --- phases ---
 
@@ -212,7 +212,7 @@ class TraceableStep:
         wanted = {name: p.requires_grad for name, p in named.items()}
         for name, parameter in named.items():
             parameter.requires_grad_(wanted[name] and name in turn.trained)
-        known = [t for m in self.workload.modules() for t in (*m.parameters(), *m.buffers())]
+        known = [t for m in self.workload.list_modules() for t in (*m.parameters(), *m.buffers())]
         try:
             with AllocationRecorder(
                 (*known, *batch.values()), named.values(), is_strict=plan.granted == "fp32"
@@ -388,7 +388,7 @@ class Pretence:
             pretend_launches() as kernels,
             _AttentionWithoutScores(),
             force(chains, "chain"),
-            cuda_op_lists("cpu"),
+            use_cuda_op_lists("cpu"),
         ):
             self._put()
             try:

@@ -1,1 +1,2 @@
-"""What families share: Workload and Kind, metrics, evaluation and prediction, VAE training and latents on disk."""
+"""Code shared by the families: Workload and Kind, metrics, evaluation and prediction, VAE training and latents on
+disk."""

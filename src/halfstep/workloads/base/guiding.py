@@ -11,11 +11,11 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from halfstep.data.images import open_picture
+from halfstep.data.images import open_image_file
 from halfstep.data.loader import Samples
 
 SIZED_FILES = 32
-"""Pictures whose size is read: each costs opening a file."""
+"""Number of images whose size is read; each one means opening a file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,38 +31,41 @@ class OpenedData:
     """Training samples of each class; empty if one sample holds several classes."""
     notes: tuple[str, ...] = ()
     sides: tuple[int, int] | None = None
-    """Median width and height of a few pictures."""
+    """Median width and height of a few images, in pixels."""
 
 
 class Guiding(Protocol):
-    """What a family implements for the guide."""
+    """Interface that a family implements for `halfstep guide`."""
 
     small_on_cpu: Mapping[str, Any]
-    """Settings of a smaller model, by path: a full-size one takes days on a CPU."""
+    """Settings of a smaller model, by path: a full-size model takes days on a CPU."""
 
-    def open(self, config: Any) -> OpenedData: ...
-
-    def picture(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
-        """Return a caption and a picture of a sample."""
+    def open(self, config: Any) -> OpenedData:
+        """Open the data folder of a config."""
         ...
 
-    def for_side(self, config: Any, side: int) -> dict[str, Any]:
-        """Return settings by path for images with `side` pixels per side."""
+    def draw_sample(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
+        """Draw a sample; return a caption and the picture."""
+        ...
+
+    def suggest_for_side(self, config: Any, side: int) -> dict[str, Any]:
+        """Return settings, by path, that suit images with `side` pixels per side."""
         ...
 
 
 def measure_median_size(total: int, size_of: Callable[[int], tuple[int, int]]) -> tuple[int, int]:
-    """Return the median width and height of a few of `total` pictures; `size_of(index)` gives (width, height)."""
+    """Return the median width and height of a few of `total` images; `size_of(index)` gives (width, height)."""
     width, height = np.median([size_of(index) for index in spread_indices(total, SIZED_FILES)], axis=0)
     return int(width), int(height)
 
 
 def read_size(path: Path) -> tuple[int, int]:
-    with open_picture(path) as picture:
+    with open_image_file(path) as picture:
         return picture.size
 
 
 def spread_indices(total: int, wanted: int) -> list[int]:
-    """Return indices spread over the whole set: files are sorted by class, so the first ones all share one class."""
+    """Return indices spread over the whole set: files are sorted by class, so the first ones would all share one
+    class."""
     num = min(total, wanted)
     return [index * total // num for index in range(num)]

@@ -21,12 +21,12 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from halfstep.disk import atomic_file, find_cache_directory, take_turn
+from halfstep.disk import find_cache_directory, open_atomic_file, take_turn
 from halfstep.errors import ConfigError, suggest_nearest
 
 
 def import_callable(path: str, *, what: str, form: str) -> Callable[..., Any]:
-    """Import the callable at `path`. Errors name its purpose (`what`) and how it is called (`form`)."""
+    """Import the callable at `path`. Error messages state its purpose (`what`) and how it is called (`form`)."""
     module_name, _, name = path.partition(":")
     if not name:
         raise ConfigError(f"{what} {path!r} is not an import path", fix=f"pkg.module:callable, called as {form}")
@@ -67,7 +67,7 @@ def check_call_form(function: Callable[..., Any], path: str, *arguments: object,
     except TypeError as error:
         raise ConfigError(f"{path} cannot be called as {form}", why=str(error), fix=f"write {form}") from error
     except ValueError:
-        return  # written in C, without a signature: the call itself fails if it must
+        return  # C functions may have no signature: a wrong call then fails by itself
 
 
 # --- which code a run was trained with ---
@@ -78,7 +78,7 @@ class UnknownCode(ConfigError):
 
 
 def sign_code(paths: Iterable[str]) -> dict[str, str]:
-    """Return the signature of each import path with the files that importing it runs."""
+    """Return a signature for each import path, over the files that importing it runs."""
     try:
         key = _make_key()
     except OSError:  # no folder to keep a key in: such runs need --trust
@@ -90,11 +90,11 @@ def refuse_unknown_code(paths: Iterable[str], signed: Mapping[str, str], named_b
     """Refuse import paths that this account has not signed, or whose files have changed since. Imports nothing."""
     for path in paths:
         try:
-            is_known = _sign(path, _key_file().read_bytes()) == signed.get(path)
+            is_known = _sign(path, _get_key_path().read_bytes()) == signed.get(path)
         except OSError:  # no key: this account has signed nothing
             is_known = False
         if not is_known:
-            files = ", ".join(map(str, _find_source_files(path))) or "no file that is found here"
+            files = ", ".join(map(str, _find_source_files(path))) or "no file that can be found"
             raise UnknownCode(
                 f"{named_by} names the code {path}, which is not what you trained this run with",
                 why=f"it may be someone else's, or have changed since; it would run {files}",
@@ -110,42 +110,42 @@ def _sign(path: str, key: bytes) -> str:
 
 
 def _find_source_files(path: str) -> list[Path]:
-    """Return the files of the module and of the packages around it, without importing one of them."""
+    """Return the files of the module and of the packages around it, without importing any of them."""
     _add_working_folder()
     first, *rest = path.partition(":")[0].split(".")
     try:
         spec = importlib.util.find_spec(first)
-    except ValueError:  # `__main__` has none
+    except ValueError:  # `__main__` has no spec
         return []
     files = []
     while spec is not None:
         files += [Path(spec.origin)] if spec.origin else []
         if not rest:
             break
-        # By its last name alone: of a dotted one Python looks for the parent among the imported modules.
+        # Pass the last name only: for a dotted name PathFinder looks up the parent in sys.modules.
         spec = PathFinder.find_spec(rest.pop(0), list(spec.submodule_search_locations or ()))
     return [file for file in files if file.is_file()]
 
 
-def _key_file() -> Path:
+def _get_key_path() -> Path:
     return find_cache_directory() / "code.key"
 
 
 def _make_key() -> bytes:
-    """Return this account's key, made when it is first needed."""
-    file = _key_file()
+    """Return this account's key; create it on first use."""
+    file = _get_key_path()
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
         with take_turn(file):
             if not file.is_file():
-                with atomic_file(file) as hidden:
+                with open_atomic_file(file) as hidden:
                     hidden.touch(mode=0o600)
                     hidden.write_bytes(secrets.token_bytes(32))
     return file.read_bytes()
 
 
 def _add_working_folder() -> None:
-    """Import from the working folder too, as `python -m` does and a console script does not."""
+    """Allow imports from the working folder, as `python -m` does and a console script does not."""
     here = str(Path.cwd())
     if not {here, ""} & set(sys.path):
         sys.path.insert(0, here)
@@ -154,7 +154,7 @@ def _add_working_folder() -> None:
 def _suggest_location(module_name: str, error: ImportError) -> str:
     if error.name != module_name.split(".")[0]:
         return "an import inside that module or its package fails: fix it there"
-    beside = [path.stem for path in sorted(Path.cwd().glob("*.py"))]
-    guess = suggest_nearest(module_name, beside)
+    candidates = [path.stem for path in sorted(Path.cwd().glob("*.py"))]
+    guess = suggest_nearest(module_name, candidates)
     here = "Install it, run where the module is, or set PYTHONPATH"
     return f"{guess} {here}" if guess.startswith("did you mean") else here

@@ -1,9 +1,9 @@
-"""Kind: what a family of workloads gives the rest of the system.
+"""Kind: the entry point through which the rest of the system uses a family of workloads.
 
-A family gives its functions and classes as import paths, so that `--help` and config files are read without torch, and
-is one entry in `KINDS`. A custom workload is a Kind at an import path (`my_pkg.my_mod:KIND`), or `build` alone. Only
-`builder` is required; each further field adds a command or a feature, and what is missing is refused with a clear
-error.
+A family names its functions and classes by import path, so that `--help` and config files work without importing
+torch. It is listed in `KINDS`. A custom workload is a Kind at an import path (`my_pkg.my_mod:KIND`), or only a `build`
+function. Only `builder` is required; each further field adds a command or a feature. Using one that is missing raises
+a clear error.
 """
 
 from __future__ import annotations
@@ -33,17 +33,20 @@ METRICS = ("update", "compute", "state_dict", "load_state_dict")
 
 @dataclass(frozen=True, slots=True)
 class Unit:
+    """The unit of throughput for one config, such as tokens, 1024 of them per sample."""
+
     name: str = "sample"
     per_sample: int = 1
     flops_per_sample: float = 0.0
     """Operations of forward and backward by the model's formula; 0: unknown."""
 
-    def rate(self, samples_per_s: float, digits: int = 1) -> str:
+    def format_rate(self, samples_per_s: float, digits: int = 1) -> str:
         """Format the throughput, as in `12.3 images/s`."""
         return f"{samples_per_s * self.per_sample:,.{digits}f} {self.name}s/s"
 
-    def rates(self, samples_per_s: float) -> dict[str, float]:
-        """Return `{"tokens_per_s": 1234.5}`, for records next to `samples_per_s`; empty if samples are the unit."""
+    def compute_rates(self, samples_per_s: float) -> dict[str, float]:
+        """Return `{"tokens_per_s": 1234.5}` for records that hold `samples_per_s` too; empty if samples are the
+        unit."""
         return {} if self.name == "sample" else {f"{self.name}s_per_s": round(samples_per_s * self.per_sample, 2)}
 
 
@@ -52,27 +55,27 @@ class SampleUnit:
     """What throughput counts, and how large a sample is."""
 
     name: str = "sample"
-    """image, token, frame."""
+    """For example image, token or frame."""
     per_sample: Part | None = None
-    """(config, store) -> int; without it a sample is one unit."""
+    """(config, store) -> units per sample; None: one."""
     flops: Part | None = None
     """(config, store) -> operations of forward and backward per sample, for the share of the device's peak (MFU)."""
     size: Part | None = None
-    """(config) -> how large a sample is, as text: `512 pixels`, `1024 tokens`."""
+    """(config) -> size of a sample as text: `512 pixels`, `1024 tokens`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyntheticData:
-    """Random data, with which bench and planner need no data folder."""
+    """Random data, so that the benchmark and the memory planner need no data folder."""
 
     store: Part
     """(config) -> Store."""
     batch: Part
-    """(config, store) -> Batch on the host, as a loader delivers it."""
+    """(config, store) -> Batch on the host, as the loader returns it."""
     over: Part
     """(config, store, samples) -> Workload on such samples, without augmentation."""
     peer_prepare: Part | None = None
-    """(device) -> (batch) -> batch: preparation as a user of another framework writes it, for a bench with peers."""
+    """(device) -> (batch) -> batch: preparation as users of another framework write it, for benchmarks against them."""
 
     def make_store(self, config: RunConfig) -> Store:
         return load_part(self.store)(config)
@@ -86,12 +89,12 @@ class SyntheticData:
 
 @dataclass(frozen=True, slots=True)
 class EvaluateCommand:
-    """`halfstep evaluate`, where it reports more than the metrics of validation."""
+    """`halfstep evaluate` for a family that reports more than the metrics of validation."""
 
     evaluation: Part
-    """(workload) -> what evaluates it class by class and draws pictures (using.py)."""
+    """(workload) -> Evaluation (using.py), which scores each class and draws pictures."""
     options: tuple[Option, ...] = ()
-    """In addition to the general ones; with some, the evaluation has `scored`."""
+    """Options in addition to the general ones; with any, the evaluation implements `OptionalScores`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +102,13 @@ class PredictCommand:
     """`halfstep predict`."""
 
     predictor: Part
-    """(config, store) -> what answers for files, or without any (using.py)."""
+    """(config, store) -> Predictor (using.py)."""
     options: tuple[Option, ...] = ()
-    """In addition to the general ones; they reach the predictor as `wishes.options`."""
+    """Options in addition to the general ones; the predictor gets them as `request.options`."""
     needs_input: bool = True
-    """Whether `halfstep predict RUN` must name files; a predictor that draws samples needs none."""
+    """Whether `halfstep predict RUN` must be given files; a predictor that generates samples needs none."""
     writes_files: bool = False
-    """Whether the predictor writes files: `wishes.out` is then always a new folder, else only where --out names one."""
+    """Whether the predictor writes files: `request.out` is then always a new folder, else only if --out is given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,37 +116,39 @@ class GuideEntry:
     """`halfstep guide`."""
 
     guide: Part = ".guide:Guide"
-    """() -> what looks into a data folder and suggests settings (guiding.py)."""
+    """() -> Guiding (guiding.py), which opens a data folder and suggests settings."""
     about: str
-    """What the family does, in a line, with the data it needs."""
+    """One line: what the family does and which data it needs."""
     models: Mapping[str, str]
-    """A text for each workload; the guide asks where there are several."""
+    """A description of each workload; the guide asks the user to choose if there are several."""
     usual_on_cpu: str = ""
-    """The workload most people want on a CPU; on a GPU it is the Kind's `usual`."""
+    """The workload most people want on a CPU; on a GPU it is `Kind.usual`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
+    """A family of workloads: its builder, config schema, and the commands it supports."""
+
     builder: Part
-    """(config, store) -> Workload; `store` of an earlier run fixes what was found in the data."""
+    """(config, store) -> Workload; the `store` of an earlier run fixes the facts found in its data."""
     config: type[RunConfig] | Mapping[str, type[RunConfig]] = RunConfig
-    """The schema of its config files; one for each workload name where they differ."""
+    """The schema of its config files, or one per workload name."""
     task: str = ""
-    """What the family does, in a word or two: the guide's first question, and the title of its options."""
+    """One or two words for the guide's first question and the title of the family's options."""
     usual: str = ""
-    """The workload most people want; a copy of the Kind at an import path is this one."""
+    """The workload most people want; also the one that a Kind at an import path stands for."""
     kept: tuple[str, ...] = ()
-    """Settings, or sections (`model.first_stage.`), that a run reads once: its store holds what came of them."""
+    """Settings, or sections (`model.first_stage.`), that only a new run reads; its store keeps the result."""
     takes_channels_last: bool = False
-    """Whether its model runs on images in that layout: `x.view(len(x), -1)` behind a convolution raises there."""
+    """Whether its model accepts the channels_last layout: `x.view(len(x), -1)` after a convolution would raise."""
     reads_packs: bool = False
-    """Whether `data.cache_file` may be what `halfstep pack` made of an image folder."""
+    """Whether `data.cache_file` may be a file that `halfstep pack` made from an image folder."""
     pack: Part | None = None
-    """(config) -> what `halfstep pack CONFIG.yaml` made ahead of training: `file`, `bytes`, `text` and more."""
+    """(config) -> summary of what `halfstep pack CONFIG.yaml` wrote: `file`, `bytes`, `text` and more."""
     demo: Part | None = None
-    """(folder, *, seed): writes data in the layout of real ones."""
+    """(folder, *, seed): writes demo data in the layout of real data."""
     hint: Part | None = None
-    """(scores) -> advice on scores that point at a known mistake, or an empty text."""
+    """(scores) -> advice if the scores point to a known mistake, else an empty string."""
     export: Part | None = None
     """(model, config, store, folder): writes the best weights for other programs; called when training ends."""
     foreign: Part | None = None
@@ -155,18 +160,18 @@ class Kind:
     guide: GuideEntry | None = None
 
     @classmethod
-    def in_folder(cls, folder: str, **fields: Any) -> Kind:
-        """Return the Kind of a package whose files have the usual names; `.evaluate:Shown` is a path in that
-        package."""
+    def from_package(cls, folder: str, **fields: Any) -> Kind:
+        """Return the Kind of a package whose modules have the usual names. Import paths that start with a dot, such as
+        `.evaluate:ClassificationEvaluation`, are relative to the package."""
         usual = {"builder": ".build:build", "demo": ".demo:write_demo", "synthetic": SYNTHETIC}
         named = {name: _resolve_paths(folder, value) for name, value in {**usual, **fields}.items()}
         return cls(takes_channels_last=True, **named)
 
-    def schema(self, workload: str) -> type[RunConfig]:
-        return self.config if isinstance(self.config, type) else self.config[self.model_of(workload)]
+    def get_schema(self, workload: str) -> type[RunConfig]:
+        return self.config if isinstance(self.config, type) else self.config[self.get_model_name(workload)]
 
-    def model_of(self, workload: str) -> str:
-        """Return the name of the family's model; a Kind at an import path is its `usual` one."""
+    def get_model_name(self, workload: str) -> str:
+        """Return the name of the family's model; for a Kind at an import path, the `usual` one."""
         return self.usual if is_import_path(workload) and self.usual else workload
 
     def build(self, config: RunConfig, store: Store | None = None) -> Workload:
@@ -194,25 +199,26 @@ class Kind:
         assert self.guide is not None, "the guide asks families that have an entry"
         return load_part(self.guide.guide)()
 
-    def unit_of(self, config: RunConfig, store: Store) -> Unit:
+    def make_unit(self, config: RunConfig, store: Store) -> Unit:
+        """Return the unit in which the throughput of a config is reported."""
         own = self.sample
         per_sample = load_part(own.per_sample)(config, store) if own.per_sample else 1
         return Unit(own.name, per_sample, load_part(own.flops)(config, store) if own.flops else 0)
 
-    def size_of_sample(self, config: RunConfig) -> str:
+    def describe_sample_size(self, config: RunConfig) -> str:
         return str(load_part(self.sample.size)(config)) if self.sample.size else ""
 
-    def claim(self, document: Mapping[str, Any], name: str) -> Foreign | None:
+    def translate_config(self, document: Mapping[str, Any], name: str) -> Foreign | None:
         """Translate another project's config if the family knows that project, else return None."""
         return load_part(self.foreign)(document, name) if self.foreign else None
 
 
 SYNTHETIC = SyntheticData(store=".build:make_random_store", batch=".build:make_random_batch", over=".build:build_over")
-"""The usual names in a family's folder."""
+"""The usual function names in a family's `build.py`."""
 
 
 def _resolve_paths(package: str, value: Any) -> Any:
-    """Make relative import paths absolute, those inside a group of fields too."""
+    """Make relative import paths absolute, also those inside nested dataclasses."""
     if isinstance(value, str) and value.startswith("."):
         return package + value
     if is_dataclass(value) and not isinstance(value, type):
@@ -221,12 +227,13 @@ def _resolve_paths(package: str, value: Any) -> Any:
 
 
 def load_part(part: Part, *, form: str = "the family declares it") -> Callable[..., Any]:
-    """Import a part that is given as a path; `form` tells in an error how it is called."""
+    """Import a part that is given as a path; `form` is the expected signature, for error messages."""
     return import_callable(part, what="workload", form=form) if isinstance(part, str) else part
 
 
 def check_metrics(metrics: object, workload: str) -> None:
-    """Refuse metrics without a method that is called only when an epoch ends or a run resumes."""
+    """Refuse metrics that lack a method. Some are first called when an epoch ends or a run resumes: too late to
+    fail."""
     if missing := [name for name in METRICS if not hasattr(metrics, name)]:
         raise ConfigError(
             f"metrics of {workload}: a {type(metrics).__name__} without {', '.join(missing)}",
@@ -237,7 +244,7 @@ def check_metrics(metrics: object, workload: str) -> None:
 
 
 def check_samples(samples: object, whose: str) -> None:
-    """Refuse samples without `sample`: a torch Dataset is the likeliest mistake, and would fail in a worker."""
+    """Refuse samples without a `sample` method, such as a torch Dataset, which would fail only later, in a worker."""
     forms = (getattr(samples, name, None) for name in ("sample", "filled", "batch"))
     if not (hasattr(samples, "__len__") and any(map(callable, forms))):
         raise ConfigError(
@@ -248,7 +255,7 @@ def check_samples(samples: object, whose: str) -> None:
 
 
 class Kinds(Mapping[str, Kind]):
-    """Kinds by workload name, imported when asked for; import paths are looked up too."""
+    """Mapping from workload name or import path to Kind; each Kind is imported on first use."""
 
     def __init__(self, paths: Mapping[str, str]) -> None:
         self.paths = dict(paths)
@@ -261,14 +268,14 @@ class Kinds(Mapping[str, Kind]):
         raise KeyError(workload)
 
     def of(self, workload: str, where: str = "") -> Kind:
-        """Return the Kind of a workload; refuse an unknown name with the nearest known ones."""
+        """Return the Kind of a workload; refuse an unknown name and suggest the nearest known one."""
         try:
             return self[workload]
         except KeyError:
             raise make_unknown_workload(workload, self.paths, where) from None
 
-    def translators(self) -> Iterator[Kind]:
-        """Return each Kind once."""
+    def list_translators(self) -> Iterator[Kind]:
+        """Iterate over the Kinds without duplicates; each may translate configs of other projects."""
         return map(_load_kind, dict.fromkeys(self.paths.values()))
 
     def __iter__(self) -> Iterator[str]:
@@ -288,7 +295,7 @@ def _load_kind(path: str) -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """`Option("num", int, 16, "How many to draw", least=1)` is `--num 16`; of type bool it is a flag."""
+    """`Option("num", int, 16, "How many to draw", least=1)` is `--num 16`; an option of type bool is a flag."""
 
     name: str
     """The Python name: `top_k` is `--top-k`."""
@@ -301,8 +308,8 @@ class Option:
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
 
-    def checked(self, value: Any) -> Any:
-        """Return the value in the option's type, or raise ConfigError."""
+    def validate(self, value: Any) -> Any:
+        """Return the value converted to the option's type, or raise ConfigError."""
         try:
             found = value if self.type is bool and isinstance(value, bool) else self.type(value)
         except (TypeError, ValueError):
@@ -325,6 +332,6 @@ def resolve_options(options: Sequence[Option], given: Mapping[str, Any], workloa
             fix = f"leave it out; {workload} takes {takes}" if takes else "leave it out"
             raise ConfigError(f"{workload} has no option {flag}", fix=fix)
     return {
-        name: option.checked(given[name]) if given.get(name) is not None else option.default
+        name: option.validate(given[name]) if given.get(name) is not None else option.default
         for name, option in known.items()
     }

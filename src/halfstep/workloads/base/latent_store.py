@@ -1,8 +1,8 @@
-"""Latents on disk: mean and log-variance ("moments") of every sample, so that each epoch still draws its own latents.
+"""Latents on disk: mean and log-variance ("moments") of every sample, from which each epoch draws new latents.
 
-One safetensors file, written row by row and mapped when read: `moments` (N, F, 2C, h, w) in fp32, F = 2 where mirror
-images were encoded too. Its metadata hold a fingerprint of its sources and the SHA-256 of its numbers. It is written
-under a temporary name, so it is either complete or absent.
+One safetensors file, written row by row and memory-mapped when read: `moments` (N, F, 2C, h, w) in fp32; F is 2 if
+mirror images were encoded too, else 1. The metadata hold a fingerprint of the sources and the SHA-256 of the numbers.
+The file is written under a temporary name, so it is either complete or absent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from halfstep.data.files import check_free_space, explain_full_disk
 from halfstep.data.image_samples import draw_uniform, gather_images, take_first
 from halfstep.data.loader import FileSamples, NamedSamples, Samples, implements
 from halfstep.data.packed import PackingBar, compute_fingerprint
-from halfstep.disk import atomic_file, parse_json, take_turn
+from halfstep.disk import open_atomic_file, parse_json, take_turn
 from halfstep.errors import ConfigError, DataError
 from halfstep.islands import fp32_island
 from halfstep.models.posterior import Codec, draw_latent, split_moments
@@ -35,18 +35,21 @@ from halfstep.workloads.base.workload import Batch
 
 MOMENTS, CHECKSUM, FINGERPRINT = "moments", "sha256", "fingerprint"
 BYTES = 4
+"""Per number: fp32."""
 READ_AT_ONCE = 1 << 24
+"""Bytes hashed per read: 16 MiB."""
 ENCODED_AT_ONCE = 8
+"""Images per call of the VAE."""
 
 
 class LatentDraws:
-    """Draws the latents that a diffusion model trains on: shifted and scaled, fp32, without gradients."""
+    """Draw the latents that a diffusion model trains on: shifted and scaled, in fp32, without gradients."""
 
     def __init__(self, vae: Any, codec: Codec, *, scale: float, shift: float = 0.0) -> None:
         self.vae, self.codec, self.scale, self.shift = vae, codec, scale, shift
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Use the `moments` of the batch where they come from disk, else encode its `image`."""
+        """Use the batch's `moments` if they come from disk, else encode its `image`."""
         with torch.no_grad(), fp32_island():
             mean, logvar = (
                 split_moments(batch[MOMENTS]) if MOMENTS in batch else self.codec.encode(self.vae, batch["image"])
@@ -56,17 +59,18 @@ class LatentDraws:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoding:
-    """The latents of a data folder: what they are made of, and the file that keeps them."""
+    """Everything that determines the latents of a data folder, and the file that stores them."""
 
     config: RunConfig
     root: Path
     samples: Sequence[Samples]
-    """Splits, in the order of the file's rows."""
+    """Samples of each split, in the order of the file's rows."""
     files: Sequence[Sequence[Path]]
-    """Files of each split: one that changes makes the latents stale."""
+    """Files of each split; if one changes, the latents are rebuilt."""
     column: str
+    """The tensor of a batch that holds the image."""
     to_images: Callable[[Tensor], Tensor]
-    """From that column of a batch as loaded to what the VAE encodes."""
+    """Convert that tensor, as loaded, to the VAE's input."""
     vae: Any
     codec: Codec
     format: str = "fp32"
@@ -81,7 +85,7 @@ class Encoding:
         return Path(data.cache_file or self.root / f".halfstep-latents-{data.image_size}.safetensors")
 
     def open_or_encode(self) -> tuple[LatentCache, bool]:
-        """Return the opened file, and whether it was written now because none fitted."""
+        """Return the opened file, and whether it had to be written because none matched."""
         data: Any = self.config.data
         settings = {
             "size": data.image_size,
@@ -90,12 +94,13 @@ class Encoding:
             "format": self.format,
             **self.settings,
         }
-        mark, num = compute_fingerprint(self.root, self.files, settings), sum(map(len, self.samples))
+        fingerprint, num = compute_fingerprint(self.root, self.files, settings), sum(map(len, self.samples))
         with PackingBar(self.path) as bar:
-            return open_or_write_latents(self.path, mark, num, lambda: self._encode(bar), format=self.format)
+            return open_or_write_latents(self.path, fingerprint, num, lambda: self._encode(bar), format=self.format)
 
     @torch.no_grad()
     def _encode(self, progress: Callable[[int, int], None]) -> Iterator[Tensor]:
+        """Yield the moments (num, F, 2C, h, w) of a few samples at a time."""
         device = pick_training_device(self.config)
         vae = copy.deepcopy(self.vae).to(device).eval()
         total, done = sum(map(len, self.samples)), 0
@@ -122,7 +127,7 @@ class Encoding:
 
 
 def refuse_uncached(config: RunConfig) -> None:
-    """Refuse `halfstep pack` of a config that trains without latents on disk."""
+    """Refuse `halfstep pack` for a config that trains without latents on disk."""
     data: Any = config.data
     if data.cache != "latents":
         raise ConfigError(
@@ -148,10 +153,12 @@ def write_latents(path: Path, num: int, shape: tuple[int, ...], rows: Iterable[T
     """Write `num` rows of this shape, given in batches; return their checksum."""
     num_bytes = num * math.prod(shape) * BYTES
     check_free_space(path, num_bytes, "the latents")
+    # The header contains the checksum, which is known only after the data. A placeholder of the same length is written
+    # first and overwritten at the end.
     digest, written = hashlib.sha256(), 0
     with (
         explain_full_disk(path, "the latents"),
-        atomic_file(path, follows_links=True) as hidden,
+        open_atomic_file(path, follows_links=True) as hidden,
         hidden.open("wb") as file,
     ):
         file.write(_make_header((num, *shape), meta, "0" * digest.digest_size * 2))
@@ -166,7 +173,7 @@ def write_latents(path: Path, num: int, shape: tuple[int, ...], rows: Iterable[T
 
 
 def open_latents(path: Path) -> LatentCache:
-    """Map a file after checking all its bytes."""
+    """Verify the checksum of a file of latents and memory-map it."""
     try:
         meta, shape, start = _read_header(path)
         with path.open("rb") as file:
@@ -177,43 +184,44 @@ def open_latents(path: Path) -> LatentCache:
             while part := file.read(READ_AT_ONCE):
                 digest.update(part)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _unusable_file(path, str(error)) from error
+        raise _make_unusable_error(path, str(error)) from error
     if digest.hexdigest() != meta[CHECKSUM]:
-        raise _unusable_file(path, "its checksum differs from the one it was written with")
-    # Copy on write: torch requires writable memory, and nothing writes.
+        raise _make_unusable_error(path, "its checksum differs from the one it was written with")
+    # Mode "c" is copy-on-write: torch requires writable memory, although nothing is written.
     mapped = np.memmap(path, dtype=np.float32, mode="c", offset=start, shape=shape)
     return LatentCache(path=path, moments=torch.from_numpy(mapped), meta=meta)
 
 
 def open_or_write_latents(
-    path: Path, mark: str, num: int, rows: Callable[[], Iterator[Tensor]], **meta: str
+    path: Path, fingerprint: str, num: int, rows: Callable[[], Iterator[Tensor]], **meta: str
 ) -> tuple[LatentCache, bool]:
-    """Open the file if it has this fingerprint, else write it from `rows()`; return it, and whether it was written."""
-    if (found := _open_matching(path, mark)) is not None:
+    """Open the file if it has this fingerprint, else write it from `rows()`. Return it, and whether it was written."""
+    if (found := _open_matching(path, fingerprint)) is not None:
         return found, False
     with take_turn(path):
-        if (found := _open_matching(path, mark)) is None:
+        # Another process may have written the file while this one waited.
+        if (found := _open_matching(path, fingerprint)) is None:
             _refuse_other_file(path)
-            made = rows()
-            first = next(made)
-            rest, said = itertools.chain([first], made), {FINGERPRINT: mark, **meta}
-            write_latents(path, num, tuple(first.shape[1:]), rest, said)
+            batches = rows()
+            first = next(batches)  # its shape goes into the header, which is written before the rows
+            all_batches = itertools.chain([first], batches)
+            write_latents(path, num, tuple(first.shape[1:]), all_batches, {FINGERPRINT: fingerprint, **meta})
     return found or open_latents(path), True
 
 
-def _open_matching(path: Path, mark: str) -> LatentCache | None:
-    """Open a file with this fingerprint; return None if there is none or it is broken: the caller writes it again."""
+def _open_matching(path: Path, fingerprint: str) -> LatentCache | None:
+    """Open a file with this fingerprint; return None if it is missing, stale or broken: the caller then writes it."""
     if path.is_dir():
         raise DataError(f"{path} is a folder", fix="name a file: data.cache_file=FILE")
     try:
         found = open_latents(path)
     except DataError:
         return None
-    return found if found.meta.get(FINGERPRINT) == mark else None
+    return found if found.meta.get(FINGERPRINT) == fingerprint else None
 
 
 def _read_header(path: Path) -> tuple[dict[str, str], tuple[int, ...], int]:
-    """Return a file's metadata, its shape, and the offset of its numbers in bytes."""
+    """Return the metadata, the shape of the moments, and their offset in bytes."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > path.stat().st_size:
@@ -223,7 +231,7 @@ def _read_header(path: Path) -> tuple[dict[str, str], tuple[int, ...], int]:
 
 
 def _refuse_other_file(path: Path) -> None:
-    """Refuse to overwrite a file that is not ours by its metadata, or by its name if it is broken."""
+    """Refuse to overwrite a file unless its name or its metadata show that it holds latents."""
     if not path.is_file() or path.name.startswith(".halfstep-latents"):
         return
     try:
@@ -239,8 +247,10 @@ def _refuse_other_file(path: Path) -> None:
 
 
 def describe_resume(cache: LatentCache, stored: str, *, is_new: bool) -> str:
-    """Return a text for the header if a run was trained on other latents, by their SHA-256; refuse them unless the file
-    was just rebuilt."""
+    """Return a remark for the run's header if the latents differ from those it was trained on (`stored` is their
+    SHA-256).
+
+    Refuse them unless the file was rebuilt just now."""
     if stored in ("", cache.checksum):
         return ""
     if not is_new:
@@ -249,7 +259,7 @@ def describe_resume(cache: LatentCache, stored: str, *, is_new: bool) -> str:
             why=f"SHA-256 {cache.checksum[:12]}… instead of {stored[:12]}…",
             fix="restore the file, or delete it: it is rebuilt, and the run continues, but not bit-exactly",
         )
-    return "; made again with other bits: from here on the run is not an exact continuation"
+    return "; rebuilt with other values: from here on, the run is not an exact continuation"
 
 
 def hash_weights(net: Any) -> str:
@@ -261,7 +271,8 @@ def hash_weights(net: Any) -> str:
 
 
 class CachedLatents:
-    """Samples from a file of latents: `moments` (2C, h, w) of an image or, with chance `flip`, of its mirror image."""
+    """Samples from a file of latents: the `moments` (2C, h, w) of an image or, with probability `flip`, of its mirror
+    image."""
 
     def __init__(self, moments: Tensor, *, flip: float = 0.0, extra: Mapping[str, Tensor] | None = None) -> None:
         self.moments, self.flip, self.extra = moments, flip if moments.shape[1] > 1 else 0.0, dict(extra or {})
@@ -270,19 +281,19 @@ class CachedLatents:
         return len(self.moments)
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
-        return take_first(self.batch(torch.tensor([index]), seed=key[0], epoch=key[1]))
+        return take_first(self.make_batch(torch.tensor([index]), seed=key[0], epoch=key[1]))
 
-    def batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
-        """Return several samples, each the same as alone."""
+    def make_batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
+        """Return several samples at once, each equal to what `sample` returns."""
         num, views = self.moments.shape[:2]
         is_mirrored = draw_uniform(seed, epoch, indices.numpy(), count=1)[:, 0] < self.flip
-        places = indices * views + torch.from_numpy(is_mirrored).long()
-        rows = gather_images(self.moments.view(num * views, *self.moments.shape[2:]), places)
+        positions = indices * views + torch.from_numpy(is_mirrored).long()
+        rows = gather_images(self.moments.view(num * views, *self.moments.shape[2:]), positions)
         return {MOMENTS: rows} | {name: values[indices] for name, values in self.extra.items()}
 
 
 class WithColumn:
-    """Samples with an additional tensor each, such as the tokens of a caption, or moments from a file."""
+    """Samples with one more tensor, such as the tokens of a caption, or moments from a file."""
 
     def __init__(self, samples: Samples, name: str, values: Tensor) -> None:
         self.samples, self.name, self.values = samples, name, values
@@ -301,7 +312,7 @@ class WithColumn:
 
 
 def describe_pack(cache: LatentCache, text: str, *, is_new: bool, **more: object) -> dict[str, object]:
-    """Return the summary of `halfstep pack`."""
+    """Return the summary that `halfstep pack` prints."""
     return {
         "file": str(cache.path),
         "bytes": cache.path.stat().st_size,
@@ -313,11 +324,12 @@ def describe_pack(cache: LatentCache, text: str, *, is_new: bool, **more: object
 
 
 def _make_header(shape: tuple[int, ...], meta: Mapping[str, str], checksum: str) -> bytes:
+    """Return a safetensors header: its length in 8 little-endian bytes, then JSON padded to a multiple of 8."""
     entry = {"dtype": "F32", "shape": list(shape), "data_offsets": [0, math.prod(shape) * BYTES]}
     text = json.dumps({"__metadata__": {**meta, CHECKSUM: checksum}, MOMENTS: entry}).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def _unusable_file(path: Path, why: str) -> DataError:
+def _make_unusable_error(path: Path, why: str) -> DataError:
     return DataError(f"{path} is not a usable file of latents", why=why, fix="delete it: it is rebuilt")

@@ -1,6 +1,6 @@
-"""A run's settings changed to evaluate another data folder: all of it, not only a held-out split.
+"""Change a run's settings to evaluate another data folder: all of it, not only a held-out split.
 
-If the folder has its own validation split, only that is evaluated: the rest may have been trained on.
+If that folder has its own validation split, only the split is evaluated: the rest may have been trained on.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def use_folder(config: Config, folder: Path, **values: Any) -> Config:
 
 
 def use_all_pictures(config: Config, folder: Path) -> Config:
-    """Return settings that read all pictures of the folder, without a cache, which would be written into it."""
+    """Return settings that read all images of the folder, without a cache, which would be written into the folder."""
     fields = type(config.data).model_fields
     values: dict[str, Any] = {name: fields[name].default for name in ("cache", "cache_file") if name in fields}
     values |= {"dir": str(folder), "train_folder": "", "val_folder": ""}
     has_own_split = has_stored_images(folder) or any(folder.glob(KAGGLE_TRAIN))
     train, val = (_find_first(folder, names) for names in (TRAIN_NAMES, VALIDATION_NAMES))
     if not has_own_split and not (train and val):
-        # The same folder twice: nothing trains, but a workload needs training samples.
+        # Use the folder for both splits: nothing is trained, but a workload cannot be built without training samples.
         whole = train or val or "."
         values |= {"train_folder": whole, "val_folder": whole}
     return config.changed(data=values)

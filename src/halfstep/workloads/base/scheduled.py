@@ -1,7 +1,7 @@
 """A number that changes with the steps (a temperature, a loss weight) and is read in forward or loss.
 
-Compiled code and captured CUDA graphs would silently freeze a Python number. So it is a tensor on the run's device,
-refreshed at the start of each step from a table indexed by committed steps, like the learning rate.
+Compiled code and captured CUDA graphs would silently freeze a Python number. The value is therefore a tensor on the
+run's device, refreshed at the start of each step from a table indexed by committed steps, like the learning rate.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from halfstep.errors import ConfigError
 
 
 class Scheduled:
-    """`tau = Scheduled(lambda step: max(0.1, 1 - step / 30_000))`, read as `tau.value` inside forward or loss."""
+    """A value per step: `tau = Scheduled(lambda step: max(0.1, 1 - step / 30_000))`, read as `tau.value` in forward or
+    loss."""
 
     def __init__(self, at: Callable[[int], float]) -> None:
         self.at = at

@@ -1,4 +1,4 @@
-"""Sheets of pictures: a grid, a table with headings and row names, and which samples to show."""
+"""Draw sheets of images: a grid, or a table with headings and row names; choose which samples to show."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from PIL import Image, ImageDraw, ImageFont
 
 Array = np.ndarray[Any, Any]
 CELL, GAP, BAND = 256, 6, 22
-"""In pixels: side of a picture, space between two pictures, height of a line of text."""
+"""In pixels: side of a cell, space between two cells, height of a line of text."""
 
 
 def arrange_grid(images: Array, columns: int = 0, *, gap: int = 2) -> Array:
-    """Return one image (H, W, 3) of images (N, h, w, 3) in rows of `columns`; 0: about as many rows as columns."""
+    """Arrange images (N, h, w, 3) in one image (H, W, 3) with `columns` per row; 0: as square as possible."""
     num, height, width = images.shape[:3]
     columns = columns or int(np.ceil(np.sqrt(num)))
     rows = -(-num // columns)
     sheet = np.full((rows * (height + gap) + gap, columns * (width + gap) + gap, 3), 255, dtype=np.uint8)
     for k, image in enumerate(images):
-        top, left = (
-            gap + place * (side + gap) for place, side in zip(divmod(k, columns), (height, width), strict=True)
-        )
+        top, left = (gap + cell * (side + gap) for cell, side in zip(divmod(k, columns), (height, width), strict=True))
         sheet[top : top + height, left : left + width] = image
     return sheet
 
 
 def draw_table(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[Array]]], *, bands: int = 0) -> Image.Image:
-    """Draw pictures (H, W, 3) under their headings, each row with its name below; leave room for `bands` of text."""
+    """Draw images (H, W, 3) in columns with headings, each row with its name below it.
+
+    Leave room at the bottom for `bands` lines of text.
+    """
     size = (GAP + len(columns) * (CELL + GAP), (1 + bands) * BAND + len(rows) * (CELL + BAND + GAP))
     sheet = Image.new("RGB", size, "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
@@ -51,10 +52,13 @@ def _fit_cell(pixels: Array) -> Image.Image:
 
 
 def pick_worst_to_best(ranked: Sequence[tuple[int, float]], each: int) -> list[tuple[str, int, float]]:
-    """Return `each` of the worst, median and best samples, given sorted by score; all of them if they are few."""
+    """Return `each` of the worst, median and best samples as (kind, index, score); all if there are few.
+
+    `ranked` holds (index, score), worst first.
+    """
     count, half = len(ranked), -(-len(ranked) // 2)
     kinds = {"worst": range(half), "best": range(half, count)}
     if count > 3 * each:
         start = (count - each) // 2
         kinds = {"worst": range(each), "median": range(start, start + each), "best": range(count - each, count)}
-    return [(kind, *ranked[place]) for kind, places in kinds.items() for place in places]
+    return [(kind, *ranked[position]) for kind, positions in kinds.items() for position in positions]

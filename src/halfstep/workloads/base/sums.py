@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Sums:
-    """Sums over batches by name, on the batches' device. Ranks add theirs up."""
+    """Named sums over batches, kept on the batches' device. A distributed run adds up the sums of all ranks."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}

@@ -22,13 +22,13 @@ from halfstep.workloads.base.workload import Batch, FrozenPart, Metrics, Workloa
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trained:
+class TrainedModel:
     """A model with its weights, on its device, in the requested precision."""
 
     model: nn.Module
     device: torch.device
     inside: Callable[[], AbstractContextManager[None]]
-    """Enters evaluation mode, without gradients, in that precision."""
+    """Return a context with evaluation mode, no gradients and that precision."""
     warn: Callable[[str], None]
 
     def __call__(self, *inputs: Any) -> Any:
@@ -40,68 +40,73 @@ class Trained:
 
 ShowProgress: TypeAlias = Callable[[str, int], AbstractContextManager[Bar]]
 LookAt: TypeAlias = Callable[[int], tuple[Batch, Any]]
-"""(index) -> a validation sample as the model saw it, in a batch of one, and the model's outputs."""
+"""(index) -> a validation sample as the model gets it, in a batch of one, and the model's outputs."""
 
 
 class Evaluation(Protocol):
-    """One workload under evaluation."""
+    """Interface of `halfstep evaluate` for one workload."""
 
     def __init__(self, workload: Workload) -> None: ...
 
     @property
     def ranking(self) -> str:
-        """Return the column of `classes` that ranks classes."""
+        """Return the column of `score_classes` by which classes are sorted."""
         ...
 
     @property
     def scored_at(self) -> str:
-        """Return the image size or sampling steps of the scores, if that is not obvious."""
+        """Return the image size or the sampling steps that the scores refer to, if not obvious."""
         ...
 
     @property
     def metrics(self) -> Metrics:
-        """Return the metrics of validation, which may record more."""
+        """Return the metrics of validation, which may record more details."""
         ...
 
     @staticmethod
-    def to_validate(config: RunConfig) -> RunConfig:
-        """Return settings without what only training reads; validation samples stay the same."""
+    def drop_training_settings(config: RunConfig) -> RunConfig:
+        """Return the settings without those that only training reads; validation samples stay the same."""
         ...
 
     @staticmethod
-    def config_for(config: RunConfig, folder: Path) -> RunConfig:
-        """Return settings for data that the run was not trained on."""
+    def change_data_folder(config: RunConfig, folder: Path) -> RunConfig:
+        """Return the settings for another data folder, which the run was not trained on."""
         ...
 
     @staticmethod
-    def on_all(workload: Workload) -> Workload:
-        """Return the workload built with these settings, with everything to evaluate as validation samples."""
+    def use_all_samples(workload: Workload) -> Workload:
+        """Return the workload with all samples of that folder as validation samples."""
         ...
 
-    def classes(self) -> tuple[dict[str, Cell], ...]: ...
-    def draw(self, folder: Path, look: LookAt) -> list[Path]: ...
+    def score_classes(self) -> tuple[dict[str, Cell], ...]:
+        """Return one row of scores per class."""
+        ...
+
+    def draw_pictures(self, folder: Path, look: LookAt) -> list[Path]:
+        """Write pictures of samples to a folder; return their paths."""
+        ...
 
 
 class OptionalScores(Protocol):
-    """An evaluation whose `EvaluateCommand` has options; `num_scored` says how many samples where not all were."""
+    """An evaluation whose `EvaluateCommand` has options; it sets `num_scored` if it scores only some samples."""
 
-    def scored(
+    def score_with_options(
         self,
         config: RunConfig,
-        trained: Trained,
+        trained: TrainedModel,
         options: Mapping[str, Any],
         phase: ShowProgress,
         batch_size: int | None,
     ) -> dict[str, float] | None:
-        """Return scores that the options request instead of validation's, or None to run validation.
+        """Return the scores that the options request, or None to run validation instead.
 
-        `with phase("Drawing", total) as bar` shows a bar; `batch_size` is None if the user gave none.
+        `with phase("Drawing", total) as bar` shows a progress bar; `batch_size` is None if the user gave none.
         """
         ...
 
 
 class PlainEvaluation:
-    """Evaluation that reports the metrics of validation and nothing else."""
+    """An evaluation that reports only the metrics of validation."""
 
     ranking = ""
     scored_at = ""
@@ -111,21 +116,21 @@ class PlainEvaluation:
         self.metrics: Metrics = workload.metrics()
 
     @staticmethod
-    def to_validate(config: RunConfig) -> RunConfig:
+    def drop_training_settings(config: RunConfig) -> RunConfig:
         return config
 
     @staticmethod
-    def config_for(config: RunConfig, folder: Path) -> RunConfig:
+    def change_data_folder(config: RunConfig, folder: Path) -> RunConfig:
         return use_folder(config, folder)
 
     @staticmethod
-    def on_all(workload: Workload) -> Workload:
+    def use_all_samples(workload: Workload) -> Workload:
         return workload
 
-    def classes(self) -> tuple[dict[str, Cell], ...]:
+    def score_classes(self) -> tuple[dict[str, Cell], ...]:
         return ()
 
-    def draw(self, folder: Path, look: LookAt) -> list[Path]:
+    def draw_pictures(self, folder: Path, look: LookAt) -> list[Path]:
         return []
 
 
@@ -141,17 +146,19 @@ class Input:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wishes:
-    """What the user requested in addition to the input files."""
+class PredictRequest:
+    """Options of a `halfstep predict` call, in addition to the input files."""
 
     out: Path | None = None
-    """A new folder for written files; None if nothing is written (`PredictCommand.writes_files`) and none was named."""
+    """A new folder for output files; None if the predictor writes none (`PredictCommand.writes_files`) and --out was
+    not given."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Values of `PredictCommand.options` by name, with the default where the user gave none."""
+    """Values of `PredictCommand.options` by name, defaults included."""
 
 
 class Predictor(Protocol):
-    """Prediction with one workload. Its `frozen` and `values`, as in a Workload, are moved with the model."""
+    """Interface of `halfstep predict` for one workload. Optional attributes `frozen` and `values` are as in Workload
+    and are moved to the device with the model."""
 
     @property
     def model(self) -> nn.Module:
@@ -160,12 +167,14 @@ class Predictor(Protocol):
 
     @property
     def endings(self) -> tuple[str, ...]:
-        """Return the extensions of the files to read from an input folder; empty if there are no inputs."""
+        """Return the extensions of the files to read from an input folder; empty if it takes no inputs."""
         ...
 
-    def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
-        """Yield one answer per input, in order; the bar counts inputs. Without inputs (`PredictCommand.needs_input`)
-        yield as many as the options request, and set `bar.total` first."""
+    def answer_all(
+        self, inputs: list[Input], trained: TrainedModel, request: PredictRequest, bar: Bar
+    ) -> Iterator[Answer | Failure]:
+        """Yield one answer per input, in order. The progress bar counts inputs. A predictor without inputs
+        (`PredictCommand.needs_input`) yields as many answers as the options request, and sets `bar.total` first."""
         ...
 
 
@@ -174,10 +183,10 @@ def get_frozen_parts(predictor: Predictor) -> dict[str, FrozenPart]:
 
 
 def describe_failure(item: Input, error: DataError) -> Failure:
-    """Return the failure of a file, with the error's text without the file's name; advice on training is left out."""
+    """Return the failure of a file: the error's reason without the file's name, and without its advice for training."""
     about_the_file = error.what.removeprefix(f"{item.path} ")
-    is_said = about_the_file != error.what or not error.why
-    return Failure(file=str(item.path), why=about_the_file if is_said else error.why)
+    is_specific = about_the_file != error.what or not error.why
+    return Failure(file=str(item.path), why=about_the_file if is_specific else error.why)
 
 
 def answer_each(inputs: Iterable[Input], answer: Callable[[Input], Answer]) -> Iterator[Answer | Failure]:
@@ -190,27 +199,30 @@ def answer_each(inputs: Iterable[Input], answer: Callable[[Input], Answer]) -> I
 
 
 class FilePredictor:
-    """A predictor that looks at one file at a time: it has `model`, `endings`, and `answer` or `answer_file`."""
+    """Base of predictors that read one file at a time: define `model`, `endings`, and `answer` or `answer_file`."""
 
     endings: tuple[str, ...] = ()
 
-    def answer(self, path: Path, trained: Trained) -> Mapping[str, Any]:
-        """Return results by name; DataError, ValueError and OSError mean that the file cannot be used."""
+    def answer(self, path: Path, trained: TrainedModel) -> Mapping[str, Any]:
+        """Return results by name; raise DataError, ValueError or OSError if the file cannot be used."""
         raise NotImplementedError(f"{type(self).__name__} has no answer(path, trained)")
 
-    def answer_file(self, item: Input, trained: Trained, wishes: Wishes) -> Answer:
-        """Override this instead to write files or to read options; DataError means that the file cannot be used."""
+    def answer_file(self, item: Input, trained: TrainedModel, request: PredictRequest) -> Answer:
+        """Return the answer for one file. Override this instead of `answer` to write files or to read options; raise
+        DataError if the file cannot be used."""
         try:
             return Answer(file=str(item.path), found=self.answer(item.path, trained))
         except (ValueError, OSError) as error:
             raise DataError(f"{item.path} {error}") from error
 
-    def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
-        return answer_each(inputs, lambda item: self.answer_file(item, trained, wishes))
+    def answer_all(
+        self, inputs: list[Input], trained: TrainedModel, request: PredictRequest, bar: Bar
+    ) -> Iterator[Answer | Failure]:
+        return answer_each(inputs, lambda item: self.answer_file(item, trained, request))
 
 
 def save_picture(picture: Image.Image, path: Path) -> Path:
-    """Save a picture and return its path; a number is added to a name that is already taken."""
+    """Save a picture and return its path; append a number to the name if the file exists."""
     numbered = (path.with_stem(f"{path.stem}_{k}") for k in itertools.count(2))
     free = next(one for one in itertools.chain([path], numbered) if not one.exists())
     try:

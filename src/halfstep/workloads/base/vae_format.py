@@ -18,9 +18,10 @@ from halfstep.islands import fp32_island
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 LARGEST_ERROR = 0.02
-"""Largest error of a half format's round trip, relative to the spread of the fp32 pixels; beyond it the VAE is fp32."""
+"""Largest round-trip error of a half format, relative to the standard deviation of the fp32 pixels; above it the VAE
+stays in fp32."""
 RoundTrip = Callable[[Any, Tensor], Tensor]
-"""(vae, images) -> encoded and decoded images."""
+"""(vae, images) -> the images, encoded and decoded again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +33,7 @@ class FormatChoice:
 
 
 def pick_training_device(config: RunConfig) -> torch.device:
-    """Return the device on which the VAE is tried and samples are encoded; the plan is not made yet."""
+    """Return the device on which to try the VAE and encode samples; this happens before the precision plan exists."""
     if config.device != "auto":
         return torch.device(config.device)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -46,7 +47,7 @@ def choose_vae_format(
     asked: str,
     precision: PrecisionConfig,
 ) -> FormatChoice:
-    """Choose the format for `precision.modules: {vae: asked}`, tried on real samples; refuse one that overflows."""
+    """Choose the format for `precision.modules: {vae: asked}` by trying real samples; refuse one that overflows."""
     # TF32 is one switch for the whole process: a run that uses it cannot keep one module in fp32.
     whole = "tf32" if precision.default == "tf32" else "fp32"
     if asked not in ("auto", *HALF):
@@ -72,7 +73,8 @@ def choose_vae_format(
 
 
 def measure_round_trips(vae: Any, trip: RoundTrip, images: Tensor, formats: tuple[str, ...]) -> dict[str, float | None]:
-    """Return each format's round-trip error against fp32, relative to the spread of the pixels; None: not finite."""
+    """Return each format's RMS round-trip error against fp32, divided by the pixels' standard deviation; None: not
+    finite."""
     vae = copy.deepcopy(vae).to(images.device)
     exact = _run_in_format(vae, trip, images, "fp32")
     if not bool(exact.isfinite().all()):
@@ -88,19 +90,20 @@ def measure_round_trips(vae: Any, trip: RoundTrip, images: Tensor, formats: tupl
 
 @torch.no_grad()
 def _run_in_format(vae: Any, trip: RoundTrip, images: Tensor, format_name: str) -> Tensor:
+    """Return the round trip in a format. The oneDNN switch stays as it was."""
     onednn = torch._C._get_mkldnn_enabled()
     with compute_in(format_name, images.device), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # a CPU that emulates bf16
+        warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # CPUs without native bf16
         try:
             return trip(vae, images).float()
         finally:
-            # On such a CPU torch switches oneDNN off for good: a resumed run, which tries nothing, would round
-            # differently.
+            # After that failure torch disables oneDNN for the rest of the process. A resumed run does not try formats
+            # and would keep oneDNN on, so its results would differ.
             torch._C._set_mkldnn_enabled(onednn)
 
 
 def compute_in(format_name: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Compute as a frozen part of a run does: under autocast, with norms in fp32."""
+    """Return a context that computes as frozen modules do during a run: autocast, with norms in fp32."""
     if format_name not in HALF:
         return fp32_island()
     return torch.autocast(device.type, dtype=HALF[format_name])

@@ -1,7 +1,7 @@
 """Training of a VAE, alone or against a PatchGAN discriminator (VQGAN, Esser et al. 2021).
 
-The model holds an autoencoder, `vae`, and a `discriminator`. With a discriminator each has its own phase. The VAE's
-loss takes gradients itself, for the weight that balances reconstruction and discriminator, so its phase is not
+The model holds an autoencoder, `vae`, and optionally a `discriminator`; then each trains in its own phase. The loss of
+the VAE's phase computes gradients itself, for the weight that balances reconstruction and discriminator, so it is not
 compiled; the discriminator's phase is.
 """
 
@@ -24,13 +24,14 @@ from halfstep.workloads.base.scheduled import Scheduled
 from halfstep.workloads.base.workload import Batch, Phase, Workload
 
 LARGEST_WEIGHT = 1e4
+"""Upper limit of the adaptive weight, as in taming-transformers."""
 SMALLEST_NORM = 1e-4
 """Added to the norm of the discriminator's gradient, which can be 0."""
 Outputs = Mapping[str, Tensor]
 
 
 class VaeNet(nn.Module):
-    """A VAE, and the discriminator that judges its reconstructions in training."""
+    """A VAE and, for training, the discriminator that judges its reconstructions."""
 
     def __init__(self, vae: Any, codec: Codec, discriminator: PatchGan | None = None) -> None:
         super().__init__()
@@ -46,19 +47,20 @@ class VaeNet(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Critic:
-    """How a discriminator takes part in training."""
+    """Settings for training against a discriminator."""
 
     start: int
-    """The step from which it trains and counts."""
+    """First step in which it trains and contributes to the VAE's loss."""
     weight: float
     scales: tuple[float, float]
-    """Factors of reconstruction and adversarial loss while their gradients are compared (`adaptive_weight`)."""
+    """Factors applied to reconstruction and adversarial loss while their gradients are compared
+    (`compute_adaptive_weight`)."""
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the config's `optimizer` that differ."""
 
 
 class VaeTrainer:
-    """One training step of a VaeNet. A family says how batches become images and how a reconstruction is scored."""
+    """Training of a VaeNet. A family subclasses it and defines `make_images` and `score`."""
 
     def __init__(
         self, *, phase: str, latent_shape: tuple[int, ...], kl_weight: float, critic: Critic | None = None
@@ -67,20 +69,20 @@ class VaeTrainer:
         self.gan_on = Scheduled(lambda step: float(critic is not None and step >= critic.start))
 
     def make_images(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
-        """Return at least `image` (N, channels, H, W) in -1..1 for a batch as loaded."""
+        """Convert a batch as loaded; the result holds at least `image` (N, channels, H, W) in -1..1."""
         raise NotImplementedError
 
     def score(self, outputs: Outputs, batch: Batch) -> Tensor:
         """Return the reconstruction loss, a scalar in fp32."""
         raise NotImplementedError
 
-    def workload(self, model: VaeNet, **settings: Any) -> Workload:
+    def build_workload(self, model: VaeNet, **settings: Any) -> Workload:
         return Workload(
             model=model,
             prepare=self.prepare,
             forward=self.forward,
-            loss=self.loss,
-            phases=self.phases(),
+            loss=self.compute_loss,
+            phases=self.make_phases(),
             values={"gan": self.gan_on} if self.critic else {},
             ema_parts=("vae",),
             **settings,
@@ -97,40 +99,42 @@ class VaeTrainer:
         if self.critic is None or not model.training:
             return found
         net = cast(Any, model)
-        # Selected, not multiplied by 0: before it has started no gradient passes, even if it overflows.
+        # Before the discriminator starts, no gradient of it may reach the VAE. Multiplying by 0 would let inf and NaN
+        # through; selecting the detached image does not.
         seen = torch.where(self.gan_on.value > 0, found["image"], found["image"].detach())
         # The last layer is where both losses' gradients are compared.
         return found | {"fake": net.discriminator(seen), "last_layer": net.vae.decoder.conv_out.weight}
 
-    def loss(self, outputs: Outputs, batch: Batch) -> tuple[Tensor, float]:
+    def compute_loss(self, outputs: Outputs, batch: Batch) -> tuple[Tensor, float]:
         """Return the loss without the discriminator, which validation reports, and the number of images."""
-        return self._with_kl(self.score(outputs, batch), outputs), len(batch["image"])
+        return self._add_kl(self.score(outputs, batch), outputs), len(batch["image"])
 
-    def loss_with_critic(self, outputs: Outputs, batch: Batch) -> tuple[Tensor, float]:
+    def compute_loss_with_critic(self, outputs: Outputs, batch: Batch) -> tuple[Tensor, float]:
+        """Return reconstruction + KL + weighted adversarial loss, and the number of images."""
         critic = self.critic
         assert critic is not None
         score = self.score(outputs, batch)
-        doubt = hinge_generator_loss(outputs["fake"])
-        balance = adaptive_weight(score, doubt, outputs["last_layer"], scales=critic.scales)
+        adversarial = hinge_generator_loss(outputs["fake"])
+        balance = compute_adaptive_weight(score, adversarial, outputs["last_layer"], scales=critic.scales)
         with fp32_island():
-            term = torch.where(self.gan_on.value > 0, critic.weight * balance * doubt, 0.0)
-        return self._with_kl(score, outputs) + term, len(batch["image"])
+            term = torch.where(self.gan_on.value > 0, critic.weight * balance * adversarial, 0.0)
+        return self._add_kl(score, outputs) + term, len(batch["image"])
 
-    def _with_kl(self, score: Tensor, outputs: Outputs) -> Tensor:
+    def _add_kl(self, score: Tensor, outputs: Outputs) -> Tensor:
         with fp32_island():
             return score + self.kl_weight * outputs["kl"].mean()
 
-    def phases(self) -> tuple[Phase, ...]:
-        """Return the phases; empty without a discriminator: then the workload's forward and loss train the VAE."""
+    def make_phases(self) -> tuple[Phase, ...]:
+        """Return the phases; none without a discriminator: the workload's forward and loss then train the VAE."""
         if self.critic is None:
             return ()
         return (
-            Phase(name=self.phase, parameters=("vae",), loss=self.loss_with_critic, compiles=False),
+            Phase(name=self.phase, parameters=("vae",), loss=self.compute_loss_with_critic, compiles=False),
             Phase(
                 name="discriminator",
                 parameters=("discriminator",),
                 forward=judge_both,
-                loss=discriminator_loss,
+                loss=compute_discriminator_loss,
                 from_step=self.critic.start,
                 optimizer=self.critic.optimizer,
             ),
@@ -138,20 +142,20 @@ class VaeTrainer:
 
 
 def judge_both(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Return the discriminator's logits for images and their reconstructions, which get no gradient."""
+    """Return the discriminator's logits for images and their reconstructions, without gradients for the VAE."""
     with torch.no_grad():
         fake = model(batch["image"], batch["posterior_noise"])["image"]
     discriminator = cast(Any, model).discriminator
     return {"real": discriminator(batch["image"]), "fake": discriminator(fake)}
 
 
-def discriminator_loss(outputs: Outputs, batch: Batch) -> tuple[Tensor, float]:
+def compute_discriminator_loss(outputs: Outputs, batch: Batch) -> tuple[Tensor, float]:
     return hinge_discriminator_loss(outputs["real"], outputs["fake"]), len(outputs["real"])
 
 
 @in_fp32
 def hinge_discriminator_loss(real: Tensor, fake: Tensor) -> Tensor:
-    """Return the hinge loss of logits of any shape."""
+    """Return the hinge loss of the discriminator's logits, which may have any shape."""
     return 0.5 * (F.relu(1 - real).mean() + F.relu(1 + fake).mean())
 
 
@@ -160,18 +164,18 @@ def hinge_generator_loss(fake: Tensor) -> Tensor:
     return -fake.mean()
 
 
-def adaptive_weight(
+def compute_adaptive_weight(
     reconstruction: Tensor, adversarial: Tensor, last_layer: Tensor, *, scales: tuple[float, float]
 ) -> Tensor:
-    """Return the ratio of both losses' gradient norms at the last layer, without gradient (Esser et al. 2021, eq. 7).
+    """Return the ratio of both losses' gradient norms at the last layer, detached (Esser et al. 2021, eq. 7).
 
-    Each loss is multiplied by its scale while its gradient is taken, and the norm divided by it: in fp16 the gradient
-    of a sum over pixels overflows, and that of a mean over patches underflows. Gradients are those of the whole batch,
-    whichever ranks hold its samples.
+    Each loss is multiplied by its scale before its gradient is computed, and the norm is divided by it: in fp16 the
+    gradient of a sum over pixels would overflow, and that of a mean over patches would underflow. The gradients are
+    averaged over all ranks.
     """
-    of_reconstruction, of_adversarial = (
+    reconstruction_norm, adversarial_norm = (
         average_over_ranks(torch.autograd.grad(loss * scale, last_layer, retain_graph=True)[0].float()).norm() / scale
         for loss, scale in zip((reconstruction, adversarial), scales, strict=True)
     )
-    weight: Tensor = of_reconstruction / (of_adversarial + SMALLEST_NORM)
+    weight: Tensor = reconstruction_norm / (adversarial_norm + SMALLEST_NORM)
     return weight.clamp(0, LARGEST_WEIGHT).detach()

@@ -20,7 +20,7 @@ Batch = dict[str, Tensor]
 
 
 class Metrics(Protocol):
-    """Sums on the device over many batches; divided once, in `compute`."""
+    """Interface of metrics: `update` adds to sums on the device, `compute` divides once at the end."""
 
     def update(self, outputs: Any, batch: Mapping[str, Tensor]) -> None: ...
     def compute(self) -> dict[str, float]: ...
@@ -29,36 +29,38 @@ class Metrics(Protocol):
 
 
 class Prepare(Protocol):
-    """Turn a batch as loaded (uint8) into what the model sees: conversion, augmentation and noise.
+    """Turn a batch as loaded (uint8) into the model's input: conversion, augmentation and noise.
 
-    It runs in fp32, outside autocast, without gradients. All randomness comes from the key (data.seeds.Key), drawn
+    Runs in fp32, outside autocast, without gradients. All randomness must come from the key (data.seeds.Key), drawn
     with data.noise."""
 
     def __call__(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch: ...
 
 
 def keep_as_loaded(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
-    """Return the batch unchanged: its samples need no preparation."""
+    """Return the batch unchanged, for samples that need no preparation."""
     del key, training
     return batch
 
 
 class Forward(Protocol):
+    """Run the model on a prepared batch."""
+
     def __call__(self, model: nn.Module, batch: Batch) -> Any: ...
 
 
 class Loss(Protocol):
-    """Return the loss, or loss and weight of a batch: the weight is its number of samples (or pixels, or tokens)."""
+    """Return the loss of a batch, or (loss, weight); the weight is the number of samples, pixels or tokens."""
 
     def __call__(self, outputs: Any, batch: Batch) -> Tensor | tuple[Tensor, Tensor | float]: ...
 
 
 Sampled = Mapping[str, "np.ndarray[Any, Any] | str"]
-"""Pictures (height, width) or (height, width, 3) of uint8, and texts, by name."""
+"""Images, uint8 (height, width) or (height, width, 3), and texts, by name."""
 
 
 class Sample(Protocol):
-    """Generate pictures or texts to look at; all randomness comes from the key, which is the same each time."""
+    """Generate images or texts to look at. All randomness comes from the key, which is the same each time."""
 
     def __call__(self, model: nn.Module, key: Key) -> Sampled: ...
 
@@ -80,34 +82,34 @@ class Workload:
     loss: Loss
     metrics: MakeMetrics
     metric: str
-    """The headline metric: picks the best checkpoint, stops early, drives plateau."""
+    """The main metric: it selects the best checkpoint and controls early stopping and the plateau schedule."""
     mode: Literal["max", "min"] = "max"
     scoring: str = ""
-    """How the metrics are computed, if their names alone do not say it."""
+    """How the metrics are computed, if their names do not say it."""
     fragile: tuple[str, ...] = ()
-    """Islands, as `name: reason`; rows of the plan."""
+    """Computations that always run in fp32, as `name: reason`; shown as rows of the plan."""
     phases: tuple[Phase, ...] = ()
-    """Networks that train in turn, each with its own loss; empty: one phase, `forward` and `loss` over all parameters.
+    """Networks that train in turn, each with its own loss; empty: one phase with `forward`, `loss` and all parameters.
     Validation always uses `forward` and `loss`."""
     store: Mapping[str, Any] = field(default_factory=dict)
-    """Facts that are needed to use the model later: classes, mask values, image format. Stored with checkpoints."""
+    """Facts needed to use the model later: classes, mask values, image format. Stored with checkpoints."""
     notes: tuple[str, ...] = ()
     """Messages shown before training starts, such as the files that were left out."""
     by_batch: tuple[str, ...] = ()
-    """What is computed over the samples of a batch together, and therefore by each rank over its own samples; each
-    entry is shown as a warning."""
+    """Computations over all samples of a batch (such as batch statistics), which each rank does over its own samples
+    only; each entry is shown as a warning."""
     val_names: tuple[str, ...] = ()
     """Files of the validation samples, for reports; empty if the samples are not files."""
     about: tuple[tuple[str, str], ...] = ()
-    """Names and values for the run's header that follow from the data."""
+    """Names and values, found in the data, for the run's header."""
     settled: Mapping[str, Any] = field(default_factory=dict)
     """Settings by path that follow from the data because the user left them open; a run stores them in its config."""
 
     frozen: Mapping[str, Any] = field(default_factory=dict)
-    """Modules that are used and not trained, by name: nn.Module or FrozenPart (converted to FrozenPart). `model` does
-    not hold them; forward, loss and prepare do. The plan moves and casts them in place."""
+    """Modules that are used but not trained, by name: nn.Module (wrapped as FrozenPart) or FrozenPart. They are not
+    part of `model`; forward, loss and prepare refer to them. The plan moves and casts them in place."""
     groups: tuple[Group, ...] = ()
-    """Parameters with their own learning rate or schedule."""
+    """Parameters with a separate learning rate or schedule."""
     values: Mapping[str, Scheduled] = field(default_factory=dict)
     """Numbers that change with the steps and are read in forward or loss."""
     sample: Sample | None = None
@@ -116,8 +118,8 @@ class Workload:
     scores_raw: bool = False
     """Whether validation also scores the weights as trained (`raw_NAME`) when averaged weights are used."""
     blocks: Mapping[type[nn.Module], Callable[..., Any] | None] = field(default_factory=dict)
-    """Classes of the blocks that the network repeats, each with the forward it uses in captured steps; nothing else is
-    compiled then. None instead of a forward: such a block is compiled. Empty: forward and loss are compiled whole."""
+    """Classes of repeated blocks, each with the forward to use in captured steps, or None to compile the block. Nothing
+    else is compiled then. Empty: forward and loss are compiled as a whole."""
     ema_parts: tuple[str, ...] = ()
     """Names of modules or parameters that EMA averages; empty: all."""
 
@@ -127,26 +129,27 @@ class Workload:
         object.__setattr__(self, "val_names", tuple(make_printable(name) for name in self.val_names))
         object.__setattr__(self, "about", tuple((name, make_printable(value)) for name, value in self.about))
 
-    def modules(self) -> tuple[nn.Module, ...]:
+    def list_modules(self) -> tuple[nn.Module, ...]:
         return (self.model, *(part.module for part in self.frozen.values()))
 
-    def prepared(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
-        """Run `prepare` in fp32, outside autocast, without gradients, as everywhere."""
+    def prepare_batch(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
+        """Run `prepare` in fp32, outside autocast, without gradients."""
         with torch.no_grad(), fp32_island():
             return self.prepare(batch, key=key, training=training)
 
-    def weighed_loss(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor | float]:
-        """Return loss and weight; without a weight the number of samples counts."""
+    def compute_loss(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor | float]:
+        """Return the loss and its weight; if `loss` returns no weight, the number of samples."""
         found = self.loss(outputs, batch)
         return found if isinstance(found, tuple) else (found, len(next(iter(batch.values()))))
 
-    def region(self, model: nn.Module, *, name: str = "") -> Callable[[Batch], tuple[Tensor, Tensor | float, Any]]:
-        """Return forward and loss of one batch as one function, the region that is compiled. A `name` makes it separate
-        code for the compiler, which limits how often it compiles each function."""
+    def make_region(self, model: nn.Module, *, name: str = "") -> Callable[[Batch], tuple[Tensor, Tensor | float, Any]]:
+        """Return a function that runs forward and loss of one batch: the region that is compiled.
+
+        A `name` gives it a separate code object, because Dynamo limits recompilations per code object."""
 
         def forward_and_loss(batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
             outputs = self.forward(model, batch)
-            loss, weight = self.weighed_loss(outputs, batch)
+            loss, weight = self.compute_loss(outputs, batch)
             return loss, weight, outputs
 
         if name:
@@ -156,8 +159,8 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """One optimizer step of an iteration over some of the parameters, as each network of a GAN has. Phases run in the
-    given order, each with its own forward pass, loss, schedule and verdict."""
+    """One optimizer step over some of the parameters, such as those of one network of a GAN. An iteration runs its
+    phases in order, each with its own forward pass, loss, schedule and verdict."""
 
     name: str
     parameters: tuple[str, ...] = ()
@@ -165,10 +168,10 @@ class Phase:
     gets gradients while the phase runs."""
     loss: Loss
     forward: Forward | None = None
-    """None: the workload's forward. Everything that needs the model belongs here; `loss` gets the outputs."""
+    """None: the workload's forward. All calls of the model belong here; `loss` gets only the outputs."""
     counted: bool | None = None
-    """Whether training metrics use its outputs; None: if `forward` is the workload's. Only the first such phase counts,
-    so that a sample counts once."""
+    """Whether training metrics use its outputs; None: only if `forward` is None. Metrics use the first such phase, so
+    that each sample counts once."""
     every: int = 1
     """Due in iterations `from_step`, `from_step + every`, ..."""
     from_step: int = 0
@@ -179,7 +182,7 @@ class Phase:
     groups: tuple[Group, ...] = ()
     """Parameters with their own learning rate or schedule."""
     compiles: bool = True
-    """False for a loss that takes gradients itself, such as a gradient penalty, which cannot be compiled."""
+    """False for a loss that computes gradients itself, such as a gradient penalty: it cannot be compiled."""
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
@@ -199,33 +202,34 @@ class Phase:
 
     @property
     def when(self) -> str:
-        """Describe when a phase runs, as in `critic every 2 steps from 1000`, for headers."""
+        """Describe when the phase runs, for headers: `critic every 2 steps from 1000`."""
         every = f" every {self.every} steps" if self.every > 1 else ""
         return f"{self.name}{every}" + (f" from {'' if every else 'step '}{self.from_step}" if self.from_step else "")
 
-    def num_due(self, iterations: int) -> int:
-        """Return in how many of the first `iterations` the phase runs."""
+    def count_due(self, iterations: int) -> int:
+        """Count the iterations, among the first `iterations`, in which the phase runs."""
         return max(0, -(-(iterations - self.from_step) // self.every))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrozenPart:
-    """A module that is used and not trained, and the file it came from; empty if it came from none."""
+    """A module that is used but not trained, and the file it was loaded from, if any."""
 
     module: nn.Module
     source: str = ""
     checksum: str = ""
-    """Checksum of the weights as built; filled in by a run."""
+    """Checksum of the initial weights; computed by a run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Parameters with their own settings; None keeps the config's."""
+    """Parameters with separate optimizer settings; None keeps the config's."""
 
     modules: tuple[str, ...]
-    """Names of modules or parameters of the model; `encoder` includes everything below it. The first match counts."""
+    """Names of modules or parameters of the model; `encoder` includes everything below it. If several groups match, the
+    first is used."""
     lr: float | None = None
-    """The peak of its schedule; not scaled with the batch size."""
+    """Peak learning rate; not scaled with the batch size."""
     schedule: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the config's `schedule` that differ."""
     weight_decay: float | None = None
@@ -249,7 +253,7 @@ def _wrap_frozen_part(name: str, part: Any) -> FrozenPart:
 
 
 def check_frozen_apart(model: nn.Module, frozen: Mapping[str, FrozenPart]) -> None:
-    """Refuse a frozen part that the model holds too, by name or by weights."""
+    """Refuse a frozen module that is also part of the model, by name or by weights."""
     trained = {id(parameter) for parameter in model.parameters()}
     for name, part in frozen.items():
         if name in dict(model.named_children()):

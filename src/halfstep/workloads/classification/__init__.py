@@ -13,7 +13,7 @@ from halfstep.workloads.base.kind import (
 )
 from halfstep.workloads.classification.config import CLASSIFIER_SCHEMAS
 
-KIND = Kind.in_folder(
+KIND = Kind.from_package(
     __name__,
     config=CLASSIFIER_SCHEMAS,
     kept=("model.replace_head",),

@@ -26,7 +26,7 @@ SHOWN_MISTAKES = 24
 
 class ClassificationEvaluation(PlainEvaluation):
     ranking = "accuracy"
-    config_for = staticmethod(use_all_pictures)
+    change_data_folder = staticmethod(use_all_pictures)
     metrics: ClassificationDetails
 
     def __init__(self, workload: Workload) -> None:
@@ -34,7 +34,7 @@ class ClassificationEvaluation(PlainEvaluation):
         self.names = get_class_names(workload.store)
         self.metrics = ClassificationDetails(len(self.names))
 
-    def classes(self) -> tuple[dict[str, Cell], ...]:
+    def score_classes(self) -> tuple[dict[str, Cell], ...]:
         """Return each class's accuracy (share of its samples recognised) and precision (share of such answers that is
         right)."""
         confusion = self.metrics.confusion().numpy()
@@ -52,7 +52,7 @@ class ClassificationEvaluation(PlainEvaluation):
             )
         return tuple(rows)
 
-    def draw(self, folder: Path, look: LookAt) -> list[Path]:
+    def draw_pictures(self, folder: Path, look: LookAt) -> list[Path]:
         """Draw the confusion matrix, and the mistakes if there are any."""
         paths = [folder / "confusion.png"]
         draw_confusion(self.metrics.confusion().tolist(), self.names, paths[0])

@@ -35,10 +35,10 @@ class Guide:
             sides=_measure_sides(data.train),
         )
 
-    def picture(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
+    def draw_sample(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
         return classes[int(sample["label"])], Image.fromarray(sample["image"].numpy())
 
-    def for_side(self, config: ClassifierConfig, side: int) -> dict[str, Any]:
+    def suggest_for_side(self, config: ClassifierConfig, side: int) -> dict[str, Any]:
         paths: dict[str, Any] = {"data.image_size": side, "data.eval_size": 0}
         if side <= SMALL_SIDE and isinstance(config, ResNetConfig):
             paths["model.stem"] = "small"

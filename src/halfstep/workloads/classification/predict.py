@@ -9,14 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from halfstep.data.files import PICTURES
+from halfstep.data.files import IMAGE_ENDINGS
 from halfstep.data.image_samples import crop_centre
-from halfstep.data.images import open_picture
+from halfstep.data.images import open_image_file
 from halfstep.errors import DataError
 from halfstep.report.progress import Bar
 from halfstep.report.results import Answer, Failure
 from halfstep.workloads.base.kind import Store
-from halfstep.workloads.base.using import Input, Trained, Wishes, describe_failure
+from halfstep.workloads.base.using import Input, PredictRequest, TrainedModel, describe_failure
 from halfstep.workloads.classification.build import PrepareImages, build_model
 from halfstep.workloads.classification.config import ClassifierConfig
 from halfstep.workloads.classification.data import get_evaluation_share, get_evaluation_size
@@ -25,16 +25,18 @@ from halfstep.workloads.classification.scores import compute_probabilities
 
 
 class ClassPredictor:
-    endings = PICTURES
+    endings = IMAGE_ENDINGS
 
     def __init__(self, config: ClassifierConfig, store: Store) -> None:
         self.config, self.classes, self.names = config, store["classes"], get_class_names(store)
         self.model = build_model(config, store)
         self.prepare, self.eval_share = PrepareImages(config.data), get_evaluation_share(config.data, store)
 
-    def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
+    def answer_all(
+        self, inputs: list[Input], trained: TrainedModel, request: PredictRequest, bar: Bar
+    ) -> Iterator[Answer | Failure]:
         """Yield answers in the order of the files; batches have the training size."""
-        top_k, size = wishes.options["top_k"], self.config.train.batch_size
+        top_k, size = request.options["top_k"], self.config.train.batch_size
         with ThreadPoolExecutor(os.cpu_count()) as threads:  # Pillow decodes without the interpreter's lock
             for start in range(0, len(inputs), size):
                 chunk = inputs[start : start + size]
@@ -47,12 +49,12 @@ class ClassPredictor:
     def _read(self, item: Input) -> Tensor | Failure:
         data = self.config.data
         try:
-            with open_picture(item.path) as picture:
+            with open_image_file(item.path) as picture:
                 return torch.from_numpy(crop_centre(picture, get_evaluation_size(data), self.eval_share))
         except DataError as error:
             return describe_failure(item, error)
 
-    def _probabilities(self, pictures: list[Tensor], trained: Trained) -> list[list[float]]:
+    def _probabilities(self, pictures: list[Tensor], trained: TrainedModel) -> list[list[float]]:
         batch = self.prepare({"image": torch.stack(pictures).to(trained.device)}, key=(), training=False)
         return compute_probabilities(trained(batch["image"])).tolist()
 

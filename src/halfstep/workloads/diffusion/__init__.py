@@ -15,7 +15,7 @@ from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
 
 PICTURE = SampleUnit(name="image", size=lambda config: f"{config.data.image_size} pixels")
 
-DIFFUSION = Kind.in_folder(
+DIFFUSION = Kind.from_package(
     __name__,
     config=DiffusionConfig,
     kept=("model.channels", "model.layers", "model.attention", "model.dropout", "model.conditioning"),
@@ -39,8 +39,8 @@ DIFFUSION = Kind.in_folder(
             Option("seed", int, 0, "Seed of the noise", least=0),
             Option("sampler", str, None, "ddim or dpm; default: the run's sample.sampler"),
             Option("guidance", float, None, "Classifier-free guidance; default: the run's sample.guidance", least=0),
-            Option("prompt", str, None, "What to draw, where the run was trained with captions"),
-            Option("class", str, None, "Class to draw, where the run was trained with classes"),
+            Option("prompt", str, None, "Text that describes the images, if the run was trained with captions"),
+            Option("class", str, None, "Class of the images, if the run was trained with classes"),
         ),
         needs_input=False,
         writes_files=True,
@@ -50,7 +50,7 @@ DIFFUSION = Kind.in_folder(
     ),
 )
 
-VAE = Kind.in_folder(
+VAE = Kind.from_package(
     __name__,
     builder=".vae:build",
     config=VaeConfig,

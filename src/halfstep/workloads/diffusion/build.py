@@ -1,7 +1,7 @@
-"""Diffusion models: pixels or the latents of a frozen VAE, with or without classes or captions.
+"""The workload of diffusion models, on pixels or latents of a frozen VAE, optionally conditioned on class or text.
 
-`prepare` draws timesteps and noise and looks their coefficients up; `forward` encodes (without gradients), noises in
-fp32 and runs the U-Net; `loss` is the squared error, weighed by timestep.
+`prepare` draws timesteps and noise and looks up their coefficients; `forward` encodes without gradients, adds noise in
+fp32 and runs the U-Net; `loss` is the squared error, weighted by timestep.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
 from halfstep.workloads.diffusion.data import open_pictures, scale_images
 from halfstep.workloads.diffusion.diffusers_blocks import find_blocks
 from halfstep.workloads.diffusion.diffusers_nets import CODEC, Net, dump_config
-from halfstep.workloads.diffusion.latents import describe_cut_captions, open_samples
-from halfstep.workloads.diffusion.make import ImageSampler, check_steps
+from halfstep.workloads.diffusion.latents import describe_truncated_captions, open_samples
 from halfstep.workloads.diffusion.networks import DiffusionParts, build_unet, list_frozen_parts, open_parts, open_text
 from halfstep.workloads.diffusion.noise_schedule import NoiseDraws, add_noise, make_schedule, make_target
+from halfstep.workloads.diffusion.sampling import ImageSampler, check_steps
 from halfstep.workloads.diffusion.scores import DenoisingMetrics, denoising_loss
 from halfstep.workloads.diffusion.weights_settings import AdoptedSettings, adopt_settings
 
 FRAGILE = (
-    "noising: a half schedule adds no noise at the first timesteps",
+    "noising: in a half format no noise would be added at the first timesteps",
     "vae.posterior: exp of log-variances up to 20",
     "loss.mse: squares of small differences",
 )
 
 
 def build(config: DiffusionConfig, store: Mapping[str, Any] | None = None) -> Workload:
-    """Build the workload for `config.data.dir`; the `store` of an earlier run fixes its classes and the U-Net's
-    config."""
-    found_in_weights = adopt_settings(config) if store is None else AdoptedSettings(config=config)
-    config = found_in_weights.config
+    """Build the workload for `config.data.dir`; the `store` of an earlier run fixes classes and the config of the
+    U-Net."""
+    adopted = adopt_settings(config) if store is None else AdoptedSettings(config=config)
+    config = adopted.config
     check_steps(config.sample.steps, make_schedule(config))
     data = open_pictures(config.data, config.model.conditioning)
     classes = tuple(store["classes"]) if store else data.classes
@@ -60,18 +60,18 @@ def build(config: DiffusionConfig, store: Mapping[str, Any] | None = None) -> Wo
         samples.val,
         found,
         with_vae=config.data.cache == "off",
-        notes=(*data.notes, *found_in_weights.notes, *describe_cut_captions(data, parts.conditions)),
+        notes=(*data.notes, *adopted.notes, *describe_truncated_captions(data, parts.conditions)),
         val_names=data.val_names,
-        about=(*data.about, *found_in_weights.about, *samples.about, *describe_conditions(config, parts)),
-        settled={**found_in_weights.settled, **samples.settled},
+        about=(*data.about, *adopted.about, *samples.about, *describe_conditions(config, parts)),
+        settled={**adopted.settled, **samples.settled},
     )
 
 
 def describe_conditions(config: DiffusionConfig, parts: DiffusionParts) -> tuple[tuple[str, str], ...]:
-    """Return the header line that describes the U-Net's conditions."""
-    if not parts.conditions.is_told:
+    """Return a line about the U-Net's conditions for the run's header."""
+    if not parts.conditions.is_conditional:
         return ()
-    return (("condition", f"{parts.conditions.about}; {config.model.drop_condition:.0%} of the samples: none"),)
+    return (("condition", f"{parts.conditions.about}; {config.model.drop_condition:.0%} of samples train without it"),)
 
 
 def make_workload(
@@ -96,7 +96,7 @@ def make_workload(
         metrics=partial(DenoisingMetrics, config.noise.steps),
         metric="mse",
         mode="min",
-        scoring="mse is over all held-out samples, unweighed; mse/A-B are timesteps A to B. Noise is fixed by sample",
+        scoring="mse: unweighted, over all held-out samples; mse/A-B: timesteps A to B. Each sample has fixed noise",
         fragile=FRAGILE,
         blocks=find_blocks(model),
         store=store,
@@ -108,7 +108,7 @@ def make_workload(
 
 
 class DiffusionPrepare:
-    """Convert a loaded batch to images or latent moments in fp32, and draw timesteps, noise and dropped conditions."""
+    """Convert a loaded batch to images in fp32, draw timesteps and noise, and drop some conditions."""
 
     def __init__(self, config: DiffusionConfig, parts: DiffusionParts) -> None:
         self.flip, self.drop = config.data.flip, config.model.drop_condition
@@ -128,7 +128,7 @@ class DiffusionPrepare:
 
 
 class DiffusionForward:
-    """Run the U-Net on noised images, and return its prediction with the target."""
+    """Add noise to images or latents, run the U-Net, and return its prediction with the target."""
 
     def __init__(self, config: DiffusionConfig, parts: DiffusionParts) -> None:
         self.target, self.parts, self.conditions = config.model.target, parts, parts.conditions
@@ -159,7 +159,7 @@ def make_random_store(config: DiffusionConfig | VaeConfig) -> dict[str, Any]:
 
 
 def make_random_batch(config: DiffusionConfig | VaeConfig, store: Store) -> Batch:
-    """Return random bytes as a loader delivers them, and tokens if the model is conditioned on text."""
+    """Return random bytes as the loader returns them, and random tokens if the model is conditioned on text."""
     generator, size, side = make_generator(config.train.seed), config.train.batch_size, config.data.image_size
     image = torch.randint(256, (size, side, side, 3), dtype=torch.uint8, generator=generator)
     label = torch.randint(NUM_CLASSES, (size,), generator=generator)

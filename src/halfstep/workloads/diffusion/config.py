@@ -1,4 +1,4 @@
-"""Settings of the VAE and of diffusion models; defaults are those of diffusers' training examples."""
+"""Settings of the VAE and of diffusion models, with the defaults of diffusers' training examples."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class VaeModelConfig(UNetSize):
     gan_layers: PositiveCount = Field(default=3, description="Number of times the discriminator halves the image")
 
     @model_validator(mode="after")
-    def perceptual_has_a_file(self) -> Self:
+    def check_perceptual(self) -> Self:
         if self.perceptual_weight and not self.vgg_weights:
             raise ValueError(
                 "model.perceptual_weight needs model.vgg_weights=FILE: torchvision's vgg16, which is never downloaded"
@@ -132,7 +132,7 @@ class NoiseConfig(Section):
     )
 
     @model_validator(mode="after")
-    def noise_grows(self) -> Self:
+    def check_betas(self) -> Self:
         if self.beta_start > self.beta_end:
             raise ValueError(f"noise.beta_start={self.beta_start:g} is above noise.beta_end={self.beta_end:g}")
         return self
@@ -166,20 +166,20 @@ class DiffusionModelConfig(UNetSize):
 
     @field_validator("min_snr_gamma", mode="before")
     @classmethod
-    def gamma_of_zero(cls, value: object) -> object:
+    def refuse_zero_gamma(cls, value: object) -> object:
         if isinstance(value, (int, float)) and not isinstance(value, bool) and value == 0:
-            raise ValueError("0 would make every weight, and so the loss, 0; null switches the weights off")
+            raise ValueError("0 would make every weight, and so the loss, 0; null disables the weights")
         return value
 
     @model_validator(mode="after")
-    def text_has_an_encoder(self) -> Self:
+    def check_text_encoder(self) -> Self:
         if (self.conditioning == "text") != bool(self.text_encoder):
             raise ValueError("model.conditioning=text and model.text_encoder=DIR belong together")
         return self
 
 
 class SampleConfig(Section):
-    """The samples that training shows; `halfstep predict` has options of the same names."""
+    """Samples that are drawn during training; `halfstep predict` has options of the same names."""
 
     num: PositiveCount = Field(default=16, description="Number of images in the grid")
     steps: PositiveCount = Field(default=50, description="Sampling steps")
@@ -195,7 +195,7 @@ PICTURES: dict[str, Any] = {
     "train.early_stopping_patience": 0,
     "ema.warmup_power": 3 / 4,
 }
-"""diffusers' examples: a warmup by steps, and EMAModel's own."""
+"""As in diffusers' examples: a warmup of 500 steps, and the EMA warmup of its EMAModel."""
 
 
 class VaeConfig(RunConfig):
@@ -239,7 +239,7 @@ class DiffusionConfig(RunConfig):
         "lowmem": {"precision.default": "bf16", "train.activation_checkpointing": True, "train.batch_size": 4},
         "stable": {"precision.default": "fp32", "train.fast": "off", "guard.on_fault": "rollback"},
         "debug": {"precision.default": "fp32", "train.fast": "off", "train.epochs": 1, "data.num_workers": 0},
-        # Stable Diffusion 1.x: latents, text, its betas.
+        # Stable Diffusion 1.x: latents, text conditioning, and its beta schedule.
         "sd1": {
             "precision.default": "bf16",
             "data.image_size": 512,
@@ -281,22 +281,22 @@ class DiffusionConfig(RunConfig):
     }
 
     @model_validator(mode="after")
-    def latents_have_a_vae(self) -> Self:
+    def check_vae(self) -> Self:
         if self.data.cache == "latents" and not self.model.vae:
             raise ValueError("data.cache=latents needs a VAE: model.vae=DIR")
         return self
 
     @model_validator(mode="after")
-    def eps_needs_a_signal(self) -> Self:
-        if why := self.why_untrainable():
+    def check_target(self) -> Self:
+        if why := self.explain_untrainable():
             raise ValueError(why)
         return self
 
-    def why_untrainable(self) -> str:
+    def explain_untrainable(self) -> str:
         """Explain why a target cannot be trained with this schedule; return an empty string if it can."""
         if not (self.noise.zero_terminal_snr and self.model.target == "eps"):
             return ""
         return (
-            "model.target=eps with noise.zero_terminal_snr: the last timestep is the noise itself, which teaches "
-            "nothing about images, and its SNR of 0 would be divided by; use model.target=v"
+            "model.target=eps with noise.zero_terminal_snr: the last timestep is pure noise, so predicting it teaches "
+            "nothing, and its SNR of 0 would divide by zero; use model.target=v"
         )

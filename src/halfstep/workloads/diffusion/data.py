@@ -1,9 +1,9 @@
 """Data of image generators: square images, with class numbers or captions for conditional models.
 
-DIR/**/*.png                               split by a seed
-DIR/train/**/*  DIR/val/**/*               already split
-DIR/metadata.jsonl, DIR/train/...          captions: {"file_name": ..., "text": ...}
-DIR/<class>/*, DIR/train/<class>/*         classes (image_folder)
+DIR/**/*.png                              split at random, by a seed
+DIR/train/**/*  DIR/val/**/*              already split
+DIR/metadata.jsonl, DIR/train/...         captions: {"file_name": ..., "text": ...}
+DIR/<class>/*, DIR/train/<class>/*        classes (data/image_folder.py)
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from halfstep.data import noise
-from halfstep.data.files import PICTURES, BadFiles, list_pictures, list_some, natural_key, require_folder, split_off
+from halfstep.data.files import (
+    IMAGE_ENDINGS,
+    BadFiles,
+    list_image_files,
+    list_some,
+    make_natural_key,
+    require_folder,
+    split_off,
+)
 from halfstep.data.image_folder import (
     FolderLayout,
     ImageFolder,
@@ -41,7 +49,7 @@ class PictureData:
     val: Listing
     classes: tuple[str, ...] = ()
     captions: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    """Captions of training and of validation images."""
+    """Captions of training images, and of validation images."""
     notes: tuple[str, ...] = ()
     about: tuple[tuple[str, str], ...] = ()
 
@@ -55,7 +63,7 @@ def open_pictures(config: PictureDataConfig, conditioning: Conditioning = "none"
     if config.dir is None:
         raise DataError("no data folder", fix="--data-dir DIR")
     bad_files = BadFiles(config.on_bad_file)
-    found = _find(config, conditioning)
+    found = _find_images(config, conditioning)
     images = check_images(found.images, bad_files=bad_files)
     captions = tuple(tuple(found.captions.get(path, "") for path in part.paths) for part in (images.train, images.val))
     return PictureData(
@@ -69,7 +77,7 @@ def open_pictures(config: PictureDataConfig, conditioning: Conditioning = "none"
     )
 
 
-def _find(config: PictureDataConfig, conditioning: Conditioning) -> CaptionedFolder:
+def _find_images(config: PictureDataConfig, conditioning: Conditioning) -> CaptionedFolder:
     root = Path(config.dir or "")
     layout = FolderLayout(
         train=config.train_folder,
@@ -87,13 +95,15 @@ def _find(config: PictureDataConfig, conditioning: Conditioning) -> CaptionedFol
 
 
 def make_square_samples(listing: Listing, size: int) -> EvaluationFiles:
-    """Return samples of each image's largest centred square: `image` (size, size, 3) in bytes, and `label`."""
+    """Return samples cropped to the largest centred square and resized: `image` (size, size, 3) uint8, and `label`."""
     return EvaluationFiles(listing, size=size, share=1.0)
 
 
 def scale_images(batch: Batch, *, key: tuple[int, ...], flip: float) -> Tensor:
-    """Convert bytes (N, H, W, 3) to images (N, 3, H, W) in -1..1, flipped at random by the key; floats are scaled
-    already."""
+    """Convert bytes (N, H, W, 3) to images (N, 3, H, W) in -1..1, and flip each with probability `flip`.
+
+    Floating-point images are already scaled.
+    """
     image = batch["image"]
     image = image.permute(0, 3, 1, 2).float() / 127.5 - 1 if image.dtype == torch.uint8 else image
     if not flip:
@@ -108,11 +118,11 @@ def to_bytes(image: Tensor) -> Tensor:
     return pixels.permute(0, 2, 3, 1).contiguous().cpu()
 
 
-# --- what is in a data folder ---
+# --- finding images, classes and captions ---
 
 
 FEWEST = 2
-"""Pictures: one to learn from, one to see whether anything was learned."""
+"""Smallest number of images: one to train on, one to validate with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,11 +135,11 @@ class CaptionedFolder:
 
 
 def find_pictures(root: Path, layout: FolderLayout) -> CaptionedFolder:
-    """Return every image below a data folder."""
+    """Return all images below a data folder, split into training and validation."""
     require_folder(root)
     train_folders, val_folders = find_split_folders(root, layout)
     train, val = (
-        [path for folder in folders for path in list_pictures(folder)] for folders in (train_folders, val_folders)
+        [path for folder in folders for path in list_image_files(folder)] for folders in (train_folders, val_folders)
     )
     return CaptionedFolder(images=_divide(root, train, val, layout, divided=bool(val_folders)))
 
@@ -143,17 +153,17 @@ def find_captioned(root: Path, layout: FolderLayout, column: str) -> CaptionedFo
         for folders in (train_folders, val_folders)
     )
     _refuse_few(root, len(train) + len(val), "with a caption", "add captions to the table, one line per image")
-    in_order = [sorted(found, key=lambda path: natural_key(str(path))) for found in (train, val)]
+    in_order = [sorted(found, key=lambda path: make_natural_key(str(path))) for found in (train, val)]
     images = _divide(root, in_order[0], in_order[1], layout, divided=bool(val_folders))
-    bare = sum(len(list_pictures(folder)) for folder in {*train_folders, *val_folders}) - len(train | val)
-    notes = (f"left out: {format_count(bare, 'image')} without a caption",) if bare > 0 else ()
+    num_bare = sum(len(list_image_files(folder)) for folder in {*train_folders, *val_folders}) - len(train | val)
+    notes = (f"left out: {format_count(num_bare, 'image')} without a caption",) if num_bare > 0 else ()
     return CaptionedFolder(images=images, captions=train | val, notes=notes)
 
 
 def find_classes(root: Path, layout: FolderLayout, class_file: Path | None) -> CaptionedFolder:
     """Return the images of class folders or of a label table; an optional file assigns a number to each class.
 
-    The column `text` is treated as captions, unless the config names it as the class column.
+    A column called `text` is not a class column unless the config names it.
     """
     images = find_images(root, replace(layout, label_columns=CLASS_COLUMNS))
     if class_file is not None:
@@ -163,7 +173,7 @@ def find_classes(root: Path, layout: FolderLayout, class_file: Path | None) -> C
 
 
 def read_class_names(path: Path) -> tuple[str, ...]:
-    """Read one class name per line; the first has number 0."""
+    """Read one class name per line; the first is class 0."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
@@ -173,17 +183,18 @@ def read_class_names(path: Path) -> tuple[str, ...]:
     names = tuple(line for line in lines if line)
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(
-            f"{path} names {list_some(twice)} twice", why="a class has one index", fix="write one line per class"
+            f"{path} names {list_some(twice)} twice", why="each class has one index", fix="write one line per class"
         )
     return names
 
 
 def _renumber(images: ImageFolder, names: Sequence[str], source: Path) -> ImageFolder:
+    """Number the classes in the order of `names`."""
     if set(names) != set(images.classes):
         missing = [name for name in images.classes if name not in names]
         extra = [name for name in names if name not in images.classes]
         parts = [f"it lacks {list_some(missing)}"] if missing else []
-        parts += [f"no images are of {list_some(extra)}"] if extra else []
+        parts += [f"there are no images of {list_some(extra)}"] if extra else []
         raise DataError(
             f"{source} does not match the classes of {images.root}",
             why="; ".join(parts),
@@ -198,13 +209,14 @@ def _renumber(images: ImageFolder, names: Sequence[str], source: Path) -> ImageF
 
 
 def _divide(root: Path, train: list[Path], val: list[Path], layout: FolderLayout, *, divided: bool) -> ImageFolder:
+    """Split the images at random unless the folder is already divided."""
     _refuse_few(root, len(train) + len(val))
     if divided and not (train and val):
         raise DataError(f"no images in the {'validation' if train else 'training'} folder of {root}")
     if not divided and layout.val_fraction > 0:
         train, val = split_off(train, layout.val_fraction, f"{layout.seed} pictures")
     listings = [Listing(paths=tuple(paths), labels=(0,) * len(paths)) for paths in (train, val)]
-    source = "its own folder" if divided else f"{layout.val_fraction:.0%} of the pictures"
+    source = "a separate folder" if divided else f"{layout.val_fraction:.0%} of the images"
     return ImageFolder(root=root, classes=("",), train=listings[0], val=listings[1], val_source=source)
 
 
@@ -213,5 +225,5 @@ def _refuse_few(root: Path, found: int, which: str = "", fix: str = "") -> None:
         raise DataError(
             f"{root} holds {format_count(found, 'image')} {which}".rstrip(),
             why=f"at least {FEWEST} are needed: one to train on, one to validate with",
-            fix=fix or "add images (" + " ".join(PICTURES) + "), or check --data-dir (data.dir)",
+            fix=fix or "add images (" + " ".join(IMAGE_ENDINGS) + "), or check --data-dir (data.dir)",
         )

@@ -1,7 +1,7 @@
-"""Demo images of shapes, with classes and captions: the same for a seed on every machine.
+"""Demo data: images of shapes, with classes and captions; the same for a seed on every machine.
 
-Each shows a disc, a square or a cross, in one of four colours, on a dark background with a brightness gradient: simple
-enough to learn in a minute on a CPU, with edges, positions and sizes that a model has to get right.
+Each image shows a disc, a square or a cross, in one of four colours, on a dark background with a brightness gradient:
+simple enough to learn in a minute on a CPU, with edges, positions and sizes that a model has to get right.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def write_demo(folder: Path, *, seed: int = 0, num_images: int = NUM_IMAGES, sid
             shape, colour = SHAPES[number % len(SHAPES)], list(COLOURS)[random.integers(len(COLOURS))]
             name = f"{shape}/{number:04d}.png"
             (unfinished / shape).mkdir(exist_ok=True)
-            Image.fromarray(draw(random, side, shape, colour)).save(unfinished / name)
+            Image.fromarray(draw_shape(random, side, shape, colour)).save(unfinished / name)
             rows.append({"file_name": name, "text": f"a {colour} {shape}"})
         lines = [json.dumps(row) + "\n" for row in rows]
         (unfinished / "metadata.jsonl").write_text("".join(lines))
 
 
-def draw(random: np.random.Generator, side: int, shape: str, colour: str) -> Array:
-    """Draw one image (side, side, 3), uint8."""
+def draw_shape(random: np.random.Generator, side: int, shape: str, colour: str) -> Array:
+    """Return one image (side, side, 3) uint8."""
     y, x = (np.mgrid[:side, :side] + 0.5) / side
     angle, size = random.uniform(0, 2 * np.pi), random.uniform(0.18, 0.3)
     ground = 0.12 + 0.12 * (x * np.cos(angle) + y * np.sin(angle))
@@ -49,6 +49,6 @@ def draw(random: np.random.Generator, side: int, shape: str, colour: str) -> Arr
         "square": 0.85 * size - np.maximum(u, v),
         "cross": np.minimum(size - np.maximum(u, v), 0.35 * size - np.minimum(u, v)),
     }[shape]
-    inside = (depth * side + 0.5).clip(0, 1)[..., None]  # edges of one pixel, not of a staircase
+    inside = (depth * side + 0.5).clip(0, 1)[..., None]  # anti-aliased: edges are one pixel wide
     image = ground[..., None] * (1 - inside) + np.array(COLOURS[colour]) * inside
     return np.asarray((image.clip(0, 1) * 255).round().astype(np.uint8))

@@ -1,4 +1,4 @@
-"""Forward passes of diffusers' residual block and attention with our kernels, which captured steps use instead."""
+"""Forward passes of diffusers' residual blocks and attention with our kernels, used in captured steps."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ from halfstep.workloads.diffusion.diffusers_nets import Net
 
 
 def find_blocks(net: Net) -> Mapping[type[nn.Module], Callable[..., Any] | None]:
-    """Map the repeated block classes of a network to their replacement forwards.
+    """Map the classes of repeated blocks to their replacement forwards, for `Workload.blocks`.
 
-    These are residual blocks and attention. With text they are residual blocks and transformers; None: compiled as they
-    are.
+    These are residual blocks and attention or, with text, residual blocks and transformers; None: compiled unchanged.
     """
     from diffusers.models.attention_processor import Attention
     from diffusers.models.resnet import ResnetBlock2D
     from diffusers.models.transformers.transformer_2d import Transformer2DModel
 
-    own: Any = ResnetBlock2D.forward
+    original: Any = ResnetBlock2D.forward
 
     def forward(block: Any, input_tensor: Tensor, temb: Tensor | None = None, *rest: Any, **more: Any) -> Tensor:
         if rest or more or not is_plain(block, input_tensor, temb):
-            return own(block, input_tensor, temb, *rest, **more)
+            return original(block, input_tensor, temb, *rest, **more)
         return run_residual_block(block, input_tensor, temb)
 
     found: dict[type[nn.Module], Callable[..., Any] | None] = {ResnetBlock2D: forward}
@@ -43,16 +42,18 @@ def find_blocks(net: Net) -> Mapping[type[nn.Module], Callable[..., Any] | None]
 
 
 def is_plain(block: Any, x: Tensor, temb: Tensor | None) -> bool:
-    """True if this residual block has the form of all published networks and our fused GroupNorm supports its input."""
+    """True if a residual block has the form of all published networks, and our fused GroupNorm supports its input."""
     resizes = block.upsample is not None or block.downsample is not None
-    # The blocks of a VAE's decoder have another kind ("group") and no time embedding.
-    told = temb is None or block.time_embedding_norm in ("default", "scale_shift")
-    knows = told and isinstance(block.nonlinearity, nn.SiLU)
-    convolves = is_plain_convolution(block.conv1) and is_plain_convolution(block.conv2)
-    return knows and convolves and not resizes and can_fuse_group_norm(x, block.norm1) and is_plain_norm(block.norm2)
+    # Blocks of a VAE's decoder have time_embedding_norm "group", but no time embedding.
+    has_known_time = temb is None or block.time_embedding_norm in ("default", "scale_shift")
+    has_silu = isinstance(block.nonlinearity, nn.SiLU)
+    is_convolution = is_plain_convolution(block.conv1) and is_plain_convolution(block.conv2)
+    is_block = has_known_time and has_silu and is_convolution and not resizes
+    return is_block and can_fuse_group_norm(x, block.norm1) and is_plain_norm(block.norm2)
 
 
 def run_residual_block(block: Any, x: Tensor, temb: Tensor | None) -> Tensor:
+    """Run a ResnetBlock2D with fused GroupNorm, SiLU and convolution."""
     # conv1 runs without its bias: the bias joins the time embedding, and the next normalisation adds both.
     hidden, added = convolve_group_norm_silu(block.norm1, block.conv1, x), block.conv1.bias.expand(len(x), -1)
     if block.time_emb_proj is not None and temb is not None:
@@ -68,8 +69,8 @@ def run_residual_block(block: Any, x: Tensor, temb: Tensor | None) -> Tensor:
         hidden = block.conv2._conv_forward(dropped, block.conv2.weight, None)
     else:
         hidden = convolve_group_norm_silu(block.norm2, block.conv2, hidden, *between)
-    straight = x if block.conv_shortcut is None else block.conv_shortcut(x)
-    found = add_branch(straight, hidden, block.conv2.bias)
+    shortcut = x if block.conv_shortcut is None else block.conv_shortcut(x)
+    found = add_branch(shortcut, hidden, block.conv2.bias)
     return found if block.output_scale_factor == 1 else found / block.output_scale_factor
 
 
@@ -80,15 +81,14 @@ def is_plain_convolution(layer: nn.Module) -> bool:
 
 
 WIDEST_HEAD = 256
-"""Channels per head up to which flash attention has kernels. Beyond it, as in a VAE, torch's choice takes five times as
-long as matmuls."""
+"""Largest head size for which flash attention has kernels. Beyond it, as in a VAE, the backend that torch chooses takes
+five times as long as plain matmuls."""
 MOST_SCORES = 2**25
-"""The most attention scores that are kept for backward: 128 MiB in fp32."""
+"""Limit of attention scores that are stored for backward: 128 MiB in fp32."""
 
 
-def make_attention_forward(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return an attention forward that uses torch's math backend for wide heads, where flash attention has no
-    kernel."""
+def make_attention_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap an attention forward: use torch's math backend for wide heads, for which flash attention has no kernel."""
 
     def forward(layer: Any, hidden_states: Tensor, *rest: Any, **more: Any) -> Tensor:
         # Images are (N, C, H, W), sequences (N, tokens, C).
@@ -96,7 +96,7 @@ def make_attention_forward(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         is_wide = layer.inner_dim // layer.heads > WIDEST_HEAD
         if is_wide and len(hidden_states) * layer.heads * tokens**2 <= MOST_SCORES:
             with sdpa_kernel(SDPBackend.MATH):
-                return own(layer, hidden_states, *rest, **more)
-        return own(layer, hidden_states, *rest, **more)
+                return original(layer, hidden_states, *rest, **more)
+        return original(layer, hidden_states, *rest, **more)
 
     return forward

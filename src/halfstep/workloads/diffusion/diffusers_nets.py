@@ -1,6 +1,6 @@
-"""diffusers' networks: build them by size, open them from folders, and refuse image sizes that they cannot process.
+"""Build diffusers' networks by size, open them from local folders, and refuse image sizes they cannot process.
 
-Nothing is ever downloaded: a folder is a local folder.
+Nothing is ever downloaded.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from halfstep.errors import ConfigError, Interrupted, ModelError, explain_refuse
 from halfstep.models.posterior import Codec, split_moments
 
 LARGEST_NORM_GROUPS, FEWEST_IN_GROUP = 32, 4
-"""Groups of GroupNorm, as in all published models, and channels per group. Narrow levels get fewer groups: a group of
-one channel would lose its brightness."""
+"""Most groups of a GroupNorm, as in all published models, and fewest channels per group. Narrow levels get fewer
+groups: normalising a single channel would remove its brightness."""
 WEIGHT_FILE = re.compile(r"(diffusion_pytorch_|pytorch_)?model[.-].*(safetensors|bin)")
 VAE, UNET, TEXT_UNET = "AutoencoderKL", "UNet2DModel", "UNet2DConditionModel"
 IMAGE_CHANNELS = 3
 OTHER_NAMES = {"vae": ("vqvae",)}
 """Other folder names of networks: LDMPipeline has its VAE in `vqvae`."""
 Net = Any
-"""A network of diffusers', which has no types."""
+"""A network of diffusers, which has no type annotations."""
 
 
 def make_vae_config(*, channels: Sequence[int], layers: int, latent_channels: int, image_size: int) -> dict[str, Any]:
-    """Return the config of an AutoencoderKL; Stable Diffusion's is (128, 256, 512, 512), two layers and four
+    """Return the config of an AutoencoderKL. Stable Diffusion uses channels (128, 256, 512, 512), 2 layers and 4 latent
     channels."""
     return {
         "_class_name": VAE,
@@ -60,21 +60,21 @@ def make_unet_config(
     num_classes: int = 0,
     text_dim: int = 0,
 ) -> dict[str, Any]:
-    """Return the config of a UNet2DModel, or of a UNet2DConditionModel with text, as diffusers' examples build them."""
+    """Return the config of a UNet2DModel or, with text, of a UNet2DConditionModel, as in diffusers' examples."""
     levels = len(channels)
     if attention is None:
         attention = range(levels - 1) if text_dim else [max(0, levels - 2)]
     if outside := [level for level in attention if not 0 <= level < levels]:
         raise ConfigError(f"model.attention names level {outside[0]} of {levels}", fix=f"use levels 0 to {levels - 1}")
     kind = "CrossAttn" if text_dim else "Attn"
-    has = [level in set(attention) for level in range(levels)]
+    has_attention = [level in set(attention) for level in range(levels)]
     config: dict[str, Any] = {
         "_class_name": TEXT_UNET if text_dim else UNET,
         "sample_size": sample_size,
         "in_channels": sample_channels,
         "out_channels": sample_channels,
-        "down_block_types": [f"{kind}DownBlock2D" if yes else "DownBlock2D" for yes in has],
-        "up_block_types": [f"{kind}UpBlock2D" if yes else "UpBlock2D" for yes in reversed(has)],
+        "down_block_types": [f"{kind}DownBlock2D" if yes else "DownBlock2D" for yes in has_attention],
+        "up_block_types": [f"{kind}UpBlock2D" if yes else "UpBlock2D" for yes in reversed(has_attention)],
         "block_out_channels": list(channels),
         "layers_per_block": layers,
         "attention_head_dim": attention_head_dim,
@@ -107,12 +107,12 @@ def dump_config(net: Net) -> dict[str, Any]:
 
 
 def find_net_folder(folder: str, part: str, setting: str) -> Path:
-    """Return the folder of a network: the given one, or its subfolder in a pipeline."""
+    """Return the folder of a network: the given one, or a subfolder of a pipeline or a run."""
     root = Path(folder).expanduser()
     names = (part, *OTHER_NAMES.get(part, ()))
-    for place in (root, *(top / name for top in (root, root / "model") for name in names)):
-        if (place / "config.json").is_file():
-            return place
+    for path in (root, *(top / name for top in (root, root / "model") for name in names)):
+        if (path / "config.json").is_file():
+            return path
     raise ModelError(
         f"{setting}={folder}: {_explain_missing(root, part)}",
         why="it must be a local folder; halfstep downloads nothing",
@@ -130,7 +130,7 @@ def _explain_missing(root: Path, part: str) -> str:
 
 
 def open_net(folder: Path, expected: Sequence[str]) -> Net:
-    """Load the network in a diffusers folder."""
+    """Load the network of a diffusers folder, in fp32; refuse other classes, missing and non-finite weights."""
     try:
         config = dict(parse_json((folder / "config.json").read_text()))
         name = str(config.get("_class_name"))
@@ -156,7 +156,7 @@ def open_net(folder: Path, expected: Sequence[str]) -> Net:
             output_loading_info=True,
             **choose_weight_files(folder),
         )
-    except Exception as error:  # a foreign folder can break a reader in any way
+    except Exception as error:  # diffusers may raise anything for a broken folder
         raise ModelError(
             f"cannot open the {name} in {folder}",
             why=explain_refused_pickle(error) or " ".join(str(error).split())[:300],
@@ -172,9 +172,9 @@ def open_net(folder: Path, expected: Sequence[str]) -> Net:
 
 
 def refuse_missing_weights(folder: Path, found: Mapping[str, Any]) -> None:
-    """Raise if weights are missing: `from_pretrained` would initialise them at random and continue.
+    """Refuse missing weights: `from_pretrained` would initialise them at random and continue.
 
-    `found` is the loading info that `from_pretrained` returns.
+    `found` is the loading info of `from_pretrained`.
     """
     if missing := sorted(map(str, found["missing_keys"])):
         raise ModelError(
@@ -185,13 +185,15 @@ def refuse_missing_weights(folder: Path, found: Mapping[str, Any]) -> None:
 
 
 def is_on_meta() -> bool:
-    """True while networks are built on the meta device to estimate their cost: their weights need not be read."""
+    """True while networks are built on the meta device to estimate their cost; weights need not be read then."""
     return torch.get_default_device().type == "meta"
 
 
 def choose_weight_files(folder: Path) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` for a folder without plain safetensors: full-precision weights come
-    before half-precision ones (`*.fp16.*`), safetensors before pickled tensors."""
+    """Return arguments of `from_pretrained` that select the best weights of a folder.
+
+    Full precision is preferred to half precision (`*.fp16.*`), then safetensors to pickles.
+    """
     names = [path.name.split(".") for path in folder.iterdir() if WEIGHT_FILE.fullmatch(path.name)]
     kinds = (("".join(middle).split("-")[0], ending == "bin") for _, *middle, ending in names)
     variant, is_pickled = min(kinds, default=("", False))
@@ -199,14 +201,14 @@ def choose_weight_files(folder: Path) -> dict[str, Any]:
 
 
 def check_side(side: int, num_halvings: int, halved_by: str, setting: str) -> None:
-    """Refuse images that networks cannot halve as often as they have levels."""
+    """Refuse images that cannot be halved once per level but the last."""
     step = 2**num_halvings
     if side % step or side < step:
         near = [size for size in (side // step * step, (side // step + 1) * step) if size > 0]
         raise ConfigError(
             f"images of {side} pixels cannot be halved {_format_times(num_halvings)}",
-            why=f"{halved_by} so often, once for each level but the last: their side is a multiple of {step}",
-            fix=f"{setting}, or fewer model.channels; sides that fit: {' or '.join(map(str, near))}",
+            why=f"{halved_by} once per level but the last, so their side must be a multiple of {step}",
+            fix=f"{setting}={' or '.join(map(str, near))}, or fewer model.channels",
         )
 
 
@@ -219,13 +221,13 @@ def count_halvings(net_config: Mapping[str, Any]) -> int:
 
 
 def get_latent_shape(vae: Net, side: int) -> tuple[int, int, int]:
-    """Return the shape of a square image's latent."""
+    """Return the shape (C, H, W) of the latent of a square image."""
     latent = side >> count_halvings(vae.config)
     return int(vae.config.latent_channels), latent, latent
 
 
 class DiffusersCodec(Codec):
-    """Encode and decode with an AutoencoderKL, without its latent scale and shift."""
+    """Encoding and decoding with an AutoencoderKL, without the scale and shift of latents."""
 
     def encode(self, vae: Net, images: Tensor) -> tuple[Tensor, Tensor]:
         return split_moments(vae.encode(images).latent_dist.parameters)
@@ -239,12 +241,12 @@ CODEC = DiffusersCodec()
 
 
 def scale_latents(vae: Net, latents: Tensor) -> Tensor:
-    """Shift and scale latents to the range the U-Net was trained on."""
+    """Shift and scale latents of the VAE to those of the U-Net."""
     return (latents - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
 
 
 def decode_scaled(vae: Net, latents: Tensor) -> Tensor:
-    """Decode scaled latents to images (N, 3, H, W) in -1..1, fp32."""
+    """Decode latents of the U-Net to images (N, 3, H, W) in -1..1, in fp32."""
     shift = vae.config.shift_factor or 0.0
     return CODEC.decode(vae, latents.float() / vae.config.scaling_factor + shift).float()
 
@@ -262,13 +264,13 @@ def _count_norm_groups(channels: Sequence[int]) -> int:
 
 
 def import_diffusers_class(name: str) -> Any:
-    """Import a class of diffusers on first use."""
+    """Import a class of diffusers, which is optional; raise ModelError if that fails."""
     try:
         import diffusers
 
         return getattr(diffusers, name)
     except (ImportError, RuntimeError) as error:
-        if isinstance(error.__cause__, Interrupted):  # diffusers wraps whatever ends an import
+        if isinstance(error.__cause__, Interrupted):  # diffusers wraps every exception of an import
             raise error.__cause__ from None
         raise ModelError(
             "diffusers cannot be imported",

@@ -1,9 +1,9 @@
-"""Export trained models as diffusers folders, which its pipelines open.
+"""Export trained models as folders that diffusers' pipelines open.
 
 pixels, unconditional     DDPMPipeline
 latents, unconditional    LDMPipeline (the VAE as its vqvae)
 latents, text             StableDiffusionPipeline
-others                    ToldPipeline (told_pipeline.py, copied next to the weights): needs trust_remote_code=True
+others                    ConditionalPipeline (conditional_pipeline.py, copied to the folder; trust_remote_code=True)
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
 from halfstep.workloads.diffusion.data import make_square_samples, open_pictures
 from halfstep.workloads.diffusion.diffusers_nets import CODEC, Net, build_net, dump_config, import_diffusers_class
 from halfstep.workloads.diffusion.latents import pick_images
-from halfstep.workloads.diffusion.make import make_scheduler_config
 from halfstep.workloads.diffusion.networks import (
     ClassConditions,
     Conditions,
@@ -34,12 +33,14 @@ from halfstep.workloads.diffusion.networks import (
     silence_transformers,
 )
 from halfstep.workloads.diffusion.noise_schedule import make_schedule
+from halfstep.workloads.diffusion.sampling import make_scheduler_config
 
 MEASURED_IMAGES = 512
+"""Training images on which the scale of the latents is measured."""
 
 
 def export(model: nn.Module, config: DiffusionConfig, store: Mapping[str, Any], folder: Path) -> None:
-    """Export the U-Net with everything it needs to draw samples."""
+    """Export the U-Net as a pipeline with everything that sampling needs."""
     parts = open_parts(config, tuple(store["classes"]))
     shared = make_scheduler_config(make_schedule(config), config.model.target)
     with silence_transformers():
@@ -48,13 +49,13 @@ def export(model: nn.Module, config: DiffusionConfig, store: Mapping[str, Any], 
 
 def _save_pipeline(folder: Path, unet: Net, parts: DiffusionParts, shared: dict[str, Any]) -> None:
     clips, conditions = parts.vae is None, parts.conditions
-    if clips and not conditions.is_told:
+    if clips and not conditions.is_conditional:
         scheduler = import_diffusers_class("DDPMScheduler")(**shared, clip_sample=True)
         import_diffusers_class("DDPMPipeline")(unet=unet, scheduler=scheduler).save_pretrained(folder)
         return
-    # An offset of 1 is what Stable Diffusion's pipeline insists on; trailing timesteps do not read it.
+    # StableDiffusionPipeline requires steps_offset=1; trailing timesteps do not use it.
     scheduler = import_diffusers_class("DDIMScheduler")(**shared, clip_sample=clips, steps_offset=1)
-    # Neither pipeline for latents knows a VAE's shift.
+    # diffusers' pipelines for latents do not support the shift of a VAE.
     is_plain = parts.vae is not None and not parts.vae.config.shift_factor
     if is_plain and type(conditions) is Conditions:
         import_diffusers_class("LDMPipeline")(vqvae=parts.vae, unet=unet, scheduler=scheduler).save_pretrained(folder)
@@ -70,28 +71,29 @@ def _save_pipeline(folder: Path, unet: Net, parts: DiffusionParts, shared: dict[
             requires_safety_checker=False,
         ).save_pretrained(folder)
     else:
-        _save_own_pipeline(folder, {"unet": unet, "scheduler": scheduler, "vae": parts.vae}, conditions)
+        _save_custom_pipeline(folder, {"unet": unet, "scheduler": scheduler, "vae": parts.vae}, conditions)
 
 
-def _save_own_pipeline(folder: Path, nets: dict[str, Any], conditions: Conditions) -> None:
-    """Save a custom pipeline, which diffusers does not have, with its code."""
-    from halfstep.workloads.diffusion import told_pipeline
+def _save_custom_pipeline(folder: Path, nets: dict[str, Any], conditions: Conditions) -> None:
+    """Save a pipeline of our class, together with its code."""
+    from halfstep.workloads.diffusion import conditional_pipeline
 
     if isinstance(conditions, TextConditions):
         nets |= {"text_encoder": conditions.encoder, "tokenizer": conditions.tokenizer}
     if isinstance(conditions, ClassConditions):
         nets["classes"] = conditions.names
-    pipeline: Any = told_pipeline.ToldPipeline(**nets)
+    pipeline: Any = conditional_pipeline.ConditionalPipeline(**nets)
     pipeline.save_pretrained(folder)
-    shutil.copy(Path(told_pipeline.__file__), folder / "pipeline.py")
+    shutil.copy(Path(conditional_pipeline.__file__), folder / "pipeline.py")
     index = folder / "model_index.json"
     write_atomically(
-        index, json.dumps(json.loads(index.read_text()) | {"_class_name": ["pipeline", "ToldPipeline"]}, indent=2)
+        index,
+        json.dumps(json.loads(index.read_text()) | {"_class_name": ["pipeline", "ConditionalPipeline"]}, indent=2),
     )
 
 
 def export_vae(model: nn.Module, config: VaeConfig, store: Mapping[str, Any], folder: Path) -> None:
-    """Export the VAE alone, with its latents' scale as measured on the training images."""
+    """Export the VAE, with the scale of its latents on training images."""
     assert isinstance(model, VaeNet)
     vae = _copy_plain(model.vae, store["vae"]).to(next(model.parameters()).device)
     vae.register_to_config(scaling_factor=measure_scale(vae, config))
@@ -99,14 +101,14 @@ def export_vae(model: nn.Module, config: VaeConfig, store: Mapping[str, Any], fo
 
 
 def measure_scale(vae: Net, config: VaeConfig) -> float:
-    """Measure the latent scale on training images, encoded in fp32."""
+    """Return 1 / standard deviation of the latents of training images, encoded in fp32."""
     samples = make_square_samples(open_pictures(config.data).train, config.data.image_size)
     images = pick_images(samples, MEASURED_IMAGES)
     return CODEC.measure_scale(vae, images.split(ENCODED_AT_ONCE), source="this run")
 
 
 def _copy_plain(net: Net, config: Mapping[str, Any]) -> Net:
-    """Return a copy in fp32 on the CPU, without the changes that a run made to its modules."""
+    """Return a copy in fp32 on the CPU, without the changes that a run makes to modules."""
     plain = build_net(config)
     weights = {name: copy.deepcopy(tensor.detach()).float().cpu() for name, tensor in net.state_dict().items()}
     plain.load_state_dict(weights)

@@ -1,4 +1,4 @@
-"""The diffusion family in `halfstep guide`."""
+"""`halfstep guide` for diffusion models and VAEs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
 from halfstep.workloads.diffusion.data import make_square_samples, open_pictures
 
 SMALLEST_LEVEL = 4
-"""Pixels a side at the deepest level that still have something to tell."""
+"""Smallest useful side of the deepest level, in pixels."""
 
 
 class Guide:
+    """Guide to diffusion models."""
+
     small_on_cpu = {"data.image_size": 32, "model.channels": (32, 64, 64), "model.attention": (2,)}
 
     def open(self, config: DiffusionConfig | VaeConfig) -> OpenedData:
@@ -29,11 +31,11 @@ class Guide:
             sides=measure_median_size(len(data.train), lambda index: read_size(data.train.paths[index])),
         )
 
-    def picture(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
+    def draw_sample(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
         return f"picture {index}", Image.fromarray(sample["image"].numpy())
 
-    def for_side(self, config: DiffusionConfig | VaeConfig, side: int) -> dict[str, Any]:
-        """Return settings for this image side: rounded to what the network can halve, with no more levels than fit."""
+    def suggest_for_side(self, config: DiffusionConfig | VaeConfig, side: int) -> dict[str, Any]:
+        """Return an image size up to `side` that every level can halve, with fewer levels for small images."""
         levels = len(config.model.channels)
         while levels > 1 and side >> (levels - 1) < SMALLEST_LEVEL:
             levels -= 1
@@ -45,4 +47,6 @@ class Guide:
 
 
 class VaeGuide(Guide):
+    """Guide to VAEs."""
+
     small_on_cpu = {"data.image_size": 64, "model.channels": (32, 64, 64)}

@@ -1,4 +1,4 @@
-"""The frozen VAE of latent diffusion: its format, its latents on disk, and samples of latents."""
+"""Samples of latent diffusion: choose the format of the frozen VAE, and cache latents on disk."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ from halfstep.workloads.diffusion.networks import Conditions, DiffusionParts, Te
 from halfstep.workloads.diffusion.weights_settings import adopt_settings
 
 TRIED_IMAGES = 8
+"""Images on which the formats of the VAE are compared."""
 
 
 def pick_images(samples: Samples, num: int = TRIED_IMAGES) -> Tensor:
     """Return a few images spread over the whole set, in -1..1."""
-    places = [k * len(samples) // min(num, len(samples)) for k in range(min(num, len(samples)))]
-    bytes_ = torch.stack([samples.sample(place, key=(0, 0, place))["image"] for place in places])
+    indices = [k * len(samples) // min(num, len(samples)) for k in range(min(num, len(samples)))]
+    bytes_ = torch.stack([samples.sample(index, key=(0, 0, index))["image"] for index in indices])
     return scale_images({"image": bytes_}, key=(), flip=0.0)
 
 
 def make_encoding(config: DiffusionConfig, data: PictureData, vae: Any, format_name: str) -> Encoding:
-    """Describe the encoding of all images, training images first."""
+    """Describe the encoding of all images: first training, then validation."""
     splits = (data.train, data.val)
     return Encoding(
         config=config,
@@ -61,20 +62,20 @@ Tokens = list[Tensor] | None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenedSamples:
-    """The samples of both splits, with facts for header and store."""
+    """Samples of both splits, with facts for the run's header and store."""
 
     train: Samples
     val: Samples
     about: tuple[tuple[str, str], ...] = ()
     settled: Mapping[str, Any] = field(default_factory=dict)
     store: Mapping[str, str] = field(default_factory=dict)
-    """For latents on disk: their checksum, that of the VAE, and its format."""
+    """With cached latents: their checksum, that of the VAE, and the VAE's format."""
 
 
 def open_samples(
     config: DiffusionConfig, data: PictureData, parts: DiffusionParts, store: Store | None
 ) -> OpenedSamples:
-    """Open the samples that the config asks for; the VAE's format is chosen once, when a run starts."""
+    """Open samples of images or cached latents. The VAE's format is chosen once, when a run starts."""
     tokens = _tokenize(data, parts.conditions)
     train, val = (make_square_samples(listing, config.data.image_size) for listing in (data.train, data.val))
     plain: list[Samples] = [train, val]
@@ -99,11 +100,11 @@ def open_samples(
 
 
 def choose_format(config: DiffusionConfig, data: PictureData, parts: DiffusionParts) -> FormatChoice:
-    """Choose the VAE's format: the requested one, else that of an fp32 or TF32 run, else the more accurate half
+    """Choose the format of the VAE: as requested, else fp32 or TF32 if the run uses it, else the more accurate half
     format."""
     asked, default = config.precision.modules.get("vae"), config.precision.default
     if asked is None and default in ("fp32", "tf32"):
-        return FormatChoice(name=default, why="as the run")
+        return FormatChoice(name=default, why="the format of the run")
     samples = make_square_samples(data.train, config.data.image_size)
     device, trip = pick_training_device(config), CODEC.decode_means
     return choose_vae_format(parts.vae, trip, lambda: pick_images(samples), device, asked or "auto", config.precision)
@@ -118,7 +119,7 @@ def _open_cached(
         raise ModelError(
             f"{parts.vae_source} is not the VAE of this run",
             why=f"SHA-256 of its weights {own[:12]}… instead of {stored['vae_sha256'][:12]}…",
-            fix="put it back, or start a new run",
+            fix="restore that VAE, or start a new run",
         )
     cache, is_new = make_encoding(config, data, parts.vae, form).open_or_encode()
     line = f"cached in {cache.path}, {_describe_views(cache)}"
@@ -138,19 +139,19 @@ def _open_cached(
 def _tokenize(data: PictureData, conditions: Conditions) -> Tokens:
     if not isinstance(conditions, TextConditions):
         return None
-    return [conditions.tokens(captions) for captions in data.captions]
+    return [conditions.tokenize(captions) for captions in data.captions]
 
 
-def describe_cut_captions(data: PictureData, conditions: Conditions) -> tuple[str, ...]:
-    """Return a note if captions are too long for the text encoder."""
+def describe_truncated_captions(data: PictureData, conditions: Conditions) -> tuple[str, ...]:
+    """Return a note if some captions are too long for the text encoder."""
     if not isinstance(conditions, TextConditions):
         return ()
-    cut = sum(map(conditions.num_cut, data.captions))
-    return (f"cut: {format_count(cut, 'caption')} of more than {conditions.length} tokens",) if cut else ()
+    num = sum(map(conditions.count_truncated, data.captions))
+    return (f"truncated: {format_count(num, 'caption')} of more than {conditions.length} tokens",) if num else ()
 
 
 def pack(config: DiffusionConfig) -> dict[str, object]:
-    """Encode every image unless the cache exists, and return what was written as text and as JSON."""
+    """Encode all images unless a matching cache exists; return the summary for `halfstep pack`."""
     refuse_uncached(config)
     config = adopt_settings(config).config
     data = open_pictures(config.data, config.model.conditioning)

@@ -1,4 +1,4 @@
-"""The networks of a diffusion model: a new or loaded U-Net, the frozen VAE and text encoder, and its conditions."""
+"""The networks of a diffusion model: a new or loaded U-Net, the frozen VAE and text encoder, and the conditions."""
 
 from __future__ import annotations
 
@@ -38,19 +38,20 @@ from halfstep.workloads.diffusion.diffusers_nets import (
 )
 
 MORE_CONDITIONS = ("addition_embed_type", "encoder_hid_dim", "class_embed_type", "time_cond_proj_dim")
-"""Settings of diffusers' U-Nets that need further inputs."""
+"""Settings of diffusers' U-Nets that need inputs that are not supported."""
 SHOWN_CLASSES = 5
+"""Class names in the run's header."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiffusionParts:
-    """The parts of a diffusion model other than its U-Net."""
+    """Everything in a diffusion model apart from its U-Net."""
 
     conditions: Conditions
     vae: Net | None
     vae_source: str
     shape: tuple[int, int, int]
-    """Shape of a diffused sample, pixels or latents: (C, H, W)."""
+    """Shape (C, H, W) of a sample, in pixels or latents."""
 
 
 def list_frozen_parts(config: DiffusionConfig, parts: DiffusionParts, *, with_vae: bool) -> dict[str, FrozenPart]:
@@ -63,34 +64,34 @@ def list_frozen_parts(config: DiffusionConfig, parts: DiffusionParts, *, with_va
 
 
 def open_parts(config: DiffusionConfig, classes: tuple[str, ...]) -> DiffusionParts:
-    """Load VAE and text encoder from their folders, and return them with the shape of a diffused sample."""
-    side, wish = config.data.image_size, config.model
+    """Load the VAE and the text encoder, if the config names them."""
+    side, settings = config.data.image_size, config.model
     conditions: Conditions = Conditions()
-    if wish.conditioning == "class":
+    if settings.conditioning == "class":
         conditions = ClassConditions(classes)
-    elif wish.text_encoder:
-        conditions = open_text(wish.text_encoder)
-    if not wish.vae:
+    elif settings.text_encoder:
+        conditions = open_text(settings.text_encoder)
+    if not settings.vae:
         return DiffusionParts(conditions=conditions, vae=None, vae_source="", shape=(IMAGE_CHANNELS, side, side))
-    folder = find_net_folder(wish.vae, "vae", "model.vae")
+    folder = find_net_folder(settings.vae, "vae", "model.vae")
     vae = freeze_(open_net(folder, [VAE]))
     check_side(side, count_halvings(vae.config), "the VAE halves them", "data.image_size")
     return DiffusionParts(conditions=conditions, vae=vae, vae_source=str(folder), shape=get_latent_shape(vae, side))
 
 
 def build_unet(config: DiffusionConfig, parts: DiffusionParts, store: Mapping[str, Any] | None = None) -> Net:
-    """Build the U-Net with a stored run's config, or from a folder with its weights, or new."""
+    """Build the U-Net: with the config of a stored run, from a folder with weights, or new."""
     if store:
         model = build_net(store["unet"])
     elif config.model.weights:
         model = open_net(find_net_folder(config.model.weights, "unet", "model.weights"), [UNET, TEXT_UNET])
         _check_fits(model, config, parts)
-        model.register_to_config(sample_size=parts.shape[1])  # what a pipeline draws
+        model.register_to_config(sample_size=parts.shape[1])  # the size that a pipeline samples
     else:
         model = build_net(make_new_unet_config(config, parts.shape, parts.conditions))
-    by_vae = count_halvings(parts.vae.config) if parts.vae is not None else 0
-    halved_by = "VAE and U-Net halve them" if by_vae else "the U-Net halves them"
-    check_side(config.data.image_size, by_vae + count_halvings(model.config), halved_by, "data.image_size")
+    vae_halvings = count_halvings(parts.vae.config) if parts.vae is not None else 0
+    halved_by = "VAE and U-Net halve them" if vae_halvings else "the U-Net halves them"
+    check_side(config.data.image_size, vae_halvings + count_halvings(model.config), halved_by, "data.image_size")
     set_checkpointing(model, config.train.activation_checkpointing)
     return model
 
@@ -113,7 +114,7 @@ def make_new_unet_config(
 
 
 def _check_fits(model: Net, config: DiffusionConfig, parts: DiffusionParts) -> None:
-    """Raise if a loaded U-Net was made for other samples or conditions."""
+    """Refuse a loaded U-Net that was made for other samples or conditions."""
     source, found = config.model.weights, model.config
     channels, conditions = parts.shape[0], parts.conditions
     if int(found.in_channels) != channels:
@@ -161,37 +162,38 @@ def _check_fits(model: Net, config: DiffusionConfig, parts: DiffusionParts) -> N
 
 
 class Conditions:
-    """Conditions of an unconditional model, and the interface of the others: they convert a prepared batch to keyword
-    arguments of the U-Net."""
+    """Conditions of the U-Net. This base class is that of an unconditional model."""
 
     num_classes = 0
-    """Number of classes, plus one for "unconditional"."""
+    """Number of classes, plus one for "unconditional"; 0 without classes."""
     text_dim = 0
     about = ""
-    """A description of the conditions for the header."""
+    """A description of the conditions for the run's header."""
 
     def drop(self, batch: Batch, *, key: tuple[int, ...], share: float) -> Batch:
-        """Replace the conditions of a random fraction of samples by the empty one, for classifier-free guidance."""
+        """Replace the conditions of a random fraction of samples by the empty one, as classifier-free guidance
+        needs."""
         return {}
 
     def make_keywords(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the conditions of a batch as keyword arguments of the U-Net."""
         return {}
 
     def make_empty(self, num: int, device: torch.device) -> Batch:
-        """Return the conditions of unconditional samples."""
+        """Return the conditions of `num` unconditional samples."""
         return {}
 
     @property
-    def is_told(self) -> bool:
+    def is_conditional(self) -> bool:
         return bool(self.num_classes or self.text_dim)
 
 
 class ClassConditions(Conditions):
-    """Condition on a class number; the last number means unconditional."""
+    """A class per sample; the last number means unconditional."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names, self.num_classes = tuple(names), len(names) + 1
-        self.about = f"its class, of {len(names)}: {list_some(names, SHOWN_CLASSES)}"
+        self.about = f"one of {len(names)} classes: {list_some(names, SHOWN_CLASSES)}"
 
     def drop(self, batch: Batch, *, key: tuple[int, ...], share: float) -> Batch:
         label = batch["label"]
@@ -205,20 +207,20 @@ class ClassConditions(Conditions):
 
 
 class TextConditions(Conditions):
-    """Condition on tokens, encoded by a frozen CLIP text model."""
+    """Text per sample, encoded by a frozen CLIP text model."""
 
     def __init__(self, encoder: Any, tokenizer: Any) -> None:
         self.encoder, self.tokenizer, self.text_dim = encoder, tokenizer, int(encoder.config.hidden_size)
         self.length = min(int(tokenizer.model_max_length), int(encoder.config.max_position_embeddings))
-        self._empty = self.tokens([""])
-        self.about = f"its caption, by the text encoder in up to {self.length} tokens"
+        self._empty = self.tokenize([""])
+        self.about = f"a caption of up to {self.length} tokens"
 
-    def num_cut(self, captions: Sequence[str]) -> int:
-        """Return how many captions exceed the encoder's maximum length."""
+    def count_truncated(self, captions: Sequence[str]) -> int:
+        """Count the captions that exceed the encoder's maximum length."""
         found = self.tokenizer(list(captions), verbose=False)["input_ids"] if captions else []
         return sum(len(tokens) > self.length for tokens in found)
 
-    def tokens(self, captions: Sequence[str]) -> Tensor:
+    def tokenize(self, captions: Sequence[str]) -> Tensor:
         """Return token ids (N, L); captions longer than the encoder's maximum are truncated."""
         if not captions:
             return torch.zeros(0, self.length, dtype=torch.int64)
@@ -241,31 +243,31 @@ class TextConditions(Conditions):
 
 
 def open_text(folder: str) -> TextConditions:
-    """Load CLIP's text model and tokenizer, from a pipeline or from one folder."""
-    place = find_net_folder(folder, "text_encoder", "model.text_encoder")
-    words = place.parent / "tokenizer" if (place.parent / "tokenizer").is_dir() else place
+    """Load CLIP's text model and tokenizer, from a pipeline or from a folder with both."""
+    path = find_net_folder(folder, "text_encoder", "model.text_encoder")
+    tokenizer_path = path.parent / "tokenizer" if (path.parent / "tokenizer").is_dir() else path
     try:
         from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
         with silence_transformers():
             if is_on_meta():
-                encoder = CLIPTextModel(CLIPTextConfig.from_pretrained(place, local_files_only=True))
+                encoder = CLIPTextModel(CLIPTextConfig.from_pretrained(path, local_files_only=True))
             else:
                 loaded: Any = CLIPTextModel.from_pretrained(
-                    place,
+                    path,
                     local_files_only=True,
                     dtype=torch.float32,
                     output_loading_info=True,
-                    **choose_weight_files(place),
+                    **choose_weight_files(path),
                 )
                 encoder, found = loaded
-                refuse_missing_weights(place, found)
-        tokenizer = CLIPTokenizer.from_pretrained(words, local_files_only=True)
+                refuse_missing_weights(path, found)
+        tokenizer = CLIPTokenizer.from_pretrained(tokenizer_path, local_files_only=True)
     except ModelError:
         raise
     except ImportError as error:
         raise ModelError("transformers is not installed", fix=suggest_install("transformers", "tokenizers")) from error
-    except Exception as error:  # a foreign folder can break a reader in any way
+    except Exception as error:  # transformers may raise anything for a broken folder
         raise ModelError(
             f"cannot open the text encoder in {Path(folder)}",
             why=explain_refused_pickle(error) or " ".join(str(error).split())[:300],
@@ -276,7 +278,7 @@ def open_text(folder: str) -> TextConditions:
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """Disable transformers' progress bars and advice while its files are read or written."""
+    """Disable the progress bars and warnings of transformers inside this context."""
     import transformers
 
     logging: Any = transformers.utils.logging

@@ -16,28 +16,28 @@ Outputs = Mapping[str, Tensor]
 
 
 def measure_squared_errors(outputs: Outputs) -> Tensor:
-    """Return the mean squared error of each prediction (N,), in fp32."""
+    """Return the mean squared error (N,) of each prediction, in fp32."""
     with fp32_island():
         difference = to_fp32(outputs["prediction"]) - outputs["target"]
         return difference.square().flatten(1).mean(1)
 
 
 def denoising_loss(outputs: Outputs, batch: Mapping[str, Tensor]) -> tuple[Tensor, float]:
-    """Return the squared error, weighted by timestep and averaged over samples."""
+    """Return the squared error, weighted by timestep and averaged over samples, and the number of samples."""
     errors = measure_squared_errors(outputs)
     with fp32_island():
         return (errors * batch["loss_weight"]).mean(), len(errors)
 
 
 class DenoisingMetrics(Sums):
-    """Unweighted squared errors of all timesteps and of each bucket: sums on the device, divided once at the end."""
+    """Unweighted mean squared errors, over all timesteps and in each bucket of timesteps."""
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
         self.sums = {"sums": torch.zeros(2, NUM_BUCKETS, dtype=torch.float64)}
 
     def update(self, outputs: Outputs, batch: Mapping[str, Tensor]) -> None:
-        """Count one batch; no host wait."""
+        """Add the errors of one batch, without waiting for the device."""
         errors = measure_squared_errors(outputs).double()
         # Row 0 sums errors and row 1 counts samples, one column per bucket.
         bucket = batch["timestep"] * NUM_BUCKETS // self.num_steps
@@ -45,25 +45,25 @@ class DenoisingMetrics(Sums):
         self.sums["sums"].scatter_add_(1, bucket.expand(2, -1), torch.stack([errors, torch.ones_like(errors)]))
 
     def compute(self) -> dict[str, float]:
-        """Return `mse`, and `mse/FIRST-LAST` of each bucket of timesteps that occurred; waits for the device."""
+        """Return `mse`, and `mse/FIRST-LAST` of each bucket with samples; waits for the device."""
         errors, counts = self.sums["sums"].tolist()
         if not sum(counts):
             return {}
-        of_buckets = {
+        by_bucket = {
             f"mse/{name}": error / count
             for name, error, count in zip(list_bucket_names(self.num_steps), errors, counts, strict=True)
             if count
         }
-        return {"mse": sum(errors) / sum(counts)} | of_buckets
+        return {"mse": sum(errors) / sum(counts)} | by_bucket
 
 
 class ReconstructionMetrics(Sums):
-    """Errors of reconstructions, and the distance of latents from a standard normal distribution."""
+    """Errors of reconstructions, KL divergence, and the standard deviation of latents."""
 
     NAMES = ("images", "pixels", "absolute", "squared", "kl", "latents", "latent", "latent_squared")
 
     def update(self, outputs: Outputs, batch: Mapping[str, Tensor]) -> None:
-        """Count one batch without a host wait. Values are clipped to -1..1 first, as when an image is shown."""
+        """Add the errors of one batch, without waiting for the device. Values are clipped to -1..1, as for display."""
         image = batch["image"]
         difference = to_fp32(outputs["image"]).clamp(-1, 1).double() - image.double()
         latent, ones = outputs["latent"].double(), torch.ones((), dtype=torch.float64, device=image.device)
@@ -90,7 +90,7 @@ class ReconstructionMetrics(Sums):
         mse = found["squared"] / found["pixels"]
         mean = found["latent"] / found["latents"]
         return {
-            # The range -1..1 has a peak-to-peak value of 2, squared 4.
+            # PSNR = 10 log10(peak² / mse); the range -1..1 has a peak-to-peak value of 2.
             "psnr": 10 * math.log10(4 / mse) if mse > 0 else math.inf,
             "l1": found["absolute"] / found["pixels"],
             "mse": mse,

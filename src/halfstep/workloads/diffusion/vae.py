@@ -1,5 +1,4 @@
-"""Train an AutoencoderKL on a folder of images: reconstruction, KL, and optionally a perceptual loss and a
-discriminator."""
+"""The workload of the VAE: train an AutoencoderKL on images, optionally with a perceptual loss and a discriminator."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ def make_workload(
     config: VaeConfig, model: VaeNet, train: Samples, val: Samples, store: Mapping[str, Any], **about: Any
 ) -> Workload:
     trainer = PictureVaeTrainer(config, model.vae)
-    return trainer.workload(
+    return trainer.build_workload(
         model,
         name=config.workload,
         train_samples=train,
@@ -64,62 +63,69 @@ def make_workload(
         metrics=ReconstructionMetrics,
         metric="psnr",
         mode="max",
-        scoring="psnr of values cut to -1..1, over all pixels of the held-out set",
+        scoring="psnr: values clipped to -1..1, over all pixels of the held-out set",
         fragile=FRAGILE,
         blocks=find_blocks(model.vae),
         store=store,
-        frozen=trainer.frozen(),
+        frozen=trainer.list_frozen(),
         **about,
     )
 
 
 def build_model(config: VaeConfig, store: Mapping[str, Any] | None = None) -> VaeNet:
-    """Build the VAE with a stored run's config, or from a folder with its weights, or new; and its discriminator."""
-    wish, side = config.model, config.data.image_size
+    """Build the VAE (with the config of a stored run, from a folder with weights, or new) and its discriminator."""
+    settings, side = config.model, config.data.image_size
     if store:
         vae = build_net(store["vae"])
-    elif wish.weights:
-        vae = open_net(find_net_folder(wish.weights, "vae", "model.weights"), [VAE])
+    elif settings.weights:
+        vae = open_net(find_net_folder(settings.weights, "vae", "model.weights"), [VAE])
     else:
         vae = build_net(
             make_vae_config(
-                channels=wish.channels, layers=wish.layers, latent_channels=wish.latent_channels, image_size=side
+                channels=settings.channels,
+                layers=settings.layers,
+                latent_channels=settings.latent_channels,
+                image_size=side,
             )
         )
     check_side(side, count_halvings(vae.config), "the VAE halves them", "data.image_size")
     set_checkpointing(vae, config.train.activation_checkpointing)
-    if not wish.gan_weight:
+    if not settings.gan_weight:
         return VaeNet(vae, CODEC)
     critic = build_discriminator(
-        side, channels=wish.gan_channels, num_halvings=wish.gan_layers, setting="model.gan_layers"
+        side, channels=settings.gan_channels, num_halvings=settings.gan_layers, setting="model.gan_layers"
     )
     return VaeNet(vae, CODEC, critic)
 
 
 class PictureVaeTrainer(VaeTrainer):
-    """Train with the mean pixel error, and optionally that of VGG16's features (LPIPS without its last layer)."""
+    """VAE training with the mean pixel error and, optionally, that of VGG16's features (LPIPS without its linear
+    layers)."""
 
     def __init__(self, config: VaeConfig, vae: Net) -> None:
-        wish = config.model
+        settings = config.model
         pixels = 3.0 * config.data.image_size**2
         super().__init__(
             phase="vae",
             latent_shape=get_latent_shape(vae, config.data.image_size),
-            kl_weight=wish.kl_weight,
+            kl_weight=settings.kl_weight,
+            # Both losses are means: multiplied by the number of pixels, their gradients stay within the range of fp16.
             critic=Critic(
-                start=wish.gan_from_step,
-                weight=wish.gan_weight,
+                start=settings.gan_from_step,
+                weight=settings.gan_weight,
                 scales=(pixels, pixels),
-                optimizer={"lr": wish.gan_lr} if wish.gan_lr else {},
+                optimizer={"lr": settings.gan_lr} if settings.gan_lr else {},
             )
-            if wish.gan_weight
+            if settings.gan_weight
             else None,
         )
-        self.wish, self.flip = wish, config.data.flip
-        self.vgg = _load_vgg(wish.vgg_weights) if wish.perceptual_weight and wish.vgg_weights else None
+        self.settings, self.flip = settings, config.data.flip
+        self.vgg = _load_vgg(settings.vgg_weights) if settings.perceptual_weight and settings.vgg_weights else None
 
-    def frozen(self) -> dict[str, FrozenPart]:
-        return {"vgg": FrozenPart(module=self.vgg, source=str(self.wish.vgg_weights))} if self.vgg is not None else {}
+    def list_frozen(self) -> dict[str, FrozenPart]:
+        return (
+            {"vgg": FrozenPart(module=self.vgg, source=str(self.settings.vgg_weights))} if self.vgg is not None else {}
+        )
 
     def make_images(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         """Return images in -1..1, flipped at random in training."""
@@ -128,11 +134,11 @@ class PictureVaeTrainer(VaeTrainer):
     def score(self, outputs: Outputs, batch: Batch) -> Tensor:
         with fp32_island():
             difference = to_fp32(outputs["image"]) - batch["image"]
-            loss = (difference.abs() if self.wish.loss == "l1" else difference.square()).mean()
+            loss = (difference.abs() if self.settings.loss == "l1" else difference.square()).mean()
             if self.vgg is None:
                 return loss
             distance: Tensor = self.vgg(outputs["image"], batch["image"])
-            return loss + self.wish.perceptual_weight * distance.mean()
+            return loss + self.settings.perceptual_weight * distance.mean()
 
 
 def _load_vgg(path: str) -> VggDistance:

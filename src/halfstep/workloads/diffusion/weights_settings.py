@@ -1,7 +1,7 @@
-"""Adopt the settings with which a diffusers folder's U-Net was trained: schedule, target and sample size.
+"""Adopt the settings with which the U-Net of a diffusers folder was trained: schedule, target and sample size.
 
-A U-Net recognises the noise level by the timestep: with another schedule or target, fine-tuning would silently start
-over. Settings the user did not set come from the folder. Settings that the user did set win, and differences are
+A U-Net infers the noise level from the timestep: with another schedule or target, fine-tuning would silently start from
+scratch. Settings that the user leaves open come from the folder; settings of the user win, and differences are
 reported.
 """
 
@@ -18,7 +18,7 @@ from halfstep.disk import parse_json
 from halfstep.errors import ConfigError, ModelError
 from halfstep.workloads.diffusion.config import DiffusionConfig, NoiseConfig
 from halfstep.workloads.diffusion.diffusers_nets import OTHER_NAMES, count_halvings, find_net_folder
-from halfstep.workloads.diffusion.make import THEIR_SCHEDULES, THEIR_TARGETS
+from halfstep.workloads.diffusion.sampling import THEIR_SCHEDULES, THEIR_TARGETS
 
 OUR_SCHEDULES = {theirs: ours for ours, theirs in THEIR_SCHEDULES.items()}
 OUR_TARGETS = {theirs: ours for ours, theirs in THEIR_TARGETS.items()}
@@ -28,12 +28,12 @@ THEIR_NUMBERS = {
     "beta_end": "beta_end",
     "zero_terminal_snr": "rescale_betas_zero_snr",
 }
-"""diffusers' names by our names; both have the same defaults."""
+"""diffusers' names, by ours; the defaults are the same."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdoptedSettings:
-    """The config with the folder's settings, those settings by path, and notes about differences."""
+    """A config with the settings of a folder, those settings by path, and notes about differences."""
 
     config: DiffusionConfig
     settled: Mapping[str, Any] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class AdoptedSettings:
 
 
 def adopt_settings(config: DiffusionConfig) -> AdoptedSettings:
-    """Take the settings of `model.weights` that the user did not set."""
+    """Return the config with settings from `model.weights` where the user left them open."""
     if not config.model.weights:
         return AdoptedSettings(config=config)
     unet = find_net_folder(config.model.weights, "unet", "model.weights")
@@ -51,17 +51,17 @@ def adopt_settings(config: DiffusionConfig) -> AdoptedSettings:
     theirs, settled = {**schedule, **_read_size(config, unet)}, {}
     for path, value in theirs.items():
         section, name = path.split(".")
-        own = getattr(getattr(config, section), name)
+        current = getattr(getattr(config, section), name)
         if name not in getattr(config, section).model_fields_set:
             settled[path] = value
-        elif own != value:
-            notes.append(f"{path}={own}: {unet.parent} was trained with {value}")
+        elif current != value:
+            notes.append(f"{path}={current}: {unet.parent} was trained with {value}")
     checked = _apply(config, settled)
-    said = ", ".join(f"{path}={value}" for path, value in settled.items())
+    text = ", ".join(f"{path}={value}" for path, value in settled.items())
     return AdoptedSettings(
         config=checked,
         settled=settled,
-        about=(("by the weights", said),) if said else (),
+        about=(("from the weights", text),) if text else (),
         notes=tuple(notes),
     )
 
@@ -70,14 +70,18 @@ def _apply(config: DiffusionConfig, settled: Mapping[str, Any]) -> DiffusionConf
     for path, value in settled.items():
         section, name = path.split(".")
         config = config.changed(**{section: {name: value}})
-    if why := config.why_untrainable():
-        raise ConfigError(why, why=f"settings of model.weights={config.model.weights} apply where the config sets none")
+    if why := config.explain_untrainable():
+        raise ConfigError(
+            why, why=f"the config leaves these open, so those of model.weights={config.model.weights} apply"
+        )
     return config
 
 
 def _refuse_latents_as_pixels(config: DiffusionConfig, unet: Path) -> None:
-    """Raise if a latent U-Net would train on pixels: three-channel latents have the shape of an image. A user who names
-    the U-Net's own folder means pixels."""
+    """Refuse to train a latent U-Net on pixels: latents with three channels have the shape of an image.
+
+    Users who do want pixels name the folder of the U-Net instead of the pipeline.
+    """
     weights, pipeline = Path(str(config.model.weights)).expanduser(), unet.parent
     has_vae = any((pipeline / name / "config.json").is_file() for name in ("vae", *OTHER_NAMES["vae"]))
     if has_vae and not config.model.vae and unet != weights:
@@ -89,15 +93,15 @@ def _refuse_latents_as_pixels(config: DiffusionConfig, unet: Path) -> None:
 
 
 def _read_schedule(weights: str, unet: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return the folder's schedule by our config paths, with notes; empty if a U-Net has no scheduler next to it."""
+    """Return the schedule of a pipeline as settings by path, and notes; empty if it has no scheduler."""
     path = unet.parent / "scheduler" / "scheduler_config.json"
     if not path.is_file():
         return {}, []
     found = _read_json(path)
     noise, what = _translate_noise(found, path)
     if what:
-        if unet == Path(weights).expanduser():  # naming the U-Net's own folder means: without its schedule
-            return {}, [f"{what}; noise.* and model.target hold"]
+        if unet == Path(weights).expanduser():  # the user named the U-Net, not the pipeline: ignore its schedule
+            return {}, [f"{what}; noise.* and model.target are used"]
         raise ConfigError(
             what,
             why="its U-Net was trained with that schedule",
@@ -108,19 +112,21 @@ def _read_schedule(weights: str, unet: Path) -> tuple[dict[str, Any], list[str]]
 
 
 def _translate_noise(found: Mapping[str, Any], path: Path) -> tuple[NoiseConfig, str]:
-    """Return the noise settings in our terms, and why they cannot be used (empty if they can)."""
+    """Return the noise settings as ours, and why they cannot be used (empty if they can)."""
     schedule, target = found.get("beta_schedule", ""), found.get("prediction_type", "epsilon")
     if found.get("trained_betas") is not None:
         schedule = "trained_betas"
-    is_known = schedule in list(OUR_SCHEDULES) and target in list(OUR_TARGETS)  # a file's value may have no hash
+    is_known = schedule in list(OUR_SCHEDULES) and target in list(
+        OUR_TARGETS
+    )  # lists: a value from a file may be unhashable
     if not is_known:
         return NoiseConfig(), (
             f"{path} uses a diffusion process that is not supported: {found.get('_class_name')}, "
             f"beta_schedule {schedule!r}, prediction_type {target!r}"
         )
-    said = {name: found[key] for name, key in THEIR_NUMBERS.items() if key in found}
+    values = {name: found[key] for name, key in THEIR_NUMBERS.items() if key in found}
     try:
-        return NoiseConfig.model_validate({"schedule": OUR_SCHEDULES[schedule], **said}), ""
+        return NoiseConfig.model_validate({"schedule": OUR_SCHEDULES[schedule], **values}), ""
     except ValidationError as error:
         wrong = error.errors()[0]
         key = THEIR_NUMBERS.get(str(wrong["loc"][0]), "") if wrong["loc"] else ""

@@ -5,7 +5,7 @@ from dataclasses import replace
 from halfstep.workloads.base.kind import SYNTHETIC, EvaluateCommand, Kind, Option, PredictCommand, SampleUnit
 from halfstep.workloads.language.config import LanguageConfig, context_of
 
-KIND = Kind.in_folder(
+KIND = Kind.from_package(
     __name__,
     config=LanguageConfig,
     kept=("data.tokenizer", "model.vocab"),

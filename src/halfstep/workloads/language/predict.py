@@ -8,7 +8,7 @@ from halfstep.errors import DataError
 from halfstep.report.progress import Bar
 from halfstep.report.results import Answer, Failure
 from halfstep.workloads.base.kind import Store
-from halfstep.workloads.base.using import Input, Trained, Wishes
+from halfstep.workloads.base.using import Input, PredictRequest, TrainedModel
 from halfstep.workloads.language.build import build_model
 from halfstep.workloads.language.config import LanguageConfig
 from halfstep.workloads.language.data import load_stored_tokenizer
@@ -33,8 +33,10 @@ class Writer:
             )
         self.tokenizer: Tokenizer = tokenizer
 
-    def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
-        asked = wishes.options
+    def answer_all(
+        self, inputs: list[Input], trained: TrainedModel, request: PredictRequest, bar: Bar
+    ) -> Iterator[Answer | Failure]:
+        asked = request.options
         bar.total = asked["num"]
         model, prompt = trained.model, asked["prompt"]
         assert isinstance(model, GPT2)

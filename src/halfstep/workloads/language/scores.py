@@ -59,11 +59,11 @@ class LanguageEvaluation(PlainEvaluation):
     """Evaluate another text as a whole, unless it has a validation split."""
 
     @staticmethod
-    def config_for(config: RunConfig, folder: Path) -> RunConfig:
+    def change_data_folder(config: RunConfig, folder: Path) -> RunConfig:
         return use_folder(config, folder, val_fraction=0.0, cache=False)  # nothing is written next to the user's texts
 
     @staticmethod
-    def on_all(workload: Workload) -> Workload:
+    def use_all_samples(workload: Workload) -> Workload:
         samples = workload.train_samples
         if len(workload.val_samples) or not isinstance(samples, TokenSamples):
             return workload

@@ -36,9 +36,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.data.files import Array, check_free_space, explain_full_disk, natural_key
+from halfstep.data.files import Array, check_free_space, explain_full_disk, make_natural_key
 from halfstep.data.seeds import make_generator
-from halfstep.disk import atomic_file, parse_json, take_turn
+from halfstep.disk import open_atomic_file, parse_json, take_turn
 from halfstep.errors import DataError
 from halfstep.workloads.language.text_files import PROSE, TextFiles
 from halfstep.workloads.language.tokenizers import Characters, Tokenizer, identify
@@ -92,7 +92,7 @@ class TokenSamples:
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
         return self._cut(self._phase(key[0], key[1]) + index * self.context)
 
-    def batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
+    def make_batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
         phase = self._phase(seed, epoch)
         rows = [self._cut(phase + index * self.context) for index in indices.tolist()]
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
@@ -143,7 +143,7 @@ def find_token_files(root: Path) -> TokenFiles | None:
     """Return a folder's `.bin` files by their names; None if there is none for training."""
     if root.is_file():
         return TokenFiles(train=(root,), val=()) if root.suffix == ".bin" else None
-    binary = sorted(root.glob("*.bin"), key=lambda path: natural_key(path.name))
+    binary = sorted(root.glob("*.bin"), key=lambda path: make_natural_key(path.name))
     train = tuple(path for path in binary if "train" in path.name)
     val = tuple(path for path in binary if "val" in path.name and "train" not in path.name)
     has_texts = not val and any(path.suffix.lower() in PROSE for path in root.iterdir())  # and something else in a .bin
@@ -278,7 +278,7 @@ def _write_cache(texts: TextFiles, tokenizer: Tokenizer, path: Path, made_from: 
         path.parent.mkdir(parents=True, exist_ok=True)
         # A guess on the low side, as a token of most texts stands for four bytes or more; a full disk is an error too.
         check_free_space(path, sum(file.stat().st_size for file in texts.all) * kind.itemsize // 4, "the token cache")
-        with atomic_file(path, follows_links=True) as hidden, hidden.open("wb") as file:
+        with open_atomic_file(path, follows_links=True) as hidden, hidden.open("wb") as file:
             file.write(MAGIC)
             counts, checks = _write_ids(file, texts, tokenizer, kind)
             header = {"dtype": kind.name, "counts": counts, "checks": checks, "made_from": made_from}

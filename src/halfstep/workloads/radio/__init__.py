@@ -1,4 +1,4 @@
-"""Radio maps: predict a transmitter's path gain in a city with RadioDiff's two stages."""
+"""Radio maps: predict the path gain of a transmitter in a city, with RadioDiff's two stages."""
 
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ _GUIDE = GuideEntry(
     usual_on_cpu="radiodiff_vae",
 )
 _radio_kind = partial(
-    Kind.in_folder,
+    Kind.from_package,
     __name__,
     task="radio maps",
     usual="radiodiff_vae",
@@ -36,7 +36,7 @@ KIND = _radio_kind(
     config=RadioDiffConfig,
     kept=("model.scale_factor", "model.first_stage.", "model.pyramid.weights", "data.image_size"),
     pack=".first_stage:pack",
-    foreign=".foreign:claim",
+    foreign=".foreign:translate_config",
     evaluate=EvaluateCommand(
         ".evaluate:SamplingEvaluation", (_STEPS, Option("part", str, "val", "Which maps: val, test or train"))
     ),

@@ -48,15 +48,16 @@ from halfstep.workloads.radio.unet import RadioUNet
 from halfstep.workloads.radio.vae import CODEC, RadioVAE, ResidualBlock
 
 FRAGILE = (
-    "noising: x_t, C and noise are fp32, whatever the latents",
-    "loss: squared and absolute errors by time",
-    "fourier_filter: no FFT of bf16, and sums over all places",
-    "linear_attention: keys near 1 / places, values divided by places",
-    "weights of convolutions: standardised in fp32 with one epsilon",
+    "noising: x_t, C and noise are fp32, whatever the format of the latents",
+    "loss: squared and absolute errors, weighted by time",
+    "fourier_filter: sums over all positions; FFT does not support bf16",
+    "linear_attention: keys near 1 / positions, values divided by positions",
+    "weights of convolutions: standardised in fp32 with the same epsilon in every format",
     "time: angles of hundreds of radians",
     "latents: drawn from mean and log variance",
 )
 
+# Classes of blocks that are compiled one by one in captured steps.
 REPEATED = (SwinBlock, PatchMerging, TimedBlock, Relation, LinearAttention, ResidualBlock)
 
 
@@ -72,7 +73,7 @@ def build(config: RadioDiffConfig, store: Mapping[str, Any] | None = None) -> Wo
     settled, about = _choose_format(config, stage.vae, data) if is_new else ({}, ())
     data, store = add_latents(config, data, stage.vae, store)
     model = build_unet(config, store)
-    if is_new:  # a stored run's checkpoint brings its own weights
+    if is_new:  # a resumed run loads its checkpoint later
         if config.model.pyramid.weights:
             load_weights_file_(model.condition, config.model.pyramid.weights, select_pyramid_weights)
         if weights:
@@ -89,9 +90,10 @@ def build(config: RadioDiffConfig, store: Mapping[str, Any] | None = None) -> Wo
 
 
 def _choose_scale(config: RadioDiffConfig, vae: RadioVAE, measured: float | None, data: RadioData) -> tuple[float, str]:
-    wish = config.model.scale_factor
-    if wish != "auto":
-        return wish, "model.scale_factor"
+    """Return the factor of the latents, and where it comes from."""
+    settings = config.model.scale_factor
+    if settings != "auto":
+        return settings, "model.scale_factor"
     if measured is not None:
         return measured, "1 / their standard deviation, measured by stage 1"
     threshold, source = config.data.threshold, str(config.model.vae)
@@ -102,7 +104,10 @@ def _choose_scale(config: RadioDiffConfig, vae: RadioVAE, measured: float | None
 def _choose_format(
     config: RadioDiffConfig, vae: RadioVAE, data: RadioData
 ) -> tuple[dict[str, Any], tuple[tuple[str, str], ...]]:
-    """Choose the first stage's format if the config asks for one; otherwise it follows the precision plan."""
+    """Choose the first stage's format if precision.modules names it; otherwise it follows the precision plan.
+
+    Return settings that follow from the choice, and lines for the run's header.
+    """
     modules, device = config.precision.modules, pick_training_device(config)
     if "vae" not in modules:
         return {}, ()
@@ -118,8 +123,8 @@ def _choose_format(
     return settled, (("first stage's format", f"{choice.name}: {choice.why}"),)
 
 
-def describe_steps(steps: int, wish: RadioDiffModelConfig) -> str:
-    return f"{format_count(steps, 'step')}, {format_count(steps + int(wish.extra_call), 'call')} of the network"
+def describe_steps(steps: int, settings: RadioDiffModelConfig) -> str:
+    return f"{format_count(steps, 'step')}, {format_count(steps + int(settings.extra_call), 'call')} of the network"
 
 
 def make_store(config: RadioDiffConfig, sizes: Mapping[str, Any], scale: float) -> dict[str, Any]:
@@ -127,26 +132,26 @@ def make_store(config: RadioDiffConfig, sizes: Mapping[str, Any], scale: float) 
 
 
 def build_unet(config: RadioDiffConfig, store: Mapping[str, Any]) -> RadioUNet:
-    wish, reduction = config.model, get_reduction(store["sizes"])
+    settings, reduction = config.model, get_reduction(store["sizes"])
     channels, side, _ = get_latent_shape(store["sizes"], store["image_size"])
-    refuse_uneven(store["image_size"], reduction * 2 ** (len(wish.multipliers) - 1))
+    refuse_uneven(store["image_size"], reduction * 2 ** (len(settings.multipliers) - 1))
     pyramid = SwinPyramid(
-        dim=wish.pyramid.width,
-        depths=wish.pyramid.depths,
-        num_heads=wish.pyramid.num_heads,
-        window=wish.pyramid.window,
+        dim=settings.pyramid.width,
+        depths=settings.pyramid.depths,
+        num_heads=settings.pyramid.num_heads,
+        window=settings.pyramid.window,
         patch=reduction,
-        stochastic_depth=wish.pyramid.stochastic_depth,
+        stochastic_depth=settings.pyramid.stochastic_depth,
     )
     unet = RadioUNet(
         pyramid,
         channels=channels,
-        dim=wish.width,
-        multipliers=wish.multipliers,
+        dim=settings.width,
+        multipliers=settings.multipliers,
         latent_size=(side, side),
-        windows=(wish.windows, wish.feature_windows),
-        fourier_scale=wish.fourier_scale,
-        dropout=wish.dropout,
+        windows=(settings.windows, settings.feature_windows),
+        fourier_scale=settings.fourier_scale,
+        dropout=settings.dropout,
     )
     set_recompute(unet, "blocks" if config.train.activation_checkpointing else "none")
     return unet
@@ -159,12 +164,13 @@ def select_unet_weights(weights: Weights) -> Weights:
 
 
 def select_pyramid_weights(weights: Weights) -> Weights:
-    """Return torchvision's weights without the norm and head after its last stage, which a pyramid does not have."""
+    """Return torchvision's weights without its last norm and head, which a pyramid does not have."""
     return {name: value for name, value in weights.items() if not name.startswith(("norm.", "head."))}
 
 
 class Denoising:
-    """Encode, noise, denoise, sample and decode with one first stage and latent scale."""
+    """One training step, and sampling: encode, add noise, denoise, decode; with a given first stage and latent
+    scale."""
 
     def __init__(
         self, config: RadioDiffConfig, store: Mapping[str, Any], vae: RadioVAE, *, steps: int | None = None
@@ -176,7 +182,7 @@ class Denoising:
         self.steps = steps or config.model.sampling_steps
 
     def prepare(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
-        """Convert bytes to maps, and make all random draws of the step."""
+        """Convert bytes to maps, and draw all random numbers of the step."""
         condition = to_signed(batch["condition"].float() / 255)
         num, device = len(condition), condition.device
         draws = {
@@ -185,18 +191,19 @@ class Denoising:
             "time": scale_times(noise.uniform(key, num, (), device, stream="time"), self.config.smallest_time),
         }
         if not training:
-            draws |= self.draws(key, num, device)
+            draws |= self.draw_sampling_noise(key, num, device)
         truth = scale_gain(batch["gain"], self.threshold)
         return batch | {"truth": truth, "image": to_signed(truth), "condition": condition, **draws}
 
-    def draws(self, key: tuple[int, ...], num: int, device: torch.device) -> Batch:
-        """Return the initial noise (B, ...) and each step's noise (B, steps, ...), keyed by sample."""
+    def draw_sampling_noise(self, key: tuple[int, ...], num: int, device: torch.device) -> Batch:
+        """Draw the initial noise (B, ...) and the noise of each step (B, steps, ...), keyed by sample."""
         return {
             "start": noise.normal(key, num, self.latent, device, stream="start"),
             "draws": noise.normal(key, num, (self.steps, *self.latent), device, stream="draws"),
         }
 
     def forward(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Predict C and noise; in validation, also sample the map."""
         unet = cast(RadioUNet, model)
         with torch.no_grad():
             x0 = self.draw_latents(batch)
@@ -207,12 +214,13 @@ class Denoising:
             "drift": drift,
             "predicted": predicted,
             "x0": x0,
+            # The true drift is C = -x0.
             "error_c": (drift + x0).detach().square().flatten(1).mean(1),
             "error_noise": (predicted - batch["noise"]).detach().square().flatten(1).mean(1),
         }
         return found | {"map": self.sample(unet, features, batch)} if "start" in batch else found
 
-    def loss(self, outputs: dict[str, Tensor], batch: Batch) -> tuple[Tensor, float]:
+    def compute_loss(self, outputs: dict[str, Tensor], batch: Batch) -> tuple[Tensor, float]:
         losses = ddm_loss(
             outputs["drift"],
             outputs["predicted"],
@@ -225,7 +233,7 @@ class Denoising:
         return losses.mean(), len(losses)
 
     def sample(self, unet: RadioUNet, features: list[Tensor], batch: Batch) -> Tensor:
-        """Return sampled maps in 0..1 from the batch's noise; the condition is encoded once for all steps."""
+        """Sample maps in 0..1 from the batch's noise. `features` is the encoded condition, the same for all steps."""
         times = list_times(self.steps, split_last=self.config.extra_call, smallest=self.config.smallest_time)
         draws = list(batch["draws"].unbind(1))
         latents = sample_latents(lambda x, time: unet.denoise(x, time, features), batch["start"], draws, times)
@@ -242,20 +250,20 @@ def make_workload(
     about: tuple[tuple[str, str], ...] = (),
     settled: Mapping[str, Any] | None = None,
 ) -> Workload:
-    steps = Denoising(config, store, cast(RadioVAE, vae.module))
+    denoising = Denoising(config, store, cast(RadioVAE, vae.module))
 
-    def pictures(model: nn.Module, key: tuple[int, ...]) -> dict[str, Any]:
+    def draw(model: nn.Module, key: tuple[int, ...]) -> dict[str, Any]:
         return draw_samples(data.val, model, workload, key)
 
-    wish = config.model
+    settings = config.model
     workload = Workload(
         name=config.workload,
         model=model,
         train_samples=data.train,
         val_samples=data.val,
-        prepare=steps.prepare,
-        forward=steps.forward,
-        loss=steps.loss,
+        prepare=denoising.prepare,
+        forward=denoising.forward,
+        loss=denoising.compute_loss,
         metrics=RadioMetrics,
         metric="nmse",
         mode="min",
@@ -264,15 +272,15 @@ def make_workload(
         scoring=f"of samples: {SCORING}",
         store=store,
         notes=data.notes,
-        val_names=data.val_names(),
+        val_names=data.list_val_names(),
         about=(
             *data.about,
             *about,
-            ("sampling", describe_steps(wish.sampling_steps, wish)),
+            ("sampling", describe_steps(settings.sampling_steps, settings)),
         ),
         frozen={"vae": vae},
         settled=settled or {},
-        sample=pictures,
+        sample=draw,
     )
     return workload
 
@@ -293,7 +301,7 @@ def make_random_batch(config: RadioConfig, store: Store) -> Batch:
 
 
 def build_over(config: RadioConfig, store: Store, samples: Samples) -> Workload:
-    """Build the workload on given samples; a first stage with random weights costs the same as a trained one."""
+    """Build the workload on given samples. Its first stage has random weights, which cost the same time and memory."""
     data = RadioData(train=samples, val=samples, about=(), notes=())  # type: ignore[arg-type]
     if isinstance(config, RadioVaeConfig):
         return build_vae.make_workload(config, build_vae.build_model(config), data)

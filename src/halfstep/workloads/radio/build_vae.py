@@ -1,8 +1,8 @@
-"""Stage 1: the autoencoder of gain maps, with a discriminator from a given step on.
+"""Stage 1: the autoencoder of gain maps, trained against a discriminator from a given step on.
 
-The loss is |error| + error², summed over pixels, plus KL. The public loss adds LPIPS, whose VGG was trained on
-photographs and has to be downloaded, so it is left out. The public loss's learned log-variance is not passed to its
-optimizer and stays 0, so it is left out too.
+The loss is |error| + error², summed over pixels, plus KL. Two terms of the public loss are left out: LPIPS, whose VGG
+was trained on photographs and would have to be downloaded, and a learned log-variance, which the public code does not
+pass to its optimizer, so that it stays 0.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from halfstep.workloads.radio.scores import SCORING, RadioMetrics
 from halfstep.workloads.radio.vae import CODEC, RadioVAE, ResidualBlock
 
 FRAGILE = (
-    "loss.reconstruction: a sum over all pixels passes fp16's largest number",
+    "loss.reconstruction: a sum over all pixels exceeds fp16's largest number",
     "loss.kl: exp of the log variance",
     "latents: drawn from mean and log variance",
 )
@@ -56,14 +56,14 @@ def build_vae(config: RadioVaeConfig, store: Mapping[str, Any] | None = None) ->
 def build_model(config: RadioVaeConfig) -> VaeNet:
     sizes = dump_sizes(config.model.first_stage)
     refuse_uneven(config.data.image_size, get_reduction(sizes))
-    vae, wish = RadioVAE(**sizes), config.model.discriminator
+    vae, settings = RadioVAE(**sizes), config.model.discriminator
     critic = None
     if has_critic(config):
         critic = build_discriminator(
             config.data.image_size,
             image_channels=1,
-            channels=wish.channels,
-            num_halvings=wish.num_halvings,
+            channels=settings.channels,
+            num_halvings=settings.num_halvings,
             setting="model.discriminator.num_halvings",
         )
     model = VaeNet(vae, CODEC, critic)
@@ -72,6 +72,7 @@ def build_model(config: RadioVaeConfig) -> VaeNet:
 
 
 def refuse_uneven(side: int, divisor: int) -> None:
+    """Refuse an image size that the levels cannot halve evenly."""
     if side % divisor:
         near = max(1, round(side / divisor)) * divisor
         raise ConfigError(
@@ -82,18 +83,18 @@ def refuse_uneven(side: int, divisor: int) -> None:
 
 
 def has_critic(config: RadioVaeConfig) -> bool:
-    """True if the discriminator starts before the last step; without one the loss is plain and can be compiled."""
-    wish, last = config.model.discriminator, config.train.max_steps
-    return wish.enabled and (last == 0 or wish.start < last)
+    """True if the discriminator starts before the last step; without one, the loss can be compiled."""
+    settings, last = config.model.discriminator, config.train.max_steps
+    return settings.enabled and (last == 0 or settings.start < last)
 
 
 def make_workload(config: RadioVaeConfig, model: VaeNet, data: RadioData) -> Workload:
     trainer = MapVaeTrainer(config)
 
-    def pictures(model: nn.Module, key: tuple[int, ...]) -> dict[str, Any]:
+    def draw(model: nn.Module, key: tuple[int, ...]) -> dict[str, Any]:
         return draw_samples(data.val, model, workload, key)
 
-    workload = trainer.workload(
+    workload = trainer.build_workload(
         model,
         name=config.workload,
         train_samples=data.train,
@@ -106,32 +107,34 @@ def make_workload(config: RadioVaeConfig, model: VaeNet, data: RadioData) -> Wor
         scoring=f"of reconstructions: {SCORING}",
         store={"sizes": dump_sizes(config.model.first_stage), "image_size": config.data.image_size},
         notes=data.notes,
-        val_names=data.val_names(),
+        val_names=data.list_val_names(),
         about=(*data.about, *_describe_critic(config)),
-        sample=pictures,
+        sample=draw,
     )
     return workload
 
 
 def _describe_critic(config: RadioVaeConfig) -> tuple[tuple[str, str], ...]:
-    wish = config.model.discriminator
+    settings = config.model.discriminator
     if has_critic(config):
-        said = f"from step {wish.start:,}; the autoencoder's loss takes gradients itself and is not compiled"
-        return (("discriminator", said),)
-    why = "starts after the last step" if wish.enabled else "model.discriminator.enabled=false"
+        text = f"from step {settings.start:,}; the autoencoder's loss computes gradients itself and is not compiled"
+        return (("discriminator", text),)
+    why = "starts after the last step" if settings.enabled else "model.discriminator.enabled=false"
     return (("discriminator", f"none: {why}"),)
 
 
 class MapVaeTrainer(VaeTrainer):
-    """Train with |error| + error², summed over pixels."""
+    """VAE training with the loss |error| + error², summed over pixels."""
 
     def __init__(self, config: RadioVaeConfig) -> None:
-        side, wish = config.data.image_size, config.model.discriminator
+        side, settings = config.data.image_size, config.model.discriminator
         super().__init__(
             phase="autoencoder",
             latent_shape=get_latent_shape(dump_sizes(config.model.first_stage), side),
             kl_weight=config.model.kl_weight,
-            critic=Critic(start=wish.start, weight=wish.weight, scales=(1 / side, float(side)))
+            # The reconstruction loss is a sum over side² pixels, the adversarial one a mean: these scales bring both
+            # gradients into the range of fp16.
+            critic=Critic(start=settings.start, weight=settings.weight, scales=(1 / side, float(side)))
             if has_critic(config)
             else None,
         )
@@ -142,7 +145,7 @@ class MapVaeTrainer(VaeTrainer):
         return {"truth": truth, "image": to_signed(truth)}
 
     def forward(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Add what metrics count: each sample's errors, and in validation the finished map."""
+        """Also return the errors of each sample for the metrics and, in validation, the map in 0..1."""
         found = super().forward(model, batch)
         found |= _measure_errors(found["image"], batch["image"], found["kl"])
         return found if model.training else found | {"map": to_unsigned(found["image"])}
@@ -164,7 +167,7 @@ def sum_errors(reconstruction: Tensor, image: Tensor) -> Tensor:
 
 
 def export(model: nn.Module, config: RadioVaeConfig, store: Mapping[str, Any], folder: Path) -> None:
-    """Export the autoencoder with its sizes and latent scale, as stage 2 needs it."""
+    """Export the autoencoder with its sizes and latent scale, for stage 2."""
     vae = cast(VaeNet, model).vae
     scale = measure_scale(
         vae,

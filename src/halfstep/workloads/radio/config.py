@@ -48,7 +48,7 @@ class RadioDataConfig(DataConfig):
     )
 
     @model_validator(mode="after")
-    def maps_are_split_by_number(self) -> Self:
+    def check_split(self) -> Self:
         if self.test_maps and not self.val_maps:
             raise ValueError("data.test_maps needs data.val_maps: without it, data.split chooses the test maps")
         if self.val_fraction != DataConfig.model_fields["val_fraction"].default:
@@ -155,7 +155,7 @@ class RadioDiffModelConfig(BuiltModelConfig):
     )
 
     @model_validator(mode="after")
-    def levels_agree(self) -> Self:
+    def check_levels(self) -> Self:
         levels = len(self.multipliers)
         for name, given in (
             ("windows", self.windows),
@@ -164,9 +164,11 @@ class RadioDiffModelConfig(BuiltModelConfig):
             ("pyramid.num_heads", self.pyramid.num_heads),
         ):
             if len(given) != levels:
-                raise ValueError(f"{name} has {len(given)} entries, multipliers has {levels}: one for each level")
+                raise ValueError(
+                    f"{name} has {len(given)} entries, multipliers has {levels}: there must be one per level"
+                )
         if self.width % 8:
-            raise ValueError(f"width={self.width}: a multiple of 8 is needed, for eight groups and heads")
+            raise ValueError(f"width={self.width}: it must be a multiple of 8, for eight groups and heads")
         return self
 
 
@@ -180,7 +182,7 @@ RADIO: dict[str, Any] = {
     "ema.enabled": True,
     "ema.decay": 0.999,
 }
-"""AdamW on everything, and a rate of (1 - step / steps) ^ 0.96."""
+"""AdamW with weight decay on all parameters; the learning rate falls as (1 - step / steps)^0.96."""
 SMALL_DATA: dict[str, Any] = {"data.image_size": 16, "data.num_workers": 0}
 SMALL_FIRST_STAGE: dict[str, Any] = {
     "model.first_stage.width": 16,
@@ -205,7 +207,8 @@ class RadioVaeConfig(RunConfig):
 
     data: RadioDataConfig = RadioDataConfig()
     model: RadioVaeModelConfig = RadioVaeModelConfig()
-    # Gradients of a sum over pixels are large as they are: at the published size they overflow even unscaled.
+    # The loss is a sum over pixels, so its gradients are large: at the published size they overflow fp16 even without
+    # loss scaling. The scale therefore starts low and may fall below 1.
     defaults: ClassVar[dict[str, Any]] = {
         **RADIO, "optimizer.lr": 5e-6, "scaler.init_scale": 16.0, "scaler.min_scale": 2.0**-10,
     }  # fmt: skip

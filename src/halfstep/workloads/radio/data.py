@@ -1,4 +1,4 @@
-"""RadioMapSeer as both stages see it: the training and validation maps, converted from bytes to floats in -1..1."""
+"""RadioMapSeer for both stages: open the training and validation maps, and convert bytes to floats in -1..1."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from halfstep.workloads.radio.maps import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RadioData:
-    """The samples of both splits, with facts and notes for the user."""
+    """Training and validation samples, with facts and notes for the user."""
 
     train: Any
-    """RadioMaps, or samples made of them."""
+    """RadioMaps, or samples derived from them."""
     val: RadioMaps
     about: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
 
-    def val_names(self) -> tuple[str, ...]:
-        """Return the names of validation maps; generated samples have none."""
+    def list_val_names(self) -> tuple[str, ...]:
+        """Return the file names of validation maps; empty for random samples."""
         return tuple(map(self.val.name_of, range(len(self.val)))) if isinstance(self.val, RadioMaps) else ()
 
 
@@ -44,18 +44,18 @@ def get_data_config(config: RunConfig) -> RadioDataConfig:
 
 
 def find_data(config: RunConfig) -> RadioData:
-    """Return training and validation maps; raise if the folder lacks either."""
-    wish = get_data_config(config)
-    bad_files = BadFiles(wish.on_bad_file)
-    tree = open_tree(wish)
-    split = choose_split(wish, tree)
-    train, val = (open_split(wish, tree, split, role, bad_files) for role in ("train", "val"))
+    """Open the training and validation maps; raise DataError if there are none of either."""
+    settings = get_data_config(config)
+    bad_files = BadFiles(settings.on_bad_file)
+    tree = open_tree(settings)
+    split = choose_split(settings, tree)
+    train, val = (open_split(settings, tree, split, role, bad_files) for role in ("train", "val"))
     sizes = ", ".join(
         f"{name} {format_count(len(part), 'sample')} of "
         f"{format_count(len({item.number for item in part.items}), 'map')}"
         for name, part in (("training", train), ("validation", val))
     )
-    name = "data.val_maps" if wish.val_maps else f"{SPLIT_NAMES[wish.split]}'s split"
+    name = "data.val_maps" if settings.val_maps else f"{SPLIT_NAMES[settings.split]}'s split"
     return RadioData(
         train=train,
         val=val,
@@ -67,44 +67,46 @@ def find_data(config: RunConfig) -> RadioData:
 SPLIT_NAMES = {"radiounet": "RadioUNet", "radiodiff": "RadioDiff"}
 
 
-def open_tree(wish: RadioDataConfig) -> RadioTree:
-    assert wish.dir is not None, "a run without data gets its demo before it is built"
-    return RadioTree.at(
-        Path(wish.dir),
-        simulation=wish.simulation,
-        with_cars=wish.cars,
-        missing_buildings=wish.missing_buildings,
+def open_tree(settings: RadioDataConfig) -> RadioTree:
+    assert settings.dir is not None, "a run without data gets its demo before it is built"
+    return RadioTree.open(
+        Path(settings.dir),
+        simulation=settings.simulation,
+        with_cars=settings.cars,
+        missing_buildings=settings.missing_buildings,
     )
 
 
-def choose_split(wish: RadioDataConfig, tree: RadioTree) -> Split:
+def choose_split(settings: RadioDataConfig, tree: RadioTree) -> Split:
     """Return the split, restricted to the maps that exist."""
-    here = tree.numbers()
-    if wish.val_maps:
-        if strange := sorted({*wish.val_maps, *wish.test_maps} - set(here)):
+    here = tree.list_map_numbers()
+    if settings.val_maps:
+        if strange := sorted({*settings.val_maps, *settings.test_maps} - set(here)):
             raise DataError(
                 f"no map {list_some(strange)} in {tree.gain_dir}",
                 why="data.val_maps or data.test_maps names it",
                 fix=f"there are {list_some(here)}",
             )
-        held_out = {*wish.val_maps, *wish.test_maps}
+        held_out = {*settings.val_maps, *settings.test_maps}
         return {
             "train": tuple(number for number in here if number not in held_out),
-            "val": wish.val_maps,
-            "test": wish.test_maps,
+            "val": settings.val_maps,
+            "test": settings.test_maps,
         }
     present = set(here)
-    named = get_public_split(wish.split, wish.simulation)
+    named = get_public_split(settings.split, settings.simulation)
     return {role: tuple(number for number in numbers if number in present) for role, numbers in named.items()}
 
 
-def open_split(wish: RadioDataConfig, tree: RadioTree, split: Split, role: Role, bad_files: BadFiles) -> RadioMaps:
+def open_split(settings: RadioDataConfig, tree: RadioTree, split: Split, role: Role, bad_files: BadFiles) -> RadioMaps:
     numbers = split[role]
-    found = check_pictures(tree.samples(numbers, most=wish.max_transmitters, bad_files=bad_files), bad_files)
+    found = check_pictures(tree.list_samples(numbers, most=settings.max_transmitters, bad_files=bad_files), bad_files)
     if not found:
-        here = tree.numbers()
-        whose = "by data.val_maps and data.test_maps" if wish.val_maps else f"in {SPLIT_NAMES[wish.split]}'s split"
-        none = f"of its {format_count(len(here), 'map')} ({list_some(here)}) none is one {whose}"
+        here = tree.list_map_numbers()
+        whose = (
+            "by data.val_maps and data.test_maps" if settings.val_maps else f"in {SPLIT_NAMES[settings.split]}'s split"
+        )
+        none = f"none of its {format_count(len(here), 'map')} ({list_some(here)}) is one {whose}"
         left_out = f"files were left out: {list_some(error.what for error in bad_files.skipped)}"
         raise DataError(
             f"no {ROLE_NAMES[role]} map in {tree.gain_dir}",
@@ -113,32 +115,33 @@ def open_split(wish: RadioDataConfig, tree: RadioTree, split: Split, role: Role,
             if role == "test"
             else "name maps yourself: data.val_maps=[...]",
         )
-    return RadioMaps(found, size=(wish.image_size, wish.image_size))
+    return RadioMaps(found, size=(settings.image_size, settings.image_size))
 
 
 ROLE_NAMES: dict[Role, str] = {"train": "training", "val": "validation", "test": "test"}
 
 
 def _describe_leaks(split: Split) -> list[str]:
-    """Return a note for each split that contains training maps: scores there mean little."""
+    """Return a note for each split that shares maps with training: its scores are too good."""
     return [
-        f"{format_count(len(numbers), f'{ROLE_NAMES[role]} map')} of this split trained too: {list_some(numbers)}; "
-        f"scores there are too good (data.split=radiounet has none)"
+        f"{format_count(len(numbers), f'{ROLE_NAMES[role]} map')} of this split are training maps too: "
+        f"{list_some(numbers)}; "
+        f"their scores are too good (data.split=radiounet has no overlap)"
         for role, numbers in find_leaks(split).items()
     ]
 
 
 def scale_gain(pixels: Tensor, threshold: float) -> Tensor:
-    """Convert bytes to gains in 0..1."""
+    """Convert bytes to gains in 0..1; gains below the threshold become 0, and the rest is stretched to 0..1."""
     gain = pixels.float() / 255
     return ((gain - threshold) / (1 - threshold)).clamp(min=0) if threshold else gain
 
 
 def to_signed(values: Tensor) -> Tensor:
-    """Map 0..1 to -1..1, the range of both networks."""
+    """Map 0..1 to -1..1, the range that both networks use."""
     return values * 2 - 1
 
 
 def to_unsigned(values: Tensor) -> Tensor:
-    """Map -1..1 to 0..1 and clip values outside."""
+    """Map -1..1 to 0..1 and clip values outside that range."""
     return ((values.float() + 1) / 2).clamp(0, 1)

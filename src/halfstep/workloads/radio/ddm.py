@@ -1,4 +1,4 @@
-"""Decoupled diffusion with a constant drift (Huang et al. 2024), as RadioDiff trains it, all in fp32.
+"""Decoupled diffusion with a constant drift (Huang et al. 2024) as used by RadioDiff, in fp32.
 
 The drift C = -x0 attenuates a latent x0 while noise grows: x_t = x0 + C t + sqrt(t) eps for t in (0, 1]. The network
 predicts C and eps. A reverse step of size s uses x0 = x_t - C t - sqrt(t) eps and sets C := -x0:
@@ -21,7 +21,7 @@ from halfstep.islands import in_fp32
 SMALLEST_TIME = 1e-4
 
 Predict = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(x_t, times) -> C, noise."""
+"""(x_t, times) -> predicted C and noise."""
 
 
 def scale_times(uniform: Tensor, smallest: float = SMALLEST_TIME) -> Tensor:
@@ -31,14 +31,15 @@ def scale_times(uniform: Tensor, smallest: float = SMALLEST_TIME) -> Tensor:
 
 @in_fp32
 def add_noise(x0: Tensor, time: Tensor, noise: Tensor) -> Tensor:
-    t = _as_column(time)
+    """Return x_t = x0 + C t + sqrt(t) noise with C = -x0."""
+    t = _expand_time(time)
     return x0 - x0 * t + t.sqrt() * noise
 
 
 @in_fp32
 def recover_x0(x_t: Tensor, time: Tensor, drift: Tensor, noise: Tensor) -> Tensor:
     """Return the x0 implied by a prediction of C and noise."""
-    t = _as_column(time)
+    t = _expand_time(time)
     return x_t - drift * t - t.sqrt() * noise
 
 
@@ -46,15 +47,16 @@ def recover_x0(x_t: Tensor, time: Tensor, drift: Tensor, noise: Tensor) -> Tenso
 def ddm_loss(
     drift: Tensor, noise: Tensor, x0: Tensor, true_noise: Tensor, time: Tensor, *, weighted: bool, with_l1: bool
 ) -> Tensor:
-    """Return the loss (B,): the squared errors of C and of the noise, or the mean of squared and absolute errors.
+    """Return the loss (B,): squared errors of C and noise, or with L1 the mean of squared and absolute errors.
 
-    The weights 2 exp(1 - t) in 2..5.4 and exp(sqrt(t)) in 1..2.7 favour C at early times and noise at late ones.
+    With weights, C counts 2 exp(1 - t), which falls from 5.4 to 2, and noise counts exp(sqrt(t)), which rises from 1 to
+    2.7.
     """
     # The true drift is C = -x0.
     errors = (drift + x0, noise - true_noise)
-    parts = [_mean(error.square()) for error in errors]
+    parts = [_average(error.square()) for error in errors]
     if with_l1:
-        parts = [(part + _mean(error.abs())) / 2 for part, error in zip(parts, errors, strict=True)]
+        parts = [(part + _average(error.abs())) / 2 for part, error in zip(parts, errors, strict=True)]
     weights = (2 * torch.exp(1 - time), torch.exp(time.sqrt())) if weighted else (1.0, 1.0)
     return weights[0] * parts[0] + weights[1] * parts[1]
 
@@ -71,10 +73,10 @@ def list_times(steps: int, *, split_last: bool = True, smallest: float = SMALLES
 
 @torch.no_grad()
 def sample_latents(predict: Predict, start: Tensor, draws: Sequence[Tensor], times: Sequence[float]) -> Tensor:
-    """Return the latents sampled from the noise `start`; every call but the last uses one of `draws`."""
+    """Sample latents from the noise `start`; every step but the last adds one of `draws`."""
     x = start.float()
-    for place, now in enumerate(times):
-        after = times[place + 1] if place + 1 < len(times) else 0.0
+    for index, now in enumerate(times):
+        after = times[index + 1] if index + 1 < len(times) else 0.0
         batch_time = torch.full((len(x),), now, device=x.device)
         drift, noise = (found.float() for found in predict(x, batch_time))
         # The predicted C and noise imply an x0; C := -x0 makes drift and state consistent, as in the public sampler.
@@ -83,13 +85,13 @@ def sample_latents(predict: Predict, start: Tensor, draws: Sequence[Tensor], tim
         # One reverse step of size s; see the module docstring for the formula.
         x = x - drift * s - s / math.sqrt(now) * noise
         if after > 0:
-            x = x + math.sqrt(s * after / now) * draws[place]
+            x = x + math.sqrt(s * after / now) * draws[index]
     return x
 
 
-def _as_column(time: Tensor) -> Tensor:
+def _expand_time(time: Tensor) -> Tensor:
     return time.view(-1, 1, 1, 1)
 
 
-def _mean(values: Tensor) -> Tensor:
+def _average(values: Tensor) -> Tensor:
     return values.flatten(1).mean(1)

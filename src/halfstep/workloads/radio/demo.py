@@ -1,9 +1,9 @@
-"""A small RadioMapSeer in the original layout: cities of blocks and streets, and path gains with ray-marched shadows.
+"""Demo data: a small RadioMapSeer in the original layout, with cities of blocks and streets and ray-marched shadows.
 
 The gain falls with the logarithm of the distance to the antenna and with every building pixel on the straight line to
-it; inside buildings it is 0, as in the original. So a model has to learn distance and shadows. Cars are small boxes in
-the streets that attenuate a little more. Map numbers are chosen so that RadioUNet's split gives most maps to training
-and some to validation and test.
+it; inside buildings it is 0, as in the original. A model therefore has to learn distance and shadows. Cars are small
+boxes in the streets that attenuate a little more. Map numbers are chosen so that RadioUNet's split gives most maps to
+training and some to validation and test.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUM_TRANSMITTERS = 8
 NUM_IRT4 = 2
 """Transmitters with an IRT4 simulation, as in the original."""
 WALL_LOSS, CAR_LOSS = 0.035, 0.01
-"""Gain lost by a pixel of wall or car on the way."""
+"""Gain lost per pixel of wall or car on the ray."""
 
 
 def write_demo(
@@ -36,7 +36,7 @@ def write_demo(
     num_maps: dict[str, int] | None = None,
     num_transmitters: int = NUM_TRANSMITTERS,
 ) -> None:
-    """Write the tree into `folder`, which appears only when it is complete."""
+    """Write the data to `folder`, which appears only when it is complete."""
     split = get_public_split("radiounet", "DPM")
     counts = num_maps or NUM_MAPS
     numbers = [number for role, count in counts.items() for number in split[role][:count]]  # type: ignore[index]
@@ -62,7 +62,7 @@ def _write_map(root: Path, number: int, rng: np.random.Generator, side: int, num
         _save(antenna, root / "png/antennas" / name)
         plain = compute_path_gain(city, (row, column), WALL_LOSS)
         with_cars = compute_path_gain(city, (row, column), WALL_LOSS, extra=cars)
-        # The simulations of the original differ in how much they see behind walls.
+        # Stand-ins for the original's simulations, which differ in how much they model behind walls.
         for simulation, factor in (("DPM", 1.0), ("IRT2", 0.9), ("IRT4", 0.95)):
             if simulation != "IRT4" or transmitter < NUM_IRT4:
                 _save(plain * factor, root / "gain" / simulation / name)
@@ -70,10 +70,11 @@ def _write_map(root: Path, number: int, rng: np.random.Generator, side: int, num
 
 
 def draw_city(rng: np.random.Generator, side: int) -> tuple[Array, Array]:
-    """Draw buildings and cars (side, side) of 0 and 1: a grid of streets, blocks of one to three houses."""
+    """Return buildings and cars, arrays (side, side) of 0 and 1: a grid of streets, and blocks of one to three
+    houses."""
     city = np.zeros((side, side), dtype=np.uint8)
     cars = np.zeros_like(city)
-    rows, columns = (_draw_streets(rng, side) for _ in range(2))
+    rows, columns = (_draw_blocks(rng, side) for _ in range(2))
     for top, bottom in rows:
         for left, right in columns:
             for _ in range(rng.integers(1, 4)):
@@ -85,8 +86,8 @@ def draw_city(rng: np.random.Generator, side: int) -> tuple[Array, Array]:
     return city, cars * (1 - city)
 
 
-def _draw_streets(rng: np.random.Generator, side: int) -> list[tuple[int, int]]:
-    """Return the spans of blocks between randomly placed streets."""
+def _draw_blocks(rng: np.random.Generator, side: int) -> list[tuple[int, int]]:
+    """Return (start, end) of the blocks between randomly placed streets, along one axis."""
     spans, start = [], int(rng.integers(1, 4))
     while start < side - 4:
         end = min(side - 1, start + int(rng.integers(side // 8, side // 4)))
@@ -105,7 +106,7 @@ def remove_blocks(city: Array, count: int, rng: np.random.Generator) -> Array:
 
 
 def compute_path_gain(city: Array, antenna: tuple[int, int], wall_loss: float, *, extra: Array | None = None) -> Array:
-    """Return bytes (H, W): bright at the antenna, darker with distance and behind walls, 0 in buildings."""
+    """Return the gain as uint8 (H, W): bright at the antenna, darker with distance and behind walls, 0 in buildings."""
     side = city.shape[0]
     grid = np.mgrid[:side, :side]
     offset = grid - np.array(antenna)[:, None, None]
@@ -113,9 +114,9 @@ def compute_path_gain(city: Array, antenna: tuple[int, int], wall_loss: float, *
     steps = 2 * side
     lost = np.zeros(city.shape)
     for step in range(steps):
-        # Where the ray to each pixel is at this share of its way.
-        place = np.array(antenna)[:, None, None] + offset * (step / steps)
-        y, x = place.round().astype(int)
+        # The point at this fraction of the ray to each pixel.
+        point = np.array(antenna)[:, None, None] + offset * (step / steps)
+        y, x = point.round().astype(int)
         # Each sample stands for distance / steps pixels of the ray.
         walls = city[y, x] * wall_loss + (extra[y, x] * CAR_LOSS if extra is not None else 0.0)
         lost += walls * distance / steps

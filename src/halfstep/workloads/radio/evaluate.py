@@ -15,7 +15,7 @@ from halfstep.data.files import BadFiles
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError
 from halfstep.workloads.base.sheets import pick_worst_to_best
-from halfstep.workloads.base.using import LookAt, PlainEvaluation, ShowProgress, Trained
+from halfstep.workloads.base.using import LookAt, PlainEvaluation, ShowProgress, TrainedModel
 from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.radio.build import Denoising, describe_steps
 from halfstep.workloads.radio.config import RadioDiffConfig
@@ -27,12 +27,12 @@ from halfstep.workloads.radio.unet import RadioUNet
 from halfstep.workloads.radio.vae import RadioVAE
 
 SHOWN_EACH = 2
-"""Maps shown of each kind: worst, median and best."""
+"""Number of worst, of median and of best maps that are drawn."""
 PARTS = ("val", "test", "train")
 
 
 class RadioDetails(RadioMetrics):
-    """Validation metrics, and the NMSE of every single map."""
+    """Validation metrics that also keep the NMSE of each map."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,17 +43,17 @@ class RadioDetails(RadioMetrics):
         maps = before.pop("map", None)
         super().update(before, batch)
         if maps is not None:
-            found = self.count(maps, batch["truth"])
+            found = self.add_maps(maps, batch["truth"])
             self._scored.append(torch.stack([batch["index"].double(), found["nmse"]]))
 
-    def ranked(self) -> list[tuple[int, float]]:
-        """Return sample numbers and NMSE, the worst first; waits for the device."""
+    def rank_maps(self) -> list[tuple[int, float]]:
+        """Return (index, NMSE) of each map, worst first; waits for the device."""
         scored = torch.cat(self._scored, dim=1).T.tolist() if self._scored else []
         return sorted(((int(index), score) for index, score in scored), key=lambda found: (-found[1], found[0]))
 
 
 class RadioEvaluation(PlainEvaluation):
-    """Evaluate either stage."""
+    """Evaluation of either stage: a sheet of the worst, median and best maps."""
 
     metrics: RadioDetails
 
@@ -61,16 +61,16 @@ class RadioEvaluation(PlainEvaluation):
         super().__init__(workload)
         self.metrics = RadioDetails()
 
-    def draw(self, folder: Path, look: LookAt) -> list[Path]:
+    def draw_pictures(self, folder: Path, look: LookAt) -> list[Path]:
         """Draw the worst, median and best validation maps."""
-        rows = [self._row(*shown, look) for shown in pick_worst_to_best(self.metrics.ranked(), SHOWN_EACH)]
+        rows = [self._make_row(*shown, look) for shown in pick_worst_to_best(self.metrics.rank_maps(), SHOWN_EACH)]
         if not rows:
             return []
         path = folder / "contact_sheet.png"
         draw_map_sheet(rows).save(path)
         return [path]
 
-    def _row(self, kind: str, index: int, score: float, look: LookAt) -> MapRow:
+    def _make_row(self, kind: str, index: int, score: float, look: LookAt) -> MapRow:
         batch, outputs = look(index)
         raw = self.workload.val_samples.sample(index, key=(0, 0, index))
         return MapRow(
@@ -82,34 +82,32 @@ class RadioEvaluation(PlainEvaluation):
 
 
 class SamplingEvaluation(RadioEvaluation):
-    """Evaluate stage 2."""
+    """Evaluation of stage 2, with any number of sampling steps and any split."""
 
     num_scored = 0
 
     @staticmethod
-    def to_validate(config: RunConfig) -> RunConfig:
-        """Disable the latent cache: it holds only training maps, so rebuilding it would waste hours, and evaluating
+    def drop_training_settings(config: RunConfig) -> RunConfig:
+        """Disable the latent cache. It holds only training maps: rebuilding it would waste hours, and evaluating
         another folder would overwrite the run's cache."""
         return config.changed(data={"cache": "off"})
 
-    def scored(
+    def score_with_options(
         self,
         config: RadioDiffConfig,
-        trained: Trained,
+        trained: TrainedModel,
         options: Mapping[str, Any],
         phase: ShowProgress,
         batch_size: int | None,
     ) -> dict[str, float] | None:
-        """Score samples with a different number of steps or of different maps than validation."""
+        """Score with another number of steps, or on another split, than validation."""
         if options["part"] not in PARTS:
-            raise ConfigError(
-                f"--part {options['part']} is not a part of the split", fix=f"use one of {', '.join(PARTS)}"
-            )
+            raise ConfigError(f"unknown --part {options['part']}", fix=f"use one of {', '.join(PARTS)}")
         steps = int(options["steps"] or config.model.sampling_steps)
         self.scored_at = f"{describe_steps(steps, config.model)}, {ROLE_NAMES[options['part']]} maps"
         if options["steps"] is None and options["part"] == "val":
             return None
-        maps = self._maps(config, options["part"])
+        maps = self._open_maps(config, options["part"])
         self.num_scored = len(maps)
         denoising = Denoising(
             config, self.workload.store, cast(RadioVAE, self.workload.frozen["vae"].module), steps=steps
@@ -122,16 +120,16 @@ class SamplingEvaluation(RadioEvaluation):
                     bar.advance()
         return metrics.compute()
 
-    def _maps(self, config: RadioDiffConfig, part: Role) -> RadioMaps:
-        wish = config.data
-        tree = open_tree(wish)
-        return open_split(wish, tree, choose_split(wish, tree), part, BadFiles(wish.on_bad_file))
+    def _open_maps(self, config: RadioDiffConfig, part: Role) -> RadioMaps:
+        settings = config.data
+        tree = open_tree(settings)
+        return open_split(settings, tree, choose_split(settings, tree), part, BadFiles(settings.on_bad_file))
 
 
 def sample_maps(
-    denoising: Denoising, trained: Trained, maps: RadioMaps, start: int, size: int, seed: int
+    denoising: Denoising, trained: TrainedModel, maps: RadioMaps, start: int, size: int, seed: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the maps that the model samples for a batch, and the batch."""
+    """Load `size` maps from index `start` on; return the model's samples for them, and the batch."""
     indices = range(start, min(start + size, len(maps)))
     loaded = default_collate([maps.sample(index, key=(seed, 0, index)) for index in indices])
     placed = {name: value.to(trained.device) for name, value in loaded.items()}

@@ -1,4 +1,4 @@
-"""The first stage as a file: what stage 1 exports, how stage 2 finds it, and its latents on disk."""
+"""The first stage on disk: its export by stage 1, its import by stage 2, and cached latents."""
 
 from __future__ import annotations
 
@@ -31,17 +31,20 @@ from halfstep.workloads.radio.vae import CODEC, RadioVAE
 
 WEIGHTS, FACTS = "vae.safetensors", "vae.json"
 MEASURED_MAPS = 32
+"""Training maps over which the scale of the latents is measured when stage 1 ends."""
 MEASURED_ON_HOST = 4
-"""Maps whose latents give the scale if it was not measured before: a full-size encoder takes seconds for each."""
+"""The same for a first stage without a measured scale; fewer, as a full-size encoder takes seconds per map on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstStage:
+    """A trained autoencoder."""
+
     vae: RadioVAE
     source: str
     sizes: dict[str, Any]
     scale_factor: float | None
-    """The latent scale as measured by its run."""
+    """The latent scale that its run measured; None if it was loaded from a bare weights file."""
 
 
 def dump_sizes(config: FirstStageConfig) -> dict[str, Any]:
@@ -49,7 +52,7 @@ def dump_sizes(config: FirstStageConfig) -> dict[str, Any]:
 
 
 def get_reduction(sizes: Mapping[str, Any]) -> int:
-    """Return the pixels of a map per position of its latent, along one side."""
+    """Return how many pixels of a map one position of its latent covers, along one side."""
     return int(2 ** (len(sizes["multipliers"]) - 1))
 
 
@@ -59,7 +62,7 @@ def get_latent_shape(sizes: Mapping[str, Any], image_size: int) -> tuple[int, in
 
 
 def check_start_weights(config: RadioVaeConfig | RadioDiffConfig) -> str:
-    """Raise early if `model.weights` does not exist, as with `ckpt_path` in public configs."""
+    """Return `model.weights`; raise before anything is built if the file does not exist."""
     path = config.model.weights or ""
     if path and not Path(path).is_file():
         raise ModelError(
@@ -91,12 +94,12 @@ def open_first_stage(config: RadioDiffConfig) -> FirstStage:
             fix="model.vae=RUN of halfstep train radiodiff_vae, or a file with weights",
         )
     if path.is_dir():
-        folder = next((place for place in (path / "model", path) if (place / WEIGHTS).is_file()), None)
+        folder = next((candidate for candidate in (path / "model", path) if (candidate / WEIGHTS).is_file()), None)
         if folder is None:
             raise ModelError(
                 f"no first stage in {path}",
-                why=f"a radiodiff_vae run leaves model/{WEIGHTS} when it ends",
-                fix="let that run end (halfstep train --resume RUN), or name a file with weights",
+                why=f"a radiodiff_vae run writes model/{WEIGHTS} when it ends",
+                fix="finish that run (halfstep train --resume RUN), or name a file with weights",
             )
         path, facts = folder / WEIGHTS, _read_facts(folder / FACTS)
     else:
@@ -125,14 +128,14 @@ def write_first_stage(vae: RadioVAE, sizes: Mapping[str, Any], scale_factor: flo
 
 
 def measure_scale(vae: RadioVAE, maps: RadioMaps, *, count: int, threshold: float, source: str) -> float:
-    """Return 1 / the standard deviation of some training maps' latents."""
+    """Return 1 / standard deviation of the latents of some training maps."""
     return CODEC.measure_scale(vae, read_some_maps(maps, count, threshold), source=source)
 
 
 def read_some_maps(maps: RadioMaps, count: int, threshold: float) -> Iterator[Tensor]:
     """Yield maps (1, 1, H, W) in -1..1, spread over the whole set."""
-    for place in range(0, len(maps), max(1, len(maps) // count)):
-        yield to_signed(scale_gain(maps.sample(place, key=(0, 0, place))["gain"][None], threshold))
+    for index in range(0, len(maps), max(1, len(maps) // count)):
+        yield to_signed(scale_gain(maps.sample(index, key=(0, 0, index))["gain"][None], threshold))
 
 
 LATENTS_CHECKSUM = "latents_sha256"
@@ -141,8 +144,7 @@ LATENTS_CHECKSUM = "latents_sha256"
 def add_latents(
     config: RadioDiffConfig, data: RadioData, vae: RadioVAE, store: Mapping[str, Any]
 ) -> tuple[RadioData, dict[str, Any]]:
-    """Return the data with training latents from disk, and the store with their checksum; both unchanged without a
-    cache."""
+    """If latents are cached, add them to the training samples and their checksum to the store."""
     if config.data.cache == "off":
         return data, dict(store)
     cache, is_new = make_encoding(config, data.train, vae).open_or_encode()
@@ -153,8 +155,8 @@ def add_latents(
 
 
 def make_encoding(config: RadioDiffConfig, maps: RadioMaps, vae: RadioVAE) -> Encoding:
-    """Describe the encoding of training maps in fp32; validation always encodes, since it needs the first stage to
-    decode."""
+    """Describe the encoding of training maps in fp32. Validation maps are not cached: validation runs the first stage
+    anyway, to decode samples."""
     threshold = config.data.threshold
     return Encoding(
         config=config,
@@ -170,7 +172,7 @@ def make_encoding(config: RadioDiffConfig, maps: RadioMaps, vae: RadioVAE) -> En
 
 
 def pack(config: RadioDiffConfig) -> dict[str, object]:
-    """Encode every training map unless the cache exists, and return what was written as text and as JSON."""
+    """Encode all training maps unless a matching cache exists; return the summary for `halfstep pack`."""
     refuse_uncached(config)
     cache, is_new = make_encoding(config, find_data(config).train, open_first_stage(config).vae).open_or_encode()
     return describe_pack(cache, f"latents of {format_count(len(cache.moments), 'map')}", is_new=is_new)

@@ -34,7 +34,7 @@ TRAINER_UNUSED = {
 }
 
 
-_SIZE = "maps have data.image_size pixels; the public loader gives 256 whatever this value is"
+_SIZE = "maps have data.image_size pixels; the public loader ignores this value and gives 256"
 STAGE2_UNUSED = {
     "model.image_size": _SIZE,
     "model.input_keys": "the inputs are the map and its condition",
@@ -95,7 +95,7 @@ STAGE1 = {
     "model.discriminator.start": "model.lossconfig.disc_start",
     "model.discriminator.weight": "model.lossconfig.disc_weight",
 }
-"""Our settings by their keys."""
+"""Keys of a public config, by our settings (the four dictionaries above)."""
 BUILT: Mapping[str, Any] = {
     "model.model_type": "const_sde",
     "model.model_name": "cond_unet",
@@ -109,11 +109,14 @@ BUILT: Mapping[str, Any] = {
     "model.unet.DPMCARK": False,
     "model.unet.cond_in_dim": 3,
 }
-"""What the public code offers and this build has; anything else would train another method in silence."""
+"""Values of public keys that are supported; any other value selects a method that is not implemented."""
 
 
-def claim(document: Mapping[str, Any], name: str) -> Foreign | None:
-    """Recognise stage 2 by a U-Net next to a first stage, and stage 1 by LDM's sizes at the top of `model`."""
+def translate_config(document: Mapping[str, Any], name: str) -> Foreign | None:
+    """Translate a RadioDiff config; return None for other documents.
+
+    Stage 2 has a U-Net and a first stage in `model`; stage 1 has LDM's `ddconfig` and `lossconfig` there.
+    """
     read = ForeignReader(document)
     model = read.section("model")
     if "unet" in model and "ddconfig" in read.section("model.first_stage"):
@@ -123,7 +126,7 @@ def claim(document: Mapping[str, Any], name: str) -> Foreign | None:
 
 def read_stage2(read: ForeignReader) -> Foreign:
     for key, built in BUILT.items():
-        read.must_be(key, built, why="training on without it would be another method")
+        read.must_be(key, built, why="only this value is implemented; another one is a different method")
     values, notes = read_shared_values(read, "model.first_stage")
     finetuned, own = read("finetune.ckpt_path"), read("model.ckpt_path")
     scale, is_fixed = read("model.scale_factor"), read("model.default_scale", False)
@@ -133,7 +136,7 @@ def read_stage2(read: ForeignReader) -> Foreign:
         "model.l1": read("model.use_l1", True),
         **({"model.weights": finetuned or own} if finetuned or own else {}),
     }
-    read("model.unet.channels")
+    read("model.unet.channels")  # marks the key as used: the channels follow from the first stage
     if not read("model.unet.without_pretrain", False):
         notes.append(
             "the public model starts its condition pyramid from torchvision's ImageNet weights, which it downloads; "
@@ -147,17 +150,17 @@ def read_stage1(read: ForeignReader) -> Foreign:
     values, notes = read_shared_values(read, "model")
     values |= read.values(STAGE1) | {"schedule.power": 0.95}
     is_never = read.section("trainer").get("gradient_accumulate_every") == 1
-    turns = "there it alternates the two networks; here both step each time"
-    turns += "; with 1 the public trainer never trains its discriminator" if is_never else ""
+    turns = "there it alternates between the two networks; here both step each time"
+    turns += "; with 1, the public trainer never trains its discriminator" if is_never else ""
     notes.append("the public loss adds LPIPS, whose weights it downloads; here the loss is |error| + error² and KL")
-    of_sizes = {
+    size_keys = {
         key.replace("model.first_stage.", "model."): why
         for key, why in STAGE2_UNUSED.items()
         if key.startswith("model.first_stage.ddconfig")
     }
     unused = {
         **TRAINER_UNUSED,
-        **of_sizes,
+        **size_keys,
         "model.lossconfig.disc_in_channels": "maps have one channel",
         "model.lossconfig.perceptual_weight": "there is no LPIPS here",
         "trainer.gradient_accumulate_every": turns,
@@ -166,7 +169,8 @@ def read_stage1(read: ForeignReader) -> Foreign:
 
 
 def read_shared_values(read: ForeignReader, first_stage: str) -> tuple[dict[str, Any], list[str]]:
-    """Translate what both stages share (data, trainer, precision, autoencoder sizes), with notes for the user."""
+    """Translate the keys that both stages have: data, trainer, precision, sizes of the autoencoder. Also return notes
+    for the user."""
     precision, notes = _read_precision(read)
     notes.append(
         "RadioDiff's split has the same maps in training, validation and test: RadioUNet's split is used (data.split)"
@@ -186,11 +190,11 @@ def _read_precision(read: ForeignReader) -> tuple[dict[str, str], list[str]]:
     if amp is None and fp16 is None:
         return {}, []
     if amp and not fp16:
-        differs = (
+        note = (
             "trainer.amp: true with fp16: false is read as bf16; the public trainer computes it in fp16 without loss "
-            "scaling, whatever accelerate's config has (halfstep check explains it)"
+            "scaling, regardless of accelerate's config (halfstep check explains it)"
         )
-        return {"precision.default": "bf16"}, [differs]
+        return {"precision.default": "bf16"}, [note]
     return {"precision.default": "fp16" if amp else "fp32"}, []
 
 

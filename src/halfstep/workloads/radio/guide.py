@@ -1,4 +1,4 @@
-"""The radio family in `halfstep guide`."""
+"""`halfstep guide` for radio maps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL_UNET: dict[str, Any] = {
 
 
 class Guide:
-    """Guide users through the first stage, where everyone starts."""
+    """Guide to the first stage, where users start."""
 
     small_on_cpu: ClassVar[dict[str, Any]] = {**SMALL_SIZE, **SMALL_FIRST_STAGE, "model.discriminator.enabled": False}
 
@@ -37,8 +37,8 @@ class Guide:
             train=data.train, val=data.val, store={}, classes=("map",), notes=data.notes, sides=(size[1], size[0])
         )
 
-    def picture(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
-        """Draw the city and its antenna's gain side by side."""
+    def draw_sample(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
+        """Draw the city with its antenna, and the gain, side by side."""
         city = Image.fromarray(draw_condition(sample["condition"].numpy()))
         gain = Image.fromarray(draw_gain(sample["gain"][0].numpy() / 255))
         both = Image.new("RGB", (city.width + gain.width, city.height))
@@ -46,8 +46,8 @@ class Guide:
         both.paste(gain, (city.width, 0))
         return f"map {index}", both
 
-    def for_side(self, config: RadioVaeConfig | RadioDiffConfig, side: int) -> dict[str, Any]:
-        """Return settings for this side, rounded to what all levels can halve."""
+    def suggest_for_side(self, config: RadioVaeConfig | RadioDiffConfig, side: int) -> dict[str, Any]:
+        """Return the largest image size up to `side` that every level can halve."""
         levels = len(config.model.first_stage.multipliers)
         if isinstance(config, RadioDiffConfig):
             levels += len(config.model.multipliers) - 1
@@ -56,6 +56,6 @@ class Guide:
 
 
 class SecondGuide(Guide):
-    """Guide users through the second stage; training needs a trained first stage, planning does not."""
+    """Guide to the second stage; training needs a trained first stage, planning does not."""
 
     small_on_cpu: ClassVar[dict[str, Any]] = {**SMALL_SIZE, **SMALL_FIRST_STAGE, **SMALL_UNET}

@@ -1,7 +1,7 @@
 """Layers of RadioDiff's U-Net.
 
-The public code makes epsilons depend on the input's dtype (1e-3 for anything but fp32), so autocast changes the
-function. Here epsilons are always 1e-5, statistics are fp32, and the Fourier filter runs in an fp32 island, sized by
+The public code chooses epsilons by the input's dtype (1e-3 for anything but fp32), so autocast changes the function.
+Here epsilons are always 1e-5, statistics are fp32, and the Fourier filter runs in an fp32 island; its size follows from
 its map.
 """
 
@@ -21,7 +21,7 @@ EPSILON = 1e-5
 
 
 class StandardisedConv2d(nn.Conv2d):
-    """A convolution whose weights have mean 0 and variance 1 for each output (Qiao et al. 2019)."""
+    """A convolution whose weights are standardised per output channel (Qiao et al. 2019)."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._conv_forward(input, standardise(self.weight), self.bias)
@@ -29,12 +29,13 @@ class StandardisedConv2d(nn.Conv2d):
 
 @in_fp32
 def standardise(weight: Tensor) -> Tensor:
+    """Return the weight with mean 0 and variance 1 per output channel."""
     variance, mean = torch.var_mean(weight, dim=(1, 2, 3), correction=0, keepdim=True)
     return (weight - mean) * (variance + EPSILON).rsqrt()
 
 
 class ChannelNorm(nn.Module):
-    """Normalise each position over its channels, with a scale and no shift."""
+    """Layer norm over the channels of each position, with a scale and no shift."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -51,6 +52,8 @@ def _normalise_channels(x: Tensor, scale: Tensor) -> Tensor:
 
 
 class ConvNormSilu(nn.Module):
+    """Convolution, GroupNorm, optional scale and shift, SiLU."""
+
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.proj = StandardisedConv2d(inputs, outputs, 3, padding=1)
@@ -69,7 +72,7 @@ class ConvNormSilu(nn.Module):
 
 
 class TimedBlock(nn.Module):
-    """Two convolutions and a shortcut; the time embedding scales and shifts in between."""
+    """Two convolutions and a shortcut; the time embedding scales and shifts the output of the first norm."""
 
     def __init__(self, inputs: int, outputs: int, time_dim: int) -> None:
         super().__init__()
@@ -87,7 +90,7 @@ HEADS, HEAD_DIM = 4, 32
 
 
 class LinearAttention(nn.Module):
-    """Attention at a cost linear in the positions: queries over channels, keys over positions (Shen et al. 2021)."""
+    """Attention whose cost is linear in the number of positions (Shen et al. 2021)."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -104,17 +107,19 @@ class LinearAttention(nn.Module):
 
 @in_fp32
 def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return linear attention of (B, heads, dim, positions) inputs, in fp32: keys are near 1 / positions, and values
-    divided by positions as well fall below fp16's smallest number."""
-    # Softmax over channels for queries and over positions for keys: (q kᵀ) v = q (kᵀ v), so that the context is only
-    # dim × dim.
+    """Compute linear attention of inputs (B, heads, dim, positions) in fp32.
+
+    Keys are near 1 / positions and values are divided by positions: their products fall below fp16's smallest number.
+    """
+    # Softmax over channels for queries and over positions for keys. Without a joint softmax, (q kᵀ) v = q (kᵀ v), and
+    # the context kᵀ v is only dim × dim.
     q = q.softmax(dim=-2) * q.shape[-2] ** -0.5
     context = k.softmax(dim=-1) @ (v / v.shape[-1]).transpose(-2, -1)
     return context.transpose(-2, -1) @ q
 
 
 class MultiHeadPositionAttention(nn.Module):
-    """Attend over all positions with four heads and a shortcut."""
+    """Self-attention over all positions, with four heads and a shortcut."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -134,9 +139,9 @@ class FourierFilter(nn.Module):
     """Multiply each frequency of each channel by a learned factor: irfft2(rfft2(x) * weight).
 
     The weight covers the half spectrum of the map, (H, W // 2 + 1). The transforms are products with sine and cosine
-    matrices: bottleneck maps are only about 8×8, and complex numbers would split compiled code. After the product the
-    spectrum is not Hermitian, and cuFFT and the CPU disagree about such spectra. Here the imaginary parts that no real
-    map has are ignored everywhere, as torch's FFT does on a CPU.
+    matrices: bottleneck maps are only about 8×8, and complex numbers cause graph breaks in compiled code. After the
+    product the spectrum is not Hermitian, and cuFFT and the CPU treat such spectra differently. This code ignores the
+    imaginary parts that no real map has, as torch's FFT does on a CPU.
     """
 
     def __init__(self, channels: int, size: Sequence[int]) -> None:
@@ -151,8 +156,10 @@ class FourierFilter(nn.Module):
 
 @in_fp32
 def apply_filter(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute irfft2(rfft2(x) * weight) with matmuls. Transposing puts the transformed axis last, so that each
-    transform is one matmul over all maps."""
+    """Compute irfft2(rfft2(x) * weight) with matmuls.
+
+    Transposing puts the axis to transform last, so that each transform is one matmul over all maps.
+    """
     height, width = x.shape[2:]
     half = weight.shape[2]
     (cos_h, sin_h), (cos_w, sin_w) = _make_waves(height, height, x.device), _make_waves(width, half, x.device)
@@ -165,20 +172,21 @@ def apply_filter(x: Tensor, weight: Tensor) -> Tensor:
     # Inverse transform exp(+iwx) over the height; the width follows below, real part only.
     real, imaginary = (real @ cos_h - imaginary @ sin_h).mT, (imaginary @ cos_h + real @ sin_h).mT
     # The half spectrum holds one of each conjugate pair, so all frequencies but 0 and Nyquist count twice.
-    place = torch.arange(half, device=x.device)
-    count = torch.where((place == 0) | (2 * place == width), 1.0, 2.0) / (height * width)
+    frequency = torch.arange(half, device=x.device)
+    count = torch.where((frequency == 0) | (2 * frequency == width), 1.0, 2.0) / (height * width)
     return (real * count) @ cos_w.T - (imaginary * count) @ sin_w.T
 
 
 def _make_waves(length: int, num_frequencies: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines (length, frequencies); the angle is reduced as an integer, which keeps it exact."""
-    places, frequencies = torch.arange(length, device=device), torch.arange(num_frequencies, device=device)
-    angle = (places[:, None] * frequencies[None, :] % length).float() * (2 * math.pi / length)
+    """Return cosines and sines (length, frequencies). Angles are reduced modulo a full turn as integers, which is
+    exact."""
+    positions, frequencies = torch.arange(length, device=device), torch.arange(num_frequencies, device=device)
+    angle = (positions[:, None] * frequencies[None, :] % length).float() * (2 * math.pi / length)
     return angle.cos(), angle.sin()
 
 
 class TimeEmbedding(nn.Module):
-    """Embed the time by random Fourier features of log(t) / 4 and two linear layers."""
+    """Embed the time: random Fourier features of log(t) / 4, then two linear layers."""
 
     W: Tensor
 

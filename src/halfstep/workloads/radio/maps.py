@@ -1,4 +1,4 @@
-"""The file layout of RadioMapSeer: the path gain of each transmitter in a city map, with buildings, antenna and cars.
+"""Read RadioMapSeer: the path gain of each transmitter in a city map, with buildings, antenna and cars.
 
     png/buildings_complete/<map>.png            png/buildings_missing<1..4>/<1..6>/<map>.png
     png/antennas/<map>_<transmitter>.png        one bright pixel
@@ -45,16 +45,17 @@ RANGES: Mapping[str, Mapping[Role, tuple[int, int]]] = {
 
 
 def get_public_split(name: str, simulation: str) -> dict[Role, tuple[int, ...]]:
-    """Return the split `radiounet`, or `radiodiff`, which has different ranges for IRT4."""
+    """Return a published split; that of `radiodiff` has different ranges for IRT4."""
     key = "radiodiff_irt4" if name == "radiodiff" and simulation == "IRT4" else name
     maps = shuffle_maps()
     return {role: maps[first : last + 1] for role, (first, last) in RANGES[key].items()}
 
 
 def shuffle_maps() -> tuple[int, ...]:
+    """Return the map numbers in the order of the public code: numpy's legacy generator, seed 42."""
     order = np.arange(NUM_MAPS)
     np.random.RandomState(42).shuffle(order)
-    return tuple(int(place) + 1 for place in order)
+    return tuple(int(index) + 1 for index in order)
 
 
 def find_leaks(split: Split) -> dict[Role, tuple[int, ...]]:
@@ -82,14 +83,14 @@ class RadioFiles:
     """One file, or the versions of a map with missing buildings."""
     antenna: Path
     gain: Path | None
-    """The true gain; None if only a prediction is wanted."""
+    """The true gain; None if it is unknown, as in prediction."""
     cars: Path | None = None
 
     @property
     def name(self) -> str:
         return self.antenna.stem
 
-    def all(self) -> list[Path]:
+    def list_paths(self) -> list[Path]:
         return [path for path in (*self.buildings, self.antenna, self.gain, self.cars) if path is not None]
 
 
@@ -103,8 +104,8 @@ class RadioTree:
     missing_buildings: int = 0
 
     @classmethod
-    def at(cls, folder: Path, **settings: Any) -> RadioTree:
-        """Open the folder itself, or the RadioMapSeer inside it."""
+    def open(cls, folder: Path, **settings: Any) -> RadioTree:
+        """Open the folder itself, or a RadioMapSeer folder inside it."""
         for root in (folder, folder / "RadioMapSeer"):
             if (root / "gain").is_dir() and (root / "png").is_dir():
                 tree = cls(root=root, **settings)
@@ -127,6 +128,7 @@ class RadioTree:
         return self.root / "png" / kind
 
     def refuse_missing_folders(self) -> None:
+        """Raise DataError if a folder that the settings need does not exist."""
         gains = sorted(path.name for path in (self.root / "gain").iterdir() if path.is_dir())
         if not self.gain_dir.is_dir():
             cars = ", or data.cars=false" if self.with_cars else ""
@@ -142,29 +144,31 @@ class RadioTree:
             if not folder.is_dir():
                 raise DataError(f"no folder {folder}", why="it is an input of the model", fix="unpack all of png/")
 
-    def numbers(self) -> tuple[int, ...]:
+    def list_map_numbers(self) -> tuple[int, ...]:
         """Return the numbers of the maps that have gains."""
-        return tuple(sorted({number for number, _ in self._gains()}))
+        return tuple(sorted({number for number, _ in self._list_gains()}))
 
-    def samples(self, numbers: Sequence[int], *, most: int = 0, bad_files: BadFiles) -> tuple[RadioFiles, ...]:
-        """Return every transmitter of these maps, at most `most` per map; one without all inputs is reported."""
+    def list_samples(self, numbers: Sequence[int], *, most: int = 0, bad_files: BadFiles) -> tuple[RadioFiles, ...]:
+        """Return every transmitter of these maps, at most `most` per map (0: all). Those with missing files are
+        reported and left out."""
         wanted = set(numbers)
-        pairs = [(number, place) for number, place in self._gains() if number in wanted]
+        pairs = [(number, transmitter) for number, transmitter in self._list_gains() if number in wanted]
         if most:
             pairs = _keep_few_each(pairs, most)
-        known: dict[Path, bool] = {}
-        whole: list[RadioFiles] = []
+        exists: dict[Path, bool] = {}  # buildings are shared by all transmitters of a map
+        complete: list[RadioFiles] = []
         missing: list[Path] = []
-        for number, place in pairs:
-            found = self.sample(number, place)
-            lacking = [path for path in found.all() if not known.setdefault(path, path.is_file())]
+        for number, transmitter in pairs:
+            found = self.get_sample(number, transmitter)
+            lacking = [path for path in found.list_paths() if not exists.setdefault(path, path.is_file())]
             missing += lacking
-            whole += [] if lacking else [found]
+            complete += [] if lacking else [found]
         if missing:
-            self._report(len(pairs) - len(whole), missing, bad_files)
-        return tuple(whole)
+            self._report_missing(len(pairs) - len(complete), missing, bad_files)
+        return tuple(complete)
 
-    def sample(self, number: int, transmitter: int) -> RadioFiles:
+    def get_sample(self, number: int, transmitter: int) -> RadioFiles:
+        """Return the paths of one sample; they need not exist."""
         if self.missing_buildings:
             versions = range(1, NUM_VERSIONS + 1)
             buildings = tuple(self.buildings_dir / str(version) / f"{number}.png" for version in versions)
@@ -179,7 +183,8 @@ class RadioTree:
             cars=self.root / "png" / "cars" / f"{number}.png" if self.with_cars else None,
         )
 
-    def _gains(self) -> list[tuple[int, int]]:
+    def _list_gains(self) -> list[tuple[int, int]]:
+        """Return (map, transmitter) of every gain file, sorted."""
         found = [match for path in self.gain_dir.iterdir() if (match := GAIN_NAME.match(path.name))]
         if not found:
             seen = list_some(sorted(path.name for path in self.gain_dir.iterdir())) or "nothing"
@@ -190,7 +195,7 @@ class RadioTree:
             )
         return sorted((int(match[1]), int(match[2])) for match in found)
 
-    def _report(self, num_gains: int, missing: list[Path], bad_files: BadFiles) -> None:
+    def _report_missing(self, num_gains: int, missing: list[Path], bad_files: BadFiles) -> None:
         """Report all missing inputs at once: a folder that lacks one antenna often lacks thousands."""
         shown = list_some(path.relative_to(self.root) for path in dict.fromkeys(missing))
         bad_files.report(
@@ -210,13 +215,13 @@ def _keep_few_each(pairs: Sequence[tuple[int, int]], most: int) -> list[tuple[in
 
 
 class RadioMaps:
-    """Samples of bytes: `gain` (1, H, W) and `condition` (3, H, W) with buildings, antenna, and cars or buildings
-    again."""
+    """Samples as uint8: `gain` (1, H, W) and `condition` (3, H, W). The condition holds buildings, antenna and cars;
+    without cars, the buildings twice."""
 
     def __init__(self, files: Sequence[RadioFiles], *, size: tuple[int, int]) -> None:
         self.items, self.size = tuple(files), size
         byte = np.dtype(np.uint8)
-        # Versions of missing buildings are drawn again each epoch.
+        # With missing buildings, each epoch draws a version at random, so there is nothing to cache.
         is_fixed = all(len(item.buildings) == 1 for item in self.items)
         self._cache = SampleCache(
             len(self.items),
@@ -246,18 +251,19 @@ class RadioMaps:
         return make_printable(f"{self.items[index].name}.png")
 
     def files(self) -> Iterator[Path]:
-        return (path for item in self.items for path in item.all())
+        return (path for item in self.items for path in item.list_paths())
 
 
 def read_condition(item: RadioFiles, size: tuple[int, int], *, version: int = 0) -> Array:
-    """Read buildings, antenna and cars (3, H, W); without cars, the buildings again, as in RadioDiff."""
+    """Read buildings, antenna and cars (3, H, W); without cars the third channel repeats the buildings, as in
+    RadioDiff."""
     buildings = read_gray(item.buildings[version], size)
     last = buildings if item.cars is None else read_gray(item.cars, size)
     return np.stack([buildings, read_antenna(item.antenna, size), last])
 
 
 def read_gray(path: Path, size: tuple[int, int]) -> Array:
-    """Read bytes (H, W); shrinking averages over areas."""
+    """Read a grey image as uint8 (H, W); shrinking averages over areas."""
     pixels = _read_bytes(path)
     if pixels.shape == size:
         return pixels
@@ -266,7 +272,7 @@ def read_gray(path: Path, size: tuple[int, int]) -> Array:
 
 
 def read_antenna(path: Path, size: tuple[int, int]) -> Array:
-    """Read bytes (H, W), keeping the antenna's bright pixel at any size: averaging would dilute it."""
+    """Read an antenna image as uint8 (H, W). Its bright pixel is kept at any size: averaging would dilute it."""
     pixels = _read_bytes(path)
     rows, columns = np.nonzero(pixels)
     if not len(rows):
@@ -276,32 +282,35 @@ def read_antenna(path: Path, size: tuple[int, int]) -> Array:
             fix="unpack the file again, or leave bad files out: data.on_bad_file=skip",
         )
     found = np.zeros(size, dtype=np.uint8)
-    places = rows * size[0] // pixels.shape[0], columns * size[1] // pixels.shape[1]
-    np.maximum.at(found, places, pixels[rows, columns])
+    positions = rows * size[0] // pixels.shape[0], columns * size[1] // pixels.shape[1]
+    np.maximum.at(found, positions, pixels[rows, columns])
     return found
 
 
 def _read_bytes(path: Path) -> Array:
-    pixels = np.array(read_image(path, channels=1)[..., 0])  # a copy: Pillow's is read-only
+    pixels = np.array(read_image(path, channels=1)[..., 0])  # a copy: Pillow's array is read-only
+    # Images with more than 8 bits are read as floats in 0..1.
     return pixels if pixels.dtype == np.uint8 else (pixels * 255).round().clip(0, 255).astype(np.uint8)
 
 
 def check_pictures(files: Sequence[RadioFiles], bad_files: BadFiles) -> tuple[RadioFiles, ...]:
-    """Return the samples whose images have one size, by their headers; if bad files are skipped, decode every pixel
-    too."""
-    paths = list(dict.fromkeys(path for item in files for path in item.all()))
-    look = _read_whole if bad_files.mode == "skip" else _read_size
-    seen = dict(zip(paths, run_in_threads(look, paths), strict=True))
-    whole = []
+    """Return the samples whose images can be read and have the same size; report the others.
+
+    Only headers are read, unless bad files are to be skipped: then every image is decoded.
+    """
+    paths = list(dict.fromkeys(path for item in files for path in item.list_paths()))
+    read = _read_whole if bad_files.mode == "skip" else _read_size
+    sizes = dict(zip(paths, run_in_threads(read, paths), strict=True))
+    usable = []
     for item in files:
-        if error := _find_fault(item, seen):
+        if error := _find_fault(item, sizes):
             bad_files.report(error)
         else:
-            whole.append(item)
-    return tuple(whole)
+            usable.append(item)
+    return tuple(usable)
 
 
-Seen = tuple[int, int] | DataError
+SizeOrError = tuple[int, int] | DataError
 
 
 def _read_size(path: Path) -> tuple[int, int]:
@@ -314,21 +323,22 @@ def _read_whole(path: Path) -> tuple[int, int]:
     return size
 
 
-def _find_fault(item: RadioFiles, seen: Mapping[Path, Seen]) -> DataError | None:
-    first, *others = item.all()
+def _find_fault(item: RadioFiles, sizes: Mapping[Path, SizeOrError]) -> DataError | None:
+    """Return why a sample cannot be used, or None."""
+    first, *others = item.list_paths()
     for path in (first, *others):
-        found = seen[path]
+        found = sizes[path]
         if isinstance(found, DataError):
             return found
-        if found != seen[first]:
+        if found != sizes[first]:
             return DataError(
-                f"{path} is {_format_size(found)}, {first} is {_format_size(seen[first])}",
+                f"{path} is {_format_size(found)}, {first} is {_format_size(sizes[first])}",
                 why="inputs and gains of a map must have the same size",
                 fix="unpack the files again, or leave bad files out: data.on_bad_file=skip",
             )
     return None
 
 
-def _format_size(size: Seen) -> str:
+def _format_size(size: SizeOrError) -> str:
     assert not isinstance(size, DataError)
     return f"{size[1]}x{size[0]}"

@@ -1,7 +1,7 @@
-"""Translate names of RadioDiff's public checkpoints (UNIC-Lab/RadioDiff) to ours.
+"""Translate parameter names of RadioDiff's public checkpoints (UNIC-Lab/RadioDiff) to ours.
 
-The autoencoder has the same names. Weights that no forward pass uses (`init_conv_carK`, the Swin's last norm and head)
-and those of its loss are dropped.
+The autoencoder's names are the same. Weights that no forward pass uses (`init_conv_carK`, the last norm and the head of
+the Swin transformer) and weights of the autoencoder's loss are dropped.
 """
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+# Index of a module inside a level of the public U-Net: 0 and 1 are the blocks, 2 the attention, 3 the convolution.
 _LEVEL = {"0": "block1", "1": "block2"}
 _ATTENTION = (("fn.norm.", "norm."), ("fn.fn.", ""))
 
 
 def _rename_level(match: re.Match[str], prefix: str) -> str:
-    place, part, rest = match.groups()
+    index, part, rest = match.groups()
     if part in _LEVEL:
-        return f"{prefix}{place}.{_LEVEL[part]}.{rest}"
+        return f"{prefix}{index}.{_LEVEL[part]}.{rest}"
     if part == "3":
-        # The last level up has a convolution alone where the others have it second.
+        # Ours is always second, after the upsampling. In the public decoder the last level has no upsampling, so its
+        # convolution has no index.
         is_alone = prefix.startswith("decoders") and not rest.startswith("1.")
-        return f"{prefix}{place}.end.{'1.' if is_alone else ''}{rest}"
-    return f"{prefix}{place}.attention.{_rename_attention(rest)}"
+        return f"{prefix}{index}.end.{'1.' if is_alone else ''}{rest}"
+    return f"{prefix}{index}.attention.{_rename_attention(rest)}"
 
 
 def _rename_attention(rest: str) -> str:
@@ -34,11 +36,12 @@ def _rename_attention(rest: str) -> str:
 
 
 def _rename_relation(match: re.Match[str], prefix: str) -> str:
-    place, rest = match.groups()
-    return f"{prefix}{place}.relation.{rest.replace('attentions.0.', 'attention.')}"
+    index, rest = match.groups()
+    return f"{prefix}{index}.relation.{rest.replace('attentions.0.', 'attention.')}"
 
 
 def _rename_swin(match: re.Match[str]) -> str:
+    # The public Swin keeps the patch embedding apart from `features`; ours is features.0, as in torchvision.
     return f"condition.features.{int(match[1]) + 1}."
 
 
@@ -67,12 +70,13 @@ _RULES = (
 _UNUSED = re.compile(r"init_conv_carK\.|init_conv_mask\.(norm|head)\.")
 
 
-def rename_weights(name_of: Callable[[str], str | None], weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {ours: value for name, value in weights.items() if (ours := name_of(name)) is not None}
+def rename_weights(rename: Callable[[str], str | None], weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename all weights; drop those for which `rename` returns None."""
+    return {ours: value for name, value in weights.items() if (ours := rename(name)) is not None}
 
 
 def rename_unet_weight(theirs: str) -> str | None:
-    """Return our name of a parameter of the public U-Net; None if nothing uses it."""
+    """Return our name for a parameter of the public U-Net; None if no forward pass uses it."""
     if _UNUSED.match(theirs):
         return None
     for pattern, ours in _RULES:
@@ -82,5 +86,5 @@ def rename_unet_weight(theirs: str) -> str | None:
 
 
 def rename_vae_weight(theirs: str) -> str | None:
-    """Return our name of a parameter of the public autoencoder; None if it belongs to the loss."""
+    """Return our name for a parameter of the public autoencoder; None if it belongs to the loss."""
     return None if theirs.startswith(("loss.", "loss_pinn")) else theirs

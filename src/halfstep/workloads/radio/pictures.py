@@ -1,4 +1,4 @@
-"""Images of radio maps: buildings and antenna, the map, the truth, the error."""
+"""Draw radio maps: buildings and antenna, the predicted map, the truth, the error."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ COLUMNS = ("buildings, antenna", "map", "truth", "error")
 BUILDING, STREET, ANTENNA, CAR = (40, 40, 40), (225, 225, 225), (213, 94, 0), (0, 114, 178)
 TOO_HIGH, TOO_LOW = (213, 94, 0), (0, 114, 178)
 LARGEST_ERROR = 0.25
-"""Drawn in full colour; what is beyond looks the same."""
+"""Errors of this size and larger are drawn in full colour."""
 SHOWN = 4
+"""Validation maps in a sheet of samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MapRow:
-    """One sample; arrays (H, W) in 0..1."""
+    """One row of a sheet; arrays (H, W) in 0..1."""
 
     name: str
     condition: Array | None
-    """(3, H, W) bytes: buildings, antenna, cars or buildings again; None if the map was reconstructed from itself."""
+    """(3, H, W) bytes: buildings, antenna, cars (or buildings again); None for reconstructions by the first stage."""
     predicted: Array
     truth: Array | None = None
 
 
 def draw_map_sheet(rows: Sequence[MapRow]) -> Image.Image:
-    """Draw one row per sample under a heading; columns that no row has are left out."""
+    """Draw one row per sample under headings; leave out columns that no row has."""
     known = (any(row.condition is not None for row in rows), True, *[any(row.truth is not None for row in rows)] * 2)
     columns = [name for name, is_known in zip(COLUMNS, known, strict=True) if is_known]
     return draw_table(columns, [(row.name, _draw_cells(row)) for row in rows])
@@ -47,7 +48,7 @@ def _draw_cells(row: MapRow) -> list[Array]:
 
 
 def draw_condition(condition: Array) -> Array:
-    """Draw streets, buildings, cars, and the antenna as a cross, since one pixel would not be visible."""
+    """Draw streets, buildings and cars, and the antenna as a cross: a single pixel would not be visible."""
     buildings, antenna, last = condition
     picture = np.empty((*buildings.shape, 3), dtype=np.uint8)
     picture[:] = STREET
@@ -64,9 +65,9 @@ def draw_condition(condition: Array) -> Array:
 def draw_gain(gain: Array) -> Array:
     """Draw a gain in 0..1 from black over violet and orange to white, with brightness increasing monotonically."""
     stops = np.array([(0, 0, 4), (81, 18, 124), (183, 55, 121), (252, 137, 97), (252, 253, 191)], dtype=np.float64)
-    place = np.clip(gain, 0, 1) * (len(stops) - 1)
-    low = np.minimum(place.astype(int), len(stops) - 2)
-    part = (place - low)[..., None]
+    position = np.clip(gain, 0, 1) * (len(stops) - 1)
+    low = np.minimum(position.astype(int), len(stops) - 2)
+    part = (position - low)[..., None]
     return np.asarray((stops[low] * (1 - part) + stops[low + 1] * part).round().astype(np.uint8))
 
 
@@ -78,12 +79,12 @@ def draw_error(predicted: Array, truth: Array) -> Array:
 
 
 def draw_samples(maps: RadioMaps, model: nn.Module, workload: Workload, key: tuple[int, ...]) -> dict[str, Array]:
-    """Draw a sheet of the first validation maps from the workload's forward pass."""
+    """Run the model on the first validation maps and draw them as a sheet."""
     indices = range(min(SHOWN, len(maps)))
     batch = default_collate([maps.sample(index, key=(0, 0, index)) for index in indices])
     device = next(model.parameters()).device
     placed = {name: value.to(device) for name, value in batch.items()}
-    found = workload.forward(model, workload.prepared(placed, key=key, training=False))["map"]
+    found = workload.forward(model, workload.prepare_batch(placed, key=key, training=False))["map"]
     rows = [
         MapRow(
             name=maps.name_of(index),

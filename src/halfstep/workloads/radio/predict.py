@@ -1,6 +1,7 @@
-"""`halfstep predict RUN RadioMapSeer/png/antennas`: the gain of each transmitter, drawn next to its inputs.
+"""`halfstep predict` for radio maps.
 
-With a first stage: `halfstep predict RUN RadioMapSeer/gain/DPM`, each map decoded from its latent's mean.
+halfstep predict RUN RadioMapSeer/png/antennas    stage 2: predict the gain map of each transmitter
+halfstep predict RUN RadioMapSeer/gain/DPM        stage 1: reconstruct each gain map from the mean of its latent
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from halfstep.report.progress import Bar
 from halfstep.report.results import Answer, Failure
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.sheets import Array
-from halfstep.workloads.base.using import FilePredictor, Input, Trained, Wishes, save_picture
+from halfstep.workloads.base.using import FilePredictor, Input, PredictRequest, TrainedModel, save_picture
 from halfstep.workloads.base.vae_trainer import VaeNet
 from halfstep.workloads.base.workload import FrozenPart
 from halfstep.workloads.radio.build import Denoising, build_unet
@@ -34,11 +35,12 @@ from halfstep.workloads.radio.scores import score_maps
 from halfstep.workloads.radio.unet import RadioUNet
 
 MOST_TRANSMITTERS = 1000
-"""The most transmitters of a map. A sample's noise is keyed by its map and transmitter, independent of other files."""
+"""Upper limit of transmitters per map. The noise of a sample is keyed by map * limit + transmitter, so it does not
+depend on the other input files."""
 
 
 class MapPredictor(FilePredictor):
-    """Write a gain map and an image for each antenna file; buildings, cars and truth are found by its path."""
+    """Predict and draw a gain map for each antenna file; buildings, cars and truth are found from its path."""
 
     endings = (".png",)
 
@@ -49,30 +51,32 @@ class MapPredictor(FilePredictor):
         self.vae = stage.vae
         self.frozen = {"vae": FrozenPart(module=stage.vae, source=stage.source)}
 
-    def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
-        """Yield one answer per antenna file; other images of a RadioMapSeer folder are ignored."""
-        asked = [item for item in inputs if item.path.parent.name == "antennas"] or inputs
-        bar.total = len(asked)
-        return super().answers(asked, trained, wishes, bar)
+    def answer_all(
+        self, inputs: list[Input], trained: TrainedModel, request: PredictRequest, bar: Bar
+    ) -> Iterator[Answer | Failure]:
+        """Yield one answer per antenna file; ignore the other images of a RadioMapSeer folder."""
+        antennas = [item for item in inputs if item.path.parent.name == "antennas"] or inputs
+        bar.total = len(antennas)
+        return super().answer_all(antennas, trained, request, bar)
 
-    def answer_file(self, item: Input, trained: Trained, wishes: Wishes) -> Answer:
-        steps = int(wishes.options["steps"] or self.config.model.sampling_steps)
+    def answer_file(self, item: Input, trained: TrainedModel, request: PredictRequest) -> Answer:
+        steps = int(request.options["steps"] or self.config.model.sampling_steps)
         denoising = Denoising(self.config, self.store, self.vae, steps=steps)
         size = (self.store["image_size"], self.store["image_size"])
-        files = self._files(item.path)
-        key = Key.for_sampling(int(wishes.options["seed"]), files.number * MOST_TRANSMITTERS + files.transmitter)
+        files = self._find_files(item.path)
+        key = Key.for_sampling(int(request.options["seed"]), files.number * MOST_TRANSMITTERS + files.transmitter)
         condition = read_condition(files, size)
         batch = {"condition": to_signed(torch.from_numpy(condition)[None].to(trained.device).float() / 255)}
-        batch |= denoising.draws(key, 1, trained.device)
+        batch |= denoising.draw_sampling_noise(key, 1, trained.device)
         with trained.inside():
             unet = cast(RadioUNet, trained.model)
             found = denoising.sample(unet, unet.condition(batch["condition"]), batch)[0, 0].float().cpu()
         truth = None if files.gain is None else _read_gain(files.gain, size, self.config.data.threshold)
         row = MapRow(name=item.path.name, condition=condition, predicted=found.numpy(), truth=truth)
-        return _write_answer(row, item, wishes)
+        return _write_answer(row, item, request)
 
-    def _files(self, antenna: Path) -> RadioFiles:
-        """Return the files that belong to an antenna file; the truth is optional."""
+    def _find_files(self, antenna: Path) -> RadioFiles:
+        """Return the files that belong to an antenna file; the true gain is optional."""
         match = GAIN_NAME.match(antenna.name)
         root = antenna.parent.parent.parent
         if match is None or antenna.parent.name != "antennas" or not (root / "png").is_dir():
@@ -81,12 +85,15 @@ class MapPredictor(FilePredictor):
                 why="the buildings are expected next to it",
                 fix="name RadioMapSeer/png/antennas, or <map>_<transmitter>.png in it",
             )
-        wish = self.config.data
+        settings = self.config.data
         tree = RadioTree(
-            root=root, simulation=wish.simulation, with_cars=wish.cars, missing_buildings=wish.missing_buildings
+            root=root,
+            simulation=settings.simulation,
+            with_cars=settings.cars,
+            missing_buildings=settings.missing_buildings,
         )
-        found = tree.sample(int(match[1]), int(match[2]))
-        lacking = [path for path in found.all() if path != found.gain and not path.is_file()]
+        found = tree.get_sample(int(match[1]), int(match[2]))
+        lacking = [path for path in found.list_paths() if path != found.gain and not path.is_file()]
         if lacking:
             raise DataError(
                 f"{antenna} lacks {lacking[0]}", why="it is an input of the model", fix="unpack all of png/"
@@ -96,7 +103,7 @@ class MapPredictor(FilePredictor):
 
 
 class GainPredictor(FilePredictor):
-    """Write a gain map and an image for each gain file."""
+    """Reconstruct and draw each gain file with the first stage."""
 
     endings = (".png",)
 
@@ -104,13 +111,13 @@ class GainPredictor(FilePredictor):
         self.config, self.size = config, (store["image_size"], store["image_size"])
         self.model = build_model(config)
 
-    def answer_file(self, item: Input, trained: Trained, wishes: Wishes) -> Answer:
+    def answer_file(self, item: Input, trained: TrainedModel, request: PredictRequest) -> Answer:
         truth = _read_gain(item.path, self.size, self.config.data.threshold)
         with trained.inside():
             image = to_signed(torch.from_numpy(truth)[None, None].to(trained.device))
             found = to_unsigned(cast(VaeNet, trained.model).decode_means(image))[0, 0].cpu().numpy()
         row = MapRow(name=item.path.name, condition=None, predicted=found, truth=truth)
-        return _write_answer(row, item, wishes)
+        return _write_answer(row, item, request)
 
 
 def _read_gain(path: Path, size: tuple[int, int], threshold: float) -> Array:
@@ -118,9 +125,9 @@ def _read_gain(path: Path, size: tuple[int, int], threshold: float) -> Array:
     return scale_gain(torch.from_numpy(read_gray(path, size)), threshold).numpy()
 
 
-def _write_answer(row: MapRow, item: Input, wishes: Wishes) -> Answer:
-    """Write the map alone, and drawn next to its inputs and truth, with its scores."""
-    out = wishes.out
+def _write_answer(row: MapRow, item: Input, request: PredictRequest) -> Answer:
+    """Write the map as an image file, and a picture of it with inputs and truth; score it if the truth is known."""
+    out = request.out
     assert out is not None
     pixels = (row.predicted * 255).round().astype(np.uint8)
     written = {

@@ -1,4 +1,4 @@
-"""Cross-attention between window means of features and condition: how the condition enters RadioDiff's U-Net."""
+"""Cross-attention between window means of condition and features, through which the condition enters the U-Net."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEADS = 8
 
 
 class Relation(nn.Module):
-    """Project condition and features, and let them attend to each other: `(condition, features) -> features`."""
+    """Project condition and features, and combine them by attention."""
 
     def __init__(
         self, condition_dim: int, dim: int, windows: tuple[Sequence[int], Sequence[int]], dropout: float
@@ -31,9 +31,8 @@ def _make_normed_conv(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class WindowMeanAttention(nn.Module):
-    """Attend from the condition's window means (queries) to the features' (keys, values), and interpolate the result.
-
-    The logits are not scaled by the head's size, as in the public model.
+    """Attention from the condition's window means (queries) to those of the features (keys, values), interpolated to
+    the size of the features.
     """
 
     def __init__(self, dim: int, windows: tuple[Sequence[int], Sequence[int]], dropout: float) -> None:
@@ -49,24 +48,25 @@ class WindowMeanAttention(nn.Module):
         size = features.shape[2:]
         both = torch.cat([_resize(condition, size), features], dim=1)
         shortcut = self.gn(features + self.concat_conv(both))
-        asking = _average_windows(condition, self.windows[0])
-        answering = _average_windows(features, self.windows[1])
-        asking = asking + self._attended(asking, answering)
-        asking = asking + self.mlp(asking)
-        return shortcut + self.out_conv(_resize(asking, size))
+        means = _average_windows(condition, self.windows[0])
+        means = means + self._attend(means, _average_windows(features, self.windows[1]))
+        means = means + self.mlp(means)
+        return shortcut + self.out_conv(_resize(means, size))
 
-    def _attended(self, asking: Tensor, answering: Tensor) -> Tensor:
-        queries, known = _make_tokens(asking), _make_tokens(answering)
+    def _attend(self, condition_means: Tensor, feature_means: Tensor) -> Tensor:
+        queries, keys = _make_tokens(condition_means), _make_tokens(feature_means)
         q, k, v = (
             part(tokens).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            for part, tokens in ((self.q_lin, queries), (self.k_lin, known), (self.v_lin, known))
+            for part, tokens in ((self.q_lin, queries), (self.k_lin, keys), (self.v_lin, keys))
         )
         # scale=1: the public weights were trained with unscaled logits.
         found = F.scaled_dot_product_attention(q, k, v, scale=1.0)
-        return found.transpose(1, 2).flatten(2).transpose(1, 2).reshape(asking.shape)
+        return found.transpose(1, 2).flatten(2).transpose(1, 2).reshape(condition_means.shape)
 
 
 class Mlp(nn.Module):
+    """Two 1×1 convolutions with ReLU and dropout."""
+
     def __init__(self, dim: int, hidden: int, dropout: float) -> None:
         super().__init__()
         self.fc1, self.fc2 = nn.Conv2d(dim, hidden, 1), nn.Conv2d(hidden, dim, 1)
@@ -93,11 +93,12 @@ def make_sine_positions(height: int, width: int, channels: int, device: torch.de
     # 10000^(-4 pair / channels): the usual sine embedding, with half of the channels for each axis.
     frequencies = torch.exp(pair * (-4 * math.log(10000) / channels))
 
-    def waves(length: int) -> Tensor:
+    def make_waves(length: int) -> Tensor:
         angle = torch.arange(1, length + 1, device=device)[:, None] * frequencies
         return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)
 
-    rows, columns = waves(height)[:, None].expand(-1, width, -1), waves(width)[None].expand(height, -1, -1)
+    rows = make_waves(height)[:, None].expand(-1, width, -1)
+    columns = make_waves(width)[None].expand(height, -1, -1)
     return torch.cat([rows, columns], dim=-1).flatten(0, 1)
 
 

@@ -1,8 +1,8 @@
-"""Scores of radio maps (B, 1, H, W) in 0..1 against the truth, one per map, in float64.
+"""Scores of radio maps (B, 1, H, W) in 0..1 against the truth: one value per map, in float64.
 
 `nmse` is RadioDiff's: the mean square of the error over the mean square of the true map. `nmse_variance` divides by the
 variance of the true map instead, as some papers do; the two are not comparable. SSIM has a Gaussian window of 11 pixels
-(sigma 1.5). SSIM and PSNR use a fixed range of 1: a range taken from the data would make numbers incomparable.
+(sigma 1.5). SSIM and PSNR use a fixed range of 1: with a range taken from the data, scores could not be compared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from halfstep.workloads.base.sums import Sums
 
 WINDOW, SIGMA = 11, 1.5
 SMALLEST_MSE = 1e-12
-"""PSNR of a perfect map is 120 dB, so that a mean over maps stays a number."""
+"""Limits the PSNR of a perfect map to 120 dB, so that the mean over maps stays finite."""
 SCORES = ("nmse", "nmse_variance", "rmse", "ssim", "psnr")
 SCORING = (
     "means over maps in 0..1, float64; nmse: mean square of the error / mean square of the true map (nmse_variance: "
@@ -26,7 +26,7 @@ SCORING = (
 
 
 def score_maps(predicted: Tensor, true: Tensor) -> dict[str, Tensor]:
-    """Return scores (B,). Those that would divide by an all-zero true map are NaN."""
+    """Return scores (B,) by name; NaN or infinity where the true map is all zero and would be divided by."""
     predicted, true = predicted.double(), true.double()
     mse = (predicted - true).square().flatten(1).mean(1)
     flat = true.flatten(1)
@@ -42,10 +42,11 @@ def score_maps(predicted: Tensor, true: Tensor) -> dict[str, Tensor]:
 
 def ssim(one: Tensor, other: Tensor) -> Tensor:
     """Return SSIM (B,) after Wang et al. 2004, with reflection padding as in torchmetrics."""
+    # Reflection padding needs more pixels than it adds; SSIM of smaller maps is undefined.
     if min(one.shape[-2:]) <= WINDOW // 2:
         return torch.full((len(one),), float("nan"), dtype=one.dtype, device=one.device)
-    places = torch.arange(WINDOW, dtype=one.dtype, device=one.device) - WINDOW // 2
-    weights = torch.exp(-(places**2) / (2 * SIGMA**2))
+    offsets = torch.arange(WINDOW, dtype=one.dtype, device=one.device) - WINDOW // 2
+    weights = torch.exp(-(offsets**2) / (2 * SIGMA**2))
     weights = weights / weights.sum()
     # One separable Gaussian blur gives all five local moments: E[a], E[b], E[a²], E[b²], E[ab].
     stacked = torch.cat([one, other, one * one, other * other, one * other], dim=1)
@@ -64,9 +65,9 @@ def ssim(one: Tensor, other: Tensor) -> Tensor:
 class RadioMetrics(Sums):
     """Sums of scores over maps, on the device.
 
-    Validation counts finished maps (`outputs["map"]` against `batch["truth"]`). Training counts errors of the
-    prediction itself, one per sample, as `outputs["error_NAME"]`. Scores that are undefined for a true map (an all-zero
-    one) are left out of the mean; non-finite predictions are not.
+    Validation scores finished maps (`outputs["map"]` against `batch["truth"]`). Training adds the errors of the
+    network's predictions, one per sample (`outputs["error_NAME"]`). Maps whose score is undefined, such as all-zero
+    ones, are left out of the mean; maps with non-finite predictions are not.
     """
 
     def update(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
@@ -74,10 +75,10 @@ class RadioMetrics(Sums):
             if name.startswith("error_"):
                 self._add_mean(name.removeprefix("error_"), errors.double(), torch.ones_like(errors, dtype=torch.bool))
         if "map" in outputs:
-            self.count(outputs["map"], batch["truth"])
+            self.add_maps(outputs["map"], batch["truth"])
 
-    def count(self, predicted: Tensor, true: Tensor) -> dict[str, Tensor]:
-        """Count maps (B, 1, H, W) in 0..1, and return their scores."""
+    def add_maps(self, predicted: Tensor, true: Tensor) -> dict[str, Tensor]:
+        """Score maps (B, 1, H, W) in 0..1, add the scores to the sums, and return them."""
         found, flat = score_maps(predicted, true), true.flatten(1)
         for name, scores in found.items():
             has_score = torch.ones(len(true), dtype=torch.bool, device=true.device)

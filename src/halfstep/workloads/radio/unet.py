@@ -1,7 +1,7 @@
-"""RadioDiff's denoiser: one encoder, and one decoder each for the clean part C and the noise of a latent.
+"""RadioDiff's denoiser: a U-Net with one encoder and two decoders, for the drift C and the noise of a latent.
 
-A pyramid of the condition (swin.py) enters at every level through window attention (relation.py). The two decoders
-split at the bottleneck, each after its own Fourier filter. Their outputs h1 and h2 are mixed with the noisy latent x at
+Features of the condition (swin.py) enter every level through window attention (relation.py). The decoders split at the
+bottleneck; each starts with its own Fourier filter. Their outputs h1 and h2 are mixed with the noisy latent x at
 time t: C = (1 - t) x + t h1 / sqrt(t² + 1), noise = sqrt(t) x + sqrt(1 - t) h2 / sqrt(t² + 1).
 """
 
@@ -31,7 +31,7 @@ WINDOWS = ((8, 8), (4, 4), (2, 2), (1, 1))
 
 
 class Level(nn.Module):
-    """Block, relation to the condition, block, attention, and a convolution to the next level."""
+    """Modules of one level: block, relation to the condition, block, attention, convolution to the next level."""
 
     def __init__(self, block1: TimedBlock, relation: Relation, block2: TimedBlock, end: nn.Module, dim: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def _get_levels(part: nn.Module) -> list[Level]:
 
 
 class DenoisingDecoder(Recomputing):
-    """Decode from the bottleneck to the latent's size; `dims` are the widths of the levels, the finest first."""
+    """Decode from the bottleneck to the latent's size; `dims` are the channels of stem and levels, finest first."""
 
     def __init__(
         self,
@@ -62,13 +62,13 @@ class DenoisingDecoder(Recomputing):
         )
         self.levels = nn.ModuleList(
             Level(
-                TimedBlock(dims[place + 1] + dims[place], dims[place + 1], time_dim),
-                Relation(dims[place], dims[place + 1], (windows[0][place], windows[1][place]), dropout),
-                TimedBlock(dims[place + 1] + dims[place], dims[place + 1], time_dim),
-                _make_up(dims[place + 1], dims[place], doubles=place > 0),
-                dims[place + 1],
+                TimedBlock(dims[i + 1] + dims[i], dims[i + 1], time_dim),
+                Relation(dims[i], dims[i + 1], (windows[0][i], windows[1][i]), dropout),
+                TimedBlock(dims[i + 1] + dims[i], dims[i + 1], time_dim),
+                _make_up(dims[i + 1], dims[i], doubles=i > 0),
+                dims[i + 1],
             )
-            for place in reversed(range(len(dims) - 1))
+            for i in reversed(range(len(dims) - 1))
         )
         self.final_block = TimedBlock(2 * dims[0], dims[0], time_dim)
         self.final_conv = nn.Conv2d(dims[0], out_channels, 1)
@@ -76,18 +76,18 @@ class DenoisingDecoder(Recomputing):
     def forward(
         self, x: Tensor, stem: Tensor, skips: Sequence[Tensor], conditions: Sequence[Tensor], time: Tensor
     ) -> Tensor:
-        x, left, run = x + self.filter(x), list(skips), choose_block_runner(self.recompute)
+        x, remaining, run = x + self.filter(x), list(skips), choose_block_runner(self.recompute)
         for level, condition in zip(_get_levels(self), reversed(conditions), strict=True):
-            x = run(level.block1, torch.cat([x, left.pop()], dim=1), time)
+            x = run(level.block1, torch.cat([x, remaining.pop()], dim=1), time)
             x = run(level.relation, condition, x)
-            x = run(level.block2, torch.cat([x, left.pop()], dim=1), time)
+            x = run(level.block2, torch.cat([x, remaining.pop()], dim=1), time)
             x = level.end(run(level.attention, x))
         return self.final_conv(self.final_block(torch.cat([x, stem], dim=1), time))
 
 
 def _make_up(inputs: int, outputs: int, *, doubles: bool) -> nn.Sequential:
-    """Return the convolution to the next finer level; it has index 1 with and without upsampling, so its weight's name
-    is the same."""
+    """Return the convolution to the next finer level. It has index 1 with and without upsampling, so that its
+    parameters always have the same names."""
     first = nn.Upsample(scale_factor=2, mode="nearest") if doubles else nn.Identity()
     return nn.Sequential(first, nn.Conv2d(inputs, outputs, 3, padding=1))
 
@@ -97,7 +97,7 @@ def _make_down(inputs: int, outputs: int, *, halves: bool) -> nn.Conv2d:
 
 
 class RadioUNet(Recomputing):
-    """Predict C and noise, both fp32, from `(x, time, image)`; `image` is the condition at full size."""
+    """Predict C and noise, both in fp32, from the noisy latent, the time, and the condition as a full-size image."""
 
     def __init__(
         self,
@@ -125,13 +125,13 @@ class RadioUNet(Recomputing):
         self.time = TimeEmbedding(dim, fourier_scale)
         self.levels = nn.ModuleList(
             Level(
-                TimedBlock(dims[place], dims[place], time_dim),
-                Relation(dims[place], dims[place], (windows[0][place], windows[1][place]), dropout),
-                TimedBlock(dims[place], dims[place], time_dim),
-                _make_down(dims[place], dims[place + 1], halves=place < num_levels - 1),
-                dims[place],
+                TimedBlock(dims[i], dims[i], time_dim),
+                Relation(dims[i], dims[i], (windows[0][i], windows[1][i]), dropout),
+                TimedBlock(dims[i], dims[i], time_dim),
+                _make_down(dims[i], dims[i + 1], halves=i < num_levels - 1),
+                dims[i],
             )
-            for place in range(num_levels)
+            for i in range(num_levels)
         )
         self.mid_block1, self.mid_block2 = (TimedBlock(dims[-1], dims[-1], time_dim) for _ in range(2))
         self.mid_attention = MultiHeadPositionAttention(dims[-1])
@@ -145,7 +145,7 @@ class RadioUNet(Recomputing):
     def denoise(self, x: Tensor, time: Tensor, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return C and noise from the condition's features, which a sampler computes once for all steps."""
         embedded = self.time(time)
-        finest = features[0]
+        finest = features[0]  # another size only if the Swin patch differs from the first stage's reduction
         if finest.shape[2:] != x.shape[2:]:
             finest = F.interpolate(finest, size=x.shape[2:], mode="bilinear")
         stem = self.stem(torch.cat([x.to(finest.dtype), finest], dim=1))
@@ -165,7 +165,7 @@ class RadioUNet(Recomputing):
 
 @in_fp32
 def mix_outputs(x: Tensor, time: Tensor, h1: Tensor, h2: Tensor) -> tuple[Tensor, Tensor]:
-    """Return C and noise, mixed from the noisy latent and the outputs of the two decoders."""
+    """Return C and noise, mixed from the noisy latent and the outputs of the decoders (formula above)."""
     t = time.view(-1, 1, 1, 1)
     scale = (t.square() + 1).rsqrt()
     return (1 - t) * x + t * scale * h1, t.sqrt() * x + (1 - t).sqrt() * scale * h2

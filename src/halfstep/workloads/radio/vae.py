@@ -34,6 +34,8 @@ def make_conv3(inputs: int, outputs: int) -> nn.Conv2d:
 
 
 class ResidualBlock(nn.Module):
+    """Norm, SiLU, convolution, twice, with a shortcut."""
+
     def __init__(self, inputs: int, outputs: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.norm1, self.conv1 = make_group_norm(inputs), make_conv3(inputs, outputs)
@@ -48,7 +50,7 @@ class ResidualBlock(nn.Module):
 
 
 class PositionAttention(nn.Module):
-    """Attend over all positions with one head."""
+    """Self-attention over all positions, with one head."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -63,6 +65,8 @@ class PositionAttention(nn.Module):
 
 
 class Middle(nn.Module):
+    """The bottleneck of encoder and decoder: block, attention, block."""
+
     def __init__(self, channels: int, dropout: float) -> None:
         super().__init__()
         self.block_1 = ResidualBlock(channels, channels, dropout)
@@ -74,7 +78,7 @@ class Middle(nn.Module):
 
 
 class Halve(nn.Module):
-    """Convolve with stride 2, padded on the right and at the bottom only, as in LDM."""
+    """Halve the map by a convolution with stride 2, padded on the right and at the bottom only, as in LDM."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -85,6 +89,8 @@ class Halve(nn.Module):
 
 
 class Double(nn.Module):
+    """Double the map by nearest-neighbour upsampling and a convolution."""
+
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.conv = make_conv3(channels, channels)
@@ -94,6 +100,8 @@ class Double(nn.Module):
 
 
 class DownLevel(nn.Module):
+    """Residual blocks; all levels but the last end by halving the map."""
+
     def __init__(self, inputs: int, outputs: int, num_blocks: int, dropout: float, *, is_last: bool) -> None:
         super().__init__()
         widths = [inputs, *[outputs] * num_blocks]
@@ -105,6 +113,8 @@ class DownLevel(nn.Module):
 
 
 class UpLevel(nn.Module):
+    """Residual blocks; all levels but the last end by doubling the map."""
+
     def __init__(self, inputs: int, outputs: int, num_blocks: int, dropout: float, *, is_last: bool) -> None:
         super().__init__()
         widths = [inputs, *[outputs] * num_blocks]
@@ -116,13 +126,15 @@ class UpLevel(nn.Module):
 
 
 class Encoder(Recomputing):
+    """Encode maps (B, channels, H, W) to 2 * z_channels: mean and log variance before `quant_conv`."""
+
     def __init__(self, channels: int, z_channels: int, widths: Sequence[int], num_blocks: int, dropout: float) -> None:
         super().__init__()
         first, *levels = widths
         self.conv_in = make_conv3(channels, first)
         pairs = list(zip([first, *levels], levels, strict=False))
         self.down = nn.ModuleList(
-            DownLevel(a, b, num_blocks, dropout, is_last=place == len(pairs) - 1) for place, (a, b) in enumerate(pairs)
+            DownLevel(a, b, num_blocks, dropout, is_last=index == len(pairs) - 1) for index, (a, b) in enumerate(pairs)
         )
         self.mid = Middle(levels[-1], dropout)
         self.norm_out, self.conv_out = make_group_norm(levels[-1]), make_conv3(levels[-1], 2 * z_channels)
@@ -135,7 +147,7 @@ class Encoder(Recomputing):
 
 
 class Decoder(Recomputing):
-    """Decode latents to maps; levels are numbered from the finest, as in the encoder, and run from the coarsest."""
+    """Decode latents to maps. Levels are numbered from the finest, as in the encoder, but run from the coarsest."""
 
     def __init__(self, channels: int, z_channels: int, widths: Sequence[int], num_blocks: int, dropout: float) -> None:
         super().__init__()
@@ -143,8 +155,8 @@ class Decoder(Recomputing):
         self.conv_in = make_conv3(z_channels, levels[-1])
         self.mid = Middle(levels[-1], dropout)
         self.up = nn.ModuleList(
-            UpLevel(a, b, num_blocks + 1, dropout, is_last=place == 0)
-            for place, (a, b) in enumerate(zip([*levels[1:], levels[-1]], levels, strict=True))
+            UpLevel(a, b, num_blocks + 1, dropout, is_last=index == 0)
+            for index, (a, b) in enumerate(zip([*levels[1:], levels[-1]], levels, strict=True))
         )
         self.norm_out, self.conv_out = make_group_norm(levels[0]), make_conv3(levels[0], channels)
 
@@ -156,7 +168,7 @@ class Decoder(Recomputing):
 
 
 class RadioVAE(nn.Module):
-    """An autoencoder of maps (B, channels, H, W) in -1..1 with a Gaussian in between."""
+    """A variational autoencoder of maps (B, channels, H, W) in -1..1."""
 
     def __init__(
         self,
@@ -178,7 +190,7 @@ class RadioVAE(nn.Module):
         self.post_quant_conv = nn.Conv2d(latent_channels, z_channels, 1)
 
     def encode(self, maps: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and log variance of the latents, fp32."""
+        """Return mean and log variance of the latents, in fp32."""
         return split_moments(self.quant_conv(self.encoder(maps)))
 
     def decode(self, latents: Tensor) -> Tensor:
@@ -189,6 +201,8 @@ class RadioVAE(nn.Module):
 
 
 class RadioCodec(Codec):
+    """Encoding and decoding with a RadioVAE."""
+
     def encode(self, vae: RadioVAE, images: Tensor) -> tuple[Tensor, Tensor]:
         return vae.encode(images)
 
@@ -196,7 +210,7 @@ class RadioCodec(Codec):
         return vae.decode(latents)
 
     def reconstruct(self, vae: RadioVAE, images: Tensor, noise: Tensor) -> dict[str, Tensor]:
-        # By its forward, which precision.modules={vae: ...} wraps.
+        # Call the module itself: precision.modules={vae: ...} wraps its forward.
         found: dict[str, Tensor] = vae(images, noise)
         return found
 

@@ -3,7 +3,7 @@
 from halfstep.workloads.base.kind import EvaluateCommand, GuideEntry, Kind, Option, PredictCommand, SampleUnit
 from halfstep.workloads.segmentation.config import UNetConfig
 
-KIND = Kind.in_folder(
+KIND = Kind.from_package(
     __name__,
     config=UNetConfig,
     kept=("model.classes", "model.ignore_index", "data.channels", "data.scale"),

@@ -20,7 +20,7 @@ from halfstep.data.files import (
     Result,
     list_images,
     list_some,
-    natural_key,
+    make_natural_key,
     require_folder,
     run_in_threads,
     split_off,
@@ -121,9 +121,9 @@ def _match_pairs(
     root: Path, names: PairNames, asked: PairLayout, bad_files: BadFiles, *, some_without_masks: bool
 ) -> tuple[Pair, ...]:
     """Match every image of a split with its mask, in natural order; an image without a mask is a bad file."""
-    image_names = NamePattern(names.images).with_ending(asked.image_ext)
+    image_names = NamePattern(names.images).replace_ending(asked.image_ext)
     images = _find_one_each(root, image_names, "data.image_ext")
-    mask_names = [NamePattern(text).with_ending(asked.mask_ext) for text in names.masks]
+    mask_names = [NamePattern(text).replace_ending(asked.mask_ext) for text in names.masks]
     masks = [_find_one_each(root, pattern, "data.mask_ext") for pattern in mask_names]
     for pattern, found in ((image_names, images), (mask_names[-1], any(masks))):
         if not found:
@@ -153,7 +153,7 @@ def _find_lonely_masks(
     for names, part in zip(parts, pairs, strict=True):
         ids = {pair.id for pair in part}
         for text in names.masks:
-            for name, path in NamePattern(text).with_ending(asked.mask_ext).iterate(root):
+            for name, path in NamePattern(text).replace_ending(asked.mask_ext).iterate(root):
                 is_used[path] = is_used.get(path, False) or name in ids
     images = {pair.image for part in pairs for pair in part}
     return sorted(path for path, used in is_used.items() if not used and path not in images)
@@ -182,7 +182,7 @@ def _split_by_lists(pairs: Sequence[Pair], split: Split) -> tuple[tuple[Pair, ..
         val = tuple(pair for pair in pairs if pair not in train)
     if split.train_list is None:
         train = tuple(pair for pair in pairs if pair not in val)
-    both = sorted({pair.id for pair in train} & {pair.id for pair in val}, key=natural_key)
+    both = sorted({pair.id for pair in train} & {pair.id for pair in val}, key=make_natural_key)
     if both:
         raise DataError(f"in both lists: {list_some(both)}", why="validating on training images would measure nothing")
     if not train:

@@ -16,7 +16,7 @@ from halfstep.errors import ConfigError, DataError
 from halfstep.report.progress import Bar
 from halfstep.report.results import Cell
 from halfstep.workloads.base.sheets import pick_worst_to_best
-from halfstep.workloads.base.using import LookAt, PlainEvaluation, ShowProgress, Trained
+from halfstep.workloads.base.using import LookAt, PlainEvaluation, ShowProgress, TrainedModel
 from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.data import SegmentationData, discover_values
@@ -33,7 +33,7 @@ def use_pairs_folder(config: UNetConfig, folder: Path) -> UNetConfig:
     """Point the config at another folder without a split: `use_all_pairs` evaluates all pairs."""
     values: dict[str, Any] = {"dir": str(folder), "val_fraction": 0.0, "val_list": None, "train_list": None}
     named = (getattr(config.data, "val_images", ""), getattr(config.data, "val_masks", ""))
-    if any(named) and not has_folders(folder, PairLayout().names(*named)):
+    if any(named) and not has_folders(folder, PairLayout().make_names(*named)):
         values |= {"val_images": "", "val_masks": ""}  # those of the run's own folder
     return config.changed(data=values)
 
@@ -66,9 +66,9 @@ def _map_to_run_classes(samples: SegmentationData) -> tuple[SegmentationData, li
 
 class SegmentationEvaluation:
     ranking = "IoU"
-    to_validate = staticmethod(PlainEvaluation.to_validate)
-    config_for = staticmethod(use_pairs_folder)
-    on_all = staticmethod(use_all_pairs)
+    drop_training_settings = staticmethod(PlainEvaluation.drop_training_settings)
+    change_data_folder = staticmethod(use_pairs_folder)
+    use_all_samples = staticmethod(use_all_pairs)
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -87,10 +87,10 @@ class SegmentationEvaluation:
         side = self.workload.store["image_size"]
         return f"{side}×{side} pixels, as in training; --full-size scores masks at the size that predict writes"
 
-    def scored(
+    def score_with_options(
         self,
         config: UNetConfig,
-        trained: Trained,
+        trained: TrainedModel,
         options: Mapping[str, Any],
         phase: ShowProgress,
         batch_size: int | None,
@@ -107,7 +107,7 @@ class SegmentationEvaluation:
         with phase("Evaluating", len(self.workload.val_samples)) as bar:
             return self._score_full_size(config, trained, bar)
 
-    def _score_full_size(self, config: UNetConfig, trained: Trained, bar: Bar) -> dict[str, float]:
+    def _score_full_size(self, config: UNetConfig, trained: TrainedModel, bar: Bar) -> dict[str, float]:
         assert isinstance(self.workload.val_samples, SegmentationData)
         images = WholeImages(trained, store=self.workload.store, depth=config.model.depth)
         self._at_full_size = FullSize(self.workload.val_samples, images, bar)
@@ -117,7 +117,7 @@ class SegmentationEvaluation:
             bar.advance()
         return self.metrics.compute()
 
-    def classes(self) -> tuple[dict[str, Cell], ...]:
+    def score_classes(self) -> tuple[dict[str, Cell], ...]:
         """Return the scores per class; a class without pixels in truth and prediction has none."""
         found = self.metrics.per_class()
         total = sum(pixels.true for pixels in found)
@@ -134,7 +134,7 @@ class SegmentationEvaluation:
             for number, pixels in enumerate(found)
         )
 
-    def draw(self, folder: Path, look: LookAt) -> list[Path]:
+    def draw_pictures(self, folder: Path, look: LookAt) -> list[Path]:
         rows = [self._row(*shown, look) for shown in pick_worst_to_best(self.metrics.per_image(), SHOWN_EACH)]
         path = folder / "contact_sheet.png"
         names = [f"{number}: {value}" for number, value in enumerate(self.values)]

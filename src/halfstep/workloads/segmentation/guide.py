@@ -34,8 +34,8 @@ class Guide:
             sides=measure_median_size(len(pairs), lambda index: read_image_facts(pairs[index].image).size[::-1]),
         )
 
-    def picture(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
+    def draw_sample(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
         return f"sample {index}", draw_overlay(np.moveaxis(sample["image"].numpy(), 0, -1), sample["mask"].numpy())
 
-    def for_side(self, config: UNetConfig, side: int) -> dict[str, Any]:
+    def suggest_for_side(self, config: UNetConfig, side: int) -> dict[str, Any]:
         return {"data.image_size": side}

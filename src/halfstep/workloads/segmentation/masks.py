@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from halfstep.data.files import ARRAYS, Array, list_images, list_some, load_array
+from halfstep.data.files import ARRAY_ENDINGS, Array, list_images, list_some, load_array
 from halfstep.data.images import ImageFacts, move_channels_last, open_image, read_image_facts
 from halfstep.errors import DataError
 
@@ -104,7 +104,7 @@ def read_mask(path: Path) -> Array:
     if path.is_dir():
         shown = [np.atleast_3d(read_mask(file)).any(axis=2) for file in list_mask_files(path)]
         return np.where(np.any(shown, axis=0), FOREGROUND, 0).astype(np.uint8)
-    if path.suffix.lower() in ARRAYS:
+    if path.suffix.lower() in ARRAY_ENDINGS:
         array = move_channels_last(load_array(path), path)
     else:
         with open_image(path) as image:

@@ -20,13 +20,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from halfstep.data.files import READABLE, Array
+from halfstep.data.files import READABLE_ENDINGS, Array
 from halfstep.data.images import read_image, read_image_facts
 from halfstep.errors import ConfigError, DataError
 from halfstep.report.progress import Bar
 from halfstep.report.results import Answer, Failure
 from halfstep.workloads.base.kind import Store
-from halfstep.workloads.base.using import Input, Trained, Wishes, answer_each, save_picture
+from halfstep.workloads.base.using import Input, PredictRequest, TrainedModel, answer_each, save_picture
 from halfstep.workloads.segmentation.build import (
     build_model,
     find_background,
@@ -42,16 +42,18 @@ from halfstep.workloads.segmentation.unet import compute_receptive_radius
 
 
 class MaskPredictor:
-    endings = READABLE
+    endings = READABLE_ENDINGS
 
     def __init__(self, config: UNetConfig, store: Store) -> None:
         self.config, self.store, self.table = config, store, read_table(store)
         self.model = build_model(config, store)
 
-    def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
-        out = wishes.out
+    def answer_all(
+        self, inputs: list[Input], trained: TrainedModel, request: PredictRequest, bar: Bar
+    ) -> Iterator[Answer | Failure]:
+        out = request.out
         assert out is not None
-        images = WholeImages(trained, store=self.store, depth=self.config.model.depth, tile=wishes.options["tile"])
+        images = WholeImages(trained, store=self.store, depth=self.config.model.depth, tile=request.options["tile"])
         return answer_each(inputs, lambda item: self._written(item, images.classes(item.path, bar), out))
 
     def _written(self, item: Input, classes: Array, out: Path) -> Answer:
@@ -202,7 +204,7 @@ TILE = 1024  # pixels per side, where the model allows it: a few GB at full widt
 class WholeImages:
     """Apply a trained U-Net to files; tiles are halved if the device runs out of memory."""
 
-    def __init__(self, trained: Trained, *, store: Mapping[str, Any], depth: int, tile: int | None = None) -> None:
+    def __init__(self, trained: TrainedModel, *, store: Mapping[str, Any], depth: int, tile: int | None = None) -> None:
         self.trained, self.store, self.depth = trained, store, depth
         self.tile = tile or choose_tile(depth)
 

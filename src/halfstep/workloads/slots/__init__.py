@@ -1,4 +1,4 @@
-"""Slots: find objects in video without labels. SlotContrast, STEVE, and both: slots that also predict words."""
+"""Slots: find objects in video without labels, with SlotContrast, STEVE, or both (slots that also predict words)."""
 
 from dataclasses import replace
 from functools import partial
@@ -7,17 +7,17 @@ from halfstep.workloads.base.kind import SYNTHETIC, EvaluateCommand, Kind, Predi
 from halfstep.workloads.slots.config import SlotContrastConfig, SteveConfig, WordsConfig
 
 slot_kind = partial(
-    Kind.in_folder,
+    Kind.from_package,
     __name__,
     task="objects in video",
-    sample=SampleUnit(name="frame", per_sample=".build:frames_per_clip", size=".build:sample_size"),
+    sample=SampleUnit(name="frame", per_sample=".build:get_frames_per_clip", size=".build:describe_size"),
     evaluate=EvaluateCommand(".evaluate:SlotEvaluation"),
 )
-"""What all slot models have in common."""
+"""Arguments that all slot models share."""
 
 KIND = slot_kind(
     config=SlotContrastConfig,
-    foreign=".foreign:claim",
+    foreign=".foreign:translate_config",
     predict=PredictCommand(".predict:SlotPredictor", writes_files=True),
 )
 

@@ -1,13 +1,13 @@
 """Frozen backbones of SlotContrast: DINOv2, and fixed filters for demos and tests.
 
-DINOv2's vision transformer (Oquab et al. 2023) gives every patch's token after the last block. It consists of
-`models/vit.py`'s blocks with patches of 14 pixels and layer scale, under the same names, so the tables of
-`models/weights.py` load timm's, the official and Hugging Face's files. The position table is always that of 518 pixels;
-for other image sizes it is resampled as timm does (bicubic, antialiased).
+DINOv2's vision transformer (Oquab et al. 2023) returns the token of every patch after the last block. It consists of
+the blocks of `models/vit.py` with patches of 14 pixels and layer scale, under the same names, so that
+`models/weights.py` loads files of timm, of the official repository and of Hugging Face. The position table is always
+that of 518 pixels; for other image sizes it is resampled as in timm (bicubic, antialiased).
 
-`FilterBank` needs no weights: soft colour histograms and edge strengths of patches, and their positions. Similar
-patches get similar features, and every patch knows its position, as a transformer's does; otherwise slots could not
-tell where their object is. It has no notion of what things are.
+`FilterBank` needs no weights: its features are soft colour histograms and edge strengths of patches, and their
+positions. Similar patches get similar features. Positions are included, as in a transformer's features, because slots
+could not tell where their object is otherwise. The features contain no semantics.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NOT_NEEDED = ("mask_token", "embeddings.mask_token", "head.weight", "head.bias")
 
 
 class FeatureEncoder(nn.Module):
-    """Class token and patches (N, 1 + rows · columns, dim) to tokens of the same shape, not normalised."""
+    """Run the transformer blocks on class token and patches (N, 1 + rows · columns, dim), without the last norm."""
 
     def __init__(self, size: ViTSize, grid: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class FeatureEncoder(nn.Module):
 
 
 class DinoV2(nn.Module):
-    """Normalised images (N, 3, H, W) to features (N, patches, dim) of the last block; sides are multiples of 14."""
+    """Compute features (N, patches, dim) of normalised images (N, 3, H, W), whose sides are multiples of 14."""
 
     def __init__(self, size: ViTSize, *, grid: int = TABLE_GRID) -> None:
         super().__init__()
@@ -69,10 +69,10 @@ class DinoV2(nn.Module):
         nn.init.trunc_normal_(self.conv_proj.weight, std=math.sqrt(1 / (3 * size.patch**2)))
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.tokens(images)[:, 1:]
+        return self.compute_tokens(images)[:, 1:]
 
-    def tokens(self, images: Tensor) -> Tensor:
-        """Return the tokens of the class and of every patch after the last block."""
+    def compute_tokens(self, images: Tensor) -> Tensor:
+        """Return the class token and the patch tokens after the last block."""
         rows, columns = compute_grid(images.shape[2], images.shape[3], self.patch)
         patches = self.conv_proj(images).flatten(2).transpose(1, 2)
         tokens = torch.cat([self.class_token.expand(len(images), -1, -1).to(patches.dtype), patches], dim=1)
@@ -80,7 +80,7 @@ class DinoV2(nn.Module):
 
 
 def build_dinov2(name: str, *, depth: int = 0, heads: int = 0, dim: int = 0, grid: int = TABLE_GRID) -> DinoV2:
-    """Build a model by timm's name; a size above 0 replaces the published one."""
+    """Build a model by timm's name; a depth, heads or dim above 0 replaces the published one."""
     given = {"depth": depth, "heads": heads, "dim": dim, "mlp_dim": 4 * dim}
     size = replace(DINOV2[name], **{part: value for part, value in given.items() if value})
     if size.dim % size.heads:
@@ -89,7 +89,8 @@ def build_dinov2(name: str, *, depth: int = 0, heads: int = 0, dim: int = 0, gri
 
 
 def load_backbone_(model: DinoV2, path: str) -> None:
-    """Load a local file with any of the known names; for another architecture, raise an error with the difference."""
+    """Load a local file with any known naming; for another architecture, raise an error that describes the
+    difference."""
     load_backbone_weights_(model, read_weights(Path(path))[0], source=path)
 
 
@@ -104,15 +105,17 @@ def load_backbone_weights_(model: DinoV2, weights: Mapping[str, Tensor], *, sour
     named = match_names(own, {name: value for name, value in weights.items() if name not in NOT_NEEDED})
     table = named.get("encoder.pos_embedding")
     if table is not None and table.ndim == 3 and table.shape[2] == model.dim:
-        model.encoder.pos_embedding = nn.Parameter(torch.empty_like(table))  # its own grid, resampled when used
-    # Files of feature extractors end with the last block.
+        model.encoder.pos_embedding = nn.Parameter(
+            torch.empty_like(table)
+        )  # the file's grid; it is resampled when used
+    # Files of feature extractors may lack the last norm, which features do not use.
     named = {name: own[name] for name in ("encoder.ln.weight", "encoder.ln.bias")} | named
     depth = len(model.encoder.layers)
     load_weights_(model, {name: value for name, value in named.items() if _find_block(name) < depth}, source=source)
 
 
 def _find_block(name: str) -> int:
-    """Return the block of a weight; -1 outside. Blocks after the last requested one do not affect its features."""
+    """Return the block number of a weight, or -1. Blocks after the last requested one are not loaded."""
     found = re.match(r"encoder\.layers\.encoder_layer_(\d+)\.", name)
     return int(found[1]) if found else -1
 
@@ -120,14 +123,15 @@ def _find_block(name: str) -> int:
 LEVELS = (0.15, 0.5, 0.85)
 """Red, green and blue levels of the 27 reference colours."""
 SHARPNESS = 12.0
+"""Inverse temperature of the softmax over reference colours."""
 WAVES = (1, 2, 3, 4)
-"""Half periods per frame of the cosines that encode a patch's position."""
+"""Half periods per frame of the cosines that encode the position of a patch."""
 SPREAD = 0.06
-"""Approximate standard deviation of a channel between the patches of a frame; features are divided by it."""
+"""Typical standard deviation of a channel over the patches of a frame; features are divided by it."""
 
 
 class FilterBank(nn.Module):
-    """Images (N, 3, H, W) in 0..1 to features (N, patches, 40): 27 of colours, 5 of edges, 8 of the position."""
+    """Compute features (N, patches, 40) of images (N, 3, H, W) in 0..1: 27 of colour, 5 of edges, 8 of position."""
 
     look_dim = len(LEVELS) ** 3 + 5
     dim = look_dim + 2 * len(WAVES)
@@ -145,17 +149,17 @@ class FilterBank(nn.Module):
         with fp32_island():
             images = to_fp32(images)
             levels, edges = self.get_buffer("levels").float(), self.get_buffer("edges").float()
-            # Colours are all triples of levels, so a softmax over them is the product of one for each channel.
+            # Reference colours are all triples of levels, so the softmax over them is a product of three softmaxes.
             nearness = torch.softmax(-SHARPNESS * (images.unsqueeze(2) - levels).square(), dim=2)
             red, green, blue = nearness.unbind(1)
             nearness = _multiply_channels(_multiply_channels(red, green), blue)
             grey = images.mean(1, keepdim=True)
             strength = F.conv2d(F.pad(grey, (1, 1, 1, 1), mode="replicate"), edges).abs()
             pooled = F.avg_pool2d(torch.cat([nearness, 4 * strength, grey], dim=1), self.patch)
-            # Against the frame's own mean: what it is all made of tells nothing apart.
+            # Subtract the mean of the frame: what all patches have in common does not distinguish them.
             looks = (pooled - pooled.mean((2, 3), keepdim=True)) / SPREAD
-            places = _encode_positions(looks.shape[2], looks.shape[3], looks.device).expand(len(looks), -1, -1, -1)
-            return torch.cat([looks, places], dim=1).flatten(2).transpose(1, 2)
+            positions = _encode_positions(looks.shape[2], looks.shape[3], looks.device).expand(len(looks), -1, -1, -1)
+            return torch.cat([looks, positions], dim=1).flatten(2).transpose(1, 2)
 
 
 def _multiply_channels(one: Tensor, other: Tensor) -> Tensor:

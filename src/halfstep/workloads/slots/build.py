@@ -1,5 +1,5 @@
-"""SlotContrast as a workload: slots reconstruct a frozen backbone's features, and a contrastive loss keeps them apart
-over time."""
+"""The workload of SlotContrast: slots reconstruct the features of a frozen backbone, and a contrastive loss keeps each
+slot on its object over time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.workload import Forward, FrozenPart, Group, Loss, Prepare, Workload
 from halfstep.workloads.slots.backbones import FilterBank, build_dinov2, load_backbone_
 from halfstep.workloads.slots.config import DINO_PATCH, SlotContrastConfig
-from halfstep.workloads.slots.data import normalise, note_surprises, open_clips, prepare_masks, to_unit_pixels
+from halfstep.workloads.slots.data import describe_surprises, normalise, open_clips, prepare_masks, to_unit_pixels
 from halfstep.workloads.slots.pictures import make_sampler
 from halfstep.workloads.slots.scores import SlotMetrics, slot_contrast
 from halfstep.workloads.slots.slotcontrast import SlotContrast, SlotContrastSize, rename_upstream
@@ -39,7 +39,7 @@ def build(config: SlotContrastConfig, store: Mapping[str, Any] | None = None) ->
     found = {"background_is_labelled": clips.val.videos.labels_background, "has_masks": clips.has_masks}
     backbone = build_backbone(config)
     model = build_model(config, backbone.module)
-    if store is None and config.model.weights:  # a stored run's checkpoint brings its own
+    if store is None and config.model.weights:  # a resumed run loads its checkpoint later
         load_weights_file_(model, config.model.weights, rename_upstream)
     metric, scoring = _choose_scoring(config, found)
     plain = make_workload(config, model, backbone, clips.train, clips.val, found)
@@ -49,10 +49,15 @@ def build(config: SlotContrastConfig, store: Mapping[str, Any] | None = None) ->
         mode="min" if metric == "loss" else "max",
         groups=tuple(Group(**group.model_dump()) for group in config.optimizer.groups),
         scoring=scoring,
-        by_batch=("validation loss, by the number of slots that each slot is contrasted with",)
+        by_batch=("validation loss: it depends on the number of slots that each slot is contrasted with",)
         if config.model.contrast_weight
         else (),
-        notes=(*_note_backbone(config), *_note_negatives(config), *note_surprises(config.data, clips), *clips.notes),
+        notes=(
+            *_note_backbone(config),
+            *_note_negatives(config),
+            *describe_surprises(config.data, clips),
+            *clips.notes,
+        ),
         val_names=clips.val_names,
         about=clips.about,
         sample=make_sampler(clips.val, plain.prepare, plain.forward),
@@ -62,7 +67,7 @@ def build(config: SlotContrastConfig, store: Mapping[str, Any] | None = None) ->
 def make_workload(
     config: SlotContrastConfig, model: SlotContrast, backbone: FrozenPart, train: Samples, val: Samples, store: Store
 ) -> Workload:
-    """Build what needs no data folder; the metric is the loss."""
+    """Build the parts of the workload that need no data folder; the metric is the loss."""
     return Workload(
         name=config.workload,
         model=model,
@@ -83,7 +88,7 @@ def make_workload(
 def build_model(
     config: SlotContrastConfig, backbone: nn.Module, make: Callable[[SlotContrastSize], SlotContrast] = SlotContrast
 ) -> SlotContrast:
-    """Build the modules that train."""
+    """Build the trained modules; `make` is the class or function that creates them from their sizes."""
     m = config.model
     model = make(
         fill_from_settings(
@@ -108,7 +113,7 @@ def get_feature_dim(backbone: nn.Module) -> int:
 
 
 def get_patch(config: SlotContrastConfig) -> int:
-    """Return the side of a patch; raise if patches do not tile the image."""
+    """Return the side of a patch in pixels; raise ConfigError if patches do not tile the image."""
     patch = config.model.patch if config.model.backbone == "filters" else DINO_PATCH
     side = config.data.image_size
     if side % patch:
@@ -120,7 +125,7 @@ def get_patch(config: SlotContrastConfig) -> int:
 
 
 def build_backbone(config: SlotContrastConfig) -> FrozenPart:
-    """Build the frozen backbone with its weights; random weights must be requested."""
+    """Build the frozen backbone with its weights; random weights must be requested explicitly."""
     m = config.model
     if m.backbone == "filters":
         return FrozenPart(module=FilterBank(m.patch).requires_grad_(False))
@@ -146,7 +151,8 @@ def _note_backbone(config: SlotContrastConfig) -> tuple[str, ...]:
 
 
 def _note_negatives(config: SlotContrastConfig) -> tuple[str, ...]:
-    """Explain that accumulation differs from a larger batch: a micro-batch sets the number of negatives per slot."""
+    """Note that accumulation differs from a larger batch: the micro-batch determines the number of negatives per
+    slot."""
     t = config.train
     if not config.model.contrast_weight or not config.model.contrast_batch or (t.accumulate == 1 and not t.auto_batch):
         return ()
@@ -158,7 +164,7 @@ def _note_negatives(config: SlotContrastConfig) -> tuple[str, ...]:
 
 
 def make_prepare(config: SlotContrastConfig) -> Prepare:
-    """Return the preparation: backbone inputs from bytes, and the draw that random slots start from."""
+    """Return the preparation: it converts bytes to the backbone's input, and draws the start of random slots."""
     data, m = config.data, config.model
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
@@ -184,7 +190,7 @@ def make_forward(backbone: nn.Module) -> Forward:
 
 
 def make_loss(config: SlotContrastConfig) -> Loss:
-    """Return the loss: reconstruction and contrast; a batch is weighted by its number of clips."""
+    """Return the loss function: reconstruction and contrast. The weight of a batch is its number of clips."""
     m = config.model
 
     def loss(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, float]:
@@ -204,7 +210,7 @@ def make_metrics(config: SlotContrastConfig, store: Mapping[str, Any]) -> SlotMe
 
 
 def _choose_counting(config: SlotContrastConfig, background_is_labelled: bool) -> dict[str, bool]:
-    """Return the metrics' settings; unlabelled pixels never count as background."""
+    """Return the settings of the metrics; unlabelled pixels never count as background."""
     return {
         "ignore_background": config.model.ignore_background or not background_is_labelled,
         "skip_empty": config.model.skip_empty or not background_is_labelled,
@@ -213,7 +219,7 @@ def _choose_counting(config: SlotContrastConfig, background_is_labelled: bool) -
 
 def _choose_scoring(config: SlotContrastConfig, found: Mapping[str, Any]) -> tuple[str, str]:
     if not found["has_masks"]:
-        return "loss", "the validation videos have no masks, so the loss alone is watched"
+        return "loss", "the validation videos have no masks, so the loss is the metric"
     side = config.data.mask_size or config.data.image_size
     ignores, skips = _choose_counting(config, found["background_is_labelled"]).values()
     empty = "are left out of FG-ARI" if skips else "count as 1 in FG-ARI, as upstream (`empty`)"
@@ -225,14 +231,14 @@ def _choose_scoring(config: SlotContrastConfig, found: Mapping[str, Any]) -> tup
 
 
 FILE_SIDE = 128
-"""Side of MOVi's frames; they are resized on the device."""
+"""Side of MOVi's frames in pixels; they are resized on the device."""
 
 
-def frames_per_clip(config: SlotContrastConfig, store: Store) -> int:
+def get_frames_per_clip(config: SlotContrastConfig, store: Store) -> int:
     return config.data.chunk_size
 
 
-def sample_size(config: SlotContrastConfig) -> str:
+def describe_size(config: SlotContrastConfig) -> str:
     return f"{config.data.chunk_size} frames of {config.data.image_size} pixels"
 
 
@@ -241,7 +247,7 @@ def make_random_store(config: SlotContrastConfig) -> dict[str, Any]:
 
 
 def make_random_batch(config: SlotContrastConfig, store: Store) -> Batch:
-    """Return bytes as a loader delivers them."""
+    """Return random bytes in the form in which the loader returns clips."""
     generator, size = make_generator(config.train.seed), config.train.batch_size
     shape = (size, config.data.chunk_size, 3, FILE_SIDE, FILE_SIDE)
     return {
@@ -251,7 +257,7 @@ def make_random_batch(config: SlotContrastConfig, store: Store) -> Batch:
 
 
 def build_over(config: SlotContrastConfig, store: Store, samples: Samples) -> Workload:
-    """Build the workload on given samples, with a random backbone if no weights are named: the cost is the same."""
+    """Build the workload on given samples. Without a weights file the backbone is random, at the same cost."""
     if config.model.backbone_weights is None:
         config = config.changed(model={"backbone_weights": RANDOM})
     backbone = build_backbone(config)

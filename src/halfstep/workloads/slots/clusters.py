@@ -1,8 +1,8 @@
-"""k-means as a baseline for slots: each clip is clustered alone, over all of its frames, with as many clusters as
+"""k-means as a baseline for slots: cluster each clip separately, over all of its frames, with as many clusters as
 slots.
 
-It clusters the backbone's features of each patch, or colours of 4×4 pixels, with or without coordinates. Unlike a
-trained model, it knows nothing from other clips.
+The points are the backbone's features of patches, or mean colours of 4×4 pixels, with or without coordinates. Unlike a
+trained model, k-means does not use other clips.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from halfstep.workloads.slots.scores import SlotMetrics
 
 On = Literal["features", "pixels"]
 STARTS, ITERATIONS = 3, 25
+"""Random initialisations, of which the best is used, and iterations of each."""
 COORDINATES = 2.0
-"""Weight of a position's coordinates (-1 to 1), in units of the points' standard deviation."""
+"""Weight of the coordinates (-1 to 1), in units of the points' standard deviation."""
 PIXELS = 4
 """Side of the squares whose mean colours are clustered."""
 
@@ -30,8 +31,8 @@ def score_k_means(workload: Workload, num_clusters: int, *, on: On, coordinates:
     """Return the scores of k-means on the validation clips of a slot workload with a frozen backbone."""
     backbone, generator = workload.frozen["backbone"].module, torch.Generator().manual_seed(0)
     metrics = SlotMetrics()
-    for index, batch in enumerate(Loader(workload.val_samples, batch_size=1, shuffle=False).epoch(0)):
-        prepared = workload.prepared(batch, key=Key.for_validation(index), training=False)
+    for index, batch in enumerate(Loader(workload.val_samples, batch_size=1, shuffle=False).iterate_epoch(0)):
+        prepared = workload.prepare_batch(batch, key=Key.for_validation(index), training=False)
         points = (
             _compute_features(backbone, prepared["video"][0])
             if on == "features"
@@ -45,13 +46,13 @@ def score_k_means(workload: Workload, num_clusters: int, *, on: On, coordinates:
 
 @torch.no_grad()
 def _compute_features(backbone: Any, frames: Tensor) -> Tensor:
-    """Return features without the position channels; coordinates are a separate option."""
+    """Return the backbone's features without its position channels: coordinates are a separate option."""
     features: Tensor = backbone(frames)
     return features[..., : getattr(backbone, "look_dim", None)]
 
 
 def average_colours(frames: Tensor) -> Tensor:
-    """Return mean colours (T, positions, 3) of squares of frames (T, 3, H, W) in bytes."""
+    """Return mean colours (T, positions, 3) in 0..1 of squares of frames (T, 3, H, W) uint8."""
     return F.avg_pool2d(frames.float() / 255, PIXELS).flatten(2).transpose(1, 2)
 
 
@@ -59,15 +60,16 @@ def score_untrained(workload: Workload) -> dict[str, float]:
     """Return the scores of a workload's initial weights on its validation clips."""
     metrics = workload.metrics()
     workload.model.eval()
-    for index, batch in enumerate(Loader(workload.val_samples, batch_size=1, shuffle=False).epoch(0)):
-        prepared = workload.prepared(batch, key=Key.for_validation(index), training=False)
+    for index, batch in enumerate(Loader(workload.val_samples, batch_size=1, shuffle=False).iterate_epoch(0)):
+        prepared = workload.prepare_batch(batch, key=Key.for_validation(index), training=False)
         with torch.no_grad():
             metrics.update(workload.forward(workload.model, prepared), prepared)
     return metrics.compute()
 
 
 def add_coordinates(points: Tensor) -> Tensor:
-    """Return points (T, positions, channels) of a square grid as rows with their coordinates."""
+    """Append coordinates to points (T, positions, channels) of a square grid; return rows (T * positions, channels +
+    2)."""
     frames, positions, _ = points.shape
     line = torch.linspace(-1, 1, round(positions**0.5))
     grid = torch.stack(torch.meshgrid(line, line, indexing="ij"), dim=-1).view(1, -1, 2).expand(frames, -1, -1)
@@ -75,7 +77,7 @@ def add_coordinates(points: Tensor) -> Tensor:
 
 
 def run_k_means(points: Tensor, k: int, generator: torch.Generator) -> Tensor:
-    """Return the labels of the start with the smallest error, each initialised by k-means++."""
+    """Cluster points several times, each initialised by k-means++; return the labels with the smallest error."""
     found = [_run_one_start(points, k, generator) for _ in range(STARTS)]
     return min(found, key=lambda labels_and_error: labels_and_error[1])[0]
 

@@ -22,7 +22,7 @@ DINO_PATCH = 14
 
 
 VIDEO_NAMES = frozenset({"data.train_shards", "data.val_shards", "data.val_videos", "data.val_size"})
-"""Settings that speak of the videos of a data folder; the demo writes its own."""
+"""Settings that refer to the videos of a data folder; they do not apply to the demo data."""
 
 
 class VideoDataConfig(DataConfig):
@@ -44,13 +44,14 @@ class VideoDataConfig(DataConfig):
         default=6, description="Frames of a validation clip; shorter for shorter videos; 0: whole videos"
     )
     crop: Literal["none", "central", "random"] = Field(
-        default="none", description="Which square is cropped from other frames; none: they are resized to a square"
+        default="none",
+        description="Which square is cropped from frames that are not square; none: they are resized to a square",
     )
     flip: Fraction = Field(default=0.0, description="Probability of a horizontal flip of the clip")
 
 
 class SlotVideoConfig(VideoDataConfig):
-    """A folder of videos, with the defaults upstream uses for MOVi."""
+    """A folder of videos, with upstream's defaults for MOVi."""
 
     val_size: OffCount = Field(default=0, description="Expected number of validation clips; 0: any")
     mask_size: OffCount = Field(default=0, description="Side at which masks are compared; 0: image_size")
@@ -60,7 +61,7 @@ class SlotVideoConfig(VideoDataConfig):
 
 
 class SlotContrastModelConfig(BuiltModelConfig):
-    """A frozen backbone, and slots that reconstruct its features."""
+    """A frozen backbone, and a model whose slots reconstruct its features."""
 
     backbone: Backbone = Field(
         default="vit_small_patch14_dinov2",
@@ -84,7 +85,7 @@ class SlotContrastModelConfig(BuiltModelConfig):
     first_iterations: PositiveCount = Field(default=3, description="Slot-attention iterations in the first frame")
     slot_mlp: bool = Field(default=True, description="Apply an MLP after each iteration")
     predictor_blocks: OffCount = Field(default=1, description="Transformer blocks from one frame's slots to the next")
-    predictor_heads: PositiveCount = Field(default=4, description="Their attention heads")
+    predictor_heads: PositiveCount = Field(default=4, description="Attention heads of these blocks")
     decoder_hidden: Annotated[tuple[PositiveCount, ...], Field(min_length=1)] = Field(
         default=(1024, 1024, 1024), description="Hidden channels of the decoder"
     )
@@ -108,7 +109,7 @@ class SlotContrastModelConfig(BuiltModelConfig):
 
 
 class GroupConfig(Section):
-    """Modules of the model with their own optimizer settings; what is not set is as for the whole model."""
+    """Modules with separate optimizer settings; a setting that is left out is that of the whole model."""
 
     modules: tuple[Literal["initializer", "encoder", "processor", "decoder"], ...] = Field(min_length=1)
     lr: Positive | None = None
@@ -154,7 +155,7 @@ class SlotContrastConfig(RunConfig):
         "data.image_size": 64,
         "data.num_workers": 0,
         "data.chunk_size": 4,
-        "data.flip": 0.0,  # the ground is learned by place
+        "data.flip": 0.0,  # the ground is the same in all clips, so the model learns it by position
         "model.backbone": "filters",
         "model.patch": 8,
         "model.slots": 6,
@@ -174,7 +175,7 @@ class SlotContrastConfig(RunConfig):
     data: SlotVideoConfig = SlotVideoConfig()
     model: SlotContrastModelConfig = SlotContrastModelConfig()
     optimizer: SlotOptimizerConfig = SlotOptimizerConfig()
-    # Adam without decay, clipped hard; warmup, then half the rate at the end of a run by steps.
+    # Adam without weight decay, and strong clipping; after the warmup the learning rate halves until the last step.
     defaults: ClassVar[dict[str, Any]] = {
         "data.image_size": 336,
         "data.chunk_size": 4,
@@ -197,14 +198,14 @@ class SlotContrastConfig(RunConfig):
     }
 
     @model_validator(mode="after")
-    def frames_for_contrast(self) -> Self:
+    def check_chunk_size(self) -> Self:
         if self.model.contrast_weight and self.data.chunk_size < 2:
             raise ValueError("data.chunk_size=1 has no second frame to contrast with: 2 or more, or contrast_weight=0")
         return self
 
 
 class SteveModelConfig(ModelConfig):
-    """A discrete VAE, an encoder of slots, a decoder of words."""
+    """A discrete VAE, an encoder of slots, and a decoder of words."""
 
     vocabulary: PositiveCount = Field(default=4096, description="Vocabulary size of the discrete VAE")
     slots: PositiveCount = Field(
@@ -215,7 +216,7 @@ class SteveModelConfig(ModelConfig):
     cnn_channels: PositiveCount = Field(default=64, description="Channels of the encoder's convolutions")
     mlp_dim: PositiveCount = Field(default=192, description="Hidden channels of the slot MLP")
     predictor_blocks: OffCount = Field(default=1, description="Transformer blocks from one frame's slots to the next")
-    predictor_heads: PositiveCount = Field(default=4, description="Their attention heads")
+    predictor_heads: PositiveCount = Field(default=4, description="Attention heads of these blocks")
     dim: PositiveCount = Field(default=192, description="Channels of encoder and decoder")
     decoder_blocks: PositiveCount = Field(default=8, description="Transformer blocks of the decoder")
     decoder_heads: PositiveCount = Field(default=4, description="Attention heads of the decoder; must divide dim")
@@ -259,7 +260,7 @@ DEMO: dict[str, Any] = {
     "schedule.warmup_steps": 50,
     "schedule.half_life_steps": 2000,
 }
-"""For clips of 64 pixels on two cores."""
+"""Sized for clips of 64 pixels and a CPU with two cores."""
 
 
 class SteveConfig(RunConfig):
@@ -271,7 +272,7 @@ class SteveConfig(RunConfig):
     data: VideoDataConfig = VideoDataConfig()
     model: SteveModelConfig = SteveModelConfig()
     optimizer: SteveOptimizerConfig = SteveOptimizerConfig()
-    # As published: Adam, 200,000 steps of 24 clips, warmup, and a half-life from the first step on.
+    # As published: Adam, 200,000 steps of 24 clips, and exponential decay that starts with the warmup, at step 0.
     defaults: ClassVar[dict[str, Any]] = {
         "optimizer.name": "adam",
         "optimizer.lr": 3e-4,
@@ -293,14 +294,14 @@ Reduction = Literal["sum", "mean"]
 
 
 class WordsModelConfig(SlotContrastModelConfig):
-    """SlotContrast, and words that its slots predict."""
+    """SlotContrast whose slots also predict words of a discrete VAE."""
 
     vocabulary: PositiveCount = Field(default=4096, description="Vocabulary size of the discrete VAE")
     word_side: Literal[4, 14] = Field(
         default=14, description="Side of a token's patch in pixels; 14: one token per backbone patch"
     )
     words_blocks: OffCount = Field(default=4, description="Blocks of the token decoder; 0: train the VAE only")
-    words_heads: PositiveCount = Field(default=4, description="Their attention heads")
+    words_heads: PositiveCount = Field(default=4, description="Attention heads of these blocks")
     words_dim: PositiveCount = Field(default=128, description="Channels of the token decoder")
     words_dropout: Fraction = Field(default=0.1, description="Dropout in the token decoder")
     hard: bool = Field(

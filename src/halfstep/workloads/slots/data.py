@@ -1,9 +1,9 @@
 """Clips cut from videos as samples: each a pure function of (seed, epoch, index).
 
-Training takes chunks of a few frames, aligned to their length: one at random per video and epoch, or all of them.
-Validation takes whole videos; shorter ones are padded with their last frame, and `is_real` marks the frames that count.
-Frames keep the size of their files if all videos share one, since the device resizes faster; otherwise they are
-resized here. Colours are normalised as upstream does; masks are resized to the size at which they are compared.
+Training uses chunks of a few frames that start at multiples of their length: one at random per video and epoch, or all
+of them. Validation uses whole videos; shorter ones are padded with their last frame, and `is_real` marks the frames
+that count. Frames keep their size if all videos have the same one, since the device resizes faster; otherwise they
+are resized here. Colours are normalised as upstream does; masks are resized to the size at which they are compared.
 """
 
 from __future__ import annotations
@@ -34,33 +34,36 @@ class ClipForm:
     """How the frames of a clip are cut and resized before batching."""
 
     frames: int
-    """Frames of a clip; shorter videos are padded."""
+    """Frames per clip; shorter videos are padded."""
     size: int | None = None
     """Side that frames are resized to; None: all videos share a size and keep it."""
     crop: Crop = "none"
-    """A square with the shorter side, in the centre or at random; none: the whole frame, distorted to a square."""
+    """A square as large as the shorter side, in the centre or at random; none: the whole frame, distorted to a
+    square."""
     flip: float = 0.0
     with_masks: bool = False
 
 
 class ClipSamples:
-    """Clips of some of the videos of a set."""
+    """Clips from some videos of a set: one random chunk per video, all chunks, or whole videos."""
 
     def __init__(
         self, videos: Videos, members: Sequence[int], form: ClipForm, *, cut: Literal["one", "all", "whole"]
     ) -> None:
         self.videos, self.form, self.cut = videos, form, cut
+        # (video, chunk) of each clip; with cut="one" the chunk is drawn in `sample`.
         per_video = {index: videos.videos[index].num_frames // form.frames for index in members}
-        self.places = [(index, chunk) for index in members for chunk in range(per_video[index] if cut == "all" else 1)]
+        self.clips = [(index, chunk) for index in members for chunk in range(per_video[index] if cut == "all" else 1)]
         self._chunks = per_video
         lengths = {videos.videos[index].num_frames for index in members}
         self.are_filled = cut == "whole" and any(length < form.frames for length in lengths)
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.clips)
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
-        video, chunk = self.places[index]
+        video, chunk = self.clips[index]
+        # Four numbers per sample: the chunk, the position of the crop (vertical, horizontal), and the flip.
         draw = torch.rand(4, generator=make_generator(*key), dtype=torch.float64).tolist()
         if self.cut == "one":
             chunk = int(draw[0] * self._chunks[video])
@@ -68,18 +71,18 @@ class ClipSamples:
         count = min(self.form.frames, self.videos.videos[video].num_frames - first)
         box = compute_crop_box(self.videos.videos[video].size, self.form.crop, draw[1:3])
         is_flipped = draw[3] < self.form.flip
-        frames = self._cut(self.videos.frames(video, first, count), box, is_flipped)
+        frames = self._crop(self.videos.read_frames(video, first, count), box, is_flipped)
         clip = {"video": self._pad(self._resize(frames.movedim(-1, 1), "bicubic"))}
         if self.form.with_masks:
-            masks = self._cut(self.videos.masks(video, first, count), box, is_flipped)
+            masks = self._crop(self.videos.read_masks(video, first, count), box, is_flipped)
             clip["masks"] = self._pad(self._resize(masks.unsqueeze(1), "nearest-exact").squeeze(1))
         if self.are_filled:
             clip["is_real"] = torch.arange(self.form.frames) < count
         return clip
 
-    def _cut(self, rows: Array, box: tuple[slice, slice], is_flipped: bool) -> Tensor:
-        cut = rows[(slice(None), *box)]
-        return torch.from_numpy(np.array(cut[:, :, ::-1] if is_flipped else cut))  # a copy: what was read is read-only
+    def _crop(self, rows: Array, box: tuple[slice, slice], is_flipped: bool) -> Tensor:
+        cropped = rows[(slice(None), *box)]
+        return torch.from_numpy(np.array(cropped[:, :, ::-1] if is_flipped else cropped))  # a copy: `rows` is read-only
 
     def _resize(self, pixels: Tensor, mode: str) -> Tensor:
         side = self.form.size
@@ -94,7 +97,7 @@ class ClipSamples:
         return torch.cat([rows, rows[-1:].expand(short, *rows.shape[1:])]) if short > 0 else rows
 
     def name_of(self, index: int) -> str:
-        video, chunk = self.places[index]
+        video, chunk = self.clips[index]
         name = make_printable(self.videos.videos[video].name)
         return f"{name}, frames from {chunk * self.form.frames}" if self.cut == "all" else name
 
@@ -103,18 +106,18 @@ class ClipSamples:
 
 
 def compute_crop_box(size: tuple[int, int], crop: Crop, draw: Sequence[float]) -> tuple[slice, slice]:
-    """Return rows and columns of the crop; `draw` places a random one."""
+    """Return rows and columns of the crop. `draw` holds two numbers in 0..1: the position of a random crop."""
     height, width = size
     if crop == "none":
         return slice(0, height), slice(0, width)
     side = min(size)
-    at = draw if crop == "random" else (0.5, 0.5)
-    top, left = (round(place * (length - side)) for place, length in zip(at, size, strict=True))
+    position = draw if crop == "random" else (0.5, 0.5)
+    top, left = (round(part * (length - side)) for part, length in zip(position, size, strict=True))
     return slice(top, top + side), slice(left, left + side)
 
 
 def split_by_length(videos: Videos, members: Sequence[int], frames: int) -> tuple[list[int], list[DataError]]:
-    """Return the videos that hold a chunk, and errors for the others."""
+    """Return the videos that are long enough for a chunk, and an error for each of the others."""
     short = [index for index in members if videos.videos[index].num_frames < frames]
     errors = [
         DataError(
@@ -134,20 +137,21 @@ COLOURS = {
 """Mean and standard deviation of red, green and blue."""
 
 
-def note_surprises(data: SlotVideoConfig, clips: ClipData) -> list[str]:
+def describe_surprises(data: SlotVideoConfig, clips: ClipData) -> list[str]:
     """Return notes about unexpected properties of the validation videos."""
     notes, found = [], len(clips.val)
     if data.val_size and data.val_size != found:
         notes.append(f"data.val_size is {data.val_size}, but there are {format_count(found, 'validation clip')}")
     if found and not clips.has_masks:
-        notes.append("not all validation videos have masks: there is no FG-ARI, the loss alone is watched")
+        notes.append("not all validation videos have masks: there is no FG-ARI, and the loss selects checkpoints")
     return notes
 
 
 def normalise(pixels: Tensor, how: str) -> Tensor:
+    """Normalise the colours of frames (B, T, 3, H, W) in 0..1."""
     mean, deviation = COLOURS[how]
     shape = (1, 1, 3, 1, 1)
-    # Filled on the device: a copy from the host would wait for it.
+    # Create the constants on the device: copying them from the host would synchronise.
     centre, spread = (
         torch.stack([torch.full((), value, device=pixels.device) for value in values]).view(shape)
         for values in (mean, deviation)
@@ -156,7 +160,7 @@ def normalise(pixels: Tensor, how: str) -> Tensor:
 
 
 def resize_masks(masks: Tensor, side: int) -> Tensor:
-    """Resize labels (B, T, h, w) to the nearest pixel, at the size at which they are compared."""
+    """Resize labels (B, T, h, w) by nearest neighbour to the size at which they are compared."""
     if masks.shape[-2:] == (side, side):
         return masks
     return F.interpolate(masks, (side, side), mode="nearest-exact")
@@ -168,8 +172,8 @@ def prepare_masks(batch: Mapping[str, Tensor], data: SlotVideoConfig) -> Batch:
 
 
 def make_whole_clips(samples: ClipSamples) -> ClipSamples:
-    """Return whole videos with masks instead of training chunks, to evaluate a folder without a validation split."""
-    members = sorted({video for video, _ in samples.places})
+    """Return the whole videos of training chunks, with masks, to evaluate a folder without a validation split."""
+    members = sorted({video for video, _ in samples.clips})
     part = VideoSplit(videos=samples.videos, members=tuple(members))
     longest = max(part.videos.videos[index].num_frames for index in members)
     form = ClipForm(
@@ -180,7 +184,7 @@ def make_whole_clips(samples: ClipSamples) -> ClipSamples:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipData:
-    """Both splits, and what the user should know about them."""
+    """Both splits, with facts and notes for the user."""
 
     train: ClipSamples
     val: ClipSamples
@@ -239,18 +243,18 @@ def _make_validation(config: VideoDataConfig, part: VideoSplit) -> ClipSamples:
 
 
 def _choose_size(config: VideoDataConfig, part: VideoSplit) -> int | None:
-    """Return None if all frames share a size (the device resizes them); crops to squares may differ in size."""
+    """Return None if all frames have the same size and are not cropped: the device then resizes them."""
     sizes = {part.videos.videos[index].size for index in part.members}
     return None if len(sizes) <= 1 and config.crop == "none" else config.image_size
 
 
 def choose_steady_crop(crop: Crop) -> Crop:
-    """Replace a random crop by the central one."""
+    """Return the crop for validation: a random one becomes the central one."""
     return "none" if crop == "none" else "central"
 
 
 def to_unit_pixels(video: Tensor, side: int, **resized: Any) -> Tensor:
-    """Convert bytes (B, T, 3, h, w) to numbers in 0..1 at the model's size; `resized` are options of F.interpolate."""
+    """Convert bytes (B, T, 3, h, w) to floats in 0..1 at the model's size; `resized` are options of F.interpolate."""
     frames = video.flatten(0, 1).float().div_(255)
     if frames.shape[-2:] != (side, side):
         frames = F.interpolate(frames, (side, side), **resized).clamp_(0, 1)

@@ -1,9 +1,9 @@
-"""MOVi-like clips as real webdataset shards: textured shapes that move and occlude each other on a textured ground.
+"""Demo data: clips like MOVi's in webdataset shards, with textured shapes that move in front of a textured ground.
 
-A fixed camera sees one stage: the ground is the same in all clips of a set. All objects of a clip have the same colour,
-but different shapes and textures. So similar pixels need not belong to one object, while pixels that move together do,
-and a model that has learned the ground from other clips can tell it from objects. Masks hold 0 for the ground and a
-number for each object, visible pixels only. Training shards have masks too, for inspection only: nothing reads them.
+The camera is fixed, so the ground is the same in all clips of a set. All objects of a clip have the same colour but
+different shapes and textures. Similar pixels therefore need not belong to the same object, but pixels that move
+together do, and a model that has learned the ground from other clips can tell it from objects. Masks hold 0 for the
+ground and one number per object, for visible pixels only. Training shards have masks too, for inspection only.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from halfstep.data.files import Array, create_folder
 NUM_TRAIN, NUM_VAL, PER_SHARD = 96, 16, 16
 FRAMES, SIDE = 12, 64
 OBJECTS = (3, 5)
-"""Fewest and most objects of a clip."""
+"""Smallest and largest number of objects per clip."""
 GROUND = 2**31
-"""Seeds the ground's generator together with the set's seed; clips use their numbers."""
+"""Second seed of the ground's generator, after the seed of the set. For clips it is their number, which is smaller."""
 
 
 def write_demo(
     folder: Path, *, seed: int = 0, num_train: int = NUM_TRAIN, num_val: int = NUM_VAL,
     frames: int = FRAMES, side: int = SIDE, per_shard: int = PER_SHARD,
 ) -> None:  # fmt: skip
-    """Write `demo-train-000000.tar`, … and `demo-validation-000000.tar`, … into `folder`, all or nothing."""
+    """Write `demo-train-000000.tar`, … and `demo-validation-000000.tar`, … to `folder`, which appears when complete."""
     ground = _draw_texture(np.random.default_rng([seed, GROUND]), side, knots=4, strength=0.25) * 0.8 + 0.1
     with create_folder(folder) as unfinished:
         first = 0
@@ -42,7 +42,7 @@ def write_demo(
 
 
 def write_shard(path: Path, clips: Sequence[tuple[Array, Array | None]], *, first: int = 0) -> None:
-    """Write clips as samples of a shard: `NAME.video.npy` and, with masks, `NAME.segmentations.npy`."""
+    """Write clips as samples of a shard: `NAME.video.npy` and, if there are masks, `NAME.segmentations.npy`."""
     with tarfile.open(path, "w") as shard:
         for number, (video, masks) in enumerate(clips, start=first):
             add_array(shard, f"{number:06d}.video.npy", video)
@@ -60,7 +60,7 @@ def add_array(shard: tarfile.TarFile, name: str, array: Array) -> None:
 
 
 def draw_clip(rng: np.random.Generator, frames: int, ground: Array) -> tuple[Array, Array]:
-    """Draw frames (T, side, side, 3) on a ground (side, side, 3) in 0..1, and masks (T, side, side); both uint8."""
+    """Return frames (T, side, side, 3) and masks (T, side, side), both uint8, on a ground (side, side, 3) in 0..1."""
     side = len(ground)
     grid = (np.mgrid[:side, :side] + 0.5) / side
     hue = rng.uniform(0, 1, 3)
@@ -70,15 +70,15 @@ def draw_clip(rng: np.random.Generator, frames: int, ground: Array) -> tuple[Arr
     masks = np.zeros((frames, side, side), dtype=np.uint8)
     for t in range(frames):
         video[t] = ground
-        for number, thing in enumerate(objects, start=1):
-            inside, paint = thing.drawn(grid, t / max(frames - 1, 1))
+        for number, shape in enumerate(objects, start=1):
+            inside, paint = shape.draw(grid, t / max(frames - 1, 1))
             video[t][inside], masks[t][inside] = paint[inside], number
     video += rng.normal(0, 0.015, video.shape)
     return (video.clip(0, 1) * 255).round().astype(np.uint8), masks
 
 
 class _Object:
-    """A moving disc, box or triangle with its own texture."""
+    """A disc, box or triangle with a texture, which moves and rotates."""
 
     def __init__(self, rng: np.random.Generator, side: int, colour: Array) -> None:
         self.kind = rng.integers(3)
@@ -88,16 +88,18 @@ class _Object:
         self.colour = colour
         self.texture = _draw_texture(rng, side, knots=10, strength=0.5)
 
-    def drawn(self, grid: Array, time: float) -> tuple[Array, Array]:
+    def draw(self, grid: Array, time: float) -> tuple[Array, Array]:
+        """Return which pixels the object covers at a time in 0..1, and its colours."""
         centre = self.start + (self.end - self.start) * time
         angle = self.angles[0] + self.angles[1] * time
         y, x = grid - centre[:, None, None]
+        # Coordinates in the frame of the object, whose texture moves with it.
         u, v = x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)
         side = len(grid[0])
-        at = [((part + 0.5) * side).astype(int).clip(0, side - 1) for part in (v, u)]
-        return self._inside(u, v), self.colour * (0.55 + 0.6 * self.texture[at[0], at[1]])
+        pixel = [((part + 0.5) * side).astype(int).clip(0, side - 1) for part in (v, u)]
+        return self._is_inside(u, v), self.colour * (0.55 + 0.6 * self.texture[pixel[0], pixel[1]])
 
-    def _inside(self, u: Array, v: Array) -> Array:
+    def _is_inside(self, u: Array, v: Array) -> Array:
         if self.kind == 0:
             return np.asarray(np.hypot(u, v) < self.size)
         if self.kind == 1:
@@ -106,17 +108,17 @@ class _Object:
 
 
 def _draw_texture(rng: np.random.Generator, side: int, *, knots: int, strength: float) -> Array:
-    """Draw smooth colours with finer noise on top (side, side, 3) in 0..1."""
+    """Return smooth colours with finer noise on top, (side, side, 3) in 0..1."""
     coarse = np.stack([_draw_smooth(rng, side, knots) for _ in range(3)], axis=-1)
     fine = _draw_smooth(rng, side, 4 * knots)[..., None]
     return np.asarray((1 - strength) * coarse + strength * fine)
 
 
 def _draw_smooth(rng: np.random.Generator, side: int, knots: int) -> Array:
-    """Draw random values at `knots` points per side, linearly interpolated."""
+    """Return random values at `knots` points per side, linearly interpolated to (side, side)."""
     values = rng.random((knots, knots))
-    at = np.linspace(0, knots - 1, side)
-    low = np.minimum(at.astype(int), knots - 2)
-    part = at - low
+    position = np.linspace(0, knots - 1, side)
+    low = np.minimum(position.astype(int), knots - 2)
+    part = position - low
     rows = values[low] * (1 - part)[:, None] + values[low + 1] * part[:, None]
     return np.asarray(rows[:, low] * (1 - part) + rows[:, low + 1] * part)

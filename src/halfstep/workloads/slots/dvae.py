@@ -1,15 +1,16 @@
-"""The discrete VAE of SLATE and STEVE (Singh et al. 2022): an image as a grid of words, and back; upstream's names.
+"""The discrete VAE of SLATE and STEVE (Singh et al. 2022), which codes an image as a grid of words and decodes it.
 
-Between encoder and decoder every position holds one number for each word of the vocabulary: logits, Gumbel noise, their
-softmax. At 72 frames of 32×32 positions and 4096 words each of these is 1.2 GB in fp32. They are needed only between
-two small vectors of 64 channels, so that section runs frame by frame and is recomputed in backward: nothing as wide as
-the vocabulary is kept. Words are drawn without a one-hot tensor: an argmax over logits + noise in fp32.
+Modules have upstream's names. Between encoder and decoder every position holds one number per word of the vocabulary:
+logits, Gumbel noise, their softmax. For 72 frames of 32×32 positions and 4096 words, each of these takes 1.2 GB in
+fp32. They are needed only between two small vectors of 64 channels. That section therefore runs on a few frames at a
+time and is recomputed in backward: nothing as wide as the vocabulary is kept. Words are drawn without a one-hot tensor,
+by an argmax over logits + noise in fp32.
 
-Gumbel noise is a function of keys that travel in the batch, eight bytes per frame, and is computed where it is read:
-compiled code fuses it with its softmax, a recomputing backward gets the same numbers again, a captured graph gets new
-ones with each batch, and no generator advances. The hash of (key, position, word) is two rounds of a 32-bit mixer
-(lowbias32's constants, found by C. Wellons) around a 64-bit key for each row. int32 products wrap around on every
-device, so that bits are the same everywhere except for the logarithms.
+Gumbel noise is a function of keys in the batch, eight bytes per frame, and is computed where it is used. Compiled code
+fuses it with the softmax, a recomputing backward gets the same noise again, a captured graph gets new noise with each
+batch, and no generator advances. The hash of (key, position, word) is two rounds of a 32-bit mixer (the constants of
+lowbias32 by C. Wellons) around a 64-bit key per row. int32 products wrap around on every device, so the bits are the
+same everywhere, up to the logarithms.
 
 Upstream applies log_softmax before adding the noise. That adds a constant to each row, which affects neither softmax
 nor argmax, so it is left out.
@@ -31,11 +32,11 @@ from halfstep.models.recompute import Recomputing, choose_block_runner, choose_r
 
 WIDTH, IMAGE_CHANNELS = 64, 3
 CHUNK_BYTES = 2**27
-"""Size of one fp32 tensor as wide as the vocabulary: eight frames of 1024 positions and 4096 words."""
+"""Limit of an fp32 tensor as wide as the vocabulary: 128 MiB, eight frames of 1024 positions and 4096 words."""
 
 
-class Coded(NamedTuple):
-    """The VAE's result for images."""
+class DVaeOutput(NamedTuple):
+    """Output of the VAE for images."""
 
     reconstruction: Tensor
     """(N, channels, H, W), not clamped."""
@@ -44,7 +45,7 @@ class Coded(NamedTuple):
 
 
 class DVae(Recomputing):
-    """Images (N, channels, H, W) to words and back. STEVE's VAE quarters each side; `downs` and `ups` change that."""
+    """A discrete VAE for images (N, channels, H, W). By default a word covers 4×4 pixels, as in STEVE."""
 
     def __init__(
         self,
@@ -54,8 +55,8 @@ class DVae(Recomputing):
         ups: Sequence[int] = (2, 2),
         checkpointing: bool = False,
     ) -> None:
-        """Build the layers. `downs`: each a stride and the number of 1×1 convolutions after it. `ups`: upsampling
-        factors."""
+        """Build the layers. `downs` holds (stride, number of 1×1 convolutions after it) of each downsampling, `ups` the
+        factors of upsampling."""
         super().__init__()
         self.recompute = "blocks" if checkpointing else "none"
         self.vocabulary = vocabulary
@@ -66,55 +67,58 @@ class DVae(Recomputing):
 
     def forward(
         self, images: Tensor, tau: Tensor | float, soft_noise: Tensor, word_noise: Tensor, *, hard: bool = False
-    ) -> Coded:
-        """Code images with two separate draws: one for the decoder's input, one for the words. Each is keys (N, 2) or
-        the noise itself (N, positions, words). `hard`: the decoder sees one word per position; gradients go through the
-        softmax."""
+    ) -> DVaeOutput:
+        """Code images with two separate noises: one for the decoder's input, one for the words.
+
+        Each noise is keys (N, 2) or the noise itself (N, positions, words). With `hard` the decoder sees one word per
+        position, and gradients are those of the softmax.
+        """
         hidden: Tensor = self.encoder[:-1](images)
         rows = hidden.permute(0, 2, 3, 1).flatten(1, 2)
         embedded = self.embed_softly(rows, tau, soft_noise, hard=hard)
-        return Coded(self.decode(embedded, hidden.shape[2:]), self.draw_words(rows.detach(), word_noise))
+        return DVaeOutput(self.decode(embedded, hidden.shape[2:]), self.draw_words(rows.detach(), word_noise))
 
     def embed_softly(self, rows: Tensor, tau: Tensor | float, noise: Tensor, *, hard: bool) -> Tensor:
-        """Return the decoder's first layer on softmax((logits + noise) / tau), before its bias: (N, positions, 64)."""
-        paint = to_matrix(self._first_convolution().weight)
+        """Apply the decoder's first layer, without bias, to softmax((logits + noise) / tau): (N, positions, 64)."""
+        embedding = to_matrix(self._get_first_convolution().weight)
         tau = torch.as_tensor(tau, dtype=torch.float32, device=rows.device)
-        return _embed_softly(torch.compiler.is_compiling(), hard, rows, noise, tau, *self._to_logits(), paint)
+        return _embed_softly(torch.compiler.is_compiling(), hard, rows, noise, tau, *self._get_logit_layer(), embedding)
 
     @torch.no_grad()
     def draw_words(self, rows: Tensor, noise: Tensor) -> Tensor:
-        """Draw one word per position by the logits' probabilities: the argmax of logits + Gumbel noise."""
-        return _draw_words(torch.compiler.is_compiling(), rows, noise, *self._to_logits())
+        """Draw one word per position with the probabilities of the logits: the argmax of logits + Gumbel noise."""
+        return _draw_words(torch.compiler.is_compiling(), rows, noise, *self._get_logit_layer())
 
-    def _to_logits(self) -> tuple[Tensor, Tensor]:
+    def _get_logit_layer(self) -> tuple[Tensor, Tensor]:
+        """Return weight (words, 64) and bias of the encoder's last layer."""
         last = self.encoder[-1]
         assert isinstance(last, nn.Conv2d)
         assert last.bias is not None
         return to_matrix(last.weight), last.bias
 
     def decode(self, embedded: Tensor, grid: Sequence[int]) -> Tensor:
-        """Return the image from the first layer's output before its bias, (N, positions, 64)."""
-        bias = self._first_convolution().bias
+        """Return images from the output (N, positions, 64) of the first layer without bias."""
+        bias = self._get_first_convolution().bias
         assert bias is not None
         first = torch.relu(embedded + bias.to(embedded.dtype))
         maps = first.unflatten(1, tuple(grid)).permute(0, 3, 1, 2)
-        return choose_region_runner(self.recompute)(self._through_decoder, maps)
+        return choose_region_runner(self.recompute)(self._run_decoder, maps)
 
-    def _through_decoder(self, maps: Tensor) -> Tensor:
-        """Run the decoder, one block per upsampling (the last layer belongs to the last block); with recomputation, the
-        maps between blocks are kept."""
+    def _run_decoder(self, maps: Tensor) -> Tensor:
+        """Run the decoder after its first layer, in blocks that end with an upsampling; the last layer belongs to the
+        last block. With recomputation, only the maps between blocks are kept."""
         run = choose_block_runner(self.recompute)
         last = len(self.decoder) - 1
-        ends = [place + 1 for place, layer in enumerate(self.decoder) if isinstance(layer, nn.PixelShuffle)]
+        ends = [index + 1 for index, layer in enumerate(self.decoder) if isinstance(layer, nn.PixelShuffle)]
         for start, end in zip([1, *ends], [*ends[:-1], last + 1], strict=False):
             maps = run(self.decoder[start:end], maps)
         return maps
 
     def decode_words(self, words: Tensor, grid: Sequence[int]) -> Tensor:
-        """Return the images of (N, positions) words."""
-        return self.decode(F.embedding(words, self._first_convolution().weight.flatten(1).t()), grid)
+        """Return the images of words (N, positions)."""
+        return self.decode(F.embedding(words, self._get_first_convolution().weight.flatten(1).t()), grid)
 
-    def _first_convolution(self) -> nn.Conv2d:
+    def _get_first_convolution(self) -> nn.Conv2d:
         block = self.decoder[0]
         assert isinstance(block, ConvRelu)
         return block.m
@@ -134,7 +138,7 @@ class ConvRelu(nn.Module):
 def make_convolution(
     in_channels: int, out_channels: int, kernel: int, stride: int = 1, padding: int = 0, *, before_relu: bool = False
 ) -> nn.Conv2d:
-    """Create a convolution initialised as upstream: Kaiming before a ReLU, else Xavier, zero bias."""
+    """Create a convolution initialised as upstream: Kaiming before a ReLU, otherwise Xavier; zero bias."""
     made = nn.Conv2d(in_channels, out_channels, kernel, stride, padding)
     if before_relu:
         nn.init.kaiming_uniform_(made.weight, nonlinearity="relu")
@@ -146,8 +150,10 @@ def make_convolution(
 
 
 def to_matrix(kernel: Tensor) -> Tensor:
-    """Return a 1×1 kernel (out, in, 1, 1) as (out, in) so that its gradient has the kernel's own strides: DDP compares
-    them with its buckets', even for sides of length 1."""
+    """Return a 1×1 kernel (out, in, 1, 1) as a matrix (out, in), such that its gradient has the strides of the kernel.
+
+    DDP compares these strides with those of its buckets, even in dimensions of size 1.
+    """
     return kernel.flatten(1) if kernel.stride(2) == 1 else kernel.movedim(1, 3).flatten(1)
 
 
@@ -174,41 +180,41 @@ def _embed_softly(is_compiled: bool, hard: bool, *inputs: Tensor) -> Tensor:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _draw_words(is_compiled: bool, rows: Tensor, noise: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    turn, chunk = make_iteration(_draw_chunk, is_compiled=is_compiled), _choose_chunk(rows, len(weight))
+    step, chunk = make_iteration(_draw_chunk, is_compiled=is_compiled), _choose_chunk(rows, len(weight))
     with fp32_island():
         pairs = zip(rows.split(chunk), noise.split(chunk), strict=True)
-        return torch.cat([turn(*pair, weight, bias) for pair in pairs])
+        return torch.cat([step(*pair, weight, bias) for pair in pairs])
 
 
 class _SoftEmbedding(torch.autograd.Function):
-    """Embed soft words chunk by chunk; backward recomputes the shares and sums weight gradients in fp32."""
+    """Embed soft words chunk by chunk. Backward recomputes the shares of words and sums weight gradients in fp32."""
 
     @staticmethod
     def forward(ctx: Any, is_compiled: bool, hard: bool, rows: Tensor, noise: Tensor, *rest: Tensor) -> Tensor:
         ctx.save_for_backward(rows, noise, *rest)
         ctx.is_compiled, ctx.hard = is_compiled, hard
-        turn, chunk = make_iteration(_embed_chunk, is_compiled=is_compiled), _choose_chunk(rows, rest[-1].shape[1])
+        step, chunk = make_iteration(_embed_chunk, is_compiled=is_compiled), _choose_chunk(rows, rest[-1].shape[1])
         with fp32_island():
             pairs = zip(rows.split(chunk), noise.split(chunk), strict=True)
-            return torch.cat([turn(*pair, *rest, hard=hard) for pair in pairs])
+            return torch.cat([step(*pair, *rest, hard=hard) for pair in pairs])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, noise, *rest = ctx.saved_tensors
-        turn, chunk = (
+        step, chunk = (
             make_iteration(_embed_chunk_backward, is_compiled=ctx.is_compiled),
             _choose_chunk(rows, rest[-1].shape[1]),
         )
-        at_rows, sums = torch.empty_like(rows), [torch.zeros_like(weight, dtype=torch.float32) for weight in rest[1:]]
-        pieces = (part.split(chunk) for part in (at_rows, grad, rows, noise))
+        grad_rows, sums = torch.empty_like(rows), [torch.zeros_like(weight, dtype=torch.float32) for weight in rest[1:]]
+        chunks = (part.split(chunk) for part in (grad_rows, grad, rows, noise))
         with fp32_island():
-            for at, *piece in zip(*pieces, strict=True):
-                found, *grads = turn(*piece, *rest, hard=ctx.hard)
-                at.copy_(found)
+            for target, *parts in zip(*chunks, strict=True):
+                grad_chunk, *grads = step(*parts, *rest, hard=ctx.hard)
+                target.copy_(grad_chunk)
                 for total, one in zip(sums, grads, strict=True):
                     total += one
-        return None, None, at_rows, None, None, *(s.to(w.dtype) for s, w in zip(sums, rest[1:], strict=True))
+        return None, None, grad_rows, None, None, *(s.to(w.dtype) for s, w in zip(sums, rest[1:], strict=True))
 
 
 def _compute_logits(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -222,83 +228,94 @@ def _draw_chunk(rows: Tensor, noise: Tensor, weight: Tensor, bias: Tensor) -> Te
 def _compute_shares(
     rows: Tensor, noise: Tensor, tau: Tensor, weight: Tensor, bias: Tensor, *, hard: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return each word's share in fp32, and what the decoder sees: the shares, or one word alone."""
+    """Return the share of each word in fp32, and the decoder's input: the shares, or with `hard` one word as
+    one-hot."""
     noisy = _compute_logits(rows, weight, bias) + make_gumbel_noise(noise, rows.shape[1], len(weight))
     shares = torch.softmax(noisy / tau, dim=-1)
     if not hard:
         return shares, shares.to(rows.dtype)
-    every = torch.arange(len(weight), device=rows.device)
-    return shares, (noisy.argmax(dim=-1, keepdim=True) == every).to(rows.dtype)
+    all_words = torch.arange(len(weight), device=rows.device)
+    return shares, (noisy.argmax(dim=-1, keepdim=True) == all_words).to(rows.dtype)
 
 
 def _embed_chunk(
-    rows: Tensor, noise: Tensor, tau: Tensor, weight: Tensor, bias: Tensor, paint: Tensor, *, hard: bool
+    rows: Tensor, noise: Tensor, tau: Tensor, weight: Tensor, bias: Tensor, embedding: Tensor, *, hard: bool
 ) -> Tensor:
     _, seen = _compute_shares(rows, noise, tau, weight, bias, hard=hard)
-    return F.linear(seen, paint.to(rows.dtype))
+    return F.linear(seen, embedding.to(rows.dtype))
 
 
 def _embed_chunk_backward(
-    grad: Tensor, rows: Tensor, noise: Tensor, tau: Tensor, weight: Tensor, bias: Tensor, paint: Tensor, *, hard: bool
+    grad: Tensor,
+    rows: Tensor,
+    noise: Tensor,
+    tau: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    embedding: Tensor,
+    *,
+    hard: bool,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of rows, weight, bias and paint."""
+    """Return the gradients of rows, weight, bias and embedding."""
     shares, seen = _compute_shares(rows, noise, tau, weight, bias, hard=hard)
-    at_shares = F.linear(grad, paint.t().to(rows.dtype)).float()
+    grad_shares = F.linear(grad, embedding.t().to(rows.dtype)).float()
     # Gradient of softmax(logits / tau): s (g - Σ s g) / tau. With `hard` it is the straight-through estimator.
-    at_logits = shares * (at_shares - (shares * at_shares).sum(dim=-1, keepdim=True)) / tau
-    half = at_logits.to(rows.dtype).flatten(0, 1)
-    at_rows = torch.mm(half, weight.to(rows.dtype)).view_as(rows)
-    for_paint = torch.mm(grad.flatten(0, 1).t(), seen.flatten(0, 1)).float()
-    return at_rows, torch.mm(half.t(), rows.flatten(0, 1)).float(), half.sum(0, dtype=torch.float32), for_paint
+    grad_logits = shares * (grad_shares - (shares * grad_shares).sum(dim=-1, keepdim=True)) / tau
+    grad_half = grad_logits.to(rows.dtype).flatten(0, 1)
+    grad_rows = torch.mm(grad_half, weight.to(rows.dtype)).view_as(rows)
+    grad_embedding = torch.mm(grad.flatten(0, 1).t(), seen.flatten(0, 1)).float()
+    grad_weight = torch.mm(grad_half.t(), rows.flatten(0, 1)).float()
+    return grad_rows, grad_weight, grad_half.sum(0, dtype=torch.float32), grad_embedding
 
 
 def _choose_chunk(rows: Tensor, vocabulary: int) -> int:
-    """Return the number of frames per chunk, as even as possible."""
+    """Return the number of frames per chunk; chunks are as equal as possible."""
     num_frames, num_positions = rows.shape[:2]
     num_chunks = max(1, -(-num_frames * num_positions * vocabulary * 4 // CHUNK_BYTES))
     return -(-num_frames // num_chunks)
 
 
 def compute_word_grid(height: int, width: int, factor: int) -> tuple[int, int]:
-    """Return rows and columns of words; raise if words do not tile the image."""
+    """Return rows and columns of words; raise ModelError if words do not tile the image."""
     if height % factor or width % factor:
         raise ModelError(
             f"image of {height}×{width} pixels for tokens of {factor}×{factor} pixels",
-            why="tokens tile the image, so each side must be a multiple of {factor}",
+            why=f"tokens tile the image, so each side must be a multiple of {factor}",
             fix=f"data.image_size={max(1, round(width / factor)) * factor}",
         )
     return height // factor, width // factor
 
 
 FIRST, SECOND = 0x7FEB352D, 0x846CA68B - 2**32
-"""Odd factors, as int32."""
+"""Odd factors of lowbias32, as int32."""
 BITS = 31
 LARGEST_BELOW_ONE = 1 - 2**-24
 
 
 def make_gumbel_noise(source: Tensor, num_positions: int, num_words: int) -> Tensor:
-    """Return noise (N, positions, words) in fp32 from keys (N, 2); noise that was drawn before passes through."""
+    """Return Gumbel noise (N, positions, words) in fp32 from keys (N, 2); a floating-point `source` is already
+    noise."""
     if source.is_floating_point():
         return source
-    # 31 bits and a half: never 0, and at most 1 - 2^-24, so that both logarithms are finite. Small numbers keep all
-    # their bits and become the largest noise, up to 22.
-    inside = ((hash_bits(source, num_positions, num_words) & (2**BITS - 1)).float() + 0.5) * 2.0**-BITS
-    return -torch.log(-torch.log1p(-inside.clamp(max=LARGEST_BELOW_ONE)))
+    # A uniform number of 31 bits plus one half: never 0, and at most 1 - 2^-24, so that both logarithms are finite.
+    # Small numbers keep all their bits and become the largest noise, up to 22.
+    uniform = ((hash_bits(source, num_positions, num_words) & (2**BITS - 1)).float() + 0.5) * 2.0**-BITS
+    return -torch.log(-torch.log1p(-uniform.clamp(max=LARGEST_BELOW_ONE)))
 
 
 def hash_bits(keys: Tensor, num_positions: int, num_words: int) -> Tensor:
-    """Return 32 random bits (N, positions, words) for keys (N, 2), as int32."""
+    """Return 32 hashed bits (N, positions, words) for keys (N, 2), as int32."""
     first, second = keys.to(torch.int32).unsqueeze(-1).unbind(1)
     position = torch.arange(num_positions, device=keys.device, dtype=torch.int32)
     word = torch.arange(num_words, device=keys.device, dtype=torch.int32)
-    # Two hashes of both keys per position form a 64-bit row key, which the word's hash then mixes in.
+    # Two hashes of both keys per position form a 64-bit key of the row, which is then hashed with the word.
     row = mix_bits(mix_bits(position + first) ^ second).unsqueeze(-1)
     other = mix_bits(mix_bits(position + second) ^ first).unsqueeze(-1)
     return mix_bits(mix_bits(word + row) ^ other)
 
 
 def mix_bits(x: Tensor) -> Tensor:
-    """Apply a bijection of 32 bits in which every input bit flips every output bit about half the time."""
+    """Apply a bijection of 32 bits: flipping an input bit flips each output bit with a probability of about 1/2."""
     x = (x ^ _shift_right(x, 16)) * FIRST
     x = (x ^ _shift_right(x, 15)) * SECOND
     return x ^ _shift_right(x, 16)

@@ -1,4 +1,4 @@
-"""Evaluation of slots: FG-ARI and mBO, how much each slot takes, and sheets and gifs of the worst and best clips."""
+"""Evaluation of slots: FG-ARI and mBO, the share of each slot, and sheets and gifs of the worst and best clips."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from halfstep.workloads.slots.pictures import draw_sheet, make_views, write_gif
 from halfstep.workloads.slots.scores import SlotMetrics, SteveMetrics, label_pixels
 
 SHOWN_EACH = 2
+"""Number of worst and of best clips that are drawn."""
 
 
 class SlotDetails(SlotMetrics):
-    """Validation metrics, FG-ARI of every clip, and the pixels of every slot."""
+    """Validation metrics that also keep the FG-ARI of each clip and the number of pixels of each slot."""
 
     def __init__(self, counted: SlotMetrics) -> None:
         super().__init__(ignore_background=bool(counted.from_label), skip_empty=counted.skip_empty)
@@ -39,26 +40,26 @@ class SlotDetails(SlotMetrics):
         if "masks" in batch:
             true = batch["masks"]
             labels = label_pixels(masks, (true.shape[-2], true.shape[-1]))
-            scores = self.count(true, labels, masks.shape[2], batch.get("is_real"))
+            scores = self.add_labels(true, labels, masks.shape[2], batch.get("is_real"))
             self._scored.append((batch["index"], scores))
 
-    def per_clip(self) -> list[tuple[int, float]]:
-        """Return clip and FG-ARI, worst first; waits for the device."""
+    def rank_clips(self) -> list[tuple[int, float]]:
+        """Return (clip, FG-ARI), worst first; waits for the device."""
         pairs = [pair for index, scores in self._scored for pair in zip(index.tolist(), scores.tolist(), strict=True)]
         return sorted(pairs, key=lambda pair: (pair[1], pair[0]))
 
-    def shares(self) -> list[float]:
-        """Return each slot's share of all pixels."""
+    def compute_shares(self) -> list[float]:
+        """Return the share of all pixels that each slot takes."""
         total = torch.stack(self._shares).sum(0).double()
         return (total / total.sum()).tolist()
 
 
 class SteveDetails(SteveMetrics, SlotDetails):
-    """The same with STEVE's losses."""
+    """The same details, with STEVE's losses."""
 
 
 class SlotEvaluation(PlainEvaluation):
-    """Evaluate every clip."""
+    """Evaluation of all slot models; its classes are slots."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -68,12 +69,13 @@ class SlotEvaluation(PlainEvaluation):
         self.metrics: SlotDetails = details(counted)
 
     @staticmethod
-    def config_for(config: RunConfig, folder: Path) -> RunConfig:
-        """Use another folder's shards and split; without a split, `on_all` evaluates all its videos."""
+    def change_data_folder(config: RunConfig, folder: Path) -> RunConfig:
+        """Return settings for another folder, without shard patterns; if it has no split, all its videos are
+        evaluated."""
         return use_folder(config, folder, train_shards="", val_shards="", val_videos=(), val_size=0, val_fraction=0.0)
 
     @staticmethod
-    def on_all(workload: Workload) -> Workload:
+    def use_all_samples(workload: Workload) -> Workload:
         if len(workload.val_samples):
             return workload
         samples = workload.train_samples
@@ -82,13 +84,15 @@ class SlotEvaluation(PlainEvaluation):
         names = tuple(whole.name_of(index) for index in range(len(whole)))
         return replace(workload, val_samples=whole, val_names=names)
 
-    def classes(self) -> tuple[dict[str, Cell], ...]:
-        return tuple({"slot": str(k), "share of pixels": share} for k, share in enumerate(self.metrics.shares()))
+    def score_classes(self) -> tuple[dict[str, Cell], ...]:
+        return tuple(
+            {"slot": str(k), "share of pixels": share} for k, share in enumerate(self.metrics.compute_shares())
+        )
 
-    def draw(self, folder: Path, look: LookAt) -> list[Path]:
+    def draw_pictures(self, folder: Path, look: LookAt) -> list[Path]:
         """Write a sheet and a gif of each chosen clip."""
         written = []
-        for kind, index in self._chosen():
+        for kind, index in self._choose_clips():
             _, outputs = look(index)
             sample = self.workload.val_samples.sample(index, key=(0, 0, index))
             frames, slots, truth = make_views({name: value.unsqueeze(0) for name, value in sample.items()}, outputs)
@@ -98,9 +102,9 @@ class SlotEvaluation(PlainEvaluation):
             written += [picture, moving]
         return written
 
-    def _chosen(self) -> list[tuple[str, int]]:
+    def _choose_clips(self) -> list[tuple[str, int]]:
         """Return the worst and the best clips, or the first ones if nothing was scored."""
-        ranked = [index for index, _ in self.metrics.per_clip()]
+        ranked = [index for index, _ in self.metrics.rank_clips()]
         if not ranked:
             return [("first", index) for index in range(min(2 * SHOWN_EACH, len(self.workload.val_samples)))]
         worst = ranked[: min(SHOWN_EACH, -(-len(ranked) // 2))]

@@ -1,7 +1,7 @@
-"""Translate SlotContrast's config files, alone or with STEVE's half, into our settings.
+"""Translate config files of SlotContrast, and of its fork with STEVE's words, into our settings.
 
 Each key is either read or listed as unused with a reason; a key that would train a different model is an error. Values
-come from a `ForeignReader`, which records every key it was asked for.
+come from a `ForeignReader`, which records every key that is read.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ CROPS = {
     "short_side_resize_random": "random",
 }
 SCORED = ("VideoARI", "ImageARI", "VideoIoU", "ImageIoU")
-"""Metrics that every run has; IoU with the matching that makes it mBO."""
+"""Metrics that every run computes; IoU with `matching: overlap` is mBO."""
 COMPARED = {
     "MSELoss": ("decoder.reconstruction", "encoder.backbone_features"),
     "Slot_Slot_Contrastive_Loss": ("processor.state", "encoder.backbone_features"),
 }
-"""What each loss compares, in upstream's names; the contrast does not use its target."""
+"""The tensors that each loss compares, by upstream's names; the contrastive loss does not use its target."""
 SCORED_MASKS = "decoder_masks_hard"
 PROCESSES = "the command sets the number of ranks: --gpus N, or torchrun"
 UNUSED = {
@@ -53,18 +53,13 @@ UNUSED = {
 }
 
 
-def claim(document: Mapping[str, Any], name: str) -> Foreign | None:
-    """Translate a SlotContrast config, alone or with STEVE's half; return None for any other file."""
+def translate_config(document: Mapping[str, Any], name: str) -> Foreign | None:
+    """Translate a config of SlotContrast or its fork; return None for any other file."""
     model = document.get("model")
     if not isinstance(model, Mapping) or not {"grouper", "decoder", "encoder"} <= model.keys():
         return None
     if "dataset" not in document or "optimizer" not in document:
         return None
-    return translate(document)
-
-
-def translate(document: Mapping[str, Any]) -> Foreign:
-    """Translate all sections."""
     read = ForeignReader(document)
     values = {
         **_translate_run(read),
@@ -86,7 +81,7 @@ def _drop_unset(values: Mapping[str, Any]) -> dict[str, Any]:
 def _translate_run(read: ForeignReader) -> dict[str, Any]:
     devices = read("trainer.devices", 1)
     if devices not in (1, "1", "auto", [0], -1):
-        read.unused["trainer.devices"] = f"{PROCESSES}; the batch is that of one GPU"
+        read.unused["trainer.devices"] = f"{PROCESSES}; the batch size is that of one GPU"
     accelerator = str(read("trainer.accelerator", "auto"))
     interval = read("trainer.val_check_interval", 5000)
     if not isinstance(interval, int):
@@ -121,7 +116,7 @@ def _read_max_steps(read: ForeignReader) -> Any:
 def _translate_optimizer(read: ForeignReader) -> dict[str, Any]:
     steps, at = _read_max_steps(read), "optimizer.lr_scheduler"
     schedule = _translate_schedule(read(at, {}), at, steps)
-    groups = [_translate_group(group, place, steps) for place, group in enumerate(read("optimizer.param_groups", []))]
+    groups = [_translate_group(group, index, steps) for index, group in enumerate(read("optimizer.param_groups", []))]
     return {
         "optimizer.name": str(read("optimizer.name", "adam")).lower(),
         "optimizer.lr": read("optimizer.lr"),
@@ -134,11 +129,11 @@ def _translate_optimizer(read: ForeignReader) -> dict[str, Any]:
 
 
 def _translate_schedule(given: Any, where: str, max_steps: Any) -> dict[str, Any]:
-    """Translate a schedule: upstream counts decay from the end of the warmup, by default 1000 steps."""
+    """Translate a schedule. Upstream counts decay from the end of the warmup, which takes 1000 steps by default."""
     known = {"name", "warmup_steps", "decay_steps", "decay_rate"}
-    if not isinstance(given, Mapping) or (strange := sorted(set(given) - known)):
-        held = ", ".join(strange) if isinstance(given, Mapping) else repr(given)
-        raise ConfigError(f"{where} holds {held}", fix=f"use only the keys {', '.join(sorted(known))}")
+    if not isinstance(given, Mapping) or (unknown := sorted(set(given) - known)):
+        content = ", ".join(unknown) if isinstance(given, Mapping) else repr(given)
+        raise ConfigError(f"{where} holds {content}", fix=f"use only the keys {', '.join(sorted(known))}")
     name = given.get("name", "constant")
     warmup, decay = int(given.get("warmup_steps", 1000)), int(given.get("decay_steps", 100_000))
     shapes = {"linear_warmup": "constant", "exp_decay_with_warmup": "exponential", "cosine_decay_with_warmup": "cosine"}
@@ -148,7 +143,7 @@ def _translate_schedule(given: Any, where: str, max_steps: Any) -> dict[str, Any
         raise ConfigError(f"{where}.name is {name}", fix=f"constant, {', '.join(shapes)}")
     shape = {"name": shapes[name], "warmup_steps": warmup}
     if name == "linear_warmup" or (isinstance(max_steps, int) and 0 < max_steps <= warmup):
-        return shape  # a run that ends within its warmup never decays
+        return shape  # a run that ends during its warmup never decays
     if decay <= warmup:
         raise ConfigError(f"{where}: {decay} decay_steps end within {warmup} warmup_steps", fix="set more decay_steps")
     if name == "cosine_decay_with_warmup":
@@ -156,18 +151,19 @@ def _translate_schedule(given: Any, where: str, max_steps: Any) -> dict[str, Any
     rate = float(given.get("decay_rate", 0.5))
     if not 0 < rate < 1:
         raise ConfigError(f"{where}.decay_rate is {rate:g}", fix="set a number between 0 and 1")
+    # decay_rate^(steps / (decay - warmup)) as a half-life.
     return shape | {"half_life_steps": max(1, round((decay - warmup) * math.log(0.5) / math.log(rate)))}
 
 
-def _translate_group(given: Any, place: int, max_steps: Any) -> dict[str, Any]:
-    where = f"optimizer.param_groups[{place}]"
+def _translate_group(given: Any, index: int, max_steps: Any) -> dict[str, Any]:
+    where = f"optimizer.param_groups[{index}]"
     if not isinstance(given, Mapping):
         raise ConfigError(f"{where} is {given!r}", fix="write a mapping with modules and lr")
     modules = [given["modules"]] if isinstance(given.get("modules"), str) else list(given.get("modules") or ())
-    strange = sorted(set(given) - {"modules", "lr", "lr_scheduler", "weight_decay"})
-    if strange or not modules or set(modules) - MODULES:
+    unknown = sorted(set(given) - {"modules", "lr", "lr_scheduler", "weight_decay"})
+    if unknown or not modules or set(modules) - MODULES:
         raise ConfigError(
-            f"{where}: modules {modules}" + (f", and {', '.join(strange)}" if strange else ""),
+            f"{where}: modules {modules}" + (f", and {', '.join(unknown)}" if unknown else ""),
             why="a group has modules, and may have an lr, an lr_scheduler and a weight_decay",
             fix=f"modules among {', '.join(sorted(MODULES))}",
         )
@@ -187,7 +183,7 @@ def _translate_group(given: Any, place: int, max_steps: Any) -> dict[str, Any]:
 
 def _translate_model(read: ForeignReader) -> dict[str, Any]:
     read.must_be("model.input_type", "video", why="slots are tracked over frames")
-    read.must_be("model.target_type", "features", why="the decoder paints the backbone's features")
+    read.must_be("model.target_type", "features", why="the decoder reconstructs the backbone's features")
     for part in ("target_encoder", "mask_resizers", "eval_mode_config", "modules_to_load"):
         if read(f"model.{part}") is not None:
             raise ConfigError(f"model.{part} is not supported", fix="leave it out")
@@ -203,7 +199,7 @@ def _translate_model(read: ForeignReader) -> dict[str, Any]:
 
 
 def _note_switched_off(read: ForeignReader) -> dict[str, Any]:
-    """List the fork's other half as unused."""
+    """List the fork's keys for words as unused."""
     temperatures = ("gumbel_start_temp", "gumbel_final_temp", "gumbel_anneal_steps")
     for key in ("dvae", "steve_decoder", *temperatures, "decoder.steve", "decoder.vocab_size"):
         read.unused[f"model.{key}"] = "model.use_dvae is off"
@@ -237,15 +233,15 @@ def _translate_backbone(read: ForeignReader) -> dict[str, Any]:
 
 
 def _find_block(read: ForeignReader, kwargs: Mapping[str, Any]) -> int | None:
-    """Return the block whose tokens are the features: a backbone cut after it gives the same."""
-    asked = read("model.encoder.backbone.features", "vit_block12")
-    named = [asked] if isinstance(asked, str) else list(asked)
+    """Return the number of blocks up to the one whose tokens are the features; later blocks do not matter."""
+    given = read("model.encoder.backbone.features", "vit_block12")
+    named = [given] if isinstance(given, str) else list(given)
     main = str(read("model.encoder.main_features_key", "vit_block12" if "vit_block12" in named else named[0]))
     found = re.fullmatch(r"vit_block(\d+)", main)
     if found is None or main not in named:
-        why = f"the features asked for are {', '.join(named)}"
-        fix = "one of them that is tokens of a block: model.encoder.main_features_key=vit_block12"
-        raise ConfigError(f"features {main} are not offered", why=why, fix=fix)
+        why = f"backbone.features lists {', '.join(named)}"
+        fix = "name one of them that is a block: model.encoder.main_features_key=vit_block12"
+        raise ConfigError(f"features {main} are not available", why=why, fix=fix)
     if others := [name for name in named if name != main]:
         read.unused["model.encoder.backbone.features"] = f"{', '.join(others)} are computed upstream and never read"
     block = int(found[1])
@@ -280,7 +276,7 @@ def _translate_slots(read: ForeignReader) -> dict[str, Any]:
 
 
 def _translate_decoder(read: ForeignReader) -> dict[str, Any]:
-    read.must_be("model.decoder.name", "MLPDecoder", why="features are painted position by position")
+    read.must_be("model.decoder.name", "MLPDecoder", why="features are decoded position by position")
     read.must_be("model.decoder.activation", "relu", why="its layers have ReLU between them")
     if read("model.decoder.eval_output_size") is not None:
         raise ConfigError("model.decoder.eval_output_size is not supported", fix="leave it out")
@@ -295,7 +291,7 @@ def _translate_decoder(read: ForeignReader) -> dict[str, Any]:
 
 
 def _translate_losses(read: ForeignReader) -> dict[str, Any]:
-    """Translate losses by class, with the weights of the same keys; upstream drops a loss of weight 0."""
+    """Translate losses by their class, with the weights of the same keys; upstream drops a loss of weight 0."""
     losses, weights = read.parts("model.losses"), read.section("model.loss_weights")
     values: dict[str, Any] = {"model.feature_weight": 0.0 if losses else 1.0, "model.contrast_weight": 0.0}
     if _has_words(read):
@@ -328,7 +324,7 @@ def _translate_contrast(read: ForeignReader, at: str, weight: Any) -> dict[str, 
 
 
 def _refuse_other_parts(read: ForeignReader, at: str, kind: str) -> None:
-    """Raise for a loss of other tensors: it would train a different model."""
+    """Refuse a loss between other tensors: it would train a different model."""
     predicted, target = COMPARED[kind]
     read.must_be(f"{at}.pred_key", predicted, why=f"{kind} is of {predicted}")
     read.must_be(f"{at}.target_key", target, why=f"{kind} is of {predicted}")
@@ -383,7 +379,7 @@ def _to_list(given: Any) -> Any:
 
 
 def _translate_metrics(read: ForeignReader) -> dict[str, Any]:
-    """Translate metrics: all four are always computed, and differ in how they treat the background."""
+    """Translate metrics. All are always computed; only the treatment of the background is a setting."""
     ignores: set[bool] = set()
     for key, given in read.parts("val_metrics").items():
         kind, at = given.get("name"), f"val_metrics.{key}"
@@ -394,7 +390,7 @@ def _translate_metrics(read: ForeignReader) -> dict[str, Any]:
             read.unused[f"{at}.pred_key"] = "the decoder's masks are scored"
         ignores.add(bool(given.get("ignore_background", False)))
         if given.get("ignore_overlaps", False):
-            read.unused[f"{at}.ignore_overlaps"] = "objects that overlap are an error"
+            read.unused[f"{at}.ignore_overlaps"] = "overlapping objects are an error"
         read(at)
     if len(ignores) > 1:
         read.unused["val_metrics"] = "some ignore the background and some do not: ari and fg_ari are both reported"
@@ -413,11 +409,11 @@ SIZES = {
     "model.tau_final": "gumbel_final_temp",
     "model.tau_steps": "gumbel_anneal_steps",
 }
-"""Our settings, and their keys below `model`."""
+"""Keys below `model`, by our settings."""
 
 
 def _has_words(read: ForeignReader) -> bool:
-    """True if the file switches the VAE on."""
+    """True if the config enables the discrete VAE."""
     is_on, predicts = bool(read("model.use_dvae", False)), bool(read("model.use_steve_decoder", False))
     if predicts and not is_on:
         raise ConfigError(
@@ -437,13 +433,13 @@ def _translate_words(read: ForeignReader) -> dict[str, Any]:
     if not read("model.use_steve_decoder", False):
         return values | {"model.words_blocks": 0}
     read.must_be("model.steve_decoder.vocab_size", vocabulary, why=f"the VAE has {vocabulary} tokens")
-    read.must_be("model.steve_decoder.slot_size", read("model.initializer.dim"), why="slots have their own size")
+    read.must_be("model.steve_decoder.slot_size", read("model.initializer.dim"), why="it is the size of a slot")
     read.must_be("model.steve_decoder.image_size", side, why=f"frames have {side} pixels")
     return values
 
 
 def _translate_word_loss(given: Mapping[str, Any], weight: float, where: str) -> dict[str, Any]:
-    """Translate one of the two losses of the words."""
+    """Translate the loss of the VAE or of the word decoder."""
     reduction = given.get("reduction", "mean")
     if reduction not in ("sum", "mean") or (reduction == "sum" and not given.get("normalize", True)):
         raise ConfigError(

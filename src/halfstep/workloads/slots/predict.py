@@ -1,6 +1,6 @@
-"""Predict slots of videos: a gif, a sheet, and slot numbers as an array for each.
+"""`halfstep predict` for slot models: write a gif, a sheet, and an array of slot numbers for each video.
 
-Images are frames: those of one folder are one video, in natural order; masks next to them are ignored.
+The images of one folder are the frames of one video, in natural order; masks are ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from halfstep.errors import CheckpointError, DataError, format_count
 from halfstep.report.progress import Bar
 from halfstep.report.results import Answer, Failure
 from halfstep.workloads.base.kind import Store
-from halfstep.workloads.base.using import Input, Trained, Wishes, describe_failure
+from halfstep.workloads.base.using import Input, PredictRequest, TrainedModel, describe_failure
 from halfstep.workloads.base.workload import Forward, FrozenPart, Prepare
 from halfstep.workloads.slots.build import build_backbone, build_model, make_forward, make_prepare
 from halfstep.workloads.slots.config import SlotContrastConfig, SteveConfig, WordsConfig
@@ -43,7 +43,7 @@ from halfstep.workloads.slots.videos import ShardVideos
 
 
 class SlotPredictor:
-    """Write one gif, one sheet and one array per video."""
+    """Predictor of SlotContrast: writes a gif, a sheet and an array per video."""
 
     endings = (*VIDEO_ENDINGS, ".npy", ".tar", *FRAME_ENDINGS)
     config: SlotContrastConfig | SteveConfig
@@ -59,37 +59,39 @@ class SlotPredictor:
         self.model = build_model(config, backbone.module)
         self._forward, self._prepare = make_forward(backbone.module), make_prepare(config)
 
-    def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
+    def answer_all(
+        self, inputs: list[Input], trained: TrainedModel, request: PredictRequest, bar: Bar
+    ) -> Iterator[Answer | Failure]:
         """Yield one answer per source: a folder of frames, a file, or a tar of several videos."""
-        assert wishes.out is not None
+        assert request.out is not None
         inputs = [item for item in inputs if not is_mask(item.path)] or inputs
         videos = [list(items) for _, items in groupby(inputs, key=_find_source)]
         bar.total = len(videos)
         for items in videos:
             try:
-                found = [self._written(name, frames, trained, wishes.out) for name, frames in _read_videos(items)]
+                found = [self._write_video(name, frames, trained, request.out) for name, frames in _read_videos(items)]
                 yield _make_answer(_find_source(items[0]), found)
             except DataError as error:
                 yield describe_failure(replace(items[0], path=_find_source(items[0])), error)
 
-    def _written(self, name: Path, frames: Array, trained: Trained, out: Path) -> tuple[Path, list[float]]:
+    def _write_video(self, name: Path, frames: Array, trained: TrainedModel, out: Path) -> tuple[Path, list[float]]:
         box = compute_crop_box((frames.shape[1], frames.shape[2]), choose_steady_crop(self.config.data.crop), ())
         frames = np.array(frames[(slice(None), *box)])
-        slots = self._slots(torch.from_numpy(frames).movedim(-1, 1), trained)
-        place = _choose_unused(out / name)
+        slots = self._predict_slots(torch.from_numpy(frames).movedim(-1, 1), trained)
+        path = _choose_unused(out / name)
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            write_gif(place.with_name(f"{place.name}.gif"), frames, slots)
-            Image.fromarray(draw_sheet(frames, slots, None)).save(place.with_name(f"{place.name}.png"))
-            np.save(place.with_name(f"{place.name}_slots.npy"), slots.astype(np.uint8))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_gif(path.with_name(f"{path.name}.gif"), frames, slots)
+            Image.fromarray(draw_sheet(frames, slots, None)).save(path.with_name(f"{path.name}.png"))
+            np.save(path.with_name(f"{path.name}_slots.npy"), slots.astype(np.uint8))
         except OSError as error:
             raise CheckpointError(
                 f"cannot write below {out}: {error}", fix="free disk space, or choose another folder: --out DIR"
             ) from error
         counts = np.bincount(slots.ravel(), minlength=self.config.model.slots)
-        return place, [float(share) for share in counts / counts.sum()]
+        return path, [float(share) for share in counts / counts.sum()]
 
-    def _slots(self, video: Tensor, trained: Trained) -> Array:
+    def _predict_slots(self, video: Tensor, trained: TrainedModel) -> Array:
         batch = {"video": video.unsqueeze(0).to(trained.device)}
         with torch.no_grad():
             prepared = self._prepare(batch, key=(0,), training=False)
@@ -108,7 +110,7 @@ def _find_source(item: Input) -> Path:
 
 
 def _read_videos(items: list[Input]) -> Iterator[tuple[Path, Array]]:
-    """Yield names without extensions, and frames (T, H, W, 3) uint8."""
+    """Yield the name (without extension) and frames (T, H, W, 3) uint8 of each video of one source."""
     item = items[0]
     if _is_frame(item):
         yield _choose_name(item), read_frame_files([entry.path for entry in items])
@@ -116,7 +118,7 @@ def _read_videos(items: list[Input]) -> Iterator[tuple[Path, Array]]:
         shard = ShardVideos(item.path.parent, item.path.name, bad_files=BadFiles("error"))
         for index, video in enumerate(shard.videos):
             name = item.name.with_suffix("") / video.name.rpartition("/")[2]
-            yield name, shard.frames(index, 0, video.num_frames)
+            yield name, shard.read_frames(index, 0, video.num_frames)
     elif item.path.suffix.lower() == ".npy":
         frames = np.asarray(load_array(item.path))
         if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8:
@@ -128,37 +130,37 @@ def _read_videos(items: list[Input]) -> Iterator[tuple[Path, Array]]:
 
 
 def _choose_name(item: Input) -> Path:
-    """Return the name of the folder with the frames; for `frames/` the video's folder above it."""
+    """Return the name of the folder with the frames, or of the folder above it if it is called `frames` or similar."""
     inside, up = item.name.parent, 0
     if inside.name in FRAME_FOLDERS:
         inside, up = inside.parent, 1
     return inside if inside.name else Path(item.path.resolve().parents[up].name)
 
 
-def _choose_unused(place: Path) -> Path:
-    """Number videos of one name from several folders."""
-    number, free = 1, place
+def _choose_unused(path: Path) -> Path:
+    """Return the path, with a number appended if a video of that name was written before."""
+    number, free = 1, path
     while free.with_name(f"{free.name}.gif").exists():
         number += 1
-        free = place.with_name(f"{place.name}_{number}")
+        free = path.with_name(f"{path.name}_{number}")
     return free
 
 
 def _make_answer(source: Path, found: list[tuple[Path, list[float]]]) -> Answer:
-    gifs = [f"{place}.gif" for place, _ in found]
+    gifs = [f"{path}.gif" for path, _ in found]
     shares = {f"slot {k}": share for k, share in enumerate(found[0][1])}
-    taking = sum(share > 0.01 for share in found[0][1])
+    num_used = sum(share > 0.01 for share in found[0][1])
     shown = gifs[0] if len(gifs) == 1 else f"{gifs[0]} and {len(gifs) - 1} more"
     return Answer(
         file=str(source),
         found={"gifs": gifs, "shares": shares},
         cells={"gif": gifs[0], **shares},
-        brief={"gif": shown, "in use": format_count(taking, "slot")},
+        brief={"gif": shown, "in use": format_count(num_used, "slot")},
     )
 
 
 class StevePredictor(SlotPredictor):
-    """Write one gif, one sheet and one array per video."""
+    """Predictor of STEVE; its masks are the attention of slots."""
 
     def __init__(self, config: SteveConfig, store: Store) -> None:
         self.config, self.frozen, self.model = config, {}, build_steve(config)
@@ -166,19 +168,17 @@ class StevePredictor(SlotPredictor):
 
 
 class WordsPredictor(SlotPredictor):
-    """Write the same, with the masks of SlotContrast's decoder."""
+    """Predictor of SlotContrast with words; its masks are those of SlotContrast's decoder."""
 
     def __init__(self, config: WordsConfig, store: Store) -> None:
         backbone = build_backbone(config)
-        self.config, self.frozen, self.model = (
-            config,
-            {"backbone": backbone},
-            build_words_model(config, backbone.module),
-        )
+        self.config, self.frozen = config, {"backbone": backbone}
+        self.model = build_words_model(config, backbone.module)
         self._forward, self._prepare = make_forward(backbone.module), make_prepare(config)
 
 
 def compute_masks(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """Return STEVE's attention masks without running its VAE and decoder."""
     assert isinstance(model, Steve)
     _, attention = model.steve_encoder(batch["video"], batch["slot_draw"])
     return {"masks": attention.flatten(3)}

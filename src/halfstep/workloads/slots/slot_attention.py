@@ -1,11 +1,12 @@
-"""Slot attention over the frames of a clip, as SlotContrast has it (Manasyan et al. 2025).
+"""Slot attention over the frames of a clip, as in SlotContrast (Manasyan et al. 2025).
 
-Slots of one frame, after a predictor, are where the next frame starts. On upstream's order of things its weights
-depend: the recurrent cell takes the *normalised* slots as its state, and the perceptron runs in every iteration.
+The slots of one frame, passed through a predictor, initialise the next frame. Upstream's weights depend on its order of
+operations: the recurrent cell takes the *normalised* slots as its state, and the perceptron runs in every iteration.
 
-Slots stay fp32 from frame to frame, since rounding would add up over frames and iterations. The softmax over slots, its
-renormalisation over positions and the weighted mean are an island: an epsilon of 1e-8 is 0 in fp16, and too small to
-change a bf16 softmax, so a slot that wins no position would be 0/0. Keys and values of all frames are one product.
+Slots stay fp32 from frame to frame, since rounding errors would add up over frames and iterations. The softmax over
+slots, its renormalisation over positions and the weighted mean are an fp32 island: an epsilon of 1e-8 is 0 in fp16 and
+too small to change a bf16 softmax, so a slot that wins no position would be 0/0. Keys and values of all frames are
+computed by one product.
 """
 
 from __future__ import annotations
@@ -45,23 +46,23 @@ class Mlp(nn.Module):
 
 
 def update_recurrently(cell: nn.GRUCell, update: Tensor, state: Tensor) -> Tensor:
-    """Apply an `nn.GRUCell` whose products use the plan's format, while gates and state are fp32."""
+    """Apply an `nn.GRUCell`: matrix products in the plan's format, gates and state in fp32."""
     from_update = to_fp32(F.linear(update, cell.weight_ih, cell.bias_ih))
     return apply_gates(from_update, to_fp32(F.linear(state, cell.weight_hh, cell.bias_hh)), state)
 
 
 def apply_gates(from_input: Tensor, from_state: Tensor, state: Tensor) -> Tensor:
-    """Return a GRU's next state from both products."""
+    """Return the next state of a GRU from its input and state products."""
     # torch orders the gates of a GRU as reset, update (here `keep`), new.
-    of_input, of_state = from_input.chunk(3, dim=-1), from_state.chunk(3, dim=-1)
-    reset = torch.sigmoid(of_input[0] + of_state[0])
-    keep = torch.sigmoid(of_input[1] + of_state[1])
-    new = torch.tanh(of_input[2] + reset * of_state[2])
+    inputs, states = from_input.chunk(3, dim=-1), from_state.chunk(3, dim=-1)
+    reset = torch.sigmoid(inputs[0] + states[0])
+    keep = torch.sigmoid(inputs[1] + states[1])
+    new = torch.tanh(inputs[2] + reset * states[2])
     return new + keep * (state - new)
 
 
 class SlotAttention(nn.Module):
-    """The corrector: slots (B, K, D) attend to a frame's features for some iterations."""
+    """The corrector: slots (B, K, D) attend to the features of one frame for some iterations."""
 
     def __init__(
         self, feature_dim: int, slot_dim: int, *, num_iterations: int, first_iterations: int, use_mlp: bool = True
@@ -77,19 +78,19 @@ class SlotAttention(nn.Module):
         self.num_iterations, self.first_iterations = num_iterations, first_iterations
         self.scale = slot_dim**-0.5
 
-    def keys_and_values(self, features: Tensor) -> tuple[Tensor, Tensor]:
+    def compute_keys_and_values(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of all frames at once."""
         normed = self.norm_features(features)
         return self.to_k(normed), self.to_v(normed)
 
     def forward(self, slots: Tensor, keys: Tensor, values: Tensor, *, is_first: bool) -> tuple[Tensor, Tensor]:
-        """Return corrected slots in fp32, and the share (B, K, P) of each position that goes to each slot."""
+        """Return the corrected slots in fp32, and the shares (B, K, P): how much of each position each slot takes."""
         shares = keys.new_empty(0)
         for _ in range(self.first_iterations if is_first else self.num_iterations):
-            slots, shares = self._iterated(slots, keys, values)
+            slots, shares = self._iterate(slots, keys, values)
         return slots, shares
 
-    def _iterated(self, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def _iterate(self, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         state = to_fp32(self.norm_slots(slots))
         queries = self.to_q(state)
         with fp32_island():
@@ -106,7 +107,7 @@ class PredictorAttention(nn.Module):
     """Self-attention among the slots of a clip, with upstream's names.
 
     Upstream divides by the scale d^-0.5 where attention multiplies by it, so scores are d times the usual ones. Its
-    weights and published numbers depend on that, so it is reproduced here.
+    weights and published results depend on that, so it is reproduced here.
     """
 
     def __init__(self, dim: int, heads: int) -> None:
@@ -129,7 +130,7 @@ class PredictorAttention(nn.Module):
 
 
 class PredictorBlock(nn.Module):
-    """Attention and a perceptron, each on normalised input and added to it."""
+    """Attention and a perceptron, each with a norm before it and a shortcut around it."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -143,7 +144,7 @@ class PredictorBlock(nn.Module):
 
 
 class Predictor(nn.Module):
-    """Predict from a frame's slots where the next frame starts."""
+    """Predict the initial slots of the next frame from the slots of a frame."""
 
     def __init__(self, dim: int, *, num_blocks: int, heads: int) -> None:
         super().__init__()
@@ -155,7 +156,7 @@ class Predictor(nn.Module):
         return to_fp32(slots)
 
 
-class Scanned(NamedTuple):
+class SlotSequence(NamedTuple):
     """Slots (B, T, K, D) as corrected and as predicted for the next frame, and shares (B, T, K, P)."""
 
     slots: Tensor
@@ -164,17 +165,17 @@ class Scanned(NamedTuple):
 
 
 class Processor(nn.Module):
-    """Corrector and predictor over time."""
+    """Run corrector and predictor over the frames of a clip."""
 
     def __init__(self, corrector: SlotAttention, predictor: Predictor) -> None:
         super().__init__()
         self.corrector, self.predictor = corrector, predictor
 
-    def forward(self, slots: Tensor, features: Tensor) -> Scanned:
-        keys, values = self.corrector.keys_and_values(features)
+    def forward(self, slots: Tensor, features: Tensor) -> SlotSequence:
+        keys, values = self.corrector.compute_keys_and_values(features)
         found = []
         for t in range(features.shape[1]):
             corrected, shares = self.corrector(slots, keys[:, t], values[:, t], is_first=t == 0)
             slots = self.predictor(corrected)
             found.append((corrected, slots, shares))
-        return Scanned(*(torch.stack(part, dim=1) for part in zip(*found, strict=True)))
+        return SlotSequence(*(torch.stack(part, dim=1) for part in zip(*found, strict=True)))

@@ -1,11 +1,11 @@
-"""SlotContrast (Manasyan et al. 2025): slots over the frames of a clip that reconstruct a frozen backbone's features.
+"""SlotContrast (Manasyan et al. 2025): slots of each frame of a clip reconstruct the features of a frozen backbone.
 
 Names are upstream's without the wrappers over time (`processor.module.corrector` is `processor.corrector`). The
 backbone is not part of this model: it is frozen, and its features are the input.
 
-With words (`SlotContrastWords`) slots also predict those of a discrete VAE that trains with them. That decoder is
-causal. The public fork that combined the two calls it without a mask, so that every position sees its own answer and
-the loss says nothing about slots.
+In `SlotContrastWords`, slots also predict the words of a discrete VAE that trains with them. The word decoder is
+causal. The public fork that combines the two models calls it without a mask, so that every position sees the word it
+has to predict, and the loss does not depend on slots.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from halfstep.workloads.slots.slot_decoder import SlotDecoder
 from halfstep.workloads.slots.word_decoder import WordDecoder, make_linear, words_loss
 
 BACKBONE = "encoder.module.backbone."
+"""Prefix of the frozen backbone in upstream's state dict."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +45,7 @@ class SlotContrastSize:
 
 
 class LearnedSlots(nn.Module):
-    """Learned slots, the same for every clip."""
+    """Learned initial slots, the same for every clip."""
 
     def __init__(self, num_slots: int, dim: int) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class LearnedSlots(nn.Module):
 
 
 class RandomSlots(nn.Module):
-    """Slots drawn for each clip from a learned normal distribution; the draw comes with the batch."""
+    """Initial slots drawn for each clip from a learned normal distribution; the draw is part of the batch."""
 
     def __init__(self, num_slots: int, dim: int) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ class RandomSlots(nn.Module):
 
 
 class SlotEncoder(nn.Module):
-    """Transform the backbone's features into what slots attend to."""
+    """Transform the backbone's features into the inputs of slot attention."""
 
     def __init__(self, feature_dim: int, slot_dim: int) -> None:
         super().__init__()
@@ -79,7 +80,7 @@ class SlotEncoder(nn.Module):
 
 
 class SlotContrast(nn.Module):
-    """Features (B, T, P, F) to slots, masks, and the reconstruction error."""
+    """Compute slots, masks and the reconstruction error of features (B, T, P, F)."""
 
     def __init__(self, size: SlotContrastSize) -> None:
         super().__init__()
@@ -100,37 +101,39 @@ class SlotContrast(nn.Module):
     def forward(self, features: Tensor, draw: Tensor | None = None, is_real: Tensor | None = None) -> dict[str, Tensor]:
         """Return `slots` (B, T, K, D), `masks` and `shares` (B, T, K, P), and `error`: the mean squared error.
 
-        Padding frames (`is_real` (B, T) false) do not count.
+        Padding frames, where `is_real` (B, T) is false, do not count.
         """
         batch, frames = features.shape[:2]
-        scanned = self.processor(to_fp32(self.initializer(batch, draw)), self.encoder(features))
-        slots, target = scanned.slots.flatten(0, 1), features.flatten(0, 1)
+        sequence = self.processor(to_fp32(self.initializer(batch, draw)), self.encoder(features))
+        slots, target = sequence.slots.flatten(0, 1), features.flatten(0, 1)
         if is_real is None:
-            error, masks = self.decoder.squared_error(slots, target)
+            error, masks = self.decoder.compute_squared_error(slots, target)
             error = error / target.numel()
         else:
-            painted, masks = self.decoder(slots)
-            error = (painted - to_fp32(target)).square().mean((1, 2))
+            reconstruction, masks = self.decoder(slots)
+            error = (reconstruction - to_fp32(target)).square().mean((1, 2))
             error = (error * is_real.flatten()).sum() / is_real.sum()
         return {
-            "slots": scanned.slots,
-            "predicted": scanned.predicted,
-            "shares": scanned.shares,
+            "slots": sequence.slots,
+            "predicted": sequence.predicted,
+            "shares": sequence.shares,
             "masks": masks.unflatten(0, (batch, frames)),
             "error": error,
         }
 
 
 def rename_upstream(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return upstream's state dict under our names, without the frozen backbone's weights."""
+    """Return upstream's state dict with our names, without the frozen backbone."""
     kept = {name: value for name, value in weights.items() if not name.startswith(BACKBONE)}
     return {name.replace(".module.", ".", 1): value for name, value in kept.items()}
 
 
 Zooms = tuple[Sequence[tuple[int, int]], Sequence[int]]
 WORD_SIDES: dict[int, Zooms] = {4: (((4, 6),), (2, 2)), 14: (((2, 2), (7, 4)), (7, 2))}
-"""The VAE's down- and upsampling by a word's side in pixels: STEVE's, and one word per patch of DINOv2."""
+"""Down- and upsampling of the VAE, by the side of a word in pixels: 4 as in STEVE; 14 gives one word per patch of
+DINOv2."""
 NOT_COUNTED = -1
+"""Target of words in padding frames, which the loss ignores."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,7 +152,7 @@ class WordsSize:
 
 
 class SlotContrastWords(SlotContrast):
-    """Features and frames to SlotContrast's outputs and both losses of the words."""
+    """SlotContrast whose slots also predict the words of a discrete VAE."""
 
     def __init__(self, size: SlotContrastSize, words: WordsSize) -> None:
         super().__init__(size)
@@ -181,7 +184,8 @@ class SlotContrastWords(SlotContrast):
         hard: bool,
         is_real: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Return `mse` and `cross_entropy`: sums per frame, averaged over real frames. Noise as in `DVae.forward`."""
+        """Return `mse` and `cross_entropy`: sums over a frame, averaged over real frames. Noise is as in
+        `DVae.forward`."""
         frames = video.flatten(0, 1)
         coded = self.dvae(frames, tau, soft_noise, word_noise, hard=hard)
         with fp32_island():

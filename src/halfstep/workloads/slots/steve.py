@@ -1,10 +1,10 @@
-"""STEVE (Singh et al. 2022): find objects in video by predicting each frame's words from its slots; upstream's names.
+"""STEVE (Singh et al. 2022): find objects in video by predicting the words of each frame from its slots.
 
-Three modules train together: a discrete VAE that encodes frames as words, an encoder that computes slots from frames,
-and a decoder that predicts the words from the slots. Upstream's weights load, except for its masks, which are a flag
-here.
+Three modules train together: a discrete VAE that codes frames as words, an encoder that computes slots from frames, and
+a decoder that predicts the words from the slots. Modules have upstream's names, so its weights load, except for its
+stored causal masks.
 
-The slots of one frame, passed through a predictor, initialise the next frame's. Upstream's weights depend on its order
+The slots of one frame, passed through a predictor, initialise the next frame. Upstream's weights depend on its order
 of operations: the recurrent cell takes the slots before normalisation, and the perceptron runs in all iterations but
 the last. Slots stay fp32 from frame to frame, since rounding errors would add up. The softmax over slots, its
 renormalisation over positions and the cell are an fp32 island: the epsilon 1e-8 vanishes in half formats, and a slot
@@ -28,12 +28,12 @@ from halfstep.workloads.slots.word_decoder import TransformerEncoder, WordDecode
 WORD_SIDE = 4
 """Side of a word in pixels."""
 KEPT_SIZE = 64
-"""The image size that the encoder keeps; all others are halved."""
+"""The image size at which the encoder keeps the resolution; it halves all others, as upstream."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SteveSize:
-    """Upstream's defaults."""
+    """Sizes of the model, with upstream's defaults."""
 
     image_size: int = 128
     vocabulary: int = 4096
@@ -51,14 +51,14 @@ class SteveSize:
 
 
 class SteveOutputs(NamedTuple):
-    """Outputs of a forward pass; losses are sums over pixels or words of a frame, averaged over frames."""
+    """Outputs of a forward pass. Losses are sums over the pixels or words of a frame, averaged over frames."""
 
     mse: Tensor
     cross_entropy: Tensor
     slots: Tensor
     """(B, T, slots, slot_dim), before projection."""
     attention: Tensor
-    """The share of each position that goes to each slot: (B, T, slots, rows, columns)."""
+    """How much of each position each slot takes: (B, T, slots, rows, columns)."""
     reconstruction: Tensor
     """The VAE's reconstruction (B, T, channels, H, W), not clamped."""
     words: Tensor
@@ -66,7 +66,7 @@ class SteveOutputs(NamedTuple):
 
 
 class GridPositions(nn.Module):
-    """Add a projection of a pixel's distances from all four sides."""
+    """Add a projection of each pixel's distances from the four sides."""
 
     pe: Tensor
 
@@ -82,7 +82,7 @@ class GridPositions(nn.Module):
 
 
 class SteveEncoder(nn.Module):
-    """Frames (B, T, 3, H, W) to slots and attention."""
+    """Compute slots and attention of frames (B, T, 3, H, W)."""
 
     def __init__(self, size: SteveSize) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class SteveEncoder(nn.Module):
 
 
 class Steve(nn.Module):
-    """Video (B, T, 3, H, W) in 0…1 to losses, slots and masks."""
+    """Compute losses, slots and masks of video (B, T, 3, H, W) in 0..1."""
 
     def __init__(self, size: SteveSize, *, checkpointing: bool = False) -> None:
         super().__init__()
@@ -147,8 +147,8 @@ class Steve(nn.Module):
         slot_draw: Tensor,
         hard: bool = False,
     ) -> SteveOutputs:
-        """Return losses, slots and masks, given the noise of B · T frames (`DVae.forward`) and a normal draw (B, slots,
-        slot_dim) that slots start from."""
+        """Return losses, slots and masks. The noise is that of B · T frames (`DVae.forward`); slots start from the
+        normal draw `slot_draw` (B, slots, slot_dim)."""
         frames = video.flatten(0, 1)
         coded = self.dvae(frames, tau, soft_noise, word_noise, hard=hard)
         with fp32_island():
@@ -156,12 +156,12 @@ class Steve(nn.Module):
         reconstruction = coded.reconstruction.unflatten(0, video.shape[:2])
         slots, attention = self.steve_encoder(video, slot_draw)
         hidden = self.steve_decoder(coded.words, self.steve_encoder.slot_proj(slots).flatten(0, 1))
-        # Last, as the compiler ends its region there.
+        # Computed last: the loss is not compiled, so it ends the compiled region.
         cross_entropy = words_loss(hidden, self.steve_decoder.head.weight, coded.words) / len(frames)
         return SteveOutputs(mse, cross_entropy, slots, attention, reconstruction, coded.words)
 
-    def imagine(self, slots: Tensor) -> Tensor:
-        """Return images (N, 3, H, W) of slots (N, slots, slot_dim), decoded word by word."""
+    def decode_slots(self, slots: Tensor) -> Tensor:
+        """Decode slots (N, slots, slot_dim) to images (N, 3, H, W), word by word."""
         words = self.steve_decoder.decode_greedily(self.steve_encoder.slot_proj(slots))
         return to_fp32(self.dvae.decode_words(words, self.grid)).clamp(0.0, 1.0)
 
@@ -170,7 +170,7 @@ EPSILON = 1e-8
 
 
 class RecurrentCell(nn.GRUCell):
-    """`nn.GRUCell` as separate operations, which the compiler fuses with their surroundings."""
+    """`nn.GRUCell` as separate operations, which the compiler can fuse with neighbouring ones."""
 
     def __init__(self, dim: int) -> None:
         super().__init__(dim, dim)
@@ -181,12 +181,12 @@ class RecurrentCell(nn.GRUCell):
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
         assert hx is not None
-        own = to_fp32([self.weight_ih, self.bias_ih, self.weight_hh, self.bias_hh])  # stored in bf16 by bf16-true
+        own = to_fp32([self.weight_ih, self.bias_ih, self.weight_hh, self.bias_hh])  # weights are bf16 in bf16-true
         return apply_gates(F.linear(input, own[0], own[1]), F.linear(hx, own[2], own[3]), hx)
 
 
 class SlotAttentionVideo(nn.Module):
-    """Features (B, T, positions, dim) and one normal draw (B, slots, slot_dim) to slots and attention of each frame."""
+    """Slot attention over the frames of a clip, starting from a normal draw (B, slots, slot_dim)."""
 
     def __init__(
         self,
@@ -234,6 +234,7 @@ class SlotAttentionVideo(nn.Module):
         for iteration in range(self.num_iterations):
             logits = keys @ self.project_q(self.norm_slots(slots)).transpose(1, 2)
             with fp32_island():
+                # Softmax over slots, so that they compete for positions; then a weighted mean over positions.
                 shares = torch.softmax(to_fp32(logits), dim=-1)
                 weights = shares + EPSILON
                 weights = weights / weights.sum(dim=1, keepdim=True)

@@ -1,4 +1,4 @@
-"""STEVE on a folder of videos, and STEVE's words combined with SlotContrast."""
+"""The workloads of STEVE, and of SlotContrast with STEVE's words."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from halfstep.models.weights import Weights, load_weights_file_
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.scheduled import Scheduled
 from halfstep.workloads.base.workload import Group, Workload
-from halfstep.workloads.slots import build as slots
+from halfstep.workloads.slots import build as slotcontrast
 from halfstep.workloads.slots.config import SteveConfig, WordsConfig
 from halfstep.workloads.slots.data import ClipData, ClipSamples, open_clips, to_unit_pixels
 from halfstep.workloads.slots.pictures import make_steve_sampler
@@ -25,17 +25,17 @@ from halfstep.workloads.slots.slotcontrast import SlotContrastSize, SlotContrast
 from halfstep.workloads.slots.steve import Steve, SteveOutputs, SteveSize
 
 FRAGILE_WORDS = (
-    "dvae.gumbel: logarithms of tiny numbers, and logits divided by a temperature down to 0.1",
-    "dvae.words: many of a vocabulary's logits are equal in half formats; the argmax is over fp32",
-    "loss.mse: a sum over all pixels passes fp16's largest number",
+    "dvae.gumbel: logarithms of tiny numbers, and logits divided by a temperature as low as 0.1",
+    "dvae.words: in half formats many logits would be equal, so the argmax uses fp32",
+    "loss.mse: a sum over all pixels exceeds fp16's largest number",
 )
 FRAGILE = (
     *FRAGILE_WORDS,
-    "steve_encoder.savi: slots from frame to frame, softmax over slots and its sums over positions",
+    "steve_encoder.savi: slots carried from frame to frame, softmax over slots, sums over positions",
     "loss.cross_entropy: log of probabilities near 0",
 )
 THEIR_MASKS = ".self_attn_mask"
-"""In the public project's weights: one triangular mask per block, stored as parameters."""
+"""Suffix of the causal masks in the public weights, one per block, stored as parameters."""
 
 
 def build(config: SteveConfig, store: Mapping[str, Any] | None = None) -> Workload:
@@ -60,7 +60,7 @@ def _make_workload(config: SteveConfig, train: Samples, val: Samples, *, about: 
     tau = Scheduled(lambda step: compute_temperature(config.model, step))
 
     def forward(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        seen: SteveOutputs = model(
+        found: SteveOutputs = model(
             batch["video"],
             tau.value,
             soft_noise=batch["soft_keys"].flatten(0, 1),
@@ -68,9 +68,9 @@ def _make_workload(config: SteveConfig, train: Samples, val: Samples, *, about: 
             slot_draw=batch["slot_draw"],
             hard=config.model.hard,
         )
-        outputs = {"mse": seen.mse, "cross_entropy": seen.cross_entropy, "masks": seen.attention.flatten(3)}
-        outputs["loss"] = compute_total_loss(seen, config.model.loss)
-        return outputs if model.training else outputs | {"slots": seen.slots, "reconstruction": seen.reconstruction}
+        outputs = {"mse": found.mse, "cross_entropy": found.cross_entropy, "masks": found.attention.flatten(3)}
+        outputs["loss"] = compute_total_loss(found, config.model.loss)
+        return outputs if model.training else outputs | {"slots": found.slots, "reconstruction": found.reconstruction}
 
     prepare = PrepareClips(config)
     return Workload(
@@ -84,7 +84,7 @@ def _make_workload(config: SteveConfig, train: Samples, val: Samples, *, about: 
         metrics=SteveMetrics,
         metric="loss",
         mode="min",
-        scoring="fg_ari and mbo: attention masks against true masks, where the data has some",
+        scoring="fg_ari and mbo: attention masks against true masks, if the data has any",
         fragile=FRAGILE,
         groups=(
             Group(modules=("dvae",), lr=config.optimizer.dvae_lr, schedule={"name": "constant", "warmup_steps": 0}),
@@ -108,7 +108,7 @@ def build_steve(config: SteveConfig) -> Steve:
 
 
 class PrepareClips:
-    """Convert frames to numbers and add each clip's draws: keys of both Gumbel draws (dvae.py), slots' start."""
+    """Convert frames to floats, and draw the random numbers of each clip: Gumbel keys (dvae.py) and initial slots."""
 
     def __init__(self, config: SteveConfig) -> None:
         self.side, self.slots = config.data.image_size, (config.model.slots, config.model.slot_dim)
@@ -122,23 +122,23 @@ class PrepareClips:
         }
 
 
-# --- SlotContrast with words: what they add to its model, batch, loss and schedule ---
+# --- SlotContrast with words ---
 
 
 def build_with_words(config: WordsConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """Build the workload for `config.data.dir`."""
-    workload = add_words(slots.build(config.changed(model={"weights": None}), store), config)
+    workload = add_words(slotcontrast.build(config.changed(model={"weights": None}), store), config)
     if store is None and config.model.weights:
         load_weights_file_(workload.model, config.model.weights, rename_upstream)
     return workload
 
 
 def build_over_with_words(config: WordsConfig, store: Store, samples: Samples) -> Workload:
-    return add_words(slots.build_over(config, store, samples), config)
+    return add_words(slotcontrast.build_over(config, store, samples), config)
 
 
 def add_words(plain: Workload, config: WordsConfig) -> Workload:
-    """Add the words' model, draws and losses to SlotContrast's workload."""
+    """Add the model, random draws and losses of words to SlotContrast's workload."""
     backbone, m = plain.frozen["backbone"].module, config.model
     tau = Scheduled(lambda step: compute_temperature(m, step))
 
@@ -159,7 +159,7 @@ def add_words(plain: Workload, config: WordsConfig) -> Workload:
         )
 
     def loss(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor | float]:
-        total, weight = plain.weighed_loss(outputs, batch)
+        total, weight = plain.compute_loss(outputs, batch)
         pixels = batch["video"][0, 0].numel() if m.dvae_loss == "mean" else 1
         total = total + m.dvae_weight / pixels * outputs["mse"]
         if "cross_entropy" in outputs:
@@ -180,7 +180,7 @@ def add_words(plain: Workload, config: WordsConfig) -> Workload:
 
 
 def build_words_model(config: WordsConfig, backbone: nn.Module) -> SlotContrastWords:
-    """Build the modules that train."""
+    """Build the trained modules of SlotContrast with words."""
     m, recomputes = config.model, config.train.activation_checkpointing
     words = WordsSize(
         image_size=config.data.image_size,
@@ -197,7 +197,7 @@ def build_words_model(config: WordsConfig, backbone: nn.Module) -> SlotContrastW
     def make(size: SlotContrastSize) -> SlotContrastWords:
         return SlotContrastWords(size, words)
 
-    model = slots.build_model(config, backbone, make=make)
+    model = slotcontrast.build_model(config, backbone, make=make)
     assert isinstance(model, SlotContrastWords)
     return model
 
@@ -206,10 +206,10 @@ KEY_RANGE = 2**31
 
 
 def draw_word_keys(video: Tensor, key: tuple[int, ...]) -> Batch:
-    """Draw two keys for each frame of clips (B, T, …), by the clips' own key: `soft_keys` and `word_keys`."""
+    """Draw the Gumbel keys `soft_keys` and `word_keys`, two int32 per frame of clips (B, T, …)."""
 
-    def keys(stream: str) -> Tensor:
+    def draw_keys(stream: str) -> Tensor:
         drawn = noise.integers(key, len(video), KEY_RANGE, video.device, stream=stream, shape=(video.shape[1], 2))
         return drawn.to(torch.int32)
 
-    return {"soft_keys": keys("soft words"), "word_keys": keys("words")}
+    return {"soft_keys": draw_keys("soft words"), "word_keys": draw_keys("words")}

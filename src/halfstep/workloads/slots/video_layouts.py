@@ -1,15 +1,15 @@
-"""From a data folder to training and validation videos, in every supported layout.
+"""Find the training and validation videos of a data folder, in every supported layout.
 
-Shard patterns are used as given. Otherwise: tars with `train` and `val` in their names; folders `train/` and `val/`; or
-one set of videos, of which the last ones in order are kept for validation, as STEVE splits. Videos of a set are often
-cuts of one recording, so a random split would test on training data.
+Shard patterns are used as given. Otherwise the folder holds tars with `train` and `val` in their names; folders
+`train/` and `val/`; or one set of videos, of which the last ones in order are used for validation, as in STEVE. Videos
+of a set are often cut from one recording, so a random split would validate on training data.
 
-A video is a tar sample (videos.py), a file (gif through Pillow; mp4, mov, avi, webm, mkv through PyAV or OpenCV where
+A video is a tar sample (videos.py), a file (gif is read by Pillow; mp4, mov, avi, webm, mkv by PyAV or OpenCV, if
 installed), or a folder of frames:
 
-    VIDEO/00000000_image.png   00000000_mask_00.png …   STEVE's: one mask file per object and frame, 00 the background
-    VIDEO/frames/*.png         VIDEO/masks/*.png        one label picture per frame (also images, instances, …)
-    VIDEO/*.png                                         frames alone
+    VIDEO/00000000_image.png   00000000_mask_00.png …   STEVE: one mask file per object and frame, 00 is the background
+    VIDEO/frames/*.png         VIDEO/masks/*.png        one label image per frame (also images/, instances/, …)
+    VIDEO/*.png                                         frames without masks
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ import numpy as np
 from PIL import Image, ImageSequence
 
 from halfstep.data.files import (
-    PICTURES,
+    IMAGE_ENDINGS,
     UNREADABLE,
     VALIDATION_NAMES,
     Array,
     BadFiles,
+    count_held_out,
     list_files,
     list_folders,
     list_some,
     make_unreadable_error,
-    num_held_out,
     require_folder,
 )
 from halfstep.data.images import open_image, read_image, read_image_facts, to_bytes
@@ -47,12 +47,12 @@ DECODED = (".mp4", ".mov", ".avi", ".webm", ".mkv", ".m4v")
 VIDEO_ENDINGS = (".gif", *DECODED)
 DECODERS = ("av", "cv2")
 UNDECODABLE = (*UNREADABLE, IndexError)
-"""IndexError: Pillow's for a truncated gif, PyAV's for a file without a video stream."""
+"""Pillow raises IndexError for a truncated gif, PyAV for a file without a video stream."""
 PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 
 class VideoFiles:
-    """Video files; they have no masks."""
+    """A set of video files, which have no masks."""
 
     labels_background = True
 
@@ -72,10 +72,10 @@ class VideoFiles:
     def videos(self) -> Sequence[Video]:
         return self._videos
 
-    def frames(self, index: int, first: int, count: int) -> Array:
+    def read_frames(self, index: int, first: int, count: int) -> Array:
         return read_frames(self._paths[index], first, count)
 
-    def masks(self, index: int, first: int, count: int) -> Array:
+    def read_masks(self, index: int, first: int, count: int) -> Array:
         raise AssertionError("video files have no masks")
 
     def files(self) -> Sequence[Path]:
@@ -83,7 +83,8 @@ class VideoFiles:
 
 
 def read_video_facts(path: Path) -> tuple[int, tuple[int, int]]:
-    """Return the number of frames, height and width. A container's count is often wrong, so frames are counted."""
+    """Return the number of frames and their (height, width). Frames are counted: a container's metadata is often
+    wrong."""
     if path.suffix.lower() == ".gif":
         try:
             with Image.open(path) as picture:
@@ -104,6 +105,7 @@ def read_frames(path: Path, first: int, count: int) -> Array:
 
 
 def _iterate_frames(path: Path) -> Iterator[Array]:
+    """Yield all frames (H, W, 3) uint8; raise DataError if the file cannot be decoded."""
     try:
         if path.suffix.lower() == ".gif":
             with Image.open(path) as picture:
@@ -116,6 +118,7 @@ def _iterate_frames(path: Path) -> Iterator[Array]:
 
 
 def _decode(path: Path) -> Iterator[Array]:
+    """Decode with PyAV or OpenCV, whichever is installed."""
     found = next((name for name in DECODERS if importlib.util.find_spec(name)), None)
     if found is None:
         raise DataError(
@@ -140,14 +143,14 @@ def _decode_by_opencv(cv2, path: Path) -> Iterator[Array]:  # type: ignore[no-un
             is_there, frame = capture.read()
             if not is_there:
                 return
-            yield np.ascontiguousarray(frame[..., ::-1])
+            yield np.ascontiguousarray(frame[..., ::-1])  # BGR to RGB
     finally:
         capture.release()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoSplit:
-    """Some videos of a set."""
+    """Videos of one split, as indices into a set."""
 
     videos: Videos
     members: tuple[int, ...]
@@ -179,7 +182,7 @@ def find_videos(
     val_fraction: float = 0.1,
     bad_files: BadFiles,
 ) -> FoundVideos:
-    """Find the videos of a folder and split them."""
+    """Find the videos of a folder and split them into training and validation."""
     root = require_folder(root)
     if train_shards:
         train = ShardVideos(root, train_shards, bad_files=bad_files)
@@ -238,24 +241,24 @@ def _split_videos(
 ) -> FoundVideos:
     names = [video.name for video in videos.videos]
     if val_videos:
-        held = [place for place, name in enumerate(names) if any(fnmatchcase(name, wish) for wish in val_videos)]
+        held = [index for index, name in enumerate(names) if any(fnmatchcase(name, pattern) for pattern in val_videos)]
         if len(held) in (0, len(names)):
             raise DataError(
-                f"data.val_videos {', '.join(val_videos)} fits {len(held)} of {format_count(len(names), 'video')}",
+                f"data.val_videos {', '.join(val_videos)} matches {len(held)} of {format_count(len(names), 'video')}",
                 why=describe_left_out(bad_files),
                 fix=f"choose among the videos: {list_some(names)}",
             )
         how = "data.val_videos"
     else:
-        count = num_held_out(len(names), val_fraction)
+        count = count_held_out(len(names), val_fraction)
         held, how = list(range(len(names) - count, len(names))), "the last videos in order"
-    train = tuple(place for place in range(len(names)) if place not in set(held))
+    train = tuple(index for index in range(len(names)) if index not in set(held))
     val = VideoSplit(videos=videos, members=tuple(held)) if held else None
     kept = f"; validation: {how}" if held else "; no validation"
     return FoundVideos(train=VideoSplit(videos=videos, members=train), val=val, layout=layout + kept)
 
 
-FRAME_ENDINGS = tuple(ending for ending in PICTURES if ending != ".gif")  # a gif is a video
+FRAME_ENDINGS = tuple(ending for ending in IMAGE_ENDINGS if ending != ".gif")  # a gif is a video
 FRAME_FOLDERS = ("frames", "images", "imgs", "rgb", "JPEGImages")
 MASK_FOLDERS = ("masks", "instances", "segmentations", "labels", "annotations", "Annotations")
 STEVE_FRAME = re.compile(r"(\d+)_image$")
@@ -264,7 +267,7 @@ STEVE_MASK = re.compile(r"(\d+)_mask_(\d+)$")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrameFolder:
-    """The files of one video; each frame has one mask picture, one per object by its label, or none."""
+    """The files of one video. Each frame has one mask image, one mask image per object (by label), or none."""
 
     path: Path
     frames: tuple[Path, ...]
@@ -272,7 +275,7 @@ class FrameFolder:
 
 
 class FrameFolders:
-    """Every folder below `root` that holds frames, as a video."""
+    """A set of videos: every folder below `root` that holds frames."""
 
     labels_background = True
 
@@ -281,7 +284,7 @@ class FrameFolders:
         self._videos: list[Video] = []
         for path in list_folders(root):
             try:
-                self._take(path, all_frames=bad_files.mode == "skip")
+                self._add(path, all_frames=bad_files.mode == "skip")
             except DataError as error:
                 bad_files.report(error)
         if not self._folders:
@@ -292,7 +295,8 @@ class FrameFolders:
                 fix="use one folder of images per video, tar shards, or .gif and .mp4 files",
             )
 
-    def _take(self, path: Path, *, all_frames: bool) -> None:
+    def _add(self, path: Path, *, all_frames: bool) -> None:
+        """Add the folder if it holds frames; with `all_frames`, check the size of every frame first."""
         folder = find_frames(path)
         if folder is None:
             return
@@ -309,11 +313,11 @@ class FrameFolders:
     def videos(self) -> Sequence[Video]:
         return self._videos
 
-    def frames(self, index: int, first: int, count: int) -> Array:
+    def read_frames(self, index: int, first: int, count: int) -> Array:
         folder, size = self._folders[index], self._videos[index].size
         return read_frame_files(folder.frames[first : first + count], (size, folder.frames[0]))
 
-    def masks(self, index: int, first: int, count: int) -> Array:
+    def read_masks(self, index: int, first: int, count: int) -> Array:
         folder, size = self._folders[index], self._videos[index].size
         wanted = folder.masks[first : first + count]
         labels = [_merge_objects(mask, size) if isinstance(mask, dict) else _read_labels(mask, size) for mask in wanted]
@@ -324,7 +328,8 @@ class FrameFolders:
 
 
 def read_frame_files(paths: Sequence[Path], first: tuple[tuple[int, ...], Path] | None = None) -> Array:
-    """Read frames (T, H, W, 3) uint8 of one video; all must have the size of `first`, by default the first of them."""
+    """Read the frames (T, H, W, 3) uint8 of one video. All must have the same size as `first`: (size, file), by default
+    the first of `paths`."""
     frames = []
     for path in paths:
         frame = to_bytes(read_image(path, channels=3))
@@ -337,7 +342,7 @@ def read_frame_files(paths: Sequence[Path], first: tuple[tuple[int, ...], Path] 
 
 
 def is_mask(path: Path) -> bool:
-    """True if a picture is the mask of frames next to it."""
+    """True if an image is a mask that belongs to frames, by the names of file and folder."""
     folder = path.parent
     has_frames = folder.name in MASK_FOLDERS and any((folder.parent / name).is_dir() for name in FRAME_FOLDERS)
     return has_frames or STEVE_MASK.match(path.stem) is not None
@@ -383,6 +388,7 @@ def _find_steve_frames(path: Path, frames: dict[str, Path], pictures: list[Path]
 
 
 def _merge_objects(objects: dict[int, Path], size: tuple[int, int]) -> Array:
+    """Merge one mask image per object into one label image."""
     labels = np.zeros(size, dtype=np.int64)
     for number, path in objects.items():
         labels[_read_labels(path, size) > 0] = number
@@ -392,7 +398,7 @@ def _merge_objects(objects: dict[int, Path], size: tuple[int, int]) -> Array:
 def _read_labels(path: Path, size: tuple[int, int]) -> Array:
     with open_image(path) as image:
         values = np.asarray(image)
-    if values.ndim == 3:  # colours: one number each, black stays 0
+    if values.ndim == 3:  # one label per colour; black is 0
         values = values[..., :3].astype(np.int64) @ np.array([1, 256, 65536])
     if values.shape != size:
         found = f"{values.shape[1]}×{values.shape[0]}"

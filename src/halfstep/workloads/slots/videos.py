@@ -1,12 +1,12 @@
-"""Sets of videos: frames and masks by number, and tar shards of arrays as the first kind of set.
+"""Sets of videos: the interface that reads frames and masks by index, and its implementation for tar shards.
 
-Clips are cut from a `Videos` (data.py); folders of frames and single video files are in video_layouts.py. Opening a set
-reads every header, so a problem with one video is reported before training, with the video's name; with
-`data.on_bad_file: skip` such videos are left out and counted.
+Clips are cut from a `Videos` (data.py); folders of frames and video files are in video_layouts.py. Opening a set reads
+every header, so that a problem with one video is reported by name before training; with `data.on_bad_file: skip` such
+videos are left out and counted.
 
-A webdataset shard is read once, header by header; from then on a part of a sample is an offset and a size, so any
-sample can be read by its index, in any order and by any process. Reading tars as a stream (webdataset) cannot do that:
-there a sample depends on the worker that happens to read its shard, and a resumed run sees other samples.
+The headers of a webdataset shard are read once. After that, each file of a sample is an offset and a size, so any
+sample can be read by its index, in any order and by any process. Reading tars as a stream, as webdataset does, cannot
+do that: a sample then depends on the worker that happens to read its shard, and a resumed run sees other samples.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NO_OBJECT = 0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Video:
-    """What is known about one video without reading a frame."""
+    """Facts about one video, known without reading a frame."""
 
     name: str
     num_frames: int
@@ -52,19 +52,19 @@ class Videos(Protocol):
         """True if label 0 is an annotated background, not just unlabelled pixels."""
         ...
 
-    def frames(self, index: int, first: int, count: int) -> Array:
-        """Return (count, H, W, 3) uint8."""
+    def read_frames(self, index: int, first: int, count: int) -> Array:
+        """Return frames (count, H, W, 3) uint8."""
         ...
 
-    def masks(self, index: int, first: int, count: int) -> Array:
-        """Return (count, H, W) uint8: 0 is background, every other number an object, the same in all frames."""
+    def read_masks(self, index: int, first: int, count: int) -> Array:
+        """Return labels (count, H, W) uint8: 0 is background, every other number an object, the same in all frames."""
         ...
 
     def files(self) -> Sequence[Path]: ...
 
 
 class ShardVideos:
-    """`.video.npy` (T, H, W, 3) and optionally `.segmentations.npy` (T, H, W[, 1]) in tar shards."""
+    """Videos in tar shards: `.video.npy` (T, H, W, 3) and optionally `.segmentations.npy` (T, H, W[, 1])."""
 
     def __init__(self, root: Path, patterns: str | Sequence[str], *, bad_files: BadFiles) -> None:
         self._paths = find_shards(root, patterns, bad_files=bad_files)
@@ -73,14 +73,15 @@ class ShardVideos:
         for path in self._paths:
             for sample in index_shard(path, bad_files=bad_files):
                 try:
-                    self._take(path, sample)
+                    self._add(path, sample)
                 except DataError as error:
                     bad_files.report(error)
         if not self._videos:
             named = list_some([patterns] if isinstance(patterns, str) else patterns)
             raise DataError(f"no video is in {named} below {root}", why=describe_left_out(bad_files), fix=WRITE_VIDEO)
 
-    def _take(self, path: Path, sample: ShardSample) -> None:
+    def _add(self, path: Path, sample: ShardSample) -> None:
+        """Add one video after checking its headers; raise DataError if it cannot be used."""
         where = f"sample {sample.name} of {path}"
         if VIDEO_PART not in sample.parts:
             has_masks = any(part in sample.parts for part in MASK_PARTS)
@@ -118,13 +119,13 @@ class ShardVideos:
         """False for masks with one plane per object (YTVIS), which leave pixels unlabelled."""
         return not any(masks is not None and masks.shape[3:] not in ((), (1,)) for _, masks in self._arrays)
 
-    def frames(self, index: int, first: int, count: int) -> Array:
-        return self._arrays[index][0].rows(first, count)
+    def read_frames(self, index: int, first: int, count: int) -> Array:
+        return self._arrays[index][0].read_rows(first, count)
 
-    def masks(self, index: int, first: int, count: int) -> Array:
+    def read_masks(self, index: int, first: int, count: int) -> Array:
         stored = self._arrays[index][1]
-        assert stored is not None, "a video without masks was asked for them"
-        rows = stored.rows(first, count)
+        assert stored is not None, "masks were requested of a video without any"
+        rows = stored.read_rows(first, count)
         if rows.ndim == 4 and rows.shape[3] > 1:
             return merge_planes(rows, self._videos[index].name)
         return renumber_labels(rows.reshape(rows.shape[:3]), self._videos[index].name)
@@ -143,9 +144,10 @@ def _check_masks(masks: StoredArray, frames: tuple[int, ...], where: str) -> Non
 
 
 def renumber_labels(labels: Array, name: str) -> Array:
-    """Return labels as bytes; wider numbers are renumbered, 0 stays 0."""
+    """Return labels as uint8. Labels above 255 are renumbered; 0 stays 0."""
     if labels.dtype == np.uint8 or (labels.min() >= NO_OBJECT and labels.max() < 256):
         return labels.astype(np.uint8, copy=False)
+    # Append 0 so that it always exists and gets a number, even if no pixel has it.
     values, numbered = np.unique(np.append(NO_OBJECT, labels), return_inverse=True)
     numbered = numbered[1:] - int(np.searchsorted(values, NO_OBJECT))
     if values[0] < NO_OBJECT or len(values) > 256:
@@ -157,7 +159,7 @@ def renumber_labels(labels: Array, name: str) -> Array:
 
 
 def merge_planes(planes: Array, name: str) -> Array:
-    """Merge one plane per object (T, H, W, objects) into one label per pixel (T, H, W); 0 where there is none."""
+    """Merge one mask per object (T, H, W, objects) into one label per pixel (T, H, W); 0 where there is no object."""
     is_there = planes != 0
     if bool((is_there.sum(-1, dtype=np.int32) > 1).any()):
         raise DataError(
@@ -169,23 +171,25 @@ def merge_planes(planes: Array, name: str) -> Array:
 
 
 def describe_left_out(bad_files: BadFiles) -> str:
-    """Describe what was left out; empty if nothing was."""
+    """Describe the files that were left out; empty if there are none."""
     return f"{len(bad_files.skipped)} left out: {bad_files.skipped[0].what}" if bad_files.skipped else ""
 
 
 BRACES = re.compile(r"\{([^{}]*)\}")
 RANGE = re.compile(r"(\d+)\.\.(\d+)")
 MAX_SHARDS = 100_000
-"""More names than any data set has shards: a mistake in a pattern."""
+"""Limit of expanded names: more than any data set has, so the pattern must be wrong."""
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Expand `{000000..000002}` and `{a,b}` as a shell does; several braces multiply."""
+    """Expand `{000000..000002}` and `{a,b}` as a shell does; several braces give all combinations."""
     parts = BRACES.split(pattern)
-    choices = [_expand_choices(part, pattern) if place % 2 else [part] for place, part in enumerate(parts)]
+    choices = [
+        _expand_choices(part, pattern) if index % 2 else [part] for index, part in enumerate(parts)
+    ]  # odd: braces
     if np.prod([len(choice) for choice in choices], dtype=float) > MAX_SHARDS:
         raise DataError(f"{pattern} expands to more than {MAX_SHARDS:,} shards", fix="check the numbers in its braces")
-    return ["".join(words) for words in itertools.product(*choices)]
+    return ["".join(combination) for combination in itertools.product(*choices)]
 
 
 def _expand_choices(inner: str, pattern: str) -> list[str]:
@@ -204,7 +208,7 @@ def _expand_choices(inner: str, pattern: str) -> list[str]:
 
 
 def find_shards(root: Path, patterns: str | Sequence[str], *, bad_files: BadFiles) -> list[Path]:
-    """Return the shards of patterns below `root`, in order; names with `*` match what exists, others must exist."""
+    """Return the shards that patterns name below `root`, in order. Names without `*` must exist."""
     found: list[Path] = []
     missing: list[str] = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
@@ -237,28 +241,28 @@ class ByteRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardSample:
-    """One sample: its name in the shard, and the byte ranges of its parts by extension (`video.npy`)."""
+    """One sample: its name in the shard, and the byte ranges of its files by extension (`video.npy`)."""
 
     name: str
     parts: dict[str, ByteRange]
 
 
 def index_shard(path: Path, *, bad_files: BadFiles) -> list[ShardSample]:
-    """Return the samples of one shard in order: files that share the name up to the first dot are one sample."""
+    """Return the samples of one shard in order. Files with the same name up to the first dot form one sample."""
     samples: dict[str, dict[str, ByteRange]] = {}
     try:
-        for name, place in _iterate_members(path):
+        for name, location in _iterate_members(path):
             folder, _, file = name.rpartition("/")
             key, _, ending = file.partition(".")
-            if not key:  # of a file system: .DS_Store, ._video.npy
+            if not key:  # hidden files: .DS_Store, ._video.npy
                 continue
             parts = samples.setdefault(f"{folder}/{key}" if folder else key, {})
             if ending.lower() in parts:
                 bad_files.report(_make_twice_error(path, name))
-            parts[ending.lower()] = place
+            parts[ending.lower()] = location
     except (tarfile.TarError, OSError, EOFError) as error:
         if samples:
-            samples.popitem()  # the last one is cut, or may lack parts
+            samples.popitem()  # the last one is truncated, or may lack files
         bad_files.report(_make_damaged_error(path, error))
     return [ShardSample(name=name, parts=parts) for name, parts in samples.items()]
 
@@ -268,11 +272,12 @@ def _iterate_members(path: Path) -> Iterator[tuple[str, ByteRange]]:
         for member in shard:
             if member.isreg():
                 yield member.name, ByteRange(path=path, offset=member.offset_data, size=member.size)
-        # tarfile takes whatever is no header for the end: a cut, damage.
+        # tarfile treats anything that is not a header as the end, also in a truncated or damaged file. A complete file
+        # has an end marker there: a block of zeros.
         assert shard.fileobj is not None
         shard.fileobj.seek(shard.offset)
         if shard.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-            raise tarfile.ReadError(f"there is neither a member nor an end marker at byte {shard.offset:,}")
+            raise tarfile.ReadError(f"neither a file header nor an end marker at byte {shard.offset:,}")
 
 
 def _make_twice_error(path: Path, name: str) -> DataError:
@@ -298,48 +303,52 @@ def _is_packed(path: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredArray:
-    """A `.npy` file inside another file: its header was read, its rows are read on demand."""
+    """A `.npy` file inside another file. Its header has been read; rows are read on demand."""
 
-    place: ByteRange
+    location: ByteRange
     data_offset: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
-    def rows(self, first: int, count: int) -> Array:
-        """Read rows from `first` on, and no other byte of the file."""
+    def read_rows(self, first: int, count: int) -> Array:
+        """Read `count` rows from `first` on, and no other byte of the file."""
         row_bytes = int(np.prod(self.shape[1:])) * self.dtype.itemsize
-        with self.place.path.open("rb") as file:
+        with self.location.path.open("rb") as file:
             file.seek(self.data_offset + first * row_bytes)
             content = file.read(count * row_bytes)
         if len(content) < count * row_bytes:
-            raise DataError(f"{self.place.path} ends in the middle of a sample", fix="download it again")
+            raise DataError(f"{self.location.path} ends in the middle of a sample", fix="download it again")
         return np.frombuffer(content, dtype=self.dtype).reshape(count, *self.shape[1:])
 
 
-def read_array_header(place: ByteRange, name: str) -> StoredArray:
-    """Read the header of an array in a shard; `name` appears in errors."""
+def read_array_header(location: ByteRange, name: str) -> StoredArray:
+    """Read the header of an array in a shard; `name` is for error messages."""
     try:
-        with place.path.open("rb") as file:
-            file.seek(place.offset)
+        with location.path.open("rb") as file:
+            file.seek(location.offset)
             version = np.lib.format.read_magic(file)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, is_fortran, dtype = read(file)
             start = file.tell()
     except (ValueError, OSError, EOFError, SyntaxError) as error:
         raise DataError(
-            f"{name} in {place.path} is not a .npy array",
+            f"{name} in {location.path} is not a .npy array",
             why=summarise_error(error),
             fix="write it again with numpy.save, or leave bad samples out: data.on_bad_file=skip",
         ) from error
     if dtype.hasobject or is_fortran:
-        what = "Python objects, which only code could read" if dtype.hasobject else "columns, not rows (Fortran order)"
-        raise DataError(
-            f"{name} in {place.path} holds {what}", fix="save a plain array: np.save(f, np.ascontiguousarray(a))"
+        what = (
+            "Python objects, which only unpickling could read"
+            if dtype.hasobject
+            else "columns, not rows (Fortran order)"
         )
-    needed = start - place.offset + int(np.prod(shape)) * dtype.itemsize
-    if needed > place.size:
         raise DataError(
-            f"{name} in {place.path} is truncated: {place.size:,} of {needed:,} bytes",
+            f"{name} in {location.path} holds {what}", fix="save a plain array: np.save(f, np.ascontiguousarray(a))"
+        )
+    needed = start - location.offset + int(np.prod(shape)) * dtype.itemsize
+    if needed > location.size:
+        raise DataError(
+            f"{name} in {location.path} is truncated: {location.size:,} of {needed:,} bytes",
             fix="download the shard again, or leave bad samples out: data.on_bad_file=skip",
         )
-    return StoredArray(place=place, data_offset=start, shape=tuple(shape), dtype=dtype)
+    return StoredArray(location=location, data_offset=start, shape=tuple(shape), dtype=dtype)

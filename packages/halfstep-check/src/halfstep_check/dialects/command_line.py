@@ -135,6 +135,7 @@ def accelerate_precision(root: Node) -> str | None:
 
 def read_accelerate_launch(root: Node) -> Source:
     draft = Draft(root, "accelerate launch")
+    draft.facts["strategy"] = "fsdp" if root.has("use_fsdp") else "deepspeed" if root.has("use_deepspeed") else ""
     draft.refer("config_file", (".yaml", ".yml", ".json"))
     draft.refer("deepspeed_config_file", (".json",))
     word = root.scalar_at("mixed_precision")

@@ -44,12 +44,30 @@ def find_undivided_windows(amp: Amp) -> Iterator[Finding]:
             steps = [*(event.node for event in chain), window.backward.node]
             divided = any(divides(amp, node, window) for node in steps) or any(map(rescales_gradients, trace.events))
             divided = divided or divides_itself(amp, window.backward)
-            if chain and not divided and not hands_over_length(trace, window) and not divided_elsewhere(amp, window):
+            divided = divided or any(is_cleared_when_due(trace, window, e) for e in trace.calls("zero_grad"))
+            divided = divided or hands_over_length(trace, window) or divided_elsewhere(amp, window)
+            if chain and not divided and not fills_nominal_batch(amp, window):
                 message = f"the loss is not divided by {window.length}: the gradient is that many times too large"
                 fix = f"loss = loss / {window.length} before backward"
                 yield amp.script.finding("accumulation-not-divided", window.backward.node, message, fix=fix)
             if window.test:
                 yield from dropped_tail(amp, trace, window)
+
+
+def is_cleared_when_due(trace: Trace, window: Window, clear: Event) -> bool:
+    """Whether zero_grad() runs under the step's own condition and before backward: the window's sum is thrown away.
+
+    A function that is called twice is walked twice: a zero_grad() after a step belongs to the earlier call.
+    """
+    due = (window.test, True) in clear.conditions and clear.index < window.backward.index
+    due = due and not clear.excludes(window.backward)
+    same = [e for e in trace.calls("step") if last(e.optimizer) == last(window.step.optimizer)]
+    return due and not any(e.index < clear.index for e in same)
+
+
+def fills_nominal_batch(amp: Amp, window: Window) -> bool:
+    """Whether N is `64 / batch_size`, as in YOLO's trainers: their loss is a sum over the batch, not a mean."""
+    return any("batch" in ast.unparse(by) for v in amp.script.values(window.length) for by in divisors_in(v))
 
 
 def divides_itself(amp: Amp, backward: Event) -> bool:
@@ -125,9 +143,9 @@ def divisors_in(node: ast.AST) -> list[ast.expr]:
 def windows(trace: Trace) -> Iterator[Window]:
     seen: set[tuple[tuple[int, ...], str]] = set()
     for step in trace.calls("step"):
-        # Sorted: a set has another order in every run. `i % 1 == 0` is no window.
+        # Sorted: a set has another order in every run. `i % 1 == 0` is no window, `n % 4 != 0` asks for its rest.
         tests = sorted(text for text, holds in step.conditions if holds and text in trace.windows)
-        tests = [text for text in tests if modulus(text) not in ("", "1")]
+        tests = [text for text in tests if modulus(text) not in ("", "1") and "!= 0" not in text]
         if not tests or not step.loops or not step.optimizer:
             continue
         backwards = [
@@ -275,12 +293,13 @@ def dropped_tail(amp: Amp, trace: Trace, window: Window) -> Iterator[Finding]:
         return
     outer = window.step.loops[:-1]
     inside = [e.index for e in trace.events if e.loops[: len(window.step.loops)] == window.step.loops]
-    cleared = any(e.loops == outer and e.index < inside[0] and not e.conditions for e in trace.calls("zero_grad"))
+    before = [e for e in trace.calls("zero_grad") if e.loops == outer and e.index < inside[0]]
+    cleared = any(not e.conditions for e in before)
     restarts = counts_from_zero(amp, window) and any(e.loops == window.step.loops for e in trace.calls("zero_grad"))
     stepped = any(e.index > inside[-1] for e in trace.calls("step") if e.loops[: len(outer)] == outer)
     if (cleared or restarts) and not stepped:
         message = "batches after the last full window are computed and then dropped"
-        if not cleared:
+        if not any(e.conditions <= window.step.conditions for e in before):
             message = (
                 "the epoch ends within a window: its gradients leak into the next epoch's first step, the last are lost"
             )
@@ -297,7 +316,11 @@ def counts_from_zero(amp: Amp, window: Window) -> bool:
     named = any(word in window.length.lower() for word in (*ACCUMULATION_WORDS, "grad"))
     function = amp.script.owners.get(id(loop))
     epochs = len(window.step.loops) > 1 or function is not None and "epoch" in function.name.lower()
-    return named and epochs and names_in(tree) & {index} != set() and "start=" not in ast.unparse(loop.iter)
+    # `step += epoch * len(loader)`: the count, and so the window, goes on in the next epoch.
+    moved = any(isinstance(n, ast.AugAssign) and dotted_name(n.target) == index for n in amp.script.below(loop))
+    return (
+        named and epochs and not moved and names_in(tree) & {index} != set() and "start=" not in ast.unparse(loop.iter)
+    )
 
 
 def inner_loop(amp: Amp, window: Window) -> list[ast.AST]:

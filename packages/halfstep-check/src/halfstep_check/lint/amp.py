@@ -10,7 +10,18 @@ from functools import cached_property
 
 from halfstep_check.lint.flow import MAX_INLINED, Event, Trace
 from halfstep_check.lint.regions import Region, switch
-from halfstep_check.lint.script import SCALERS, Function, Script, dotted_name, keyword, last, methods_of
+from halfstep_check.lint.script import (
+    SCALERS,
+    Function,
+    Script,
+    argument,
+    dotted_name,
+    is_constant,
+    keyword,
+    last,
+    methods_of,
+    read_number,
+)
 
 FRAMEWORKS = (
     "accelerator",
@@ -123,8 +134,9 @@ class Amp:
 
     @cached_property
     def steps(self) -> bool:
-        """Whether anything is stepped here: a lone backward() only looks at gradients."""
-        return any(getattr(call.func, "attr", "") == "step" for call in self.script.calls)
+        """Whether anything is stepped here, profilers aside: a lone backward() only looks at gradients."""
+        stepped = [call.func.value for call in self.script.calls if getattr(call.func, "attr", "") == "step"]  # type: ignore[attr-defined]
+        return any("prof" not in ast.unparse(owner) for owner in stepped)
 
     @cached_property
     def escaped(self) -> set[str]:
@@ -132,10 +144,26 @@ class Amp:
         followed = {event for trace in self.traces for event in trace.events}
         return {argument for event in followed for argument in passed(event) if argument}
 
+    def initial_scale(self, key: str) -> str:
+        """Return the scale a GradScaler starts at, as a number or as the script writes it; 65536 by default."""
+        for made in (made for made in self.scalers if same_object(made.key, key)):
+            # torch.amp's takes the device first, torch.cuda.amp's the scale.
+            position = 0 if self.script.name_of(made.call.func).startswith(("torch.cuda.", "torch.cpu.")) else 1
+            if (given := argument(made.call, position, "init_scale")) is not None:
+                value = read_number(self.script.constant(given))
+                return f"{value:.12g}" if value is not None else ast.unparse(given)
+        return "65536"
+
     def is_disabled(self, key: str) -> bool:
-        """Whether a scaler is off wherever it is made; one that is off on the CPU alone is not."""
+        """Whether a scaler is off wherever it is made, or None throughout; one that is off on the CPU alone is not."""
         made = [made.enabled for made in self.scalers if same_object(made.key, key)]
-        return bool(made) and all(enabled is False for enabled in made)
+        given = [v for name, values in self.script.assigned.items() if same_object(name, key) for v in values]
+        is_none = bool(given) and all(is_constant(value, None) for value in given)
+        return bool(made) and all(enabled is False for enabled in made) or is_none and not self.is_passed(key)
+
+    def is_passed(self, key: str) -> bool:
+        """Whether a caller may hand over an object of this name."""
+        return last(key) in self.script.parameters
 
 
 def accelerated(value: ast.expr | None, script: Script) -> str:

@@ -46,7 +46,7 @@ def unloaded(amp: Amp, live: dict[str, ast.AST], loaded: set[str]) -> Iterator[F
     if not loaded & live.keys() and any(amp.script.is_optimizer(name) for name in loaded):
         first = next(call for call in amp.script.calls if is_optimizer_load(amp, call))
         scaler = sorted(live)[0]
-        message = f"resume loads the optimizer but not {scaler}: the scale starts at 65536 again"
+        message = f"resume loads the optimizer but not {scaler}: the scale starts at {amp.initial_scale(scaler)} again"
         yield amp.script.finding("scaler-not-loaded", first, message, fix=f"{scaler}.load_state_dict(…) beside it")
 
 
@@ -84,15 +84,23 @@ def unsaved(amp: Amp, live: dict[str, ast.AST]) -> Iterator[Finding]:
             amp, node
         ):
             continue
-        here = [name for name, owner in live.items() if reaches(amp, name, owner, node)]
-        if here:
+        mentioned = {last(dotted_name(n)) for n in amp.script.below(node)}  # `scaler if use_amp else None`
+        here = [name for name, owner in live.items() if reaches(amp, name, owner, node) and name not in mentioned]
+        if here and not (isinstance(node, ast.Assign) and loads_nearby(amp, node)):
             if None in keys:
                 return  # **extra may hold it
-            message = f"the checkpoint holds the optimizer but not {here[0]}: resume starts at scale 65536 again"
+            scale = amp.initial_scale(here[0])
+            message = f"the checkpoint holds the optimizer but not {here[0]}: resume starts at scale {scale} again"
             fix = f'add "scaler": {here[0]}.state_dict(), and load it'
             found = amp.script.finding("scaler-not-saved", node, message, fix=fix)
             yield found if resumes(amp) else dataclasses.replace(found, severity=Severity.INFO)
             return
+
+
+def loads_nearby(amp: Amp, node: ast.AST) -> bool:
+    """Whether the function around a node loads an optimizer: it converts a checkpoint, and does not write one."""
+    function = amp.script.owners.get(id(node))
+    return function is not None and any(is_optimizer_load(amp, call) for call in amp.script.calls_below(function))
 
 
 def resumes(amp: Amp) -> bool:
@@ -194,9 +202,11 @@ def remade(amp: Amp, trace: Trace) -> Iterator[Finding]:
     for made in (*scalers_made(trace), *scalers_fetched(amp, trace)):
         below = [e for e in trace.events if is_scaled_backward(e) and e.index > made.index and is_own(amp, made, e)]
         scaled = [e for e in below if e.loops[: len(made.loops)] == made.loops]
+        scaled = [e for e in scaled if any(is_scaler_step(step, e.scaled_by) for step in trace.calls("step"))]
         if scaled and not made.conditions - scaled[0].conditions and is_repeated(amp, trace, made, scaled[0]):
             name = last(scaled[0].scaled_by)
-            message = f"{name} is made again {how_often(made, scaled[0])}: its scale starts at 65536 again"
+            scale = amp.initial_scale(name)
+            message = f"{name} is made again {how_often(made, scaled[0])}: its scale starts at {scale} again"
             fix = "make it once, before the loop over epochs, and pass it on"
             yield amp.script.finding("scaler-remade", made.node, message, fix=fix, related=scaled[0].node)
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep_check.findings import Finding
-from halfstep_check.lint.accumulation import ACCUMULATION_WORDS, loss_chain, modulus, windows
+from halfstep_check.lint.accumulation import ACCUMULATION_WORDS, is_cleared_when_due, loss_chain, modulus, windows
 from halfstep_check.lint.amp import Amp, is_plain_backward, is_scaled_backward, passed, plain, same_object
 from halfstep_check.lint.flow import Event, Trace
 from halfstep_check.lint.script import dotted_name, is_constant, keyword, last, names_in, parameters_of
@@ -159,8 +159,7 @@ def cleared_within(amp: Amp, trace: Trace) -> Iterator[Finding]:
         for event in inside:
             same = last(event.receiver) == last(optimizer) or last(event.receiver) in amp.script.model_names
             cleared = event.method == "zero_grad" and same or drops_gradient(event)
-            # `if due: zero_grad()`, backward, `if due: step()`: the clear throws away what the window gathered.
-            due = (window.test, True) in event.conditions and event.index < window.backward.index
+            due = is_cleared_when_due(trace, window, event)
             if cleared and (due or event.conditions <= window.backward.conditions):
                 message = f"gradients are cleared at every micro-batch: of {window.length} only the last one counts"
                 fix = "clear them where the optimizer steps"

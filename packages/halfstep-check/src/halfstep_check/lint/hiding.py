@@ -70,6 +70,9 @@ def replaces_result(amp: Amp, call: ast.Call) -> bool:
     """Whether nan_to_num works on a loss, a gradient, or what the model just put out; cleaning input data is fine."""
     if amp.script.name_of(call.func).startswith("numpy."):
         return False  # a number to log: nothing goes backward through NumPy
+    taken = (n.attr for n in amp.script.nodes if isinstance(n, ast.Attribute) and n.value is call)
+    if any(name in ("detach", "item") for name in taken):
+        return False  # likewise
     method = isinstance(call.func, ast.Attribute) and not amp.script.name_of(call.func).startswith("torch.")
     first = call.args[0] if call.args else call.func
     target = call.func.value if method and isinstance(call.func, ast.Attribute) else first

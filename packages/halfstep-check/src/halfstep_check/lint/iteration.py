@@ -217,10 +217,11 @@ def asked_again(trace: Trace, event: Event, later: Event) -> set[Condition]:
 
 
 def follows(condition: Condition, event: Event) -> bool:
-    """Whether a condition says nothing new: it asks for AMP, or `a or b` where a is known."""
+    """Whether a condition says nothing new: it asks for AMP, for the last optimizer, or `a or b` where a is known."""
     text, holds = condition
     known = any(held and f"{fact} or " in f"{text} or " for fact, held in event.conditions)
-    return bool(AMP_WORDS.search(text)) or text.startswith("except ") or holds and known
+    last_in_turn = re.search(r"optim\w*(idx|index|_i\b)|num_optim", text) is not None
+    return bool(AMP_WORDS.search(text)) or text.startswith("except ") or last_in_turn or holds and known
 
 
 def overflow_raises(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Finding]:

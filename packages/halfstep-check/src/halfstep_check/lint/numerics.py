@@ -18,7 +18,17 @@ from halfstep_check.lint.dtypes import (
     tensor_argument,
 )
 from halfstep_check.lint.flow import Event, Trace
-from halfstep_check.lint.script import Function, Script, argument, dotted_name, keyword, last, methods_of, parameters_of
+from halfstep_check.lint.script import (
+    Function,
+    Script,
+    argument,
+    dotted_name,
+    keyword,
+    last,
+    methods_of,
+    parameters_of,
+    read_number,
+)
 from halfstep_check.shared.formats import BF16, FP16, Format, round_value
 
 FORMATS = {"fp16": FP16, "bf16": BF16}
@@ -107,24 +117,12 @@ def sums_much(node: ast.Call, script: Script) -> bool:
     return dim is None or isinstance(dim, ast.Tuple | ast.List) and len(dim.elts) > 1
 
 
-def number(node: ast.expr | None) -> float | None:
-    """The value of a literal number, also `1 - 1e-6`."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
-        return float(node.value)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and (inner := number(node.operand)) is not None:
-        return -inner
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
-        left, right = number(node.left), number(node.right)
-        return left - right if left is not None and right is not None else None
-    return None
-
-
 def setting(script: Script, node: ast.expr | None) -> float | None:
     """The number behind an expression: a literal, a constant, or a parameter's default that no call overrides."""
     node = script.constant(node)
     owner = script.owners.get(id(node)) if isinstance(node, ast.Name) else None
     if owner is None or not isinstance(node, ast.Name) or node.id in script.stored_names(owner):
-        return number(node)
+        return read_number(node)
     positional = [p.arg for p in (*owner.args.posonlyargs, *owner.args.args)]
     defaults = dict(zip(reversed(positional), reversed(owner.args.defaults), strict=False))
     pairs = zip(owner.args.kwonlyargs, owner.args.kw_defaults, strict=True)
@@ -132,7 +130,7 @@ def setting(script: Script, node: ast.expr | None) -> float | None:
     names = {owner.name} | {c.name for c in script.classes if owner in c.body and owner.name == "__init__"}
     place = [p for p in positional if p != "self"].index(node.id) if node.id in positional else len(positional)
     calls = [c for c in script.calls if last(dotted_name(c.func)) in names]
-    return number(defaults.get(node.id)) if not any(gives(c, place, node.id) for c in calls) else None
+    return read_number(defaults.get(node.id)) if not any(gives(c, place, node.id) for c in calls) else None
 
 
 def gives(call: ast.Call, place: int, name: str) -> bool:

@@ -191,7 +191,9 @@ def inverted_scaler(amp: Amp) -> Iterator[Finding]:
                 yield amp.script.finding("fp16-without-scaler", event.node, message, fix="swap the two branches")
     for made in amp.scalers:
         condition = scaler_condition(amp, made)
-        if condition is not None and is_for_bf16(condition) and not amp.certainly_bf16:
+        # One flag for autocast and scaler, whatever its name says, switches both on together.
+        shared = condition is not None and ast.unparse(condition) in switches
+        if condition is not None and is_for_bf16(condition) and not amp.certainly_bf16 and not shared:
             message = f"{last(made.key)} is on where {ast.unparse(condition)}: bf16 gets a scaler, fp16 gets none"
             fix = "turn the condition around: fp16 needs loss scaling, bf16 does not"
             yield amp.script.finding("fp16-without-scaler", made.call, message, fix=fix)

@@ -89,6 +89,8 @@ def one_of(choices: list[Region | None]) -> Region | None:
     regions = [region for region in choices if region is not None]
     if not regions or len(choices) == 1:
         return regions[0] if regions else None
+    # A choice that is switched off computes in no format of its own.
+    regions = [region for region in regions if region.may_be_on] or regions
     dtypes = {region.dtype for region in regions}
     explicit = all(region.explicit_dtype for region in regions)
     dtype = dtypes.pop() if len(dtypes) == 1 else ""
@@ -121,7 +123,10 @@ def arms(node: ast.expr | None, script: Script, depth: int = 0) -> list[ast.expr
         table = getter.value
     table = script.constant(table)
     if isinstance(table, ast.Dict):
-        return table.values
+        key = script.constant(node.slice) if isinstance(node, ast.Subscript) else None
+        entries = zip(table.keys, table.values, strict=True)
+        fixed = [value for k, value in entries if isinstance(key, ast.Constant) and getattr(k, "value", k) == key.value]
+        return fixed or table.values
     own = script.functions.get(dotted_name(getter)) if getter is not None else script.property_named(node)
     if own is not None and depth < MAX_ALIASES:  # `def pick_dtype(): return torch.bfloat16 if … else torch.float16`
         ends = (n.value for n in script.below(own) if isinstance(n, ast.Return) and n.value is not None)
@@ -156,7 +161,20 @@ def switch(node: ast.expr | None, script: Script) -> bool | None:
     if node is None:
         return True
     node = script.constant(node)
+    if node is not None and compares_dtype_with_text(node, script):
+        return False
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, bool) else None
+
+
+def compares_dtype_with_text(test: ast.expr, script: Script) -> bool:
+    """Whether a test is `dtype == "float16"` where dtype holds a torch.dtype: never true."""
+    if not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.ops[0], ast.Eq):
+        return False
+    text = test.comparators[0]
+    is_text = isinstance(text, ast.Constant) and isinstance(text.value, str)
+    values = [arm for value in script.values(dotted_name(test.left)) for arm in arms(value, script)]
+    certain = bool(values) and not script.is_taken(test.left) and all(written_format(v, script) for v in values)
+    return is_text and certain
 
 
 def device_of(node: ast.expr | None, script: Script) -> str:

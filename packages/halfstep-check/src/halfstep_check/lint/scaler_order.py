@@ -167,7 +167,8 @@ def bypassed_scaler(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Fin
         if by_hand or unscaled and looks_for_inf(amp, step, between):
             continue
         if not any(same_object(optimizer, other) for other in through):
-            message = f"{optimizer}.step() on gradients that are still scaled: steps 65536 times too long at first"
+            scale = amp.initial_scale(backward.scaled_by)
+            message = f"{optimizer}.step() on gradients that are still scaled: steps {scale} times too long at first"
             if unscaled:
                 message = f"{optimizer}.step() steps on inf too: after unscale_() only the scaler's step() skips it"
             fix = f"{last(backward.scaled_by)}.step({optimizer}), then {last(backward.scaled_by)}.update()"
@@ -218,7 +219,9 @@ def updated_between_steps(amp: Amp, trace: Trace) -> Iterator[Finding]:
             return
     for first, second in zip(steps, steps[1:], strict=False):
         same_scaler = first.receiver == second.receiver and first.arguments[0] != second.arguments[0]
-        together = first.loops == second.loops and not first.excludes(second)
+        together = (
+            first.loops == second.loops and not first.excludes(second) and not is_walked_twice(amp, first, second)
+        )
         between = trace.events[first.index + 1 : second.index]
         updates = [e for e in between if e.method == "update" and e.receiver == first.receiver]
         renewed = any(e.method in ("backward", "unscale_") for e in between)
@@ -229,6 +232,12 @@ def updated_between_steps(amp: Amp, trace: Trace) -> Iterator[Finding]:
             )
             fix = f"call {scaler}.update() once, after all steps"
             yield amp.script.finding("update-between-steps", updates[0].node, message, fix=fix, related=second.node)
+
+
+def is_walked_twice(amp: Amp, first: Event, second: Event) -> bool:
+    """Whether two events are one line in a loop whose function is called twice: two loops, not one iteration."""
+    loop = next((node for node in amp.script.nodes if first.loops and id(node) == first.loops[-1]), None)
+    return first.node is second.node and loop is not None and first.node in amp.script.below(loop)
 
 
 def accumulates(trace: Trace, step: Event) -> bool:

@@ -55,6 +55,23 @@ def is_constant(node: ast.AST | None, value: object) -> bool:
     return isinstance(node, ast.Constant) and node.value is value
 
 
+def read_number(node: ast.expr | None) -> float | None:
+    """Return the value of a literal number, also of `1 - 1e-6` and `2.0**14`."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        return float(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        operand = read_number(node.operand)
+        return -operand if operand is not None else None
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub | ast.Pow):
+        left, right = read_number(node.left), read_number(node.right)
+        if left is None or right is None:
+            return None
+        # Bounded, so that no power of a strange script overflows or becomes complex.
+        is_small_power = left > 0 and abs(right) <= 100 and left < 1000
+        return left - right if isinstance(node.op, ast.Sub) else left**right if is_small_power else None
+    return None
+
+
 def names_in(node: ast.AST) -> set[str]:
     return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
 

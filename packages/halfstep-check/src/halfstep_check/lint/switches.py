@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from halfstep_check.findings import Finding, Severity
 from halfstep_check.lint.amp import Amp
+from halfstep_check.lint.regions import compares_dtype_with_text, may_be_fp16
 from halfstep_check.lint.script import AUTOCASTS, SCALERS, Script, dotted_name, is_constant, keyword, last
 from halfstep_check.spellings import dtype_of
 
@@ -186,6 +187,9 @@ def fixed(script: Script, test: ast.expr) -> Iterator[Finding]:
     elif isinstance(test, ast.Attribute) and script.name_of(test) == "torch.cuda.is_available":
         message = "is_available is a function and is not called here: always true"
         yield script.finding("amp-switch-stuck", test, message, fix="torch.cuda.is_available()")
+    elif isinstance(test, ast.Compare) and compares_dtype_with_text(test, script) and may_be_fp16(test.left, script):
+        message = f"`{ast.unparse(test)}` is never true: a torch.dtype is compared with a string"
+        yield script.finding("amp-switch-stuck", test, message, fix="compare with torch.float16")
 
 
 def is_word_list(test: ast.BoolOp) -> bool:

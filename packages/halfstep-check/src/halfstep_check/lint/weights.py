@@ -79,9 +79,31 @@ def find_half_weights(amp: Amp) -> Iterator[Finding]:
             found = lost_updates(script, model)
             # A Trainer in bf16 is common, and loses updates all the same.
             mild = model.dtype == "bf16" and {name for name, _ in known} <= {name for name, _ in handed}
-            yield dataclasses.replace(found, severity=Severity.WARNING if mild else None)
+            prepared = accelerators_of(amp, {name for name, _ in known})
+            if not any(map(shards, prepared)):
+                severity = Severity.WARNING if mild else None
+                yield dataclasses.replace(found, severity=severity, unless_accelerate_shards=bool(prepared))
     if optimized and (default := half_default(script)) is not None:
         yield lost_updates(script, default)
+
+
+def accelerators_of(amp: Amp, models: set[str]) -> list[ast.Call]:
+    """Return the calls that make the accelerators whose prepare() takes one of these models."""
+    prepares = [call for call in amp.script.calls if getattr(call.func, "attr", "") == "prepare"]
+    owners = {
+        dotted_name(call.func).removesuffix(".prepare")
+        for call in prepares
+        if models & {dotted_name(value) for value in call.args}
+    }
+    made = [value for owner in sorted(owners & amp.accelerators.keys()) for value in amp.script.values(owner)]
+    return [value for value in made if isinstance(value, ast.Call)]
+
+
+def shards(accelerator: ast.Call) -> bool:
+    """Whether an Accelerator shards in mixed precision: prepare() then keeps fp32 weights (fsdp_utils.py)."""
+    plugged = any(keyword(accelerator, word) is not None for word in ("fsdp_plugin", "deepspeed_plugin"))
+    precision = keyword(accelerator, "mixed_precision")
+    return plugged and not (isinstance(precision, ast.Constant) and precision.value == "no")
 
 
 def holds_half(script: Script, made: ast.AST, model: HalfModel) -> bool:
@@ -144,11 +166,13 @@ def lost_updates(script: Script, model: HalfModel) -> Finding:
 def half_models(amp: Amp) -> list[HalfModel]:
     script = amp.script
     restored = {c: last(dotted_name(c.func).removesuffix(".float")) for c in script.calls if is_float_restore(c)}
+    # `model.half().float()` rounds the weights once, and leaves them in fp32.
+    rounded = {id(c.func.value) for c in restored if isinstance(c.func, ast.Attribute)}
     found: list[HalfModel] = []
     for call in script.calls:
         loaded = loaded_dtype(script, call)
         dtype = loaded or stored_dtype(call, script)
-        if dtype not in ("fp16", "bf16") or not isinstance(call.func, ast.Attribute):
+        if dtype not in ("fp16", "bf16") or not isinstance(call.func, ast.Attribute) or id(call) in rounded:
             continue
         # `self.net = net.half().cuda()`: both names hold it.
         names = {assigned_model(amp, call), "" if loaded else dotted_name(call.func.value)} - {""}

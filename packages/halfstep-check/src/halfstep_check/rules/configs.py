@@ -428,4 +428,21 @@ CONFIG_RULES = (
         """,
         threads=("pytorch/pytorch#148322", "karpathy/nanoGPT#277"),
     ),
+    Rule(
+        name="unknown-ignore",
+        severity=Severity.INFO,
+        title="an ignore comment names no rule",
+        why="A misspelled name, or one of a rule that no longer exists, silences nothing.",
+        fix="Correct the name; halfstep-check --explain all lists the rules.",
+        bad="""
+            # accelerate.yaml
+            distributed_type: MULTI_GPU
+            mixed_precision: bf16  # halfstep: ignore[precision-conflicts]
+        """,
+        good="""
+            # accelerate.yaml
+            distributed_type: MULTI_GPU
+            mixed_precision: bf16  # halfstep: ignore[precision-conflict]
+        """,
+    ),
 )

@@ -15,7 +15,7 @@ class HalfstepError(Exception):
     exit_code = 2
     is_agreed = False
     """True if every rank raises the same error."""
-    is_told: bool | None = None
+    is_shown_elsewhere: bool | None = None
     """True if another rank prints the error; None if the ranks have not agreed on that."""
 
     def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:

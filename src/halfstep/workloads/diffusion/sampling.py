@@ -1,7 +1,7 @@
-"""Sampling: images from a seed, in batches of any size, with diffusers' DDIM or DPM-Solver++.
+"""Sample images from a seed with diffusers' DDIM or DPM-Solver++.
 
-Both samplers are deterministic, and the initial noise is keyed by sample: a sample is the same in a batch of any size.
-States are fp32; only the network runs in the plan's format.
+Both samplers are deterministic and the initial noise is keyed by sample, so a sample is the same in a batch of any
+size. States are fp32; only the network runs in the plan's format.
 """
 
 from __future__ import annotations
@@ -25,16 +25,20 @@ from halfstep.workloads.diffusion.diffusers_nets import decode_scaled, import_di
 from halfstep.workloads.diffusion.networks import Conditions, DiffusionParts
 from halfstep.workloads.diffusion.noise_schedule import NoiseSchedule, Target, make_schedule
 
-PATH_IMAGES, PATH_STATES, DECODED_AT_ONCE = 4, 8, 8
+PATH_IMAGES, PATH_STATES = 4, 8
+"""Samples, and intermediate states of each, in a picture of the sampling path."""
+DECODED_AT_ONCE = 8
+"""Latents per call of the VAE."""
 
 
 class ImageSampler:
-    """Draws images with a U-Net, its conditions and its VAE."""
+    """Samples images with a U-Net, its conditions and its VAE."""
 
     def __init__(self, config: DiffusionConfig, parts: DiffusionParts, store: Mapping[str, Any]) -> None:
         self.config, self.parts, self.schedule = config, parts, make_schedule(config)
         self._form = str(store.get("vae_format", ""))
-        """Format of a VAE that is not a frozen part, as latents come from disk: it is on the device only to decode."""
+        """Format of a VAE that is not a frozen module because latents are cached; it is moved to the device only to
+        decode."""
 
     def make_images(
         self,
@@ -42,31 +46,30 @@ class ImageSampler:
         key: tuple[int, ...],
         num: int,
         *,
-        told: Batch | None = None,
+        conditions: Batch | None = None,
         steps: int | None = None,
         sampler: Sampler | None = None,
         guidance: float | None = None,
         kept: int = 0,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return bytes (N, H, W, 3) and `kept` intermediate states.
+        """Return images as bytes (N, H, W, 3), and `kept` intermediate states.
 
-        Defaults come from the config. Without conditions (`told`) samples cycle through the classes, and captions are
-        empty.
+        Defaults come from the config. By default samples cycle through the classes, and captions are empty.
         """
-        wish, device = self.config.sample, next(model.parameters()).device
-        steps, guidance = steps or wish.steps, wish.guidance if guidance is None else guidance
+        settings, device = self.config.sample, next(model.parameters()).device
+        steps, guidance = steps or settings.steps, settings.guidance if guidance is None else guidance
         check_steps(steps, self.schedule)
         start = noise.normal(key, num, self.parts.shape, device, stream="start")
         clips = self.parts.vae is None
-        scheduler = make_scheduler(sampler or wish.sampler, self.schedule, self.config.model.target, clips=clips)
+        scheduler = make_scheduler(sampler or settings.sampler, self.schedule, self.config.model.target, clips=clips)
         denoise = make_guided_denoiser(
-            model, self.parts.conditions, told or self._make_default_conditions(num, device), guidance
+            model, self.parts.conditions, conditions or self._make_default_conditions(num, device), guidance
         )
         found, path = run_sampler(denoise, scheduler, start, steps, kept)
         return self._decode_to_bytes(found), [self._decode_to_bytes(state[:PATH_IMAGES]) for state in path]
 
     def draw_sheet(self, model: nn.Module, key: tuple[int, ...]) -> dict[str, Array]:
-        """Draw a grid of samples, and the path of a few from noise to image."""
+        """Draw a grid of samples, and the paths of a few from noise to image."""
         found, path = self.make_images(model, key, self.config.sample.num, kept=PATH_STATES)
         return {
             "samples": arrange_grid(found.numpy()),
@@ -80,10 +83,10 @@ class ImageSampler:
         return self._decode_to_bytes(scale_latents(vae, means.float()))
 
     def _make_default_conditions(self, num: int, device: torch.device) -> Batch:
-        told = self.parts.conditions.make_empty(num, device)
-        if "label" in told:
-            told["label"] = torch.arange(num, device=device) % (self.parts.conditions.num_classes - 1)
-        return told
+        batch = self.parts.conditions.make_empty(num, device)
+        if "label" in batch:
+            batch["label"] = torch.arange(num, device=device) % (self.parts.conditions.num_classes - 1)
+        return batch
 
     def _decode_to_bytes(self, samples: Tensor) -> Tensor:
         if self.parts.vae is None:
@@ -104,7 +107,7 @@ Denoise = Callable[[Tensor, Tensor], Tensor]
 
 
 def make_scheduler_config(schedule: NoiseSchedule, target: Target) -> dict[str, Any]:
-    """Return these settings under the names of diffusers' schedulers."""
+    """Return the schedule and target as settings of diffusers' schedulers."""
     return {
         "num_train_timesteps": schedule.num_steps,
         "beta_schedule": THEIR_SCHEDULES[schedule.name],
@@ -112,13 +115,13 @@ def make_scheduler_config(schedule: NoiseSchedule, target: Target) -> dict[str, 
         "beta_end": schedule.beta_end,
         "prediction_type": THEIR_TARGETS[target],
         "rescale_betas_zero_snr": schedule.zero_terminal_snr,
-        # The last timestep comes first: the model is not asked to start from what it never saw (Lin et al. 2023).
+        # Sampling starts at the last timestep, the only one at which pure noise occurs in training (Lin et al. 2023).
         "timestep_spacing": "trailing",
     }
 
 
 def make_scheduler(name: Sampler, schedule: NoiseSchedule, target: Target, *, clips: bool) -> Any:
-    """Return diffusers' scheduler; `clips` limits predictions to -1..1, which is right for pixels only."""
+    """Return a diffusers scheduler; `clips` limits predictions to -1..1, which is correct for pixels only."""
     if name not in get_args(Sampler):
         raise ConfigError(f"unknown sampler {name!r}", fix=" or ".join(get_args(Sampler)))
     shared = make_scheduler_config(schedule, target)
@@ -128,6 +131,7 @@ def make_scheduler(name: Sampler, schedule: NoiseSchedule, target: Target, *, cl
 
 
 def check_steps(steps: int, schedule: NoiseSchedule) -> None:
+    """Refuse more sampling steps than the schedule has timesteps."""
     if steps > schedule.num_steps:
         raise ConfigError(
             f"{steps} sampling steps, but the model has {schedule.num_steps} timesteps",
@@ -139,9 +143,9 @@ def check_steps(steps: int, schedule: NoiseSchedule) -> None:
 def run_sampler(
     denoise: Denoise, scheduler: Any, start: Tensor, steps: int, kept: int = 0
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the samples and `kept` evenly spread intermediate states, the start first."""
+    """Return the samples, and `kept` evenly spaced intermediate states, starting with the noise."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # diffusers hands torch's tensors to numpy
+        warnings.simplefilter("ignore", DeprecationWarning)  # diffusers passes tensors to numpy
         scheduler.set_timesteps(steps, device=start.device)
     state, path = start.float(), []
     wanted = {round(k * len(scheduler.timesteps) / max(1, kept)) for k in range(kept)}
@@ -153,22 +157,21 @@ def run_sampler(
     return state, path
 
 
-def make_guided_denoiser(model: nn.Module, conditions: Conditions, told: Batch, guidance: float) -> Denoise:
-    """Return a denoiser with classifier-free guidance (Ho and Salimans 2022): the prediction is pushed away from the
-    unconditional one."""
+def make_guided_denoiser(model: nn.Module, conditions: Conditions, given: Batch, guidance: float) -> Denoise:
+    """Return a denoiser with classifier-free guidance (Ho and Salimans 2022) for the conditions `given`."""
 
-    def predicted(state: Tensor, timestep: Tensor, batch: Batch) -> Tensor:
+    def predict(state: Tensor, timestep: Tensor, batch: Batch) -> Tensor:
         steps = timestep.to(state.device).expand(len(state))
         found: Tensor = model(state, steps, **conditions.make_keywords(batch), return_dict=False)[0]
         return found.float()
 
     def denoise(state: Tensor, timestep: Tensor) -> Tensor:
-        own = predicted(state, timestep, told)
-        if guidance == 1 or not conditions.is_told:
-            return own
-        plain = predicted(state, timestep, conditions.make_empty(len(state), state.device))
-        # guidance 1 is the conditional prediction, 0 the unconditional one; above 1 it extrapolates.
-        return plain + guidance * (own - plain)
+        conditional = predict(state, timestep, given)
+        if guidance == 1 or not conditions.is_conditional:
+            return conditional
+        unconditional = predict(state, timestep, conditions.make_empty(len(state), state.device))
+        # Guidance 0 gives the unconditional prediction, 1 the conditional one; above 1 it extrapolates.
+        return unconditional + guidance * (conditional - unconditional)
 
     return denoise
 

@@ -1,0 +1,258 @@
+"""`hs.save` and `hs.load`: a custom loop's whole state in one safetensors file.
+
+Tensors are stored by name, and everything else as JSON in the file's metadata, so nothing is unpickled. The JSON part
+holds a checksum of itself and of every tensor. The file is written under a hidden name, flushed to the disk and
+renamed: if the process is killed at any moment, the path holds the old state or the new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from halfstep import __version__
+from halfstep.disk import flush, name_hidden, read_sealed, remove_leftovers, seal
+from halfstep.errors import CheckpointError, format_count, summarise_error
+from halfstep.own_loop.step import Step
+from halfstep.own_loop.user_warnings import warn_user
+from halfstep.step.snapshots import find_loose_buffers, restore_buffers
+from halfstep.step.tree import pack, unpack
+
+LAYOUT_VERSION = 1
+DOCUMENT = "halfstep"
+PLAIN = (bool, int, float, str, type(None))
+NUM_SHOWN = 3
+
+
+def save(
+    path: str | os.PathLike[str], step: Step | Sequence[Step], model: nn.Module | Sequence[nn.Module], /, **extra: Any
+) -> None:
+    """Store model, step, generators, position in the data and `extra` in one file, atomically; waits for the device.
+
+    `extra` takes numbers, strings, None, tensors, arrays, and lists, tuples and dicts of them. A loop with several
+    steps or models passes lists. Call it after the step of a window, not before. ::
+
+        hs.save("last.safetensors", step, model, best=best)
+    """
+    path, steps, model = Path(path), _list_steps(step), _make_model(model)
+    state = {
+        "model": dict(model.state_dict()),
+        "buffers": find_loose_buffers(model),
+        "steps": [one.state_dict() for one in steps],
+        "extra": extra,
+        "threads": torch.get_num_threads(),
+    }
+    _refuse_unstorable(extra, "")
+    packed, tensors = pack(state)
+    stored = {name: tensor.cpu().resolve_conj().resolve_neg().contiguous().clone() for name, tensor in tensors.items()}
+    checksums = {name: _compute_checksum(tensor) for name, tensor in stored.items()}
+    document = {"layout": LAYOUT_VERSION, "halfstep": __version__, "state": packed, "checksums": checksums}
+    try:
+        _write(path, stored, {DOCUMENT: json.dumps(seal(document))})
+    except TypeError as error:  # a model's or loader's own state_dict may hold anything
+        raise CheckpointError(
+            f"cannot store the state of {type(model).__name__}: {error}",
+            why="the state of the model, of an optimizer or of the loader holds what JSON and safetensors cannot",
+            fix="return numbers, strings and tensors from its state_dict() or get_extra_state()",
+        ) from error
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot write {path}: {summarise_error(error)}",
+            why="nothing was overwritten: what was stored there before is intact",
+            fix="free some space, or choose a folder that you can write to",
+        ) from error
+
+
+def load(
+    path: str | os.PathLike[str], step: Step | Sequence[Step], model: nn.Module | Sequence[nn.Module], /
+) -> dict[str, Any]:
+    """Continue as `hs.save` was called: load model, step, generators and position in the data; return `extra`.
+
+    Make model, optimizer and step as before, then call it. What does not fit is refused, and nothing is changed. ::
+
+        best = hs.load("last.safetensors", step, model)["best"] if os.path.exists("last.safetensors") else 0.0
+    """
+    path, steps, model = Path(path), _list_steps(step), _make_model(model)
+    state = _read(path)
+    _refuse_other_model(path, model, state["model"])
+    if len(steps) != len(state["steps"]):
+        raise CheckpointError(
+            f"{path} holds the state of {format_count(len(state['steps']), 'step')}, {len(steps)} were given",
+            fix="pass the same steps as to hs.save, in the same order",
+        )
+    for one, its_state in zip(steps, state["steps"], strict=True):
+        one.refuse_unfit(its_state)
+    model.load_state_dict(state["model"])
+    restore_buffers(model, state["buffers"])
+    for one, its_state in zip(steps, state["steps"], strict=True):
+        one.load_state_dict(its_state)
+    threads = torch.get_num_threads()
+    if threads != state["threads"] and any(one.device.type == "cpu" for one in steps):
+        warn_user(
+            f"torch used {state['threads']} CPU threads when {path} was stored and uses {threads} now: sums can differ "
+            f"in the last bit; torch.set_num_threads({state['threads']}) makes the resumed loop bit-exact"
+        )
+    extra: dict[str, Any] = state["extra"]
+    return extra
+
+
+def _list_steps(step: object) -> list[Step]:
+    given = list(step) if isinstance(step, (list, tuple)) else [step]
+    steps = [one for one in given if isinstance(one, Step)]
+    if len(steps) == len(given):
+        return steps
+    raise CheckpointError(
+        f"hs.save and hs.load take an hs.Step, not a {type(step).__name__}",
+        fix="hs.save(path, step, model), in this order; several steps as a list",
+    )
+
+
+def _make_model(model: object) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return model
+    if isinstance(model, (list, tuple)) and all(isinstance(one, nn.Module) for one in model):
+        return nn.ModuleList(model)
+    raise CheckpointError(
+        f"hs.save and hs.load take a torch module, not a {type(model).__name__}",
+        fix="hs.save(path, step, model), in this order; several models as a list",
+    )
+
+
+# --- the file ---
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    path = Path(os.path.realpath(path))  # a link stays, and its target is written
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(path)
+    # In a hidden folder: safetensors writes to a temporary file of its own, which a killed process leaves behind.
+    folder = name_hidden(path)
+    folder.mkdir(exist_ok=True)
+    try:
+        written = folder / path.name
+        save_file(dict(tensors), written, metadata=metadata)
+        written.chmod(folder.stat().st_mode & 0o666)  # of the umask; safetensors' file is private
+        flush(written)
+        written.replace(path)
+        flush(path.parent)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            document = (file.metadata() or {}).get(DOCUMENT)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is not a dict
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"there is no file {path}",
+            why="hs.save has not written it, or it was moved",
+            fix=f'if os.path.exists("{path}"): hs.load(...), so that the first start begins from scratch',
+        ) from None
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {summarise_error(error)}",
+            why="it is damaged, or hs.save did not write it",
+            fix="load an older file; torch.load reads what torch.save wrote",
+        ) from error
+    if document is None:
+        raise CheckpointError(
+            f"{path} holds tensors without the state of a loop",
+            why="hs.save did not write it",
+            fix="safetensors.torch.load_file reads it, for model.load_state_dict",
+        )
+    try:
+        found = read_sealed(document)
+        if (layout := found["layout"]) != LAYOUT_VERSION:
+            raise CheckpointError(
+                f"{path} has layout {layout}, this halfstep reads {LAYOUT_VERSION}",
+                fix=f"load it with halfstep {found['halfstep']}",
+            )
+        checksums = {name: _compute_checksum(tensor) for name, tensor in tensors.items()}
+        if checksums != found["checksums"]:
+            differing = [n for n in found["checksums"] if checksums.get(n) != found["checksums"][n]]
+            raise ValueError(f"{', '.join(differing[:NUM_SHOWN]) or 'a tensor'} was changed after it was written")
+        state: dict[str, Any] = unpack(found["state"], tensors)
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: {summarise_error(error)}",
+            why="it was edited, or the disk or a copy damaged it",
+            fix="load an older file, or copy it again",
+        ) from error
+    return state
+
+
+def _compute_checksum(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else 0
+
+
+# --- what does not fit ---
+
+
+def _refuse_unstorable(value: Any, place: str) -> None:
+    """Refuse an entry of `extra` that JSON and safetensors cannot hold."""
+    if isinstance(value, dict):
+        for key, one in value.items():
+            if not isinstance(key, PLAIN):
+                raise _make_unstorable(f"the key {key!r} of {place}", "keys are strings or numbers")
+            _refuse_unstorable(one, f"{place}[{key!r}]" if place else str(key))
+    elif type(value) in (list, tuple):
+        for number, one in enumerate(value):
+            _refuse_unstorable(one, f"{place}[{number}]")
+    elif isinstance(value, Tensor):
+        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+            raise _make_unstorable(place, f"it is a tensor of layout {value.layout} on {value.device}")
+    elif isinstance(value, np.ndarray):
+        if value.dtype.kind not in "biufc":
+            raise _make_unstorable(place, f"it is an array of dtype {value.dtype}")
+    elif type(value) not in PLAIN:
+        raise _make_unstorable(place, f"it is a {type(value).__name__}")
+
+
+def _make_unstorable(place: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"hs.save cannot store {place}",
+        why=f"{why}; the file holds tensors and JSON, so that loading it never runs code",
+        fix="numbers, strings, tensors, and lists, tuples and dicts of them: float(x) of a NumPy number, "
+        "x.state_dict() of an object",
+    )
+
+
+def _refuse_other_model(path: Path, model: nn.Module, stored: Mapping[str, Any]) -> None:
+    own = model.state_dict()
+    missing, unknown = [name for name in own if name not in stored], [name for name in stored if name not in own]
+    differing = [
+        f"{name} is {_describe(stored[name])}, here {_describe(value)}"
+        for name, value in own.items()
+        if name in stored and _describe(value) != _describe(stored[name])
+    ]
+    lists = {"it lacks": missing, "it also holds": unknown, "of another shape or dtype": differing}
+    found = [f"{text} {', '.join(names[:NUM_SHOWN])}{_count_more(names)}" for text, names in lists.items() if names]
+    if found:
+        raise CheckpointError(
+            f"{path} is of another model than this {type(model).__name__}",
+            why="; ".join(found),
+            fix="make the model with the same settings as when the file was stored; nothing was changed",
+        )
+
+
+def _describe(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+
+
+def _count_more(names: Sequence[str]) -> str:
+    return f" and {len(names) - NUM_SHOWN} more" if len(names) > NUM_SHOWN else ""

@@ -1,0 +1,461 @@
+"""A resumed loop continues with the very next batch, whatever loader and sampler it has."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+import halfstep as hs
+from halfstep.errors import CheckpointError, DataError
+from resumed_loops import NUM_SAMPLES, Drawing, Loop, Plain, assert_continues
+
+WEIGHTS = [1.0 + k % 3 for k in range(NUM_SAMPLES)]
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+def load(data: Any, **more: Any) -> DataLoader[Any]:
+    return DataLoader(data, **({"batch_size": 4} | more))
+
+
+class NumpyOrder(Sampler[int]):
+    """As many write it: a generator of NumPy's of its own, drawn from while the pass runs."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(3)
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(NUM_SAMPLES):
+            yield int(self.rng.integers(NUM_SAMPLES))
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+
+class CountingOrder(Sampler[int]):
+    """Counts its own epochs and seeds by them."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        yield from torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+
+class EagerBatches(Sampler[list[int]]):
+    """Draws in `__iter__` itself, which torch calls before it draws the seed of the workers."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(NUM_SAMPLES).tolist()
+        return iter([order[k : k + 4] for k in range(0, NUM_SAMPLES, 4)])
+
+    def __len__(self) -> int:
+        return -(-NUM_SAMPLES // 4)
+
+
+LOADERS: dict[str, Any] = {
+    "in order": lambda data, **more: load(data, **more),
+    "shuffled": lambda data, **more: load(data, shuffle=True, **more),
+    "shuffled by the loader's generator": lambda data, **more: load(data, shuffle=True, generator=generator(), **more),
+    "drop_last": lambda data, **more: load(data, shuffle=True, drop_last=True, **more),
+    "batch_size=None": lambda data, **more: load(data, batch_size=None, sampler=BatchSampler(
+        RandomSampler(data), 4, drop_last=False), collate_fn=torch.utils.data.default_convert, **more),
+    "weighted": lambda data, **more: load(data, sampler=WeightedRandomSampler(WEIGHTS, 30), **more),
+    "weighted, own generator": lambda data, **more: load(
+        data, sampler=WeightedRandomSampler(WEIGHTS, 30, generator=generator()), **more),
+    "replacement": lambda data, **more: load(data, sampler=RandomSampler(data, True, 70), **more),
+    "replacement, own generator": lambda data, **more: load(
+        data, sampler=RandomSampler(data, True, 70, generator()), **more),
+    "more than one permutation": lambda data, **more: load(
+        data, sampler=RandomSampler(data, False, 50, generator()), **more),
+    "subset": lambda data, **more: load(data, sampler=SubsetRandomSampler(range(18)), **more),
+    "batch sampler": lambda data, **more: DataLoader(
+        data, batch_sampler=BatchSampler(RandomSampler(data), 5, drop_last=True), **more),
+    "eager batch sampler": lambda data, **more: DataLoader(data, batch_sampler=EagerBatches(), **more),
+    "a sampler with NumPy's generator": lambda data, **more: load(data, sampler=NumpyOrder(), **more),
+    "a sampler that counts epochs": lambda data, **more: load(data, sampler=CountingOrder(), **more),
+    "concatenated": lambda data, **more: load(ConcatDataset([Subset(data, range(9)), data]), shuffle=True, **more),
+}  # fmt: skip
+IN_WORKERS = [
+    ("shuffled", True),
+    ("replacement, own generator", False),
+    ("batch_size=None", False),
+    ("a sampler with NumPy's generator", True),
+]
+
+
+class Rows(Plain):
+    """Samples by lists of indices, as batch_size=None with a sampler of lists wants them."""
+
+    def __getitem__(self, index: Any) -> Tensor:
+        if isinstance(index, list):
+            return torch.stack([super(Rows, self).__getitem__(one) for one in index])
+        return super().__getitem__(index)
+
+
+class DrawingRows(Drawing):
+    def __getitem__(self, index: Any) -> Tensor:
+        if isinstance(index, list):
+            return torch.stack([super(DrawingRows, self).__getitem__(one) for one in index])
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_order_and_samples_are_exact_without_loading_what_is_skipped(tmp_path: Path, kind: str) -> None:
+    data: list[DrawingRows] = []
+
+    def make() -> Any:
+        data.append(DrawingRows())
+        return LOADERS[kind](data[-1])
+
+    resumed = assert_continues(make, tmp_path / "state", 4, 9)
+    assert resumed.warnings == []
+    whole, *parts = (len(one.loaded) for one in data)
+    assert parts[0] + parts[1] == parts[2] + parts[3] == whole
+
+
+def test_the_last_batch_of_a_pass_may_be_the_last_of_the_stored_ones(tmp_path: Path) -> None:
+    for kind in ("more than one permutation", "shuffled"):
+        assert_continues(lambda kind=kind: LOADERS[kind](Drawing()), tmp_path / "state", 6, 12, 13)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("kind", "persistent"), IN_WORKERS)
+def test_workers_load_nothing_again_where_samples_draw_nothing(tmp_path: Path, kind: str, persistent: bool) -> None:
+    def make() -> Any:
+        return LOADERS[kind](Rows(), num_workers=2, persistent_workers=persistent)
+
+    assert assert_continues(make, tmp_path / "state", 3, 10, epochs=2).warnings == []
+
+
+def test_samples_that_draw_in_workers_are_loaded_again_and_that_is_said(tmp_path: Path) -> None:
+    resumed = assert_continues(lambda: load(Drawing(), shuffle=True, num_workers=2), tmp_path / "state", 8)
+    assert len(resumed.warnings) == 1
+    assert resumed.warnings[0].startswith("resuming loads 2 batches again and drops them: samples draw random numbers")
+
+
+def test_seeded_samples_need_no_loading_again(tmp_path: Path) -> None:
+    def make() -> Any:
+        return load(hs.seeded(Drawing()), shuffle=True, num_workers=2, persistent_workers=True)
+
+    assert assert_continues(make, tmp_path / "state", 3, 8, epochs=2).warnings == []
+    one = Loop(make, epochs=2).run()
+    other = Loop(lambda: load(hs.seeded(Drawing()), shuffle=True), epochs=2).run()
+    assert torch.equal(torch.cat(one.batches[:6]), torch.cat(other.batches[:6])), "workers do not matter"
+    assert not torch.equal(one.batches[0].sort(0)[0], one.batches[6].sort(0)[0])
+
+
+def test_persistent_workers_that_draw_are_exact_in_the_first_epoch_and_said_not_to_be_later(tmp_path: Path) -> None:
+    def make() -> Any:
+        return load(Drawing(), shuffle=True, num_workers=2, persistent_workers=True)
+
+    assert "loads 3 batches" in assert_continues(make, tmp_path / "state", 3, epochs=2).warnings[0]
+    whole = Loop(make, epochs=2).run()
+    Loop(make, epochs=2).run(tmp_path / "state", stop=8)
+    resumed = Loop(make, epochs=2).run(tmp_path / "state", resumes=True)
+    assert all(torch.equal(a[:, 0], b[:, 0]) for a, b in zip(resumed.batches, whole.batches[8:], strict=True))
+    assert not torch.equal(resumed.batches[0][:, 1], whole.batches[8][:, 1])
+    assert any("persistent workers" in text and "not bit-exactly" in text for text in resumed.warnings)
+
+
+def test_a_distributed_sampler_continues_the_epoch_it_was_set_to(tmp_path: Path) -> None:
+    def make() -> Any:
+        data = Plain()
+        return load(data, sampler=DistributedSampler(data, num_replicas=2, rank=1, seed=3))
+
+    def set_epoch(loader: Any, epoch: int) -> None:
+        loader.sampler.set_epoch(epoch)
+
+    assert assert_continues(make, tmp_path / "state", 5, before_pass=set_epoch).warnings == []
+    # A loop that begins to count at 0 again is told, and the pass that goes on keeps its epoch.
+    begun: list[int] = []
+
+    def set_wrongly(loader: Any, epoch: int) -> None:
+        begun.append(epoch)
+        loader.sampler.set_epoch(epoch if len(begun) != 6 else 0)
+
+    resumed = assert_continues(make, tmp_path / "state", 5, before_pass=set_wrongly)
+    assert "DistributedSampler is at epoch 0, and the stored pass was at epoch 1" in resumed.warnings[0]
+
+
+class LateOrder(Sampler[int]):
+    """Draws from Python's global generator for every index."""
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(NUM_SAMPLES):
+            yield random.randrange(NUM_SAMPLES)
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+
+class GlobalOrder(LateOrder):
+    """Draws for every index from torch's global generator, as the model's dropout does."""
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(NUM_SAMPLES):
+            yield int(torch.randint(NUM_SAMPLES, ()))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_that_draws_late_is_followed_by_loading_again(tmp_path: Path, workers: int) -> None:
+    resumed = assert_continues(lambda: load(Drawing(), sampler=LateOrder(), num_workers=workers), tmp_path / "state", 8)
+    assert "the sampler draws from the global generators during the pass" in resumed.warnings[0]
+    assert len(resumed.warnings) == 1
+
+
+def test_a_sampler_that_shares_the_models_generator_is_said_not_to_be_exact(tmp_path: Path) -> None:
+    def make() -> Any:
+        return load(Plain(), sampler=GlobalOrder())
+
+    Loop(make).run(tmp_path / "state", stop=8)
+    resumed = Loop(make).run(tmp_path / "state", resumes=True)
+    assert "not bit-exactly" in resumed.warnings[-1]
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        info = get_worker_info()
+        first, step = (info.id, info.num_workers) if info else (0, 1)
+        for k in range(first, NUM_SAMPLES, step):
+            yield torch.tensor([k / NUM_SAMPLES, random.random(), float(np.random.rand()), 0.0])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_iterable_data_set_is_loaded_again(tmp_path: Path, workers: int) -> None:
+    resumed = assert_continues(lambda: load(Stream(), num_workers=workers), tmp_path / "state", 8)
+    assert len(resumed.warnings) == 1
+    assert "Stream is an iterable data set" in resumed.warnings[0]
+
+
+def test_a_list_of_batches_is_skipped_silently_and_a_generator_with_a_warning(tmp_path: Path) -> None:
+    batches = [torch.full((4, 4), float(k)) / 9 for k in range(7)]
+    assert assert_continues(lambda: batches, tmp_path / "state", 9).warnings == []
+    once = assert_continues(lambda: (batch for batch in batches), tmp_path / "state", 3, epochs=1)
+    assert "a generator has no sampler (pass the DataLoader itself to step.windows)" in once.warnings[0]
+
+
+def test_prefetched_batches_count_when_the_loop_sees_them(tmp_path: Path) -> None:
+    """On CUDA two batches are copied ahead; the generators that loaded those are stored."""
+    for workers, kind in ((0, "shuffled"), (0, "replacement, own generator"), (2, "replacement, own generator")):
+
+        def make(workers: int = workers, kind: str = kind) -> Any:
+            return LOADERS[kind](Plain(), num_workers=workers)
+
+        resumed = assert_continues(make, tmp_path / "state", 8, prefetch_depth=3, epochs=2)
+        assert [text for text in resumed.warnings if "prefetch" not in text] == []
+
+
+def test_samples_drawn_ahead_are_exact_where_the_model_draws_elsewhere(tmp_path: Path) -> None:
+    """As on CUDA, where dropout draws from the GPU's generator: here the samples draw from Python's alone."""
+
+    class PythonDraws(Plain):
+        def __getitem__(self, index: int) -> Tensor:
+            return super().__getitem__(index) + random.random()
+
+    assert_continues(lambda: load(PythonDraws(), shuffle=True), tmp_path / "state", 8, prefetch_depth=3)
+
+
+# --- leaving by break, and ending a pass ---
+
+
+def train(step: hs.Step, model: torch.nn.Module, loader: Any, limit: int) -> list[Tensor]:
+    seen: list[Tensor] = []
+    for window in step.windows(loader):
+        step(lambda batch: model(batch).square().mean(), window)
+        seen += window
+        if len(seen) == limit:
+            break
+    return seen
+
+
+def make_loop(workers: int) -> tuple[hs.Step, torch.nn.Module, Any]:
+    torch.manual_seed(2)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
+    step = hs.Step(model, torch.optim.SGD(model.parameters(), 0.1, fused=True), "fp32")
+    return step, model, load(Plain(), shuffle=True, num_workers=workers, persistent_workers=workers > 0)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_pass_left_by_break_goes_on_or_ends_as_asked(tmp_path: Path, workers: int) -> None:
+    step, model, loader = make_loop(workers)
+    rest = torch.cat([*train(step, model, loader, 6)])[8:]  # the whole pass, without a break in between
+    step, model, loader = make_loop(workers)
+    train(step, model, loader, 2)
+    hs.save(tmp_path / "left", step, model)
+    step.end_pass()
+    hs.save(tmp_path / "ended", step, model)
+    again = train(step, model, loader, 3)  # in the same process a break always begins a new pass
+    hs.save(tmp_path / "second", step, model)
+    last = train(step, model, loader, 6)
+
+    step, model, loader = make_loop(workers)
+    hs.load(tmp_path / "left", step, model)
+    assert step.epoch == 0
+    with pytest.warns(UserWarning, match="was left by `break` after 2 batches and goes on from there"):
+        assert torch.equal(torch.cat(train(step, model, loader, 6)), rest)
+    assert step.epoch == 1
+
+    step, model, loader = make_loop(workers)
+    hs.load(tmp_path / "ended", step, model)
+    assert step.epoch == 1
+    assert torch.equal(torch.cat(train(step, model, loader, 3)), torch.cat(again))
+
+    step, model, loader = make_loop(workers)
+    hs.load(tmp_path / "second", step, model)
+    step.end_pass()
+    assert step.epoch == 2
+    assert torch.equal(torch.cat(train(step, model, loader, 6)), torch.cat(last))
+
+
+def test_a_state_stored_before_the_step_is_warned_about() -> None:
+    step, model, loader = make_loop(0)
+    for number, window in enumerate(step.windows(loader)):
+        if number == 1:
+            with pytest.warns(UserWarning, match="called between step.windows and the step"):
+                step.state_dict()
+        step(lambda batch: model(batch).square().mean(), window)
+        step.state_dict()
+
+
+def test_two_passes_at_once_are_warned_about() -> None:
+    step, model, loader = make_loop(0)
+    for a, _ in zip(step.windows(loader), step.windows(loader), strict=True):
+        step(lambda batch: model(batch).square().mean(), a)
+        with pytest.warns(UserWarning, match="of passes that run at the same time only the newest is stored"):
+            step.state_dict()
+        break
+
+
+def test_another_loader_is_refused_and_the_state_stays(tmp_path: Path) -> None:
+    step, model, loader = make_loop(0)
+    train(step, model, loader, 2)
+    hs.save(tmp_path / "state", step, model)
+    step, model, loader = make_loop(0)
+    hs.load(tmp_path / "state", step, model)
+    with pytest.raises(CheckpointError, match="in the middle of a pass over 6 batches, this loader has 11") as caught:
+        next(step.windows(load(Plain(), batch_size=2)))
+    assert "step.end_pass()" in caught.value.fix
+    assert step.epoch == 0
+    with pytest.warns(UserWarning, match="left by `break`"):
+        assert len(train(step, model, loader, 6)) == 4
+
+
+def test_data_that_have_become_fewer_are_an_error(tmp_path: Path) -> None:
+    step, model, _ = make_loop(0)
+    window = [torch.ones(2, 4)]
+    for _ in step.windows(iter([torch.ones(2, 4)] * 5)):
+        step(lambda batch: model(batch).square().mean(), window)
+        state = step.state_dict()
+    step, model, _ = make_loop(0)
+    step.load_state_dict(state)
+    with (
+        pytest.warns(UserWarning, match="loads 5 batches"),
+        pytest.raises(CheckpointError, match="the data end after 3 batches, and 5 are to be skipped"),
+    ):
+        next(step.windows(iter([torch.ones(2, 4)] * 3)))
+
+
+def test_a_state_without_its_position_leaves_the_generators_and_begins_a_new_pass() -> None:
+    step, model, loader = make_loop(0)
+    train(step, model, loader, 2)
+    state = step.state_dict()
+    del state["position"]
+    torch.manual_seed(9)
+    before = torch.get_rng_state()
+    step.load_state_dict(state)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(train(step, model, loader, 9)) == 6
+
+
+# --- torchdata's loader keeps its own position ---
+
+
+class CountedLoader:
+    """The protocol of torchdata's StatefulDataLoader, which this environment need not have."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.position < 6:
+            self.position += 1
+            yield torch.full((2, 4), float(self.position))
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.position = state_dict["position"]
+
+
+def test_a_loader_with_a_state_of_its_own_is_used_through_it(tmp_path: Path) -> None:
+    assert assert_continues(CountedLoader, tmp_path / "state", 8).warnings == []
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchdatas_loader_continues_with_the_very_next_batch(tmp_path: Path, workers: int) -> None:
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def make() -> Any:
+        return loaders.StatefulDataLoader(Plain(), 4, shuffle=True, num_workers=workers)
+
+    resumed = assert_continues(make, tmp_path / "state", 3, 6, 8)
+    assert [("not the generators of its workers" in text) for text in resumed.warnings] == [True] * (workers > 0)
+
+
+# --- hs.seeded ---
+
+
+def test_a_seeded_sample_depends_on_seed_epoch_and_index_alone() -> None:
+    data = hs.seeded(Drawing(), seed=3)
+    first = data[5]
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # type: ignore[index]
+    assert torch.equal(torch.stack(data.__getitems__([2, 5]))[1], first)
+    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]  # type: ignore[index]
+    assert torch.equal(before[0], after[0])
+    assert before[1] == after[1]
+    assert np.array_equal(before[2], after[2])
+    others = [hs.seeded(Drawing(), seed=4)[5], data[6]]
+    data.set_epoch(1)
+    others.append(data[5])
+    assert all(not torch.equal(other[1:], first[1:]) for other in others)
+    assert len(data) == NUM_SAMPLES
+    assert data.loaded[0] == 5, "other attributes are the data set's"
+
+
+def test_what_cannot_be_seeded_is_refused() -> None:
+    with pytest.raises(DataError, match="not a Stream"):
+        hs.seeded(Stream())
+    with pytest.raises(DataError, match="seed=-1"):
+        hs.seeded(Plain(), seed=-1)
+    with pytest.raises(DataError, match=r"the index \[1, 2\]"):
+        hs.seeded(Rows())[[1, 2]]

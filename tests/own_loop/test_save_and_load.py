@@ -1,0 +1,251 @@
+"""hs.save and hs.load: a resumed loop is bit-equal, a killed one finds a whole file, and misfits are explained."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils.data import DataLoader
+
+import halfstep as hs
+from halfstep.errors import CheckpointError
+from public_loops import LOOPS, train
+from resumed_loops import Drawing, assert_continues, make_step
+from warm_processes import process
+
+
+def make(**more: Any) -> tuple[nn.Module, hs.Step]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    return model, make_step(model, **more)
+
+
+# --- bit-equal ---
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_weights_are_bit_equal_after_a_resume_in_the_middle_of_an_epoch(tmp_path: Path, precision: str) -> None:
+    """With dropout, BatchNorm, average, accumulation over a shorter last window, and simulated fp16 with its scale."""
+    settings = {"precision": precision, "simulate": precision != "fp32", "accumulate": 2, "ema_decay": 0.9,
+                "clip_norm": 1.0, "schedule": lambda step: 0.9**step, "scaler": {"growth_interval": 3}}  # fmt: skip
+    resumed = assert_continues(
+        lambda: DataLoader(Drawing(), 5, shuffle=True), tmp_path / "state", 2, 4, settings=settings
+    )
+    assert resumed.warnings == []
+
+
+def test_average_scale_and_schedule_continue(tmp_path: Path) -> None:
+    settings = {"precision": "fp16", "simulate": True, "ema_decay": 0.9, "scaler": {"growth_interval": 2}}
+
+    def run(steps: int, *, resumes: bool) -> tuple[dict[str, Any], list[float]]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+        schedule = hs.per_step(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10))
+        step = hs.Step(model, optimizer, schedule=schedule, **settings)
+        if resumes:
+            hs.load(tmp_path / "state", step, model)
+        outcomes = [step(lambda x: model(x).square().mean(), [torch.ones(2, 4)]) for _ in range(steps)]
+        facts = [number for one in outcomes for number in (one.loss, one.lr, one.scale, one.grad_norm)]
+        hs.save(tmp_path / "state", step, model)
+        with step.averaged():
+            return {name: value.clone() for name, value in model.state_dict().items()}, facts
+
+    average, facts = run(8, resumes=False)
+    _, first = run(3, resumes=False)
+    again, second = run(5, resumes=True)
+    assert first + second == facts
+    assert all(torch.equal(average[name], again[name]) for name in average)
+
+
+def test_buffers_outside_of_the_state_dict_and_extra_come_back(tmp_path: Path) -> None:
+    model, step = make()
+    model.register_buffer("cache", torch.arange(3.0), persistent=False)
+    extra = {"epoch": 3, "best": float("inf"), "names": ["a", "b"], "pair": (1, None), "table": {2: torch.ones(2)},
+             "counts": np.arange(4), "flag": True, "a": {"b": torch.zeros(1)}, "a.b": torch.ones(1),
+             "empty": torch.zeros(0, 3)}  # fmt: skip
+    hs.save(tmp_path / "new" / "state", step, model, **extra)
+    other, its_step = make()
+    other.register_buffer("cache", torch.zeros(3), persistent=False)
+    found = hs.load(tmp_path / "new" / "state", its_step, other)
+    assert torch.equal(other.cache, torch.arange(3.0))  # type: ignore[arg-type]
+    assert found.keys() == extra.keys()
+    assert (found["epoch"], found["best"], found["names"], found["pair"]) == (3, float("inf"), ["a", "b"], (1, None))
+    assert torch.equal(found["table"][2], torch.ones(2))
+    assert isinstance(found["counts"], np.ndarray)
+    assert (found["a"]["b"].item(), found["a.b"].item()) == (0.0, 1.0)
+    assert found["empty"].shape == (0, 3)
+    assert os.listdir(tmp_path / "new") == ["state"]
+
+
+def test_tied_weights_and_several_models_and_steps_are_stored_together(tmp_path: Path) -> None:
+    def build() -> tuple[list[nn.Module], list[hs.Step]]:
+        torch.manual_seed(0)
+        tied = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        tied[1].weight = tied[0].weight
+        models = [tied, nn.Linear(4, 4)]
+        return models, [make_step(model) for model in models]
+
+    models, steps = build()
+    for step, model in zip(steps, models, strict=True):
+        step(lambda x, model=model: model(x).square().mean(), [torch.ones(2, 4)])  # type: ignore[misc]
+    hs.save(tmp_path / "state", steps, models)
+    others, their_steps = build()
+    hs.load(tmp_path / "state", their_steps, others)
+    assert torch.equal(others[0][0].weight, models[0][0].weight)  # type: ignore[index]
+    assert others[0][0].weight is others[0][1].weight  # type: ignore[index]
+    assert [one.attempted for one in their_steps] == [1, 1]
+    with pytest.raises(CheckpointError, match="holds the state of 2 steps, 1 were given"):
+        hs.load(tmp_path / "state", their_steps[0], others)
+
+
+# --- killed at random moments; benchmarks/resume_soak.py does this 25 times for each loop ---
+
+
+@pytest.mark.parametrize("name", ["classifier", "gan"])
+def test_a_loop_killed_at_random_moments_ends_with_the_same_weights(tmp_path: Path, name: str) -> None:
+    expected = train(LOOPS[name], tmp_path / "whole")
+    moments, path = random.Random(name), tmp_path / "killed"
+    for _ in range(3):
+        with process(train, LOOPS[name], path, output=tmp_path / "said") as running:
+            while running.is_alive() and not path.exists():
+                time.sleep(0.005)
+            time.sleep(moments.uniform(0, 0.3))
+            if running.is_alive():
+                os.kill(running.pid, signal.SIGKILL)  # type: ignore[arg-type]
+            running.join()
+    assert train(LOOPS[name], path) == expected, (tmp_path / "said").read_text()
+    assert not list(tmp_path.glob(".writing*")), "what a killed one left is removed by the next"
+
+
+# --- damaged and foreign files ---
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    model, step = make()
+    step(lambda x: model(x).square().mean(), [torch.ones(2, 4)])
+    hs.save(tmp_path / "state", step, model, best=1)
+    return tmp_path / "state"
+
+
+def refuse(path: Path, match: str, **more: Any) -> CheckpointError:
+    """The error of loading, after which nothing has changed."""
+    model, step = make(**more)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    generator = torch.get_rng_state()
+    with pytest.raises(CheckpointError, match=match) as caught:
+        hs.load(path, step, model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert step.attempted == 0
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert caught.value.fix
+    return caught.value
+
+
+def test_every_damaged_byte_is_found(stored: Path) -> None:
+    whole = stored.read_bytes()
+    for place in [0, 9, 200, *range(len(whole) // 3, len(whole), len(whole) // 23), len(whole) - 1]:
+        stored.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
+        refuse(stored, "damaged|cannot be read|without the state of a loop")
+    for length in (0, 5, 1000, len(whole) - 1):
+        stored.write_bytes(whole[:length])
+        refuse(stored, "damaged|cannot be read")
+    stored.write_bytes(whole)
+    model, step = make()
+    assert hs.load(stored, step, model) == {"best": 1}
+
+
+def test_other_files_are_explained_and_never_unpickled(tmp_path: Path) -> None:
+    error = refuse(tmp_path / "none", "there is no file")
+    assert "os.path.exists" in error.fix
+    (tmp_path / "folder").mkdir()
+    refuse(tmp_path / "folder", "cannot be read")
+
+    class Trap:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    (tmp_path / "pickled").write_bytes(pickle.dumps(Trap()))
+    torch.save({"a": torch.ones(2)}, tmp_path / "torch.pt")
+    for name in ("pickled", "torch.pt"):
+        assert "torch.load" in refuse(tmp_path / name, "cannot be read").fix
+    assert not (tmp_path / "ran").exists()
+    save_file({"weight": torch.ones(2)}, tmp_path / "weights")
+    refuse(tmp_path / "weights", "holds tensors without the state of a loop")
+
+
+def test_another_model_is_named_by_names_shapes_and_dtypes(stored: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2), nn.Linear(2, 2))
+    step = make_step(model)
+    with pytest.raises(CheckpointError, match="is of another model than this Sequential") as caught:
+        hs.load(stored, step, model)
+    assert "it lacks 3.weight, 3.bias" in caught.value.why
+    assert "2.weight is float32 (1, 4), here float32 (2, 4)" in caught.value.why
+    half, its_step = make()
+    half.bfloat16()
+    with pytest.raises(CheckpointError) as caught:
+        hs.load(stored, its_step, half)
+    assert "0.weight is float32 (4, 4), here bfloat16 (4, 4)" in caught.value.why
+
+
+def test_another_optimizer_and_another_average_are_refused_before_anything_changes(stored: Path) -> None:
+    refuse(stored, "average|ema", ema_decay=0.9)
+    model, _ = make()
+    step = hs.Step(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=True), "fp32")
+    before = model[0].weight.clone()  # type: ignore[index,operator]
+    with pytest.raises(CheckpointError, match="another optimizer than SGD"):
+        hs.load(stored, step, model)
+    assert torch.equal(model[0].weight, before)  # type: ignore[index,arg-type]
+
+
+@pytest.mark.parametrize(
+    ("extra", "place", "why"),
+    [
+        ({"args": object()}, "args", "it is a object"),
+        ({"log": [1, {"x": {1, 2}}]}, r"log\[1\]\['x'\]", "it is a set"),
+        ({"best": np.float32(1)}, "best", "it is a float32"),
+        ({"by": {(1, 2): 3}}, r"the key \(1, 2\) of by", "keys are strings or numbers"),
+        ({"names": np.array(["a"])}, "names", "an array of dtype"),
+        ({"matrix": torch.eye(2).to_sparse()}, "matrix", "layout torch.sparse_coo"),
+    ],
+)
+def test_extra_that_cannot_be_stored_is_named(stored: Path, extra: dict[str, Any], place: str, why: str) -> None:
+    model, step = make()
+    before = stored.read_bytes()
+    with pytest.raises(CheckpointError, match=f"hs.save cannot store {place}") as caught:
+        hs.save(stored, step, model, **extra)
+    assert why in caught.value.why
+    assert stored.read_bytes() == before
+
+
+def test_mistaken_arguments_and_folders_that_cannot_be_written_are_explained(tmp_path: Path) -> None:
+    model, step = make()
+    with pytest.raises(CheckpointError, match="take an hs.Step, not a Sequential"):
+        hs.save(tmp_path / "a", model, step)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="take a torch module, not a OrderedDict"):
+        hs.save(tmp_path / "a", step, model.state_dict())  # type: ignore[arg-type]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot write"):
+        hs.save(tmp_path / "file" / "a", step, model)
+
+
+def test_another_number_of_threads_is_said(stored: Path) -> None:
+    model, step = make()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        with pytest.warns(UserWarning, match="sums can differ in the last bit"):
+            hs.load(stored, step, model)
+    finally:
+        torch.set_num_threads(threads)
