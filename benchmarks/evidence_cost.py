@@ -23,7 +23,7 @@ from halfstep.data.prefetch import prefetch
 from halfstep.evidence.recorder import Recorder
 from halfstep.hardware.monitor import Monitor
 from halfstep.run.assemble import Assembly
-from halfstep.run.capsules import context_of
+from halfstep.run.capsules import make_capsule_context
 from halfstep.run.step_ledger import AnyEngine
 from halfstep.use.observe_step import assemble_step
 from recording import finish_device_work, store
@@ -59,7 +59,7 @@ class Steps:
 @contextmanager
 def recording(steps: Steps, folder: Path) -> Iterator[None]:
     parts = steps.parts
-    steps.recorder = recorder = Recorder(folder, parts.model, parts.step, context_of(parts), notice=print)
+    steps.recorder = recorder = Recorder(folder, parts.model, parts.step, make_capsule_context(parts), notice=print)
     parts.guard.observers.append(recorder.observe)
     try:
         yield

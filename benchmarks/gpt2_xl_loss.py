@@ -152,7 +152,7 @@ def run(job: Job, may_begin: Any, results: Any) -> None:
     began = time.monotonic()
     config = config_for(job)
     # The model of this seed; the order of the windows is that of `config`.
-    workload = build_workload(config.changed(train={"seed": job.seed}))
+    workload = build_workload(config.replace(train={"seed": job.seed}))
     built_s = time.monotonic() - began
     may_begin.wait()
     began = time.monotonic()

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from halfstep.report.metrics_file import read
-from halfstep.use.compare import CompareRequest, Comparison, new_comparison, run_comparison
+from halfstep.use.compare import CompareRequest, Comparison, create_comparison, run_comparison
 from halfstep.use.compare_run import ComparedRow
-from halfstep.use.equivalence import FEWEST_SEEDS, Verdict, choose_margin, judge_rows
+from halfstep.use.equivalence import FEWEST_SEEDS, RowVerdict, choose_margin, judge_rows
 from recording import shown_settings, store
 
 Settings = Mapping[str, object]
@@ -65,7 +65,7 @@ def compare(
         at_once=arguments.at_once,
         best=best,
     )
-    where, comparison = new_comparison(request, folder / "comparison")
+    where, comparison = create_comparison(request, folder / "comparison")
 
     def say(line: str) -> None:
         print(line, flush=True)
@@ -121,6 +121,6 @@ def others(where: Path, comparison: Comparison, runs: dict[str, list[Any]], metr
     return {name: as_json(found, count) for name, found in judge_rows(baseline, values, margin).items()}
 
 
-def as_json(found: Verdict, num_seeds: int) -> dict[str, Any]:
+def as_json(found: RowVerdict, num_seeds: int) -> dict[str, Any]:
     return {"verdict": str(found), "mean_difference": found.mean, "interval_90": [found.low, found.high],
             "margin": found.margin, "seeds": num_seeds, "why": found.why}  # fmt: skip

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from halfstep.bench.apart import CacheWatch
 from halfstep.bench.bench import BenchRequest, list_runners
+from halfstep.bench.isolate import CacheWatch
 from halfstep.bench.measure_row import Row
 from halfstep.bench.problem import Runner
 from halfstep.errors import HardwareError
@@ -134,4 +134,4 @@ def first_step(runner: Runner, device: torch.device) -> tuple[float, str]:
         seconds.append(time.perf_counter() - began)
 
     runner.train(1, after_step)
-    return seconds[0], watch.found()
+    return seconds[0], watch.get_state()

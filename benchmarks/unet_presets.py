@@ -32,7 +32,7 @@ DATA = {"num_classes": 2, "channels": 3, "image_size": 512}
 
 def counted(config: RunConfig) -> dict[str, Any]:
     cost = predict_step_cost(config, DATA, probe("cpu"), config.precision.default)
-    return {"step_gb": cost.bytes_at(config.train.batch_size) / 1e9}
+    return {"step_gb": cost.predict_bytes(config.train.batch_size) / 1e9}
 
 
 def measured(config: RunConfig, device: torch.device) -> dict[str, Any]:

@@ -19,7 +19,7 @@ ORIGINALS = {
     "formats": ("formats",),
     "gpus": ("hardware/gpus", "hardware/support", "hardware/device_facts"),
     "precision_names": ("config/precision_names",),
-    "terminal": ("cli/main", "cli/options", "report/tables", "disk"),
+    "terminal": ("cli/main", "cli/options", "report/console", "disk"),
 }
 SHORTENED = {
     "gpus": {"KnownGPU", "_parse_model", "look_up_gpu"},  # without memory and rates; compared below

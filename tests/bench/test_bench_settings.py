@@ -57,15 +57,15 @@ def test_accumulation_and_other_optimizers_beside_peers_are_refused() -> None:
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("schedule.name=cosine", "schedule.name=cosine, and peers train with constant"),
-        ("schedule.warmup_steps=5", "schedule.warmup_steps=5, and peers train with 0"),
-        ("schedule.warmup_epochs=1", "schedule.warmup_epochs=1, and peers train with 0"),
-        ("train.clip_type=value", "train.clip_type=value, and peers train with l2"),
-        ("train.deterministic=true", "train.deterministic=true, and peers train with false"),
-        ("ema.enabled=true", "ema.enabled=true, and peers train with false"),
-        ("guard.skip_spikes=true", "guard.skip_spikes=true, and peers train with false"),
-        ("scaler.init_scale=4", "scaler.init_scale=4, and peers train with 65536"),
-        ("precision.modules.head=fp32", "precision.modules={'head': 'fp32'}, and peers train with {}"),
+        ("schedule.name=cosine", "schedule.name=cosine, but peers train with constant"),
+        ("schedule.warmup_steps=5", "schedule.warmup_steps=5, but peers train with 0"),
+        ("schedule.warmup_epochs=1", "schedule.warmup_epochs=1, but peers train with 0"),
+        ("train.clip_type=value", "train.clip_type=value, but peers train with l2"),
+        ("train.deterministic=true", "train.deterministic=true, but peers train with false"),
+        ("ema.enabled=true", "ema.enabled=true, but peers train with false"),
+        ("guard.skip_spikes=true", "guard.skip_spikes=true, but peers train with false"),
+        ("scaler.init_scale=4", "scaler.init_scale=4, but peers train with 65536"),
+        ("precision.modules.head=fp32", "precision.modules={'head': 'fp32'}, but peers train with {}"),
     ],
 )
 def test_what_peers_are_not_given_is_refused_beside_them_and_only_there(word: str, said: str) -> None:

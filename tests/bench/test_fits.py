@@ -27,9 +27,9 @@ def cost(*words: str) -> StepCost:
 
 def test_what_fits_to_the_byte_is_not_refused_and_a_byte_less_is_with_what_would_fit() -> None:
     found = cost()
-    refuse_too_large(config(), ("fp32", "bf16"), ("eager",), cpu(found.bytes_at(2)))
-    with pytest.raises(MemoryLimitError, match="unet at batch 2 needs") as refused:
-        refuse_too_large(config(), ("bf16", "fp32"), ("eager",), cpu(found.bytes_at(2) - 1))
+    refuse_too_large(config(), ("fp32", "bf16"), ("eager",), cpu(found.predict_bytes(2)))
+    with pytest.raises(MemoryLimitError, match="unet at batch size 2 needs") as refused:
+        refuse_too_large(config(), ("bf16", "fp32"), ("eager",), cpu(found.predict_bytes(2) - 1))
     assert refused.value.fix.startswith("--batch-size 1 or less")
     with pytest.raises(MemoryLimitError) as refused:
         refuse_too_large(config(), ("fp32",), ("eager",), cpu(found.fixed_bytes - 1))

@@ -17,8 +17,8 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.utils import clear_caches, fresh_cache
 
 from halfstep.backend_flags import read_effective_leaves
-from halfstep.bench.apart import CacheWatch, isolate_row
 from halfstep.bench.bench import BenchRequest, HalfstepRunner, bench, check_losses, find_loss_reference, list_runners
+from halfstep.bench.isolate import CacheWatch, isolate_row
 from halfstep.bench.measure_row import Row, Schedule, describe_failure, measure_row
 from halfstep.bench.problem import AfterStep, Problem, build_problem, load_bench_config
 from halfstep.errors import ConfigError, HardwareError
@@ -213,7 +213,7 @@ def test_a_format_that_is_slow_here_is_timed_and_not_simulated(problem: Problem)
     [runner] = list_runners(problem, BenchRequest(precisions=("bf16",), modes=("eager",), schedule=SHORT), hardware)
     assert isinstance(runner, HalfstepRunner)
     assert not runner.simulated
-    assert decide_plan(runner.config, runner.workload(), runner.hardware).granted == "bf16"
+    assert decide_plan(runner.config, runner.build_workload(), runner.hardware).granted == "bf16"
 
 
 def test_a_simulated_precision_is_not_compiled_and_names_the_benchs_own_options(problem: Problem) -> None:
@@ -279,14 +279,14 @@ def test_a_start_knows_whether_the_compilers_cache_was_filled() -> None:
     def start() -> str:
         watch = CacheWatch()
         torch.compile(lambda x: x @ x)(torch.ones(8, 8))  # a library's kernel: no C++ compiler is called
-        found = watch.found()
+        found = watch.get_state()
         torch.compiler.reset()
         clear_caches()
         return found
 
     with fresh_cache():
         assert [start(), start()] == ["cold", "warm"]
-    assert CacheWatch().found() == ""
+    assert CacheWatch().get_state() == ""
 
 
 def test_rows_begin_without_kernels_of_our_own_that_were_loaded_before(monkeypatch: pytest.MonkeyPatch) -> None:

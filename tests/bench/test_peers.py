@@ -97,7 +97,7 @@ def runners(name: str, problem: Problem, precision: str = "fp32") -> list[Runner
 def reference_losses(problem: Problem) -> list[float]:
     """The same training without a compiler, a framework or a scaler."""
     model = problem.make_model().train()
-    options = problem.config.optimizer.options()
+    options = problem.config.optimizer.collect_options()
     optimizer = torch.optim.AdamW(model.parameters(), lr=problem.lr, weight_decay=problem.weight_decay, **options)
     found = []
     for _ in range(STEPS):
@@ -215,9 +215,9 @@ def test_tuned_means_channels_last_but_for_strict_fp32_on_cuda_where_no_gain_is_
 ) -> None:
     problem = dataclasses.replace(Watched().problem, device=torch.device(device))
     setup = PeerSetup(problem=problem, precision=precision, variant="tuned")
-    kernel = max(setup.model().parameters(), key=torch.numel)
+    kernel = max(setup.build_model().parameters(), key=torch.numel)
     assert kernel.is_contiguous(memory_format=torch.channels_last) == is_last
-    image = setup.prepared(setup.problem.host_batch)["image"]
+    image = setup.prepare(setup.problem.host_batch)["image"]
     assert image.is_contiguous(memory_format=torch.channels_last) == is_last
 
 

@@ -79,8 +79,8 @@ def test_files_are_overwritten_only_when_asked(tmp_path: Path) -> None:
     ("name", "why", "fix"),
     [
         (".", "", "name a file in it"),
-        ("no where/bench.json", "the folder {}/no where does not exist", "make it first: mkdir -p '{}/no where'"),
-        ("file/bench.json", "the folder {}/file is a file, not a folder", "another name"),
+        ("no where/bench.json", "the folder {}/no where does not exist", "create it: mkdir -p '{}/no where'"),
+        ("file/bench.json", "the folder {}/file is a file, not a folder", "choose another name"),
     ],
 )
 def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path, name: str, why: str, fix: str) -> None:

@@ -19,7 +19,7 @@ def test_the_windows_see_the_timed_steps_and_not_the_warm_up() -> None:
     for step in range(schedule.steps):
         time.sleep(0.05 if step < 3 else 0.002)
         timer()
-    found = timer.found()
+    found = timer.get_finished()
     assert len(found.window_s) == NUM_WINDOWS
     assert all(0.002 <= seconds < 0.03 for seconds in found.window_s)
     assert 0.05 <= found.start_s < 0.1
@@ -31,7 +31,7 @@ def test_a_slow_window_shows_in_the_spread() -> None:
     for step in range(schedule.steps):
         time.sleep(0.03 if step == 3 else 0.001)
         timer()
-    windows = timer.found().window_s
+    windows = timer.get_finished().window_s
     assert max(windows) == windows[2] > 2 * min(windows)
 
 
@@ -40,9 +40,9 @@ def test_a_cpu_has_neither_memory_of_a_rows_own_nor_an_energy_counter() -> None:
     timer = StepTimer(schedule, CPU)
     for _ in range(schedule.steps):
         timer()
-    found = timer.found()
+    found = timer.get_finished()
     assert (found.peak_bytes, found.start_peak_bytes) == (None, None)
-    assert (found.reserved_bytes, found.joules_a_step, found.clock_limits) == (None, None, ())
+    assert (found.reserved_bytes, found.joules_per_step, found.clock_limits) == (None, None, ())
 
 
 def test_too_few_steps_are_refused_with_the_number_that_is_enough() -> None:

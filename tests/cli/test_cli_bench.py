@@ -114,7 +114,7 @@ def test_auto_is_the_precision_that_a_run_takes_here_and_the_reason_is_said(
     assert exit_code(*words) == 0
     said = capsys.readouterr()
     assert [row["precision"] for row in json.loads(said.out)["rows"]] == [taken.granted]
-    assert f"auto is {taken.granted} here: {taken.reason}" in said.err
+    assert f"auto means {taken.granted} here: {taken.reason}" in said.err
 
 
 def test_precision_and_mode_of_a_config_file_are_the_rows_unless_options_say_otherwise(
@@ -196,7 +196,7 @@ def test_a_peer_that_is_not_installed_is_named_with_its_command_before_anything_
         (("unet", "--picture", "speed"), "fix: speed.png"),
         (("unet", "train.fast=off"), "fix: --modes eager"),
         (("unet", "precision=bf16"), "fix: --precisions bf16"),
-        (("unet", "ema.enabled=true", "--against", "plain"), "ema.enabled=true, and peers train with false"),
+        (("unet", "ema.enabled=true", "--against", "plain"), "ema.enabled=true, but peers train with false"),
     ],
 )
 def test_mistakes_are_clear_errors(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:

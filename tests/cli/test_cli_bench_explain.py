@@ -56,7 +56,7 @@ def test_no_precision_at_all_is_the_one_that_a_run_takes_here(capsys: pytest.Cap
     assert ended.value.code == 0
     said = capsys.readouterr()
     assert [row["title"] for row in json.loads(said.out)["explained"]] == [f"halfstep eager {taken.granted}"]
-    assert f"auto is {taken.granted} here" in said.err
+    assert f"auto means {taken.granted} here" in said.err
 
 
 def test_the_profilers_own_log_is_not_on_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

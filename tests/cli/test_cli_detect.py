@@ -90,7 +90,7 @@ def test_a_t4_is_told_to_use_fp16_with_loss_scaling(
     out, _ = output_of(capsys, "--no-measure")
     assert "use fp16 with loss scaling: bf16 is emulated on this GPU" in out
     assert out.index("cuda:0  Tesla T4") < out.index("cpu  ")
-    assert "No GPU here" not in out
+    assert "This machine has no GPU" not in out
 
 
 def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,7 +169,7 @@ def test_tables_fit_eighty_columns(capsys: pytest.CaptureFixture[str], monkeypat
         (("--gpu", "v1000"), "unknown GPU 'v1000'", "V100"),
         (("--device", "cuda:7"), "no device 'cuda:7' on this machine", "cpu"),
         (("--gpu", "v100", "--device", "cpu"), "--gpu v100 cannot be combined with", "--gpu alone"),
-        (("v100", "--gpu", "t4"), "'v100' and --gpu t4 disagree", "name one"),
+        (("v100", "--gpu", "t4"), "'v100' and --gpu t4 disagree", "keep one of them"),
         (("v1000",), "unknown GPU 'v1000'", "halfstep detect --gpu list"),
     ],
 )

@@ -133,7 +133,7 @@ def write_demo_pairs(folder: Path) -> Path:
         ("task: segmentation\ndata: /no/such/folder", "/no/such/folder does not exist"),
         (
             "task: own\nworkload: tiny_workload:build\ndata: .\nmodel: resnet50",
-            "answers to questions that do not apply: model",
+            "the file answers questions that were not asked: model",
         ),
         ("task: own\nworkload: nowhere", "'nowhere' is not an import path"),
         ("task: own\nworkload: no_such_module:build", "cannot be imported"),
@@ -270,7 +270,7 @@ def test_a_person_at_a_terminal_is_led_to_a_config(place: Path, capsys: Capture)
         person.expect("does not exist")
         person.expect("> ")
         person.type("\n")
-        grid = person.expect("What matters most?").split("look at: ")[1].split("\n")[0]
+        grid = person.expect("What matters most?").split("few samples: ")[1].split("\n")[0]
         assert Path(grid).read_bytes().startswith(b"\x89PNG")
         person.expect("> ")
         person.type("stable\n")

@@ -92,7 +92,7 @@ def test_mistakes_in_a_memory_plan_are_clear_errors(
 @pytest.mark.parametrize(
     ("gpu", "said"),
     [
-        ("V100", "only emulates bf16: a run on it uses another precision"),
+        ("V100", "only emulates bf16: a run on this GPU would use another precision"),
         ("M2 Ultra", "is sold with several memory sizes: give one with --fit"),
     ],
 )

@@ -72,7 +72,7 @@ def test_a_bad_file_is_counted_and_gives_exit_code_1(
     [
         (("gone", "x.png"), "there is no run folder gone"),
         (("RUN", "gone.png"), "none of the inputs can be used: gone.png"),
-        (("RUN", "RUN/checkpoints"), "no readable file in it"),
+        (("RUN", "RUN/checkpoints"), "it has no readable file"),
         (("RUN", "RUN/data", "--csv", "RUN/config.yaml"), "exists already"),
         (("RUN", "RUN/data", "--csv", "RUN/gone/a.csv"), "cannot be written"),
         (("RUN", "RUN/data", "--tile", "100"), "resnet18 has no option --tile 100"),

@@ -33,7 +33,7 @@ def test_a_run_that_is_under_way_shows_its_newest_step_and_fault(
     code, text = look(capsys, str(tmp_path), "--once")
     assert code == 0
     for part in (
-        "not known whether it is running",
+        "possibly running",
         "20 (epoch 1)",
         "0.5000",
         "tokens/s",
@@ -68,7 +68,7 @@ def test_records_that_no_run_writes_are_an_error(tmp_path: Path, capsys: pytest.
     (tmp_path / "metrics.jsonl").write_text(f"{line}\n")
     code, said = look(capsys, str(tmp_path), "--once")
     assert code == 2
-    assert "is not a record" in said or "are not what a run writes" in said
+    assert "is not a record" in said or "are not those of a run" in said
 
 
 def test_a_run_without_records_and_a_folder_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,7 +99,7 @@ def test_a_run_is_running_while_its_process_lives_and_stopped_afterwards(
         run.kill()
     assert is_over(read_run(tmp_path)), "a live look leaves it"
     state = json.loads(look(capsys, str(tmp_path), "--json")[1])["state"]
-    assert "before its first checkpoint, its process is gone" in state
+    assert "before its first checkpoint: its process has ended" in state
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     assert f"train --resume {tmp_path}" in json.loads(look(capsys, str(tmp_path), "--json")[1])["state"]
     (tmp_path / "report").mkdir()
@@ -127,7 +127,7 @@ def test_a_live_look_at_a_run_that_is_killed_ends_with_how_to_go_on(
     last = text[text.rindex("state") :]
     assert "the run continues" in text, "while it ran"
     assert "the run continues" not in last
-    assert "its process is gone; continue with: halfstep train --resume" in last
+    assert "its process has ended; continue with: halfstep train --resume" in last
 
 
 def test_a_record_that_comes_while_it_looks_is_for_the_next_look(
@@ -142,7 +142,7 @@ def test_a_record_that_comes_while_it_looks_is_for_the_next_look(
     monkeypatch.setattr("halfstep.cli.top.is_folder_locked", trained_meanwhile)
     code, text = look(capsys, str(tmp_path), "--once")
     assert code == 0
-    assert "none on record yet" in text
+    assert "none recorded yet" in text
 
 
 def test_a_sparkline_follows_the_values_and_leaves_out_what_is_not_finite() -> None:

@@ -147,7 +147,7 @@ def test_a_run_goes_on_by_the_command_it_was_started_with(capsys: Capture, tmp_p
     }
     assert not again["overridden"]
     # What the run decided by itself is shown, and where that is stored.
-    decided = started.changed(precision={"modules": {"head": "bf16"}})
+    decided = started.replace(precision={"modules": {"head": "bf16"}})
     stored_run(tmp_path / "run", decided, {"precision.modules": [{"head": "fp32"}]})
     again = shown(capsys, *command, "--resume", str(tmp_path / "run"))
     assert value(again, "precision.modules.head") == "bf16"

@@ -24,8 +24,8 @@ def test_guide_ones_command_line_means_what_it_says() -> None:
     assert isinstance(config, ResNetConfig)
     assert (config.data.dir, config.precision.default, config.train.batch_size) == ("D", "bf16", 64)
     assert (config.train.epochs, config.optimizer.lr, config.data.num_workers) == (100, 0.1, 8)
-    assert config.optimizer.peak_lr(64) == 0.1
-    assert config.optimizer.options() == {"momentum": 0.9, "nesterov": True}
+    assert config.optimizer.compute_peak_lr(64) == 0.1
+    assert config.optimizer.collect_options() == {"momentum": 0.9, "nesterov": True}
 
 
 @pytest.mark.parametrize(("name", "preset"), PAIRS)
@@ -44,13 +44,13 @@ def test_the_five_purposes_exist_for_classifiers(name: str) -> None:
 def test_a_recipes_learning_rate_grows_with_the_samples_of_a_step_and_says_so() -> None:
     loaded = load("resnet50", flags={"preset": "nvidia90"}, overrides=["train.batch_size=512", "train.accumulate=4"])
     # NVIDIA's README: 2.048 at 2048.
-    assert loaded.config.optimizer.peak_lr(2048) == pytest.approx(2.048)
+    assert loaded.config.optimizer.compute_peak_lr(2048) == pytest.approx(2.048)
     assert any("learning rate 2.048" in note for note in loaded.notes)
 
 
 def test_without_lr_per_the_learning_rate_is_taken_as_it_is() -> None:
     loaded = load("resnet50", overrides=["train.batch_size=512"])
-    assert loaded.config.optimizer.peak_lr(512) == 0.1
+    assert loaded.config.optimizer.compute_peak_lr(512) == 0.1
     assert not any("learning rate" in note for note in loaded.notes)
 
 
@@ -63,7 +63,7 @@ def test_vit_trains_with_adamw_as_deit_does() -> None:
     config = load("vit_s_16", flags={"data_dir": "D"}).config
     assert isinstance(config, ViTConfig)
     optimizer = config.optimizer
-    assert (optimizer.name, optimizer.peak_lr(1024), optimizer.weight_decay) == ("adamw", 1e-3, 0.05)
+    assert (optimizer.name, optimizer.compute_peak_lr(1024), optimizer.weight_decay) == ("adamw", 1e-3, 0.05)
 
 
 def test_without_data_the_small_models_of_the_demo_are_trained() -> None:

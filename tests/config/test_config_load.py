@@ -147,7 +147,7 @@ def test_yaml_words_mean_what_their_field_takes(tmp_path: Path) -> None:
 def test_shorthands_for_whole_sections(tmp_path: Path) -> None:
     config = load_text(tmp_path, "optimizer: SGD\nschedule: linear\nema: true\ndata: here\n").config
     assert (config.optimizer.name, config.schedule.name, config.ema.enabled) == ("sgd", "linear", True)
-    assert (config.optimizer.options(), config.data.dir) == ({"momentum": 0.9}, "here")
+    assert (config.optimizer.collect_options(), config.data.dir) == ({"momentum": 0.9}, "here")
     own = load("tiny_workload:build", overrides=["model=my_pkg.models:Net"]).config
     assert own.model.path == "my_pkg.models:Net"
 
@@ -233,7 +233,7 @@ def test_different_statements_of_one_layer_name_both_with_file_key_and_line(tmp_
         (["train.channels_last=maybe"], "expected 'auto' or true or false"),
         (["data.val_fraction=1"], "expected less than 1"),
         (["scaler.init_scale=0.5"], "init_scale 0.5 is below min_scale 1"),
-        (["model=my_pkg.models:Net"], "builds its own model"),
+        (["model=my_pkg.models:Net"], "has a fixed model"),
         (["precision.defautl=bf16"], "did you mean precision.default"),
         (["data.dir="], "data.dir = '' (data.dir=): expected text that is not empty"),
         (["train=5"], "`train=5`: train holds settings, not a value"),
@@ -244,7 +244,7 @@ def test_different_statements_of_one_layer_name_both_with_file_key_and_line(tmp_
         (["qqqqqqq=1"], "--show-config` lists every setting"),
         (["train.epochs"], "'train.epochs' is not an override"),
         (["bf16"], "fix: --precision bf16"),
-        (["my.yaml"], "fix: --config-overrides-file my.yaml, or"),
+        (["my.yaml"], "fix: --config-overrides-file my.yaml; or"),
         (["=3"], "is not a key"),
         (["a b=3"], "is not a key"),
         (["train.milestones=[1"], "bad YAML"),
@@ -255,7 +255,7 @@ def test_different_statements_of_one_layer_name_both_with_file_key_and_line(tmp_
         (["data.dir=${globals.X}"], "there is no global 'X'"),
         (["globals.AB=1", "data.dir=${globals.AC}"], "there is no global 'AC'\n  fix: one of AB"),
         (["data.dir=${env.HOME}"], "only ${globals.NAME} can be referenced"),
-        (["data.dir=a${globals.X"], "has an open ${"),
+        (["data.dir=a${globals.X"], "has a ${ without }"),
         (["globals.A=${globals.B}", "globals.B=${globals.A}"], "refers to itself"),
         (
             [f"globals.A{k}=${{globals.A{k + 1}}}" for k in range(30)] + ["globals.A30=1"],

@@ -119,7 +119,7 @@ def test_references_are_resolved_as_omegaconf_does() -> None:
         ("a: ${env:HOME}\n", "is an unknown function"),
         ("a: ${div:1,0}\n", "cannot be computed"),
         ("a: ${mul:x,2}\n", "not a number"),
-        ("a: '${b'\nb: 1\n", "open"),
+        ("a: '${b'\nb: 1\n", "without"),
     ],
 )
 def test_a_reference_that_leads_nowhere_is_refused_with_its_key(text: str, said: str) -> None:

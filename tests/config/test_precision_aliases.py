@@ -147,7 +147,7 @@ def test_a_type_alone_is_that_precision_and_says_that_other_scripts_ignore_it() 
     loaded = load("unet", flags={"precision_type": "bf16"})
     assert loaded.config.precision.default == "bf16"
     (warning,) = loaded.warnings
-    assert "`--precision-type bf16` is taken as precision=bf16" in warning
+    assert "`--precision-type bf16` is read as precision=bf16" in warning
     assert "fp32" in warning
     assert load("unet", flags={"precision_type": "bf16", "mixed_precision": True}).warnings == ()
 
@@ -160,7 +160,7 @@ def test_a_type_alone_switches_nothing_on_that_a_lower_layer_switched_off(tmp_pa
     loaded = load(str(path), flags={"precision_type": "bf16"})
     assert loaded.config.precision.default == without
     (warning,) = loaded.warnings
-    assert "`--precision-type bf16` changes nothing" in warning
+    assert "`--precision-type bf16` has no effect" in warning
     assert "precision=bf16" in warning
     assert load(str(path), flags={"precision_type": "bf16", "mixed_precision": True}).config.precision.default == "bf16"
 

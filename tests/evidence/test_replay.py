@@ -21,7 +21,7 @@ from halfstep.cli.main import main
 from halfstep.errors import CheckpointError, TrainingStopped
 from halfstep.evidence import capsule, causes
 from halfstep.evidence.causes import diagnose
-from halfstep.run.capsules import replay_run, subject_of
+from halfstep.run.capsules import build_capsule_subject, replay_run
 from tiny_runs import unet_run
 
 KEPT = pytest.warns(UserWarning, match="was saved; find the cause")
@@ -144,7 +144,7 @@ def test_a_loss_that_falls_without_bound_is_told_from_a_rate_that_is_too_large(t
 def test_code_that_fails_compiled_and_not_eager_is_a_kernel_or_compiler_fault(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", **{"model.options.poisoned": [2]})
     found = capsule.read_capsule(folder / "capsules" / "00000002")
-    subject = subject_of(found, None)
+    subject = build_capsule_subject(found, None)
     subject.window = [{**subject.window[0], "image": torch.zeros_like(subject.window[0]["image"])}]
     eager = subject.loss
 

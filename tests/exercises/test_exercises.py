@@ -13,7 +13,7 @@ from halfstep.data.binary_sets import ROW_BYTES as RECORD
 from halfstep.errors import DataError
 from halfstep.exercises import benchmark_formats
 from halfstep.exercises import benchmark_formats as small_cnn
-from halfstep.exercises.benchmark_formats import generate_pictures, read_cifar
+from halfstep.exercises.benchmark_formats import generate_images, read_cifar
 from halfstep.workloads import load
 
 
@@ -90,7 +90,7 @@ def test_what_is_no_cifar_is_refused(tmp_path: Path) -> None:
 
 
 def test_generated_pictures_are_the_same_for_the_same_seed() -> None:
-    one, two = generate_pictures(8, 3), generate_pictures(8, 3)
+    one, two = generate_images(8, 3), generate_images(8, 3)
     assert (one.rows["image"] == two.rows["image"]).all()
     assert one.rows["image"].shape == (8, 3, 32, 32)
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from halfstep.bench.apart import find_other_users, read_clock_limits
 from halfstep.bench.bench import LOSS_BOUND, BenchRequest, HalfstepRunner, bench
+from halfstep.bench.isolate import find_other_users, read_clock_limits
 from halfstep.bench.measure_row import Row, Schedule, StepTimer, measure_row
 from halfstep.bench.problem import Problem, build_problem, count_step_flops, load_bench_config
 from halfstep.hardware.probe import probe

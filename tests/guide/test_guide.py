@@ -18,7 +18,6 @@ from rich.console import Console
 from data import data_sets
 from data.picture_folders import smooth_picture, write_classes, write_split
 from halfstep.errors import ConfigError, DataError, Interrupted, format_count
-from halfstep.guide.data import DataLook, describe, look_at, look_at_demo, save_grid
 from halfstep.guide.guide import (
     FAMILIES,
     QUESTIONS,
@@ -31,6 +30,7 @@ from halfstep.guide.guide import (
     read_answers,
     write_new,
 )
+from halfstep.guide.inspect_data import DataSummary, describe_data, inspect_data, inspect_demo, save_grid
 from halfstep.guide.suggest import (
     ORDER,
     Rate,
@@ -42,7 +42,7 @@ from halfstep.guide.suggest import (
     estimate_rate,
     make_suggestions,
 )
-from halfstep.guide.trial import Trial, Trials, measure_trial
+from halfstep.guide.trial import TrialResult, Trials, measure_trial
 from halfstep.hardware.device_facts import Hardware, Measurement
 from halfstep.hardware.gpus import look_up_gpu
 from halfstep.hardware.memory import LiveBytes
@@ -95,8 +95,8 @@ def traced_once() -> Iterator[None]:
         yield
 
 
-def a_look(num_train: int = 100_000, **changes: Any) -> DataLook:
-    look = DataLook(
+def a_look(num_train: int = 100_000, **changes: Any) -> DataSummary:
+    look = DataSummary(
         source="folder",
         folder=Path("/data"),
         num_train=num_train,
@@ -140,12 +140,12 @@ def size_of(path: Path) -> tuple[int, int]:
 def test_a_class_folder_is_counted_read_and_shown(tmp_path: Path) -> None:
     write_classes(tmp_path / "train", {"bird": 3, "cat": 40})
     write_classes(tmp_path / "val", {"bird": 2, "cat": 2})
-    look = look_at("resnet18", tmp_path)
+    look = inspect_data("resnet18", tmp_path)
     assert (look.num_train, look.num_val, look.classes, look.counts) == (43, 4, ("bird", "cat"), (3, 40))
     assert look.decoded_per_s > 1
-    shown = dict(describe(look))
+    shown = dict(describe_data(look))
     assert shown["classes"] == "2: bird (3), cat (40)"
-    assert "13x" in shown["balance"]
+    assert "13 times" in shown["balance"]
     save_grid(look, tmp_path / "grid.png")
     assert [caption for caption, _ in look.pictures] == ["bird", "bird", "cat", "cat"]
     assert size_of(tmp_path / "grid.png")[0] > 600
@@ -153,7 +153,7 @@ def test_a_class_folder_is_counted_read_and_shown(tmp_path: Path) -> None:
 
 def test_masks_are_looked_at_as_training_reads_them(tmp_path: Path) -> None:
     write_demo(tmp_path / "pairs", num_images=10)
-    look = look_at("unet", tmp_path / "pairs")
+    look = inspect_data("unet", tmp_path / "pairs")
     assert (look.num_train, look.num_val, look.classes) == (9, 1, ("mask value 0", "mask value 255"))
     assert look.counts == ()
     assert look.store["num_classes"] == 2
@@ -163,27 +163,27 @@ def test_a_few_bad_files_are_left_out_and_named(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(ORDER, "fast", ("fast",))
     write_split(tmp_path)
     (tmp_path / "train" / "cat" / "bad.jpg").write_text("no picture")
-    look = look_at("resnet18", tmp_path)
+    look = inspect_data("resnet18", tmp_path)
     assert (look.num_train, look.on_bad_file) == (8, "skip")
-    assert "bad.jpg" in dict(describe(look))["bad files"]
+    assert "bad.jpg" in dict(describe_data(look))["bad files"]
     chosen = make_suggestions(situation(look=look, data_dir=str(tmp_path), hardware=UNTRACED))[0]
     assert chosen.config.data.on_bad_file == "skip"
 
 
 def test_a_wrong_folder_says_why(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
-        look_at("unet", tmp_path / "gone")
+        inspect_data("unet", tmp_path / "gone")
     with pytest.raises(DataError, match="cannot read"):
-        look_at("unet", tmp_path / ("x" * 300))
+        inspect_data("unet", tmp_path / ("x" * 300))
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(DataError, match="no class folders"):
-        look_at("resnet18", tmp_path)
+        inspect_data("resnet18", tmp_path)
 
 
 def test_demo_data_are_looked_at_with_their_own_image_size(tmp_path: Path) -> None:
-    look = look_at_demo("unet", tmp_path / "demo")
+    look = inspect_demo("unet", tmp_path / "demo")
     assert (look.source, look.num_train) == ("demo", 80)
-    assert look_at_demo("unet", tmp_path / "demo").num_train == 80, "a second look reads the same folder"
+    assert inspect_demo("unet", tmp_path / "demo").num_train == 80, "a second look reads the same folder"
 
 
 # Memory.
@@ -223,7 +223,7 @@ def test_half_precision_and_recomputing_save_memory() -> None:
         predict_step_cost(config(**{"train.activation_checkpointing": on}), store, CPU, "fp32", known)
         for on in (False, True)
     ]
-    assert [one.bytes_at(8) for one in shared] == [full.bytes_at(8), recomputed.bytes_at(8)]
+    assert [one.predict_bytes(8) for one in shared] == [full.predict_bytes(8), recomputed.predict_bytes(8)]
     plain, other = known.values()
     assert plain._fixed is other._fixed, "weights and optimizer are counted once"
 
@@ -232,7 +232,7 @@ def test_configs_that_differ_in_how_long_they_train_are_traced_once() -> None:
     known: dict[str, Any] = {}
     changes: tuple[dict[str, Any], ...] = ({}, {"train.epochs": 3, "guard.on_fault": "rollback"}, {"train.fast": "off"})
     costs = [predict_step_cost(config(**some), {"classes": ["a"]}, CPU, "fp32", known) for some in changes]
-    assert len({cost.bytes_at(8) for cost in costs}) == len(known) == 1
+    assert len({cost.predict_bytes(8) for cost in costs}) == len(known) == 1
     predict_step_cost(config(**{"data.image_size": 64}), {"classes": ["a"]}, CPU, "fp32", known)
     assert len(known) == 2, "another step is not taken for it"
 
@@ -287,7 +287,7 @@ def test_no_batch_is_named_that_nobody_would_use() -> None:
     _, facts = choose_batch(huge, "stable", config(), CHEAP)
     assert dict(facts)["memory"].endswith("free: far more than enough")
     snug = situation(hardware=measured({"fp32": 1.0}, free_gib=16))
-    assert "would take a batch of 128 (an estimate)" in dict(choose_batch(snug, "stable", config(), CHEAP)[1])["memory"]
+    assert "enough for a batch of 128 (an estimate)" in dict(choose_batch(snug, "stable", config(), CHEAP)[1])["memory"]
 
 
 def test_unknown_memory_is_no_reason_for_a_batch_of_one() -> None:
@@ -312,10 +312,10 @@ def test_the_learning_rate_follows_the_batch_by_a_rule_that_is_shown(
     paths, (_, shown) = choose_learning_rate(start, samples)
     assert words in shown
     said = config(start.workload, **paths, **{"train.batch_size": samples})
-    assert said.optimizer.peak_lr(samples) == pytest.approx(peak)
+    assert said.optimizer.compute_peak_lr(samples) == pytest.approx(peak)
 
 
-def rate(trial: Trial | None = None, **changes: Any) -> Rate:
+def rate(trial: TrialResult | None = None, **changes: Any) -> Rate:
     return estimate_rate(situation(**changes), CHEAP, "bf16", trial)
 
 
@@ -334,7 +334,7 @@ def test_without_a_trial_workers_follow_the_best_rate_that_was_measured() -> Non
 
 
 def test_workers_feed_the_rate_of_a_trial() -> None:
-    tried = rate(Trial(samples_per_s=250.0, batch_size=32))
+    tried = rate(TrialResult(samples_per_s=250.0, batch_size=32))
     paths, (_, shown) = choose_workers(situation(), config(), tried)
     assert paths == {"data.num_workers": 3}
     assert "trained 250 samples/s (measured: whole eager steps of 32 samples)" in shown
@@ -343,14 +343,14 @@ def test_workers_feed_the_rate_of_a_trial() -> None:
 def test_the_time_is_an_estimate_from_the_rate_of_a_trial() -> None:
     start = config(**{"data.num_workers": 4, "train.epochs": 100})
     quick = situation(look=a_look(100_000, num_val=30_000, decoded_per_s=1e6))
-    (_, shown), *_ = estimate_duration(quick, start, rate(Trial(samples_per_s=1000.0, batch_size=32)))
+    (_, shown), *_ = estimate_duration(quick, start, rate(TrialResult(samples_per_s=1000.0, batch_size=32)))
     # 100 epochs of 100,000 samples, and 30,000 that only go forward, at 1000/s.
     assert shown == "about 3.1 hours for 100 epochs (an estimate from measured rates)"
     reading = situation(look=a_look(100_000, num_val=0, decoded_per_s=100.0))
-    (_, shown), *_ = estimate_duration(reading, start, rate(Trial(samples_per_s=1000.0, batch_size=32)))
+    (_, shown), *_ = estimate_duration(reading, start, rate(TrialResult(samples_per_s=1000.0, batch_size=32)))
     assert "about 6.9 hours" in shown, "four workers read 400/s, which is slower than the device"
     on_cpu = dataclasses.replace(reading, hardware=CPU, num_cores=4)
-    (_, shown), *_ = estimate_duration(on_cpu, start, rate(Trial(samples_per_s=1000.0, batch_size=32)))
+    (_, shown), *_ = estimate_duration(on_cpu, start, rate(TrialResult(samples_per_s=1000.0, batch_size=32)))
     assert "about 9.7 hours" in shown, "on a CPU both take the same cores"
 
 
@@ -375,8 +375,8 @@ def test_a_trial_takes_the_best_rate_and_grows_the_batch_while_there_is_time() -
 
     found = measure_trial(step, 32)
     assert asked == [2, 4, 8, 16, 32, 32, 32, 32]
-    assert found == Trial(samples_per_s=32 / 0.033, batch_size=32)
-    assert measure_trial(lambda num_samples: 10.0, 32) == Trial(samples_per_s=0.2, batch_size=2), "one has to do"
+    assert found == TrialResult(samples_per_s=32 / 0.033, batch_size=32)
+    assert measure_trial(lambda num_samples: 10.0, 32) == TrialResult(samples_per_s=0.2, batch_size=2), "one has to do"
 
 
 def test_a_trial_stops_where_memory_ends() -> None:
@@ -442,9 +442,9 @@ def test_every_suggestions_file_loads_as_the_config_that_was_shown(tmp_path: Pat
 def test_a_suggestion_is_tried_at_its_own_size_and_against_fp32() -> None:
     tried: list[tuple[str, int, int]] = []
 
-    def try_out(config: Any, store: Any, batch_size: int) -> Trial:
+    def try_out(config: Any, store: Any, batch_size: int) -> TrialResult:
         tried.append((config.precision.default, config.data.image_size, batch_size))
-        return Trial(samples_per_s=100.0 if config.precision.default == "fp32" else 250.0, batch_size=batch_size)
+        return TrialResult(samples_per_s=100.0 if config.precision.default == "fp32" else 250.0, batch_size=batch_size)
 
     first, *_, stable = make_suggestions(situation(try_out=try_out))
     facts = dict(first.facts)
@@ -452,7 +452,7 @@ def test_a_suggestion_is_tried_at_its_own_size_and_against_fp32() -> None:
     assert "an estimate from measured rates" in facts["time"]
     assert tried[0] == ("bf16", first.config.data.image_size, first.config.train.batch_size)
     assert tried[1] == ("fp32", *tried[0][1:])
-    assert dict(stable.facts)["speed"] == "that of fp32, by definition"
+    assert dict(stable.facts)["speed"] == "this is fp32, with which the others are compared"
 
 
 def test_speed_is_what_was_measured_and_no_promise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -506,11 +506,11 @@ def test_images_are_not_larger_than_the_pictures(
 
 def test_the_size_of_pictures_is_looked_up_whatever_they_lie_in(tmp_path: Path) -> None:
     write_split(tmp_path / "classes", size=(40, 30))
-    assert look_at("resnet18", tmp_path / "classes").sides == (40, 30)
+    assert inspect_data("resnet18", tmp_path / "classes").sides == (40, 30)
     data_sets.tgs(tmp_path / "pairs")
-    look = look_at("unet", tmp_path / "pairs")
+    look = inspect_data("unet", tmp_path / "pairs")
     assert look.sides == data_sets.SIZE
-    assert ("pictures", "24×16 pixels (median)") in describe(look)
+    assert ("images", "24×16 pixels (median)") in describe_data(look)
 
 
 def test_demo_data_keep_their_own_recipe(tmp_path: Path) -> None:
@@ -566,7 +566,7 @@ def test_every_task_is_chosen_by_its_own_name_and_has_a_model() -> None:
 @pytest.mark.parametrize("workload", ["radiodiff_vae", "radiodiff"])
 def test_both_stages_of_radio_maps_are_suggested_for_a_cpu(tmp_path: Path, workload: str) -> None:
     root = write_tiny_demo(tmp_path / "RadioMapSeer")
-    looked = look_at(workload, root)
+    looked = inspect_data(workload, root)
     chosen = make_suggestions(situation(workload=workload, look=looked, hardware=UNTRACED_CPU, data_dir=str(root)))[0]
     (tmp_path / "run.yaml").write_text(chosen.to_yaml())
     again = load(str(tmp_path / "run.yaml")).config

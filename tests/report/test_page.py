@@ -94,7 +94,7 @@ def test_long_curves_are_thinned_and_a_constant_scale_is_not_drawn(tmp_path: Pat
     assert len(charts["loss"].series[0].points) <= MOST_POINTS + 1
     assert charts["loss"].series[0].points[-1][0] == 4999
     assert "loss scale" not in charts
-    assert "iou over step: validation from 0.2 to 0.4" in charts["iou"].in_words
+    assert "iou over step: validation from 0.2 to 0.4" in charts["iou"].description
 
 
 def test_one_thing_has_one_colour_in_all_charts(tmp_path: Path) -> None:

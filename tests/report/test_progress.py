@@ -79,7 +79,7 @@ def test_the_rate_recovers_from_a_slow_first_step() -> None:
     for _ in range(200):
         clock.now_s += 0.1
         bar.advance()
-        parts = bar.parts()
+        parts = bar.format_parts()
     assert "10.0 it/s" in parts
 
 
@@ -88,13 +88,13 @@ def test_a_step_that_compiled_is_in_the_time_but_not_in_the_rate_or_what_is_left
     bar = Bar("Epoch", 21, clock=clock)
     clock.now_s += 60.0
     bar.advance(begins_pace=True)
-    assert bar.parts() == ["1/21", "", ""]
+    assert bar.format_parts() == ["1/21", "", ""]
     for _ in range(10):
         clock.now_s += 1.0
         bar.advance()
-    assert bar.parts() == ["11/21", "1.0 it/s", "0:10 left"]
+    assert bar.format_parts() == ["11/21", "1.0 it/s", "0:10 left"]
     bar.is_over = True
-    assert bar.parts() == ["11/21", "1.0 it/s", "in 1:10"]
+    assert bar.format_parts() == ["11/21", "1.0 it/s", "in 1:10"]
 
 
 def test_fields_can_be_shown_before_the_first_step() -> None:
@@ -106,8 +106,8 @@ def test_fields_can_be_shown_before_the_first_step() -> None:
 def test_a_bar_that_is_over_tells_its_mean_rate_and_its_time() -> None:
     bar = bar_at(150, 150, step_s=0.3)
     bar.is_over = True
-    assert bar.parts()[-1] == "in 0:45"
-    assert bar.parts()[1] == "3.3 it/s"
+    assert bar.format_parts()[-1] == "in 0:45"
+    assert bar.format_parts()[1] == "3.3 it/s"
 
 
 def test_an_empty_pass_can_be_drawn() -> None:

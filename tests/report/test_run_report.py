@@ -29,17 +29,17 @@ class Screen:
 
 
 def whole_run(report: RunReport) -> None:
-    report.header(
+    report.show_header(
         "halfstep train unet",
         [("device", "NVIDIA H200"), ("precision", "bf16: native, 7.9x faster than fp32")],
         warnings=["fp8 asked for, bf16 runs", "fp8 asked for, bf16 runs"],
     )
-    with report.phase("Epoch 1/1 [Train]", 3) as bar:
+    with report.show_phase("Epoch 1/1 [Train]", 3) as bar:
         for _ in range(3):
             bar.advance({"loss": "0.234"})
         report.notice("step 2 skipped: loss is nan (samples img_[3].png)", "warning")
         report.notice("checkpoint saved")
-    report.epoch_summary(1, 1, [("loss", "0.2345", "0.2567"), ("iou", "0.6543", "0.6234")])
+    report.show_epoch(1, 1, [("loss", "0.2345", "0.2567"), ("iou", "0.6543", "0.6234")])
     report.finish("Trained", [("best iou", "0.6234")])
     report.close()
 
@@ -106,16 +106,16 @@ def test_warnings_are_broken_between_words_on_a_terminal_and_long_paths_stay_who
 def test_an_error_inside_a_pass_ends_the_bar_and_goes_on(tmp_path: Path) -> None:
     screen = Screen(is_terminal=True)
     report = RunReport(tmp_path, console=screen.console)
-    with pytest.raises(KeyboardInterrupt), report.phase("Epoch 1/1 [Train]", 3):
+    with pytest.raises(KeyboardInterrupt), report.show_phase("Epoch 1/1 [Train]", 3):
         raise KeyboardInterrupt
     assert screen.text.rindex("\x1b[?25h") > screen.text.rindex("\x1b[?25l")
-    with report.phase("Epoch 1/1 [Val]", 1) as bar:
+    with report.show_phase("Epoch 1/1 [Val]", 1) as bar:
         bar.advance()
 
 
 def test_a_summary_without_validation_has_no_empty_column(tmp_path: Path) -> None:
     screen = Screen(is_terminal=False)
-    RunReport(tmp_path, console=screen.console).epoch_summary(2, 9, [("loss", "0.2345", "")])
+    RunReport(tmp_path, console=screen.console).show_epoch(2, 9, [("loss", "0.2345", "")])
     assert [line.split() for line in screen.text.splitlines()] == [["Epoch", "2/9", "train"], ["loss", "0.2345"]]
 
 

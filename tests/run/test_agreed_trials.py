@@ -115,7 +115,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_a_small_batch_for_batch_norm_is_named_with_what_helps(found: list[dict[str, Any]]) -> None:
     (note,) = found[0]["notes"]
-    assert "BatchNorm takes its statistics of 2 samples" in note
+    assert "BatchNorm computes its statistics over the 2 samples of one rank" in note
     assert "train.sync_batch_norm=true" in note
 
 

@@ -167,8 +167,8 @@ def test_only_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
         path = checkpoints.save(step, checkpoint(step))
         if step == 2:
             checkpoints.mark_best(path, "iou", 0.9)
-    assert [path.name for path in checkpoints.all()] == ["step-00000002", "step-00000005", "step-00000006"]
-    assert checkpoints.best() == tmp_path / "step-00000002"
+    assert [path.name for path in checkpoints.list_all()] == ["step-00000002", "step-00000005", "step-00000006"]
+    assert checkpoints.find_best() == tmp_path / "step-00000002"
 
 
 @pytest.mark.parametrize("content", ["[", "{}", '{"checkpoint": 3}', '{"checkpoint": "../../elsewhere"}'])
@@ -186,10 +186,10 @@ def test_a_step_saved_twice_replaces_nothing_until_the_new_one_is_there(tmp_path
     first = checkpoints.save(4, checkpoint(1.0))
     second = checkpoints.save(4, checkpoint(2.0))
     assert first != second
-    assert checkpoints.all() == [second]
+    assert checkpoints.list_all() == [second]
     checkpoints.mark_best(second, "iou", 0.5)
     third = checkpoints.save(4, checkpoint(3.0))
-    assert checkpoints.best() == second
+    assert checkpoints.find_best() == second
     _, newest = checkpoints.load_newest(on_damaged=pytest.fail)
     assert newest.model["weight"][0, 0] == 3.0
     assert third.is_dir()
@@ -206,7 +206,7 @@ def test_the_one_just_written_stays_when_a_later_one_was_damaged(tmp_path: Path,
     assert path.name == "step-00000004"
     assert len(list(tmp_path.glob(".damaged-*"))) == 2
     written = checkpoints.save(5, checkpoint(5.0))
-    assert checkpoints.all() == ([path] if keep == 2 else []) + [written]
+    assert checkpoints.list_all() == ([path] if keep == 2 else []) + [written]
     assert checkpoints.save(6, checkpoint(6.0)).name == "step-00000006"
     assert checkpoints.load_newest(on_damaged=pytest.fail)[1].model["weight"][0, 0] == 6.0
 
@@ -214,7 +214,7 @@ def test_the_one_just_written_stays_when_a_later_one_was_damaged(tmp_path: Path,
 def test_the_one_just_written_stays_whatever_has_a_later_number(tmp_path: Path) -> None:
     Checkpoints(tmp_path).save(9, checkpoint(9.0))
     written = Checkpoints(tmp_path, keep=1).save(5, checkpoint(5.0))
-    assert Checkpoints(tmp_path).all() == [written]
+    assert Checkpoints(tmp_path).list_all() == [written]
 
 
 def test_where_all_are_damaged_none_is_moved(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_the_tenth_of_one_step_is_newer_than_the_second(tmp_path: Path) -> None:
         path = checkpoints.save(5, checkpoint(float(k)))
         if k in (0, 2):
             checkpoints.mark_best(path, "iou", 0.5)
-    assert checkpoints.all()[-1].name == "step-00000005-11"
+    assert checkpoints.list_all()[-1].name == "step-00000005-11"
     assert checkpoints.load_newest(on_damaged=pytest.fail)[1].model["weight"][0, 0] == 11.0
 
 
@@ -268,7 +268,7 @@ def test_a_full_disk_keeps_the_former_mark_of_the_best(tmp_path: Path) -> None:
     checkpoints.mark_best(first, "iou", 0.5)
     with small_disk(4), pytest.raises(CheckpointError, match=r"cannot write .*best.json"):
         checkpoints.mark_best(second, "iou", 0.6)
-    assert checkpoints.best() == first
+    assert checkpoints.find_best() == first
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best.json", first.name, second.name]
 
 
@@ -332,7 +332,7 @@ def test_a_run_folder_is_never_overwritten(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot make"):
+    with pytest.raises(CheckpointError, match="cannot create"):
         RunFolder.create(str(tmp_path / "file" / "run"), "unet")
 
 

@@ -40,7 +40,7 @@ def test_a_mask_that_was_painted_over_is_noticed_and_named(stopped: Path, capsys
     os.utime(mask, (later_s, later_s))
     resumed(stopped)
     said = capsys.readouterr().err
-    assert f"other sizes or times than when this run started (written since: {mask})" in said
+    assert f"changed in size or time since this run started (written since: {mask})" in said
 
 
 def test_data_that_stayed_as_they_were_are_not_spoken_of(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,13 +55,13 @@ def test_a_checkpoint_is_about_as_large_as_was_said(more: dict[str, Any], tmp_pa
     config = load(str(done / "config.yaml")).config
     workload = build_workload(config)
     expected = estimate_checkpoint_bytes(assemble(config, workload, decide_plan(config, workload, probe("cpu"))))
-    written = sum_folder_bytes(Checkpoints(done / "checkpoints").all()[-1])
+    written = sum_folder_bytes(Checkpoints(done / "checkpoints").list_all()[-1])
     assert expected == pytest.approx(written, rel=0.05)
 
 
 def test_a_disk_too_full_for_two_checkpoints_is_refused_with_the_numbers(tmp_path: Path, free: Any) -> None:
     free(100_000)
-    with pytest.raises(CheckpointError, match=r"100 kB are free in .*, and this run needs 8 MB") as caught:
+    with pytest.raises(CheckpointError, match=r"100 kB of free space, and this run needs 8 MB") as caught:
         run(tmp_path / "run", {})
     assert "--out" in caught.value.fix
     assert list(tmp_path.iterdir()) == []
@@ -81,9 +81,9 @@ def test_a_disk_too_full_for_all_checkpoints_is_told_with_a_limit_that_fits(tmp_
 def test_a_run_that_goes_on_counts_what_it_has_written(tmp_path: Path, free: Any) -> None:
     done = run(tmp_path / "run", {"train.epochs": 3})
     parts = assembled({"train.epochs": 3})
-    size = sum_folder_bytes(Checkpoints(done / "checkpoints").all()[-1])
+    size = sum_folder_bytes(Checkpoints(done / "checkpoints").list_all()[-1])
     free(size + REPORT_BYTES + 1)
     assert check_disk(parts, RunFolder(done)) == []
     free(size)
-    with pytest.raises(CheckpointError, match="are free in"):
+    with pytest.raises(CheckpointError, match="of free space"):
         check_disk(parts, RunFolder(done))

@@ -106,9 +106,9 @@ def test_a_kill_between_a_checkpoint_and_its_mark_loses_no_best(
         with pytest.raises(Killed):
             run(tmp_path / "run", {"train.epochs": 1})
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
-    assert checkpoints.best() is None
+    assert checkpoints.find_best() is None
     resume(tmp_path / "run")
-    assert checkpoints.best() == checkpoints.all()[-1]
+    assert checkpoints.find_best() == checkpoints.list_all()[-1]
     mark = json.loads((checkpoints.folder / "best.json").read_text())
     assert mark["value"] == newest(tmp_path / "run").state["stopping"]["best"]
 
@@ -126,10 +126,10 @@ def test_a_validation_forced_by_max_steps_does_not_try_patience(tmp_path: Path) 
 def test_only_as_many_checkpoints_stay_as_asked_for(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", {"train.epochs": 4, "train.checkpoint_every": 2, "train.checkpoints_total_limit": 2})
     checkpoints = Checkpoints(folder / "checkpoints")
-    ordinary = [path for path in checkpoints.all() if path != checkpoints.best()]
-    assert checkpoints.best() is not None
+    ordinary = [path for path in checkpoints.list_all() if path != checkpoints.find_best()]
+    assert checkpoints.find_best() is not None
     assert 1 <= len(ordinary) <= 2
-    assert checkpoints.all()[-1].name.startswith("step-00000024")
+    assert checkpoints.list_all()[-1].name.startswith("step-00000024")
 
 
 def test_a_warmup_in_epochs_rises_over_its_steps(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_an_edit_of_the_config_that_changes_a_step_is_refused_unless_it_is_allow
     config.write_text(config.read_text().replace("lr: 0.001", "lr: 0.002").replace("epochs: 1", "epochs: 2"))
     with pytest.raises(CheckpointError, match=r"config\.yaml was edited: optimizer\.lr: 0\.001 -> 0\.002") as refused:
         resume(folder)
-    assert "put them back, or accept a run of two halves with --allow-changes" in refused.value.fix
+    assert "put them back, or accept them with --allow-changes" in refused.value.fix
     resume(folder, "log.quiet=false", allow_changes=True)
     said = capsys.readouterr().out
     assert "optimizer.lr: 0.001 -> 0.002" in said

@@ -94,7 +94,7 @@ def test_a_run_stored_with_another_rounding_goes_on_split_from_low_halves_of_zer
     folder = run(tmp_path / "run", settings)
     more = ["precision.rounding=split", "train.max_steps=4", "log.quiet=false"]
     train(load(str(folder / "config.yaml"), overrides=more), resume=folder, allow_changes=True)
-    assert "low halves of the bf16 weights begin at zero" in said(capsys)
+    assert "low halves of the bf16 weights start at zero" in said(capsys)
     found = lows(folder)
     assert found
     assert all(bool(low.any()) for low in found if low.numel() > 8)

@@ -20,7 +20,7 @@ from halfstep.cli.main import main
 from halfstep.errors import Interrupted
 from halfstep.run import train as training
 from halfstep.run.checkpoint import Checkpoints
-from halfstep.run.interrupts import HEARD, catch_interrupts
+from halfstep.run.interrupts import FINISHING_STEP, catch_interrupts
 from halfstep.workloads import load
 from warm_processes import at_terminal, process
 from whole_runs import TINY, resume, run
@@ -58,7 +58,7 @@ def stopped_twice(out: Path, *, slow_from: int, pause: Callable[[], None]) -> tu
     said = out.with_name("said")
     with process(endless, str(out), slow_from, pause, output=said) as stopped:
         assert stopped.pid is not None
-        for words in (SLOW, HEARD):
+        for words in (SLOW, FINISHING_STEP):
             until = time.monotonic() + 60
             while words not in (said.read_text() if said.exists() else ""):
                 assert stopped.is_alive(), said.read_text()
@@ -77,9 +77,9 @@ def test_a_second_ctrl_c_ends_at_once_and_names_the_checkpoint_that_is_left(
     code, said, took_s = stopped_twice(tmp_path / "run", slow_from=2, pause=pause)
     assert code == 130
     assert took_s < 20
-    assert said.startswith(HEARD + "\n")
+    assert said.startswith(FINISHING_STEP + "\n")
     assert "Traceback" not in said
-    left = Checkpoints(tmp_path / "run" / "checkpoints").all()[-1]
+    left = Checkpoints(tmp_path / "run" / "checkpoints").list_all()[-1]
     assert left.name == "step-00000012"
     assert f"the newest checkpoint is {left}" in said
     assert f"halfstep train --resume {tmp_path / 'run'}" in said
@@ -103,7 +103,7 @@ def test_ctrl_c_is_answered_at_once_on_standard_error(capfd: pytest.CaptureFixtu
         said, deadline = "", time.monotonic() + 20
         while not said and time.monotonic() < deadline:
             said = capfd.readouterr().err
-        assert said == HEARD + "\n"
+        assert said == FINISHING_STEP + "\n"
         assert asked.exit_code == 130
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
@@ -118,7 +118,7 @@ def test_ctrl_c_in_one_long_call_is_answered_within_a_second_and_ends_after_it(
     def press_and_watch() -> None:
         sent = time.monotonic()
         os.kill(os.getpid(), signal.SIGINT)
-        while HEARD not in capfd.readouterr().err and time.monotonic() < sent + 5:
+        while FINISHING_STEP not in capfd.readouterr().err and time.monotonic() < sent + 5:
             time.sleep(0.01)
         answered.append(time.monotonic() - sent)
 
@@ -168,7 +168,7 @@ def test_a_terminal_that_is_closed_ends_the_run_saved(tmp_path: Path) -> None:
     """It takes standard output and error away as well: nothing can be printed any more."""
     with at_terminal(endless, str(tmp_path / "run"), 10**9, sleep) as (left, terminal):
         deadline = time.monotonic() + 60
-        while not Checkpoints(tmp_path / "run" / "checkpoints").all() and time.monotonic() < deadline:
+        while not Checkpoints(tmp_path / "run" / "checkpoints").list_all() and time.monotonic() < deadline:
             time.sleep(0.05)
         os.close(terminal)
         left.join(timeout=60)

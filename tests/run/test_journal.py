@@ -44,13 +44,13 @@ def test_precision_shows_at_once_and_the_numbers_with_the_first_step_that_is_rea
     told = journal(tmp_path, plan)
     for epoch in range(2):
         with told.show_training(epoch, 12):
-            assert "fp32" in bar_of(told).parts()
+            assert "fp32" in bar_of(told).format_parts()
             if epoch == 0:
                 told.record_step(1, 1.0, Waiting())
-                assert not any(part.startswith("loss") for part in bar_of(told).parts())
+                assert not any(part.startswith("loss") for part in bar_of(told).format_parts())
                 told.observe(None, fact(1, 0.75))
             told.record_step(2, 1.0, Waiting())
-            assert {"loss 0.7500", "lr 1.0e-03", "fp32"} <= set(bar_of(told).parts())
+            assert {"loss 0.7500", "lr 1.0e-03", "fp32"} <= set(bar_of(told).format_parts())
 
 
 def test_what_the_bar_shows_early_is_no_record(tmp_path: Path, plan: Plan) -> None:
@@ -59,7 +59,7 @@ def test_what_the_bar_shows_early_is_no_record(tmp_path: Path, plan: Plan) -> No
         for attempted in range(1, 13):
             told.observe(None, fact(attempted, 1.0 / attempted))
             told.record_step(attempted, 1.0, Waiting())
-            shown = [part for part in bar_of(told).parts() if part.startswith("loss")]
+            shown = [part for part in bar_of(told).format_parts() if part.startswith("loss")]
             assert shown == [f"loss {1.0 / (1 if attempted < 10 else 10 if attempted < 12 else 12):.4f}"]
     told.report.close()
     assert [record["step"] for record in read(tmp_path / "metrics.jsonl")] == [10]

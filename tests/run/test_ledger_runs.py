@@ -103,7 +103,7 @@ def test_strict_is_an_error_where_something_differs(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("command", ["ledger", "verify"])
-@pytest.mark.parametrize(("name", "why"), [("", "config.yaml is missing"), ("unet-2025", "the folder does not exist")])
+@pytest.mark.parametrize(("name", "why"), [("", "config.yaml is missing"), ("unet-2025", "there is no such folder")])
 def test_what_is_no_run_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, name: str, why: str
 ) -> None:

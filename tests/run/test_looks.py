@@ -105,7 +105,7 @@ def test_a_sample_of_another_form_is_refused_with_the_form(tmp_path: Path) -> No
 
 def test_samples_nobody_makes_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "run", {"train.sample_every": 2, "train.max_steps": 2})
-    assert "train.sample_every does nothing" in capsys.readouterr().err
+    assert "train.sample_every has no effect" in capsys.readouterr().err
 
 
 def test_observers_get_facts_and_reading_with_their_place_and_the_windows_are_still_there(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_observers_get_facts_and_reading_with_their_place_and_the_windows_are_st
     report = RunReport(tmp_path, quiet=True)
     journal = Journal(report, parts.plan, epochs=2, report_every=1, metric="accuracy")
     with catch_interrupts() as asked:
-        loop = Loop(parts, RunFolder(tmp_path).checkpoints(), journal, asked)
+        loop = Loop(parts, RunFolder(tmp_path).open_checkpoints(), journal, asked)
         loop.run()
     report.close()
     assert [place[:2] for place in seen] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]

@@ -97,7 +97,7 @@ def test_the_trace_counts_what_a_real_step_takes_to_the_byte() -> None:
     blocks = sum(-value.num_bytes % 512 for value in trace.values)
     for value in trace.values:
         assert value.num_bytes % 512 == 0
-    predicted = derive_eager_timeline(trace).peak().total()
+    predicted = derive_eager_timeline(trace).find_peak().total()
     assert live.peak <= predicted <= live.peak + 512 * len(trace.values) + blocks
 
 

@@ -23,7 +23,7 @@ from halfstep.evidence import capsule
 from halfstep.hardware.probe import probe
 from halfstep.report.metrics_file import read
 from halfstep.run.assemble import assemble, build_workload, decide_plan
-from halfstep.run.capsules import load_window, subject_of
+from halfstep.run.capsules import build_capsule_subject, load_window
 from halfstep.run.engine import prepare_window
 from halfstep.run.multi_rank import compute_checksum
 from halfstep.run.train import train
@@ -262,7 +262,7 @@ def test_the_rank_at_fault_keeps_its_own_window_and_replay_prepares_it_as_it_was
     assert whole is not None
     assert torch.equal(found.window[0]["image"], whole[0]["image"][2:])
     prepared = prepare_window(parts, whole)
-    assert torch.equal(subject_of(found, "cpu").window[0]["image"], prepared[0]["image"][2:])
+    assert torch.equal(build_capsule_subject(found, "cpu").window[0]["image"], prepared[0]["image"][2:])
 
 
 READING = Reading(
@@ -296,7 +296,7 @@ def test_an_error_of_one_process_is_shown_once_and_ends_the_others(tmp_path: Pat
     ("name", "fact"),
     [
         ("other configs", "optimizer.lr: 0.001 and 0.01"),
-        ("too many", "train.batch_size=1 for 2 ranks"),
+        ("too many", "train.batch_size=1 is too small for 2 ranks"),
         ("synced", "train.sync_batch_norm"),
     ],
 )

@@ -107,16 +107,16 @@ def test_kills_at_any_moment_change_nothing(tmp_path: Path) -> None:
     broken, chance = tmp_path / "broken", random.Random(0)
     checkpoints, arguments = Checkpoints(broken / "checkpoints"), [*first, str(broken)]
     for _ in range(5):
-        reached = checkpoints.all()[-1:]
+        reached = checkpoints.list_all()[-1:]
         with process(main, arguments, output=said) as killed:
             deadline = time.monotonic() + 60
             while killed.is_alive() and time.monotonic() < deadline:
-                present = checkpoints.all()[-1:]
+                present = checkpoints.list_all()[-1:]
                 if present and present != reached:
                     break
                 time.sleep(0.005)
             time.sleep(chance.random() * 0.15)
-        if not checkpoints.all():
+        if not checkpoints.list_all():
             pytest.fail("the run never wrote a checkpoint")
         arguments = ["train", "--resume", str(broken)]
     with process(main, arguments, output=said) as last:
@@ -133,7 +133,7 @@ def test_signals_end_a_real_process_with_a_saved_run_and_the_words_to_resume(
     overrides = config(workers=2, more={"train.epochs": 100000})
     with process(main, ["train", "tiny_workload:build", *overrides, "--out", str(out)], output=output) as signalled:
         deadline = time.monotonic() + 60
-        while not Checkpoints(out / "checkpoints").all() and time.monotonic() < deadline:
+        while not Checkpoints(out / "checkpoints").list_all() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert signalled.pid is not None
         os.kill(signalled.pid, number)
@@ -164,7 +164,7 @@ def test_another_number_of_threads_is_set_back_to_the_runs_own(tmp_path: Path) -
 
 def test_a_truncated_checkpoint_falls_back_to_the_one_before(unbroken: Path, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(unbroken, tmp_path / "broken"))
-    newest = Checkpoints(broken / "checkpoints").all()[-1] / "model.safetensors"
+    newest = Checkpoints(broken / "checkpoints").list_all()[-1] / "model.safetensors"
     newest.write_bytes(newest.read_bytes()[:-7])
     resume(broken)
     assert_same_run(unbroken, broken)
@@ -243,7 +243,7 @@ def test_a_run_killed_in_a_validation_validates_when_it_is_resumed(
     in_a_process(said, run, whole, overrides)
     flag.touch()
     in_a_process(said, run, parts, overrides, ends=-signal.SIGKILL)
-    assert Checkpoints(parts / "checkpoints").all()[-1] == checkpoint
+    assert Checkpoints(parts / "checkpoints").list_all()[-1] == checkpoint
     in_a_process(said, resume, parts)
     assert_same_run(whole, parts)
     marks = [(one / "checkpoints" / "best.json").read_text() for one in (whole, parts)]

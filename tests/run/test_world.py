@@ -101,7 +101,7 @@ def test_an_error_before_processes_meet_is_shown_once_and_others_with_their_rank
 
 def test_processes_that_were_all_killed_are_named_with_the_signal() -> None:
     error = explain_killed_ranks({1: -9, 0: -15})
-    assert error.what == "rank 0 was ended by SIGTERM; rank 1 was ended by SIGKILL"
+    assert error.what == "rank 0 was killed by SIGTERM; rank 1 was killed by SIGKILL"
 
 
 def killed_launcher(rank: int, size: int, port: int) -> str:
@@ -133,7 +133,7 @@ def test_gpus_starts_processes_whose_common_error_is_all_that_is_shown(tmp_path:
     done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=120, check=False)
     assert done.returncode == 2
     assert [line for line in done.stderr.splitlines() if not line.startswith("  ")] == [
-        "error: train.batch_size=1 for 2 ranks"
+        "error: train.batch_size=1 is too small for 2 ranks"
     ]
     assert not (tmp_path / "run").exists()
 

@@ -280,4 +280,4 @@ def build(config: Any, store: Any = None) -> Workload:
     """The tiny workload with the model that `model.options.net` names."""
     options = dict(config.model.options)
     made = NETS[options.pop("net", "transformer")](**options)
-    return dataclasses.replace(build_tiny(config.changed(model={"options": {}}), store), model=made)
+    return dataclasses.replace(build_tiny(config.replace(model={"options": {}}), store), model=made)

@@ -259,7 +259,7 @@ def test_a_resumed_engine_tries_nothing_faster_that_failed_and_nothing_slower_un
     assert (told.engine.mode, told.said) == ("compile", [])
     told.engine.fall_back_to("eager")
     assert told.engine.mode == "eager"
-    assert "steps run eager, as they did when the run was stopped" in told.said[0]
+    assert "steps run in eager mode, as when the run was stopped" in told.said[0]
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ def test_a_budget_ends_it_before_the_last_look(tmp_path: Path, capsys: pytest.Ca
     )
     assert code == 1
     assert "the budget of 0.01 s is spent (--resume with a larger --budget continues)" in text
-    assert "5 are the fewest" in text
+    assert "at least 5 are needed" in text
 
 
 def test_a_run_that_the_guard_stopped_is_a_row_that_shows_nothing(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_the_report_of_an_unfinished_comparison_says_so_and_has_no_empty_note(tm
     ("words", "said"),
     [
         ((), "nothing to compare"),
-        ((MOONS, "--precisions", "fp32"), "is not a comparison"),
+        ((MOONS, "--precisions", "fp32"), "a comparison needs two rows"),
         ((MOONS, "--precisions", "fp32,fp32"), "two rows are called 'fp32'"),
         ((MOONS, "--precisions", "fp32,bf17"), "bf17"),
         ((MOONS, "--device", "cpu", "--strict", "--precisions", "fp32,fp8"), "strict is on"),
@@ -284,7 +284,7 @@ def test_the_report_of_an_unfinished_comparison_says_so_and_has_no_empty_note(tm
         ((MOONS, *TWO, "--budget", "soon"), "30m"),
         ((MOONS, "--rows", "amp precision=bf16"), "a name, a colon"),
         ((MOONS, "--rows", "a: precision=fp32", "--rows", "b: train.epoch=1"), "train.epochs"),
-        (("--resume", "nowhere"), "nowhere holds no comparison"),
+        (("--resume", "nowhere"), "nowhere is not a comparison"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(
@@ -336,7 +336,7 @@ def test_a_budget_that_ends_with_the_pilot_can_be_raised(tmp_path: Path, capsys:
     out = str(tmp_path / "c")
     code, _, error = run(capsys, MOONS, *SMALL, *TWO, "--budget", "0.01s", "--seeds", "5", "--out", out)
     assert code == 1
-    assert "the margin is not fixed" in error
+    assert "before the margin was fixed" in error
     code, _, error = run(capsys, "--resume", out)
     assert (code, "pilot-" in error, len(open_comparison(Path(out)).pilot)) == (1, False, 1), (
         "nothing was left to spend"
@@ -382,8 +382,8 @@ def test_runs_that_differ_in_more_than_the_rows_say_are_told() -> None:
     notes = collect_notes(comparison)
     assert "b asked for tf32 and ran fp32" in notes
     assert any("NVML" in note for note in notes), "and where energy is not counted, why"
-    assert [note for note in notes if "more than the rows say" in note] == [
-        "runs differ in more than the rows say: devices cuda:0 (A) and cuda:0 (B)"
+    assert [note for note in notes if "more than their settings" in note] == [
+        "runs differ in more than their settings: devices cuda:0 (A) and cuda:0 (B)"
     ]
 
 

@@ -101,7 +101,7 @@ def test_full_size_scores_the_very_masks_that_predict_writes(unet: Path, tmp_pat
         hit, union = hit + (mask & truth).sum(), union + (mask | truth).sum()
     assert found.metrics["iou"] == pytest.approx(hit / union, abs=1e-12)
     assert "loss" not in found.metrics
-    assert "own size" in found.scored_at
+    assert "original size" in found.scored_at
     assert "32×32" in usual(unet).scored_at
 
 
@@ -113,7 +113,7 @@ def test_full_size_is_refused_where_it_means_nothing(unet: Path, resnet: Path) -
 
 
 def test_the_background_rule_is_the_runs_own_and_is_said(unet: Path, tmp_path: Path) -> None:
-    assert "without mask value 0" in usual(unet).scoring
+    assert "the background, mask value 0" in usual(unet).scoring
     run = unet_run(tmp_path / "run", {"model.background": None, "train.max_steps": 1})
     found = evaluated(run)
     assert found.metrics["iou"] == found.metrics["iou_all"] == (found.metrics["iou/0"] + found.metrics["iou/1"]) / 2
@@ -157,7 +157,7 @@ def test_nothing_is_overwritten_and_no_empty_folder_is_left(unet: Path, tmp_path
 def test_a_checkpoint_is_chosen_by_rank_name_or_step(unet: Path, tmp_path: Path) -> None:
     run = copied(unet, tmp_path / "run")
     checkpoints = Checkpoints(run / "checkpoints")
-    first, *_, last = checkpoints.all()
+    first, *_, last = checkpoints.list_all()
     checkpoints.mark_best(first, "iou", 0.5)
     chosen = {wish: evaluated(run, checkpoint=wish).checkpoint for wish in ("best", "last", first.name, "4")}
     assert chosen == {"best": first.name, "last": last.name, first.name: first.name, "4": "step-00000004"}
@@ -168,7 +168,7 @@ def test_a_checkpoint_is_chosen_by_rank_name_or_step(unet: Path, tmp_path: Path)
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning_unless_it_was_named(unet: Path, tmp_path: Path) -> None:
     run = copied(unet, tmp_path / "run")
-    best = Checkpoints(run / "checkpoints").best()
+    best = Checkpoints(run / "checkpoints").find_best()
     assert best is not None
     weights = best / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])

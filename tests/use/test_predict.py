@@ -100,7 +100,7 @@ def test_tiles_are_halved_where_memory_runs_out(unet: Path, large: Path, tmp_pat
         PredictRequest(out=tmp_path / "out", options={"tile": None}),
         bar,
     )
-    shown = next(part for part in bar.parts() if part.startswith("tile "))
+    shown = next(part for part in bar.format_parts() if part.startswith("tile "))
     assert shown.removeprefix("tile ").split("/")[0] == shown.split("/")[1]  # the last of several
     assert isinstance(answer, Answer)
     assert "continuing with tiles of 128 pixels" in told.text

@@ -50,7 +50,7 @@ def test_the_five_lines_hold_for_a_clean_run(clean: Path, capsys: pytest.Capture
     assert list(lines)[:5] == FIVE
     assert all(lines[name]["verdict"] == "holds" for name in FIVE)
     assert "kept their bits" in lines[FIVE[1]]["observed"]
-    assert "6 rates on record" in lines[FIVE[3]]["observed"]
+    assert "6 recorded rates" in lines[FIVE[3]]["observed"]
     assert lines["GPU use"]["verdict"] == "not measurable"
     assert before == {file: file.read_bytes() for file in clean.rglob("*") if file.is_file()}
 
@@ -62,7 +62,7 @@ def test_a_configuration_is_not_checked_without_the_package_and_the_exit_code_st
     code, lines = verified(capsys, str(clean))
     assert code == 0
     assert lines[FIVE[0]]["verdict"] == "not measurable"
-    assert "not checked: install halfstep-check: pip install" in lines[FIVE[0]]["observed"]
+    assert "not checked: halfstep-check is missing (pip install" in lines[FIVE[0]]["observed"]
 
 
 def test_a_rate_that_left_its_schedule_is_found(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -153,7 +153,7 @@ def test_a_run_goes_on_by_the_file_that_left_it_the_format_of_its_vae(
 ) -> None:
     loaded = settings("diffusion", data, model__vae=vae, data__cache=cache, train__max_steps=2)
     written = tmp_path / "mine.yaml"
-    written.write_text(to_yaml(loaded.config.changed(precision={"modules": {"vae": asked}})))
+    written.write_text(to_yaml(loaded.config.replace(precision={"modules": {"vae": asked}})))
     run = train(load(str(written)), out=tmp_path / "run")
     stored = (run / "config.yaml").read_text()
     train(load_config([str(written), "train.max_steps=3"], {}, run), resume=run)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from halfstep.bench.apart import find_other_users
+from halfstep.bench.isolate import find_other_users
 from halfstep.bench.measure_row import Pause, Row, Schedule, describe_failure, make_unmeasured_row, measure_row
 from halfstep.bench.peers import list_peers, parse_peer_name
 from halfstep.bench.problem import (
@@ -27,7 +27,7 @@ from halfstep.bench.problem import (
 from halfstep.data.prefetch import prefetch
 from halfstep.errors import HardwareError, PrecisionError, TrainingStopped
 from halfstep.hardware.device_facts import Hardware
-from halfstep.models.first_values import skip_first_values
+from halfstep.models.initial_values import skip_initialisation
 from halfstep.precision.decide import explain_simulation
 from halfstep.precision.ladder import explain_lack
 from halfstep.precision.plan import Plan
@@ -47,14 +47,14 @@ DRIFT_BOUND = 0.02
 """Relative change of the repeated row beyond its own spread."""
 
 BASES = ("fp32", "tf32")
-"""What speedups refer to."""
+"""The precisions that speedups refer to."""
 
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchRequest:
-    """Which rows, and how long each."""
+    """Which rows to measure, and for how long."""
 
     precisions: tuple[str, ...]
     modes: tuple[BenchMode, ...]
@@ -71,7 +71,7 @@ class BenchRequest:
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
-LATE = "no time was left to start it"
+LATE = "no time was left to measure it"
 STOPPED = "stopped by Ctrl-C"
 EAGER_ONLY = "{} is simulated here, and a simulation cannot be compiled (--precisions fp32, or --modes eager)"
 
@@ -150,6 +150,7 @@ def list_runners(problem: Problem, request: BenchRequest, hardware: Hardware) ->
     """Yield a runner for each requested row, and an unmeasured row for each that cannot run."""
     unmeasured = dataclasses.replace(hardware, measurements=())  # so that formats that are slow here are timed too
     for precision in request.precisions:
+        # A format that the hardware lacks is simulated, which only eager mode can do.
         asked = problem.config.precision.model_copy(update={"default": precision})
         simulate = bool(explain_simulation(asked, hardware)) or asked.simulate and precision != "fp32"
         for mode in request.modes:
@@ -159,17 +160,17 @@ def list_runners(problem: Problem, request: BenchRequest, hardware: Hardware) ->
                 yield make_unmeasured_row("halfstep", mode, precision, EAGER_ONLY.format(precision))
             else:
                 yield HalfstepRunner(problem, precision, mode, unmeasured, simulate=simulate)
-        for word in request.against:
-            yield from _list_peers(word, problem, precision, explain_lack(precision, unmeasured))
+        for peer in request.against:
+            yield from _list_peers(peer, problem, precision, explain_lack(precision, unmeasured))
 
 
-def _list_peers(word: str, problem: Problem, precision: str, missing: str) -> Iterator[Runner | Row]:
+def _list_peers(peer: str, problem: Problem, precision: str, missing: str) -> Iterator[Runner | Row]:
     try:
         if missing:
             raise HardwareError(missing)
-        yield from list_peers([word], problem, precision)
+        yield from list_peers([peer], problem, precision)
     except (HardwareError, PrecisionError) as error:
-        yield make_unmeasured_row(parse_peer_name(word), word.partition(":")[2], precision, describe_failure(error))
+        yield make_unmeasured_row(parse_peer_name(peer), peer.partition(":")[2], precision, describe_failure(error))
 
 
 def measure_runner(runner: Runner, problem: Problem, request: BenchRequest, pause: Pause | None = None) -> Row:
@@ -178,8 +179,8 @@ def measure_runner(runner: Runner, problem: Problem, request: BenchRequest, paus
     if not isinstance(runner, HalfstepRunner) or not row.is_measured:
         return row
     missing = explain_simulation(runner.config.precision, runner.hardware)
-    said = (f"simulated: no speed{f' ({missing})' if missing else ''}",) if runner.simulated else ()
-    return dataclasses.replace(row, simulated=runner.simulated, remarks=(*said, *runner.remarks, *row.remarks))
+    simulation = (f"simulated: no speed{f' ({missing})' if missing else ''}",) if runner.simulated else ()
+    return dataclasses.replace(row, simulated=runner.simulated, remarks=(*simulation, *runner.remarks, *row.remarks))
 
 
 def _add_floor(row: Row, flops: int, hardware: Hardware) -> Row:
@@ -191,15 +192,19 @@ def add_speedups(rows: Sequence[Row]) -> list[Row]:
     """Add each row's speedup over strict fp32 and over TF32, halfstep's eager rows if measured."""
     bases = {name: find_baseline(rows, name) for name in BASES}
 
-    def over(name: str, row: Row) -> float | None:
+    def compute_speedup(name: str, row: Row) -> float | None:
         base = bases[name]
         return base.ms / row.ms if base and row.is_measured and not row.simulated else None
 
-    return [dataclasses.replace(row, speedup_fp32=over("fp32", row), speedup_tf32=over("tf32", row)) for row in rows]
+    return [
+        dataclasses.replace(row, speedup_fp32=compute_speedup("fp32", row), speedup_tf32=compute_speedup("tf32", row))
+        for row in rows
+    ]
 
 
 def find_baseline(rows: Sequence[Row], precision: str) -> Row | None:
     """Return the row that speedups over this precision refer to: halfstep eager if measured."""
+    # False sorts first: prefer halfstep's rows, and of these the eager one.
     there = [row for row in rows if row.precision == precision and row.is_measured and not row.simulated]
     return min(there, key=lambda row: (row.name != "halfstep", row.variant != "eager"), default=None)
 
@@ -215,7 +220,7 @@ def check_losses(rows: Sequence[Row], reference: Row | None) -> list[str]:
         return []
     return [
         f"{row.label}: loss {row.loss:.4g} after the same steps, {reference.label} has {reference.loss:.4g}: "
-        f"more than {LOSS_BOUND:.0%} apart"
+        f"they differ by more than {LOSS_BOUND:.0%}"
         for row in rows
         if row.loss is not None and not abs(row.loss - reference.loss) <= LOSS_BOUND * abs(reference.loss)
     ]
@@ -257,8 +262,9 @@ class HalfstepRunner:
         """Made once: only the first training pays for the trials."""
 
     def train(self, steps: int, after_step: AfterStep) -> float:
+        """Train this many steps as a run would; raise if they did not run in the requested mode."""
         seed_everything(self.config.train.seed)
-        workload = self.workload()
+        workload = self.build_workload()
         self._plan = plan = self._plan or self._make_plan(workload)
         self.remarks = [f"{plan.mode}: {plan.mode_reason}"] if self.variant == "auto" else []
         if plan.memory_reason:
@@ -271,14 +277,14 @@ class HalfstepRunner:
             batches = prefetch(itertools.repeat(self.problem.host_batch, steps), self.problem.device)
             loss = self._train_batches(engine, batches, after_step)
         if engine.mode != plan.mode or self.variant not in ("auto", engine.mode):
-            # A row must not show the time of another mode.
+            # Raise, because a row must not show the time of another mode.
             raise HardwareError(f"could not run as {plan.mode}: {'; '.join(self.remarks) or f'ran as {engine.mode}'}")
         return loss
 
-    def workload(self) -> Workload:
+    def build_workload(self) -> Workload:
         """Build the workload as a run would, with the problem's seeded weights."""
         model = self.problem.make_model()
-        with skip_first_values():
+        with skip_initialisation():
             return _begin_all_phases(build_random_workload(self.config), model)
 
     def _make_plan(self, workload: Workload) -> Plan:

@@ -12,8 +12,8 @@ import torch
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from halfstep.bench.apart import isolate_row
 from halfstep.bench.bench import STOPPED, HalfstepRunner, Tell
+from halfstep.bench.isolate import isolate_row
 from halfstep.bench.measure_row import Row, describe_failure
 from halfstep.bench.peers import PeerRunner
 from halfstep.bench.problem import Problem, Runner, compute_floor_ms
@@ -29,7 +29,7 @@ from halfstep.bench.step_profile import (
 )
 from halfstep.errors import ConfigError, HardwareError
 from halfstep.hardware.device_facts import Hardware
-from halfstep.report.tables import make_columns_table, make_pairs_table
+from halfstep.report.console import make_columns_table, make_pairs_table
 from halfstep.run.assemble import decide_plan
 from halfstep.tune.channels_last import wants_channels_last
 from halfstep.tune.fresh_thread import run_in_fresh_thread
@@ -49,7 +49,7 @@ class StepFacts:
 
 TOP_KERNELS = 10
 WORTH_SAYING = 0.01
-"""Share of the step below which a note would be noise."""
+"""Share of the step from which a note is printed."""
 HOST_BOUND = 0.1
 """Share of launch gaps above which the step is limited by the host."""
 
@@ -112,16 +112,17 @@ def _group_kinds(kernels: Sequence[KernelTime]) -> list[KindTime]:
 
 
 def _list_notes(step: StepProfile, kernels: Sequence[KernelTime], facts: StepFacts) -> Iterator[str]:
+    """Yield notes on what limits the step."""
     if facts.device.type == "cuda" and step.launch_gap_ms > HOST_BOUND * step.step_ms:
         yield "the step is limited by the host: faster kernels alone change little"
     turned = [kernel for kernel in kernels if kernel.kind is OpKind.LAYOUT]
     turned_ms = sum(kernel.ms for kernel in turned)
     if facts.channels_last and turned and turned_ms >= WORTH_SAYING * step.step_ms:
-        yield f"{turned_ms:.2f} ms of layout copies even though channels_last is on: {turned[0].name}"
+        yield f"{turned_ms:.2f} ms of layout copies although channels_last is on: {turned[0].name}"
     if facts.device.type == "cpu":
         yield (
-            "profiling slows CPU operators, small ones most: times are scaled to the unprofiled step, shares are "
-            "approximate; gaps are Python between operators"
+            "profiling slows CPU operators, small ones most: times are scaled to the unprofiled step, so shares are "
+            "approximate; launch gaps are Python code between operators"
         )
 
 
@@ -181,6 +182,7 @@ def explain_rows(
 def _explain_in_turn(
     runner: Runner, problem: Problem, hardware: Hardware, *, steps: int, flops: int
 ) -> Explanation | NotExplained:
+    """Explain one row; an error becomes its reason."""
     with isolate_row(problem.device):
         try:
             facts = collect_step_facts(runner, problem, hardware, flops)
@@ -206,16 +208,17 @@ def collect_step_facts(runner: Runner, problem: Problem, hardware: Hardware, flo
 
 
 def _keeps_channels_last(runner: Runner, hardware: Hardware) -> bool:
+    """True if the runner's model is in channels_last layout."""
     if isinstance(runner, PeerRunner):
         return runner.setup.channels_last
-    assert isinstance(runner, HalfstepRunner), f"no facts are known of {type(runner).__name__}"
+    assert isinstance(runner, HalfstepRunner), f"no facts are known about {type(runner).__name__}"
     if runner.simulated:
         raise HardwareError(
             f"{runner.precision} is simulated here",
-            why="the time of a simulation says nothing about the format",
+            why="the time of a simulation does not show the speed of the format",
             fix="--precisions fp32",
         )
-    config, workload = runner.config, runner.workload()
+    config, workload = runner.config, runner.build_workload()
     return wants_channels_last(config, decide_plan(config, workload, hardware), workload.model)
 
 

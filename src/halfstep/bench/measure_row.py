@@ -21,7 +21,7 @@ from typing import Any, Self
 
 import torch
 
-from halfstep.bench.apart import CacheState, CacheWatch, isolate_row, read_clock_limits
+from halfstep.bench.isolate import CacheState, CacheWatch, isolate_row, read_clock_limits
 from halfstep.bench.problem import Problem, Runner
 from halfstep.errors import ConfigError, HalfstepError, MemoryLimitError, format_bytes, summarise_error
 from halfstep.hardware.clock import wait_for
@@ -42,7 +42,7 @@ class Row:
     precision: str
     reason: str = ""
     simulated: bool = False
-    """The format's numerics are simulated: the time says nothing about the format."""
+    """True if the format's numerics are simulated: the time does not show the speed of the format."""
     remarks: tuple[str, ...] = ()
     window_ms: tuple[float, ...] = ()
     """Milliseconds per step, one value per window."""
@@ -137,7 +137,7 @@ def make_schedule(timed_steps: int, device: torch.device) -> Schedule:
 
 
 class StepTimer:
-    """Called after each step; `found()` returns it once all steps are done. Memory is None on a CPU."""
+    """Time the steps of a row: a runner calls it after each one. Memory is None on a CPU."""
 
     start_s: float
     """Seconds from creation to the end of the first step."""
@@ -151,14 +151,16 @@ class StepTimer:
     """Peak while training, including a graph's memory."""
     reserved_bytes: int | None
     """The most memory that torch reserved while training, caches included."""
-    joules_a_step: float | None
+    joules_per_step: float | None
     _energy: EnergyMeter
     clock_limits: tuple[str, ...]
     """What limited the device's clocks."""
 
     def __init__(self, schedule: Schedule, device: torch.device, pause: Pause | None = None) -> None:
-        """Prepare a row. `pause` is called once, early in the warm-up: a benchmark that alternates processes waits
-        there."""
+        """Start the clock of a row.
+
+        `pause` is called once, early in the warm-up: a benchmark that alternates between processes waits there.
+        """
         self.schedule, self.device, self.pause = schedule, device, pause
         self._compilers = CacheWatch()
         self.began = time.perf_counter()
@@ -167,28 +169,31 @@ class StepTimer:
         reset_peak(device)
 
     def __call__(self) -> None:
+        """Count one step, and mark the time where a window begins or ends."""
         self.count += 1
         if self.count == 1:
             wait_for(self.device)
             self.start_s = time.perf_counter() - self.began
-            self.cache = self._compilers.found()
+            self.cache = self._compilers.get_state()
         if self.count == PAUSE_AFTER and self.pause is not None:
             self.pause()
         if self.count == self.schedule.warm_up:
             self._end_warm_up()
+        # The first mark (at 0) is the start of the first window.
         timed = self.count - self.schedule.warm_up - self.schedule.ramp
         if timed >= 0 and timed % self.schedule.window == 0:
             self.marks.append(self._mark())
         if self.count == self.schedule.steps:
             self._end()
 
-    def found(self) -> Self:
+    def get_finished(self) -> Self:
+        """Return the timer once all steps are done."""
         assert self.window_s, f"the runner made {self.count} of {self.schedule.steps} steps"
         return self
 
     def _end_warm_up(self) -> None:
         wait_for(self.device)
-        self.start_peak_bytes = self._peak_bytes()
+        self.start_peak_bytes = self._read_peak_bytes()
         reset_peak(self.device)
         self._energy = EnergyMeter(self.device)
 
@@ -200,7 +205,7 @@ class StepTimer:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def _peak_bytes(self) -> int | None:
+    def _read_peak_bytes(self) -> int | None:
         # A process keeps memory that earlier rows freed: on a CPU each row would look larger than the one before.
         return None if self.device.type == "cpu" else get_peak_memory_bytes(self.device)
 
@@ -209,8 +214,8 @@ class StepTimer:
         self.clock_limits = read_clock_limits(self.device)  # before the wait: an idle device has no reason to slow down
         wait_for(self.device)
         joules = self._energy.read_joules()
-        self.joules_a_step = None if joules is None else joules / (self.schedule.steps - self.schedule.warm_up)
-        self.peak_bytes = self._peak_bytes()
+        self.joules_per_step = None if joules is None else joules / (self.schedule.steps - self.schedule.warm_up)
+        self.peak_bytes = self._read_peak_bytes()
         self.reserved_bytes = torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None
         self.window_s = tuple(_measure_between(a, b) / self.schedule.window for a, b in itertools.pairwise(self.marks))
 
@@ -232,7 +237,7 @@ def measure_row(runner: Runner, problem: Problem, schedule: Schedule, *, pause: 
     with isolate_row(problem.device):
         try:
             return _measure(runner, problem, schedule, pause)
-        # Any error: a peer that fails must lose only its own row.
+        # Catch any error: if one runner fails, the other rows must still be measured.
         except Exception as error:
             error.__traceback__ = None  # its frames would keep the model, and thereby memory, alive for the next row
             return make_unmeasured_row(runner.name, runner.variant, runner.precision, describe_failure(error))
@@ -252,9 +257,10 @@ def describe_failure(error: Exception) -> str:
 
 
 def _measure(runner: Runner, problem: Problem, schedule: Schedule, pause: Pause | None) -> Row:
+    """Train the schedule's steps with a timer and build the row from it."""
     timer = StepTimer(schedule, problem.device, pause)
     loss = run_in_fresh_thread(lambda: runner.train(schedule.steps, timer), problem.device)
-    found = timer.found()
+    found = timer.get_finished()
     ms = tuple(1e3 * seconds for seconds in found.window_s)
     return Row(
         name=runner.name,
@@ -264,7 +270,7 @@ def _measure(runner: Runner, problem: Problem, schedule: Schedule, pause: Pause 
         peak_bytes=found.peak_bytes,
         start_peak_bytes=found.start_peak_bytes,
         reserved_bytes=found.reserved_bytes,
-        joules_per_sample=found.joules_a_step / problem.samples if found.joules_a_step is not None else None,
+        joules_per_sample=found.joules_per_step / problem.samples if found.joules_per_step is not None else None,
         loss=loss,
         start_s=found.start_s,
         cache=found.cache,

@@ -30,7 +30,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, Dataset
 
 from halfstep.backend_flags import set_fp32_mode
-from halfstep.bench.apart import isolate_row
+from halfstep.bench.isolate import isolate_row
 from halfstep.bench.problem import AfterStep, Batch, Problem, Runner
 from halfstep.errors import ConfigError, HalfstepError, HardwareError, PrecisionError, format_count, suggest_nearest
 from halfstep.kernels.fast_forms import force
@@ -68,37 +68,37 @@ class PeerSetup:
     def compile_mode(self) -> str | None:
         return "reduce-overhead" if self.variant == "graphs" else None
 
-    def model(self) -> nn.Module:
+    def build_model(self) -> nn.Module:
         """Return the seeded model in training mode, on the host: Lightning and Accelerate move it themselves."""
         model = self.problem.make_model().train()
         # The keyword is missing in torch's type stubs.
         return cast(nn.Module, model.to(memory_format=torch.channels_last)) if self.channels_last else model  # type: ignore[call-overload]
 
-    def optimizer(self, model: nn.Module, *, may_fuse: bool = True) -> torch.optim.AdamW:
+    def build_optimizer(self, model: nn.Module, *, may_fuse: bool = True) -> torch.optim.AdamW:
         """Return AdamW over all parameters in one group, as in most guides."""
         fused = True if self.by_hand and may_fuse else None
-        problem, options = self.problem, self.problem.config.optimizer.options()
+        problem, options = self.problem, self.problem.config.optimizer.collect_options()
         decay = problem.weight_decay
         return torch.optim.AdamW(model.parameters(), lr=problem.lr, weight_decay=decay, fused=fused, **options)
 
-    def loader(self, steps: int) -> DataLoader[Batch]:
+    def build_loader(self, steps: int) -> DataLoader[Batch]:
         """Return a loader that repeats one batch, so that no peer waits for data."""
         return DataLoader(_Repeated(self.problem.host_batch, steps), batch_size=None)
 
-    def prepared(self, batch: Batch) -> Batch:
+    def prepare(self, batch: Batch) -> Batch:
         """Prepare a batch for the model, with images in the model's layout."""
         batch = self.problem.prepare(batch)
         return {name: _convert_to_channels_last(part) for name, part in batch.items()} if self.channels_last else batch
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def compute_loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Compute the loss of a batch that is on the device."""
-        return self.problem.loss(model, self.prepared(batch))
+        return self.problem.loss(model, self.prepare(batch))
 
-    def compiled_loss(self, model: nn.Module) -> LossOf:
+    def compile_loss(self, model: nn.Module) -> LossOf:
         """Compile preparation, forward and loss as one region."""
 
         def loss(batch: Batch) -> Tensor:
-            return self.loss(model, batch)
+            return self.compute_loss(model, batch)
 
         return torch.compile(loss, backend=self.compiler, mode=self.compile_mode)
 
@@ -201,15 +201,15 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def train_plain(setup: PeerSetup, steps: int, after_step: AfterStep) -> float:
     """Train with plain PyTorch: autocast, GradScaler for fp16, clipping after unscaling, one loss read at the end."""
     problem, device = setup.problem, setup.problem.device
-    model = setup.model().to(device)
-    optimizer = setup.optimizer(model)
+    model = setup.build_model().to(device)
+    optimizer = setup.build_optimizer(model)
     scaler = torch.amp.GradScaler(device.type, enabled=setup.precision == "fp16")
     autocast = torch.autocast(
         device.type, dtype=AUTOCAST.get(setup.precision, torch.bfloat16), enabled=setup.precision in AUTOCAST
     )
     loss_of = _build_loss(setup, model)
     loss = torch.tensor(float("nan"))
-    for host_batch in setup.loader(steps):
+    for host_batch in setup.build_loader(steps):
         optimizer.zero_grad()
         batch = {name: part.to(device, non_blocking=True) for name, part in host_batch.items()}
         with autocast:
@@ -226,9 +226,9 @@ def train_plain(setup: PeerSetup, steps: int, after_step: AfterStep) -> float:
 
 def _build_loss(setup: PeerSetup, model: nn.Module) -> LossOf:
     if setup.by_hand:
-        return setup.compiled_loss(model)
+        return setup.compile_loss(model)
     compiled = cast(nn.Module, torch.compile(model, backend=setup.compiler))
-    return functools.partial(setup.loss, compiled)
+    return functools.partial(setup.compute_loss, compiled)
 
 
 PRECISION = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
@@ -273,25 +273,27 @@ def train_lightning(setup: PeerSetup, steps: int, after_step: AfterStep) -> floa
     )
     compiled = torch.compile(module, backend=setup.compiler, mode=setup.compile_mode)
     try:
-        trainer.fit(compiled, setup.loader(steps))
+        trainer.fit(compiled, setup.build_loader(steps))
     except SystemExit as stopped:  # Lightning turns Ctrl-C into SystemExit
         raise KeyboardInterrupt from stopped
     return float(counter.loss)
 
 
 def _build_module(lightning: Any, setup: PeerSetup) -> Any:
+    """Build the LightningModule of the problem."""
+
     class PeerModule(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.model = setup.model()
+            self.model = setup.build_model()
 
         def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-            return setup.loss(self.model, batch)
+            return setup.compute_loss(self.model, batch)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             # In fp16 Lightning leaves unscaling to a fused optimizer; clipping before that would clip scaled gradients.
             clips_scaled = setup.precision == "fp16" and setup.problem.clip_norm > 0
-            return setup.optimizer(self.model, may_fuse=not clips_scaled)
+            return setup.build_optimizer(self.model, may_fuse=not clips_scaled)
 
     class ClippingModule(PeerModule):
         """Clips in a hook, because under autocast the Trainer's own clipping refuses every fused optimizer."""
@@ -334,9 +336,9 @@ def train_accelerate(setup: PeerSetup, steps: int, after_step: AfterStep) -> flo
     is compiled together with the loss, and the loader's copies do not block.
     """
     with _open_accelerator(setup) as accelerator:
-        model = setup.model()
-        model, optimizer, loader = accelerator.prepare(model, setup.optimizer(model), setup.loader(steps))
-        loss_of: LossOf = setup.compiled_loss(model) if setup.by_hand else functools.partial(setup.loss, model)
+        model = setup.build_model()
+        model, optimizer, loader = accelerator.prepare(model, setup.build_optimizer(model), setup.build_loader(steps))
+        loss_of: LossOf = setup.compile_loss(model) if setup.by_hand else functools.partial(setup.compute_loss, model)
         loss = torch.tensor(float("nan"))
         for batch in loader:
             optimizer.zero_grad()
@@ -377,7 +379,7 @@ def _reset(accelerate: Any) -> None:
 PEERS: Mapping[str, Loop] = {"plain": train_plain, "lightning": train_lightning, "accelerate": train_accelerate}
 IMPORTS: Mapping[str, Callable[[], object]] = {"lightning": import_lightning, "accelerate": import_accelerate}
 PEER_PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-"""What each of them takes without further packages."""
+"""The precisions that every peer supports without further packages."""
 
 FP16_ON_CPU = {"lightning": "it would train in bf16 instead", "accelerate": "it would train in fp32 instead"}
 """Libraries that cannot train in fp16 on a CPU, and what they would do instead with only a warning."""
@@ -394,14 +396,20 @@ class PeerRunner:
     loop: Loop
 
     def train(self, steps: int, after_step: AfterStep) -> float:
-        """Train from the seeded start; whatever goes wrong inside, compilation included, is raised as it came."""
+        """Train from the seeded start; errors, including those of compilation, are raised unchanged."""
         if steps < 1:
-            raise ConfigError(f"{format_count(steps, 'step')} cannot be trained", fix="ask for at least one")
+            raise ConfigError(f"cannot train {format_count(steps, 'step')}", fix="train at least one step")
         by_hand, device = self.setup.by_hand, self.setup.problem.device
         if self.precision == "fp16" and device.type == "cpu" and self.name in FP16_ON_CPU:
-            raise HardwareError(f"{self.name} cannot train fp16 on the CPU", why=FP16_ON_CPU[self.name])
+            raise HardwareError(
+                f"{self.name} cannot train fp16 on the CPU", why=FP16_ON_CPU[self.name], fix="--precisions fp32,bf16"
+            )
         if self.variant == "graphs" and device.type != "cuda":
-            raise HardwareError(f"{self.name} graphs needs CUDA", why="the compiler captures CUDA graphs only")
+            raise HardwareError(
+                f"{self.name} graphs needs CUDA",
+                why="the compiler captures CUDA graphs only",
+                fix=f"--against {self.name}",
+            )
         with isolate_peer(device), set_float32_mode(self.precision, by_hand=by_hand):
             torch.backends.cudnn.benchmark = by_hand
             if self.variant == "graphs":
@@ -414,36 +422,36 @@ UNASKED: tuple[Variant, ...] = ("documented", "tuned")
 """Variants that a name without a colon selects."""
 
 
-def parse_peer_name(word: str) -> str:
+def parse_peer_name(peer: str) -> str:
     """Return `plain` for `plain` and for `plain:graphs`."""
-    return word.partition(":")[0]
+    return peer.partition(":")[0]
 
 
-def list_variants(word: str) -> tuple[Variant, ...]:
-    """Return the variants that a word of `--against` selects."""
-    asked = word.partition(":")[2]
+def list_variants(peer: str) -> tuple[Variant, ...]:
+    """Return the variants that a peer of `--against` selects."""
+    asked = peer.partition(":")[2]
     return tuple(variant for variant in VARIANTS if variant == asked) if asked else UNASKED
 
 
-def require_peers(words: Sequence[str]) -> None:
+def require_peers(peers: Sequence[str]) -> None:
     """Raise ConfigError for an unknown peer and PeerMissing for one that is not installed, before anything is timed."""
     known = [*PEERS, *(f"{name}:{variant}" for name in PEERS for variant in VARIANTS)]
-    for word in words:
-        if word not in known:
-            raise ConfigError(f"unknown peer {word!r}", fix=suggest_nearest(word, known))
-        if parse_peer_name(word) in IMPORTS:
+    for peer in peers:
+        if peer not in known:
+            raise ConfigError(f"unknown peer {peer!r}", fix=suggest_nearest(peer, known))
+        if parse_peer_name(peer) in IMPORTS:
             with silence():  # their imports warn
-                IMPORTS[parse_peer_name(word)]()
+                IMPORTS[parse_peer_name(peer)]()
 
 
-def list_peers(words: Sequence[str], problem: Problem, precision: str, *, _compiler: str = "inductor") -> list[Runner]:
+def list_peers(peers: Sequence[str], problem: Problem, precision: str, *, _compiler: str = "inductor") -> list[Runner]:
     """Return runners for the given peers and variants. Tests pass a fast torch.compile backend as `_compiler`."""
-    require_peers(words)
+    require_peers(peers)
     if precision not in PEER_PRECISIONS:
         raise PrecisionError(
             f"peers cannot be timed in {precision!r}",
-            why=f"without further packages they support {', '.join(PEER_PRECISIONS)}",
-            fix="leave that precision or --against out",
+            why=f"without further packages they support only {', '.join(PEER_PRECISIONS)}",
+            fix="leave out that precision or --against",
         )
     if problem.num_phases > 1:
         raise HardwareError(
@@ -453,8 +461,8 @@ def list_peers(words: Sequence[str], problem: Problem, precision: str, *, _compi
         )
     return [
         PeerRunner(name=name, variant=variant, precision=precision, setup=setup, loop=PEERS[name])
-        for word in words
-        for name in [parse_peer_name(word)]
-        for variant in list_variants(word)
+        for peer in peers
+        for name in [parse_peer_name(peer)]
+        for variant in list_variants(peer)
         for setup in [PeerSetup(problem=problem, precision=precision, variant=variant, compiler=_compiler)]
     ]

@@ -1,6 +1,6 @@
-"""The training problem that is timed: a workload's model, loss and preparation on random data, equal for all tools.
+"""The training problem that is timed: a workload's model, loss and preparation on random data, the same for all tools.
 
-A peer such as Lightning owns its loop, so a runner trains many steps and calls back after each one. The time between
+A peer such as Lightning has its own loop, so a runner trains many steps and calls back after each one. The time between
 two calls is the time of a step.
 """
 
@@ -73,7 +73,7 @@ class Runner(Protocol):
     variant: str
     """halfstep: `eager`, `compile`, `graph`; a peer: `documented`, `tuned` or `graphs`."""
     precision: str
-    """The canonical word: fp32, tf32, bf16, fp16, fp8."""
+    """The canonical name: fp32, tf32, bf16, fp16, fp8."""
 
     def train(self, steps: int, after_step: AfterStep) -> float:
         """Train this many steps from the seeded start, call `after_step` after each, and return the last loss."""
@@ -81,7 +81,7 @@ class Runner(Protocol):
 
 
 NUM_BATCHES = 10_000
-"""Length of the pretended data set (ImageNet in batches of 128): `auto` weighs its trials against a run's length."""
+"""Length of the random data set (that of ImageNet in batches of 128): `auto` compares the cost of trials with it."""
 
 
 class RandomSamples:
@@ -117,7 +117,7 @@ def build_problem(config: RunConfig, device: torch.device) -> Problem:
         prepare=_choose_preparation(kind, workload, device),
         loss=lambda model, prepared: workload.compute_loss(workload.forward(model, prepared), prepared)[0],
         device=device,
-        lr=config.optimizer.peak_lr(samples),
+        lr=config.optimizer.compute_peak_lr(samples),
         weight_decay=config.optimizer.weight_decay,
         clip_norm=config.train.clip_norm,
         samples=samples,
@@ -187,13 +187,13 @@ def refuse_too_large(config: RunConfig, precisions: Sequence[str], modes: Sequen
     batch_size = config.train.batch_size
     # Compiled or recomputing rows may keep fewer activations than counted.
     keeps_activations = "eager" in modes and config.train.memory != "low"
-    needed = cost.bytes_at(batch_size if keeps_activations else 0)
+    needed = cost.predict_bytes(batch_size if keeps_activations else 0)
     if needed <= free_bytes:
         return
     fits = (free_bytes - cost.fixed_bytes) // cost.sample_bytes
     raise MemoryLimitError(
-        f"{config.workload} at batch {batch_size} needs {format_bytes(needed)} or more, and {format_bytes(free_bytes)} "
-        "of this machine's memory are free",
+        f"{config.workload} at batch size {batch_size} needs at least {format_bytes(needed)}, and this machine has "
+        f"{format_bytes(free_bytes)} of free memory",
         why=f"{format_bytes(cost.fixed_bytes)} for {cost.num_parameters:,} parameters, gradients and optimizer, "
         f"{format_bytes(cost.sample_bytes)} per sample; the OS would kill the benchmark",
         fix=f"{f'--batch-size {fits} or less' if fits > 0 else 'a smaller model'}, or --device cuda where there is one",
@@ -215,7 +215,7 @@ COMPARABLE = {
     "ema.enabled": "false",
 }
 """One optimizer and rate for every model and tool; settings of the user take precedence."""
-OF_PEERS: dict[str, tuple[object, ...]] = {
+PEER_SETTINGS: dict[str, tuple[object, ...]] = {
     "optimizer.name": ("adamw",),
     "schedule.name": ("constant",),
     "schedule.warmup_epochs": (0,),
@@ -248,42 +248,46 @@ def load_bench_config(
     target: str, overrides: Sequence[str], flags: Mapping[str, object], *, small: bool, against: Sequence[str] = ()
 ) -> RunConfig:
     """Load the config of a workload or file; `small` uses the size of the workload's demo, for a CPU."""
-    said, given = load(target, flags=flags, overrides=overrides), dict(flags)
-    makes_data = KINDS.of(said.config.workload).synthetic is not None
+    loaded, given = load(target, flags=flags, overrides=overrides), dict(flags)
+    makes_data = KINDS.of(loaded.config.workload).synthetic is not None
     if makes_data and not small:
         given = {"data_dir": NO_FOLDER, **flags}
-        said = load(target, flags=given, overrides=overrides)
-    unsaid = [f"{path}={value}" for path, value in COMPARABLE.items() if said.origins[path].layer in UNSTATED]
-    config = load(target, flags=given, overrides=[*unsaid, *overrides]).config
-    _refuse_rows_as_settings(said)
+        loaded = load(target, flags=given, overrides=overrides)
+    # Only where the user set nothing.
+    defaults = [f"{path}={value}" for path, value in COMPARABLE.items() if loaded.origins[path].layer in UNSTATED]
+    config = load(target, flags=given, overrides=[*defaults, *overrides]).config
+    _refuse_rows_as_settings(loaded)
     if config.train.accumulate > 1:
         raise ConfigError(
-            f"train.accumulate={config.train.accumulate} is not supported: a benchmark times steps of one batch",
-            fix="leave it at 1; accumulating N batches takes about N times as long",
+            f"train.accumulate={config.train.accumulate} is not supported by bench",
+            why="a benchmark times steps of one batch",
+            fix="leave it at 1; a step that accumulates N batches takes about N times as long",
         )
     if against:
         _refuse_what_peers_lack(config)
-    return config.changed(data={"dir": None}) if makes_data else config
+    return config.replace(data={"dir": None}) if makes_data else config
 
 
-def _refuse_rows_as_settings(said: Loaded) -> None:
+def _refuse_rows_as_settings(loaded: Loaded) -> None:
     """Raise ConfigError for an override of precision or mode, which the benchmark varies itself."""
-    for option, (path, value) in _read_rows(said).items():
-        if said.origins[path].layer == "override":
+    for option, (path, value) in _read_rows(loaded).items():
+        if loaded.origins[path].layer == "override":
             raise ConfigError(
-                f"{said.origins[path].where} cannot be an override of a benchmark", fix=f"{option} {value}"
+                f"{loaded.origins[path].where} cannot be set for a benchmark",
+                why=f"each row has its own; {option} selects them",
+                fix=f"{option} {value}",
             )
 
 
 def _refuse_what_peers_lack(config: RunConfig) -> None:
     """Raise ConfigError for settings that peers do not implement: all rows must do the same work."""
-    for path, possible in OF_PEERS.items():
+    for path, possible in PEER_SETTINGS.items():
         value = operator.attrgetter(path)(config)
         if value not in possible:
             raise ConfigError(
-                f"{path}={format_setting(value)}, and peers train with {format_setting(possible[0])}",
+                f"{path}={format_setting(value)}, but peers train with {format_setting(possible[0])}",
                 why="all rows must do the same work to be comparable",
-                fix=f"leave {path} at {format_setting(possible[0])}, or --against out",
+                fix=f"leave {path} at {format_setting(possible[0])}, or leave out --against",
             )
 
 
@@ -295,26 +299,26 @@ class StatedRow:
     where: str
 
 
-def find_stated_rows(said: Loaded) -> dict[str, StatedRow]:
+def find_stated_rows(loaded: Loaded) -> dict[str, StatedRow]:
     """Return the precision and mode that the config sets, by option (`--precisions`, `--modes`)."""
     return {
-        option: StatedRow(value=value, where=said.origins[path].where)
-        for option, (path, value) in _read_rows(said).items()
-        if said.origins[path].layer in STATED_BELOW
+        option: StatedRow(value=value, where=loaded.origins[path].where)
+        for option, (path, value) in _read_rows(loaded).items()
+        if loaded.origins[path].layer in STATED_BELOW
     }
 
 
-def _read_rows(said: Loaded) -> dict[str, tuple[str, str]]:
+def _read_rows(loaded: Loaded) -> dict[str, tuple[str, str]]:
     """Return path and value of the settings that a benchmark varies, by option."""
-    mode = next(mode for mode, fast in FAST.items() if fast == said.config.train.fast)
-    return {"--precisions": ("precision.default", said.config.precision.default), "--modes": ("train.fast", mode)}
+    mode = next(mode for mode, fast in FAST.items() if fast == loaded.config.train.fast)
+    return {"--precisions": ("precision.default", loaded.config.precision.default), "--modes": ("train.fast", mode)}
 
 
 def set_precision(config: RunConfig, precision: str, *, simulate: bool) -> RunConfig:
     """Set the precision without fallback: a row must not show the time of another precision."""
-    return config.changed(precision={"default": precision, "strict": not simulate, "simulate": simulate})
+    return config.replace(precision={"default": precision, "strict": not simulate, "simulate": simulate})
 
 
 def set_mode(config: RunConfig, mode: BenchMode) -> RunConfig:
     """Set the mode of the config."""
-    return config.changed(train={"fast": FAST[mode]})
+    return config.replace(train={"fast": FAST[mode]})

@@ -1,4 +1,4 @@
-"""The record of a benchmark as plain JSON: the rows and everything they depend on."""
+"""Record a benchmark as plain JSON: its rows and everything they depend on."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ def describe_circumstances(
     }
 
 
-def format_command_line(words: Sequence[str]) -> str:
-    """Return the command without the folders of its files, which do not belong in a published result."""
-    return f"halfstep {shlex.join(_strip_folders(words))}"
+def format_command_line(arguments: Sequence[str]) -> str:
+    """Return the command line without the folders of its files, which do not belong in a published result."""
+    return f"halfstep {shlex.join(_strip_folders(arguments))}"
 
 
-def _strip_folders(words: Sequence[str]) -> Iterator[str]:
+def _strip_folders(arguments: Sequence[str]) -> Iterator[str]:
     is_file = False
-    for word in words:
-        flag, equals, value = word.partition("=")
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
         if is_file:
-            yield Path(word).name
+            yield Path(argument).name
         else:
-            yield f"{flag}={Path(value).name}" if equals and flag in FILE_FLAGS else word
-        is_file = word in FILE_FLAGS
+            yield f"{flag}={Path(value).name}" if equals and flag in FILE_FLAGS else argument
+        is_file = argument in FILE_FLAGS
 
 
 def summarise_results(benched: BenchResult) -> Record:
@@ -106,6 +106,7 @@ def find_reduced_settings(config: RunConfig) -> dict[str, Any]:
     fields, here = list_fields(type(config)), flatten_keys(config.model_dump(mode="json"))
     found = {}
     for path, value in type(config).demo.items():
+        # Through JSON, which turns tuples into lists, so that equal values compare equal.
         small, full = json.loads(json.dumps([value, fields[path].default]))
         if path.startswith("model.") and here[path] == small != full:
             found[path] = small

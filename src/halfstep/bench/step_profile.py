@@ -16,14 +16,14 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from halfstep.bench.problem import Runner
-from halfstep.errors import ConfigError, HardwareError, format_count
+from halfstep.errors import ConfigError, HardwareError
 from halfstep.hardware.clock import Stopwatch
 
 LEAST_STEPS = 3
 WARM_UP_STEPS = {"cuda": 10, "cpu": 2}
 """Steps after which compilation, cuDNN's choice of algorithms and graph capture are over."""
 NOT_WORK = frozenset({"Context Sync", "Stream Sync", "Event Sync"})
-"""Waits that the profiler lists like kernels."""
+"""Names of waits, which the profiler lists like kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +88,7 @@ def refuse_too_few(steps: int) -> None:
     """Raise ConfigError for too few steps."""
     if steps < LEAST_STEPS:
         raise ConfigError(
-            f"{format_count(steps, 'step')}: too few to explain",
+            f"--steps {steps} is too few for --explain",
             why="the time of single steps varies too much",
             fix=f"--steps {LEAST_STEPS} or more",
         )
@@ -111,7 +111,7 @@ def profile_steps(runner: Runner, *, steps: int, device: torch.device) -> StepPr
     refuse_too_few(steps)
     session = _Session(steps, device)
     with session.profiler:
-        runner.train(session.num_steps, session.after_step)
+        runner.train(session.num_steps, session.count_step)
     events = tuple(_collect_events(session.profiler.events(), device))
     if not events:
         raise HardwareError(
@@ -135,10 +135,11 @@ class _Session:
         self._done = 0
         self._watch = Stopwatch()
         self.timed_s = 0.0
+        # One step to start the profiler, whose first step is slow.
         plan = schedule(wait=self._end, warmup=1, active=steps, repeat=1)
         self.profiler = profile(activities=[_choose_activity(device)], schedule=plan, acc_events=True)
 
-    def after_step(self) -> None:
+    def count_step(self) -> None:
         self._done += 1
         if self._done in (self._begin, self._end, self._end + 1, self.num_steps) and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -1,6 +1,6 @@
 """`halfstep bench`: time a training step per precision and mode, and compare with other tools.
 
-The command checks its arguments without importing torch, measures one row after the other, and writes, prints and draws
+The command checks its arguments before it imports torch, measures one row after the other, and writes, prints and draws
 the result. With --explain it profiles each row instead.
 """
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from halfstep.cli.options import MaybeWords, Strict, option, refuse_to_overwrite
+from halfstep.cli.options import MaybeArguments, Strict, option, refuse_to_overwrite
 from halfstep.errors import ConfigError, suggest_command, suggest_nearest
 from halfstep.workloads import DEMO_WORKLOAD, KINDS
 
@@ -36,7 +36,7 @@ PEER = "Tools to compare with: plain,lightning,accelerate; plain:graphs is one v
 
 
 def command(
-    words: MaybeWords = None,
+    arguments: MaybeArguments = None,
     batch_size: Annotated[int | None, option("Samples per step.", panel=WHAT, min=1)] = None,
     image_size: Annotated[int | None, option("Image side in pixels.", panel=WHAT, min=1)] = None,
     precisions: Annotated[
@@ -72,7 +72,7 @@ def command(
         halfstep bench unet --explain
     """
     asked = BenchArguments(
-        words=add_workload(words or []),
+        arguments=add_workload(arguments or []),
         flags={"batch_size": batch_size, "image_size": image_size, "device": device, "strict": strict},
         precisions=precisions,
         modes=modes,
@@ -110,7 +110,7 @@ UNSET = "an empty argument is usually an unset shell variable"
 class BenchArguments:
     """Arguments of the command line, not yet checked; None if an option was not given."""
 
-    words: Sequence[str]
+    arguments: Sequence[str]
     """The workload or config file, then settings."""
     flags: Mapping[str, object]
     """Options that are also settings of a run."""
@@ -141,18 +141,22 @@ def refuse_files(files: OutputFiles, *, explain: bool) -> None:
     refuse_to_overwrite({"--picture": files.picture, "--save": files.save}, force=files.force)
     if files.picture:
         if explain:
-            raise ConfigError(f"--explain draws no chart ({files.picture})", fix="use --save FILE to write all numbers")
+            raise ConfigError(
+                f"--picture {files.picture} cannot be combined with --explain",
+                why="a profile has no chart",
+                fix="use --save FILE to write all numbers",
+            )
         from halfstep.report.picture_file import refuse_unknown_format
 
         refuse_unknown_format(files.picture)
 
 
-def add_workload(words: Sequence[str]) -> list[str]:
+def add_workload(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with the workload first; print a notice if the default is used."""
-    if not words or "=" in words[0]:
+    if not arguments or "=" in arguments[0]:
         typer.secho(f"no workload given: using {DEMO_WORKLOAD}", fg="yellow", err=True)
-        return [DEMO_WORKLOAD, *words]
-    target = words[0]
+        return [DEMO_WORKLOAD, *arguments]
+    target = arguments[0]
     if not target.strip():
         raise ConfigError(f"the workload is {target!r}", why=UNSET, fix="name one, such as unet, resnet50 or vit_b_16")
     if target not in tuple(KINDS) and Path(target).is_dir():
@@ -161,7 +165,7 @@ def add_workload(words: Sequence[str]) -> list[str]:
             why="a benchmark needs no data",
             fix=_suggest_for_folder(Path(target)),
         )
-    return list(words)
+    return list(arguments)
 
 
 def _suggest_for_folder(folder: Path) -> str:
@@ -171,26 +175,26 @@ def _suggest_for_folder(folder: Path) -> str:
 
 
 def split_choices(text: str | None, option: str, allowed: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Split `a,b` into its words, in the order given; refuse an empty list and unknown words."""
+    """Split `a,b` into its choices, in the order given; refuse an empty list and unknown choices."""
     if text is None:
         return ()
-    found = tuple(dict.fromkeys(word.strip().lower() for word in text.split(",") if word.strip()))
+    found = tuple(dict.fromkeys(choice.strip().lower() for choice in text.split(",") if choice.strip()))
     if not found:
         fix = f"leave {option} out, or name some: {option} {','.join(list(allowed or ('fp32', 'bf16'))[:2])}"
         raise ConfigError(f"{option} {text!r} is empty", why=UNSET, fix=fix)
-    for word in found:
-        if allowed and word not in allowed:
-            raise _explain_unknown_choice(word, option, allowed)
+    for choice in found:
+        if allowed and choice not in allowed:
+            raise _explain_unknown_choice(choice, option, allowed)
     return found
 
 
-def _explain_unknown_choice(word: str, option: str, allowed: Mapping[str, str]) -> ConfigError:
-    """Return the error for an unknown word; suggest variants (`plain:graphs`) only if the word has a colon."""
+def _explain_unknown_choice(choice: str, option: str, allowed: Mapping[str, str]) -> ConfigError:
+    """Return the error for an unknown choice; suggest variants (`plain:graphs`) only if the choice has a colon."""
     named = {name: meaning for name, meaning in allowed.items() if ":" not in name}
     return ConfigError(
-        f"unknown {option} {word!r}",
+        f"unknown {option} {choice!r}",
         why="known values: " + ", ".join(f"{name} ({meaning})" for name, meaning in named.items()),
-        fix=suggest_nearest(word, allowed if ":" in word else named),
+        fix=suggest_nearest(choice, allowed if ":" in choice else named),
     )
 
 
@@ -203,8 +207,8 @@ def prepare_request(asked: BenchArguments) -> tuple[Hardware, Problem, BenchRequ
     )
     from halfstep.config.precision_names import normalise_precision
 
-    words = split_choices(asked.precisions, "--precisions")
-    precisions = tuple(dict.fromkeys(normalise_precision(word, "--precisions") for word in words))
+    names = split_choices(asked.precisions, "--precisions")
+    precisions = tuple(dict.fromkeys(normalise_precision(name, "--precisions") for name in names))
     import torch
 
     from halfstep.bench.bench import BenchRequest
@@ -222,32 +226,34 @@ def prepare_request(asked: BenchArguments) -> tuple[Hardware, Problem, BenchRequ
 
     require_peers(against)
     hardware = probe(str(asked.flags["device"] or "auto"))
-    place = torch.device(hardware.device)
+    device = torch.device(hardware.device)
     steps = None if asked.explain else asked.steps
-    schedule = make_schedule(STEPS.get(place.type, STEPS["cpu"]) if steps is None else steps, place)
-    target, *overrides = asked.words
+    schedule = make_schedule(STEPS.get(device.type, STEPS["cpu"]) if steps is None else steps, device)
+    target, *overrides = asked.arguments
+    # Twice: `config` has the settings of a benchmark, `loaded` those of a run, with their origins.
     config = load_bench_config(target, overrides, asked.flags, small=hardware.kind == "cpu", against=against)
-    said = load(target, flags=asked.flags, overrides=overrides)
-    if said.config.data.dir and config.data.dir is None:
-        note = f"data.dir={said.config.data.dir} is not read: the benchmark trains on one random batch of the same size"
-        typer.secho(note, fg="yellow", err=True)
-    stated = read_stated_rows(said, explain=asked.explain)
+    loaded = load(target, flags=asked.flags, overrides=overrides)
+    if loaded.config.data.dir and config.data.dir is None:
+        note = "is not read: the benchmark trains on one random batch of the same size"
+        typer.secho(f"data.dir={loaded.config.data.dir} {note}", fg="yellow", err=True)
+    stated = read_stated_rows(loaded, explain=asked.explain)
     unasked = ("auto",) if asked.explain else choose_default_precisions(hardware)
     request = BenchRequest(
         precisions=resolve_auto(choose_values("--precisions", precisions, stated, unasked), hardware),
-        modes=choose_values("--modes", modes, stated, choose_default_modes(place)),  # type: ignore[arg-type]
+        modes=choose_values("--modes", modes, stated, choose_default_modes(device)),  # type: ignore[arg-type]
         against=against,
         schedule=schedule,
     )
+    # Before anything is built: an allocation that is too large ends the process without an error.
     refuse_too_large(config, request.precisions, request.modes, hardware)
-    return hardware, build_problem(config, place), request
+    return hardware, build_problem(config, device), request
 
 
-def read_stated_rows(said: Loaded, *, explain: bool) -> dict[str, StatedRow]:
+def read_stated_rows(loaded: Loaded, *, explain: bool) -> dict[str, StatedRow]:
     """Return the precision and mode that a config file or a preset sets, by option."""
     from halfstep.bench.problem import find_stated_rows
 
-    stated = find_stated_rows(said)
+    stated = find_stated_rows(loaded)
     if explain and "--modes" in stated and stated["--modes"].value == "auto":
         del stated["--modes"]  # auto resolves to another mode, so it cannot be profiled by itself
     return stated
@@ -260,7 +266,7 @@ def choose_values(
     if asked or option not in stated:
         return asked or unasked
     row = stated[option]
-    typer.secho(f"{option} {row.value}, from {row.where}; {option} selects others", fg="yellow", err=True)
+    typer.secho(f"measuring only {row.value}, as set in {row.where}; {option} selects others", fg="yellow", err=True)
     return (row.value,)
 
 
@@ -270,12 +276,12 @@ def resolve_auto(precisions: tuple[str, ...], hardware: Hardware) -> tuple[str, 
 
     plan = decide("auto", hardware)
     if "auto" in precisions:
-        typer.secho(f"auto is {plan.granted} here: {plan.reason}", fg="yellow", err=True)
+        typer.secho(f"auto means {plan.granted} here: {plan.reason}", fg="yellow", err=True)
     return tuple(dict.fromkeys(plan.granted if name == "auto" else name for name in precisions))
 
 
 ABOUT = ("command", "date", "device", "versions", "problem")
-"""What is needed to repeat a stored explanation."""
+"""Keys of the record that are needed to repeat a stored explanation."""
 EXPLAINED_STEPS = {"cuda": 10, "cpu": 5}
 """Timed, and then profiled, by default: kernels vary far less than whole steps."""
 SILENT = "6"
@@ -285,10 +291,11 @@ SILENT = "6"
 def time_rows(
     hardware: Hardware, problem: Problem, request: BenchRequest, files: OutputFiles, *, as_json: bool
 ) -> None:
+    """Time every row; save, print and draw the result."""
     from halfstep.bench.bench import bench
     from halfstep.bench.record import summarise_results
     from halfstep.report.bench_view import show_bench
-    from halfstep.report.tables import open_result_console
+    from halfstep.report.console import open_result_console
 
     with _prepare_work(hardware, problem, request, repeats_first=request.repeat_first) as work:
         benched = bench(problem, request, work.hardware, work.flops, work.tell)
@@ -304,12 +311,13 @@ def time_rows(
 def profile_rows(
     hardware: Hardware, problem: Problem, request: BenchRequest, files: OutputFiles, *, steps: int | None, as_json: bool
 ) -> None:
+    """Profile every row; save and print where the time of a step goes."""
     from rich.text import Text
 
     from halfstep.bench.bench import STOPPED
     from halfstep.bench.explain import Explanation, NotExplained, explain_rows, refuse_unexplainable, render_explanation
     from halfstep.report.bench_view import format_title
-    from halfstep.report.tables import open_result_console
+    from halfstep.report.console import open_result_console
 
     steps = EXPLAINED_STEPS.get(problem.device.type, EXPLAINED_STEPS["cpu"]) if steps is None else steps
     refuse_unexplainable(request.modes, steps)
@@ -342,7 +350,7 @@ def profile_rows(
 
 
 class Work(NamedTuple):
-    """What the rows of a request need."""
+    """The rows of a request, and what measuring them needs."""
 
     hardware: Hardware
     """With its measured rates."""
@@ -368,6 +376,7 @@ def _prepare_work(
     from halfstep.hardware.measure import measure
     from halfstep.report.bench_view import RowsLeft
 
+    # Peers print to stdout, which belongs to the table or JSON.
     with contextlib.redirect_stdout(sys.stderr):
         console = Console(stderr=True)
         with console.status("measuring matmuls") as status:
@@ -392,6 +401,7 @@ def _deliver(
 
     files = files if has_rows else files.drop_outputs()
     try:
+        # Save before printing: a closed terminal must not lose minutes of measurements.
         if files.save:
             save_record(record, files.save)
     finally:

@@ -1,4 +1,4 @@
-"""`halfstep check`: the command of the package halfstep-check, with what only halfstep can add to it."""
+"""`halfstep check`: the command of the package halfstep-check, which halfstep extends with its loader and device."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _make_command() -> Callable[..., None]:
 
 
 def load_own(path: Path) -> object:
-    """Read a config of halfstep's own as training would; what that refuses becomes the package's error."""
+    """Load a halfstep config as training would; convert errors to those of the package."""
     from halfstep.workloads import load
     from halfstep_check.shared.errors import ConfigError as CheckError
 
@@ -56,7 +56,7 @@ def _probe_device() -> Device:
 
 
 def _refuse() -> None:
-    """Do these configs agree, and is this training script's AMP code right? Needs the package halfstep-check.
+    """Check whether configs agree, and whether a training script uses AMP correctly. Needs the package halfstep-check.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""`halfstep compare`: is the accuracy the same, and what does each setting cost?"""
+"""`halfstep compare`: test whether settings reach the same accuracy, and show what each costs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from halfstep.cli.options import (
     Epochs,
     Json,
     MaxSteps,
-    MaybeWords,
+    MaybeArguments,
     Simulate,
     Strict,
     map_flags,
@@ -41,7 +41,7 @@ UNITS = {"s": 1, "m": 60, "h": 3600}
 
 def command(
     context: typer.Context,
-    words: MaybeWords = None,
+    arguments: MaybeArguments = None,
     data_dir: DataDir = None,
     device: Device = None,
     batch_size: BatchSize = None,
@@ -89,29 +89,33 @@ def command(
 
         halfstep compare --resume runs/compare-unet-20250101-120000
     """
-    from halfstep.use.compare import new_comparison
+    from halfstep.use.compare import create_comparison
 
+    # Not part of what is compared, so --resume may change them.
     how: dict[str, Any] = {"budget_s": budget and parse_budget(budget), "at_once": at_once, "price": price}
     if resume is not None:
         folder, comparison = resume, _reopen(resume, context, how)
     else:
-        folder, comparison = new_comparison(_build_request(context, how), out)
+        folder, comparison = create_comparison(_build_request(context, how), out)
     _run(folder, comparison)
     _show(folder, comparison, as_json=as_json)
+    # A verdict that is still open counts as a failure: "same" must be shown, not assumed.
     if any(verdict.word != "same" for verdict in comparison.judge().values()):
         raise typer.Exit(1)
 
 
 def _build_request(context: typer.Context, how: dict[str, Any]) -> CompareRequest:
+    """Build the request from the options; flags become overrides of every row."""
     from halfstep.use.compare import CompareRequest
     from halfstep.use.equivalence import LOOKS
 
     given = context.params
     if {"rows", "precisions"} <= read_given(context).keys():
-        raise ConfigError("--rows and --precisions both name rows", fix="keep one of them")
-    target, overrides, more_rows = _split_words(given["words"] or [])
+        raise ConfigError("--rows and --precisions cannot be combined", why="both name rows", fix="keep one of them")
+    target, overrides, more_rows = _split_arguments(given["arguments"] or [])
     flags = {path: given[name] for name, path in SETTINGS.items()}
     flags["data.dir"] = given["data_dir"] and _make_absolute(given["data_dir"])
+    # An unset switch stays open: a row's format may then be simulated.
     flags |= {f"precision.{name}": "true" if given[name] else None for name in ("strict", "simulate")}
     return CompareRequest(
         target=target,
@@ -136,16 +140,19 @@ def _reopen(folder: Path, context: typer.Context, how: dict[str, Any]) -> Compar
         )
     comparison = open_comparison(folder)
     refuse_other_settings(comparison)
+    # Options that were not given keep the stored value, not their default.
     given = {key: value for key, value in how.items() if key.removesuffix("_s") in names}
     comparison.request = replace(comparison.request, **given)
     return comparison
 
 
 def _run(folder: Path, comparison: Comparison) -> None:
+    """Run the comparison; after an interruption raise with the command that continues it."""
     from rich.console import Console
 
     from halfstep.use.compare import run_comparison
 
+    # Progress goes to stderr, so that stdout has only the result.
     screen, again = Console(stderr=True), suggest_command("compare", "--resume", folder)
     screen.print(f"if interrupted, continue with: {again}", style="dim", soft_wrap=True)
     try:
@@ -158,13 +165,14 @@ def _run(folder: Path, comparison: Comparison) -> None:
             fix=f"continue with: {again}",
             exit_code=getattr(error, "exit_code", 130),
         ) from error
+    # The budget ended during the pilot, so there is nothing to show yet.
     if comparison.margin is None:
         raise Interrupted(comparison.ended, fix=f"continue with a larger budget: {again} --budget 8h", exit_code=1)
 
 
 def _show(folder: Path, comparison: Comparison, *, as_json: bool) -> None:
     """Print the table; write its curves and numbers next to the runs."""
-    from halfstep.report.tables import open_result_console
+    from halfstep.report.console import open_result_console
     from halfstep.use.compare_table import build_lines, collect_notes, draw_comparison, show_comparison
     from halfstep.use.compare_table import convert_comparison as comparison_json
 
@@ -177,19 +185,22 @@ def _show(folder: Path, comparison: Comparison, *, as_json: bool) -> None:
         show_comparison(lines, comparison.metric, collect_notes(comparison), open_result_console())
 
 
-def _split_words(words: list[str]) -> tuple[str, list[str], list[str]]:
+def _split_arguments(arguments: list[str]) -> tuple[str, list[str], list[str]]:
     """Split the arguments into target, settings, and further rows (several may follow one `--rows`)."""
-    if not words or "=" in words[0]:
+    if not arguments or "=" in arguments[0]:
         raise ConfigError("nothing to compare", fix="name a workload or a file first: halfstep compare unet")
-    rows = [word for word in words[1:] if ":" in word.partition("=")[0]]
-    is_file = words[0].endswith((".yaml", ".yml"))
-    return _make_absolute(words[0]) if is_file else words[0], [word for word in words[1:] if word not in rows], rows
+    target, *others = arguments
+    # `amp: precision=bf16` is a row: its colon comes before its first `=`.
+    rows = [argument for argument in others if ":" in argument.partition("=")[0]]
+    if target.endswith((".yaml", ".yml")):
+        target = _make_absolute(target)
+    return target, [argument for argument in others if argument not in rows], rows
 
 
 def _make_absolute(path: str) -> str:
     """Make an existing path absolute, so that --resume finds it from any working folder."""
-    place = make_absolute(path)
-    return str(place) if place.exists() else path
+    absolute = make_absolute(path)
+    return str(absolute) if absolute.exists() else path
 
 
 def _parse_rows(rows: list[str], precisions: str) -> list[ComparedRow]:
@@ -206,14 +217,14 @@ def _parse_row(text: str) -> ComparedRow:
     from halfstep.use.compare_run import ComparedRow
 
     name, colon, settings = text.partition(":")
-    words = settings.split()
-    odd = next((word for word in words if "=" not in word), None)
-    if not colon or not name.strip() or not words or odd is not None:
+    overrides = settings.split()
+    odd = next((setting for setting in overrides if "=" not in setting), None)
+    if not colon or not name.strip() or not overrides or odd is not None:
         raise ConfigError(
-            f"--rows {text!r} is not a row" + (f": {odd!r} is not a setting" if odd else ""),
+            f"--rows {text!r} does not describe a row" + (f": {odd!r} is not KEY=VALUE" if odd else ""),
             fix='write a name, a colon and settings: --rows "amp: precision=bf16 train.batch_size=16"',
         )
-    return ComparedRow(name=name.strip(), overrides=tuple(words))
+    return ComparedRow(name=name.strip(), overrides=tuple(overrides))
 
 
 def parse_budget(text: str) -> float:

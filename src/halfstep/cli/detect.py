@@ -72,10 +72,11 @@ def resolve_name(name: str, gpu: str, device: str) -> tuple[str, str]:
     """Return --gpu and --device, with a bare name assigned to one of them."""
     if not name:
         return gpu, device
+    # `cuda:1` is a device of this machine, `rtx 4090` a GPU of the table.
     is_here = THIS_MACHINE.fullmatch(name) is not None
-    flag, said = ("--device", device) if is_here else ("--gpu", gpu)
-    if said and said != name:
-        raise ConfigError(f"{name!r} and {flag} {said} disagree", fix="name one")
+    flag, given = ("--device", device) if is_here else ("--gpu", gpu)
+    if given and given != name:
+        raise ConfigError(f"{name!r} and {flag} {given} disagree", fix="keep one of them")
     return (gpu, name) if is_here else (name, device)
 
 
@@ -93,15 +94,17 @@ def print_known(*, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    from halfstep.report.tables import make_pairs_table
+    from halfstep.report.console import make_pairs_table
 
     Console().print(make_pairs_table((family, ", ".join(models)) for family, models in names.items()))
 
 
 def probe_devices(name: str, *, look_only: bool, fresh: bool) -> tuple[Hardware, ...]:
+    """Probe one device or all, and measure their speed unless `look_only` is set."""
     from rich.console import Console
 
     progress = Console(stderr=True)
+    # Importing torch and probing take seconds.
     with progress.status("looking for devices"):
         from halfstep.hardware.probe import probe, probe_all
 
@@ -134,16 +137,17 @@ def print_tables(answers: list[tuple[Hardware, HardwareAdvice]]) -> None:
         print_device(console, hardware, advice)
     if all(hardware.kind == "cpu" for hardware, _ in answers):
         console.print(
-            "No GPU here. `halfstep detect NAME` answers for one you may rent: v100, 4090, h200.", style="dim"
+            "This machine has no GPU. `halfstep detect NAME` reports one you may rent: v100, 4090, h200.", style="dim"
         )
 
 
 def print_device(console: Console, hardware: Hardware, advice: HardwareAdvice) -> None:
+    """Print what one device is, supports and should use."""
     from rich.rule import Rule
     from rich.text import Text
 
     from halfstep.hardware.describe import describe_identity, make_format_columns
-    from halfstep.report.tables import make_columns_table, make_pairs_table, make_rows_table
+    from halfstep.report.console import make_columns_table, make_pairs_table, make_rows_table
 
     title = f"{hardware.device}  {hardware.name}" if hardware.device else hardware.name
     settings = ((s.name, format_advice(s.value), s.reason) for s in advice.settings)

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfstep.cli.options import BatchSize, DataDir, Device, Json, Trust, WordsOrRun, option
+from halfstep.cli.options import ArgumentsOrRun, BatchSize, DataDir, Device, Json, Trust, option
 
 if TYPE_CHECKING:
     from halfstep.evidence.dry_run import Judgement
 
 
 def command(
-    words: WordsOrRun,
+    arguments: ArgumentsOrRun,
     target: Annotated[str, option("The format.", metavar="fp16|bf16-true|fp8")],
     data_dir: DataDir = None,
     batch_size: BatchSize = None,
-    batches: Annotated[int, option("Batches to look at.", min=1)] = 2,
+    batches: Annotated[int, option("Batches to run.", min=1)] = 2,
     device: Device = None,
     picture: Annotated[
         Path | None, option("Draw a heat map of modules and kinds of tensors.", metavar="FILE.png")
@@ -40,7 +40,7 @@ def command(
     from halfstep.use.observe_step import dry_run
 
     flags = {"data_dir": data_dir, "batch_size": batch_size, "device": device}
-    rows = dry_run(words[0], target, num_batches=batches, flags=flags, overrides=words[1:], trust=trust)
+    rows = dry_run(arguments[0], target, num_batches=batches, flags=flags, overrides=arguments[1:], trust=trust)
     if picture is not None:
         from halfstep.report.curves import draw_heat_map
 
@@ -54,7 +54,8 @@ def command(
 
 
 def _compute_badness(row: Judgement) -> float:
-    """Return 0 for values far inside the format's range, up to 1 for values outside it."""
+    """Return a colour value: 0 for values far inside the format's range, up to 1 for values outside it."""
+    # Colour starts below 8 bits of headroom; a cell that loses a tenth of its values is almost fully coloured.
     edge = max(0.0, 1.0 - row.headroom_bits / 8) if row.headroom_bits and row.headroom_bits > 0 else 0.0
     return 1.0 if row.is_bad else max(min(row.lost * 10, 0.9), min(edge, 0.9))
 
@@ -70,7 +71,8 @@ def _convert_row(row: Judgement) -> dict[str, object]:
 
 
 def _show(rows: list[Judgement], target: str, *, every: bool) -> None:
-    from halfstep.report.tables import make_rows_table, open_result_console
+    """Print the modules that do not fit, or all of them, and a summary."""
+    from halfstep.report.console import make_rows_table, open_result_console
 
     console = open_result_console()
     shown = [row for row in rows if every or row.is_bad]
@@ -82,7 +84,7 @@ def _show(rows: list[Judgement], target: str, *, every: bool) -> None:
         console.print(make_rows_table(("module", "kind", "verdict", "headroom (bits)", "lost", "remedy"), cells))
     bad = {row.module for row in rows if row.is_bad and not row.is_saved}
     saved = {row.module for row in rows if row.is_bad} - bad
-    more = f"; {len(saved)} would not fit by themselves and are saved" if saved else ""
+    more = f"; {len(saved)} fit only with the remedy shown" if saved else ""
     console.print(f"{len(bad)} of {len({row.module for row in rows})} modules do not fit {target}{more}")
 
 

@@ -42,9 +42,9 @@ def command(
     """
     from rich.console import Console
 
+    from halfstep.report.console import open_result_console
     from halfstep.report.results import show_evaluation
     from halfstep.report.run_report import RunReport
-    from halfstep.report.tables import open_result_console
     from halfstep.use.evaluate import evaluate
 
     # Progress and warnings go to stderr, so that stdout can be piped.
@@ -57,6 +57,7 @@ def command(
         device=device,
         precision=precision,
         batch_size=batch_size,
+        # The options of the run's workload, which RunCommand removed from the arguments.
         options=context.obj,
         out=out,
         trust=trust,

@@ -44,7 +44,7 @@ def command(
     if number not in NUMBERS:
         raise ConfigError(f"there is no exercise {number}", fix="choose 1, 2 or 3")
     if data_dir is not None and number != 1:
-        raise ConfigError(f"exercise {number} needs no data", fix="leave --data-dir out")
+        raise ConfigError(f"exercise {number} takes no --data-dir", why="it needs no data", fix="leave --data-dir out")
     out.mkdir(parents=True, exist_ok=True)
     story = _run_exercise(number, data_dir, out, Console(stderr=True))
     if as_json:
@@ -57,6 +57,7 @@ def command(
 
 
 def _run_exercise(number: int, data_dir: str | None, out: Path, screen: Console) -> Story:
+    """Run one exercise; import only its module."""
     if number == 1:
         from halfstep.exercises.benchmark_formats import run as benchmark
 
@@ -73,9 +74,10 @@ def _run_exercise(number: int, data_dir: str | None, out: Path, screen: Console)
 
 
 def _show(story: Story) -> None:
+    """Print the table, the claims and the comments of an exercise."""
     from rich.text import Text
 
-    from halfstep.report.tables import make_rows_table, open_result_console, print_text
+    from halfstep.report.console import make_rows_table, open_result_console, print_text
 
     console = open_result_console()
     console.print(Text(story.title, style="bold"))

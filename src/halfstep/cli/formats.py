@@ -45,6 +45,7 @@ def command(
 
 
 def print_tables(fates: dict[str, list[Fate]]) -> None:
+    """Print the formats, or what each number becomes in them."""
     from rich.console import Console
     from rich.text import Text
 
@@ -77,7 +78,7 @@ def describe_fate(fate: Fate) -> dict[str, object]:
 
 def make_formats_table(formats: Iterable[Format]) -> Table:
     """Build the table of number formats."""
-    from halfstep.report.tables import make_columns_table
+    from halfstep.report.console import make_columns_table
 
     listed = tuple(formats)
     columns = {
@@ -95,8 +96,9 @@ def make_formats_table(formats: Iterable[Format]) -> Table:
 
 def make_fates_table(fates: Iterable[Fate]) -> Table:
     """Build the table of what one number becomes in each format."""
-    from halfstep.report.tables import make_rows_table
+    from halfstep.report.console import make_rows_table
 
+    # Enough digits to tell neighbouring numbers apart: 17 for fp64, 9 for fp32.
     digits = {"fp64": 17}
     rows = ((f.format, f"{f.result:.{digits.get(f.format, 9)}g}", f.kind, _format_loss(f)) for f in fates)
     return make_rows_table(("format", "becomes", "fate", "relative error"), rows)

@@ -61,6 +61,7 @@ def run_conversation(*, yes: bool, answers: Path | None, device: str | None, no_
     try:
         asker = choose_asker(console, yes=yes, answers=answers)
         machine = probe_machine(device, no_measure=no_measure)
+        # Demo data and pictures are removed if the conversation ends early.
         with tempfile.TemporaryDirectory(prefix="halfstep-guide-") as scratch:
             return guide(asker, console, machine, Path(scratch))
     except KeyboardInterrupt:

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from halfstep.cli.options import BatchSize, DataDir, Device, Json, Precision, Simulate, Trust, WordsOrRun, option
+from halfstep.cli.options import ArgumentsOrRun, BatchSize, DataDir, Device, Json, Precision, Simulate, Trust, option
 
 
 def command(
-    words: WordsOrRun,
+    arguments: ArgumentsOrRun,
     precision: Precision = None,
     data_dir: DataDir = None,
     batch_size: BatchSize = None,
@@ -36,7 +36,7 @@ def command(
     from halfstep.use.observe_step import record_ledger
 
     flags = {"precision": precision, "data_dir": data_dir, "batch_size": batch_size, "device": device}
-    found = record_ledger(words[0], flags={**flags, "simulate": simulate}, overrides=words[1:], trust=trust)
+    found = record_ledger(arguments[0], flags={**flags, "simulate": simulate}, overrides=arguments[1:], trust=trust)
     if as_json:
         typer.echo(json.dumps(to_document(found), indent=1))
     else:

@@ -1,10 +1,10 @@
-"""The `halfstep` command: builds the command line, normalises flags, and turns errors into messages and exit codes.
+"""The `halfstep` command: build the command line, normalise flags, and turn errors into messages and exit codes.
 
 A closed pipe (`halfstep check x.py | head -1`) changes neither what a command does nor its exit code.
 
-`evaluate` and `predict` take the options of a run's workload in addition to their own. The parser knows only the
-common ones, so `RunCommand` removes a family's options from the arguments before parsing and appends them to the help
-text. This needs no torch: the run's config file names the workload.
+`evaluate` and `predict` accept the options of the run's workload in addition to the common ones. The parser knows only
+the common ones, so `RunCommand` removes a family's options from the arguments before parsing and appends them to the
+help text. This needs no torch: the run's config file names the workload.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from halfstep.workloads.base.kind import Kind, Option
 
 
+# --- standard streams that survive a closed pipe and a full disk ---
+
+
 class PatientFile(io.FileIO):
     """A file that discards its output once the reader has closed the pipe."""
 
@@ -48,7 +51,7 @@ class PatientFile(io.FileIO):
 
 
 def wrap_standard_streams() -> None:
-    """Wrap stdout and stderr of this process, unless they were already replaced (as tests do)."""
+    """Wrap stdout and stderr of this process, unless something (such as pytest) has already replaced them."""
     if sys.stdout is sys.__stdout__ and sys.stdout is not None:
         sys.stdout = _wrap_stream(sys.stdout)
     if sys.stderr is sys.__stderr__ and sys.stderr is not None:
@@ -65,16 +68,19 @@ def flush_or_drop() -> None:
 
 
 def _wrap_stream(stream: TextIO) -> TextIO:
+    # A second file object on the same descriptor; it must not close it.
     buffer = io.BufferedWriter(PatientFile(stream.fileno(), "w", closefd=False))
     # Escape characters that the terminal's encoding lacks: output must never end a run.
     return io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=bool(stream.line_buffering))
 
 
+# --- commands ---
+
 COMMANDS = (
     *("bench", "check", "compare", "detect", "dry-run", "evaluate", "exercise", "formats", "guide", "ledger"),
     *("pack", "plan", "predict", "replay", "report", "top", "train", "verify"),
 )
-"""Each command is the function `command` of the module with its name, parsed with the module's `CONTEXT`."""
+"""A command is the function `command` in the module of the same name, parsed with that module's `CONTEXT`."""
 
 COMMANDS_ON_RUNS = ("evaluate", "predict")
 """Commands whose options depend on the workload of the run they are given."""
@@ -123,32 +129,36 @@ def root(
     """Mixed-precision training for PyTorch: fast, safe and provable."""
 
 
+# --- arguments ---
+
+
 def normalise_dashes(argv: Sequence[str]) -> list[str]:
     """Write `--data_dir X` as `--data-dir X`; leave values and `key=value` overrides unchanged."""
+    # Arguments after a bare `--` are never flags.
     stop = list(argv).index("--") if "--" in argv else len(argv)
-    dashed = [re.sub(r"^--[^=]+", lambda flag: flag.group().replace("_", "-"), word) for word in argv[:stop]]
+    dashed = [re.sub(r"^--[^=]+", lambda flag: flag.group().replace("_", "-"), argument) for argument in argv[:stop]]
     return dashed + list(argv[stop:])
 
 
 def shorten_paths(argv: Sequence[str]) -> list[str]:
-    """Shorten `data/../d` to `d`, as an argument or after `--flag=`; a run makes paths in settings absolute itself."""
+    """Shorten `data/../d` to `d` in arguments and after `--flag=`; a run makes paths in settings absolute itself."""
 
-    def shorten(word: str) -> str:
-        flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-        # Other texts may contain `..` too: treat it as a path only if it goes up from an existing folder.
+    def shorten(argument: str) -> str:
+        flag, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+        # Other texts may contain `..` too: a path goes up from a folder that exists.
         is_path = ".." in value.split(os.sep) and "=" not in value and os.path.isdir(value[: value.rindex("..") + 2])
-        return f"{flag}{equals}{normalise_path(value)}" if is_path else word
+        return f"{flag}{equals}{normalise_path(value)}" if is_path else argument
 
-    return [shorten(word) for word in argv]
+    return [shorten(argument) for argument in argv]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exit with 0 for success, 1 for findings, 2 for a mistake in the call."""
-    words = shorten_paths(normalise_dashes(sys.argv[1:] if argv is None else argv)) or ["--help"]
+    arguments = shorten_paths(normalise_dashes(sys.argv[1:] if argv is None else argv)) or ["--help"]
     wrap_standard_streams()
     try:
         # Not standalone: typer would print its own errors in another form.
-        sys.exit(build_app(choose_commands(words))(words, prog_name="halfstep", standalone_mode=False) or 0)
+        sys.exit(build_app(choose_commands(arguments))(arguments, prog_name="halfstep", standalone_mode=False) or 0)
     except USAGE_ERROR as error:
         show_once(explain_usage_error(error))
         sys.exit(2)
@@ -167,11 +177,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         flush_or_drop()
 
 
+# --- errors ---
+
 UNUSABLE = {getattr(errno, name) for name in ("EACCES", "EPERM", "EROFS", "EEXIST", "ENOTDIR", "EISDIR", "ENOSPC")}
 
 
 def explain_os_error(error: OSError) -> HalfstepError:
-    """Return the error for a user's file or folder that cannot be used; raise any other OSError, which is a bug."""
+    """Return the error for a user's file or folder that cannot be used; raise other OSErrors, which are bugs."""
     if error.errno == errno.ENOSPC and error.filename is None:
         from halfstep.report.run_report import explain_unwritable_output
 
@@ -186,19 +198,21 @@ def explain_os_error(error: OSError) -> HalfstepError:
 
 
 def explain_memory_error(error: MemoryError | RuntimeError) -> HalfstepError:
-    """Return the error for sizes that do not fit the host's memory; torch reports them as RuntimeError."""
+    """Return the error for sizes that do not fit into the host's memory; raise other RuntimeErrors, which are bugs."""
+    # torch reports a failed allocation on the CPU as a RuntimeError.
     asked = re.search(r"DefaultCPUAllocator: .*?(tried to allocate \d+ bytes)", str(error))
     if asked is None and not isinstance(error, MemoryError):
         raise error
     return MemoryLimitError(
-        "out of memory: these sizes do not fit this machine",
+        "out of memory: this batch, image size or model does not fit into this machine's memory",
         why=asked[1] if asked else str(error).strip().split("\n")[-1],
         fix="use a smaller train.batch_size, data.image_size or model, or fewer data.num_workers",
     )
 
 
 def show_once(error: HalfstepError) -> None:
-    """Show an error that several ranks met only once."""
+    """Show an error; if several ranks raised it, only one of them shows it."""
+    # Started by a launcher: the ranks choose one of them that prints the error.
     if error.is_shown_elsewhere is None and "RANK" in os.environ:
         from halfstep.distributed.launch import choose_speaker
 
@@ -208,13 +222,14 @@ def show_once(error: HalfstepError) -> None:
 
 
 def show_error(error: HalfstepError) -> None:
+    """Print an error on stderr: what, why and fix."""
     from rich.console import Console
     from rich.text import Text
 
-    from halfstep.report.tables import print_text
+    from halfstep.report.console import print_text
 
     console = Console(stderr=True)
-    if isinstance(error, Interrupted):  # not a mistake: its text says who stopped the command
+    if isinstance(error, Interrupted):  # not a mistake, so it is not shown as an error
         print_text(console, Text(error.what, style="yellow"))
         for text in filter(None, (error.why, error.fix)):
             print_text(console, Text(f"  {text}"))
@@ -231,33 +246,34 @@ USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 EXPECTED = {"valid integer": "a whole number", "valid number": "a number"}
 """Replacements for typer's descriptions of a value."""
 
-OF_OTHERS = {
+FOREIGN_FLAGS = {
     "-v": "leave it out: everything is shown, and --quiet shows less",
     "--verbose": "leave it out: everything is shown, and --quiet shows less",
-    "--no-interactive": "leave it out: nothing asks questions",
-    "--no-tensorboard": "leave it out: --tensorboard writes events",
+    "--no-interactive": "leave it out: halfstep train never asks questions",
+    "--no-tensorboard": "leave it out: without --tensorboard no events are written",
     "--no-sub-logdirs": "--out DIR is the run's folder itself",
     "--run-eval-after-training": "halfstep evaluate RUN, after the run",
 }
-"""Flags of SlotContrast's command that halfstep lacks, and what to use instead."""
+"""Flags of SlotContrast's training command that halfstep does not have, and what to use instead."""
 
 
-def explain_usage_error(error: Any, words: Sequence[str] = (), context: Any = None) -> ConfigError:
-    """Return the parser's error as one of ours; `words` are the arguments, `context` is the command."""
+def explain_usage_error(error: Any, arguments: Sequence[str] = (), context: Any = None) -> ConfigError:
+    """Return the parser's error as a ConfigError with a fix; `arguments` and `context` describe the call."""
     context = error.ctx or context
     called = context.command_path if context else "halfstep"
     help_text = f"{called} --help explains every argument" if " " in called else f"{called} --help lists all commands"
-    said = list(find_occurrences(words, error.param)) if getattr(error, "param", None) is not None else []
-    if said:
-        return ConfigError(f"{said[-1]}: {_format_expectation(error.message)}", fix=help_text)
+    given = list(find_occurrences(arguments, error.param)) if getattr(error, "param", None) is not None else []
+    if given:
+        return ConfigError(f"{given[-1]}: {_format_expectation(error.message)}", fix=help_text)
     what = getattr(error, "message", "") or error.format_message()
+    # Only the parser's error for an unknown option has this attribute.
     is_unknown = hasattr(error, "possibilities")
     names = {one.name for one in context.command.params} if context is not None else set()
-    if is_unknown and "quiet" in names and (instead := OF_OTHERS.get(error.option_name)):
+    if is_unknown and "quiet" in names and (instead := FOREIGN_FLAGS.get(error.option_name)):
         return ConfigError(what.rstrip("."), fix=instead)
     if is_unknown and "precision" in names and _is_precision(precision := error.option_name.lstrip("-")):
-        return ConfigError(what.rstrip("."), fix=f"--precision {precision}")
-    has_settings = "words" in names
+        return ConfigError(what.rstrip("."), fix=f"use --precision {precision}")
+    has_settings = "arguments" in names
     if is_unknown and has_settings and (setting := _find_setting(error.option_name)):
         same = _find_same_option(setting, context.command.params)
         fix = f"did you mean {same}?" if same else f"write settings as {setting}=VALUE."
@@ -269,10 +285,10 @@ def explain_usage_error(error: Any, words: Sequence[str] = (), context: Any = No
     return ConfigError(what.rstrip("."), fix=nearest + help_text)
 
 
-def _is_precision(word: str) -> bool:
+def _is_precision(argument: str) -> bool:
     from halfstep.config.precision_names import PRECISIONS
 
-    return word in PRECISIONS
+    return argument in PRECISIONS
 
 
 def _find_setting(option: str) -> str:
@@ -287,6 +303,7 @@ def _find_same_option(setting: str, options: Sequence[Any]) -> str:
     """Return the option for a setting, such as `--lr` for `learning_rate`; empty if there is none."""
     from halfstep.config.aliases import KEY_ALIASES
 
+    # Flags are aliases of settings too, so both lead to one path.
     paths = {key: alias.path for key, alias in KEY_ALIASES.items()}
     path = paths.get(setting, setting)
     return next((option.opts[0] for option in options if paths.get(option.name) == path), "")
@@ -306,49 +323,55 @@ def _format_expectation(message: str) -> str:
     return f"expected {expected}" if expected else message.replace("Input should be", "it must be")
 
 
-def find_occurrences(words: Sequence[str], parameter: Any) -> Iterator[str]:
+def find_occurrences(arguments: Sequence[str], parameter: Any) -> Iterator[str]:
     """Yield every occurrence of the option, as written."""
-    stop = list(words).index("--") if "--" in words else len(words)
+    stop = list(arguments).index("--") if "--" in arguments else len(arguments)
     names = {*parameter.opts, *parameter.secondary_opts}
-    for place, word in enumerate(words[:stop]):
-        name, equals, _ = word.partition("=")
+    for index, argument in enumerate(arguments[:stop]):
+        name, equals, _ = argument.partition("=")
         if name in names:
-            has_value = not getattr(parameter, "is_flag", False) and not equals and place + 1 < stop
-            yield f"{word} {words[place + 1]}" if has_value else word
+            # `--lr 0.1` is two arguments, `--lr=0.1` and `--strict` one.
+            has_value = not getattr(parameter, "is_flag", False) and not equals and index + 1 < stop
+            yield f"{argument} {arguments[index + 1]}" if has_value else argument
+
+
+# --- parsing of commands ---
 
 
 class OnceCommand(TyperCommand):
-    """A command that refuses one flag with two values, unless the flag may be repeated."""
+    """A command that refuses a flag with two different values, unless the flag may be repeated."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for parameter in self.params:
             if parameter.param_type_name == "option" and not parameter.multiple:
                 refuse_conflict(list(find_occurrences(args, parameter)))
-        words = list(args)  # parsing empties the list
+        arguments = list(args)  # parsing empties the list
         try:
             return super().parse_args(ctx, args)
         except USAGE_ERROR as error:
-            raise explain_usage_error(error, words, ctx) from None
+            raise explain_usage_error(error, arguments, ctx) from None
 
 
-def refuse_conflict(said: Sequence[str]) -> None:
+def refuse_conflict(given: Sequence[str]) -> None:
     """Raise ConfigError if one flag was given two values."""
-    different = list(dict.fromkeys(text.replace("=", " ", 1) for text in said))
+    # The same value twice is harmless.
+    different = list(dict.fromkeys(text.replace("=", " ", 1) for text in given))
     if len(different) > 1:
         raise ConfigError(" and ".join(f"`{text}`" for text in different) + " disagree", fix="keep one of them")
 
 
 class RunCommand(OnceCommand):
-    """A command with the options of a run's workload, which it stores in the context's `obj` by name."""
+    """A command that also accepts the options of a run's workload; it stores them by name in the context's `obj`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Remove and check the options of the run's workload, then parse the rest."""
         from halfstep.workloads import KINDS
 
         command = str(self.name)  # evaluate or predict
         workload = find_workload(args, trust="--trust" in args)
         own = find_options(KINDS.of(workload), command) if workload else ()
         families = list(KINDS.list_translators())
-        # Also recognise options of other families, to refuse them with a list of what this workload takes.
+        # Recognise the options of all families: the command refuses foreign ones and lists this workload's options.
         known = {option.flag: option for kind in families for option in find_options(kind, command)}
         known |= {option.flag: option for option in own}
         if workload or not {"-h", "--help"} & set(args):
@@ -361,53 +384,56 @@ class RunCommand(OnceCommand):
         try:
             return super().parse_args(ctx, rest)
         except ConfigError as error:
+            # The parser does not know the workload's options, so list them here.
             if own and "no such option" in error.what.lower():
                 error.fix = f"{workload} takes {', '.join(option.flag for option in own)}; {error.fix}"
             raise
 
 
 def find_workload(args: Sequence[str], *, trust: bool) -> str:
-    """Return the workload of the run among the arguments; empty if there is none, which the command refuses itself."""
+    """Return the workload of the run among the arguments; empty if there is no run, which the command then refuses."""
     from halfstep.config.yaml_source import read_yaml
     from halfstep.workloads import KINDS
 
-    for word in args:
-        config = Path(word) / "config.yaml"
-        if not word.startswith("-") and config.is_file():
+    for argument in args:
+        config = Path(argument) / "config.yaml"
+        if not argument.startswith("-") and config.is_file():
+            # Reading the YAML needs no torch, unlike loading the config.
             workload = str(read_yaml(config).values.get("workload") or "")
             if workload not in ("", *KINDS) and not trust:
                 from halfstep.run.folder import RunFolder
                 from halfstep.workloads.base.import_path import refuse_unknown_code
 
-                refuse_unknown_code([workload], RunFolder(Path(word)).read_settled().code, config)
+                refuse_unknown_code([workload], RunFolder(Path(argument)).read_settled().code, config)
             return workload
     return ""
 
 
 def extract_options(args: Sequence[str], known: dict[str, Option]) -> tuple[list[str], dict[str, Any]]:
-    """Return the arguments without a family's options, and those options by name."""
+    """Return the arguments without the families' options, and those options by name."""
     rest: list[str] = []
-    given: dict[str, Any] = {}
-    said: dict[str, list[str]] = {}
-    words: Iterator[str] = iter(args)
-    for word in words:
-        flag, equals, value = word.partition("=")
+    values: dict[str, Any] = {}
+    given: dict[str, list[str]] = {}
+    arguments: Iterator[str] = iter(args)
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
         option = known.get(flag)
-        if word == "--":
-            rest += [word, *words]
+        if argument == "--":
+            rest += [argument, *arguments]
         elif option is None:
-            rest.append(word)
+            rest.append(argument)
         else:
             if option.type is bool:
                 if equals:
-                    raise ConfigError(f"{word}: {flag} takes no value", fix=flag)
+                    raise ConfigError(f"{argument}: {flag} takes no value", fix=flag)
                 value = "yes"
-            elif not equals and (value := next(words, "")) == "":
+            # Takes the next argument as the value.
+            elif not equals and (value := next(arguments, "")) == "":
                 raise ConfigError(f"{flag} needs a value", fix=f"{flag} {option.type.__name__.upper()}")
-            given[option.name] = True if option.type is bool else value
-            said.setdefault(flag, []).append(f"{flag} {value}")
-            refuse_conflict(said[flag])
-    return rest, given
+            values[option.name] = True if option.type is bool else value
+            given.setdefault(flag, []).append(f"{flag} {value}")
+            refuse_conflict(given[flag])
+    return rest, values
 
 
 def find_options(kind: Kind, command: str) -> tuple[Option, ...]:

@@ -18,6 +18,7 @@ PRECISION, DATA, RUN, SHOW = "Precision", "Data and training", "Run", "Show with
 
 def read_given(context: typer.Context) -> dict[str, Any]:
     """Return the values given on the command line, by parameter name."""
+    # A value equal to the default still counts as given.
     sources = ((name, context.get_parameter_source(name)) for name in context.params)
     return {name: context.params[name] for name, source in sources if source and source.name == "COMMANDLINE"}
 
@@ -28,6 +29,7 @@ def map_flags(context: typer.Context) -> dict[str, str]:
 
 
 def option(help: str, *names: str, panel: str | None = None, **more: Any) -> Any:
+    """Declare an option; its help text comes first, because every option has one."""
     return typer.Option(*names, help=help, rich_help_panel=panel, **more)
 
 
@@ -37,20 +39,21 @@ Command = TypeVar("Command", bound=Callable[..., None])
 def add_flags(flags: type) -> Callable[[Command], Command]:
     """Add the flags that a class declares to a command, which receives them as `**settings`."""
 
-    def given(command: Command) -> Command:
+    def add(command: Command) -> Command:
+        # typer reads the signature: replace `**settings` by one parameter per flag, after the positional one.
         first, *own, _ = inspect.signature(command, eval_str=True).parameters.values()
         hints = get_type_hints(flags, include_extras=True)
         more = [first.replace(name=name, annotation=hint, default=getattr(flags, name)) for name, hint in hints.items()]
         command.__signature__ = inspect.Signature([first, *more, *own])  # type: ignore[attr-defined]
         return command
 
-    return given
+    return add
 
 
 def refuse_to_overwrite(paths: Mapping[str, Path | None], *, force: bool | None = None) -> None:
-    """Raise ConfigError, before minutes of work, for an output file that exists or cannot be written; by option.
+    """Raise ConfigError for an output file that exists or cannot be written, before minutes of work are spent.
 
-    `force` is None for a command without --force.
+    `paths` are the files by option. `force` is None for a command without --force.
     """
     for option, path in paths.items():
         if path is None:
@@ -59,28 +62,28 @@ def refuse_to_overwrite(paths: Mapping[str, Path | None], *, force: bool | None 
         if path.is_dir():
             raise ConfigError(f"{given} is a folder", fix="name a file in it")
         if path.exists() and not force:
-            fix = "another name" if force is None else "another name, or --force to overwrite it"
+            fix = "choose another name" + ("" if force is None else ", or add --force to overwrite it")
             raise ConfigError(f"{given} exists already", fix=fix)
         if path.exists() and not path.is_file():
             raise ConfigError(f"{given} is not an ordinary file", fix="choose another name")
         if not folder.is_dir():
             missing = "is a file, not a folder" if folder.exists() else "does not exist"
-            fix = "another name" if folder.exists() else f"make it first: mkdir -p {shlex.quote(str(folder))}"
+            fix = "choose another name" if folder.exists() else f"create it: mkdir -p {shlex.quote(str(folder))}"
             raise ConfigError(f"{given} cannot be written", why=f"the folder {folder} {missing}", fix=fix)
-        try:
+        try:  # permissions alone do not show read-only mounts and full disks
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             why = f"the folder {folder} is not writable: {error.strerror}"
             raise ConfigError(f"{given} cannot be written", why=why, fix="choose a file in another folder") from error
 
 
-Words = Annotated[
+Arguments = Annotated[
     list[str], typer.Argument(metavar="WORKLOAD|CONFIG.yaml KEY=VALUE", help="What to use, then settings.")
 ]
-WordsOrRun = Annotated[
+ArgumentsOrRun = Annotated[
     list[str], typer.Argument(metavar="WORKLOAD|CONFIG.yaml|RUN KEY=VALUE", help="What to use, then settings.")
 ]
-MaybeWords = Annotated[
+MaybeArguments = Annotated[
     list[str] | None, typer.Argument(metavar="WORKLOAD|CONFIG.yaml KEY=VALUE", help="What to train, then settings.")
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, made by `halfstep train`.")]
@@ -99,7 +102,7 @@ Epochs = Annotated[int | None, option("Passes over the training set.", panel=DAT
 MaxSteps = Annotated[int | None, option("At most this many steps; 0: no limit.", panel=DATA)]
 Device = Annotated[str | None, option("cpu, cuda, cuda:1, mps, xpu.", panel=RUN)]
 UsedDevice = Annotated[str | None, option("cpu, cuda, cuda:1, mps, xpu; default: the run's.")]
-UsedPrecision = Annotated[str | None, option("A different precision than the run's.")]
+UsedPrecision = Annotated[str | None, option("Precision to compute in; default: the run's.")]
 Checkpoint = Annotated[str, option("Which checkpoint, or its step.", metavar="best|last|NAME")]
 Trust = Annotated[
     bool, option("Import the custom code that the run names, even if you did not train with it.", "--trust")

@@ -93,12 +93,13 @@ def read_settings(context: typer.Context) -> tuple[FolderLayout, PackSettings]:
 
 def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
     """Pack what the config's workload can precompute; all settings come from the config."""
-    from halfstep.report.tables import dump_json
+    from halfstep.report.console import dump_json
     from halfstep.run.interrupts import raise_at_once
     from halfstep.workloads import KINDS, load
     from halfstep.workloads.base.kind import load_part
 
     flags = map_flags(context)
+    # A flag would silently lose against the config, so refuse it.
     for name in read_given(context).keys() & flags.keys() - {"as_json"}:
         raise ConfigError(f"{flags[name]} cannot be combined with a config", fix=f"set it in {path}")
     config = load(str(path)).config
@@ -124,6 +125,7 @@ NOT_AGAIN = {"verify", "as_json", "force", "workers"}
 
 
 def make_pack(folder: Path, layout: FolderLayout, path: Path, settings: PackSettings, *, force: bool) -> Summary:
+    """Pack the folder, or open a file that already matches it."""
     import time
 
     from halfstep.data.binary_sets import find_cifar_folder, find_idx_folder
@@ -155,6 +157,7 @@ def format_command(context: typer.Context, folder: Path) -> str:
 
 
 def verify_pack(folder: Path, layout: FolderLayout, path: Path, settings: PackSettings, again: str) -> Summary:
+    """Check every image of a packed file, and whether the file matches the folder."""
     from halfstep.data.image_folder import find_images
     from halfstep.data.packed import explain_stale, open_pack
 
@@ -170,15 +173,15 @@ def verify_pack(folder: Path, layout: FolderLayout, path: Path, settings: PackSe
 
 
 def suggest_other_sizes(folder: Path, again: str) -> str:
-    """Suggest how to verify a pack of another size in the folder, and how to make the missing one."""
+    """Suggest how to verify a packed file of another size in the folder, and how to make the missing one."""
     from halfstep.data.packed import list_packed_sizes
 
     if not (sizes := list_packed_sizes(folder)):
         return again
     one, *more = (f"--size {size}" for size in sizes)
-    beside = f" (or {', '.join(more)})" if more else ""
+    others = f" (or {', '.join(more)})" if more else ""
     verify = suggest_command("pack", folder, "--verify", *one.split())
-    return f"the folder holds another: {verify}{beside}; or make it: {again}"
+    return f"verify a file of another size: {verify}{others}; or pack this size: {again}"
 
 
 def summarise_pack(pack: Pack) -> Summary:
@@ -197,6 +200,7 @@ def format_overrides(layout: FolderLayout, settings: PackSettings, out: Path | N
     """Return the overrides with which training uses this file."""
     from halfstep.workloads import KINDS
 
+    # The defaults of any workload that reads packed files: only other values need an override.
     usual = next(KINDS[name].get_schema(name) for name in KINDS if KINDS[name].reads_packs).model_fields["data"].default
     chosen: dict[str, object] = {
         "cache_size": settings.size,
@@ -212,8 +216,9 @@ def format_overrides(layout: FolderLayout, settings: PackSettings, out: Path | N
 
 
 def show_summary(summary: Summary, *, as_json: bool) -> None:
+    """Print what the packed file holds and how to use it."""
     if as_json:
-        from halfstep.report.tables import dump_json
+        from halfstep.report.console import dump_json
 
         typer.echo(dump_json(summary))
         return

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli.options import DataDir, Device, Json, Precision, Simulate, Strict, Words, option
+from halfstep.cli.options import Arguments, DataDir, Device, Json, Precision, Simulate, Strict, option
 from halfstep.errors import ConfigError, format_bytes, suggest_nearest
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    words: Words,
+    arguments: Arguments,
     precision: Precision = None,
     data_dir: DataDir = None,
     device: Device = None,
@@ -59,18 +59,18 @@ def command(
 
     flags = {"precision": precision, "data_dir": data_dir, "device": device, "strict": strict, "simulate": simulate}
     if memory:
-        return show_memory(words, flags, gpu=gpu, fit=fit, mode=mode, picture=picture, as_json=as_json)
+        return show_memory(arguments, flags, gpu=gpu, fit=fit, mode=mode, picture=picture, as_json=as_json)
     for name, value in (("--fit", fit), ("--mode", mode), ("--picture", picture)):
         if value is not None:
             raise ConfigError(f"{name} {value} needs --memory", fix=f"--memory {name} {value}")
-    loaded = load(words[0], flags=flags, overrides=words[1:])
+    loaded = load(arguments[0], flags=flags, overrides=arguments[1:])
     decided = plan_config(loaded.config, gpu=gpu)
     if as_json:
         return typer.echo(decided.to_json())
     return typer.echo(str(decided))  # its warnings are its last lines
 
 
-OF_FAST = {"off": "eager", "compile": "compile", "graph": "graph", "auto": "graph"}
+SHOWN_MODES = {"off": "eager", "compile": "compile", "graph": "graph", "auto": "graph"}
 """`train.fast` to the mode that is shown."""
 TRACED = {
     "eager": "forward and backward, operation by operation",
@@ -78,7 +78,9 @@ TRACED = {
     "graph": "our fused kernels if the model has them, else as compiled; plus fragmentation of the graph's pool",
 }
 NO_FOLDER = "random"
+"""Any text: with a data folder a workload has its full size, without one that of its demo."""
 TABLE_WIDTH = 125
+"""Columns of a terminal that are enough for all components."""
 MADE_UP = "predicted for synthetic data of the usual shape; --data-dir DIR uses yours"
 RECOMPUTED = "recomputation covers {}; a run checks on a copy that it changes no result"
 
@@ -108,16 +110,16 @@ class MemoryPlan:
 
 
 def show_memory(
-    words: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | None, mode: str | None, picture: Path | None,
+    arguments: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | None, mode: str | None, picture: Path | None,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Print the memory plan, as text or JSON, and draw it if a picture was asked for."""
+    """Print the memory plan as text or JSON, and draw it if a picture is wanted."""
     from halfstep.report.memory_view import draw_memory, merge_equal_rows
     from halfstep.report.picture_file import refuse_unknown_format
 
     if picture:
         refuse_unknown_format(picture)
-    plan = _plan_memory(words, flags, gpu=gpu, fit=fit, mode=mode)
+    plan = _plan_memory(arguments, flags, gpu=gpu, fit=fit, mode=mode)
     if picture:
         draw_memory(plan.title, merge_equal_rows(plan.rows), picture, limit_bytes=plan.memory_bytes)
     if as_json:
@@ -127,8 +129,9 @@ def show_memory(
 
 
 def _plan_memory(
-    words: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | None, mode: str | None
+    arguments: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | None, mode: str | None
 ) -> MemoryPlan:
+    """Predict all rows, and find what fits if a memory size is known."""
     from halfstep.config.precision_names import normalise_precision
     from halfstep.run.assemble import provide_data
     from halfstep.run.memory.planner import (
@@ -145,15 +148,16 @@ def _plan_memory(
     from halfstep.tune.own_blocks import describe_blocks
 
     hardware, memory, where = _choose_device(gpu, fit, flags)
-    config, is_made_up = _load_full_size(words, flags)
+    config, is_made_up = _load_full_size(arguments, flags)
     shown = _choose_mode(mode, config)
+    # Real data are read once, for the shapes of a batch.
     with contextlib.nullcontext(config) if is_made_up else provide_data(config) as with_data:
         planner = MemoryPlanner(build_traceable_step(with_data), hardware)
     wish = flags["precision"]
     name = normalise_precision(str(wish), "--precision") if wish else "auto"
     precisions = list_precisions(hardware) if name == "auto" else (name,)
     if name == "auto" and "fp32" in config.precision.modules.values():
-        precisions = tuple(one for one in precisions if one != "tf32")  # a run refuses to mix the two
+        precisions = tuple(one for one in precisions if one != "tf32")  # a run refuses to mix fp32 and tf32
     modes = (shown,) if mode else MODES
     levels = list_levels(planner, config)
     rows = [_predict_row(planner, config, shown, modes, p, setting) for p in precisions for setting in levels]
@@ -199,6 +203,7 @@ def _choose_device(gpu: str | None, fit: str | None, flags: Flags) -> tuple[Hard
     if gpu:
         hardware: Hardware | None = look_up_gpu(gpu)
     else:
+        # Without a GPU the formats of a generic one are planned, for all precisions.
         here = probe(str(flags["device"] or "auto"))
         hardware = here if here.kind in ("cuda", "rocm") else None
     if size:
@@ -213,40 +218,41 @@ def _list_gpu_notes(hardware: Hardware, precision: str, memory: int) -> Iterator
     from halfstep.precision.ladder import explain_lack
 
     if precision != "auto" and (reason := explain_lack(precision, hardware)):
-        yield f"{reason}: a run on it uses another precision"
+        yield f"{reason}: a run on this GPU would use another precision"
     if not memory:
         yield f"{hardware.name} is sold with several memory sizes: give one with --fit SIZE"
     yield from hardware.notes
 
 
-def _load_full_size(words: Sequence[str], flags: Flags) -> tuple[RunConfig, bool]:
+def _load_full_size(arguments: Sequence[str], flags: Flags) -> tuple[RunConfig, bool]:
     """Return the config at full size, and whether its data are made up.
 
     Without a data folder a workload would use the small size of its demo.
     """
     from halfstep.workloads import KINDS, load
 
-    loaded = load(words[0], flags=flags, overrides=words[1:])
+    loaded = load(arguments[0], flags=flags, overrides=arguments[1:])
     kind = KINDS.of(loaded.config.workload)
     if loaded.config.data.dir is not None or kind.synthetic is None:
         return loaded.config, False
-    config = load(words[0], flags={**flags, "data_dir": NO_FOLDER}, overrides=words[1:]).config
-    return config.changed(data={"dir": None}), True
+    config = load(arguments[0], flags={**flags, "data_dir": NO_FOLDER}, overrides=arguments[1:]).config
+    return config.replace(data={"dir": None}), True
 
 
 def _choose_mode(asked: str | None, config: RunConfig) -> Mode:
-    word = asked or OF_FAST[config.train.fast]
-    if word not in TRACED:
-        raise ConfigError(f"unknown --mode {word!r}", fix=suggest_nearest(word, TRACED))
-    return word  # type: ignore[return-value]
+    name = asked or SHOWN_MODES[config.train.fast]
+    if name not in TRACED:
+        raise ConfigError(f"unknown --mode {name!r}", fix=suggest_nearest(name, TRACED))
+    return name  # type: ignore[return-value]
 
 
 def _print_memory(plan: MemoryPlan) -> None:
+    """Print the table of predictions, what fits, and notes."""
     from rich.console import Console
     from rich.text import Text
 
+    from halfstep.report.console import print_text
     from halfstep.report.memory_view import build_memory_table, choose_memory_unit, merge_equal_rows
-    from halfstep.report.tables import print_text
 
     console = Console(soft_wrap=True, highlight=False)
     is_wide = console.width >= TABLE_WIDTH
@@ -260,7 +266,7 @@ def _print_memory(plan: MemoryPlan) -> None:
     if plan.fits:
         console.print(f"\nfits {plan.where}, fastest (predicted) first")
         console.print(_build_fit_table(plan.fits))
-        console.print(f"to use the first: {' '.join(plan.fits[0].words)}")
+        console.print(f"to use the first: {' '.join(plan.fits[0].arguments)}")
     for note in plan.notes:
         print_text(console, Text(f"note: {note}"))
     for name in plan.rows[0].totals:
@@ -268,8 +274,9 @@ def _print_memory(plan: MemoryPlan) -> None:
 
 
 def _build_fit_table(fits: Sequence[Fit]) -> Table:
+    """Build the table of settings that fit."""
+    from halfstep.report.console import make_columns_table
     from halfstep.report.memory_view import shorten_level
-    from halfstep.report.tables import make_columns_table
 
     cells = [fit.prediction.cell for fit in fits]
     columns = {
@@ -284,6 +291,7 @@ def _build_fit_table(fits: Sequence[Fit]) -> Table:
 
 
 def _convert_plan(plan: MemoryPlan) -> dict[str, Any]:
+    """Convert the plan to plain JSON types."""
     return {
         "workload": plan.config.workload,
         "parameters": plan.num_parameters,
@@ -301,7 +309,7 @@ def _convert_plan(plan: MemoryPlan) -> dict[str, Any]:
         "fits": [
             {"precision": fit.prediction.cell.precision, "memory": str(fit.prediction.cell.setting),
              "largest_batch": fit.largest_batch, "batch_size": fit.batch_size, "accumulate": fit.accumulate,
-             "peak_bytes": fit.prediction.total, "relative_time": fit.relative_time, "words": fit.words}
+             "peak_bytes": fit.prediction.total, "relative_time": fit.relative_time, "words": fit.arguments}
             for fit in plan.fits
         ],
         "notes": list(plan.notes),

@@ -56,9 +56,9 @@ def command(
     """
     from rich.console import Console
 
+    from halfstep.report.console import open_result_console
     from halfstep.report.results import show_predictions, write_csv
     from halfstep.report.run_report import RunReport
-    from halfstep.report.tables import open_result_console
     from halfstep.use.predict import predict
     from halfstep.workloads.base.using import PredictRequest
 

@@ -30,8 +30,8 @@ def command(
     """
     from rich.text import Text
 
+    from halfstep.report.console import open_result_console, print_text
     from halfstep.report.curves import draw_ranges
-    from halfstep.report.tables import open_result_console, print_text
     from halfstep.run.capsules import replay_run
 
     found = replay_run(capsule, device=device, trust=trust)
@@ -43,6 +43,7 @@ def command(
         return
     console = open_result_console()
     for line in found.format_lines():
+        # The two format_lines that most users look for.
         is_strong = line.startswith(("cause:", "change:"))
         print_text(console, Text(line, style="bold" if is_strong else ""))
     if picture is not None:

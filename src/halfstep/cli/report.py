@@ -37,6 +37,7 @@ def command(
 
 
 def write_report(runs: list[Path], out: Path | None) -> Path:
+    """Write the HTML page of runs or of one comparison, and return its path."""
     from halfstep.disk import write_atomically
     from halfstep.report.page.read_run import read_run
     from halfstep.report.page.render import render_runs
@@ -54,18 +55,19 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
     else:
         records = [read_run(path) for path in runs]
         page = render_runs(records, [_predict_memory(path) for path in runs])
-    place = out or runs[0] / "report" / "report.html"
+    file = out or runs[0] / "report" / "report.html"
     if out is None:
         with contextlib.suppress(OSError):  # writing the file below reports the reason
-            place.parent.mkdir(exist_ok=True)
-    elif not place.parent.is_dir():
-        raise ConfigError(f"{place.parent} is not a folder", fix="create it first, or choose another --out")
+            file.parent.mkdir(exist_ok=True)
+    elif not file.parent.is_dir():
+        raise ConfigError(f"{file.parent} is not a folder", fix="create it first, or choose another --out")
     try:
-        write_atomically(place, page, follows_links=out is not None)
+        write_atomically(file, page, follows_links=out is not None)
+    # Its advice is about checkpoints; here another path is enough.
     except CheckpointError as error:
         error.fix = "choose a writable path with free space: --out FILE.html"
         raise
-    return place
+    return file
 
 
 def _predict_memory(path: Path) -> dict[str, int] | str:
@@ -76,12 +78,13 @@ def _predict_memory(path: Path) -> dict[str, int] | str:
     try:
         return predict_stored_run(path)
     except UnknownCode:
-        return "the run uses custom code, and a report never runs that"
+        return "the run uses custom code, which a report never runs"
     except (HalfstepError, OSError) as error:
         return summarise_error(error)
 
 
 def render_comparison_page(folder: Path) -> str:
+    """Render the page of a comparison: table, notes, curves and settings."""
     from halfstep.report.page.render import Chart, Series, render_comparison
     from halfstep.use.compare import open_comparison
     from halfstep.use.compare_table import build_columns, build_lines, collect_notes, compute_band
@@ -94,6 +97,7 @@ def render_comparison_page(folder: Path) -> str:
     lines = build_lines(comparison)
     series = []
     for number, line in enumerate(lines):
+        # Three curves per row: the mean, and dashed the lowest and highest of all seeds.
         steps, *curves = compute_band(line.curves)
         all_seeds = f"{line.title}, all seeds"
         for name, values in zip((line.title, all_seeds, all_seeds), curves, strict=True):

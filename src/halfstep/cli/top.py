@@ -14,8 +14,8 @@ from rich.table import Table
 
 from halfstep.disk import is_folder_locked
 from halfstep.errors import CheckpointError, format_bytes, suggest_command
+from halfstep.report.console import make_pairs_table
 from halfstep.report.page.read_run import SAMPLES, RunRecord, format_rate_unit
-from halfstep.report.tables import make_pairs_table
 
 
 def command(
@@ -45,6 +45,7 @@ def command(
         table = build_table(record, facts)
     if wants_json:
         return typer.echo(json.dumps(replace_non_finite(facts), indent=2))
+    # A live display needs a terminal, and an ended run does not change.
     if once or not console.is_terminal or is_over(record):
         return console.print(table)
     hint = Text("Ctrl-C exits; the run continues", style="dim")
@@ -71,7 +72,7 @@ def explain_bad_records(run: RunRecord) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"the records of {run.path} are not what a run writes ({type(error).__name__}: {error})",
+            f"the records of {run.path} are not those of a run ({type(error).__name__}: {error})",
             why="metrics.jsonl or monitor.jsonl was edited",
             fix="delete the lines that halfstep did not write",
         ) from error
@@ -99,7 +100,7 @@ def build_table(run: RunRecord, facts: dict[str, Any]) -> Table:
     """Build the table of the facts, with curves."""
     train, val = run.select_kind("train"), run.select_kind("val")
     metric = run.metric
-    lines = {"run": facts["run"], "state": facts["state"], "step": "none on record yet"}
+    lines = {"run": facts["run"], "state": facts["state"], "step": "none recorded yet"}
     if train:
         lines |= {
             "step": f"{facts['step']:,} (epoch {facts['epoch']})",
@@ -137,21 +138,22 @@ def draw_sparkline(values: list[float]) -> str:
 
 def is_over(run: RunRecord) -> bool:
     """True if the run has ended, was stopped or killed; a resumed run still has the summary of its first end."""
-    is_live = is_folder_locked(run.path)
+    is_live = is_folder_locked(run.path)  # None: unknown, as on Windows
     return not is_live and run.has_ended or is_live is False
 
 
 def _describe_state(run: RunRecord) -> str:
+    """Describe whether the run trains, has ended or was killed."""
     file, is_live = run.path / "metrics.jsonl", is_folder_locked(run.path)
     if is_over(run) and run.has_ended:
         return "ended"
     if is_over(run):
         if any(run.path.glob("checkpoints/step-*")):
             again = suggest_command("train", "--resume", run.path)
-            return f"stopped or killed, its process is gone; continue with: {again}"
-        return "stopped or killed before its first checkpoint, its process is gone; start it again"
+            return f"stopped or killed: its process has ended; continue with: {again}"
+        return "stopped or killed before its first checkpoint: its process has ended; start it again"
     if not file.exists():
         return "starting"
     seconds = max(time.time() - file.stat().st_mtime, 0)
-    known = "running" if is_live else "not known whether it is running"
+    known = "running" if is_live else "possibly running"
     return f"{known}, last record {seconds:.0f} s ago"

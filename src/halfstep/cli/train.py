@@ -29,7 +29,7 @@ from halfstep.cli.options import (
     Epochs,
     ImageSize,
     MaxSteps,
-    MaybeWords,
+    MaybeArguments,
     Precision,
     Simulate,
     Strict,
@@ -38,7 +38,7 @@ from halfstep.cli.options import (
     refuse_to_overwrite,
 )
 from halfstep.disk import DRY_PREFIX
-from halfstep.errors import ConfigError, RankLost
+from halfstep.errors import ConfigError, RankLost, format_count
 
 if TYPE_CHECKING:
     from halfstep.config.load import Loaded
@@ -56,7 +56,7 @@ class TrainFlags:
 
     precision: Precision = None
     mixed_precision: Annotated[bool | None, option(MIXED, panel=PRECISION)] = None
-    precision_type: Annotated[str | None, option("bf16 or fp16, with --mixed-precision.", panel=PRECISION)] = None
+    precision_type: Annotated[str | None, option("With --mixed-precision: bf16 or fp16.", panel=PRECISION)] = None
     bf16: Annotated[bool | None, option("Same as --precision bf16.", "--bf16", panel=PRECISION)] = None
     fp16: Annotated[bool | None, option("Same as --precision fp16.", "--fp16", panel=PRECISION)] = None
     use_optimizations: Annotated[
@@ -82,7 +82,7 @@ class TrainFlags:
 
 @add_flags(TrainFlags)
 def command(
-    words: MaybeWords = None,
+    arguments: MaybeArguments = None,
     overrides_file: Annotated[Path | None, option(OVERRIDES, "--config-overrides-file", panel=DATA)] = None,
     check_validation: Annotated[bool, option(VALIDATION, "--check-validation", panel=DATA)] = False,
     gpus: Annotated[str | None, option("How many GPUs (8), or which (0,1): one process each.", panel=RUN)] = None,
@@ -121,7 +121,7 @@ def command(
         halfstep train --resume runs/unet-20250101-120000 --epochs 40
     """
     resume = choose_resumed_folder(resume, continue_from)
-    loaded = load_config(words or [], settings, resume, overrides_file)
+    loaded = load_config(arguments or [], settings, resume, overrides_file)
     if resume and out:
         raise ConfigError(f"--resume {resume} continues in its own folder, not in --out {out}", fix="leave --out out")
     if as_json and not show_config:
@@ -129,7 +129,9 @@ def command(
             "--json needs --show-config", fix="leave --json out; a run writes its metrics as JSON to metrics.jsonl"
         )
     if check_validation:
-        typer.echo("validation reads each sample once, in index order; data.val_size is compared", err=True)
+        typer.echo(
+            "validation reads each sample once, in index order, and compares their number with data.val_size", err=True
+        )
     if schema or show_config:
         return show_without_training(loaded, schema, is_shown=show_config, as_json=as_json)
     if gpus is not None:
@@ -137,25 +139,25 @@ def command(
     from halfstep.distributed.launch import read_launch
     from halfstep.run.train import train
 
-    place = choose_new_folder(out, log_dir, dry=dry and not resume, name=loaded.config.workload)
-    with place as folder, stop_after(timeout):
+    new_folder = choose_new_folder(out, log_dir, dry=dry and not resume, name=loaded.config.workload)
+    with new_folder as folder, stop_after(timeout):
         train(loaded, out=folder, resume=resume, allow_changes=allow_changes, launch=read_launch(os.environ))
     return None
 
 
 def load_config(
-    words: list[str], flags: dict[str, object], resume: Path | None, overrides_file: Path | None = None
+    arguments: list[str], flags: dict[str, object], resume: Path | None, overrides_file: Path | None = None
 ) -> Loaded:
-    """Load the config; the first argument is the workload or the file.
+    """Load the config of a new or resumed run; the first argument is the workload or the file.
 
-    With --resume the run's stored config is the file, and settings of another file on top of it must agree with it.
+    With --resume the run's stored config is loaded. Settings of a file that is named as well apply on top of it.
     """
     from halfstep.config.load import is_file
     from halfstep.workloads import KINDS, load
 
-    target, overrides = (words[0], words[1:]) if words and "=" not in words[0] else ("", words)
+    target, overrides = (arguments[0], arguments[1:]) if arguments and "=" not in arguments[0] else ("", arguments)
     if resume:
-        if is_file(target, KINDS):
+        if is_file(target, KINDS):  # what the file sets becomes overrides of the stored config
             asked = load(target, flags=flags, overrides=overrides, overrides_file=overrides_file)
             target, flags, overrides, overrides_file = asked.config.workload, {}, list_overrides(asked), None
         from halfstep.run.folder import RunFolder
@@ -163,8 +165,10 @@ def load_config(
 
         folder = RunFolder.open(str(resume))
         stored = load(str(folder.config))
+        # Naming the workload again is allowed, another one is not.
         if target and target != (workload := stored.config.workload):
             raise ConfigError(f"--resume {resume} is a {workload} run, not {target}", fix=f"leave {target} out")
+        # Loaded twice: with and without the changes, to find out which settings the user asks for.
         again = load(str(folder.config), flags=flags, overrides=overrides, overrides_file=overrides_file)
         return apply_decided(again, stored, folder.read_settled().decided)
     if not target:
@@ -182,13 +186,13 @@ def list_overrides(loaded: Loaded) -> list[str]:
     whole = dump_values(loaded.config)
     for path in (path for path, origin in loaded.origins.items() if origin.layer != "default" and path != "workload"):
         value: Any = whole
-        said: list[str] = []
+        names: list[str] = []
         for name in path.split("."):
-            if not isinstance(value, dict) or name not in value:  # keys below are user-defined
+            if not isinstance(value, dict) or name not in value:  # below an open section the user chooses the keys
                 break
             value = value[name]
-            said.append(name)
-        found[".".join(said)] = value
+            names.append(name)
+        found[".".join(names)] = value
     return [f"{path}={json.dumps(value)}" for path, value in found.items()]
 
 
@@ -200,13 +204,13 @@ def write_schema(workload: str, path: Path) -> None:
     path.write_text(
         json.dumps(make_json_schema(KINDS.of(workload).get_schema(workload)), indent=2) + "\n", encoding="utf-8"
     )
-    typer.echo(f"wrote the schema of {workload} to {path}")
+    typer.echo(f"wrote the JSON schema of {workload} to {path}")
 
 
 def show_without_training(loaded: Loaded, schema: Path | None, *, is_shown: bool, as_json: bool) -> None:
     """Write the schema and print the config, without training."""
     from halfstep.report.config_view import dump_config, show_config
-    from halfstep.report.tables import open_result_console
+    from halfstep.report.console import open_result_console
 
     if schema:
         write_schema(loaded.config.workload, schema)
@@ -218,13 +222,13 @@ def show_without_training(loaded: Loaded, schema: Path | None, *, is_shown: bool
 
 DURATION = re.compile(r"(?:(?:(\d+):)?(\d+):)?(\d+):(\d+)")
 SAVING_S = 600
-"""How long ranks may take to finish their step and save after Ctrl-C; torchrun's default is 30 s."""
+"""Seconds that ranks have to finish their step and save after Ctrl-C; torchrun's default is 30."""
 
 
 def choose_resumed_folder(resume: Path | None, continue_from: Path | None) -> Path | None:
     """Return the folder of --resume or of its synonym --continue."""
     if resume and continue_from and resume != continue_from:
-        raise ConfigError(f"--resume {resume} and --continue {continue_from} are two runs", fix="name one")
+        raise ConfigError(f"--resume {resume} and --continue {continue_from} are two runs", fix="keep one of them")
     found = resume or continue_from
     if found is not None and found.suffix == ".ckpt":
         raise ConfigError(
@@ -241,20 +245,21 @@ def choose_new_folder(out: Path | None, log_dir: Path | None, *, dry: bool, name
     if sum(map(bool, (out, log_dir, dry))) > 1:
         raise ConfigError("--out, --log-dir and --dry each choose the run's folder", fix="keep one of them")
     if dry:
-        with tempfile.TemporaryDirectory(prefix=DRY_PREFIX) as place:
-            typer.echo(f"--dry: the run's folder {place} is removed at the end", err=True)
-            yield Path(place) / name
+        with tempfile.TemporaryDirectory(prefix=DRY_PREFIX) as parent:
+            typer.echo(f"--dry: the run's folder {parent} is removed at the end", err=True)
+            yield Path(parent) / name
     else:
         yield log_dir / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}" if log_dir else out
 
 
 @contextmanager
 def stop_after(timeout: str | None) -> Iterator[None]:
-    """Send SIGTERM after the timeout, as a scheduler would: the run finishes the step, saves and ends."""
+    """Send this process SIGTERM after the timeout, as a scheduler would: the run finishes its step, saves and ends."""
     if timeout is None:
         yield
         return
     timer = threading.Timer(parse_timeout(timeout), _stop, (timeout,))
+    # Must not keep the process alive after the run.
     timer.daemon = True
     timer.start()
     try:
@@ -264,7 +269,7 @@ def stop_after(timeout: str | None) -> Iterator[None]:
 
 
 def _stop(timeout: str) -> None:
-    typer.echo(f"--timeout {timeout} is over", err=True)
+    typer.echo(f"--timeout {timeout} has passed: saving and stopping", err=True)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -285,6 +290,7 @@ def parse_gpus(gpus: str) -> tuple[int, str]:
     if gpus.isdecimal() and int(gpus) > 0:
         return int(gpus), ""
     names = [name.strip() for name in gpus.split(",") if name.strip()]
+    # `3,` with a comma is device 3; `3` alone is a count.
     if "," in gpus and names and all(name.isdecimal() for name in names) and len(set(names)) == len(names):
         return len(names), ",".join(names)
     raise ConfigError(f"--gpus {gpus} is neither a count nor a list of GPUs", fix="write --gpus 2, or --gpus 0,1")
@@ -300,7 +306,8 @@ def start_on_gpus(gpus: str, device: str, variables: MutableMapping[str, str]) -
             fix="leave --gpus out, or run the command without the launcher",
         )
     if device.startswith("cuda:"):
-        raise ConfigError(f"--gpus {gpus} and device {device}", fix="keep one of them")
+        raise ConfigError(f"--gpus {gpus} and device {device} cannot be combined", fix="keep one of them")
+    # Set before torch initialises CUDA.
     if visible:
         variables["CUDA_VISIBLE_DEVICES"] = visible
     if device != "cpu":
@@ -314,28 +321,30 @@ def refuse_missing_gpus(num: int) -> None:
 
     if torch.cuda.device_count() < num:
         raise ConfigError(
-            f"--gpus asks for {num}, torch finds {torch.cuda.device_count()}",
+            f"--gpus asks for {format_count(num, 'GPU')}, and torch finds {torch.cuda.device_count()}",
             fix="ask for fewer, or train on the CPU with --device cpu",
         )
 
 
-def remove_gpus_flag(words: list[str]) -> list[str]:
-    """Return the command line for each rank."""
+def remove_gpus_flag(arguments: list[str]) -> list[str]:
+    """Return the command line without --gpus, for each rank."""
+    # `--gpus 2` is two arguments, `--gpus=2` one.
     kept, skips = [], False
-    for word in words:
-        if skips or word.startswith("--gpus"):
-            skips = not skips and word == "--gpus"
+    for argument in arguments:
+        if skips or argument.startswith("--gpus"):
+            skips = not skips and argument == "--gpus"
             continue
-        kept.append(word)
+        kept.append(argument)
     return kept
 
 
-def launch_ranks(num: int, words: list[str]) -> int:
+def launch_ranks(num: int, arguments: list[str]) -> int:
     """Run `num` ranks of this command and return their exit status; a failing rank prints its own error."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    # Ranks that each use all cores would slow one another down.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVING_S))
     config = LaunchConfig(
@@ -344,13 +353,13 @@ def launch_ranks(num: int, words: list[str]) -> int:
     )  # fmt: skip
     logging.disable(logging.ERROR)  # the ranks print their own errors; torchrun would repeat them
     try:
-        elastic_launch(config, sys.executable)("-m", "halfstep", *words)
+        elastic_launch(config, sys.executable)("-m", "halfstep", *arguments)
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        if not any(code > 0 for code in codes.values()):
+        if not any(code > 0 for code in codes.values()):  # negative: killed by that signal, before it could print
             raise explain_killed_ranks(codes) from None
         return next(code for code in codes.values() if code > 0)
-    except SignalException as asked:  # it was passed on: the ranks have saved and reported
+    except SignalException as asked:  # torchrun has passed the signal on: the ranks have saved and reported
         return 128 + asked.sigval
     return 0
 
@@ -359,7 +368,7 @@ def explain_killed_ranks(codes: Mapping[int, int]) -> RankLost:
     """Return the error for ranks that were all killed by signals and could not report anything."""
     names = {rank: signal.Signals(-code).name for rank, code in sorted(codes.items())}
     return RankLost(
-        "; ".join(f"rank {rank} was ended by {name}" for rank, name in names.items()),
-        why="killed by hand, by a scheduler, or out of host memory",
+        "; ".join(f"rank {rank} was killed by {name}" for rank, name in names.items()),
+        why="a user, a scheduler or the OS (if host memory ran out) sent the signal",
         fix="continue from the last checkpoint with --resume RUN",
     )

@@ -1,4 +1,4 @@
-"""`halfstep verify`: is all of it true?"""
+"""`halfstep verify`: check what a run or config promises, each promise by an observation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from halfstep.cli.options import DataDir, Device, Json, Precision, Simulate, Trust, WordsOrRun
+from halfstep.cli.options import ArgumentsOrRun, DataDir, Device, Json, Precision, Simulate, Trust
 
 if TYPE_CHECKING:
     from halfstep.evidence.proofs import ProofLine
@@ -17,7 +17,7 @@ CONFIGURATION = "configuration aligned"
 
 
 def command(
-    words: WordsOrRun,
+    arguments: ArgumentsOrRun,
     precision: Precision = None,
     data_dir: DataDir = None,
     device: Device = None,
@@ -25,12 +25,12 @@ def command(
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Is all of it true? One page, each line shown by an observation.
+    """Check what a run or config promises: one line per promise, each shown by an observation.
 
-    Configuration aligned, NaN handling operational, gradient clipping active, learning rate as scheduled, AMP/BF16
-    synchronised; then GPU use, memory, skipped steps and capsules. A few steps are made on a copy.
+    Checks the configuration, NaN handling, gradient clipping, the learning rate and the precision of a step; for a run
+    also GPU use, memory, skipped steps and capsules. The checks train a few steps on a copy and leave a run unchanged.
 
-    Exit code 0: every line that can be measured holds; 1: one does not.
+    Exit code 0: every promise that can be measured holds; 1: at least one does not.
 
     Example:
 
@@ -41,7 +41,8 @@ def command(
     from halfstep.use.verify import verify
 
     flags = {"precision": precision, "data_dir": data_dir, "device": device, "simulate": simulate}
-    lines = [configuration(words[0]), *verify(words[0], flags=flags, overrides=words[1:], trust=trust)]
+    target, *overrides = arguments
+    lines = [check_configuration(target), *verify(target, flags=flags, overrides=overrides, trust=trust)]
     if as_json:
         found = [{"line": one.name, "verdict": one.verdict, "observed": one.text} for one in lines]
         typer.echo(json.dumps(found, indent=1))
@@ -53,17 +54,17 @@ def command(
         raise typer.Exit(1)
 
 
-def configuration(word: str) -> ProofLine:
-    """Return what `halfstep check` finds in the config file; a workload given by name has none."""
+def check_configuration(target: str) -> ProofLine:
+    """Run `halfstep check` on the config file; a workload that is given by name has no file to check."""
     from halfstep.cli.check import INSTALL, IS_INSTALLED, load_own
     from halfstep.evidence.proofs import ProofLine
 
-    run = Path(word) / "config.yaml"
-    file = run if run.is_file() else Path(word)
+    run = Path(target) / "config.yaml"
+    file = run if run.is_file() else Path(target)
     if not file.is_file():
-        return ProofLine(name=CONFIGURATION, holds=None, text="no config file: the workload's own defaults")
+        return ProofLine(name=CONFIGURATION, holds=None, text="no config file: the workload's defaults are used")
     if not IS_INSTALLED:
-        return ProofLine(name=CONFIGURATION, holds=None, text=f"not checked: install halfstep-check: {INSTALL}")
+        return ProofLine(name=CONFIGURATION, holds=None, text=f"not checked: halfstep-check is missing ({INSTALL})")
     from halfstep_check.check import check
     from halfstep_check.rules import severity_of
 

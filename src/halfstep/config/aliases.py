@@ -1,4 +1,4 @@
-"""Keys of other tools and the settings they mean: one table for files, flags and overrides."""
+"""Keys of other tools and the settings they stand for: one table for files, flags and overrides."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Alias:
 
 
 def convert_compile_model(compile_model: object) -> object:
-    """Convert guide 0's `compile_model` to `train.fast`: two switches for one thing could disagree."""
+    """Convert `compile_model: true` to `train.fast`, so that there is one setting for the mode."""
     is_on = parse_scalar(compile_model) if isinstance(compile_model, str) else compile_model
     return {"True": "compile", "False": "off"}.get(str(is_on), compile_model)
 
@@ -108,4 +108,4 @@ KEY_ALIASES |= dict.fromkeys(
 )
 
 GLOBAL_ALIASES = {"BATCH_SIZE_PER_GPU": "train.batch_size"}
-"""Globals of guide 3 that set one of our settings if nothing refers to them."""
+"""Globals of SlotContrast's configs that set one of our settings if no reference uses them."""

@@ -18,7 +18,7 @@ REFERENCE = {"type": "string", "pattern": r"\$\{globals\..+\}"}
 
 # PyYAML's wheels include libyaml, which is four times as fast at writing.
 class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """Writes for our loader, which types plain scalars itself: text that looks like another type is quoted."""
+    """Writes YAML for our loader, which types plain scalars itself: text that looks like a number is quoted."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, Any]]] = {}
 
@@ -55,6 +55,7 @@ def dump_values(config: RunConfig) -> dict[str, Any]:
 def make_json_schema(config: type[RunConfig]) -> dict[str, Any]:
     """Return the JSON schema of config files, which accepts shorthands and `${globals.NAME}`."""
     schema = config.model_json_schema()
+    # A reference may replace any value, so every field also accepts one.
     for definition in schema["$defs"].values():
         fields = definition.get("properties", {})
         fields |= {name: allow_reference(field) for name, field in fields.items()}
@@ -66,6 +67,7 @@ def make_json_schema(config: type[RunConfig]) -> dict[str, Any]:
 
 def allow_reference(field: dict[str, Any]) -> dict[str, Any]:
     """Let a field also accept a reference; text fields already do."""
+    # Any text is valid there, so a reference is too; `$ref` is a section.
     if field.get("type") == "string" and "enum" not in field or "$ref" in field:
         return field
     outer = {key: value for key, value in field.items() if key in ("title", "description", "default")}

@@ -1,7 +1,7 @@
-"""Config files of other projects: read by their own rules, then offered to each family, which may translate them.
+"""Translate config files of other projects: read them by those projects' rules, then ask each family to translate.
 
-Overrides in the file's own keys (`globals.BATCH_SIZE_PER_GPU=4`) change the file before it is read, so that values
-derived from them follow; all other overrides are in our keys and apply on top of the translation.
+An override in one of the file's keys (`globals.BATCH_SIZE_PER_GPU=4`) changes the file before it is read, so that
+values derived from that key follow. All other overrides are in halfstep's keys and apply on top of the translation.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Foreign:
 
     workload: str
     values: Mapping[str, Any]
-    """By our paths: `{"train.max_steps": 300_000}`."""
+    """By halfstep's paths: `{"train.max_steps": 300_000}`."""
     used: Iterable[str] = ()
-    """Their keys, or whole sections, that `values` came from; keys in neither `used` nor `unused` are reported as
+    """Foreign keys or whole sections that `values` came from; keys in neither `used` nor `unused` are reported as
     unknown."""
     unused: Mapping[str, str] = field(default_factory=dict)
-    """Their keys, or whole sections, that have no effect here, and why."""
+    """Foreign keys or whole sections that have no effect in halfstep, and why."""
     notes: Iterable[str] = ()
-    """Further notes for the user, such as a key that has another meaning there."""
+    """Further notes for the user, such as a key that means something else in that project."""
 
 
 class Translator(Protocol):
@@ -44,9 +44,9 @@ class Translator(Protocol):
 class Translation:
     """A foreign file as statements in our settings, the overrides that remain, and notes for the user."""
 
-    said: list[Statement]
+    statements: list[Statement]
     overrides: list[str]
-    """The overrides in our own keys."""
+    """The overrides in halfstep's keys."""
     notes: list[str]
 
 
@@ -55,42 +55,45 @@ def translate_document(
 ) -> Translation | None:
     """Translate the file with the first family that recognises it; None if no family does."""
     families = list(families)
-    inside = [word for word in overrides if find_section(document.values, get_key(word)) is not None]
+    inside = [override for override in overrides if find_section(document.values, get_key(override)) is not None]
     known = claim_document(document, inside, families)
     if known is None:
         return None
-    # An override is theirs if the file has its key, or if its translator reads a key that the file left out.
-    theirs = [word for word in inside if has_key(document.values, get_key(word)) or get_key(word) in set(known[1].used)]
-    own = [word for word in overrides if word not in theirs]
+    # An override belongs to the file if the file has its key, or if the translator reads that key when it is present.
+    used = set(known[1].used)
+    theirs = [o for o in inside if has_key(document.values, get_key(o)) or get_key(o) in used]
+    own = [override for override in overrides if override not in theirs]
     values, found = claim_document(document, theirs, families) or known
-    said = make_layer_statements({"workload": found.workload, **found.values}, "file", document.name)
-    return Translation(said=said, overrides=own, notes=make_notes(found, values, document, theirs))
+    statements = make_layer_statements({"workload": found.workload, **found.values}, "file", document.name)
+    return Translation(statements=statements, overrides=own, notes=make_notes(found, values, document, theirs))
 
 
 def claim_document(
-    document: Document, words: Sequence[str], families: Iterable[Translator]
+    document: Document, overrides: Sequence[str], families: Iterable[Translator]
 ) -> tuple[dict[str, Any], Foreign] | None:
-    """Apply overrides in the file's own keys; return its values and the first family's translation of them."""
-    values = resolve_document(apply_overrides(document.values, words))
+    """Apply overrides in the file's keys; return its values and the first family's translation of them."""
+    values = resolve_document(apply_overrides(document.values, overrides))
     found = next((f for family in families if (f := family.translate_config(values, document.name)) is not None), None)
     return None if found is None else (values, found)
 
 
-def get_key(word: str) -> str:
-    return word.partition("=")[0].strip()
+def get_key(override: str) -> str:
+    return override.partition("=")[0].strip()
 
 
-def make_notes(found: Foreign, values: Mapping[str, Any], document: Document, words: Sequence[str]) -> list[str]:
+def make_notes(found: Foreign, values: Mapping[str, Any], document: Document, overrides: Sequence[str]) -> list[str]:
     """Return the notes of a translation; every key is either translated or listed as not used."""
     keys = list(flatten_keys(values))
+    # Reasons may be given for a whole section; the innermost one applies.
     unused = {key: why for key in keys if (why := find_enclosing(found.unused, key)) is not None}
     used = dict.fromkeys(found.used, "")
     strange = [key for key in keys if key not in unused and find_enclosing(used, key) is None]
     unused |= dict.fromkeys(strange, f"{found.workload} has no such setting")
+    # One note per reason, so that a long file does not print a line per key.
     by_reason = {why: [key for key in unused if unused[key] == why] for why in unused.values()}
-    changed = f", with {', '.join(words)}" if words else ""
+    changed = f", with {', '.join(overrides)}" if overrides else ""
     return [
-        f"{document.name} is another project's: translated to {found.workload}{changed}",
+        f"{document.name} is a config of another project: translated to {found.workload}{changed}",
         *found.notes,
         *(f"{', '.join(one)} {'is' if len(one) == 1 else 'are'} not used: {why}" for why, one in by_reason.items()),
     ]
@@ -124,12 +127,13 @@ def find_section(values: Mapping[str, Any], path: str) -> Mapping[str, Any] | No
     return section if isinstance(section, Mapping) else None
 
 
-def apply_overrides(values: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
+def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     changed: dict[str, Any] = copy.deepcopy(dict(values))
-    for statement in parse_overrides(words):
+    for statement in parse_overrides(overrides):
         *parents, name = statement.path.split(".")
         section = changed
         for parent in parents:
+            # Exists: only overrides inside sections of the file get here.
             section = section[parent]
         section[name] = statement.value
     return changed
@@ -139,6 +143,7 @@ def resolve_document(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return plain Python values with every reference replaced."""
 
     def find(name: str, place: Place, at: str) -> tuple[Any, Place]:
+        # OmegaConf: each leading dot goes up one section from the key that holds the reference.
         num_up = len(name) - len(name.lstrip("."))
         path = (*(place[: len(place) - num_up] if num_up else ()), *name.lstrip(".").split("."))
         if not has_key(values, ".".join(path)):
@@ -149,7 +154,7 @@ def resolve_document(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: replaced(value, (key,)) for key, value in values.items()}
 
 
-# --- for translators ---
+# --- used by the families' translators ---
 
 
 class ForeignReader:
@@ -157,6 +162,7 @@ class ForeignReader:
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self.document = document
+        # Globals are read through references, not by the translator.
         self.used: set[str] = {"globals"}
         self.unused: dict[str, str] = {}
 
@@ -170,7 +176,7 @@ class ForeignReader:
         return default if section[name] is None else section[name]
 
     def note(self, section: str, *keys: str) -> None:
-        """Record keys as used that follow from others."""
+        """Record keys as used whose values follow from other keys."""
         for key in keys:
             self(f"{section}.{key}")
 
@@ -188,7 +194,7 @@ class ForeignReader:
         return dict(named)
 
     def values(self, keys: Mapping[str, str]) -> dict[str, Any]:
-        """Return our settings from their keys; an empty key (`ckpt_path:`) is ignored."""
+        """Return halfstep's settings from foreign keys; an empty key (`ckpt_path:`) is ignored."""
         found = {ours: self(theirs) for ours, theirs in keys.items()}
         return {ours: value for ours, value in found.items() if value is not None}
 

@@ -1,4 +1,4 @@
-"""The keys of a schema: from any spelling to the full path, and pydantic's errors as ConfigErrors."""
+"""The keys of a schema: convert any spelling to the full path, and pydantic's errors to ConfigErrors."""
 
 from __future__ import annotations
 
@@ -56,10 +56,12 @@ def find_full_path(statement: Statement, schema: type[Section]) -> Statement | N
     if find_open_section(statement.path):
         return statement
     path = statement.path.replace("-", "_")
+    # Precision keys depend on one another: precision_claims.py reads them together.
     if path in PRECISION_KEYS:
         return replace(statement, path=path)
     if path in list_sections(schema) and is_empty(statement.value):
         return None
+    # Some workloads lack the setting that an alias names.
     alias = KEY_ALIASES.get(path)
     if alias is not None and alias.path in list_fields(schema):
         return replace(statement, path=alias.path, value=alias.convert(statement.value))
@@ -88,6 +90,7 @@ def suggest_key(path: str, schema: type[Section]) -> str:
         )
         scores[target] = max(scores.get(target, 0.0), score)
     best = max(scores.values())
+    # Several settings may be about equally similar: suggest up to three.
     near = sorted((key for key in scores if scores[key] >= best - CLEARLY_WORSE), key=lambda key: -scores[key])[:3]
     if best >= NEAR:
         return f"did you mean {' or '.join(near)}?"
@@ -111,12 +114,12 @@ EXPECTED = {
     "bool": "true or false",
     "string": "text",
     "tuple": "a list",
-    "dict": "settings of its own",
+    "dict": "a section of settings",
     "finite": "a finite number",
 }
 """What was expected, by the first word of pydantic's error type."""
 NEXT_LINE = "\n" + " " * len("error: ")
-"""Separates several settings on lines of their own, aligned behind `error: ` and `  fix: `."""
+"""Separates the lines of several settings, aligned with the text after `error: ` and `  fix: `."""
 BOUNDS = {
     "greater_than": ("more than", "gt"),
     "greater_than_equal": ("at least", "ge"),
@@ -125,13 +128,16 @@ BOUNDS = {
 }
 
 
-def make_config_error(error: ValidationError, said: Mapping[str, Statement], schema: type[Section]) -> ConfigError:
-    """Make one error for everything that is wrong, one line per setting."""
+def make_config_error(
+    error: ValidationError, statements: Mapping[str, Statement], schema: type[Section]
+) -> ConfigError:
+    """Make one error for all wrong settings, one line each."""
     details: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors():
-        details.setdefault(find_setting(detail["loc"], said, schema), []).append(detail)
+        # A union such as `auto` or a number gives one detail per member.
+        details.setdefault(find_setting(detail["loc"], statements, schema), []).append(detail)
     complaints = {path: describe_complaint(details[path]) for path in details}
-    lines = [f"{describe_setting(path, said, complaints[path])}: {complaints[path]}" for path in details]
+    lines = [f"{describe_setting(path, statements, complaints[path])}: {complaints[path]}" for path in details]
     known = [path for path in details if path in list_fields(schema)]
     return ConfigError(
         NEXT_LINE.join(lines), fix=NEXT_LINE.join(suggest_remedy(path, details[path], schema) for path in known)
@@ -166,23 +172,26 @@ def describe_wanted(details: list[ErrorDetails]) -> str:
     return " or ".join(dict.fromkeys(describe_expected(detail) for detail in details))
 
 
-def find_setting(loc: tuple[int | str, ...], said: Mapping[str, Statement], schema: type[Section]) -> str:
+def find_setting(loc: tuple[int | str, ...], statements: Mapping[str, Statement], schema: type[Section]) -> str:
     """Return the setting of an error location: pydantic appends list positions and union members to it."""
+    # The longest prefix of the location that is a setting.
     paths = [".".join(str(part) for part in loc[:length]) for length in range(len(loc), 0, -1)]
     return next(
-        (path for path in paths if path in said or path in list_fields(schema)), paths[0] if paths else "config"
+        (path for path in paths if path in statements or path in list_fields(schema)), paths[0] if paths else "config"
     )
 
 
-def describe_setting(path: str, said: Mapping[str, Statement], complaint: str) -> str:
+def describe_setting(path: str, statements: Mapping[str, Statement], complaint: str) -> str:
     """Return `train.epochs = 'x' (unet.yaml:3)`; for a section, the statements on the settings the complaint names."""
-    if path not in said:
-        inside = {key: str(said[key]) for key in said if key.startswith(f"{path}.")}
-        words = set(re.findall(r"\w+", complaint))
-        named = [text for key, text in inside.items() if key.rpartition(".")[2] in words]
+    # A validator of a whole section failed: name the settings that its message mentions.
+    if path not in statements:
+        inside = {key: str(statements[key]) for key in statements if key.startswith(f"{path}.")}
+        mentioned = set(re.findall(r"\w+", complaint))
+        named = [text for key, text in inside.items() if key.rpartition(".")[2] in mentioned]
         return f"{path} ({', '.join(named or inside.values())})" if inside else path
-    statement = said[path]
+    statement = statements[path]
     origin = statement.origin
+    # Show the key as the user wrote it, if that was an alias.
     other_key = origin.layer in ("file", "preset") and origin.key != path
     return f"{path} = {statement.value!r} ({origin}{f', as {origin.key}' if other_key else ''})"
 
@@ -194,10 +203,11 @@ def describe_complaint(details: list[ErrorDetails]) -> str:
 
 
 def describe_expected(detail: ErrorDetails) -> str:
+    """Describe the value that pydantic expected."""
     kind, context = detail["type"], detail.get("ctx", {})
     if kind in BOUNDS:
-        words, bound = BOUNDS[kind]
-        return f"{words} {context[bound]:g}"
+        relation, bound = BOUNDS[kind]
+        return f"{relation} {context[bound]:g}"
     if kind == "literal_error":
         return str(context["expected"])
     if kind == "too_long":
@@ -205,7 +215,7 @@ def describe_expected(detail: ErrorDetails) -> str:
     if kind == "too_short":
         return f"a list of {context['min_length']} or more"
     if kind == "string_unicode":
-        return "a name in UTF-8; rename the folder, or link to it: ln -s OLD NEW"
+        return "a name in UTF-8 (rename the folder, or link to it: ln -s OLD NEW)"
     if kind == "string_too_short":
         return "text that is not empty"
     if kind == "missing":

@@ -1,11 +1,13 @@
-"""Load a config: merge all statements into one frozen config that knows the origin of each value.
+"""Load a config: merge all statements into one frozen config, and keep the origin of each value.
 
-flags, overrides, file or dict  ->  statements
-${globals.NAME}                 ->  replaced
-workload, preset                ->  the schema, and one more layer
-any spelling                    ->  its full path; all precision keys of a layer are one statement
-flag > override > file > preset ->  one value per path; overridden values are recorded
-schema                          ->  validated, frozen
+In order:
+
+    parse       flags, overrides and the file or dict become statements: path, value, origin
+    resolve     ${globals.NAME} is replaced
+    choose      the workload decides the schema, the preset adds a layer, demo settings another
+    normalise   other tools' spellings become full paths; all precision keys of a layer become one statement
+    merge       flag > override > file > preset > demo: one value per path; overridden values are recorded
+    validate    the schema checks the result and freezes it
 """
 
 from __future__ import annotations
@@ -44,14 +46,14 @@ from halfstep.errors import ConfigError, format_count, suggest_nearest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded:
-    """A config, the origin of each of its values, what was overridden, and what the user should know."""
+    """A config, the origin of each of its values, what was overridden, and notes for the user."""
 
     config: RunConfig
     origins: Mapping[str, Origin]
     overridden: tuple[Override, ...] = ()
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    """What the user most likely did not intend; shown even when quiet."""
+    """Notes on what the user most likely did not intend; shown even with --quiet."""
 
 
 def load(
@@ -62,22 +64,23 @@ def load(
     overrides: Sequence[str] = (),
     overrides_file: Path | None = None,
 ) -> Loaded:
-    """Load the config of a workload's name, an import path, or a YAML file, with flags and overrides on top.
+    """Load a config from a workload's name, an import path or a YAML file, with flags and overrides on top.
 
     `overrides_file` is merged into the first file before it is read.
     """
     given = flags or {}
-    said = [*parse_overrides(overrides), *parse_flags(given)]
+    statements = [*parse_overrides(overrides), *parse_flags(given)]
     if is_file(target, kinds):
         document = read_yaml(Path(target))
         if overrides_file is not None:
-            document = document.changed_by(read_yaml(overrides_file))
-        if find_strongest("workload", said) is None and "workload" not in document.values:
+            document = document.merge(read_yaml(overrides_file))
+        # A file that names no workload may be another project's.
+        if find_strongest("workload", statements) is None and "workload" not in document.values:
             return load_foreign(document, overrides, given, kinds)
-        return resolve([*read_file_statements(document), *said], kinds)
+        return resolve([*read_file_statements(document), *statements], kinds)
     named = Statement(path="workload", value=target, origin=Origin(layer="flag", where=target, key="WORKLOAD"))
     in_file = read_file_statements(read_yaml(overrides_file)) if overrides_file is not None else []
-    return resolve([*in_file, named, *said], kinds)
+    return resolve([*in_file, named, *statements], kinds)
 
 
 def load_foreign(document: Document, overrides: Sequence[str], flags: Mapping[str, object], kinds: Schemas) -> Loaded:
@@ -86,18 +89,18 @@ def load_foreign(document: Document, overrides: Sequence[str], flags: Mapping[st
     if found is None:
         raise ConfigError(
             f"{document.name}: no workload is named",
-            why="the file has no `workload` key and is not a config of a supported project",
-            fix="it is accelerate's launch config: `halfstep check` takes it together with a training config"
+            why="the file has no `workload` key, and no supported project writes files like it",
+            fix="this is accelerate's launch config: give it to `halfstep check`, together with a training config"
             if "distributed_type" in document.values
             else "add `workload: unet` to the file",
         )
-    said = [*found.said, *parse_overrides(found.overrides), *parse_flags(flags)]
-    loaded = resolve(said, kinds, is_whole=True)
+    statements = [*found.statements, *parse_overrides(found.overrides), *parse_flags(flags)]
+    loaded = resolve(statements, kinds, is_whole=True)
     return replace(loaded, notes=(*found.notes, *loaded.notes))
 
 
 def load_dict(workload: str, values: Mapping[str, object], *, kinds: Schemas) -> Loaded:
-    """Load a Python dict, flat as in guide 0 (`use_amp`, `num_epochs`) or nested as in a file."""
+    """Load a Python dict, flat (`use_amp`, `num_epochs`) or nested as in a file."""
     named = Statement(path="workload", value=workload, origin=Origin(layer="flag", where=workload, key="WORKLOAD"))
     return resolve([*make_layer_statements(values, "file", "config dict"), named], kinds)
 
@@ -109,30 +112,33 @@ def is_file(target: str, workloads: Iterable[str]) -> bool:
     return target.lower().endswith((".yaml", ".yml")) or "/" in target or Path(target).exists()
 
 
-def resolve(said: Sequence[Statement], kinds: Schemas, *, is_whole: bool = False) -> Loaded:
-    """Merge all statements, in any order, into one config.
+def resolve(statements: Sequence[Statement], kinds: Schemas, *, is_whole: bool = False) -> Loaded:
+    """Merge statements, given in any order, into one config.
 
-    With `is_whole` (a translated file, which describes its model and run completely) demo settings are not added.
+    `is_whole` leaves out demo settings: a translated file already describes its model and run completely.
     """
-    used = {name.removeprefix("globals.") for statement in said for name in find_references(statement.value)}
-    said = replace_globals(said)
-    workload = find_strongest("workload", said)
+    # Collected before references are replaced: globals that nothing uses are reported.
+    used = {name.removeprefix("globals.") for statement in statements for name in find_references(statement.value)}
+    statements = replace_globals(statements)
+    workload = find_strongest("workload", statements)
     if workload is None or is_empty(workload.value):
         raise ConfigError("no workload is named", fix="add `workload: unet` to the file")
+    # Each family has its own schema, so the workload must be known before any key is checked.
     schema = find_schema(str(workload.value), kinds, str(workload.origin))
-    said = [*make_preset_statements(find_strongest("preset", said), schema), *said]
-    settings = [setting for statement in said if (setting := find_full_path(statement, schema))]
+    statements = [*make_preset_statements(find_strongest("preset", statements), schema), *statements]
+    settings = [setting for statement in statements if (setting := find_full_path(statement, schema))]
     settings += translate_globals(settings, used)
     settings, replaced = add_demo(settings, schema, {} if is_whole else schema.demo)
     precision, warnings = make_precision_statements([s for s in settings if s.path in PRECISION_KEYS])
     others = [convert_statement(s, schema) for s in settings if s.path not in PRECISION_KEYS]
     chosen, overridden = merge_layers([*precision, *others])
     config = validate_config(chosen, schema)
+    # Keys of open sections are the user's, so they have no default.
     origins = {path: DEFAULT for path in list_fields(schema) if path not in OPEN_SECTIONS}
     origins["data.num_workers"] = Origin(layer="default", where=f"auto: {format_count(count_cores(), 'core')}")
     origins |= {path: statement.origin for path, statement in chosen.items()}
     notes = (
-        *note_unused_globals(said, used),
+        *note_unused_globals(statements, used),
         *note_unused_options(config),
         *note_scaled_rate(config),
         *note_optimizations(settings, config),
@@ -141,15 +147,16 @@ def resolve(said: Sequence[Statement], kinds: Schemas, *, is_whole: bool = False
     return Loaded(config=config, origins=origins, overridden=tuple(overridden), notes=notes, warnings=warnings)
 
 
-def find_strongest(path: str, said: Iterable[Statement]) -> Statement | None:
+def find_strongest(path: str, statements: Iterable[Statement]) -> Statement | None:
     """Return the statement of the highest layer about one key."""
-    ranked = sorted((s for s in said if s.path == path), key=lambda s: LAYERS.index(s.origin.layer))
+    ranked = sorted((s for s in statements if s.path == path), key=lambda s: LAYERS.index(s.origin.layer))
     return ranked[-1] if ranked else None
 
 
-def replace_globals(said: Sequence[Statement]) -> list[Statement]:
+def replace_globals(statements: Sequence[Statement]) -> list[Statement]:
     """Replace every reference by the global's value in the highest layer that sets it."""
-    ranked = sorted(said, key=lambda s: LAYERS.index(s.origin.layer))
+    # Later entries of the dict below win, so the strongest layer comes last.
+    ranked = sorted(statements, key=lambda s: LAYERS.index(s.origin.layer))
     values = {s.path.removeprefix("globals."): s.value for s in ranked if find_open_section(s.path) == "globals"}
 
     def find(name: str, place: Place, at: str) -> tuple[object, Place]:
@@ -162,22 +169,23 @@ def replace_globals(said: Sequence[Statement]) -> list[Statement]:
         return values[key], ("globals", key)
 
     replaced = References(find)
-    return [replace(s, value=replaced(s.value, (s.path,), f"{s.path} ({s.origin})")) for s in said]
+    return [replace(s, value=replaced(s.value, (s.path,), f"{s.path} ({s.origin})")) for s in statements]
 
 
 def translate_globals(settings: Sequence[Statement], used: set[str]) -> list[Statement]:
-    """Return guide 3's globals as the settings they mean, if nothing refers to them and their layer sets no other."""
-    spoken_of = {(s.origin.layer, s.path) for s in settings}
+    """Return the globals in GLOBAL_ALIASES as settings, if nothing refers to them and their layer does not set them."""
+    are_set = {(s.origin.layer, s.path) for s in settings}
     return [
         replace(s, path=path)
         for s in settings
         if (path := GLOBAL_ALIASES.get(s.path.removeprefix("globals.")))
         and s.path.removeprefix("globals.") not in used
-        and (s.origin.layer, path) not in spoken_of
+        and (s.origin.layer, path) not in are_set
     ]
 
 
 def make_preset_statements(chosen: Statement | None, schema: type[RunConfig]) -> list[Statement]:
+    # `preset: null` in an override switches the file's preset off.
     name = convert_for_field(chosen.value, str | None) if chosen else None
     if chosen is None or name is None:
         return []
@@ -189,21 +197,22 @@ def make_preset_statements(chosen: Statement | None, schema: type[RunConfig]) ->
 def add_demo(
     settings: Sequence[Statement], schema: type[RunConfig], suited: Mapping[str, Any]
 ) -> tuple[list[Statement], list[str]]:
-    """Add demo settings if no data folder is given; settings that name files of one are dropped, with a warning."""
+    """Add demo settings if no data folder is given; drop settings that name files in one, with a warning."""
     if any(s.path == "data.dir" and not is_empty(s.value) for s in settings):
         return list(settings), []
     kept = [s for s in settings if s.path not in schema.demo_replaces]
     left_out = sorted({s.path for s in settings if s.path in schema.demo_replaces and not is_empty(s.value)})
-    warnings = [f"{', '.join(left_out)}: not read without a data folder, --data-dir DIR"] if left_out else []
+    warnings = [f"{', '.join(left_out)}: ignored, because no data folder is given (--data-dir DIR)"] if left_out else []
     return [*kept, *make_layer_statements(suited, "demo", "demo data")], warnings
 
 
-def make_precision_statements(said: Sequence[Statement]) -> tuple[list[Statement], tuple[str, ...]]:
+def make_precision_statements(statements: Sequence[Statement]) -> tuple[list[Statement], tuple[str, ...]]:
     """Return one statement per layer that sets the default precision, and the warnings of the strongest."""
+    # From the weakest layer up: `--mixed-precision` alone keeps the format that a file below it names.
     found: list[Statement] = []
     below = Stated()
     for layer in LAYERS:
-        own = [statement for statement in said if statement.origin.layer == layer]
+        own = [statement for statement in statements if statement.origin.layer == layer]
         stated = read_layer(own, below) if own else below
         if stated is not below and stated.origin:
             found.append(Statement(path="precision.default", value=stated.value, origin=stated.origin))
@@ -218,7 +227,7 @@ def convert_statement(statement: Statement, schema: type[RunConfig]) -> Statemen
 
 
 def merge_layers(settings: Sequence[Statement]) -> tuple[dict[str, Statement], list[Override]]:
-    """Return the highest layer's statement per path, and what it overrode; a layer must not contradict itself."""
+    """Return the strongest layer's statement per path, and what it overrode; a layer must not contradict itself."""
     chosen: dict[str, Statement] = {}
     overridden: list[Override] = []
     for statement in sorted(settings, key=lambda s: LAYERS.index(s.origin.layer)):
@@ -226,7 +235,7 @@ def merge_layers(settings: Sequence[Statement]) -> tuple[dict[str, Statement], l
         if earlier and earlier.value != statement.value:
             if earlier.origin.layer == statement.origin.layer:
                 raise make_disagreement(earlier, statement)
-            if earlier.origin.layer == "demo":  # not a choice of the user, so nothing to report
+            if earlier.origin.layer == "demo":  # the user did not choose it, so there is nothing to report
                 chosen[statement.path] = statement
                 continue
             overridden.append(
@@ -254,6 +263,7 @@ def nest_paths(chosen: Mapping[str, Statement]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for path, statement in chosen.items():
         section = find_open_section(path)
+        # `precision.modules.vae.*` is the key `vae.*` of that section, not a tree.
         *parents, name = [*section.split("."), path.removeprefix(section + ".")] if section else path.split(".")
         branch = tree
         for parent in parents:
@@ -262,11 +272,10 @@ def nest_paths(chosen: Mapping[str, Statement]) -> dict[str, Any]:
     return tree
 
 
-def note_unused_globals(said: Sequence[Statement], used: set[str]) -> list[str]:
+def note_unused_globals(statements: Sequence[Statement], used: set[str]) -> list[str]:
     """Note globals from overrides that nothing refers to."""
-    names = [
-        s.path.removeprefix("globals.") for s in said if s.path.startswith("globals.") and s.origin.layer == "override"
-    ]
+    paths = [s.path for s in statements if s.path.startswith("globals.") and s.origin.layer == "override"]
+    names = [path.removeprefix("globals.") for path in paths]
     idle = [name for name in names if name not in used and name not in GLOBAL_ALIASES]
     return [f"globals.{name} is set, but nothing refers to ${{globals.{name}}}" for name in idle]
 
@@ -288,22 +297,24 @@ def note_scaled_rate(config: RunConfig) -> list[str]:
     optimizer, samples = config.optimizer, config.train.batch_size * config.train.accumulate
     if not optimizer.lr_per:
         return []
-    scaled = f"{optimizer.peak_lr(samples):.4g} = optimizer.lr {optimizer.lr:g} × {samples} / {optimizer.lr_per}"
-    return [f"learning rate {scaled} samples per step (optimizer.lr_per={optimizer.lr_per}; 0 takes lr as it is)"]
+    scaled = (
+        f"{optimizer.compute_peak_lr(samples):.4g} = optimizer.lr {optimizer.lr:g} × {samples} / {optimizer.lr_per}"
+    )
+    return [f"learning rate {scaled} samples per step (optimizer.lr_per=0 switches this scaling off)"]
 
 
 def note_optimizations(settings: Iterable[Statement], config: RunConfig) -> list[str]:
-    """Note what --use-optimizations changes: TF32 and cudnn.benchmark as in the guide, and halfstep's mode search."""
-    said = [s for s in settings if PRECISION_KEYS.get(s.path) == "optimizations"]
-    if not said or convert_for_field(find_strongest(said[0].path, said).value, bool) is not True:  # type: ignore[union-attr]
+    """Note what --use-optimizations changes: TF32, cudnn.benchmark and the search for the fastest mode."""
+    given = [s for s in settings if PRECISION_KEYS.get(s.path) == "optimizations"]
+    if not given or convert_for_field(find_strongest(given[0].path, given).value, bool) is not True:  # type: ignore[union-attr]
         return []
     precision = config.precision.default
     if precision in ("tf32", "auto"):
-        numbers = "TF32 for what computes in fp32"
+        numbers = "fp32 operations use TF32"
     else:
-        numbers = f"{precision} is asked for, so TF32 stays off and fp32 islands are exact"
+        numbers = f"{precision} is asked for, so TF32 stays off and fp32 islands stay strict fp32"
     search = (
-        "train.fast=auto times torch.compile, one CUDA graph and cudnn.benchmark, and takes what is faster"
+        "train.fast=auto times torch.compile, one CUDA graph and cudnn.benchmark, and uses the fastest"
         if config.train.fast == "auto"
         else f"train.fast={config.train.fast} stays as set"
     )

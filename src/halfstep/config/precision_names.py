@@ -30,7 +30,7 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     ),
     "bf16-true": ("bf16-true", "bfloat16-true", "pure_bf16", "true_bf16"),
 }
-PRECISION_NAMES: dict[str, str] = {word: name for name, words in SPELLINGS.items() for word in words}
+PRECISION_NAMES: dict[str, str] = {spelling: name for name, spellings in SPELLINGS.items() for spelling in spellings}
 
 FP16_WEIGHTS = (
     "fp16 weights lose every update smaller than 1/2048 of the weight, and cannot be unscaled safely",
@@ -48,12 +48,12 @@ REFUSED: dict[str, tuple[str, str]] = {
 
 def normalise_precision(value: object, where: str = "") -> str:
     """Return the precision that a spelling means; `where` names its origin in an error."""
-    word = str(value).strip().lower().removeprefix("torch.")
-    if word in PRECISION_NAMES:
-        return PRECISION_NAMES[word]
+    spelling = str(value).strip().lower().removeprefix("torch.")
+    if spelling in PRECISION_NAMES:
+        return PRECISION_NAMES[spelling]
     at = f" ({where})" if where else ""
-    if word in REFUSED:
-        why, fix = REFUSED[word]
+    if spelling in REFUSED:
+        why, fix = REFUSED[spelling]
         raise ConfigError(f"precision {value!s} is not supported{at}", why=why, fix=fix)
-    fix = suggest_nearest(word, PRECISIONS) if word else f"one of {', '.join(PRECISIONS)}"
+    fix = suggest_nearest(spelling, PRECISIONS) if spelling else f"one of {', '.join(PRECISIONS)}"
     raise ConfigError(f"unknown precision {str(value)!r}{at}", fix=fix)

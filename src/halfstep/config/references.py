@@ -1,8 +1,10 @@
-"""`${...}` in a config file: alone it keeps the type of the value it names, inside a text it is pasted.
+"""Replace `${...}` in config files: alone it keeps the type of the value it names, inside a text it is pasted.
 
-Our own files refer to globals, `${globals.NAME}`. Files of other projects follow OmegaConf: `${trainer.max_steps}`
-names any key and `${.NUM_GPUS}` one in the same section. Both may compute, `${mul: a, b}`. Everything is bounded: ten
-keys that each name the previous one ten times would otherwise fill the memory from a file of one kilobyte.
+halfstep's files refer to globals only, `${globals.NAME}`. Files of other projects follow OmegaConf:
+`${trainer.max_steps}` names any key and `${.NUM_GPUS}` one in the same section. Both may compute: `${mul: a, b}`.
+
+All sizes are bounded. Without bounds a file of one kilobyte could fill the memory: ten keys, each of which names the
+previous one ten times, expand to 10^10 values.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from halfstep.errors import ConfigError
 
 INNERMOST = re.compile(r"\$\{([^${}]*)\}")
 MOST_IN_A_ROW = 20
-"""References that lead to one another: more is a mistake, and Python's stack is finite."""
+"""Longest chain of references that lead to one another: a longer one is a mistake, and Python's stack is finite."""
 MOST_LOOKUPS = 10_000
 MOST_CHARACTERS = 100_000
 """Length of one text; real files need a few hundred."""
 
 Place = tuple[str, ...]
 Find = Callable[[str, Place, str], tuple[Any, Place]]
-"""(name, path at which it is used, the same for errors) -> its value, and the path of that value."""
+"""Arguments: the name, the path at which it is used, that path for errors. Returns its value and the value's path."""
 
 
 def find_references(value: object) -> set[str]:
@@ -52,25 +54,30 @@ class References:
             return [self(item, place, at, chain) for item in value]
         if not isinstance(value, str):
             return value
-        return self._replaced(value, place, at or ".".join(place), chain) if "${" in value else self.read(value)
+        return self._replace(value, place, at or ".".join(place), chain) if "${" in value else self.read(value)
 
-    def _replaced(self, given: str, place: Place, at: str, chain: Place) -> Any:
+    def _replace(self, given: str, place: Place, at: str, chain: Place) -> Any:
         """Replace the references of one text, innermost first."""
         text = str(given)
         while match := INNERMOST.search(text):
-            value = self._looked_up(match[1].strip(), place, at, chain)
+            value = self._look_up(match[1].strip(), place, at, chain)
             if match.span() == (0, len(text)):
                 return value
             if isinstance(value, (list, Mapping)):
-                raise ConfigError(f"{at}: ${{{match[1]}}} is not a single value and cannot be part of a string")
+                raise ConfigError(
+                    f"{at}: ${{{match[1]}}} is a list or a section and cannot be part of a text",
+                    fix="use the reference alone, or name a single value",
+                )
+            # Paste the value and search again: references may be nested, `${globals.${globals.NAME}}`.
             text = text[: match.start()] + ("null" if value is None else str(value)) + text[match.end() :]
             if len(text) > MOST_CHARACTERS:
                 raise ConfigError(f"{at} is longer than {MOST_CHARACTERS:,} characters", fix="shorten it")
         if "${" in text:
-            raise ConfigError(f"{at}: {text[:60]!r} has an open ${{", fix="close it with }")
+            raise ConfigError(f"{at}: {text[:60]!r} has a ${{ without }}", fix="close it with }")
         return self.read(Plain(text) if isinstance(given, Plain) else text)
 
-    def _looked_up(self, reference: str, place: Place, at: str, chain: Place) -> Any:
+    def _look_up(self, reference: str, place: Place, at: str, chain: Place) -> Any:
+        """Return the value that a reference names, with the references in it replaced."""
         self._num_looked_up += 1
         if self._num_looked_up > MOST_LOOKUPS:
             here = f"{at}: ${{{reference}}} is one of more than {MOST_LOOKUPS:,} references"
@@ -80,6 +87,7 @@ class References:
             return compute_function(name.strip(), arguments, at)
         found, there = self.find(name, place, at)
         named = ".".join(there)
+        # `chain` holds the references that led here: meeting one of them again is a cycle.
         if named in chain or len(chain) >= MOST_IN_A_ROW:
             what = "refers to itself" if named in chain else f"is one of more than {MOST_IN_A_ROW} references in a row"
             why = " -> ".join((*chain, named))
@@ -87,9 +95,9 @@ class References:
         return self(found, there, at, (*chain, named))
 
 
-# --- functions: `${mul: a, b}`, `${eval: 'a * b + 1', 3, 4}`. Arithmetic only ---
-# `eval` is parsed as an expression and computed node by node; anything but arithmetic is refused, so that a config file
-# cannot run code. Numbers are bounded, since a power of a power would take all memory.
+# --- functions: `${mul: a, b}`, `${eval: 'a * b + 1', 3, 4}` ---
+# `eval` is parsed as an expression and computed node by node. Anything but arithmetic is refused, so that a config file
+# cannot run code. Numbers are bounded, because a power of a power would take all memory.
 
 Number = int | float
 
@@ -141,6 +149,7 @@ def compute_function(name: str, arguments: str, at: str) -> Any:
         if name == "eval":
             return check_bounds(evaluate_text(unquote(parts[0]), [parse_scalar(part) for part in parts[1:]], at), at)
         if name == "config_prop":
+            # SlotContrast's resolver for backbone sizes; a missing key is reported below.
             return PROPERTIES[parts[0]][parts[1]][parts[2]]
         if name not in RESOLVERS:
             known = ", ".join((*RESOLVERS, "eval", "config_prop"))
@@ -152,13 +161,19 @@ def compute_function(name: str, arguments: str, at: str) -> Any:
 
 def check_numbers(values: Sequence[Any], at: str) -> list[Number]:
     if not all(isinstance(value, (int, float)) for value in values):
-        raise ConfigError(f"{at} computes with something that is not a number")
+        wrong = next(value for value in values if not isinstance(value, (int, float)))
+        raise ConfigError(f"{at} computes with {wrong!r}, which is not a number", fix="write the value itself")
     return list(values)
 
 
 def check_bounds(value: Any, at: str) -> Number:
+    # bool is an int in Python; NaN fails the comparison.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:
-        raise ConfigError(f"{at} gives {str(value)[:20]}", why=f"settings are numbers up to {LARGEST:g}")
+        raise ConfigError(
+            f"{at} gives {str(value)[:20]}",
+            why=f"a computed setting must be a number up to {LARGEST:g}",
+            fix="write the value itself",
+        )
     return value
 
 
@@ -170,6 +185,7 @@ def split_arguments(text: str) -> list[str]:
             quote = "" if letter == quote else quote
         elif letter in "'\"":
             quote = letter
+        # Commas inside brackets belong to one argument.
         depth += (letter in "([{") - (letter in ")]}") if not quote else 0
         if letter == "," and not quote and depth == 0:
             parts.append("")
@@ -185,11 +201,14 @@ def unquote(text: str) -> str:
 def evaluate_text(text: str, values: list[Any], at: str) -> Any:
     """Evaluate `a * b`, or `x, y: x * y` with parameter names."""
     named, has_names, body = text.removeprefix("lambda ").partition(":")
+    # Without parameter names the values are called a, b, c ... in order.
     names = [name.strip() for name in named.split(",")] if has_names else list(LETTERS[: len(values)])
     known = dict(zip(names, check_numbers(values, at), strict=True))
     expression = (body if has_names else text).strip()
     if len(expression) > LONGEST:
-        raise ConfigError(f"{at} has {len(expression)} characters", why=f"at most {LONGEST} are computed")
+        raise ConfigError(
+            f"{at} has {len(expression)} characters", why=f"the limit is {LONGEST}", fix="write the value itself"
+        )
     try:
         tree = ast.parse(expression, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -198,6 +217,7 @@ def evaluate_text(text: str, values: list[Any], at: str) -> Any:
 
 
 def _evaluate_node(node: ast.AST, known: Mapping[str, Number], at: str) -> Number:
+    """Evaluate one node of an expression; refuse everything but arithmetic."""
     match node:
         case ast.Constant(value=int() | float() as number):
             return check_bounds(number, at)
@@ -208,7 +228,9 @@ def _evaluate_node(node: ast.AST, known: Mapping[str, Number], at: str) -> Numbe
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
             one, other = _evaluate_node(left, known, at), _evaluate_node(right, known, at)
             if isinstance(op, ast.Pow) and abs(other) > 64:
-                raise ConfigError(f"{at}: a power of {other}", why="exponents go up to 64")
+                raise ConfigError(
+                    f"{at}: the exponent {other} is too large", why="the limit is 64", fix="use a smaller one"
+                )
             return check_bounds(OPERATIONS[type(op)](one, other), at)
         case ast.Call(func=ast.Name(id=name), args=given, keywords=[]) if name in FUNCTIONS:
             return check_bounds(FUNCTIONS[name](*(_evaluate_node(argument, known, at) for argument in given)), at)

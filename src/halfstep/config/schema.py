@@ -43,7 +43,7 @@ OPTIMIZER_OPTIONS: dict[str, frozenset[str]] = {
     "alpha": frozenset({"rmsprop"}),
     "rho": frozenset({"adadelta"}),
 }
-"""Which optimizers read an option; a value given for another optimizer is reported, never silently dropped."""
+"""The optimizers that read each option; a value given for another optimizer is reported, never silently dropped."""
 
 SCHEDULE_OPTIONS: dict[str, frozenset[str]] = {
     "decay_from_start": frozenset({"cosine", "linear", "polynomial", "exponential", "step"}),
@@ -67,7 +67,7 @@ class OptimizerConfig(Section):
     lr: Positive = Field(default=1e-3, description="Peak learning rate of the schedule")
     lr_per: OffCount = Field(
         default=0,
-        description="Samples per step that lr is given for; lr scales linearly with the actual number; 0: no scaling",
+        description="Samples per step for which lr is given; lr scales linearly with the actual number; 0: no scaling",
     )
     weight_decay: float = Field(
         default=1e-2, ge=0, description="Weight decay; decoupled in adamw, added to the gradient in sgd"
@@ -87,17 +87,19 @@ class OptimizerConfig(Section):
 
     @field_validator("name", mode="before")
     @classmethod
-    def known_optimizer(cls, value: object) -> object:
+    def normalise_optimizer(cls, value: object) -> object:
         name = re.sub(r"[-_]", "", value.lower()) if isinstance(value, str) else value
         if name in UNJUDGEABLE:
-            raise ValueError(f"refused: {name} updates weights before the step can be checked; adamw is a good default")
+            raise ValueError(
+                f"{name} updates weights before the step can be checked; use another optimizer, such as adamw"
+            )
         return name
 
-    def peak_lr(self, samples_per_step: int) -> float:
+    def compute_peak_lr(self, samples_per_step: int) -> float:
         """Return the learning rate at the top of the schedule, scaled linearly (Goyal et al. 2017) if lr_per is set."""
         return self.lr * samples_per_step / self.lr_per if self.lr_per else self.lr
 
-    def options(self) -> dict[str, Any]:
+    def collect_options(self) -> dict[str, Any]:
         """Return keyword arguments for the chosen optimizer: the options that were set, and momentum 0.9 for sgd."""
         given = {option: getattr(self, option) for option, readers in OPTIMIZER_OPTIONS.items() if self.name in readers}
         defaults = {"momentum": 0.9} if self.name == "sgd" else {}
@@ -182,7 +184,7 @@ class TrainConfig(Section):
     )
     memory: Literal["normal", "low"] = Field(
         default="normal",
-        description="low: use recomputation, 8-bit moments and compiler budget for least memory within memory_time",
+        description="low: find the least memory within memory_time by recomputation, 8-bit moments, compiler budget",
     )
     memory_time: float = Field(
         default=1.1, gt=1.01, description="With memory: low, a step may take this many times as long as a normal one"
@@ -215,15 +217,15 @@ class TrainConfig(Section):
     deterministic: bool = Field(default=False, description="Bitwise reproducible on CUDA too, but slower")
 
     @model_validator(mode="after")
-    def steps_alone_say_how_long(self) -> Self:
+    def ignore_default_epochs(self) -> Self:
         """Ignore the default of `epochs` if only `max_steps` is set, as Lightning and transformers do."""
         if self.max_steps and "max_steps" in self.model_fields_set and "epochs" not in self.model_fields_set:
-            object.__setattr__(self, "epochs", WITHOUT_END)  # frozen from here on
+            object.__setattr__(self, "epochs", WITHOUT_END)  # the model is frozen: a plain assignment would raise
         return self
 
 
 class GuardConfig(Section):
-    """What happens when steps go bad."""
+    """What happens when a step has a non-finite loss or gradient, or a spike."""
 
     on_fault: Literal["stop", "rollback"] = Field(
         default="stop", description="After max_consecutive faults: stop the run, or roll back"
@@ -261,14 +263,16 @@ class ScalerConfig(Section):
 
     init_scale: Positive = Field(default=65536.0, description="Scale of the first step; divided by train.accumulate")
     growth_factor: float = Field(
-        default=2.0, gt=1, description="The scale grows by this after growth_interval clean steps"
+        default=2.0, gt=1, description="The scale is multiplied by this after growth_interval clean steps"
     )
-    backoff_factor: float = Field(default=0.5, gt=0, lt=1, description="The scale shrinks by this after an overflow")
+    backoff_factor: float = Field(
+        default=0.5, gt=0, lt=1, description="The scale is multiplied by this after an overflow"
+    )
     growth_interval: PositiveCount = Field(default=2000, description="Clean steps in a row before the scale grows")
     min_scale: Positive = Field(default=1.0, description="The scale never falls below this")
 
     @model_validator(mode="after")
-    def starts_above_its_floor(self) -> Self:
+    def refuse_scale_below_minimum(self) -> Self:
         if self.init_scale < self.min_scale:
             raise ValueError(f"init_scale {self.init_scale:g} is below min_scale {self.min_scale:g}")
         return self
@@ -299,7 +303,7 @@ class PrecisionConfig(Section):
         default=False, description="Refuse to run if the device lacks the requested precision, instead of falling back"
     )
     simulate: bool = Field(
-        default=False, description="Run the numerics of a format the hardware lacks; never for speed"
+        default=False, description="Simulate the numerics of a format the hardware lacks; slower, never faster"
     )
     rounding: Literal["split", "stochastic", "nearest"] = Field(
         default="split",
@@ -307,17 +311,17 @@ class PrecisionConfig(Section):
         "up or down at random, nearest loses small updates",
     )
     force: bool = Field(
-        default=False, description="Run fp8 in every layer that can take it, even if bf16 is measured faster"
+        default=False, description="Run fp8 in every layer that supports it, even where bf16 is measured to be faster"
     )
 
     @field_validator("default", mode="before")
     @classmethod
-    def canonical_default(cls, value: object) -> str:
+    def normalise_default(cls, value: object) -> str:
         return canonicalise_precision(value)
 
     @field_validator("modules", mode="before")
     @classmethod
-    def canonical_modules(cls, value: object) -> object:
+    def normalise_modules(cls, value: object) -> object:
         return (
             {name: canonicalise_precision(wish) for name, wish in value.items()} if isinstance(value, dict) else value
         )
@@ -363,9 +367,9 @@ class BuiltModelConfig(ModelConfig):
     """The model section of a workload that builds its own model."""
 
     @model_validator(mode="after")
-    def builds_its_own_model(self) -> Self:
+    def refuse_custom_model(self) -> Self:
         if self.path or self.options:
-            raise ValueError("this workload builds its own model; to train yours: halfstep train my_pkg.my_mod:build")
+            raise ValueError("this workload has a fixed model; to train your model: halfstep train my_pkg.my_mod:build")
         return self
 
 
@@ -426,10 +430,10 @@ class RunConfig(Section):
     ema: EmaConfig = EmaConfig()
     log: LogConfig = LogConfig()
     globals: dict[str, JsonValue] = Field(
-        default_factory=dict, description="Your own values, referenced anywhere as ${globals.NAME}"
+        default_factory=dict, description="Custom values, which any setting can refer to as ${globals.NAME}"
     )
 
-    def changed(self, **sections: Mapping[str, Any]) -> Self:
+    def replace(self, **sections: Mapping[str, Any]) -> Self:
         """Return a copy with other values in some of its sections; nothing is validated again."""
         parts = {name: getattr(self, name).model_copy(update=dict(values)) for name, values in sections.items()}
         return self.model_copy(update=parts)
@@ -440,12 +444,15 @@ class RunConfig(Section):
         given = [(*path.split("."), value) for path, value in vars(cls).get("defaults", {}).items()]
         for section in dict.fromkeys(name for name, _, _ in given):
             field = cls.model_fields[section]
+            # A subclass of the section, so that the defaults of other workloads stay unchanged.
             kind: Any = field.annotation
             names = {"__module__": cls.__module__, "__qualname__": f"{cls.__qualname__}._{section}"}
             made: Any = type(kind)(kind.__name__, (kind,), {**names, "__doc__": kind.__doc__})
             for setting, value in ((setting, value) for name, setting, value in given if name == section):
+                # pydantic reads defaults from here when the model is rebuilt below.
                 made.model_fields[setting].default = value
             made.model_rebuild(force=True)
+            # Worker processes unpickle the class by this name.
             setattr(cls, f"_{section}", made)
             field.annotation, field.default = made, made()
         cls.model_rebuild(force=True)

@@ -1,8 +1,8 @@
-"""The base of every config section, the number types of its fields, and how plain text becomes a typed value.
+"""The base class of config sections, the number types of their fields, and the conversion of plain text to values.
 
-YAML 1.1 reads `1e-5` as text, `010` as 8 and `1:30` as 90. Here a number is what a person calls a number, in YAML and
-in `key=value` overrides alike. The meaning of a text may depend on its field (`off` is text for `train.fast` and a bool
-for `ema.enabled`), so unquoted text stays `Plain` until its field is known.
+YAML 1.1 reads `1e-5` as text, `010` as 8 and `1:30` as 90. halfstep reads numbers the way people write them, in YAML
+and in `key=value` overrides alike. The meaning of a text may depend on its field (`off` is text for `train.fast` and a
+bool for `ema.enabled`), so unquoted text stays `Plain` until its field is known.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DIGITS = r"\d+(_\d+)*"
 INTEGER = re.compile(rf"[-+]?{DIGITS}", re.ASCII)
 FLOAT = re.compile(rf"[-+]?(({DIGITS})?\.{DIGITS}|{DIGITS}\.?)(e[-+]?\d+)?|[-+]?\.?(inf|nan)", re.ASCII)
 LONGEST_NUMBER = 400
-"""Characters; the longest float has 309 digits before its point."""
+"""In characters; the longest float has 309 digits before its point."""
 NULLS = {"", "~", "null", "none"}
 BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
@@ -51,8 +51,9 @@ def convert_for_field(value: object, annotation: Any) -> object:
     """Convert every `Plain` in `value` to what a field of this annotation expects."""
     if isinstance(value, Plain):
         is_off = "off" in get_args(annotation) and (value.lower() in NULLS or BOOLS.get(value.lower()) is False)
-        if is_off:  # a choice among texts, of which `off` means false
+        if is_off:  # in a choice among texts, `false` and `no` mean the choice `off`
             return "off"
+        # A text field keeps `007` and `no` as text; only null still means None where the field allows it.
         keeps_text = is_text_only(annotation) and not (value.lower() in NULLS and type(None) in list_types(annotation))
         return str(value) if keeps_text else parse_scalar(value)
     if isinstance(value, Mapping):
@@ -72,6 +73,7 @@ def list_types(annotation: Any) -> set[object]:
     if get_origin(annotation) is Literal:
         return {type(choice) for choice in get_args(annotation)}
     args = get_args(annotation)
+    # Annotated[int, ...]: the first argument is the type, the others are metadata.
     inner = args[:1] if get_origin(annotation) is Annotated else [arg for arg in args if arg is not Ellipsis]
     return set().union(*(list_types(arg) for arg in inner)) if inner else {annotation}
 
@@ -101,11 +103,13 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def no_bool_as_number(cls, value: object, info: ValidationInfo) -> object:
+    def refuse_bool_as_number(cls, value: object, info: ValidationInfo) -> object:
         """Refuse `epochs: yes`, which is not one epoch; null and false reach the fields where they mean off."""
         field = cls.model_fields[info.field_name or ""]
         kinds = list_types(field.annotation)
+        # Fields with a BeforeValidator (OffCount, OffNumber, Workers) read false as 0.
         means_off = value is False and any(isinstance(item, BeforeValidator) for item in field.metadata)
+        # bool is a subclass of int, so pydantic would read true as 1.
         if isinstance(value, bool) and not means_off and bool not in kinds and kinds & {int, float}:
             raise ValueError("expected a number, not true or false")
         return value
@@ -118,7 +122,7 @@ def fill_from_settings(kind: type[Kind], section: Section, **more: Any) -> Kind:
 
 
 MOST = 8
-"""More workers pay off only if decoding is slow; each holds an interpreter and its own batches."""
+"""Most workers that `auto` starts: more pay off only if decoding is slow, and each takes memory."""
 
 
 def count_cores() -> int:

@@ -1,4 +1,4 @@
-"""Statements: one value for one setting, with its origin, from files, `key=value` overrides and flags."""
+"""Parse files, `key=value` overrides and flags into statements: one value for one setting, with its origin."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYERS: tuple[Layer, ...] = ("demo", "preset", "file", "override", "flag")
 """From the weakest to the strongest; a default applies if no layer sets the value."""
 
 OPEN_SECTIONS = ("globals", "precision.modules", "model.options")
-"""Sections whose keys the user chooses; a value below them is taken as a whole."""
+"""Sections whose keys the user chooses; a value below them is not split into settings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,56 +90,57 @@ def find_open_section(path: str) -> str:
 KEY = re.compile(r"[A-Za-z_][\w\-]*(\.[^=\s]+)*")
 
 
-def parse_overrides(words: Sequence[str]) -> list[Statement]:
+def parse_overrides(overrides: Sequence[str]) -> list[Statement]:
     """Return one statement per override; a mapping value (`globals={A: 1}`) gives one per key."""
-    return [statement for word in words for statement in parse_override(word)]
+    return [statement for override in overrides for statement in parse_override(override)]
 
 
-def parse_override(word: str) -> list[Statement]:
-    key, equals, text = word.partition("=")
+def parse_override(override: str) -> list[Statement]:
+    """Parse `key=value`; suggest what was meant if it is something else."""
+    key, equals, text = override.partition("=")
     key = key.strip()
     if not equals:
         fix = "write key=value, such as train.epochs=3 or optimizer.lr=1e-3"
-        if word.lower() in PRECISION_NAMES:
-            fix = f"--precision {word}"
-        elif word.lower().endswith((".yaml", ".yml")):
-            fix = (
-                f"--config-overrides-file {word}, or {word} in the workload's place, with a line `workload: NAME` in it"
-            )
-        raise ConfigError(f"{word!r} is not an override", fix=fix)
+        if override.lower() in PRECISION_NAMES:
+            fix = f"--precision {override}"
+        elif override.lower().endswith((".yaml", ".yml")):
+            fix = f"--config-overrides-file {override}; or name it instead of the workload, with `workload: NAME` in it"
+        raise ConfigError(f"{override!r} is not an override", fix=fix)
+    # `${...}` and spaces in a key are mistakes of quoting.
     if not KEY.fullmatch(key):
-        raise ConfigError(f"{word!r}: {key!r} is not a key", fix="write key=value, such as train.epochs=3")
-    origin = Origin(layer="override", where=word, key=key)
-    return make_statements({key: parse_value(text.strip(), word)}, lambda _: origin)
+        raise ConfigError(f"{override!r}: {key!r} is not a key", fix="write key=value, such as train.epochs=3")
+    origin = Origin(layer="override", where=override, key=key)
+    return make_statements({key: parse_value(text.strip(), override)}, lambda _: origin)
 
 
-def parse_value(text: str, word: str) -> object:
+def parse_value(text: str, override: str) -> object:
     """Parse `[a, b]`, `{a: 1}` and quoted text as YAML; anything else is plain text."""
     if not text:
         # `data.dir=$UNSET` must not silently mean null.
         return ""
-    return parse_flow(text, f"override {word}") if text[:1] in ("[", "{", '"', "'") else Plain(text)
+    return parse_flow(text, f"override {override}") if text[:1] in ("[", "{", '"', "'") else Plain(text)
 
 
 def parse_flags(flags: Mapping[str, object]) -> list[Statement]:
     """Return the statements of flags by name (`data_dir`, `bf16`); None means the flag was not given."""
 
-    def origin_of(path: tuple[str, ...]) -> Origin:
+    def make_origin(path: tuple[str, ...]) -> Origin:
+        # A flag with a dict value has several paths; the flag is the first part of each.
         flag, value = "--" + path[0].replace("_", "-"), flags[path[0]]
         return Origin(layer="flag", where=flag if value is True else f"{flag} {value}", key=flag)
 
     given = {name: value for name, value in flags.items() if value is not None}
-    return make_statements(given, origin_of)
+    return make_statements(given, make_origin)
 
 
 def read_file_statements(document: Document) -> list[Statement]:
     """Return the statements of a YAML file, with their lines."""
 
-    def origin_of(path: tuple[str, ...]) -> Origin:
+    def make_origin(path: tuple[str, ...]) -> Origin:
         line = document.lines.get(path)
         return Origin(layer="file", where=f"{document.name}:{line}" if line else document.name, key=".".join(path))
 
-    return make_statements(document.values, origin_of)
+    return make_statements(document.values, make_origin)
 
 
 def make_layer_statements(values: Mapping[str, object], layer: Layer, where: str) -> list[Statement]:
@@ -147,7 +148,7 @@ def make_layer_statements(values: Mapping[str, object], layer: Layer, where: str
     return make_statements(values, lambda path: Origin(layer=layer, where=where, key=".".join(path)))
 
 
-def make_statements(values: Mapping[str, object], origin_of: Callable[[tuple[str, ...]], Origin]) -> list[Statement]:
+def make_statements(values: Mapping[str, object], make_origin: Callable[[tuple[str, ...]], Origin]) -> list[Statement]:
     return [
-        Statement(path=".".join(path), value=value, origin=origin_of(path)) for path, value in iterate_leaves(values)
+        Statement(path=".".join(path), value=value, origin=make_origin(path)) for path, value in iterate_leaves(values)
     ]

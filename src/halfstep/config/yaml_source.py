@@ -1,8 +1,8 @@
-"""YAML files as values with line numbers, without YAML's traps.
+"""Read YAML files as values with line numbers, without YAML's traps.
 
 PyYAML scans and composes; we walk its nodes ourselves. That keeps the text of every scalar (its type is decided later,
-see `Plain`), finds duplicate keys with both lines, and never builds an object for a tag. Anchors and `<<` work, within
-bounds: a few lines of nested aliases could otherwise expand to gigabytes.
+see `Plain`), reports duplicate keys with both lines, and never builds an object for a tag. Anchors and `<<` work within
+bounds, because a few lines of nested aliases could otherwise expand to gigabytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Document:
     values: dict[str, object]
     lines: dict[tuple[str, ...], int] = field(default_factory=dict)
 
-    def changed_by(self, other: Document) -> Document:
+    def merge(self, other: Document) -> Document:
         """Return this document with the values of another file on top; values from that file have no line."""
         name = f"{self.name} with {other.name}"
         lines = {**self.lines, **dict.fromkeys(other.lines, 0)}
@@ -58,6 +58,7 @@ def read_yaml(path: Path) -> Document:
 
 
 def read_text(path: Path) -> str:
+    """Read a config file as text; refuse folders, huge files and other encodings."""
     if not path.exists():
         raise ConfigError(
             f"no such config file: {path}", fix="give the path of a YAML file, or a workload such as unet"
@@ -65,14 +66,18 @@ def read_text(path: Path) -> str:
     if path.is_dir():
         raise ConfigError(
             f"{path} is a folder, not a config file",
-            fix=f"to continue a run: {suggest_command('train', '--resume', path)}; data are given with --data-dir",
+            fix=f"to continue a run: {suggest_command('train', '--resume', path)}; to name a data folder: --data-dir",
         )
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read {path}: {error.strerror}", fix="check its permissions") from error
     if len(content) > MAX_BYTES:
-        raise ConfigError(f"{path} has {len(content):,} bytes", why=f"a config is smaller than {MAX_BYTES:,} bytes")
+        raise ConfigError(
+            f"{path} has {len(content):,} bytes",
+            why=f"a config is smaller than {MAX_BYTES:,} bytes",
+            fix="give the path of a YAML config",
+        )
     return decode_text(content, path)
 
 
@@ -88,25 +93,26 @@ def decode_text(content: bytes, path: Path) -> str:
 
 def parse_yaml(text: str, name: str) -> Document:
     """Parse a text that must be a mapping; `name` is used in errors."""
-    root = compose(text, name)
+    root = compose_node(text, name)
     if root is None:
         return Document(name=name, values={})
     if not isinstance(root, yaml.MappingNode):
         kind = "a list" if isinstance(root, yaml.SequenceNode) else f"the text {root.value!r}"
         raise ConfigError(f"{name}: expected `key: value` settings, found {kind}", fix="start with `workload: unet`")
     walk = Walk(name)
-    values = walk.value(root, ())
+    values = walk.read_value(root, ())
     assert isinstance(values, dict)
     return Document(name=name, values=values, lines=walk.lines)
 
 
 def parse_flow(text: str, name: str) -> object:
     """Parse one value written in YAML's flow style: `[a, b]`, `{a: 1}`, `"quoted"`."""
-    node = compose(text, name)
-    return None if node is None else Walk(name).value(node, ())
+    node = compose_node(text, name)
+    return None if node is None else Walk(name).read_value(node, ())
 
 
-def compose(text: str, name: str) -> yaml.Node | None:
+def compose_node(text: str, name: str) -> yaml.Node | None:
+    """Parse a text into PyYAML's nodes; an error names line and column."""
     try:
         node: yaml.Node | None = yaml.compose(text, Loader=NodeLoader)
         return node
@@ -116,9 +122,11 @@ def compose(text: str, name: str) -> yaml.Node | None:
         problem = " ".join(part for part in (error.context, error.problem) if part)
         raise ConfigError(f"{name}: bad YAML at {at}: {problem}", fix=suggest_yaml_fix(problem, text)) from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{name}: bad YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{name}: bad YAML: {' '.join(str(error).split())}", fix="save it as plain text") from error
     except RecursionError:
-        raise ConfigError(f"{name}: nested too deeply", why=f"more than {MAX_DEPTH} levels") from None
+        raise ConfigError(
+            f"{name}: nested too deeply", why=f"more than {MAX_DEPTH} levels", fix="use fewer levels"
+        ) from None
 
 
 def suggest_yaml_fix(problem: str, text: str) -> str:
@@ -129,7 +137,7 @@ def suggest_yaml_fix(problem: str, text: str) -> str:
     if "\\t" in problem:
         return "indent with spaces, not tabs"
     if "mapping values are not allowed" in problem:
-        return "quote a value that holds `: `, and check the indentation"
+        return "quote a value that contains `: `, and check the indentation"
     return "check the line above as well: a missing colon, quote or bracket is often there"
 
 
@@ -142,41 +150,44 @@ class Walk:
         self.visited = 0
         self.ancestors: list[yaml.Node] = []
 
-    def value(self, node: yaml.Node, path: tuple[str, ...]) -> object:
+    def read_value(self, node: yaml.Node, path: tuple[str, ...]) -> object:
         self.enter(node)
         try:
             if isinstance(node, yaml.MappingNode):
-                return self.mapping(node, path)
+                return self.read_mapping(node, path)
             if isinstance(node, yaml.SequenceNode):
-                return [self.value(item, path) for item in node.value]
+                return [self.read_value(item, path) for item in node.value]
             # Only unquoted text may turn into a number or a bool.
             return Plain(node.value) if is_unquoted(node) else str(node.value)
         finally:
             self.ancestors.pop()
 
     def enter(self, node: yaml.Node) -> None:
+        """Count a node and refuse cycles, sizes beyond the bounds, and tags."""
         self.visited += 1
         line = node.start_mark.line + 1
+        # A node that is its own ancestor would expand forever.
         if node in self.ancestors:
-            raise ConfigError(f"{self.name}:{line}: an anchor contains itself")
+            raise ConfigError(f"{self.name}:{line}: an anchor contains itself", fix="remove the alias inside it")
         if self.visited > MAX_NODES or len(self.ancestors) >= MAX_DEPTH:
             why = f"a config has at most {MAX_NODES:,} values, {MAX_DEPTH} levels deep, aliases expanded"
-            raise ConfigError(f"{self.name}:{line}: too large or nested too deeply", why=why)
+            raise ConfigError(f"{self.name}:{line}: too large or nested too deeply", why=why, fix="use fewer aliases")
         if node.tag not in ALLOWED_TAGS:
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
             raise ConfigError(f"{self.name}:{line}: the tag {tag} is not allowed", fix="write the plain value")
         self.ancestors.append(node)
 
-    def mapping(self, node: yaml.MappingNode, path: tuple[str, ...]) -> dict[str, object]:
+    def read_mapping(self, node: yaml.MappingNode, path: tuple[str, ...]) -> dict[str, object]:
         values: dict[str, object] = {}
         for key_node, value_node in node.value:
             if is_merge(key_node):
-                for base in self.bases(value_node, path):
+                for base in self.read_bases(value_node, path):
                     # YAML's rule: the earlier of several merged mappings wins, and own keys win over all.
                     values = {**base, **values}
-        return {**values, **self.own_values(node, path)}
+        return {**values, **self.read_own_values(node, path)}
 
-    def own_values(self, node: yaml.MappingNode, path: tuple[str, ...]) -> dict[str, object]:
+    def read_own_values(self, node: yaml.MappingNode, path: tuple[str, ...]) -> dict[str, object]:
+        """Read a mapping's own keys, without merged ones; refuse duplicates."""
         own: dict[str, object] = {}
         first_lines: dict[str, int] = {}
         for key_node, value_node in node.value:
@@ -184,27 +195,33 @@ class Walk:
                 continue
             key, line = key_node.value, key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
-                raise ConfigError(f"{self.name}:{line}: a key must be text, not a list or a mapping")
+                raise ConfigError(
+                    f"{self.name}:{line}: a key must be text, not a list or a mapping", fix="write `name: value`"
+                )
             if key in first_lines:
                 both = f"lines {first_lines[key]} and {line}"
                 raise ConfigError(
                     f"{self.name}: {'.'.join((*path, key))} is set twice, on {both}", fix="keep one of them"
                 )
             name, colon, value = key.partition(":")
+            # YAML reads `{a:1}` as the key `a:1` without a value.
             if node.flow_style and colon and value and is_unquoted(key_node) and value_node.value == "":
                 raise ConfigError(
                     f"{self.name}:{line}: {key!r} has no space after its colon", fix=f"{{{name}: {value}}}"
                 )
             first_lines[key] = self.lines[(*path, key)] = line
-            own[key] = self.value(value_node, (*path, key))
+            own[key] = self.read_value(value_node, (*path, key))
         return own
 
-    def bases(self, node: yaml.Node, path: tuple[str, ...]) -> Iterator[dict[str, object]]:
+    def read_bases(self, node: yaml.Node, path: tuple[str, ...]) -> Iterator[dict[str, object]]:
         nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
         for base in nodes:
-            values = self.value(base, path)
+            values = self.read_value(base, path)
             if not isinstance(values, dict):
-                raise ConfigError(f"{self.name}:{base.start_mark.line + 1}: `<<` merges mappings, not {values!r}")
+                raise ConfigError(
+                    f"{self.name}:{base.start_mark.line + 1}: `<<` merges mappings, not {values!r}",
+                    fix="name an anchor of a mapping: `<<: *NAME`",
+                )
             yield values
 
 

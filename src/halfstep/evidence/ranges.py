@@ -58,7 +58,9 @@ class Range:
     def __str__(self) -> str:
         counts = ((self.num_zero, "zero"), (self.num_inf, "inf"), (self.num_nan, "NaN"))
         odd = [f"{count} {word}" for count, word in counts if count]
-        return f"{self.dtype} {self.low:.3g} to {self.high:.3g}" + (f" ({', '.join(odd)})" if odd else "")
+        # Without a finite value other than zero, low and high are both 0, which is no range.
+        span = f"{self.low:.3g} to {self.high:.3g}" if self.high else "without a finite nonzero value"
+        return f"{self.dtype} {span}" + (f" ({', '.join(odd)})" if odd else "")
 
 
 @dataclass(slots=True)
@@ -188,7 +190,7 @@ class RangeTrace(TorchDispatchMode):
         return Operation(len(self.operations), self._running, module, line, False, nothing, has_raised=True)
 
     def _locate(self) -> tuple[str, str]:
-        # Three frames up: `_place`, `_look` and `__torch_dispatch__` are skipped.
+        # Three frames up: `_locate`, `_record` and `__torch_dispatch__` are skipped.
         return self._find_innermost(traceback.walk_stack(sys._getframe(3)))
 
     def _find_innermost(self, frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:

@@ -21,7 +21,7 @@ from halfstep.data.loader import TensorSamples
 from halfstep.errors import DataError, format_bytes, format_count
 from halfstep.exercises import Claim, Story
 from halfstep.hardware.probe import probe
-from halfstep.use.compare import CompareRequest, Say, new_comparison, run_comparison
+from halfstep.use.compare import CompareRequest, Say, create_comparison, run_comparison
 from halfstep.use.compare_run import ComparedRow, train_row
 from halfstep.use.compare_table import TableLine, build_lines, collect_notes, draw_comparison
 from halfstep.workloads.base.kind import Kind
@@ -42,6 +42,7 @@ EXPECTED = "1.5 to 2 times as fast, half the memory, accuracy within 0.5 points"
 def run(
     folder: Path, *, data: str | None = None, seeds: int = SEEDS, steps: int = STEPS, most_s: float = MOST_S, say: Say
 ) -> Story:
+    """Train the CNN in each format with several seeds and compare them."""
     hardware = probe("auto")
     simulates = hardware.kind == "cpu"
     common = ("train.batch_size=32", "train.val_batch_size=250", "data.num_workers=0", "optimizer.lr=3e-3",
@@ -52,7 +53,7 @@ def run(
         steps = _choose_steps(steps, most_s, seeds * len(rows), Path(scratch) / "tried", rows[1], common, say)
         overrides = (*common, f"train.max_steps={steps}")
         request = CompareRequest(target=WORKLOAD, overrides=overrides, rows=rows, looks=(seeds,), margin=MARGIN)
-        place, comparison = new_comparison(request, Path(scratch) / "comparison")
+        place, comparison = create_comparison(request, Path(scratch) / "comparison")
         comparison.margin_from = "three points, because with few test images seeds differ by one"
         run_comparison(place, comparison, say)
     lines = build_lines(comparison)
@@ -80,6 +81,7 @@ def _choose_steps(
     tried = min(TRIED_STEPS, steps)
     found = train_row(row, 0, place, target=WORKLOAD, overrides=(*overrides, f"train.max_steps={tried}")).summary
     step_s, around_s = found["trained_s"] / tried, found["elapsed_s"] - found["trained_s"]
+    # Time per run without what does not depend on the number of steps.
     fitting = max(int((most_s / num_runs - around_s) / step_s), FEWEST_STEPS)
     if fitting >= steps:
         return steps
@@ -122,14 +124,16 @@ def _explain_differences(lines: list[TableLine], *, simulates: bool, device: str
         ]
     first, half = lines[0], lines[-1]
     ratio = (half.samples_per_s or 1) / (first.samples_per_s or 1)
-    said = [
+    comments = [
         expected,
         f"measured here: {ratio:.2f} times as fast in {half.name}, accuracy within {gap:.1f} points",
     ]
     if ratio < 1.5:
-        said.append("a model this small is limited by the host, not the GPU: larger batches and models show the gain")
-    said.append("fp32 is strict here; compared with TF32, the default of many frameworks, the gain is smaller")
-    return said
+        comments.append(
+            "a model this small is limited by the host, not the GPU: larger batches and models show the gain"
+        )
+    comments.append("fp32 is strict here; compared with TF32, the default of many frameworks, the gain is smaller")
+    return comments
 
 
 SIDE, NUM_CLASSES = 32, 10
@@ -154,7 +158,7 @@ def read_cifar(root: Path) -> tuple[TensorSamples, TensorSamples]:
     return make_samples(*train), make_samples(pixels[:MOST_TESTED], labels[:MOST_TESTED])
 
 
-def generate_pictures(count: int, seed: int) -> TensorSamples:
+def generate_images(count: int, seed: int) -> TensorSamples:
     """Generate noisy gratings: angle and frequency define the class, colour and phase are random."""
     draws = np.random.default_rng(seed)
     labels = draws.integers(0, NUM_CLASSES, count)
@@ -183,8 +187,9 @@ def prepare(batch: dict[str, Tensor], *, key: Any, training: bool) -> dict[str, 
 
 
 def build(config: RunConfig, store: Any = None) -> Workload:
+    """Build the workload of the exercise: a small CNN on CIFAR-10 or generated images."""
     folder = config.data.dir
-    train, test = read_cifar(Path(folder)) if folder else (generate_pictures(1200, 0), generate_pictures(500, 1))
+    train, test = read_cifar(Path(folder)) if folder else (generate_images(1200, 0), generate_images(500, 1))
     return Workload(
         name="small_cnn",
         model=SmallCnn(),

@@ -16,7 +16,7 @@ from halfstep.formats import FORMATS
 from halfstep.hardware.probe import probe
 from halfstep.precision.apply import apply
 from halfstep.precision.decide import decide
-from halfstep.report.picture_file import BAD, FAINT, INK, new_figure, save_figure
+from halfstep.report.picture_file import BAD, FAINT, INK, make_figure, save_figure
 from halfstep.step.scaler import ScalerOptions
 from halfstep.step.step import Step
 
@@ -44,6 +44,8 @@ class ScaledTraining:
 
 
 def run(folder: Path, *, steps: int = STEPS) -> Story:
+    """Train with and without loss scaling, and check what happened."""
+    # A scale of 1 means no scaling: the same code with and without it.
     scaled, unscaled = train(scale=FIRST_SCALE, steps=steps), train(scale=1.0, steps=steps)
     picture = folder / "exercise2.png"
     _draw(scaled, unscaled, picture)
@@ -55,14 +57,14 @@ def run(folder: Path, *, steps: int = STEPS) -> Story:
         rows=[_format_cells("with dynamic loss scaling", scaled), _format_cells("without scaling", unscaled)],
         claims=[
             Claim(text="the scale fell until gradients were finite", holds=scaled.scales[-1] < FIRST_SCALE),
-            Claim(text="skipped steps came first, and then none", holds=_are_first(scaled.skipped)),
+            Claim(text="skipped steps came first, and then none", holds=_is_prefix(scaled.skipped)),
             Claim(text="with scaling the loss fell by more than half", holds=scaled.learned > 0.5),
             Claim(text="without scaling gradients were flushed to zero", holds=flushed > 0.5),
             Claim(text="without scaling nothing was learned", holds=unscaled.learned < 0.1),
         ],
         comments=[
             f"the scale starts at 2^{math.log2(FIRST_SCALE):.0f}: gradients pass {FORMATS['fp16'].largest:g}, the "
-            "largest number of fp16, the step is skipped and the scale is halved, again and again",
+            "largest number of fp16, so the step is skipped and the scale is halved, until the gradients fit",
             "a skipped step changes nothing: weights, optimizer state and schedule keep their bits",
             f"without scaling, gradients of such a small loss are below {smallest:.2g}, the smallest number of fp16",
             "bf16 has the exponent of fp32 and needs none of this",
@@ -80,6 +82,7 @@ def train(*, scale: float, steps: int) -> ScaledTraining:
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
+    # The rate undoes LOSS_FACTOR, so that the small loss alone does not slow learning.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2 / LOSS_FACTOR, fused=device.type == "cuda")
     options = ScalerOptions(init_scale=scale, growth_interval=10**6)
     precision = PrecisionConfig(default="fp16", simulate=device.type != "cuda")
@@ -104,7 +107,7 @@ def train(*, scale: float, steps: int) -> ScaledTraining:
     )
 
 
-def _are_first(skipped: list[int]) -> bool:
+def _is_prefix(skipped: list[int]) -> bool:
     return bool(skipped) and skipped == list(range(len(skipped)))
 
 
@@ -129,7 +132,8 @@ def _format_cells(name: str, trace: ScaledTraining) -> tuple[str, ...]:
 
 
 def _draw(scaled: ScaledTraining, unscaled: ScaledTraining, path: Path) -> None:
-    figure = new_figure((10, 3.6))
+    """Draw the loss scale by step, and the gradients' sizes next to fp16's limits."""
+    figure = make_figure((10, 3.6))
     left, right = figure.subplots(1, 2)
     left.plot(scaled.scales, color=INK, linewidth=1.8)
     left.scatter(scaled.skipped, [scaled.scales[s] for s in scaled.skipped], color=BAD, s=14, label="skipped", zorder=3)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfstep.exercises import Claim, Story
-from halfstep.report.picture_file import BAD, FAINT, GOOD, new_figure, save_figure
+from halfstep.report.picture_file import BAD, FAINT, GOOD, make_figure, save_figure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +27,7 @@ class KeptPart:
 
 
 def run(folder: Path) -> Story:
+    """Measure each computation in fp32 and in a half format."""
     parts = [
         measure_softmax(),
         measure_layer_norm(),
@@ -54,15 +55,15 @@ def measure_softmax() -> KeptPart:
     """Sum 4096 small terms: in bf16 the sum stops growing when a term is below half its spacing."""
     logits = torch.randn(8, 4096, generator=_make_generator(), dtype=torch.float64)
 
-    def sums(x: Tensor) -> Tensor:
+    def compute_sums(x: Tensor) -> Tensor:
         powers = (x - x.max(1, keepdim=True).values).exp()
         return _sum_one_by_one(powers)
 
-    wrong = _compute_error(sums(logits.bfloat16()), sums(logits))
+    wrong = _compute_error(compute_sums(logits.bfloat16()), compute_sums(logits))
     return KeptPart(
         name="softmax sums",
         format="bf16",
-        error_fp32=_compute_error(sums(logits.float()), sums(logits)),
+        error_fp32=_compute_error(compute_sums(logits.float()), compute_sums(logits)),
         error_half=wrong,
         seen=f"the sum over 4,096 terms is {wrong:.0%} too small",
         why="a running sum in bf16 stops growing once a term is below half its spacing",
@@ -73,16 +74,16 @@ def measure_layer_norm() -> KeptPart:
     """Compute a variance: squares of activations above 256 exceed fp16's largest number."""
     x = torch.randn(4, 1024, generator=_make_generator(), dtype=torch.float64) * 400
 
-    def variance(values: Tensor) -> Tensor:
+    def compute_variance(values: Tensor) -> Tensor:
         centred = values - values.mean(1, keepdim=True)
         return (centred * centred).sum(1) / values.shape[1]
 
-    found = variance(x.half())
+    found = compute_variance(x.half())
     return KeptPart(
         name="variance of a norm",
         format="fp16",
-        error_fp32=_compute_error(variance(x.float()), variance(x)),
-        error_half=_compute_error(found, variance(x)),
+        error_fp32=_compute_error(compute_variance(x.float()), compute_variance(x)),
+        error_half=_compute_error(found, compute_variance(x)),
         seen=f"{int(found.isinf().sum())} of {len(found)} variances are infinite",
         why="squares of activations above 256 exceed 65504, so the normalised output is 0",
     )
@@ -93,15 +94,15 @@ def measure_dice() -> KeptPart:
     probabilities = torch.rand(4, 256, 256, generator=_make_generator(), dtype=torch.float64)
     mask = (torch.rand(4, 256, 256, generator=_make_generator(), dtype=torch.float64) > 0.5).double()
 
-    def score(p: Tensor, m: Tensor) -> Tensor:
+    def compute_dice(p: Tensor, m: Tensor) -> Tensor:
         inter, sets = (p * m).sum(dtype=p.dtype), p.sum(dtype=p.dtype) + m.sum(dtype=m.dtype)
         return 2 * inter / sets
 
-    exact, found = score(probabilities, mask), score(probabilities.half(), mask.half())
+    exact, found = compute_dice(probabilities, mask), compute_dice(probabilities.half(), mask.half())
     return KeptPart(
         name="Dice sums",
         format="fp16",
-        error_fp32=_compute_error(score(probabilities.float(), mask.float()), exact),
+        error_fp32=_compute_error(compute_dice(probabilities.float(), mask.float()), exact),
         error_half=_compute_error(found, exact),
         seen=f"Dice is {float(found):g} instead of {float(exact):.4f}",
         why="a sum over 262,144 pixels exceeds 65504, and infinity divided by infinity is NaN",
@@ -113,15 +114,15 @@ def measure_noise_schedule() -> KeptPart:
     betas = torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)
     kept = (1 - betas).cumprod(0)
 
-    def sigma(alpha_bar: Tensor) -> Tensor:
+    def compute_sigma(alpha_bar: Tensor) -> Tensor:
         return (1 - alpha_bar).sqrt()[:10]
 
-    found = sigma(kept.bfloat16())
+    found = compute_sigma(kept.bfloat16())
     return KeptPart(
         name="noise schedule",
         format="bf16",
-        error_fp32=_compute_error(sigma(kept.float()), sigma(kept)),
-        error_half=_compute_error(found, sigma(kept)),
+        error_fp32=_compute_error(compute_sigma(kept.float()), compute_sigma(kept)),
+        error_half=_compute_error(found, compute_sigma(kept)),
         seen=f"{int((found == 0).sum())} of the first 10 timesteps add no noise",
         why="close to 1 bf16 has a spacing of 0.0039 to 0.0078, so 1 - alpha_bar is rounded away",
     )
@@ -130,17 +131,17 @@ def measure_noise_schedule() -> KeptPart:
 def measure_master_weights() -> KeptPart:
     """Apply 1,000 updates of 0.0001 each: in bf16 the weight never changes."""
 
-    def trained(dtype: torch.dtype) -> Tensor:
+    def train_weight(dtype: torch.dtype) -> Tensor:
         weight = torch.ones((), dtype=dtype)
         for _ in range(1000):
             weight = weight + torch.tensor(1e-4, dtype=dtype)
         return weight - 1
 
-    exact, found = trained(torch.float64), trained(torch.bfloat16)
+    exact, found = train_weight(torch.float64), train_weight(torch.bfloat16)
     return KeptPart(
         name="master weights",
         format="bf16",
-        error_fp32=_compute_error(trained(torch.float32), exact),
+        error_fp32=_compute_error(train_weight(torch.float32), exact),
         error_half=_compute_error(found, exact),
         seen=f"after 1,000 updates of 0.0001 the weight moved by {float(found):g}, not {float(exact):.4f}",
         why="w + update == w if the update is below half the spacing of w",
@@ -166,7 +167,8 @@ def _make_generator() -> torch.Generator:
 
 
 def _draw(parts: list[KeptPart], path: Path) -> None:
-    figure = new_figure((8.4, 3.6))
+    """Draw the errors in fp32 and in the half format."""
+    figure = make_figure((8.4, 3.6))
     axes = figure.subplots()
     places: Callable[[float], list[float]] = lambda shift: [index + shift for index in range(len(parts))]  # noqa: E731
     axes.barh(places(0.2), [max(p.error_half, 1e-10) for p in parts], height=0.36, color=BAD, label="half")

@@ -1,4 +1,4 @@
-"""`halfstep guide`: ask questions, look at machine and data, suggest configs, and write the chosen one.
+"""`halfstep guide`: ask questions, inspect the machine and the data, suggest configs, and write the chosen one.
 
 Nothing is written outside `scratch` before the last question is answered.
 """
@@ -30,13 +30,13 @@ from halfstep.errors import (
     suggest_command,
     suggest_nearest,
 )
-from halfstep.guide.data import DataLook, describe, look_at, look_at_demo, save_grid
+from halfstep.guide.inspect_data import DataSummary, describe_data, inspect_data, inspect_demo, save_grid
 from halfstep.guide.suggest import Situation, Suggestion, make_suggestions
 from halfstep.guide.trial import Trials
 from halfstep.hardware.describe import describe_identity
 from halfstep.hardware.device_facts import Hardware
 from halfstep.precision.advice import advise
-from halfstep.report.tables import make_pairs_table
+from halfstep.report.console import make_pairs_table
 from halfstep.workloads import KINDS
 from halfstep.workloads.base.import_path import import_callable
 
@@ -62,13 +62,13 @@ class Question:
         """Return the choice for an answer: a name, a number or the beginning of a name; free text is returned as is."""
         if not self.choices:
             return answer
-        names, word = list(self.choices), answer.lower().replace(" ", "")
-        word = self.aliases.get(word, word)
-        if word.isdigit() and 1 <= int(word) <= len(names):
-            return names[int(word) - 1]
+        names, text = list(self.choices), answer.lower().replace(" ", "")
+        text = self.aliases.get(text, text)
+        if text.isdigit() and 1 <= int(text) <= len(names):
+            return names[int(text) - 1]
         squeezed = {name.replace(" ", ""): name for name in names}
-        matching = [name for short, name in squeezed.items() if short == word or word and short.startswith(word)]
-        matching = [squeezed[word]] if word in squeezed else matching
+        matching = [name for short, name in squeezed.items() if short == text or text and short.startswith(text)]
+        matching = [squeezed[text]] if text in squeezed else matching
         if len(matching) != 1:
             raise ConfigError(f"{self.key}: {answer!r} is not a choice", fix=suggest_nearest(answer, names))
         return matching[0]
@@ -102,7 +102,7 @@ class Prompt:
         show_question(self.console, question)
         while True:
             try:
-                return check(question.choose(self._line(question) or question.default))
+                return check(question.choose(self._read_line(question) or question.default))
             except Interrupted:
                 raise
             except HalfstepError as error:
@@ -111,7 +111,8 @@ class Prompt:
     def finish(self) -> None:
         """Do nothing: a person answers only what is asked."""
 
-    def _line(self, question: Question) -> str:
+    def _read_line(self, question: Question) -> str:
+        """Read one answer; the end of the input ends the conversation."""
         print("> ", end="", flush=True)
         # readline would delay a Ctrl-C until the next key: wait for input in short intervals instead.
         while self.lines.isatty() and os.name == "posix" and not select.select([self.lines], [], [], 0.1)[0]:
@@ -119,13 +120,15 @@ class Prompt:
         try:
             line = self.lines.readline()
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{question.key}: the answer is not {error.encoding} text") from error
+            raise ConfigError(
+                f"{question.key}: the answer is not {error.encoding} text", fix=f"answer in {error.encoding}"
+            ) from error
         if not line:
             print()
             raise Interrupted(
                 f"the input ended at the question {question.key!r}",
                 why="nothing was written",
-                fix="--yes takes the defaults, --answers FILE gives answers",
+                fix="use --yes for all defaults, or --answers FILE",
             )
         answer = line.strip()
         if not self.lines.isatty():  # a pipe does not echo the answer
@@ -155,8 +158,8 @@ class Scripted:
         idle = sorted(self.answers.keys() - self._asked)
         if idle:
             raise ConfigError(
-                f"answers to questions that do not apply: {', '.join(idle)}",
-                why="other answers made the question unnecessary",
+                f"the file answers questions that were not asked: {', '.join(idle)}",
+                why="other answers made them unnecessary",
                 fix="remove them, or correct the other answers",
             )
 
@@ -167,7 +170,7 @@ def parse_path(answer: str) -> Path:
         answer.encode()  # a name that is not valid text cannot be written to a config
         return Path(answer).expanduser()
     except (RuntimeError, UnicodeEncodeError) as error:
-        raise ConfigError(f"{answer!r} is not a usable path", why=str(error)) from error
+        raise ConfigError(f"{answer!r} is not a usable path", why=str(error), fix="give another path") from error
 
 
 def read_answers(path: Path, questions: Sequence[Question]) -> dict[str, str]:
@@ -300,6 +303,7 @@ def guide(asker: Asker, console: Console, machine: Machine, scratch: Path) -> Gu
     )
     chosen = _ask_choice(asker, console, situation)
     file = asker.ask(dataclasses.replace(FILE, default=_choose_file_name(workload, chosen)), check_new_file)
+    # The last question; nothing was written before it.
     start = asker.ask(START, lambda answer: answer == "yes")
     asker.finish()
     files = {file: chosen.to_yaml().encode()}
@@ -332,14 +336,14 @@ def check_own_workload(answer: str) -> str:
     return answer
 
 
-def _ask_data(asker: Asker, console: Console, workload: str, scratch: Path) -> tuple[str | None, DataLook | None]:
+def _ask_data(asker: Asker, console: Console, workload: str, scratch: Path) -> tuple[str | None, DataSummary | None]:
     """Return the data folder (None: demo data) and its content (None: only a custom workload can read it)."""
 
-    def look(answer: str) -> DataLook:
-        with console.status("looking at the data"):
+    def look(answer: str) -> DataSummary:
+        with console.status("reading the data"):
             if not answer:
-                return look_at_demo(workload, scratch / "demo")
-            return look_at(workload, make_absolute(parse_path(answer)))
+                return inspect_demo(workload, scratch / "demo")
+            return inspect_data(workload, make_absolute(parse_path(answer)))
 
     kind = KINDS.of(workload)
     if kind.guide is None:
@@ -349,10 +353,10 @@ def _ask_data(asker: Asker, console: Console, workload: str, scratch: Path) -> t
     found = asker.ask(DATA, look)
     grid = _get_grid_path(scratch)
     save_grid(found, grid)
-    console.print(make_pairs_table(describe(found)))
+    console.print(make_pairs_table(describe_data(found)))
     if asker.is_watched:
-        console.print(Text(f"A few samples, for you to look at: {grid}"), soft_wrap=True)
-        console.print(Text("  (kept while you answer, then saved next to your config)", style="dim"))
+        console.print(Text(f"A picture of a few samples: {grid}"), soft_wrap=True)
+        console.print(Text("  (a temporary file; it is saved next to your config at the end)", style="dim"))
     return (None if found.source == "demo" else str(found.folder)), found
 
 
@@ -360,12 +364,14 @@ def check_folder(answer: str) -> str:
     """Check that a folder exists; only the custom workload can read its content."""
     folder = make_absolute(parse_path(answer))
     if not answer or not folder.is_dir():
-        raise DataError(f"data: no folder {answer!r}", why="a custom workload has no demo data", fix="give its folder")
+        raise DataError(
+            f"data: there is no folder {answer!r}", why="a custom workload has no demo data", fix="give a data folder"
+        )
     return str(folder)
 
 
 def _ask_choice(asker: Asker, console: Console, situation: Situation) -> Suggestion:
-    with console.status("working out batch, memory and workers, with a few steps of each"):
+    with console.status("choosing batch, memory and workers, with a few training steps each"):
         offered = {one.name: one for one in make_suggestions(situation)}
     for number, one in enumerate(offered.values(), 1):
         console.print()
@@ -398,7 +404,7 @@ def check_new_file(answer: str) -> Path:
             f"file: {answer} exists already", why="files are never overwritten", fix="choose another name"
         )
     if not has_folder:
-        raise ConfigError(f"file: no folder {path.parent}", fix="create it first, or choose another")
+        raise ConfigError(f"file: there is no folder {path.parent}", fix="create it first, or choose another")
     return path
 
 

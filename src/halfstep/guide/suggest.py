@@ -12,8 +12,8 @@ import yaml
 from halfstep.config.dump import Dumper
 from halfstep.config.schema import ADAM_LIKE, RunConfig
 from halfstep.errors import format_bytes, format_count, suggest_command
-from halfstep.guide.data import DataLook
-from halfstep.guide.trial import Trial
+from halfstep.guide.inspect_data import DataSummary
+from halfstep.guide.trial import TrialResult
 from halfstep.hardware.device_facts import Hardware, Op
 from halfstep.precision.advice import advise
 from halfstep.precision.decide import decide
@@ -28,7 +28,7 @@ ORDER = {
 }
 """Presets for each goal: its own first, then alternatives."""
 REASONS = {
-    "fast": "the fastest precision of this machine, compiled if that pays off, and few epochs",
+    "fast": "the fastest precision of this machine, compiled if that is faster, and few epochs",
     "quick": "small data: small images and 20 epochs, the quickest way to a first result",
     "quality": "a long recipe with averaged weights, validated during training",
     "lowmem": "activations are recomputed instead of stored, about a third slower",
@@ -79,6 +79,7 @@ def _adapt_to_small_data(preset: str, situation: Situation) -> str:
 
 
 def _make_suggestion(situation: Situation, preset: str, planners: Planners) -> Suggestion:
+    """Build one suggestion: choose precision, batch, learning rate and workers, each with its reason."""
     precision = _choose_precision(situation, preset)
     paths = {"precision": precision, **_choose_base_settings(situation, preset)}
     facts = [("why", REASONS[preset]), ("precision", _explain_precision(situation, precision))]
@@ -91,6 +92,7 @@ def _make_suggestion(situation: Situation, preset: str, planners: Planners) -> S
     else:
         cost = predict_step_cost(start, situation.look.store, situation.hardware, precision, planners)
         size, size_facts = choose_batch(situation, preset, start, cost)
+        # The batch is known now, so the suggestion can be tried; its rate then decides the number of workers.
         trial, against_fp32 = _try_preset(situation, preset, paths, size["train.batch_size"])
         trained = estimate_rate(situation, cost, precision, trial)
         rate, rate_fact = choose_learning_rate(start, size["train.batch_size"] * size["train.accumulate"])
@@ -110,7 +112,7 @@ def _make_suggestion(situation: Situation, preset: str, planners: Planners) -> S
 
 def _try_preset(
     situation: Situation, preset: str, paths: Mapping[str, Any], batch_size: int
-) -> tuple[Trial | None, str]:
+) -> tuple[TrialResult | None, str]:
     """Try a config if trials are allowed; return the trial and its speed compared with fp32."""
     if situation.try_out is None or situation.look is None or KINDS.of(situation.workload).synthetic is None:
         return None, ""
@@ -126,16 +128,16 @@ def _try_preset(
 
 def _choose_base_settings(situation: Situation, preset: str) -> dict[str, Any]:
     """Return the settings that follow from the situation alone."""
-    said = KINDS.of(situation.workload).get_schema(situation.workload).presets[preset]
+    values = KINDS.of(situation.workload).get_schema(situation.workload).presets[preset]
     paths: dict[str, Any] = {"device": situation.device} if situation.device else {}
     if situation.is_demo:
-        paths |= {key: said[key] for key in HOW_IT_RUNS if key in said}
+        paths |= {key: values[key] for key in HOW_IT_RUNS if key in values}
     if situation.data_dir:
         paths["data.dir"] = situation.data_dir
     if situation.look is not None and situation.look.on_bad_file == "skip":
         paths["data.on_bad_file"] = "skip"
     paths |= _choose_smaller(situation)
-    if said.get("train.fast") == "compile" and not _may_compile(situation.hardware):
+    if values.get("train.fast") == "compile" and not _may_compile(situation.hardware):
         paths["train.fast"] = "auto"
     return paths
 
@@ -145,6 +147,7 @@ def _fit_to_pictures(situation: Situation, preset: str, paths: dict[str, Any]) -
     look, config = situation.look, _build_config(situation, preset, paths)
     if look is None or look.sides is None or situation.is_demo:
         return []
+    # Rounded up to a multiple, so that no pixel of the data is lost.
     side = max(LEAST_SIDE, -(-max(look.sides) // SIDE_STEP) * SIDE_STEP)
     if side >= config.data.image_size:
         return []
@@ -175,8 +178,9 @@ def _explain_precision(situation: Situation, precision: str) -> str:
 
 
 def _describe_speed(hardware: Hardware, precision: str) -> str:
+    """Describe the speedup over fp32 and how it is known."""
     if precision == "fp32":
-        return "that of fp32, by definition"
+        return "this is fp32, with which the others are compared"
     ops: tuple[tuple[Op, str], ...] = (("matmul", "matmul"), ("conv_nchw", "conv"), ("conv_nhwc", "channels_last conv"))
     measured = [(name, hardware.find_measurement(op, precision)) for op, name in ops]
     rates = ", ".join(f"{name} {m.speedup:.1f}x" for name, m in measured if m is not None)
@@ -190,7 +194,7 @@ def _describe_speed(hardware: Hardware, precision: str) -> str:
 
 def _list_remarks(situation: Situation, paths: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if situation.is_demo:
-        yield "demo", "has its own small model and few epochs; the choice changes only how it runs"
+        yield "demo", "the demo has a small model and few epochs; your choice changes only how it runs"
     if smaller := _choose_smaller(situation):
         settings = ", ".join(f"{key}={paths[key]}" for key in smaller)
         yield "on a CPU", f"smaller than the default: {settings}"
@@ -221,7 +225,7 @@ FORWARD_SHARE = 1 / 3
 """Forward's share of a step: backward computes two products for each one of forward."""
 LARGEST_GROWTH = 4
 """Largest factor by which `fast` enlarges its batch: larger ones need more epochs (McCandlish et al. 2018)."""
-TryOut = Callable[[RunConfig, Mapping[str, Any], int], Trial | None]
+TryOut = Callable[[RunConfig, Mapping[str, Any], int], TrialResult | None]
 TIME_UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 
 
@@ -233,7 +237,7 @@ class Situation:
     goal: str
     hardware: Hardware
     num_cores: int
-    look: DataLook | None
+    look: DataSummary | None
     """None for a custom workload, whose data only it can read."""
     data_dir: str | None
     device: str | None
@@ -257,14 +261,16 @@ def choose_batch(
     assert situation.look is not None
     num_train, memory = situation.look.num_train, situation.memory_bytes
     recipe = start.train.batch_size * start.train.accumulate
-    fits = _round_to_power_of_two(cost.largest_batch(memory)) if memory else recipe
+    fits = _round_to_power_of_two(cost.find_largest_batch(memory)) if memory else recipe
     # A larger batch is not faster on a CPU.
     grows = preset == "fast" and not situation.is_demo and situation.hardware.kind != "cpu"
     grown = max(recipe, min(recipe * LARGEST_GROWTH, fits)) if grows else recipe
     # A quarter if the recipe's batch is small: a U-Net's BatchNorm sees many pixels of few samples.
     smallest = min(SMALLEST_BATCH, max(2, recipe // 4), num_train)
+    # Small data limit the batch: an epoch needs at least STEPS_AN_EPOCH steps.
     by_data = _round_to_power_of_two(max(num_train // STEPS_AN_EPOCH, smallest))
     a_step = min(grown, by_data)
+    # `lowmem` keeps the recipe's micro-batch and accumulates instead.
     micro = max(1, min(start.train.batch_size if preset == "lowmem" else a_step, a_step, fits))
     accumulate = math.ceil(a_step / micro)
     if a_step < grown:
@@ -280,14 +286,14 @@ def choose_batch(
 
 def _describe_memory(cost: StepCost, micro: int, fits: int, memory: int) -> str:
     a_sample = f"{format_bytes(cost.fixed_bytes)} + {format_bytes(cost.sample_bytes)} per sample"
-    needed = f"about {format_bytes(cost.bytes_at(micro))} ({a_sample}; an estimate)"
+    needed = f"about {format_bytes(cost.predict_bytes(micro))} ({a_sample}; an estimate)"
     if not memory:
         return f"{needed}; the memory size of this device is unknown"
     if not fits:
-        return f"{needed}: NOT EVEN ONE SAMPLE FITS {format_bytes(memory)}; smaller data.image_size or model"
+        return f"{needed}: NOT EVEN ONE SAMPLE FITS {format_bytes(memory)}; use a smaller data.image_size or model"
     if fits > LARGEST_GROWTH * micro:
         return f"{needed} of {format_bytes(memory)} free: far more than enough"
-    return f"{needed}; {format_bytes(memory)} free would take a batch of {fits:,} (an estimate)"
+    return f"{needed}; {format_bytes(memory)} are free, enough for a batch of {fits:,} (an estimate)"
 
 
 def _round_to_power_of_two(number: int) -> int:
@@ -299,7 +305,7 @@ def choose_learning_rate(start: RunConfig, samples: int) -> tuple[dict[str, Any]
     """Scale the rate linearly with the batch for SGD (Goyal et al. 2017), by its root for Adam (Malladi 2022)."""
     optimizer, recipe = start.optimizer, start.train.batch_size * start.train.accumulate
     if optimizer.lr_per:
-        peak, per, rule = optimizer.peak_lr(samples), optimizer.lr_per, "linear, as in this recipe"
+        peak, per, rule = optimizer.compute_peak_lr(samples), optimizer.lr_per, "linear, as in this recipe"
         paths: dict[str, Any] = {}
         shown = f"{optimizer.lr:g} x {samples}/{per}"
     elif optimizer.name in ADAM_LIKE:
@@ -325,8 +331,9 @@ def choose_workers(situation: Situation, start: RunConfig, trained: Rate) -> tup
         return {}, ("workers", f"{start.data.num_workers}: the demo is small; {reading}")
     if trained.per_s is None:
         return {"data.num_workers": cores}, ("workers", f"{cores}: one per core; {reading}")
+    # Enough processes to read as fast as the device trains.
     workers = max(1, min(cores, math.ceil(trained.per_s / look.decoded_per_s)))
-    fact = f"{workers} of {cores} cores: {reading}, the device {trained.words}"
+    fact = f"{workers} of {cores} cores: {reading}, the device {trained.text}"
     # A training step reaches a quarter to a half of the upper limit.
     if workers * look.decoded_per_s < trained.per_s / (4 if trained.is_limit else 1) and look.counts:
         fact += f"; reading may be the limit: data.cache=true, or `{suggest_command('pack', situation.data_dir)}`"
@@ -341,21 +348,21 @@ class Rate:
     """None if nothing was measured."""
     is_limit: bool
     """True if it is only an upper limit."""
-    words: str
+    text: str
 
 
-def estimate_rate(situation: Situation, cost: StepCost, precision: str, trial: Trial | None) -> Rate:
+def estimate_rate(situation: Situation, cost: StepCost, precision: str, trial: TrialResult | None) -> Rate:
     """Return the rate of a trial, else the upper limit from the measured matmuls and convolutions."""
     if trial is not None:
         rate = f"{trial.samples_per_s:,.{0 if trial.samples_per_s >= 10 else 1}f} samples/s"
-        words = f"trained {rate} (measured: whole eager steps of {trial.batch_size} samples)"
-        return Rate(per_s=trial.samples_per_s, is_limit=False, words=words)
+        text = f"trained {rate} (measured: whole eager steps of {trial.batch_size} samples)"
+        return Rate(per_s=trial.samples_per_s, is_limit=False, text=text)
     rates = [m.tflops for m in situation.hardware.measurements if m.format == precision]
     if not rates:
-        return Rate(per_s=None, is_limit=True, words="was not measured")
+        return Rate(per_s=None, is_limit=True, text="was not measured")
     per_s = max(rates) * 1e12 / cost.sample_flops()
-    words = f"trains at most {per_s:,.0f} samples/s (an estimate from measured matmuls and convolutions)"
-    return Rate(per_s=per_s, is_limit=True, words=words)
+    text = f"trains at most {per_s:,.0f} samples/s (an estimate from measured matmuls and convolutions)"
+    return Rate(per_s=per_s, is_limit=True, text=text)
 
 
 def estimate_duration(situation: Situation, config: RunConfig, trained: Rate) -> list[tuple[str, str]]:

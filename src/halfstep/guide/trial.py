@@ -31,7 +31,7 @@ SMALLEST = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
+class TrialResult:
     """The result of one trial."""
 
     samples_per_s: float
@@ -43,20 +43,21 @@ class Trials:
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
-        self._found: dict[str, Trial | None] = {}
+        self._found: dict[str, TrialResult | None] = {}
 
-    def __call__(self, config: RunConfig, store: Mapping[str, Any], batch_size: int) -> Trial | None:
-        """Return the rate with up to `batch_size` samples; None if not even the smallest batch fits the memory."""
+    def __call__(self, config: RunConfig, store: Mapping[str, Any], batch_size: int) -> TrialResult | None:
+        """Return the rate with up to `batch_size` samples; None if not even the smallest batch fits into memory."""
         shape = (config.workload, config.model, config.data.image_size, config.precision, config.optimizer.name)
+        # Everything that changes the time of an eager step.
         key = repr((shape, config.train.activation_checkpointing, config.train.channels_last, batch_size))
         if key not in self._found:
             self._found[key] = measure_trial(_build_step(config, store, self.hardware), batch_size)
         return self._found[key]
 
 
-def measure_trial(step: Callable[[int], float], batch_size: int) -> Trial | None:
+def measure_trial(step: Callable[[int], float], batch_size: int) -> TrialResult | None:
     """Return the best rate, because other work only slows steps; `step` maps a number of samples to seconds."""
-    best: Trial | None = None
+    best: TrialResult | None = None
     began, size, num_at_last_size = time.perf_counter(), min(SMALLEST, batch_size), 0
     while num_at_last_size < ENOUGH:
         try:
@@ -64,7 +65,7 @@ def measure_trial(step: Callable[[int], float], batch_size: int) -> Trial | None
         except OutOfMemory:
             break
         if best is None or size / seconds > best.samples_per_s:
-            best = Trial(samples_per_s=size / seconds, batch_size=size)
+            best = TrialResult(samples_per_s=size / seconds, batch_size=size)
         left_s = TRIAL_S - (time.perf_counter() - began)
         if left_s < seconds:
             break
@@ -84,12 +85,12 @@ def _build_step(config: RunConfig, store: Mapping[str, Any], hardware: Hardware)
     engine = make_engine(parts, "eager", lambda text, level: None)
 
     @functools.lru_cache(maxsize=1)
-    def window(num_samples: int) -> list[Batch]:
-        sized = config.changed(train={"batch_size": num_samples})
+    def load_window(num_samples: int) -> list[Batch]:
+        sized = config.replace(train={"batch_size": num_samples})
         return [{name: value.to(parts.device) for name, value in synthetic.make_batch(sized, store).items()}]
 
     def step(num_samples: int) -> float:
-        batches = window(num_samples)
+        batches = load_window(num_samples)
         wait_for(parts.device)
         start = time.perf_counter()
         engine(batches)

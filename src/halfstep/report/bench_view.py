@@ -1,4 +1,4 @@
-"""A benchmark on the console and as a picture: progress, the table of its rows, and bars of time and memory."""
+"""Show a benchmark: its progress, the table of its rows, and a picture with bars of time and memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rich.text import Text
 
 from halfstep.errors import format_count
 from halfstep.report.config_view import format_setting
-from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
+from halfstep.report.console import make_columns_table, print_text
+from halfstep.report.picture_file import FAINT, INK, make_figure, save_figure
 from halfstep.report.progress import format_time
-from halfstep.report.tables import make_columns_table, print_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +26,7 @@ Record = Mapping[str, Any]
 NOTHING = "-"
 WHO = ("who", "mode", "precision")
 OLDER_UNIT = {"name": "sample", "per_sample": 1}
-"""Unit of stored benchmarks without one."""
+"""Unit of stored results in benchmarks/results that do not name one."""
 GAP = 2
 """Spaces between two columns."""
 
@@ -73,7 +73,7 @@ def _describe_reduction(problem: Record) -> Iterator[str]:
     """Yield how the network differs from the workload's default."""
     if changed := problem.get("reduced"):
         settings = ", ".join(f"{path}={format_setting(value)}" for path, value in changed.items())
-        yield f"reduced: this is the demo's network ({settings}); data.dir=DIR times the full one"
+        yield f"reduced: this is the demo's small network ({settings}); data.dir=DIR times the full one"
 
 
 def _format_count(number: int) -> str:
@@ -102,6 +102,7 @@ def split_columns(columns: Mapping[str, Sequence[str]], width: int) -> list[dict
     for name in columns:
         if name in WHO:
             continue
+        # Start a new table when the next column would exceed the width, unless the table is empty.
         if len(tables[-1]) > len(WHO) and sum(widths[n] for n in (*tables[-1], name)) - GAP > width:
             tables.append(dict(names))
         tables[-1][name] = columns[name]
@@ -109,23 +110,25 @@ def split_columns(columns: Mapping[str, Sequence[str]], width: int) -> list[dict
 
 
 def _build_columns(rows: Sequence[Record], unit: Record) -> dict[str, list[str]]:
-    def each(name: str, scale: float = 1.0, significant: int = 3) -> list[str]:
+    """Build the cells of the measured rows by column title."""
+
+    def format_each(name: str, scale: float = 1.0, significant: int = 3) -> list[str]:
         return [format_digits(None if row[name] is None else row[name] * scale, significant) for row in rows]
 
     columns = {
         "who": [row["name"] for row in rows],
         "mode": [row["variant"] for row in rows],
         "precision": [row["precision"] + " simulated" * row["simulated"] for row in rows],
-        "ms/step": each("ms", significant=4),
+        "ms/step": format_each("ms", significant=4),
         "windows": [f"{format_digits(row['ms_min'], 4)}–{format_digits(row['ms_max'], 4)}" for row in rows],
-        f"{unit['name']}s/s": each("samples_per_s", unit["per_sample"], significant=4),
+        f"{unit['name']}s/s": format_each("samples_per_s", unit["per_sample"], significant=4),
         "x fp32": [_format_speedup(row, "speedup_fp32") for row in rows],
         "x tf32": [_format_speedup(row, "speedup_tf32") for row in rows],
-        "peak GB": each("peak_bytes", 1e-9),
-        "reserved": each("reserved_bytes", 1e-9),
-        f"J/{unit['name']}": each("joules_per_sample", 1 / unit["per_sample"]),
+        "peak GB": format_each("peak_bytes", 1e-9),
+        "reserved": format_each("reserved_bytes", 1e-9),
+        f"J/{unit['name']}": format_each("joules_per_sample", 1 / unit["per_sample"]),
         "of floor": [NOTHING if row["floor_share"] is None else f"{row['floor_share']:.0%}" for row in rows],
-        "loss": each("loss", significant=4),
+        "loss": format_each("loss", significant=4),
         "start s": [format_start(row) for row in rows],
     }
     # Drop columns of dashes only, such as energy on a CPU.
@@ -148,8 +151,8 @@ def _explain_columns(record: Record, rows: Sequence[Record], columns: Iterable[s
         f"{record['loss_reference']} within {record['loss_bound']:.0%}",
         "of floor": "time of the counted arithmetic at the measured matmul rate, as a share of the step",
     }
-    said = [f"{name}: {meanings[name]}" for name in columns if name in meanings]
-    return [*said, f"memory: {record['memory']}"]
+    lines = [f"{name}: {meanings[name]}" for name in columns if name in meanings]
+    return [*lines, f"memory: {record['memory']}"]
 
 
 def _format_label(row: Record) -> str:
@@ -166,9 +169,9 @@ ROOM_FOR_LABELS = 1.55
 
 
 def draw_bench(record: Record, path: Path) -> None:
-    """Draw the measured rows, without simulated ones, which say nothing about speed."""
+    """Draw the measured rows, except simulated ones, whose times mean nothing."""
     rows = [row for row in record["rows"] if row["window_ms"] and not row["simulated"]]
-    figure = new_figure((11.5, 1.5 + INCHES_A_ROW * max(len(rows), 2)))
+    figure = make_figure((11.5, 1.5 + INCHES_A_ROW * max(len(rows), 2)))
     figure.suptitle(format_title(record), x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK)
     has_memory = any(row["peak_bytes"] for row in rows)
     panels = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2)) if has_memory else [figure.subplots()]
@@ -274,12 +277,12 @@ class RowsLeft:
         # The repeated first row takes as long as before.
         if not set(self.kinds[self.done : self.total - self.repeats_first]) <= set(self.kinds[: self.done]):
             return ", time left unknown"
-        this_s = self._expected_s(self.done) - (self._clock() - self._starts_s[-1])
-        others_s = sum(self._expected_s(index) for index in range(self.done + 1, self.total))
+        this_s = self._estimate_s(self.done) - (self._clock() - self._starts_s[-1])
+        others_s = sum(self._estimate_s(index) for index in range(self.done + 1, self.total))
         # If this row takes longer than expected, only the others can be estimated.
         return f", {'about' if this_s >= 0 else 'over'} {format_time(max(0.0, this_s) + others_s)} left"
 
-    def _expected_s(self, index: int) -> float:
+    def _estimate_s(self, index: int) -> float:
         """Estimate a row's time: that of the first for the repeated row, else the mean of its kind."""
         taken_s = [end - start for start, end in itertools.pairwise(self._starts_s)]
         if self.repeats_first and index == self.total - 1:

@@ -1,4 +1,4 @@
-"""`--show-config`: every setting with its value, where it came from, and what it does."""
+"""`--show-config`: show every setting with its value, its source and its meaning."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rich.text import Text
 from halfstep.config.keys import list_fields
 from halfstep.config.load import Loaded
 from halfstep.config.statements import DEFAULT, OPEN_SECTIONS, Origin
-from halfstep.report.tables import print_text
+from halfstep.report.console import print_text
 
 TABLE_WIDTH = 110
 """Terminal width below which a list is more readable than a table."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
-    """One row of the view."""
+class SettingRow:
+    """One setting, with what the view shows about it."""
 
     key: str
     value: object
@@ -31,7 +31,7 @@ class Setting:
     description: str
 
 
-def list_settings(loaded: Loaded) -> Iterator[Setting]:
+def list_settings(loaded: Loaded) -> Iterator[SettingRow]:
     """Yield every setting in the order of the schema, and each key of an open section."""
     for path, field in list_fields(type(loaded.config)).items():
         value = operator.attrgetter(path)(loaded.config)
@@ -39,9 +39,9 @@ def list_settings(loaded: Loaded) -> Iterator[Setting]:
         if path in OPEN_SECTIONS and isinstance(value, dict) and value:
             for key, item in value.items():
                 origin = loaded.origins.get(f"{path}.{key}", DEFAULT)
-                yield Setting(key=f"{path}.{key}", value=item, origin=origin, description=described)
+                yield SettingRow(key=f"{path}.{key}", value=item, origin=origin, description=described)
         else:
-            yield Setting(key=path, value=value, origin=loaded.origins.get(path, DEFAULT), description=described)
+            yield SettingRow(key=path, value=value, origin=loaded.origins.get(path, DEFAULT), description=described)
 
 
 def dump_config(loaded: Loaded) -> dict[str, Any]:
@@ -67,26 +67,26 @@ def show_config(loaded: Loaded, console: Console) -> None:
         print_text(console, Text(f"warning: {warning}", style="yellow"))
 
 
-def show_table(rows: list[Setting], console: Console) -> None:
+def show_table(rows: list[SettingRow], console: Console) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("setting", no_wrap=True)
     table.add_column("value", overflow="fold", max_width=30)
     table.add_column("from", overflow="fold", max_width=30)
-    table.add_column("what it is", style="dim", min_width=20)
+    table.add_column("meaning", style="dim", min_width=20)
     for row in rows:
         cells = (row.key, format_setting(row.value), str(row.origin))
         table.add_row(*(f"[{choose_style(row)}]{escape(cell)}[/]" for cell in cells), escape(row.description))
     console.print(table)
 
 
-def show_list(rows: list[Setting], console: Console) -> None:
+def show_list(rows: list[SettingRow], console: Console) -> None:
     """Print one setting per paragraph, for narrow terminals."""
     for row in rows:
-        said = escape(f"{row.key} = {format_setting(row.value)}  ({row.origin})")
-        console.print(f"[{choose_style(row)}]{said}[/]\n    [dim]{escape(row.description)}[/]", highlight=False)
+        line = escape(f"{row.key} = {format_setting(row.value)}  ({row.origin})")
+        console.print(f"[{choose_style(row)}]{line}[/]\n    [dim]{escape(row.description)}[/]", highlight=False)
 
 
-def choose_style(row: Setting) -> str:
+def choose_style(row: SettingRow) -> str:
     return "dim" if row.origin.layer == "default" else "bold"
 
 

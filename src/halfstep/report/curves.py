@@ -1,4 +1,4 @@
-"""Pictures of numbers: `curves.png` of a run, value ranges per module (`replay`), heat maps (`dry-run`).
+"""Draw charts: `curves.png` of a run, value ranges per module (`replay`), heat maps (`dry-run`).
 
 `curves.png` has four plots: loss, validation metrics, learning rate, and health (the loss scale if there is one, else
 the gradient norm). A skipped step is a red mark at the bottom of loss and health.
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from halfstep.formats import find_format
-from halfstep.report.picture_file import BAD, FAINT, GRID, INK, new_figure, save_figure
+from halfstep.report.picture_file import BAD, FAINT, GRID, INK, make_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +38,7 @@ MARKERS_UP_TO_POINTS = 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Curve:
+class PlotCurve:
     """One line of a plot; non-finite values are gaps."""
 
     name: str
@@ -57,7 +57,7 @@ class Quarter:
     """One of the four plots."""
 
     title: str
-    curves: list[Curve]
+    curves: list[PlotCurve]
     skipped: list[float] = field(default_factory=list)
     """Skipped steps to mark."""
     log_base: int = 0
@@ -71,21 +71,22 @@ TITLE_LINE = 64
 
 
 def draw_curves(metrics: Sequence[Record], path: Path) -> None:
-    """Write the picture of these records to `path`; a quarter without records says so."""
-    figure = new_figure((11, 6.8))
+    """Write the picture of these records to `path`; a plot without records is labelled "no records"."""
+    figure = make_figure((11, 6.8))
     last_step = max((float(record["step"]) for record in metrics if "step" in record), default=1.0)
     for axes, quarter in zip(figure.subplots(2, 2).flat, _build_quarters(metrics), strict=True):
         _draw(axes, quarter)
         _style_axes(axes, max(last_step, 1.0), quarter.note)
-    with contextlib.suppress(OSError):  # what is written next says why
+    with contextlib.suppress(OSError):  # writing the file below reports the reason
         path.parent.mkdir(parents=True, exist_ok=True)
     save_figure(figure, path)
 
 
 def _build_quarters(metrics: Sequence[Record]) -> list[Quarter]:
+    """Build the four plots from the records of a run."""
     train = [record for record in metrics if record.get("kind") == "train"]
     validation = [record for record in metrics if record.get("kind") == "val"]
-    # An event is on record two steps after the step it is about, which it names by the number of steps before.
+    # An event is recorded two steps after its step; `bad_step` counts the steps before that one.
     skipped = [float(r["bad_step"] + 1 if "bad_step" in r else r["step"]) for r in metrics if r.get("event") in SKIPS]
     losses = [
         *_add_means(_build_phase_curves(train, "loss", "train")),
@@ -105,7 +106,7 @@ def _build_quarters(metrics: Sequence[Record]) -> list[Quarter]:
     ]
 
 
-def _build_phase_curves(train: Sequence[Record], key: str, name: str) -> list[Curve]:
+def _build_phase_curves(train: Sequence[Record], key: str, name: str) -> list[PlotCurve]:
     """Build one curve, or one per phase (`loss/critic`)."""
     phases = dict.fromkeys(other for record in train for other in record if other.startswith(f"{key}/"))
     found = [
@@ -115,17 +116,17 @@ def _build_phase_curves(train: Sequence[Record], key: str, name: str) -> list[Cu
     return found or [_build_curve(train, key, name, TRAIN)]
 
 
-def _build_curve(records: Sequence[Record], key: str, name: str, colour: str) -> Curve:
+def _build_curve(records: Sequence[Record], key: str, name: str, colour: str) -> PlotCurve:
     points = [(r["step"], float(r[key])) for r in records if _is_number(r.get(key))]
     values = [value if math.isfinite(value) else math.nan for _, value in points]
-    return Curve(name=name, colour=colour, steps=[float(step) for step, _ in points], values=values)
+    return PlotCurve(name=name, colour=colour, steps=[float(step) for step, _ in points], values=values)
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _build_metric_curves(validation: Sequence[Record]) -> list[Curve]:
+def _build_metric_curves(validation: Sequence[Record]) -> list[PlotCurve]:
     """Build the curve of each overall metric (not per class, `iou/cat`), with its training counterpart if recorded."""
     names = dict.fromkeys(name for record in validation for name, value in record.items() if _is_number(value))
     metrics = [n for n in names if n not in NOT_METRICS and "/" not in n and not n.startswith(TRAINING_TWIN)]
@@ -136,7 +137,7 @@ def _build_metric_curves(validation: Sequence[Record]) -> list[Curve]:
     return curves
 
 
-def _add_means(curves: Sequence[Curve]) -> list[Curve]:
+def _add_means(curves: Sequence[PlotCurve]) -> list[PlotCurve]:
     """Add a running mean to each long curve, and draw the curve itself in the background."""
     found = []
     for curve in curves:
@@ -166,6 +167,7 @@ def _compute_running_mean(values: Sequence[float]) -> list[float]:
 
 
 def _draw(axes: Axes, quarter: Quarter) -> None:
+    """Draw one plot; use a logarithmic axis if the values span enough."""
     axes.set_title(quarter.title, loc="left", fontsize=11, fontweight="bold", color=INK)
     values = [value for curve in quarter.curves for value in curve.finite]
     if not values:
@@ -180,7 +182,8 @@ def _draw(axes: Axes, quarter: Quarter) -> None:
         axes.plot(quarter.skipped, heights, "|", color=BAD, markersize=9, transform=floor, label=f"skipped {count}")
 
 
-def _draw_curve(axes: Axes, curve: Curve) -> None:
+def _draw_curve(axes: Axes, curve: PlotCurve) -> None:
+    """Draw one curve; a background curve is thin, pale and not in the legend."""
     if not curve.finite:
         return
     last = curve.finite[-1]
@@ -197,6 +200,7 @@ def _draw_curve(axes: Axes, curve: Curve) -> None:
 
 
 def _style_axes(axes: Axes, last_step: float, note: str) -> None:
+    """Set limits, ticks, grid and legend of one plot."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.set_xlim(0, last_step * 1.03)
@@ -238,21 +242,21 @@ def draw_ranges(rows: Rows, format: str, path: Path, *, at: str = "") -> None:
     """
     fmt = find_format(format if format != "fp8" else "bf16")
     names = choose_modules(rows, at)
-    figure = new_figure((9, 1.5 + 0.22 * max(len(names), 4)))
+    figure = make_figure((9, 1.5 + 0.22 * max(len(names), 4)))
     axes = figure.subplots()
-    for k, (word, own) in enumerate(rows.items()):
+    for k, (direction, own) in enumerate(rows.items()):
         for name, low, high in own:
             if name in names and high > 0:
                 left, right = math.log2(low), math.log2(high)
                 height = names.index(name) + (k - 0.5) * 0.3
-                axes.plot([left, max(right, left + 0.2)], [height, height], color=COLOURS[word], linewidth=3)
-    for word in rows:
-        axes.plot([], [], color=COLOURS[word], linewidth=3, label=word)
+                axes.plot([left, max(right, left + 0.2)], [height, height], color=COLOURS[direction], linewidth=3)
+    for direction in rows:
+        axes.plot([], [], color=COLOURS[direction], linewidth=3, label=direction)
     ends = {"largest": fmt.largest, "smallest normal": fmt.smallest_normal, "smallest": fmt.smallest_subnormal}
-    for word, value in ends.items():
-        axes.axvline(math.log2(value), color=BAD if word != "smallest normal" else FAINT, linewidth=1, linestyle="--")
-        side: Literal["left", "right"] = "left" if word == "smallest normal" else "right"
-        axes.text(math.log2(value), -1.3, f" {fmt.name} {word} ", color=FAINT, fontsize=7, ha=side, va="bottom")
+    for limit, value in ends.items():
+        axes.axvline(math.log2(value), color=BAD if limit != "smallest normal" else FAINT, linewidth=1, linestyle="--")
+        side: Literal["left", "right"] = "left" if limit == "smallest normal" else "right"
+        axes.text(math.log2(value), -1.3, f" {fmt.name} {limit} ", color=FAINT, fontsize=7, ha=side, va="bottom")
     axes.set_yticks(range(len(names)), names, fontsize=7, color=INK)
     for label in axes.get_yticklabels():
         if label.get_text() == at:
@@ -269,6 +273,7 @@ def choose_modules(rows: Rows, at: str) -> list[str]:
     largest: dict[str, float] = {}
     for name, _, high in (row for own in rows.values() for row in own):
         largest[name] = max(high, largest.get(name, 0.0))
+    # False sorts first: the module at fault is always drawn.
     kept = sorted(largest, key=lambda name: (name != at, -largest[name]))[:MOST]
     return [name for name in largest if name in kept]
 
@@ -282,8 +287,9 @@ def draw_heat_map(cells: Sequence[tuple[str, str, float]], title: str, path: Pat
     grid = np.full((max(len(modules), 1), max(len(kinds), 1)), np.nan)
     for module, kind, value in cells:
         place = modules.index(module), kinds.index(kind)
+        # Several tensors may share a cell: show the worst.
         grid[place] = value if np.isnan(grid[place]) else max(grid[place], value)
-    figure = new_figure((2.5 + 1.2 * len(kinds), 1.2 + 0.18 * len(modules)))
+    figure = make_figure((2.5 + 1.2 * len(kinds), 1.2 + 0.18 * len(modules)))
     axes = figure.subplots()
     shown = axes.imshow(grid, aspect="auto", cmap="Reds", vmin=0.0, vmax=1.0)
     axes.set_xticks(range(len(kinds)), kinds, color=INK)

@@ -1,4 +1,4 @@
-"""A memory plan as a table and as stacked bars."""
+"""Show a memory plan as a table and as stacked bars."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.table import Table
 
 from halfstep.errors import choose_byte_unit
-from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
-from halfstep.report.tables import make_columns_table
+from halfstep.report.console import make_columns_table
+from halfstep.report.picture_file import FAINT, INK, make_figure, save_figure
 
 COLOURS = {
     "weights": "#0072b2", "gradients": "#56b4e9", "optimizer": "#009e73", "average": "#8fd3c0",
@@ -73,7 +73,7 @@ def format_in_unit(size: int, unit_bytes: float) -> str:
 
 def draw_memory(title: str, rows: Sequence[MemoryRow], path: Path, *, limit_bytes: int = 0) -> None:
     """Draw stacked bars, one per row, and a line at the device's memory size."""
-    figure = new_figure((10.5, 1.8 + INCHES_A_ROW * len(rows)))
+    figure = make_figure((10.5, 1.8 + INCHES_A_ROW * len(rows)))
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK)
     axes = figure.subplots()
     places, ends, (unit, unit_bytes) = range(len(rows)), [0.0] * len(rows), choose_memory_unit(rows)

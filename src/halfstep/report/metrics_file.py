@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON record per line, readable even after a kill in the middle of a line.
+"""Read and write `metrics.jsonl`: one JSON record per line, readable even if a run was killed in the middle of a line.
 
 JSON has no NaN: non-finite values are stored as the strings "NaN", "Infinity" or "-Infinity", which `read` converts
 back. Finite floats are written with `repr`, so they are restored bit-exactly.
@@ -29,6 +29,7 @@ class MetricsFile:
         self._file: FileIO | None = None
 
     def append(self, record: Mapping[str, object]) -> None:
+        """Write one record to the end of the file."""
         line = encode(record)
         try:
             # Opened late: `cut_back` replaces the file, and an older handle would write into the deleted one.
@@ -77,6 +78,7 @@ def cut_back(path: Path, num_records: int) -> None:
     """Keep the records that existed at a checkpoint, by count: one step may write before and after it."""
     if not path.exists() and not path.is_symlink():  # writing would create the target of a dangling link
         return
+    # Rewrites the original lines, so that checksums over them stay valid.
     kept = [line for line, _ in _iterate_records(path)][:num_records]
     write_atomically(path, "".join(f"{line.decode()}\n" for line in kept))
 
@@ -96,7 +98,7 @@ def _iterate_records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 return
             raise CheckpointError(
                 f"line {number} of {path} is not a record: {line[:60]!r}",
-                why="a kill can cut short only the last line; this one was edited or damaged",
+                why="the file was edited or damaged: a killed run can leave only its last line incomplete",
                 fix="delete that line",
             ) from error
 

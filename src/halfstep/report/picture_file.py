@@ -16,7 +16,7 @@ INK, FAINT, BAD, GOOD, GRID = "#1f2933", "#616e7c", "#d62f3a", "#2f6fde", "#e4e7
 DPI, MARGIN_INCHES = 150, 0.15
 
 
-def new_figure(inches: tuple[float, float], *, makes_room: bool = True) -> Figure:
+def make_figure(inches: tuple[float, float], *, makes_room: bool = True) -> Figure:
     """Return a white figure; `makes_room` lets matplotlib arrange the labels."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

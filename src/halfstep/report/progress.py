@@ -61,19 +61,19 @@ class Bar:
         self._begin = self._clock(), self.done
         self._marks = deque([self._begin])
 
-    def parts(self) -> list[str]:
+    def format_parts(self) -> list[str]:
         """Return the texts next to the bar, most important first."""
         now_s, done = self._clock(), self.done
         elapsed_s = now_s - self._start_s
-        steps_per_s = self._whole_pace(now_s, done) if self.is_over else self._pace(now_s, done)
+        steps_per_s = self._compute_whole_pace(now_s, done) if self.is_over else self._compute_pace(now_s, done)
         fields = [value if name in NAMELESS_FIELDS else f"{name} {value}" for name, value in self._shown.items()]
-        return [f"{done}/{self.total}", format_rate(steps_per_s), *fields, self._time(elapsed_s, steps_per_s)]
+        return [f"{done}/{self.total}", format_rate(steps_per_s), *fields, self._format_time(elapsed_s, steps_per_s)]
 
-    def _whole_pace(self, now_s: float, done: int) -> float:
+    def _compute_whole_pace(self, now_s: float, done: int) -> float:
         first_s, first_done = self._begin
         return (done - first_done) / max(now_s - first_s, 1e-9)
 
-    def _pace(self, now_s: float, done: int) -> float:
+    def _compute_pace(self, now_s: float, done: int) -> float:
         marks = self._marks  # a local reference: the training thread may replace the list meanwhile
         marks.append((now_s, done))
         while len(marks) > 2 and marks[1][0] < now_s - PACE_WINDOW_S:
@@ -81,16 +81,18 @@ class Bar:
         first_s, first_done = marks[0]
         return (done - first_done) / (now_s - first_s) if now_s > first_s else 0.0
 
-    def _time(self, elapsed_s: float, steps_per_s: float) -> str:
+    def _format_time(self, elapsed_s: float, steps_per_s: float) -> str:
         if self.is_over:
             return f"in {format_time(elapsed_s)}"
         return f"{format_time((self.total - self.done) / steps_per_s)} left" if steps_per_s else ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw the label, the bar and as many texts as fit the width."""
         narrowest, widest = BAR_WIDTHS
+        # Cells, not characters: some characters are two cells wide.
         room = options.max_width - cell_len(self.label) - narrowest - 1
         tail = ""
-        for part in filter(None, self.parts()):
+        for part in filter(None, self.format_parts()):
             # Stop at the first that does not fit: showing later ones would make fields flicker.
             if cell_len(tail) + 1 + cell_len(part) > room:
                 break
@@ -140,7 +142,7 @@ class LineBar(Bar):
             self._write_parts()
 
     def _write_parts(self) -> None:
-        self._write(" ".join([self.label, *filter(None, self.parts())]))
+        self._write(" ".join([self.label, *filter(None, self.format_parts())]))
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Results of `evaluate` and `predict`: on the console, as JSON and as CSV."""
+"""Show results of `evaluate` and `predict`: on the console, as JSON and as CSV."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from halfstep.errors import ConfigError, format_count, make_printable
-from halfstep.report.tables import dump_json, make_columns_table, make_pairs_table, print_text
+from halfstep.report.console import dump_json, make_columns_table, make_pairs_table, print_text
 
 Cell = str | int | float | None
 SHOWN_CLASSES = 40
@@ -83,6 +83,7 @@ def _show_classes(found: EvaluationResult, console: Console) -> None:
         rows = sorted(rows, key=lambda row: _rank_cell(row[found.ranking]))[:SHOWN_CLASSES]
         console.print(Text(f"The {len(rows)} worst of {len(found.classes)} classes by {found.ranking}:"))
     columns = {title: [format_cell(row[title]) for row in rows] for title in rows[0]}
+    # Texts are left-aligned, numbers right-aligned.
     texts = [title for title in columns if any(isinstance(row[title], str) for row in rows)]
     console.print(make_columns_table(columns, left=texts), soft_wrap=True)
 

@@ -1,8 +1,8 @@
 """The output of a run: header, bars, notices, epoch summaries and final summary on the console, records on disk.
 
-On a terminal bars are live; elsewhere plain lines are written; `quiet` keeps only warnings, errors and the final
+On a terminal bars are live, elsewhere plain lines are printed; `quiet` keeps only warnings, errors and the final
 summary. Warnings go to stderr, where `> log` does not hide them.
-Takes only strings and numbers: reading a tensor would make the host wait for the device.
+The report takes only strings and numbers: reading a tensor would make the host wait for the device.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from rich.text import Text
 
 from halfstep.disk import GONE, redirect_to_null
 from halfstep.errors import ConfigError, HalfstepError, suggest_install
+from halfstep.report.console import print_text
 from halfstep.report.metrics_file import MetricsFile, find_last_step
 from halfstep.report.progress import Bar, LineBar, show_live
-from halfstep.report.tables import print_text
 
 NOT_CURVES = {"step", "epoch"}
 
@@ -30,8 +30,7 @@ class Tracker:
     """Writes scalars into a folder for `tensorboard --logdir`."""
 
     def __init__(self, folder: Path, *, after_step: int | None = None) -> None:
-        """Open the report's files. `after_step`: the last recorded step of a resumed run; TensorBoard then hides all
-        later ones."""
+        """Open the folder. `after_step` is the last recorded step of a resumed run: TensorBoard hides later ones."""
         writer_class = _import_summary_writer()
         self._writer = writer_class(str(folder), purge_step=None if after_step is None else after_step + 1)
 
@@ -96,10 +95,11 @@ class RunReport:
         self._warnings = console or DeafConsole(stderr=True)
         self._quiet = quiet
         self._metrics = MetricsFile(folder / "metrics.jsonl")
+        # A resumed run may repeat steps after its checkpoint: their old events must disappear.
         after_step = find_last_step(self._metrics.path) if tensorboard else None
         self._tracker = Tracker(folder / "tensorboard", after_step=after_step) if tensorboard else None
 
-    def header(self, title: str, rows: Rows, *, warnings: Sequence[str]) -> None:
+    def show_header(self, title: str, rows: Rows, *, warnings: Sequence[str]) -> None:
         """Print the header: workload, device, precision and reasons."""
         if not self._quiet:
             self._show_card(title, rows, border="cyan")
@@ -107,7 +107,7 @@ class RunReport:
             self.notice(warning, "warning")
 
     @contextlib.contextmanager
-    def phase(self, label: str, total: int) -> Iterator[Bar]:
+    def show_phase(self, label: str, total: int) -> Iterator[Bar]:
         """Show one pass over the data, such as `Epoch 1/100 [Train]`; call `advance` of the bar once per step."""
         if self._quiet:
             yield Bar(label, total)
@@ -116,17 +116,17 @@ class RunReport:
             with show_live(bar, self._console):
                 yield bar
         else:
-            with LineBar(label, total, write=self._line) as line_bar:
+            with LineBar(label, total, write=self._print_line) as line_bar:
                 yield line_bar
 
     def notice(self, text: str, level: Level = "info") -> None:
         """Print one message, above the bar if there is one."""
         if level != "info":
-            self._line(f"{level}: {text}", style=STYLES[level], console=self._warnings)
+            self._print_line(f"{level}: {text}", style=STYLES[level], console=self._warnings)
         elif not self._quiet:
-            self._line(text, style=STYLES[level])
+            self._print_line(text, style=STYLES[level])
 
-    def epoch_summary(self, epoch: int, epochs: int, rows: Sequence[tuple[str, str, str]]) -> None:
+    def show_epoch(self, epoch: int, epochs: int, rows: Sequence[tuple[str, str, str]]) -> None:
         """Print training next to validation, one line per (name, train value, validation value)."""
         if self._quiet:
             return
@@ -159,7 +159,7 @@ class RunReport:
     def _show_card(self, title: str, rows: Rows, *, border: str) -> None:
         """Print a panel on a terminal, plain lines elsewhere."""
         if not self._console.is_interactive:
-            return self._line("\n".join([title, *(f"  {name}: {value}" for name, value in rows)]))
+            return self._print_line("\n".join([title, *(f"  {name}: {value}" for name, value in rows)]))
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(overflow="fold")
@@ -167,6 +167,6 @@ class RunReport:
             grid.add_row(Text(name), Text(value))
         return self._console.print(Panel(grid, title=Text(title, style="bold"), border_style=border, expand=False))
 
-    def _line(self, text: str, style: str = "", *, console: Console | None = None) -> None:
+    def _print_line(self, text: str, style: str = "", *, console: Console | None = None) -> None:
         # Text, not a string: `[Train]` and file names with brackets are not markup.
         print_text(console or self._console, Text(text, style=style))

@@ -1,7 +1,8 @@
-"""The one composition root: build -> decide -> apply -> compile -> optimizer -> step, in this order only.
+"""Assemble a run from its parts; this is the only place that connects them.
 
-The optimizer comes after `apply` because storage casts replace parameters. Compilation wraps the loss, not the model,
-so that state_dict names stay unchanged and the whole loss is inside the compiled region.
+The order is fixed: build the workload, decide the plan, apply it to the model, compile, build the optimizer, build the
+step. The optimizer comes after `apply` because storage casts replace parameters. Compilation wraps the loss, not the
+model, so that state_dict names stay unchanged and the whole loss is inside the compiled region.
 """
 
 from __future__ import annotations
@@ -27,13 +28,20 @@ from halfstep.evidence.recorder import Recorder
 from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.gpus import look_up_gpu
 from halfstep.hardware.probe import probe
-from halfstep.models.first_values import skip_first_values
+from halfstep.models.initial_values import skip_initialisation
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
 from halfstep.run.folder import make_paths_absolute
 from halfstep.run.frozen_modules import get_modules, place_frozen_
 from halfstep.run.multi_rank import connect_ranks, gather_samples, synchronise_norms
-from halfstep.run.optimizing import Length, make_step, refuse_unknown, steps_per_epoch, taken, with_own
+from halfstep.run.optimizer import (
+    Length,
+    count_steps_per_epoch,
+    make_step,
+    override_sections,
+    refuse_unknown,
+    select_options,
+)
 from halfstep.run.validate import EarlyStopping
 from halfstep.step.ema import Ema
 from halfstep.step.guard import LAG, Guard, GuardOptions
@@ -59,6 +67,8 @@ from halfstep.workloads.base.workload import Phase, Workload
 
 @dataclass(kw_only=True, slots=True)
 class Assembly:
+    """Everything that a run trains with, connected and placed on its device."""
+
     config: RunConfig
     plan: Plan
     workload: Workload
@@ -88,6 +98,7 @@ class Assembly:
         return whole if self.world is None else self.world.count_rows(whole)
 
     def ask_to_stop(self) -> None:
+        """Let the other ranks know with the next step that this one was asked to stop."""
         steps = self.step.steps.values() if isinstance(self.step, PhasedStep) else [self.step]
         for step in steps:
             if step.ranks is not None:
@@ -95,7 +106,7 @@ class Assembly:
 
 
 def decide_plan(config: RunConfig, workload: Workload, hardware: Hardware) -> Plan:
-    """Decide the precision plan of a built workload, with a row per module."""
+    """Decide the precision plan of a built workload, with one row per module."""
     gains = measure_fp8_gains(config, workload, hardware)
     return decide(
         config.precision,
@@ -108,26 +119,32 @@ def decide_plan(config: RunConfig, workload: Workload, hardware: Hardware) -> Pl
 
 
 def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | None = None) -> Assembly:
+    """Place the model as planned and connect it with loaders, optimizer, step and guard.
+
+    `world` holds the ranks that train together; None: a single one.
+    """
     setting = MemorySetting(**plan.memory)
     device = torch.device(plan.device)
     model = place_model(config, synchronise_norms(config, workload.model, device, world), plan)
     place_frozen_(config, workload.frozen, plan)
     recompute = "blocks" if config.train.activation_checkpointing and setting.recompute == "none" else setting.recompute
+    # Models with their own support for recomputation switch it on; in others the repeated blocks are wrapped.
     if setting.recompute != "none" or plan.blocks:
         recompute_blocks_(model, recompute, plan.blocks)
     eager = workload.make_region(model)
     to_compiled = partial(
         compile_region,
-        # Timing picks kernels that sum in another order from one start to the next.
+        # The search may pick different kernels from one start to the next, which sum in different orders.
         tunes_kernels=plan.tunes_kernels and not config.train.deterministic,
         activation_budget=setting.activation_budget,
         blocks=workload.blocks,
         is_repeated=repeats_blocks(model, plan.granted),
     )
     train_loader, val_loader = _build_loaders(config, workload, world)
-    length = Length(count_total_steps(config, len(train_loader)), steps_per_epoch(config, len(train_loader)))
+    length = Length(count_total_steps(config, len(train_loader)), count_steps_per_epoch(config, len(train_loader)))
     values = Values(workload.values, device)
     region = to_compiled(eager)
+    # With phases each phase wraps its own region in DDP, over the parameters that it trains.
     ranks: Ranks | Literal["alone"] = "alone"
     if not workload.phases:
         eager, region, ranks = connect_ranks(world, config, model, (eager, region), device)
@@ -157,7 +174,7 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
         phases=phases,
         guard=_build_guard(config, plan, workload, world),
         snapshots=_build_snapshots(config, workload),
-        plateau=_plateau(config, workload),
+        plateau=_build_plateau(config, workload),
         stopping=EarlyStopping(mode=workload.mode, patience=config.train.early_stopping_patience),
         train_loader=train_loader,
         val_loader=val_loader,
@@ -168,11 +185,12 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
 
 
 def build_workload(config: RunConfig, store: dict[str, Any] | None = None) -> Workload:
-    """Build the workload with freshly seeded weights, or for a stored run with its checkpoint's `store` of the data.
+    """Build the workload with seeded weights, or for a stored run with what its checkpoint stored about the data.
 
-    With a store weights stay uninitialised: the caller loads all of them from the checkpoint."""
+    With a `store` weights stay uninitialised: the caller loads all of them from the checkpoint.
+    """
     seed_everything(config.train.seed)
-    with nullcontext() if store is None else skip_first_values():
+    with nullcontext() if store is None else skip_initialisation():
         return build(config, store)
 
 
@@ -180,7 +198,7 @@ def apply_settled(config: RunConfig, workload: Workload) -> RunConfig:
     """Return the config with the settings that the data decided, so that a stored run does not decide them again."""
     for path, value in workload.settled.items():
         section, name = path.split(".")
-        config = config.changed(**{section: {name: value}})
+        config = config.replace(**{section: {name: value}})
     return config
 
 
@@ -192,6 +210,7 @@ def place_model(config: RunConfig, model: nn.Module, plan: Plan) -> nn.Module:
 
 def _build_loaders(config: RunConfig, workload: Workload, world: World | None) -> tuple[Loader, Loader]:
     size, seed, workers = config.train.batch_size, config.train.seed, config.data.num_workers
+    # Each rank loads its own rows of every global batch.
     part = (world.rank, world.size) if world is not None else (0, 1)
     train = Loader(workload.train_samples, batch_size=size, seed=seed, num_workers=workers, shuffle=True, part=part)
     val_size = config.train.val_batch_size or size
@@ -206,7 +225,7 @@ def _build_average(config: RunConfig, workload: Workload, model: nn.Module) -> E
 
 
 def _build_guard(config: RunConfig, plan: Plan, workload: Workload, world: World | None) -> Guard:
-    options = GuardOptions(**taken(config.guard, GuardOptions))
+    options = GuardOptions(**select_options(config.guard, GuardOptions))
     scaling, min_scale = plan.needs_loss_scaling, config.scaler.min_scale
     if workload.phases:
         names = (phase.name for phase in workload.phases)
@@ -227,18 +246,20 @@ def _build_snapshots(config: RunConfig, workload: Workload) -> Snapshots | None:
     return Snapshots(every=guard.snapshot_every, margin=guard.margin, lag=LAG + longest)
 
 
-def _plateau(config: RunConfig, workload: Workload) -> PlateauFactor | None:
+def _build_plateau(config: RunConfig, workload: Workload) -> PlateauFactor | None:
     s = config.schedule
     if s.name != "plateau":
         return None
     return PlateauFactor(mode=workload.mode, cut=s.factor, patience=s.patience, floor=max(s.min_factor, 1e-6))
 
 
-# --- phases: each with its optimizer, step and region; one loss scaler for all ---
+# --- phases: each has its own optimizer, step and region; all share one loss scaler ---
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class AssembledPhase:
+    """One of several alternating phases, with the step that trains its parameters."""
+
     phase: Phase
     step: PhaseStep
     region: Region  # forward and loss, compiled when first called
@@ -266,16 +287,17 @@ def assemble_phases(
     scaler = SharedScaler(
         torch.device(plan.device),
         enabled=plan.needs_loss_scaling,
-        options=ScalerOptions(**taken(config.scaler, ScalerOptions)),
+        options=ScalerOptions(**select_options(config.scaler, ScalerOptions)),
         accumulate=config.train.accumulate,
     )
     assembled = []
     for phase in workload.phases:
         own = configure_phase(config, phase)
         names = averaged[phase.name]
+        # A phase may replace forward; its loss always replaces the workload's.
         named = dataclasses.replace(workload, forward=phase.forward or workload.forward, loss=phase.loss)
         plain = named.make_region(model, name=phase.name)
-        trained = [p for name, p in model.named_parameters() if p.requires_grad and trains(phase, name)]
+        trained = [p for name, p in model.named_parameters() if p.requires_grad and has_parameter(phase, name)]
         device = torch.device(plan.device)
         eager, region, ranks = connect_ranks(world, config, model, (plain, compiled(plain)), device, trained)
         step = make_step(
@@ -283,6 +305,7 @@ def assemble_phases(
             model,
             plan,
             setting if own.optimizer.name == "adamw" else dataclasses.replace(setting, optimizer_bits=32),
+            # A phase's schedule counts only the iterations in which it is due.
             Length(max(phase.count_due(length.total_steps), 1), max(length.steps_per_epoch // phase.every, 1)),
             parts=phase.parameters,
             scaler=scaler,
@@ -308,7 +331,7 @@ def join_phases(phases: Sequence[AssembledPhase]) -> PhasedStep | None:
 
 
 def configure_phase(config: RunConfig, phase: Phase) -> RunConfig:
-    return with_own(config, f"phase {phase.name}", phase.optimizer, phase.schedule)
+    return override_sections(config, f"phase {phase.name}", phase.optimizer, phase.schedule)
 
 
 def make_all_due(phases: Sequence[Phase]) -> tuple[Phase, ...]:
@@ -325,7 +348,7 @@ def refuse_unfit_phases(phases: Sequence[Phase], model: nn.Module) -> None:
         for part in phase.parameters:
             refuse_unknown(part, model, f"phase {phase.name} trains")
     trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
-    idle = [name for name in trained if not any(trains(phase, name) for phase in phases)]
+    idle = [name for name in trained if not any(has_parameter(phase, name) for phase in phases)]
     if idle:
         raise ConfigError(
             f"no phase trains {idle[0]}" + (f" and {len(idle) - 1} more" if len(idle) > 1 else ""),
@@ -335,13 +358,16 @@ def refuse_unfit_phases(phases: Sequence[Phase], model: nn.Module) -> None:
     _refuse_idle_iterations(phases)
 
 
-def trains(phase: Phase, parameter: str) -> bool:
+def has_parameter(phase: Phase, parameter: str) -> bool:
+    """True if the phase trains this parameter; a phase without names trains all."""
     return not phase.parameters or is_within(parameter, phase.parameters)
 
 
 def _refuse_idle_iterations(phases: Sequence[Phase]) -> None:
+    """Refuse phases that leave an iteration in which nothing is trained."""
     if any(phase.every == 1 and phase.from_step == 0 for phase in phases):
         return
+    # Which phases are due repeats after the least common multiple of their periods, once all have started.
     horizon = max(phase.from_step for phase in phases) + math.lcm(*(phase.every for phase in phases))
     for iteration in range(horizon):
         if not any(phase.is_due(iteration) for phase in phases):
@@ -360,35 +386,34 @@ def _is_countable(phase: Phase, workload: Workload) -> bool:
 
 
 def _split_averaged_names(config: RunConfig, workload: Workload, model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return the parameters and buffers whose average moves with each phase's commits; shared ones belong to the
-    first."""
+    """Return, by phase, the parameters and buffers whose average it updates; shared ones belong to the first phase."""
     left = [name for name, _ in (*model.named_parameters(), *model.named_buffers())] if config.ema.enabled else []
     if workload.ema_parts:
         left = [name for name in left if is_within(name, workload.ema_parts)]
     found: dict[str, tuple[str, ...]] = {}
     for phase in workload.phases:
-        found[phase.name] = tuple(name for name in left if trains(phase, name))
+        found[phase.name] = tuple(name for name in left if has_parameter(phase, name))
         left = [name for name in left if name not in set(found[phase.name])]
     return found
 
 
-# --- the plan of a config that is not run, on this hardware or on a GPU that is only named ---
+# --- the plan of a config that is not run, for this hardware or for a GPU given by name ---
 
 
 DEMO_PLAN_NOTE = (
-    "no data folder was given: this is the plan of the DEMO, whose model may be smaller; yours with --data-dir DIR"
+    "no data folder was given: this is the plan of the DEMO, whose model may be smaller; give yours with --data-dir DIR"
 )
 
 
 def plan_config(config: RunConfig, *, gpu: str | None = None) -> Plan:
     """Build the model as training would, on demo data if no folder is given, and decide its plan."""
     if gpu:
-        return _warn_untimed(_plan_on(config, look_up_gpu(gpu)))
-    return _plan_on(config, probe(config.device))
+        return _warn_untimed(_plan_for(config, look_up_gpu(gpu)))
+    return _plan_for(config, probe(config.device))
 
 
-def _plan_on(config: RunConfig, hardware: Hardware) -> Plan:
-    with provide_data(config) as with_data, skip_first_values():
+def _plan_for(config: RunConfig, hardware: Hardware) -> Plan:
+    with provide_data(config) as with_data, skip_initialisation():
         decided = decide_plan(with_data, build_workload(with_data), hardware)
         return _add_warning(decided, DEMO_PLAN_NOTE) if is_demo(config) else decided
 
@@ -407,14 +432,14 @@ def provide_data(config: RunConfig) -> Iterator[RunConfig]:
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "demo"
         KINDS.of(config.workload).write_demo(config.workload, data, seed=config.train.seed)
-        yield config.changed(data={"dir": str(data)})
+        yield config.replace(data={"dir": str(data)})
 
 
 def _warn_untimed(decided: Plan) -> Plan:
     """Warn that fp8 layers were not timed: that needs the GPU itself."""
     if decided.granted != "fp8":
         return decided
-    note = f"no layer was timed: on {decided.device_name} itself, layers or a step that fp8 does not speed up run bf16"
+    note = f"no layer was timed: a run on {decided.device_name} uses bf16 where fp8 is not faster"
     return _add_warning(decided, note)
 
 

@@ -46,8 +46,10 @@ FOLDER = "capsules"
 
 
 def record_faults(parts: Assembly, folder: RunFolder, notice: Notice) -> None:
-    """Keep the step of each fault in RUN/capsules, at most `guard.capsules` of them. With several ranks the one at
-    fault writes its own window, the one exception to "rank 0 writes"."""
+    """Keep the step of each fault in RUN/capsules, at most `guard.capsules` of them.
+
+    With several ranks the rank at fault writes its own window: the only files that rank 0 does not write.
+    """
     config = parts.config
     if not config.guard.capsules:
         return
@@ -55,8 +57,10 @@ def record_faults(parts: Assembly, folder: RunFolder, notice: Notice) -> None:
         folder.path / FOLDER,
         parts.model,
         parts.step,
-        context_of(parts, lambda: next((path.name for path in reversed(folder.checkpoints().all())), "")),
-        # Of a rank without a screen only warnings are passed on.
+        make_capsule_context(
+            parts, lambda: next((path.name for path in reversed(folder.open_checkpoints().list_all())), "")
+        ),
+        # Rank 0 shows only the warnings of other ranks, so their notices must be warnings.
         notice=lambda text: notice(text, "info" if parts.world is None or parts.world.is_first else "warning"),
         most=config.guard.capsules,
         spikes=config.guard.capture_spikes,
@@ -64,7 +68,8 @@ def record_faults(parts: Assembly, folder: RunFolder, notice: Notice) -> None:
     parts.guard.observers.append(parts.recorder.observe)
 
 
-def context_of(parts: Assembly, find_checkpoint: Callable[[], str] = lambda: "") -> CapsuleContext:
+def make_capsule_context(parts: Assembly, find_checkpoint: Callable[[], str] = lambda: "") -> CapsuleContext:
+    """Collect what a capsule stores in addition to its step: config, plan, code, and how to load the window again."""
     config, world = parts.config, parts.world
     return CapsuleContext(
         about={
@@ -78,14 +83,15 @@ def context_of(parts: Assembly, find_checkpoint: Callable[[], str] = lambda: "")
         rank=None if world is None else world.rank,
         is_whole=lambda reading: world is not None and not reading.faulty_ranks,
         load_window=lambda reading: load_window(parts, reading),
-        find_names=lambda ids: _names(parts.workload, ids),
-        describe_share=lambda reading: _share(parts, reading),
+        find_names=lambda ids: _list_file_names(parts.workload, ids),
+        describe_share=lambda reading: _describe_share(parts, reading),
         config=to_yaml(config),
         find_checkpoint=find_checkpoint,
     )
 
 
-def _share(parts: Assembly, reading: Reading) -> dict[str, Any]:
+def _describe_share(parts: Assembly, reading: Reading) -> dict[str, Any]:
+    """Return which rows of the global batches this rank has; empty if no single rank is at fault."""
     if parts.world is None or not reading.faulty_ranks or reading.window is None:
         return {}
     sizes = parts.train_loader.list_sizes(reading.window * parts.step.accumulate, parts.step.accumulate)
@@ -100,20 +106,22 @@ def load_window(parts: Assembly, reading: Reading) -> list[dict[str, Tensor]] | 
     is_whole = parts.world is None or not reading.faulty_ranks
     part = (0, 1) if parts.world is None or is_whole else (parts.world.rank, parts.world.size)
     samples, seed = parts.workload.train_samples, train.seed
+    # Samples depend only on seed, epoch and index, so the batch can be loaded again.
     loader = Loader(samples, batch_size=train.batch_size, seed=seed, shuffle=True, part=part)
     return list(itertools.islice(loader.iterate_epoch(reading.epoch, reading.window * accumulate), accumulate))
 
 
-def _names(workload: Workload, ids: Sequence[int]) -> list[str]:
+def _list_file_names(workload: Workload, ids: Sequence[int]) -> list[str]:
+    """Return the file names of samples; empty if samples are not files."""
     samples = workload.train_samples
     return [samples.name_of(index) for index in ids] if implements(samples, NamedSamples) else []
 
 
-# --- the step again ---
+# --- replay ---
 
 
 def replay_run(path: Path, *, device: str | None = None, trust: bool = False) -> Replayed:
-    """Run the step of a capsule again; `trust` runs code that the user did not train with."""
+    """Run the step of a capsule again; `trust` allows custom code that the user did not train with."""
     capsule = capsules.read_capsule(path)
     if not capsule.is_from_run:
         raise CheckpointError(
@@ -122,7 +130,7 @@ def replay_run(path: Path, *, device: str | None = None, trust: bool = False) ->
             fix=f'hs.replay("{path}", model, loss_fn)',
         )
     try:
-        return replayed(subject_of(capsule, device, trust=trust), capsule)
+        return replayed(build_capsule_subject(capsule, device, trust=trust), capsule)
     except OutOfMemory as error:
         raise CheckpointError(
             f"the step of {path} does not fit into the device's memory when replayed",
@@ -131,37 +139,41 @@ def replay_run(path: Path, *, device: str | None = None, trust: bool = False) ->
         ) from error
 
 
-def subject_of(capsule: Capsule, device: str | None, *, trust: bool = False) -> Subject:
+def build_capsule_subject(capsule: Capsule, device: str | None, *, trust: bool = False) -> Subject:
+    """Rebuild the model, window and state of a capsule's step."""
     config = load_stored(capsule.config, capsule.about["code"], trust=trust).config
     workload = build_workload(config, dict(capsule.about["store"]))
     stored = capsule.about["frozen"]
+    # The frozen modules of the run, not newly initialised ones.
     workload = replace(workload, frozen=match_stored(workload.frozen, stored, capsule.path.parent.parent))
     frozen = {name: capsules.copy_state(part.module) for name, part in workload.frozen.items()}
-    plan = plan_here(capsule, config, workload, device)
+    plan = choose_replay_plan(capsule, config, workload, device)
     try:
         parts = assemble(config, workload, plan)
     except OutOfMemory as error:
         raise explain_model_too_large(error, config, workload.model, torch.device(plan.device)) from error
     refuse_another_model(capsule, parts.model)
-    return _subject(capsule, parts, frozen)
+    return _make_subject(capsule, parts, frozen)
 
 
-def _subject(capsule: Capsule, parts: Assembly, frozen: Mapping[str, dict[str, Tensor]]) -> Subject:
+def _make_subject(capsule: Capsule, parts: Assembly, frozen: Mapping[str, dict[str, Tensor]]) -> Subject:
+    """Put the assembly into the state before the capsule's step, and return it as the subject of a replay."""
     own = next((phase for phase in parts.phases if phase.phase.name == capsule.about["phase"]), None)
     eager, region = (own.eager, own.region) if own is not None else (parts.eager, parts.region)
     step = own.step if own is not None else parts.step
+    # Augmentation and schedules depend on these counters.
     parts.step.attempted = capsule.step
     parts.step.committed.fill_(int(capsule.about["committed"]))
     parts.values.refresh()
     window = [{key: value.to(parts.device) for key, value in batch.items()} for batch in capsule.window]
     about = capsule.about
     share = Share(about["rank"], about["num_ranks"]) if "rank" in about else None
-    assert isinstance(step, Step), "of several phases the capsule names one"
+    assert isinstance(step, Step), "a capsule of a run with phases names one of them"
     return Subject(
         model=parts.model,
         loss=eager,
         window=prepare_window(parts, window, about.get("batch_sizes", ()), share),
-        state=capsule.state or _state_of_checkpoint(capsule),
+        state=capsule.state or _load_checkpoint_state(capsule),
         rng=capsule.rng,
         plan=parts.plan,
         plan_for=partial(
@@ -175,47 +187,49 @@ def _subject(capsule: Capsule, parts: Assembly, frozen: Mapping[str, dict[str, T
         ),
         scale=scale if isinstance(scale := capsule.about["scale"], (int, float)) else 1.0,
         update=Update.parse(capsule.about.get("update")),
-        variants=_variants(parts.plan, region),
+        variants=_make_variants(parts.plan, region),
         frozen=get_modules(parts.workload.frozen),
         other_state=dict(frozen),
         trained=step.find_trained_parameters(),
     )
 
 
-def plan_here(capsule: Capsule, config: RunConfig, workload: Workload, device: str | None) -> Plan:
+def choose_replay_plan(capsule: Capsule, config: RunConfig, workload: Workload, device: str | None) -> Plan:
     """Return the run's plan if its device is available, else a plan with its numerics for the device that is."""
     stored = Plan.from_json(json.dumps(capsule.about["plan"]))
     with contextlib.suppress(HardwareError):
         if probe(device or stored.device).device == stored.device:
             return stored
     hardware = probe(device or "auto")
+    # Another device has other kernels; on a CPU the format is simulated to keep the numerics.
     request = config.precision.model_copy(update={"default": stored.granted, "simulate": hardware.kind == "cpu"})
     return decide(request, hardware, workload.model, fragile=workload.fragile, frozen=get_modules(workload.frozen))
 
 
-def _variants(plan: Plan, region: Region) -> dict[str, LossFn]:
-    """Return further ways to run the region of a compiled run: as it ran, and without our kernels."""
+def _make_variants(plan: Plan, region: Region) -> dict[str, LossFn]:
+    """Return two more ways to run the region of a compiled run: as recorded, and without our kernels."""
     if plan.mode not in ("compile", "graph"):
         return {}
 
-    def as_it_was(batch: Any) -> Any:
+    def run_as_recorded(batch: Any) -> Any:
         with allow_chains(on=plan.mode == "graph"):
             return region(batch)
 
-    def without_kernels(batch: Any) -> Any:
+    def run_without_kernels(batch: Any) -> Any:
         with force(False):
             return region(batch)
 
-    return {"as it was": as_it_was, "kernels off": without_kernels}
+    return {"as it was": run_as_recorded, "kernels off": run_without_kernels}
 
 
-def _state_of_checkpoint(capsule: Capsule) -> dict[str, Tensor]:
+def _load_checkpoint_state(capsule: Capsule) -> dict[str, Tensor]:
+    """Load the weights of a capsule that was too large to store them: they are those of a checkpoint."""
     named = str(capsule.about["weights"])
     path = capsule.path.parent.parent / "checkpoints" / named
     if not named or not path.is_dir():
         raise CheckpointError(
             f"the capsule {capsule.path} has no weights",
-            why=f"they were too large to store, and the checkpoint it names is gone: {named or 'there was none yet'}",
+            why=f"they were too large to store, and its checkpoint no longer exists ({named or 'there was none yet'})",
             fix="train with train.checkpoint_every, and keep that checkpoint",
         )
     found = load_checkpoint(path)

@@ -6,9 +6,9 @@
                               state.json           the rest, with size and checksum of the files above and its own
     checkpoints/best.json                          which checkpoint had the best metric
 
-A checkpoint is written into a hidden folder, flushed to the disk and renamed: it is there whole or not at all.
+A checkpoint is written into a hidden folder, flushed to the disk and renamed, so it is either complete or absent.
 On reading, sizes and checksums are compared; a damaged checkpoint is skipped with a message.
-A run that continues renames it to `.damaged-…`, so that it does not count as one of the newest that are kept.
+A resumed run renames it to `.damaged-…`, so that it does not count as one of the newest that are kept.
 """
 
 from __future__ import annotations
@@ -36,24 +36,28 @@ AVERAGE = "ema.safetensors"
 LAYOUT_VERSION = 1
 CHUNK_BYTES = 1 << 22
 MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError)
-"""Exceptions of reading files that have the recorded checksums but another structure than `save` writes."""
+"""Exceptions raised by files that have the recorded checksums but not the structure that `save` writes."""
 NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # `step-STEP`, and `step-STEP-2` for a second one of the same step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
+    """The content of one checkpoint."""
+
     model: dict[str, Tensor]
     ema: dict[str, Tensor]
     state: dict[str, Any]
 
 
 class Checkpoints:
+    """The checkpoints of one run: written atomically, checked when read, old ones removed."""
+
     def __init__(self, folder: Path, *, keep: int = 0, writes: bool = True) -> None:
+        """Use the checkpoints in `folder`; keep the newest `keep` (0: all). Ranks other than 0 do not write."""
         self.folder, self.keep, self.writes = folder, keep, writes
-        """Only rank 0 writes; the others know the paths."""
 
     def save(self, step: int, checkpoint: Checkpoint) -> Path:
-        """Write atomically, then drop the oldest beyond the limit (never the best one)."""
+        """Write a checkpoint atomically, then remove the oldest beyond the limit (never the best one)."""
         final = self._choose_name(step)
         if not self.writes:
             return final
@@ -66,13 +70,14 @@ class Checkpoints:
         return final
 
     def mark_best(self, path: Path, metric: str, value: float) -> None:
+        """Record that a checkpoint is the best one so far."""
         if not self.writes:
             return
         write_atomically(
             self.folder / "best.json", json.dumps({"checkpoint": path.name, "metric": metric, "value": value})
         )
 
-    def best(self) -> Path | None:
+    def find_best(self) -> Path | None:
         """Return the checkpoint with the best metric, if one was marked and is still there."""
         file = self.folder / "best.json"
         if not file.is_file():
@@ -91,14 +96,14 @@ class Checkpoints:
         path = self.folder / name
         return path if path.is_dir() else None
 
-    def all(self) -> list[Path]:
+    def list_all(self) -> list[Path]:
         """Return all checkpoints, oldest first; folders with other names, such as `step-00000005.bak`, are ignored."""
         return sorted((path for path in self._list_named() if path.is_dir()), key=_parse_name)
 
     def load_newest(self, *, on_damaged: Callable[[str], None]) -> tuple[Path, Checkpoint]:
         """Load the newest intact checkpoint; report damaged ones and move them aside."""
         damaged: list[Path] = []
-        for path in reversed(self.all()):
+        for path in reversed(self.list_all()):
             try:
                 found = load(path)
             except CheckpointError as error:
@@ -114,13 +119,14 @@ class Checkpoints:
         )
 
     def clean_up(self) -> None:
+        """Remove the hidden folders of checkpoints that a killed run had begun."""
         for path in self.folder.glob(".writing-*"):
             shutil.rmtree(path, ignore_errors=True)
 
     def _explain_unwritten(self, path: Path, error: Exception) -> CheckpointError:
         """Return the error of a failed write, with a resume command if an earlier checkpoint exists."""
         what, room = f"cannot write checkpoint {path}: {error}", "free some space or fix the folder's permissions"
-        if not self.all():
+        if not self.list_all():
             return CheckpointError(
                 what, why="it would have been the run's first checkpoint", fix=f"{room}, then start the run again"
             )
@@ -143,18 +149,25 @@ class Checkpoints:
             try:
                 path.rename(path.with_name(f".damaged-{path.name}-{os.getpid()}"))
             except OSError as error:
-                raise CheckpointError(f"cannot rename the damaged {path}: {error.strerror}") from error
+                raise CheckpointError(
+                    f"cannot rename the damaged checkpoint {path}: {error.strerror}",
+                    fix="make its folder writable, or delete the checkpoint",
+                ) from error
 
     def _drop_old(self, newest: Path) -> None:
-        kept = (newest, self.best())
-        others = [path for path in self.all() if path not in kept]
+        """Remove earlier checkpoints of the same step, and the oldest beyond the limit."""
+        kept = (newest, self.find_best())
+        others = [path for path in self.list_all() if path not in kept]
+        # The second checkpoint of a step holds all of the first, and more (the validation at its end).
         same_step = [path for path in others if _parse_name(path)[0] == _parse_name(newest)[0]]
+        # `newest` is one of the kept ones, so one fewer of the others stays.
         surplus = others[: max(len(others) - self.keep + 1, 0)] if self.keep else []
         for path in {*same_step, *surplus}:
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _parse_name(path: Path) -> tuple[int, int]:
+    """Return step and number: (120, 2) for `step-00000120-2`."""
     match = NAME.fullmatch(path.name)
     assert match, path
     return int(match[1]), int(match[2] or 0)
@@ -181,11 +194,16 @@ def read_document(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path.name} is damaged: {STATE}: {error}") from error
     if (version := document.get("layout")) != LAYOUT_VERSION:
-        raise CheckpointError(f"checkpoint {path.name} has layout {version}, this halfstep reads {LAYOUT_VERSION}")
+        raise CheckpointError(
+            f"checkpoint {path.name} has layout {version}",
+            why=f"this version of halfstep reads layout {LAYOUT_VERSION}",
+            fix="use the version of halfstep that wrote it",
+        )
     return document
 
 
 def _verify(path: Path, name: str, expected: Mapping[str, int]) -> None:
+    """Raise if a file does not have its recorded size and checksum."""
     try:
         found = _fingerprint(path / name)
     except OSError as error:
@@ -198,6 +216,7 @@ def _verify(path: Path, name: str, expected: Mapping[str, int]) -> None:
 
 
 def _write(folder: Path, checkpoint: Checkpoint) -> None:
+    """Write the tensors and state.json, with the size and checksum of every file."""
     packed, tensors = pack(checkpoint.state)
     contents = {"model.safetensors": checkpoint.model, AVERAGE: checkpoint.ema, "state.safetensors": tensors}
     for name, content in contents.items():
@@ -214,6 +233,7 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
 def _fingerprint(path: Path) -> dict[str, int]:
     size = checksum = 0
     with path.open("rb") as file:
+        # In chunks: a checkpoint may be larger than the free memory.
         while piece := file.read(CHUNK_BYTES):
             size, checksum = size + len(piece), zlib.crc32(piece, checksum)
     return {"bytes": size, "crc32": checksum}

@@ -1,4 +1,4 @@
-"""The end of a run: errors with what was saved and how to resume, report/summary.json, and the exported model."""
+"""End a run: explain errors with what was saved and how to resume, write report/summary.json, export the model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def explain_ending(
     if isinstance(error, DataError):
         return _save_after_bad_file(error, loop, folder)
     if isinstance(error, TrainingStopped):
-        names, capsules = loop.journal.latest_files(), list_capsules(folder.path / "capsules")
+        names, capsules = loop.journal.list_latest_files(), list_capsules(folder.path / "capsules")
         cause = f"find the cause with: {suggest_command('replay', capsules[0])}" if capsules else ""
         error.fix = "; ".join(filter(None, [cause, error.fix, f"files of that step: {names}" if names else ""]))
     return error
@@ -56,6 +56,8 @@ def explain_ending(
 
 @dataclass(frozen=True, slots=True)
 class Progress:
+    """The step counters at one moment."""
+
     attempted: int
     committed: int
 
@@ -68,11 +70,12 @@ def refuse_only_skips(loop: Loop, start: Progress) -> None:
     """Raise if a run reached its end without a single committed step."""
     end = Progress.of(loop.parts.step)
     num_steps, last = end.attempted - start.attempted, loop.journal.latest
-    went_back = loop.parts.guard.num_rollbacks > 0  # and its counter with it, below the start of a resumed run
+    went_back = loop.parts.guard.num_rollbacks > 0  # the counter goes back too, perhaps below a resumed run's start
     is_trained = end.committed > (0 if went_back else start.committed)
     if num_steps == 0 or is_trained or last is None or not last.is_bad:
         return
     scaler = loop.parts.step.scaler
+    # Only gradients overflowed and the scale can still fall: fp16 was still searching for it.
     is_search = last.reason.startswith("gradient norm") and float(scaler.value) > scaler.options.min_scale
     raise TrainingStopped(
         f"nothing was trained: all steps were skipped ({num_steps} of {num_steps}, the last one: {last.reason})",
@@ -80,30 +83,31 @@ def refuse_only_skips(loop: Loop, start: Progress) -> None:
         fix=_suggest_longer_search(scaler)
         if scaler.enabled and is_search
         else "look at the samples of skipped steps in metrics.jsonl, lower optimizer.lr, or "
-        "check with --precision fp32 whether they fail there too",
+        "check whether they also fail with --precision fp32",
     )
 
 
 def _suggest_longer_search(scaler: Scaler) -> str:
     """Return the fix for a run that ended before a first loss scale was found."""
     options, reached = scaler.options, scaler.options.init_scale * float(scaler.value) / scaler.first
+    # Each overflow multiplies the scale by backoff_factor: this many steps reach the smallest scale.
     most = math.ceil(math.log(scaler.first / options.min_scale, 1 / options.backoff_factor))
     return (
-        f"from scaler.init_scale={options.init_scale:g} the first loss scale takes up to "
-        f"{format_count(most, 'step')} to find: train longer, or begin where this run ended: "
+        f"finding a loss scale from scaler.init_scale={options.init_scale:g} takes up to "
+        f"{format_count(most, 'step')}: train longer, or start where this run ended: "
         f"scaler.init_scale={reached:g}"
     )
 
 
 def has_left_nothing(loop: Loop) -> bool:
     """True if no step was taken and nothing was kept, so that the folder can be removed."""
-    kept = [*loop.checkpoints.all(), *list_capsules(loop.checkpoints.folder.parent / "capsules")]
+    kept = [*loop.checkpoints.list_all(), *list_capsules(loop.checkpoints.folder.parent / "capsules")]
     return loop.parts.step.attempted == 0 and not kept
 
 
 def _explain_second_interrupt(loop: Loop, folder: RunFolder, *, is_new: bool) -> Interrupted:
     what = f"stopped by a second Ctrl-C after step {loop.parts.step.attempted}, without saving"
-    kept = loop.checkpoints.all()
+    kept = loop.checkpoints.list_all()
     if kept:
         return Interrupted(what, why=f"the newest checkpoint is {kept[-1]}", fix=suggest_resume(folder.path))
     if not is_new:
@@ -120,14 +124,14 @@ def _remove_run(error: HalfstepError, folder: RunFolder) -> HalfstepError:
 
 
 def _save_after_bad_file(error: DataError, loop: Loop, folder: RunFolder) -> HalfstepError:
-    """Save what was trained before a bad file was met, as for Ctrl-C."""
+    """Save what was trained before a bad file was read, as after Ctrl-C."""
     is_alone = loop.parts.world is None  # several ranks are in the middle of a step: there is no complete state
-    if is_alone and (loop.position.batch > 0 or not loop.checkpoints.all()):
+    if is_alone and (loop.position.batch > 0 or not loop.checkpoints.list_all()):
         try:
             loop.save()
         except CheckpointError as unsaved:
             return _extend_error(error, why=unsaved.what)
-    left_out = " (with files left out: --allow-changes as well)" if "on_bad_file=skip" in error.fix else ""
+    left_out = " (and --allow-changes, because files are left out)" if "on_bad_file=skip" in error.fix else ""
     return _extend_error(error, fix=f"then {suggest_resume(folder.path)}{left_out}")
 
 
@@ -194,12 +198,12 @@ def is_exported(workload: str, folder: RunFolder) -> bool:
 
 
 def export_model(parts: Assembly, folder: RunFolder) -> None:
-    """Export the best weights (averaged ones if there are any) atomically; the model keeps them."""
+    """Export the best weights (the averaged ones, if any) atomically; the model holds them afterwards."""
     kind = KINDS.of(parts.config.workload)
     if kind.export is None:
         return
-    checkpoints = folder.checkpoints()
-    stored = checkpoints.best() or checkpoints.all()[-1]
+    checkpoints = folder.open_checkpoints()
+    stored = checkpoints.find_best() or checkpoints.list_all()[-1]
     load_for_use(parts.model, load(stored))
     try:
         # An export of an earlier end is replaced: the run may have been resumed since.
@@ -209,5 +213,5 @@ def export_model(parts: Assembly, folder: RunFolder) -> None:
         raise CheckpointError(
             f"cannot write the model into {folder.model}: {error.strerror}",
             why=f"the run itself is complete; its best weights are in {stored}",
-            fix="free disk space, then resume the run: it only exports again",
+            fix="free disk space, then resume the run, which only repeats the export",
         ) from error

@@ -4,9 +4,9 @@
     compile   model and loss through torch.compile
     graph     the whole step, compiled and captured as one CUDA graph, after several windows of one shape in a row
 
-What cannot be compiled or captured continues in the next best mode, with one line that gives the reason. Batches that
-are not full, such as an epoch's last, run eager: compiling for them would cost more than it gains. Batches of a third
-shape (tune/compiling.py) also run eager and are not captured.
+If compiling or capturing fails, the run continues in the next slower mode and prints one line with the reason. Batches
+that are not full, such as an epoch's last, run eager: compiling for them would cost more than it gains. Batches of a
+third shape (tune/compiling.py) also run eager and are not captured.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from halfstep.tune.trials import Trial, load_first_batch
 from halfstep.workloads.base.over_ranks import gather_over_ranks
 from halfstep.workloads.base.workload import Workload
 
-MOST_GRAPHS = 2  # each has its own memory; windows of further shapes run uncaptured
+MOST_GRAPHS = 2  # each graph needs its own memory; windows of further shapes run uncaptured
 FROM_FASTEST: tuple[Mode, ...] = ("graph", "compile", "eager")
 MOST_DROPS = 3
-"""How often graphs are dropped for a step that does not fit next to them, and captured again afterwards."""
+"""How often graphs are dropped, and captured again, to make room for a step that does not fit next to them."""
 
 Count = Callable[[Any, Batch], None]
 """Called with the outputs of each batch after its step, for example to count hits."""
@@ -70,7 +70,8 @@ class Graphs(dict[Shape, CapturedWindow]):
 
     pool: Pool = None
 
-    def pool_for(self, device: torch.device) -> Pool:
+    def get_pool(self, device: torch.device) -> Pool:
+        """Return the memory pool of the graphs; a new one if there is no graph."""
         if not self and device.type == "cuda":
             # A pool ends with its last graph, and torch 2.11 fails to capture into it again.
             self.pool = torch.cuda.graph_pool_handle()
@@ -78,6 +79,8 @@ class Graphs(dict[Shape, CapturedWindow]):
 
 
 class Engine:
+    """Run windows of a run, or of one of its phases, through its step."""
+
     counts = True  # whether training metrics count the outputs of its steps
 
     def __init__(
@@ -100,6 +103,7 @@ class Engine:
         self._sizes: tuple[int, ...] = ()
         self._in_a_row = 0
         self._num_drops = 0
+        # Some optimizers let the host decide about each commit, which a graph cannot wait for.
         if mode == "graph" and (reason := parts.step.why_never_captured()):
             self._stay_uncaptured(reason)
 
@@ -113,6 +117,7 @@ class Engine:
         return self.parts.step
 
     def step(self, prepared: list[Batch], sizes: Sequence[int] = ()) -> Facts:
+        """Compute and commit one prepared window; count its outputs in the training metrics."""
         self._sizes = tuple(sizes)
         facts, outputs, pieces = self._run_window(prepared)
         with torch.no_grad():
@@ -122,6 +127,7 @@ class Engine:
         return facts
 
     def _run_window(self, prepared: list[Batch]) -> tuple[Facts, list[Any], list[Batch]]:
+        """Run the window in the current mode; after a failure that can be handled, try again in a slower one."""
         while True:
             pieces = split_window(prepared, self.pieces)
             compiles = False
@@ -129,6 +135,7 @@ class Engine:
                 captured = self._find_captured(pieces)
                 if captured is not None:
                     return captured.step(pieces), captured.outputs, pieces
+                # Shapes that were not compiled yet: this step compiles them and takes longer.
                 compiled = {get_batch_shape(batch) for batch in pieces if self._runs_compiled(batch)}
                 if compiles := not compiled <= self.shapes.ready:
                     self._before_compiling()
@@ -140,7 +147,7 @@ class Engine:
             except HalfstepError:
                 raise
             except Exception as error:
-                # Not only dynamo's exceptions: a missing assembler or driver raises others.
+                # Not only dynamo's exceptions: a missing compiler or driver raises other ones.
                 if self.mode == "eager" or not compiles and not isinstance(error, TorchDynamoException):
                     raise
                 self._go_eager(error)
@@ -152,26 +159,28 @@ class Engine:
 
     def follow(self, reading: Reading) -> None:
         """Follow a rank that could not compile or capture, from the same step on."""
+        # All ranks read the same facts, so all change the mode at the same step.
         if reading.fell_to and FROM_FASTEST.index(reading.fell_to) > FROM_FASTEST.index(self.mode):
             ranks = ", ".join(map(str, reading.fallen_ranks))
             self.mode = reading.fell_to
             self._forget_code()
-            self.notice(f"steps run {self.mode} on all ranks from here on, as on rank {ranks} must", "info")
+            self.notice(f"all ranks run steps in {self.mode} mode from here on, as rank {ranks} has to", "info")
 
     def fall_back_to(self, mode: Mode) -> None:
-        """Resume in the slower mode that the run had fallen back to: steps in the faster one would round differently
-        until it fails again."""
+        """Resume in the slower mode that the run had fallen back to.
+
+        Steps in the faster mode would round differently until it failed again.
+        """
         if FROM_FASTEST.index(mode) > FROM_FASTEST.index(self.mode):
             self.mode = mode
-            again = "another train.fast with --allow-changes tries again"
-            self.notice(f"steps run {mode}, as they did when the run was stopped ({again})", "info")
+            again = "to try a faster one again, set another train.fast with --allow-changes"
+            self.notice(f"steps run in {mode} mode, as when the run was stopped ({again})", "info")
 
     def state_dict(self) -> dict[str, Any]:
         return {"pieces": self.pieces, "mode": self.mode, "compiled_shapes": list(self.shapes.taken)}
 
     def restore(self, state: Mapping[str, Any], *, is_same: bool) -> None:
-        """Restore the stored pieces, and with the same settings also shapes and mode; other settings may compile
-        again."""
+        """Restore the number of micro-batches, and with unchanged settings also compiled shapes and mode."""
         self.pieces = int(state["pieces"])
         if is_same:
             self.shapes.taken = list(state["compiled_shapes"])
@@ -190,13 +199,15 @@ class Engine:
             region = self.parts.region if self._runs_compiled(batch) else self.parts.eager
             with allow_chains(on=self.mode == "graph"), self._share_samples(len(outputs)):
                 value, weight, found = region(batch)
+            # The outputs are counted after the step; without detach they would keep the graph of autograd.
             outputs.append(tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, found))
+            # A weight of 0 removes the samples of an idle rank from the mean.
             return value, 0 if isinstance(batch, Idle) else weight
 
         return loss
 
     def _share_samples(self, number: int) -> AbstractContextManager[None]:
-        """Let a loss use the samples of other ranks, unless batches are cut: ranks may then have different numbers."""
+        """Let a loss use the samples of other ranks, unless batches are cut into different numbers of micro-batches."""
         ranks = self.guarded.ranks
         if ranks is None or ranks.size == 1 or not self._sizes or self.pieces > 1:
             return nullcontext()
@@ -217,6 +228,7 @@ class Engine:
         return has_code
 
     def _is_full(self, batch: Batch) -> bool:
+        """True for a full micro-batch: only these are worth compiling for."""
         return count_samples(batch) == -(-self.parts.full_batch // self.pieces)
 
     def _allows_cudnn_trials(self, pieces: list[Batch]) -> bool:
@@ -227,18 +239,21 @@ class Engine:
     # --- capturing ---
 
     def _find_captured(self, window: list[Batch]) -> CapturedWindow | None:
+        """Return the captured step for a window of this shape; capture one after enough windows in a row."""
         if self.mode != "graph" or any(isinstance(batch, Idle) for batch in window):
             return None
         shape = (id(self), self._sizes, *describe_shape(window))
         self._in_a_row = self._in_a_row + 1 if shape == self._shape else 1
         self._shape = shape
+        # A captured step reads rates and values from tables on the device: extend them before the replay.
         self.guarded.look_ahead()
         known = self.graphs.get(shape)
         if known is not None and known.step.is_valid:
             return known
         if known is not None:
             del self.graphs[shape]
-            self._in_a_row = 1  # a loaded state may lack optimizer state, which must exist before a capture
+            self._in_a_row = 1  # a loaded state may lack optimizer state, which must exist before capturing
+        # DDP rearranges its buckets during the first steps, which a capture would freeze.
         is_warm = self.guarded.ranks is None or self.guarded.ranks.can_be_captured
         is_ready = is_warm and self._in_a_row > UNCAPTURED and self._has_code(window)
         return self._capture(shape, window) if is_ready else None
@@ -247,12 +262,14 @@ class Engine:
         return all(self._runs_compiled(batch) for batch in window if self._is_full(batch))
 
     def _capture(self, shape: Shape, window: list[Batch]) -> CapturedWindow | None:
+        """Capture the step for this shape; after a failure stop capturing."""
+        # shape[0] identifies the engine: phases share the dict but not the limit.
         if sum(shape[0] == other[0] for other in self.graphs) >= MOST_GRAPHS:
             self._stay_uncaptured(f"windows come in more than {MOST_GRAPHS} shapes")
             return None
         outputs: list[Any] = []
         try:
-            step = GraphedStep(self.guarded, self.make_loss(outputs), window, self.graphs.pool_for(self.parts.device))
+            step = GraphedStep(self.guarded, self.make_loss(outputs), window, self.graphs.get_pool(self.parts.device))
         except CaptureFailed as error:
             self._stay_uncaptured(str(error))
             return None
@@ -260,6 +277,7 @@ class Engine:
         return self.graphs[shape]
 
     def _stay_uncaptured(self, reason: str) -> None:
+        """Run compiled from here on, on all ranks."""
         self.mode = "compile"
         self._forget_code()
         self.notice(f"not captured as a CUDA graph, running compiled: {reason}", "warning")
@@ -268,7 +286,7 @@ class Engine:
 
     def _forget_code(self) -> None:
         self.forget_graphs()
-        self.shapes.ready.clear()  # without chains of kernels other code is compiled
+        self.shapes.ready.clear()  # other modes do not use our chains of kernels: different code is compiled
 
     # --- failures ---
 
@@ -295,8 +313,10 @@ class Engine:
         self.notice(f"not compiled, running eager: {explain_compile_error(error)}", "warning")
 
     def _make_room(self, error: OutOfMemory) -> None:
-        """Drop the graphs after an out-of-memory error, then halve the micro-batch, or raise
-        (run/memory/__init__.py)."""
+        """After an out-of-memory error drop the graphs, else halve the micro-batch, else raise it.
+
+        run/memory/__init__.py describes the whole strategy.
+        """
         parts, config = self.parts, self.parts.config
         error.__traceback__ = None  # its frames hold the activations that did not fit
         self.guarded.abandon()
@@ -315,20 +335,20 @@ class Engine:
         """Drop the graphs for one step; after MOST_DROPS times stop capturing."""
         self._num_drops += 1
         if self._num_drops > MOST_DROPS:
-            return self._stay_uncaptured(f"its memory was needed by steps outside of it {self._num_drops} times")
+            return self._stay_uncaptured(f"steps outside of the graph needed its memory {self._num_drops} times")
         self.forget_graphs()
-        text = "a step did not fit next to the captured one: it gets that memory, and the step is captured again"
-        return self.notice(f"{text} ({self._num_drops} of {MOST_DROPS} times)", "info")
+        text = "a step did not fit into memory next to the captured one, which is dropped and captured again"
+        return self.notice(f"{text} ({self._num_drops} of at most {MOST_DROPS} times)", "info")
 
 
 class Idle(dict[str, Tensor]):
-    """The batch of a rank without samples: it takes part in the step and counts nowhere."""
+    """The batch of a rank that has no samples in this window: it takes part in the step with weight 0."""
 
 
 def prepare_window(
     parts: Assembly, window: list[Batch], sizes: Sequence[int] = (), share: Share | None = None
 ) -> list[Batch]:
-    """Prepare a loaded window for the model; with `share` the window of another rank."""
+    """Prepare a loaded window for the model; `share` prepares it as another rank would."""
     sizes = sizes or [count_samples(batch) for batch in window]
     return list(_prepare_batches(parts, window, sizes, share or parts.world))
 
@@ -336,26 +356,29 @@ def prepare_window(
 def _prepare_batches(
     parts: Assembly, window: list[Batch], sizes: Sequence[int], share: Share | None
 ) -> Iterator[Batch]:
-    place = 0
+    start = 0  # the window's samples before this batch, over all ranks: augmentation is keyed by position
     for k, (batch, size) in enumerate(zip(window, sizes, strict=True)):
         is_idle = share is not None and share.count_rows(size) == 0
         row = 0 if share is None or is_idle else share.find_first_row(size)
-        key = Key.for_training(parts.config.train.seed, parts.step.attempted, k, place + row, row, size)
+        key = Key.for_training(parts.config.train.seed, parts.step.attempted, k, start + row, row, size)
         prepared = match_layout(parts.model, parts.workload.prepare_batch(batch, key=key, training=True))
         yield Idle(prepared) if is_idle else prepared
-        place += size
+        start += size
 
 
-# --- several phases: one window through each phase that is due ---
-#
-# Each phase has its own engine, with its own compiled code and graphs; the graphs share one memory pool. The host
-# decides which phases are due, by the number of iterations.
+# --- several phases: run one window through each phase that is due ---
 
 
-UNCOMPILED = "runs eager: its loss takes gradients itself, which the compiler cannot follow"
+UNCOMPILED = "runs eager: its loss computes gradients, which the compiler cannot trace"
 
 
 class PhasedEngine:
+    """Run windows through the phases that are due.
+
+    Each phase has its own engine, compiled code and graphs; the graphs share one memory pool. The host decides by the
+    number of iterations which phases are due.
+    """
+
     def __init__(
         self,
         parts: Assembly,
@@ -372,7 +395,7 @@ class PhasedEngine:
                                             before_compiling)
             for own in parts.phases
         }  # fmt: skip
-        self._has_said = False
+        self._has_announced = False
 
     def _make_phase_engine(self, own: AssembledPhase, count: Count, before_compiling: Callable[[], None]) -> Engine:
         parts = dataclasses.replace(self.parts, step=own.step, region=own.region, eager=own.eager, phases=())
@@ -404,7 +427,7 @@ class PhasedEngine:
         return self.step(prepare_window(self.parts, window, sizes), sizes)
 
     def step(self, prepared: list[Batch], sizes: Sequence[int] = ()) -> PhasedFacts:
-        self._say_once()
+        self._announce_uncompiled()
         iteration = self.parts.step.attempted
         due = [own.phase.name for own in self.parts.phases if own.phase.is_due(iteration)]
         return self.step_of_all.close({name: self.engines[name].step(prepared, sizes) for name in due})
@@ -426,25 +449,25 @@ class PhasedEngine:
         for name, engine in self.engines.items():
             engine.restore(state["phases"][name], is_same=is_same)
 
-    def _say_once(self) -> None:
-        if not self._has_said and self.asked != "eager":
+    def _announce_uncompiled(self) -> None:
+        if not self._has_announced and self.asked != "eager":
             for own in self.parts.phases:
                 if not own.phase.compiles:
                     self._make_notice(own.phase.name)(UNCOMPILED, "info")
-        self._has_said = True
+        self._has_announced = True
 
 
 def make_engine(parts: Assembly, mode: Mode, notice: Notice, *hooks: Any) -> Engine | PhasedEngine:
     return (PhasedEngine if parts.phases else Engine)(parts, mode, notice, *hooks)
 
 
-# --- a copy of a run for timed trials, which leave the run itself bit-identical ---
+# --- a copy of a run for timed trials, which must not change the run itself ---
 
 
 @contextmanager
 def rehearse_run(config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Trial]:
-    """Yield a trial on a copy of the run; nothing of it is left afterwards."""
-    release_unused_memory(torch.device(plan.device))  # memory that the error of a failed trial held
+    """Yield a trial on a copy of the run; generators, compiled code and memory are restored afterwards."""
+    release_unused_memory(torch.device(plan.device))  # a failed trial's error may have held memory
     generators = read_generators()
     copied = dataclasses.replace(workload, model=_copy_model(workload.model), phases=make_all_due(workload.phases))
     try:
@@ -453,7 +476,7 @@ def rehearse_run(config: RunConfig, workload: Workload, plan: Plan) -> Iterator[
     finally:
         restore_generators(generators)
         del copied
-        # The compiler caches code by shapes only: the next trial would get this one's code.
+        # The compiler caches code by shapes only, so the next trial would run this one's code.
         forget_compiled()
         release_unused_memory(torch.device(plan.device))
 
@@ -462,7 +485,7 @@ def _assemble_trial(config: RunConfig, workload: Workload, plan: Plan) -> Assemb
     try:
         return assemble(config, workload, plan)
     except torch.OutOfMemoryError as error:
-        raise DoesNotFit("the model itself is out of memory") from error
+        raise DoesNotFit("the model does not fit into memory, even without a batch") from error
 
 
 def _copy_model(model: nn.Module) -> nn.Module:
@@ -472,6 +495,7 @@ def _copy_model(model: nn.Module) -> nn.Module:
     except Exception as error:  # a user's model may hold anything
         raise CannotRun(f"{type(model).__name__} cannot be copied for a trial ({summarise_error(error)})") from error
     for module in copied.modules():
+        # deepcopy copies modules and tensors, but functions stay the same object.
         functions = {key: held for key, held in vars(module).items() if isinstance(held, FunctionType)}
         vars(module).update({key: _rebind_to_copies(held, made) for key, held in functions.items() if held.__closure__})
     return copied

@@ -40,18 +40,20 @@ from halfstep.workloads.base.workload import Workload
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settled:
-    """The content of settled.json: the run's settings, kept apart from config.yaml, which users edit."""
+    """The content of settled.json: the run's settings, stored separately because users may edit config.yaml."""
 
     settings: dict[str, Any]
     """All settings that the run was last trained with."""
     decided: dict[str, list[Any]]
-    """Settings that the run decided, by path, with the requested value."""
+    """Settings that the run decided itself, by path, with the requested value."""
     code: dict[str, str]
     """Signatures of the custom code that the run was trained with, by import path."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
+    """The paths in a run's folder, and how its records are read and written."""
+
     path: Path
 
     @property
@@ -79,15 +81,15 @@ class RunFolder:
         write_atomically(self.path / "settled.json", json.dumps(seal(dataclasses.asdict(settled))))
 
     def read_settled(self) -> Settled:
-        return Settled(**self._sealed(self.path / "settled.json"))
+        return Settled(**self._read_sealed(self.path / "settled.json"))
 
     def write_plan(self, plan: Plan) -> None:
         write_atomically(self.plan, json.dumps(seal(dataclasses.asdict(plan)), indent=2))
 
     def read_plan(self) -> Plan:
-        return Plan.from_json(json.dumps(self._sealed(self.plan)))
+        return Plan.from_json(json.dumps(self._read_sealed(self.plan)))
 
-    def _sealed(self, path: Path) -> dict[str, Any]:
+    def _read_sealed(self, path: Path) -> dict[str, Any]:
         try:
             return read_sealed(path.read_bytes())
         except (OSError, ValueError) as error:
@@ -97,7 +99,7 @@ class RunFolder:
                 f"cannot use {path}", why=why, fix=f"restore the file, or start a new run: {again}"
             ) from error
 
-    def checkpoints(self, *, keep: int = 0, writes: bool = True) -> Checkpoints:
+    def open_checkpoints(self, *, keep: int = 0, writes: bool = True) -> Checkpoints:
         return Checkpoints(self.path / "checkpoints", keep=keep, writes=writes)
 
     def lock(self) -> AbstractContextManager[None]:
@@ -105,8 +107,7 @@ class RunFolder:
 
     @classmethod
     def choose(cls, out: str | None, name: str) -> RunFolder:
-        """Return the folder that a new run would get, without creating it. A second run in the same second gets a
-        number."""
+        """Return the folder that a new run would get, without creating it; one that is taken gets a number."""
         return cls(Path(out) if out else find_unused_path(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
 
     @classmethod
@@ -115,8 +116,8 @@ class RunFolder:
         path = cls.choose(out, name).path
         if make_printable(str(path)) != str(path):
             raise CheckpointError(
-                f"the run's folder {path} is not UTF-8",
-                why="safetensors could not read its checkpoints again",
+                f"the name of the run's folder {path} is not UTF-8 text",
+                why="safetensors cannot read files from such a folder",
                 fix="choose another name with --out",
             )
         if path.is_dir() and any(path.iterdir()):
@@ -125,7 +126,7 @@ class RunFolder:
             (path / "report").mkdir(parents=True)
         except OSError as error:
             raise CheckpointError(
-                f"cannot make the run's folder {path}: {error.strerror}", fix="choose a writable folder with --out"
+                f"cannot create the run's folder {path}: {error.strerror}", fix="choose a writable folder with --out"
             ) from error
         return cls(path)
 
@@ -156,8 +157,10 @@ def load_stored(
     flags: Mapping[str, object] | None = None,
     overrides: Sequence[str] = (),
 ) -> Loaded:
-    """Load the config of a stored run or capsule; code that its user did not train with is refused before anything is
-    imported."""
+    """Load the config of a stored run or capsule.
+
+    Custom code that this user did not train with is refused before anything is imported, unless `trust` is set.
+    """
     workload = read_yaml(file).values.get("workload")
     # A list, because `in KINDS` would import the code. A reference such as `${globals.x}` is refused as well.
     if not trust and workload is not None and str(workload) not in list(KINDS):
@@ -171,14 +174,14 @@ def load_stored(
 def suggest_resume(path: Path) -> str:
     """Return the command that resumes a run which stopped before its end."""
     if is_dry_run(path):
-        return "--dry removes it now: leave that out to go on later"
+        return "--dry removes the run's folder: leave --dry out to be able to continue"
     return f"continue with: {suggest_command('train', '--resume', path)}"
 
 
 def _explain_taken(folder: RunFolder) -> CheckpointError:
-    """Return the error for an --out that is not empty: continue it if it has a checkpoint, else remove it."""
+    """Return the error for an --out that is not empty; the fix depends on whether it is a run with a checkpoint."""
     fix = "choose another --out"
-    if folder.checkpoints().all():
+    if folder.open_checkpoints().list_all():
         fix += f", or continue that run with: {suggest_command('train', '--resume', folder.path)}"
     elif folder.config.is_file():
         fix += f", or remove {folder.path}: that run ended before its first checkpoint"
@@ -187,7 +190,7 @@ def _explain_taken(folder: RunFolder) -> CheckpointError:
     )
 
 
-# --- where its files are ---
+# --- paths in the config, and data that were moved ---
 
 
 def make_paths_absolute(config: RunConfig) -> RunConfig:
@@ -195,9 +198,9 @@ def make_paths_absolute(config: RunConfig) -> RunConfig:
     is_own = is_import_path(config.workload)
     for path, field in list_fields(type(config)).items():
         if IS_PATH in field.metadata and (value := operator.attrgetter(path)(config)):
-            # Some settings take a path or a name (`random`); a missing file is reported as it was typed.
-            place = _make_absolute(value, only_if_there=is_own or not path.startswith("data."))
-            config = _change_setting(config, path.split("."), place)
+            # Some settings take a path or a name (`random`). A missing file stays as typed, for the error message.
+            absolute = _make_absolute(value, only_if_there=is_own or not path.startswith("data."))
+            config = _change_setting(config, path.split("."), absolute)
     return config
 
 
@@ -211,22 +214,22 @@ def find_moved_data(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, li
     stored, here = config.data.dir, make_paths_absolute(config)
     demo = make_absolute(folder.path) / "data"  # demo data are in the run's folder and move with it
     if stored is None:
-        return here.changed(data={"dir": str(demo)}) if demo.is_dir() else here, []
-    place = Path(_make_absolute(stored))
-    if place.exists():
+        return here.replace(data={"dir": str(demo)}) if demo.is_dir() else here, []
+    found = Path(_make_absolute(stored))
+    if found.exists():
         return here, []
     if demo.is_dir():
-        return here.changed(data={"dir": str(demo)}), [f"{stored} does not exist: using the demo data in {demo}"]
+        return here.replace(data={"dir": str(demo)}), [f"{stored} does not exist: using the demo data in {demo}"]
     if is_import_path(config.workload):  # a custom workload may use data.dir as it likes
         return here, []
-    raise _explain_missing_data(folder, stored, place)
+    raise _explain_missing_data(folder, stored, found)
 
 
-def _explain_missing_data(folder: RunFolder, stored: str, place: Path) -> DataError:
-    if str(place) == stored:
+def _explain_missing_data(folder: RunFolder, stored: str, absolute: Path) -> DataError:
+    if str(absolute) == stored:
         why = f"{folder.config} names that folder"
     else:
-        why = f"{folder.config} names {stored}, relative to the folder the run was started in; here that is {place}"
+        why = f"{folder.config} names {stored}, relative to the folder the run was started in; here that is {absolute}"
     return DataError(
         f"the run's data folder {stored} does not exist",
         why=why,
@@ -237,13 +240,13 @@ def _explain_missing_data(folder: RunFolder, stored: str, place: Path) -> DataEr
 def _make_absolute(path: str, *, only_if_there: bool = False) -> str:
     if "://" in path:
         return path
-    place = make_absolute(path)
-    return str(place) if place.exists() or not only_if_there else path
+    absolute = make_absolute(path)
+    return str(absolute) if absolute.exists() or not only_if_there else path
 
 
-# --- sizes and times of its data files when it started ---
-# Only sizes and times are read, not contents. Differences are reported, never refused, since a copy of the data on
-# another machine has other times and the same content.
+# --- sizes and times of the data files when the run started ---
+# Only sizes and times are compared, not contents. Differences are reported but not refused, because a copy of the data
+# on another machine has other times and the same content.
 
 SHOWN = 3
 
@@ -275,13 +278,13 @@ def describe_changed_data(workload: Workload, folder: RunFolder) -> list[str]:
     if len(files) != num_then:
         return [
             f"the run started with {format_count(num_then, 'data file')}, there are {len(files)} now: "
-            "it does not continue exactly"
+            "the run cannot continue exactly"
         ]
     newer = [
         path for path in dict.fromkeys(files) if path.stat().st_mtime > started_s
     ]  # both splits may be in one file
     which = f"written since: {list_some(newer, SHOWN)}" if newer else "none was written since, so they may be copies"
-    return [f"data files have other sizes or times than when this run started ({which}): it may not continue exactly"]
+    return [f"data files changed in size or time since this run started ({which}): it may not continue exactly"]
 
 
 def _list_files(workload: Workload) -> Iterator[Path]:

@@ -1,7 +1,8 @@
-"""Frozen modules of a run: placed by the plan, identified by a checksum, stored only if they came from no file.
+"""Frozen modules of a run: place them as planned, identify them by checksum, store those that came from no file.
 
-A checkpoint holds their checksums and files, not their weights: `resume`, `evaluate` and `predict` load them from
-there and refuse others. A module made by the run (random, by a demo) is stored once, in RUN/frozen/NAME.safetensors.
+A checkpoint holds the checksum and file of each frozen module, not its weights: `resume`, `evaluate` and `predict` load
+the file and refuse one with another checksum. A module that the run made itself (random, for a demo) is stored once, in
+RUN/frozen/NAME.safetensors.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def compute_checksum(module: nn.Module) -> str:
     for name, tensor in sorted(module.state_dict().items()):
         plain = tensor.detach().cpu().contiguous()
         found.update(f"{name} {tuple(plain.shape)} {plain.dtype}\n".encode())
+        # Bytes, not values: NaN differs from itself, and -0.0 equals 0.0.
         found.update(memoryview(plain.view(-1).view(torch.uint8).numpy()))
     return found.hexdigest()
 
@@ -74,11 +76,12 @@ def match_stored(parts: Parts, stored: Stored, folder: Path) -> dict[str, Frozen
     """Load modules that the run made from its folder, and check that all others are the ones it was trained with."""
     if parts.keys() != stored.keys():
         raise CheckpointError(
-            f"the run has the frozen parts {', '.join(stored) or 'none'}, not {', '.join(parts) or 'none'}",
+            f"this run has other frozen parts: {', '.join(stored) or 'none'}, not {', '.join(parts) or 'none'}",
             fix="use the workload the run was started with",
         )
     found = {}
     for name, part in parts.items():
+        # Made by the run, so the only copy is in its folder.
         if not part.source and not stored[name]["source"]:
             _load_(name, part.module, folder)
         now = compute_checksum(part.module)
@@ -86,7 +89,7 @@ def match_stored(parts: Parts, stored: Stored, folder: Path) -> dict[str, Frozen
             where = part.source or stored[name]["source"] or str(_get_path(folder, name))
             raise CheckpointError(
                 f"{where} is not the frozen part {name!r} that this run was trained with",
-                why=f"its checksum is {now[:12]}, that of the run's {stored[name]['checksum'][:12]}",
+                why=f"its checksum is {now[:12]}, and the run used {stored[name]['checksum'][:12]}",
                 fix="restore the file that the run was started with, or start a new run with this one",
             )
         found[name] = dataclasses.replace(part, checksum=now)
@@ -95,7 +98,7 @@ def match_stored(parts: Parts, stored: Stored, folder: Path) -> dict[str, Frozen
 
 @contextmanager
 def name_lost_files(stored: Stored) -> Iterator[None]:
-    """Replace errors caused by a missing file of a frozen module, while a stored run is built, by one that names it."""
+    """While a stored run is built, replace an error caused by a frozen module's missing file by one that names it."""
     try:
         yield
     except (HalfstepError, OSError, SafetensorError) as error:

@@ -1,9 +1,9 @@
-"""Ctrl-C, SIGTERM and SIGHUP: finish the step, save, say how to resume. A second Ctrl-C ends at once, unsaved.
+"""Handle Ctrl-C, SIGTERM and SIGHUP: finish the step, save, print how to resume. A second Ctrl-C ends at once, unsaved.
 
-Python runs a signal's handler between two instructions of the main thread, and a step may be one call of minutes. So a
-thread listens as well: to the byte that the interpreter writes, at whatever moment, to its wakeup file. It answers the
-first Ctrl-C; the second one it leaves to the main thread, and where that does not come back in a second, it ends the
-process itself.
+Python runs a signal handler only between two instructions of the main thread, and a step may be one call that takes
+minutes. So a second thread reads the bytes that the interpreter writes to its wakeup file as soon as a signal arrives.
+It answers the first Ctrl-C. It leaves the second one to the main thread, and ends the process itself if the main thread
+does not react within a second.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from typing import Any
 from halfstep.errors import Interrupted
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-"""SIGHUP (a closed terminal; not on Windows) ends a run like a scheduler's SIGTERM."""
+"""SIGHUP (the terminal was closed; not on Windows) ends a run like a scheduler's SIGTERM."""
 
-HEARD = "finishing this step, then saving; press Ctrl-C again to stop without saving"
-PATIENCE_S = (0.2, 0.8)  # time for the main thread to notice a second Ctrl-C, and again after it is repeated
+FINISHING_STEP = "finishing this step, then saving; press Ctrl-C again to stop without saving"
+PATIENCE_S = (0.2, 0.8)  # time for the main thread to react to a second Ctrl-C, and to one that is sent again
 SHOW_CURSOR = "\x1b[?25h"
 
 
 class Interrupts:
-    def __init__(self, *, answers: bool = True, heard: str = HEARD) -> None:
+    """The signal that was received, if any; true once there is one."""
+
+    def __init__(self, *, answers: bool = True, answer: str = FINISHING_STEP) -> None:
         self.answers = answers  # whether this rank answers the first Ctrl-C on the screen
-        self.heard = heard
+        self.answer = answer
         self.received: signal.Signals | None = None
-        self.last_words: Callable[[], str] = lambda: "stopped by a second Ctrl-C, without saving"
-        """Clean up and return the message if the main thread is stuck."""
+        self.make_last_message: Callable[[], str] = lambda: "stopped by a second Ctrl-C, without saving"
+        """Cleans up and returns the message to print if the main thread is stuck."""
         self._is_over = threading.Event()
 
     def __bool__(self) -> bool:
@@ -49,36 +51,39 @@ class Interrupts:
         return 128 + (self.received or signal.SIGTERM)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        """Remember the first signal; raise KeyboardInterrupt for a second Ctrl-C."""
         if self.received is not None and number == signal.SIGINT:
             self._is_over.set()
             raise KeyboardInterrupt
         self.received = self.received or signal.Signals(number)
 
     def _listen(self, ear: socket.socket) -> None:
-        has_heard = False
+        """Read signal numbers as they arrive; answer the first Ctrl-C and enforce the second."""
+        has_received = False
         while numbers := ear.recv(64):
             for number in numbers:
-                if number == signal.SIGINT and has_heard:
+                if number == signal.SIGINT and has_received:
                     return self._end_at_once()
                 if number == signal.SIGINT and self.answers:
-                    _say_at_once(self.heard)
-                has_heard |= number in SIGNALS
+                    _print_at_once(self.answer)
+                has_received |= number in SIGNALS
         return None
 
     def _end_at_once(self) -> None:
+        """Give the main thread a second to end by itself, then end the process."""
         if self._is_over.wait(PATIENCE_S[0]):
             return
-        # Two signals during one long call reach Python as one.
+        # Python merges two signals that arrive during one long call: send it again.
         _thread.interrupt_main(signal.SIGINT)
         if not self._is_over.wait(PATIENCE_S[1]):
-            _say_at_once(self.last_words() + (SHOW_CURSOR if sys.stderr.isatty() else ""))
+            _print_at_once(self.make_last_message() + (SHOW_CURSOR if sys.stderr.isatty() else ""))
             os._exit(128 + signal.SIGINT)
 
 
 @contextmanager
-def catch_interrupts(*, answers: bool = True, heard: str = HEARD) -> Iterator[Interrupts]:
-    """Listen for signals inside; the message `heard` answers the first Ctrl-C."""
-    found = Interrupts(answers=answers, heard=heard)
+def catch_interrupts(*, answers: bool = True, answer: str = FINISHING_STEP) -> Iterator[Interrupts]:
+    """Handle signals inside; print `answer` after the first Ctrl-C if `answers` is set (on rank 0)."""
+    found = Interrupts(answers=answers, answer=answer)
     if threading.current_thread() is not threading.main_thread():
         yield found  # Python allows signal handlers in the main thread only
         return
@@ -99,8 +104,10 @@ def _handle_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | 
 
 @contextmanager
 def _listen_for_wakeups(found: Interrupts) -> Iterator[None]:
+    """Start the thread that reads the wakeup file, and stop it afterwards."""
     _keep_children_silent()
     ear, mouth = socket.socketpair()
+    # The interpreter must never block in a signal handler.
     mouth.setblocking(False)
     thread = threading.Thread(target=found._listen, args=(ear,), name="halfstep-signals", daemon=True)
     thread.start()
@@ -116,7 +123,7 @@ def _listen_for_wakeups(found: Interrupts) -> Iterator[None]:
         ear.close()
 
 
-@functools.cache  # there is no way to take it back, and once is enough
+@functools.cache  # once per process: a fork hook cannot be removed
 def _keep_children_silent() -> None:
     """Keep forked data workers silent: a terminal's Ctrl-C reaches them too and must not count as a second one."""
 
@@ -144,12 +151,13 @@ def raise_at_once(when: str = "before training began") -> Iterator[None]:
 
 
 def _is_ours(number: int) -> bool:
-    # `nohup halfstep train ...` asked for the closed terminal to be ignored.
+    """True if this signal should end the run."""
+    # `nohup halfstep train ...` has set SIGHUP to be ignored: leave it so.
     return number in (signal.SIGINT, signal.SIGTERM) or signal.getsignal(number) is not signal.SIG_IGN
 
 
-def _say_at_once(text: str) -> None:
-    """Write straight to the file: a handler may run in the middle of a print, whose buffer is not reentrant."""
+def _print_at_once(text: str) -> None:
+    """Write directly to the file: a handler may run in the middle of a print, whose buffer is not reentrant."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be closed
         start = "\n" if sys.stderr.isatty() else ""  # the progress bar's line ends without one
         os.write(sys.stderr.fileno(), f"{start}{text}\n".encode())

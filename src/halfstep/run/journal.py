@@ -1,4 +1,4 @@
-"""Progress bars, events and metric records of a run. They use facts that the guard has already read from the device."""
+"""Progress bars, events and metric records of a run, from facts that the guard has already read from the device."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from halfstep.workloads.base.kind import Unit, load_part
 METRIC_EVERY_S = 2.0
 """Computing the training metric waits for the device, so it is refreshed by time, not at every step."""
 
-COMPILING = "compiling the step for this shape of batches, once: this one takes longer"
+COMPILING = "compiling the step for batches of this shape: only this step takes longer"
 
 
 @dataclass(slots=True)
-class Seen:
+class PhaseProgress:
     """The newest step of one phase, and the losses of this epoch's committed steps."""
 
     newest: Reading | None = None
@@ -50,6 +50,8 @@ class Seen:
 
 
 class Journal:
+    """Record what a run does: bars, notices and metrics.jsonl. Nothing in it waits for the device."""
+
     def __init__(
         self,
         report: RunReport,
@@ -73,7 +75,7 @@ class Journal:
         self.latest: Reading | None = None
         self.num_skipped = self.num_spikes = 0
         self.phases = tuple(phases)
-        self.seen = {name: Seen() for name in self.phases or ("",)}
+        self.seen = {name: PhaseProgress() for name in self.phases or ("",)}
         """By phase; a run without phases has one entry with an empty name."""
         self.train_metric: Callable[[], dict[str, float]] = dict
         self.gpu: Callable[[], str] = str  # the GPU's utilisation in short; empty if unknown
@@ -94,21 +96,22 @@ class Journal:
     # --- one step ---
 
     def observe(self, facts: Facts | PhasedFacts | None, reading: Reading) -> None:
-        """Take the facts of two steps ago from the guard; at the end of an epoch also the last ones."""
-        del facts
+        """Record what the guard has read: the step of two steps ago, and at the end of an epoch also the last ones."""
+        del facts  # the reading holds what the host may know
         self.latest = reading
         self._lagging.add(reading.waits_s)
         for name, part in split_phases(reading).items():
             self.seen[name].newest = part
-            self._tell(part, name)
+            self._report_reading(part, name)
         if (reading.attempted + 1) % self.report_every == 0:  # `attempted` counts the steps before this one
             self._record(reading)
 
-    def _tell(self, reading: Reading, phase: str) -> None:
+    def _report_reading(self, reading: Reading, phase: str) -> None:
+        """Print and record what went wrong in a step, and add up the losses of committed ones."""
         step = f"step {reading.attempted}" + (f" of {phase}" if phase else "")
         if reading.is_spike and not reading.is_bad:
             self.num_spikes += 1
-            self._event("spike", reading, f"{step}: the loss jumped to {reading.loss:.4g}", "warning", phase)
+            self._record_event("spike", reading, f"{step}: the loss spiked to {reading.loss:.4g}", "warning", phase)
         if not reading.is_bad:
             self.seen[phase].loss_sum += reading.loss
             self.seen[phase].num_losses += 1
@@ -116,19 +119,21 @@ class Journal:
         self.num_skipped += 1
         if self.plan.needs_loss_scaling and not reading.is_spike and not reading.is_empty:
             is_low = reading.scale <= self._low_scale
-            which = "a low one: what overflows may do so at any scale" if is_low else "routine in fp16"
+            which = "a low scale: these values may overflow at any scale" if is_low else "routine in fp16"
             text = f"{step}: overflow at loss scale {reading.scale:g}, step skipped ({which})"
-            self._event("overflow", reading, text, "warning" if is_low else "info", phase)
+            self._record_event("overflow", reading, text, "warning" if is_low else "info", phase)
         else:
-            text = f"{step} skipped: {reading.reason}; samples {self._samples_of(reading)}"
-            self._event("skipped", reading, text, "warning", phase)
+            text = f"{step} skipped: {reading.reason}; samples {self._format_samples(reading)}"
+            self._record_event("skipped", reading, text, "warning", phase)
 
     def record_step(self, attempted: int, samples_per_s: float, waiting: Waiting) -> None:
+        """Show one finished step in the progress bar."""
         self._samples_per_s = samples_per_s
         if self._bar is not None:
             self._advance(self._bar, waiting, is_due=attempted % self.report_every == 0)
 
     def _record(self, r: Reading) -> None:
+        """Write the record of one step to metrics.jsonl."""
         first = self._first or r
         self._log(
             {
@@ -138,17 +143,17 @@ class Journal:
                 "loss": first.loss,
                 "grad_norm": first.grad_norm,
                 "lr": first.lr,
-                **self._by_phase(),
+                **self._collect_phases(),
                 "scale": r.scale,
                 "committed": r.committed,
                 "skipped": self.num_skipped,
                 "samples_per_s": round(self._samples_per_s, 2),
-                **self._units_per_s(),
+                **self._compute_rates(),
                 "memory_bytes": get_peak_memory_bytes(self.device),
             }
         )
 
-    def _units_per_s(self) -> dict[str, float]:
+    def _compute_rates(self) -> dict[str, float]:
         """Return the throughput in the workload's unit, such as tokens."""
         used = compute_utilisation(self.unit, self._samples_per_s, self._peak_flops)
         share = {"mfu": round(used, 4)} if used else {}
@@ -159,21 +164,22 @@ class Journal:
         """Return the newest step of the first phase, which represents the run."""
         return next(iter(self.seen.values())).newest
 
-    def _by_phase(self) -> dict[str, float]:
+    def _collect_phases(self) -> dict[str, float]:
         """Return the newest numbers of each phase, which may be from earlier steps."""
         shown = ("loss", "grad_norm", "lr", "committed")
         read = [(name, self.seen[name].newest) for name in self.phases]
         return {f"{key}/{name}": getattr(r, key) for name, r in read if r is not None for key in shown}
 
     def _advance(self, bar: Bar, waiting: Waiting, *, is_due: bool) -> None:
-        # A finished bar must not show the numbers of a step long ago.
+        # The last step always updates the fields: a finished bar must not show the numbers of an earlier step.
         is_wanted = is_due or not self._has_shown or bar.done + 1 == bar.total
-        fields = self._fields(waiting) if is_wanted and self.latest is not None else None
+        fields = self._format_fields(waiting) if is_wanted and self.latest is not None else None
         bar.advance(fields, begins_pace=self._is_compiling)
         self._has_shown |= fields is not None
         self._is_compiling = False
 
-    def _fields(self, waiting: Waiting) -> dict[str, str]:
+    def _format_fields(self, waiting: Waiting) -> dict[str, str]:
+        """Return the fields next to the progress bar, most important first."""
         r = self.latest
         assert r is not None
         if self._since_metric.elapsed_s > METRIC_EVERY_S or not self._shown_metric:
@@ -181,7 +187,7 @@ class Journal:
             self._shown_metric = f"{found[self.metric]:.3f}" if self.metric in found else ""
             self._since_metric.restart()
         metric = {self.metric: self._shown_metric} if self._shown_metric else {}
-        fields = {**self._losses(r), **metric, "lr": f"{r.lr:.1e}"}
+        fields = {**self._format_losses(r), **metric, "lr": f"{r.lr:.1e}"}
         if self._samples_per_s:
             fields["speed"] = self.unit.format_rate(self._samples_per_s)
         if used := compute_utilisation(self.unit, self._samples_per_s, self._peak_flops):
@@ -196,7 +202,7 @@ class Journal:
         memory = get_peak_memory_bytes(self.device)
         return fields | ({"memory": format_bytes(memory)} if memory else {})
 
-    def _losses(self, latest: Reading) -> dict[str, str]:
+    def _format_losses(self, latest: Reading) -> dict[str, str]:
         if not self.phases:
             return {"loss": f"{latest.loss:.4f}"}
         read = [(name, self.seen[name].newest) for name in self.phases]
@@ -207,7 +213,8 @@ class Journal:
         is_mixed = self.plan.granted in ("bf16", "fp16", "fp8")
         return f"{'mp ' if is_mixed else ''}{self.plan.granted}{' (simulated)' if self.plan.simulated else ''}"
 
-    def _event(self, event: str, reading: Reading, text: str, level: Level, phase: str) -> None:
+    def _record_event(self, event: str, reading: Reading, text: str, level: Level, phase: str) -> None:
+        """Print a notice about a step and write it to metrics.jsonl as an event."""
         self.report.notice(text, level)
         self._log(
             {
@@ -221,34 +228,36 @@ class Journal:
                 "grad_norm": reading.grad_norm,
                 "scale": reading.scale,
                 "sample_ids": list(reading.sample_ids),
-                "files": self._files_of(reading),
+                "files": self._list_files(reading),
             }  # fmt: skip
         )
 
-    def latest_files(self) -> str:
+    def list_latest_files(self) -> str:
         """Return the files of the newest step; empty if samples are not files."""
-        return _format_few(self._files_of(self.latest)) if self.latest is not None else ""
+        return _format_few(self._list_files(self.latest)) if self.latest is not None else ""
 
-    def _files_of(self, reading: Reading) -> list[str]:
+    def _list_files(self, reading: Reading) -> list[str]:
         if self._named is None:
             return []
         return [name for index in reading.sample_ids if (name := self._named.name_of(index))]
 
-    def _samples_of(self, reading: Reading) -> str:
-        files = self._files_of(reading)
+    def _format_samples(self, reading: Reading) -> str:
+        files = self._list_files(reading)
         numbers = _format_few(reading.sample_ids) or "unknown"
         return f"{numbers} ({_format_few(files)})" if files else numbers
 
     def _log(self, record: Mapping[str, object]) -> None:
         self.report.log(record)
         self.num_records += 1
+        # A checkpoint stores count and checksum, to notice an edited file when the run is resumed.
         self.records_crc32 = zlib.crc32(encode(record), self.records_crc32)
 
     # --- phases ---
 
     @contextmanager
     def show_training(self, epoch: int, num_windows: int) -> Iterator[None]:
-        with self.report.phase(f"Epoch {epoch + 1}/{self.epochs} [Train]", num_windows) as bar:
+        """Show a progress bar for the training steps of an epoch."""
+        with self.report.show_phase(f"Epoch {epoch + 1}/{self.epochs} [Train]", num_windows) as bar:
             self._epoch, self._bar, self._has_shown = epoch, bar, False
             bar.show({"precision": self._precision})
             try:
@@ -258,18 +267,21 @@ class Journal:
 
     @contextmanager
     def show_validation(self, epoch: int, num_batches: int) -> Iterator[Callable[[], None]]:
-        with self.report.phase(f"Epoch {epoch + 1}/{self.epochs} [Val]", num_batches) as bar:
+        """Show a progress bar for a validation; yield the function that advances it."""
+        with self.report.show_phase(f"Epoch {epoch + 1}/{self.epochs} [Val]", num_batches) as bar:
             yield lambda: bar.advance()
 
     def record_epoch(
         self, epoch: int, attempted: int, train: Mapping[str, float], val: Mapping[str, float], *, is_best: bool
     ) -> None:
+        """Print and record training next to validation, and start the mean losses of the next epoch."""
+        # The first phase represents the run.
         mean_loss = next(iter(self.seen.values())).mean_loss
         rows = [("loss", f"{mean_loss:.4f}", f"{val['loss']:.4f}")]
         names = [name for name in val if name != "loss" and "/" not in name]
         rows += [(f"loss {name}", f"{self.seen[name].mean_loss:.4f}", "") for name in self.phases]
         rows += [(name, f"{train[name]:.4f}" if name in train else "", f"{val[name]:.4f}") for name in names]
-        self.report.epoch_summary(epoch + 1, self.epochs, rows)
+        self.report.show_epoch(epoch + 1, self.epochs, rows)
         if hint := self._hint(val):
             self.report.notice(f"hint: {hint}")
         trained = {f"train_{name}": train[name] for name in names if name in train} | {"train_loss": mean_loss}
@@ -285,17 +297,19 @@ class Journal:
         self.report.notice(text, level)
 
     def exclude_compiling(self) -> None:
-        """Exclude a step that compiles from the bar's rate."""
+        """Announce that the next step compiles, and exclude it from the bar's rate."""
         self.report.notice(COMPILING)
         self._is_compiling = True
 
     def record_early_stop(self, when: str, stopping: EarlyStopping) -> None:
+        """Print why the run ends early."""
         self.report.notice(
             f"early stopping after {when}: no better {self.metric} than {stopping.best:.4f} "
             f"(epoch {stopping.best_epoch + 1}) in {stopping.num_since} validations"
         )
 
     def record_rollback(self, attempted: int, verdict: Verdict, committed: int, guard: Guard) -> None:
+        """Print and record a rollback."""
         text = (
             f"rolled back to committed step {committed} ({verdict.reason}); learning rate now x{guard.rate_factor:g}, "
             f"rollback {guard.num_rollbacks} of {guard.options.max_rollbacks}"
@@ -305,6 +319,7 @@ class Journal:
                          "to_committed": committed, "rate_factor": guard.rate_factor})  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state that a checkpoint stores."""
         first = next(iter(self.seen.values()))
         return {
             "latest": asdict(self.latest) if self.latest is not None else None,
@@ -323,7 +338,9 @@ class Journal:
         self.num_records, self.records_crc32 = int(state["num_records"]), int(state["records_crc32"])
         # A run without phases stores the keys of its one entry at the top level.
         for name, own in state.get("phases", {"": {**state, "newest": state["latest"]}}).items():
-            self.seen[name] = Seen(_load_reading(own["newest"]), float(own["loss_sum"]), int(own["num_losses"]))
+            self.seen[name] = PhaseProgress(
+                _load_reading(own["newest"]), float(own["loss_sum"]), int(own["num_losses"])
+            )
         self.num_skipped, self.num_spikes = int(state["num_skipped"]), int(state["num_spikes"])
         self._clock, self._before_s = Stopwatch(), float(state["elapsed_s"])
 
@@ -339,12 +356,12 @@ def _format_few(things: Sequence[int] | Sequence[str], most: int = 8) -> str:
 def find_hint(workload: str, scores: Mapping[str, float]) -> str:
     """Return the family's hint about validation scores, or an empty string."""
     if not math.isfinite(scores.get("loss", 0.0)):
-        return ""  # the scores of a diverged model mean nothing
+        return ""  # a diverged model: its scores mean nothing
     kind = KINDS.of(workload)
     return str(load_part(kind.hint)(scores)) if kind.hint is not None else ""
 
 
-# --- how fast a run goes, and what it waits for: data, the slowest rank, the host ---
+# --- throughput, and what a run waits for: data, the slowest rank, the host ---
 
 
 WORTH_SAYING = 0.1  # share of the time above which waiting is reported
@@ -375,11 +392,10 @@ class Waiting:
 
 
 def suggest_faster_data(config: RunConfig, samples: Samples, cores: int) -> str:
-    """Return the setting that speeds up data loading: more workers while cores are free, then a cache of decoded
-    images."""
+    """Suggest a setting that speeds up data loading: more workers if cores are free, else a cache of decoded images."""
     workers = config.data.num_workers
     if workers < cores:
-        return f"data.num_workers={cores} (now {workers}, and this machine has {format_count(cores, 'core')})"
+        return f"data.num_workers={cores} (it is {workers}, and this machine has {format_count(cores, 'core')})"
     if isinstance(samples, TrainingFiles):
         pack = suggest_command("pack", config.data.dir)
         return f"data.cache=true, or first {pack} (all {format_count(cores, 'core')} already decode images)"
@@ -388,15 +404,15 @@ def suggest_faster_data(config: RunConfig, samples: Samples, cores: int) -> str:
     return f"{smaller}more cores (data.num_workers={workers} uses all {cores})"
 
 
-# --- model FLOPs utilisation (Chowdhery et al. 2022) ---
-# The model's operations over the device's peak (the vendor's number, dense, with fp32 accumulation) in
-# the compute format of matmuls. Recomputed operations count once, so recomputing lowers the utilisation.
+# --- model FLOPs utilisation (MFU, Chowdhery et al. 2022) ---
+# The model's FLOP/s divided by the device's peak in the format of matmuls (the vendor's number, dense, with fp32
+# accumulation). Recomputed operations are not counted, so recomputation lowers the utilisation.
 
 PUBLISHED_AS = {"fp8": "fp8_e4m3"}
 
 
 def find_peak_flops(plan: Plan) -> float | None:
-    """Return the peak FLOP/s of the plan's device in its format; None if unpublished."""
+    """Return the published peak FLOP/s of the plan's device in its format; None if unknown."""
     known = find_known(plan.device_name) if plan.device.startswith("cuda") else None
     tflops = known.tflops.get(PUBLISHED_AS.get(plan.compute, plan.compute)) if known is not None else None
     return tflops * 1e12 if tflops else None
@@ -412,7 +428,7 @@ WINDOW_S = 10.0  # averaged over this time: one slow step is not a trend
 
 
 class Lagging:
-    """Find the slowest rank of the last seconds by how long each rank waited for the others."""
+    """Find the slowest rank of the last seconds: the one that waited least for the others."""
 
     def __init__(self) -> None:
         self._clock, self._waits_s = Stopwatch(), list[float]()
@@ -430,6 +446,7 @@ class Lagging:
             self._clock.restart()
         if len(waits_s) < 2 or elapsed_s <= 0:
             return ""
+        # The slowest rank waits least; the others wait for it as much longer as this difference.
         share = (max(waits_s) - min(waits_s)) / elapsed_s
         return f"rank {waits_s.index(min(waits_s))}, others wait {share:.0%}" if share > WORTH_SAYING else ""
 
@@ -447,7 +464,7 @@ def describe_gpu_use(monitor: Monitor, waiting: Waiting, elapsed_s: float, mode:
     if not monitor.is_able:
         return ""
     if monitor.trouble:
-        return f"not recorded to the end: {monitor.trouble}"
+        return f"recording stopped early: {monitor.trouble}"
     return format_gpu_use(monitor.utilization, waiting, elapsed_s, mode)
 
 
@@ -465,6 +482,7 @@ def format_gpu_use(utilization: float | None, waiting: Waiting, elapsed_s: float
 
 def explain_idle(utilization: float, waiting: Waiting, elapsed_s: float, mode: str) -> str:
     """Return what the GPU waited for most after the first steps: data, work between steps, or the host."""
+    # All three are shares of the time after the start; what none of the first two explains is the host's.
     steady_s = elapsed_s - waiting.start_s
     data = (waiting.waited_s - waiting.start_waited_s) / steady_s
     between = max(elapsed_s - waiting.trained_s, 0.0) / steady_s

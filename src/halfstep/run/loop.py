@@ -1,5 +1,7 @@
-"""The training loop: windows through the step, the guard's verdict, validation, checkpoints. All its state is
-stored."""
+"""The training loop: run windows through the step, act on the guard's verdicts, validate, save checkpoints.
+
+Everything that decides what the next step does is stored in a checkpoint, so that a resumed run continues exactly.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,13 @@ from halfstep.step.step import Step
 Looked = TypeVar("Looked")
 
 
-class AskedToLeave(Exception):
+class StopRequested(Exception):
     """Raised when the user asks to stop during validation."""
 
 
 class Loop:
+    """Train an assembled run from its position to its end."""
+
     def __init__(self, parts: Assembly, checkpoints: Checkpoints, journal: Journal, interrupts: Interrupts) -> None:
         self.parts, self.checkpoints, self.journal, self.interrupts = parts, checkpoints, journal, interrupts
         self.position = Position()
@@ -68,11 +72,11 @@ class Loop:
         """Whether any rank was asked to stop; all ranks read it in the facts of the same step."""
         self._num_posts = 0
         if parts.world is not None:
-            parts.guard.observers.append(self._hear)
+            parts.guard.observers.append(self._follow_ranks)
         self.validated_at = self.sampled_at = -1
         """The steps of the last validation and samples: a resumed run does what was due, and nothing twice."""
         if parts.config.train.sample_every and parts.workload.sample is None:
-            journal.notice(f"train.sample_every does nothing: {parts.workload.name} has no sample()", "warning")
+            journal.notice(f"train.sample_every has no effect: {parts.workload.name} has no sample()", "warning")
 
     @property
     def is_over(self) -> bool:
@@ -84,6 +88,7 @@ class Loop:
         return self.validated_at == self.parts.step.attempted or len(self.parts.val_loader) == 0
 
     def run(self) -> None:
+        """Train until the epochs, max_steps or early stopping end the run."""
         epochs = self.parts.config.train.epochs
         if self.parts.snapshots is not None and not self.parts.snapshots.states:
             self.parts.snapshots.take(self.parts.model, self.parts.step)
@@ -112,16 +117,17 @@ class Loop:
 
     # --- several ranks ---
 
-    def _hear(self, facts: object, reading: Reading) -> None:
+    def _follow_ranks(self, facts: object, reading: Reading) -> None:
+        """Note whether any rank was asked to stop or fell back to a slower mode."""
         self._is_asked |= reading.is_asked
         self.engine.follow(reading)
 
     @property
-    def _must_leave(self) -> bool:
+    def _must_stop(self) -> bool:
         """True if the run was asked to stop; all ranks see it at the same step."""
         return bool(self.interrupts) if self.parts.world is None else self._is_asked
 
-    def hear_others(self) -> None:
+    def show_rank_warnings(self) -> None:
         """Show the warnings of other ranks."""
         world = self.parts.world
         if world is not None and world.is_first:
@@ -137,11 +143,14 @@ class Loop:
     # --- one epoch ---
 
     def _train_epoch(self) -> None:
+        """Train the rest of the current epoch."""
         parts = self.parts
         feed = prefetch(parts.train_loader.iterate_epoch(self.position.epoch, self.position.batch), parts.device)
+        # Groups batches into windows of `accumulate` micro-batches; the last window of an epoch may be shorter.
         windows = parts.step.windows(feed)
         self._pause()  # what was due when the run was stopped
         while not self.is_over and (left := len(parts.train_loader) - self.position.batch) > 0:
+            # The bar shows only the steps that max_steps leaves.
             steps_left = parts.config.train.max_steps - parts.step.attempted
             num_windows = -(-left // parts.step.accumulate)
             self._train_until_pause(windows, feed, min(num_windows, steps_left) if steps_left > 0 else num_windows)
@@ -156,18 +165,19 @@ class Loop:
             for window in windows:
                 facts = self._run_step(window)
                 samples = sum(parts.train_loader.list_sizes(self.position.batch, len(window)))
-                # Before the guard's verdict, which may be to save and stop: this window must not come again.
+                # Advance before the guard's verdict: if that is to save and stop, this window must not come again.
                 self.position.batch += len(window)
                 self._act_on(parts.guard.watch(facts))
                 waiting = Waiting(trained_s=clock.elapsed_s, waited_s=feed.waited_s - waited_s)
                 self._count_start(waiting)
-                self._after_step(samples, waiting)
+                self._finish_step(samples, waiting)
+                # Leave the bar: validation and samples have their own output.
                 if self.is_over or self._samples_are_due() or self._validation_is_due():
                     break
         self.waiting.add(clock.elapsed_s, feed.waited_s - waited_s)
 
     def _count_start(self, since: Waiting) -> None:
-        """Record how long compiling and capturing took; `since` is the time that `self.waiting` does not count yet."""
+        """Record how long compiling and capturing took; `since` is time that `self.waiting` does not include yet."""
         self.num_made += 1
         if self.waiting.start_s == 0 and self.num_made >= START_STEPS[self.engine.mode]:
             self.waiting.start_s = self.waiting.trained_s + since.trained_s
@@ -175,6 +185,7 @@ class Loop:
             self.settled()
 
     def _run_step(self, window: list[dict[str, Tensor]]) -> Facts | PhasedFacts:
+        """Run one window, with the ledger if it observes this step."""
         parts, position = self.parts, self.position
         if parts.world is not None and self.interrupts:
             parts.ask_to_stop()
@@ -191,6 +202,7 @@ class Loop:
             self.held.keep(parts.step.attempted, window, position, self.train_metrics)
         with parts.recorder.watch(window) if parts.recorder is not None else nullcontext():
             facts = self.engine(window, parts.train_loader.list_sizes(position.batch, len(window)))
+        # A capsule loads the window of a fault again by these numbers.
         facts.epoch, facts.window = position.epoch, position.batch // parts.step.accumulate
         return facts
 
@@ -199,6 +211,7 @@ class Loop:
         assert self.held is not None
         self.held.release()
         windows = [self.held.find(facts.attempted) for facts in held]
+        # Go back to the state before the first held step; the metrics have counted its outputs already.
         if windows:
             self.parts.step.attempted, self.train_metrics = held[0].attempted, windows[0].metrics
         made = []
@@ -207,30 +220,33 @@ class Loop:
             made.append(self._run_window(kept.window, kept.position))
         return made
 
-    def _after_step(self, samples: int, waiting: Waiting) -> None:
+    def _finish_step(self, samples: int, waiting: Waiting) -> None:
+        """Do what follows a step: count it, show it, take a snapshot, save, or stop."""
         parts, attempted, every = self.parts, self.parts.step.attempted, self.parts.config.train.checkpoint_every
         self.num_samples += samples
         self.throughput.add(samples)
         self.journal.record_step(attempted, self.throughput.compute_rate(), waiting)
         if attempted % self.journal.report_every == 0:
-            self.hear_others()
+            self.show_rank_warnings()
+        # Run the steps that a fault holds back first: the snapshot must include their commits.
         if parts.snapshots is not None and parts.snapshots.is_due(attempted):
             parts.guard.release_held()
             parts.snapshots.take(parts.model, parts.step)
         if every and attempted % every == 0:
             self.save()
-        if self._must_leave:
-            self._leave()
+        if self._must_stop:
+            self._save_and_stop()
 
     # --- the guard's verdict ---
 
     def _act_on(self, verdict: Verdict) -> None:
+        """Continue, roll back, or save and stop, as the guard decides."""
         if verdict.action is not Action.CONTINUE:
             self.parts.guard.release_held()
         if verdict.action is Action.ROLLBACK:
             self._roll_back(verdict)
         elif verdict.action is Action.STOP:
-            # A resumed run continues with the next window and counts its faults from there.
+            # A resumed run continues with the next window and counts faults from zero.
             self.parts.guard.acknowledge()
             path = self.save()
             raise TrainingStopped(
@@ -240,12 +256,14 @@ class Loop:
             )
 
     def _roll_back(self, verdict: Verdict) -> None:
-        """Restore weights, buffers, optimizer, average and scale; data and generators continue; cut the learning
-        rate."""
+        """Restore a snapshot of model, optimizer, average and scale, and lower the learning rate.
+
+        Data and random generators continue, so that the run does not meet the same batches again.
+        """
         parts = self.parts
         state = parts.snapshots.find_before(verdict.first_fault_committed) if parts.snapshots is not None else None
         if parts.snapshots is None or state is None:
-            return self._act_on(Verdict(action=Action.STOP, reason=f"{verdict.reason}; no snapshot is old enough",
+            return self._act_on(Verdict(action=Action.STOP, reason=f"{verdict.reason}, and no snapshot is old enough",
                                         fix="set a smaller guard.margin, or a lower learning rate"))  # fmt: skip
         parts.snapshots.go_back(state, parts.model, parts.step)
         parts.guard.note_rollback()
@@ -264,6 +282,7 @@ class Loop:
         return self.parts.config.train.validate_every_steps > 0
 
     def _is_due(self, every: int, done_at: int) -> bool:
+        """True if this step is due by its number and was not handled yet."""
         attempted = self.parts.step.attempted
         return every > 0 and attempted > 0 and attempted % every == 0 and done_at != attempted
 
@@ -284,10 +303,11 @@ class Loop:
             is_best = self._validate(self.position.epoch, in_turn=True)
             self.train_metrics = self.parts.workload.metrics()
             self.save(is_best=is_best)
-            if self._must_leave:
-                self._leave()
+            if self._must_stop:
+                self._save_and_stop()
 
     def _sample(self) -> None:
+        """Write samples of the model's outputs; only rank 0 does."""
         folder = self.checkpoints.folder.parent / "report" / "samples" / f"{self.parts.step.attempted:08d}"
         self.sampled_at = self.parts.step.attempted
         self.parts.guard.release_held()
@@ -295,33 +315,36 @@ class Loop:
             return
         try:
             written = self._run_with_room(lambda: sample(self.parts, folder))
-            self.journal.notice(f"samples in {folder}: {', '.join(path.name for path in written)}")
-        except CheckpointError as error:  # by-products: a full disk will stop the run at its next checkpoint
+            self.journal.notice(f"wrote samples to {folder}: {', '.join(path.name for path in written)}")
+        except CheckpointError as error:  # samples are optional: a full disk stops the run at its next checkpoint
             self.journal.notice(str(error), "warning")
 
     # --- the end of an epoch ---
 
     def _end_epoch(self) -> None:
+        """Validate if it is due, save a checkpoint, and move on to the next epoch."""
         parts, train = self.parts, self.parts.config.train
         epoch, is_whole = self.position.epoch, self.position.batch >= len(parts.train_loader)
         in_turn = not self._by_steps and (epoch + 1) % train.validate_every == 0
         is_last = self.is_over or epoch + 1 == train.epochs
         is_due = (in_turn or is_last) and self.validated_at != parts.step.attempted
         is_best = is_due and len(parts.val_loader) > 0 and self._validate(epoch, in_turn=in_turn and is_whole)
-        # Only now: a run that is stopped during validation validates again when it is resumed.
+        # Advance only after validation: a run that is stopped during it validates again when it is resumed.
         if is_whole:
             self.position = Position(epoch=epoch + 1)
         if is_due or not self._by_steps:
             self.train_metrics = parts.workload.metrics()
-        # With checkpoints by steps the end of an epoch needs none, unless it was validated.
+        # If checkpoints are saved by steps, the end of an epoch needs one only after a validation.
         if is_due or not train.checkpoint_every:
             self.save(is_best=is_best)
-        if self._must_leave:
-            self._leave()
+        if self._must_stop:
+            self._save_and_stop()
 
     def _validate(self, epoch: int, *, in_turn: bool) -> bool:
-        """Validate and return whether it is the best so far. Out of turn, at the end of a run, it affects nothing
-        else."""
+        """Validate and return whether the result is the best so far.
+
+        `in_turn` is False at the end of a run: that validation affects neither early stopping nor the plateau schedule.
+        """
         parts = self.parts
         try:
             with self.journal.show_validation(epoch, len(parts.val_loader)) as advance:
@@ -330,8 +353,8 @@ class Loop:
                 if parts.workload.scores_raw and parts.step.ema is not None:
                     raw = self._run_with_room(lambda: self._compute_scores(self._check_interrupts(lambda: None)))
                     found |= {f"raw_{name}": value for name, value in raw.items()}
-        except AskedToLeave:
-            self._leave()  # the context has put the model's own weights back
+        except StopRequested:
+            self._save_and_stop()  # leaving the context has restored the model's weights
         self.validated_at = parts.step.attempted
         value = found[parts.workload.metric]
         is_best = parts.stopping.observe(value, epoch, in_turn=in_turn)
@@ -345,13 +368,13 @@ class Loop:
     def _check_interrupts(self, advance: Callable[[], None]) -> Callable[[], None]:
         def go_on() -> None:
             advance()
-            if self.parts.world is None and self.interrupts:  # other ranks would wait for the sums of this one
-                raise AskedToLeave
+            if self.parts.world is None and self.interrupts:  # with several ranks the others would wait forever
+                raise StopRequested
 
         return go_on
 
     def _run_with_room(self, look: Callable[[], Looked]) -> Looked:
-        """Validate or sample; if it does not fit next to the captured steps, drop these and try again."""
+        """Validate or sample; if that does not fit into memory next to the captured steps, drop them and try again."""
         try:
             return look()
         except OutOfMemory as error:
@@ -370,21 +393,23 @@ class Loop:
             parts.workload, parts.model, parts.plan, parts.val_loader, pieces=self.engine.pieces, world=parts.world,
             advance=advance,
         )  # fmt: skip
-        # Early stopping and plateau depend on them: ranks that round differently must not disagree.
+        # Early stopping and plateau depend on the scores: ranks that round differently must not disagree.
         return found if parts.world is None else parts.world.broadcast_from_first(lambda: found)
 
-    # --- what is stored ---
+    # --- saving and restoring ---
 
-    def _leave(self) -> NoReturn:
+    def _save_and_stop(self) -> NoReturn:
+        """Save and raise Interrupted with the command to resume."""
         path = self.save()
         raise Interrupted(
             f"stopped by {self.interrupts.received.name if self.interrupts.received else 'a signal to another rank'} "
-            f"after step {self.parts.step.attempted}; everything is saved in {path}",
+            f"after step {self.parts.step.attempted}; the run is saved in {path}",
             fix=suggest_resume(self.checkpoints.folder.parent),
             exit_code=self.interrupts.exit_code,
         )
 
     def save(self, *, is_best: bool = False) -> Path:
+        """Save a checkpoint of the whole run."""
         self.parts.guard.release_held()
         own = {
             "position": asdict(self.position),
@@ -409,6 +434,7 @@ class Loop:
         self.position = Position(**state["position"])
         self.engine.restore(state, is_same=not changes.are_binding)
         self.validated_at, self.sampled_at = int(state["validated_at"]), int(state["sampled_at"])
+        # The stored metrics are sums over all ranks: only one rank may add them again.
         if self.parts.world is None or self.parts.world.is_first:
             self.train_metrics.load_state_dict(state["train_metrics"])
         self.journal.load_state_dict(state["journal"])
@@ -420,7 +446,7 @@ class Loop:
         self.checkpoints.mark_best(path, self.parts.workload.metric, self.parts.stopping.best)
 
 
-# --- guard.hold: windows that may be run again after a fault, with the state their steps started from ---
+# --- guard.hold: keep windows that may have to run again after a fault, with the state before their steps ---
 
 
 @dataclass(kw_only=True, slots=True)
@@ -448,9 +474,9 @@ class HeldWindows:
     def __init__(self, parts: Assembly) -> None:
         if not isinstance(parts.step, Step):
             raise ConfigError(
-                f"guard.hold with phases ({', '.join(parts.step.steps)})",
-                why="phases commit one after another in an iteration, and only whole iterations can be run again",
-                fix="guard.hold=false; capsules then report by how many commits they are inexact",
+                f"guard.hold=true does not work with phases ({', '.join(parts.step.steps)})",
+                why="phases commit one after another in an iteration, and only whole iterations can run again",
+                fix="guard.hold=false; a capsule then records by how many commits it is inexact",
             )
         scaler = parts.step.scaler
         self.hold = Hold(parts.device, low=scaler.low if scaler.enabled else None)

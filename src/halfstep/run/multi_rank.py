@@ -1,4 +1,4 @@
-"""Connect the assembly of a rank with those of the other ranks, and refuse what they cannot train together."""
+"""Connect the assembly of one rank with those of the others, and refuse what they cannot train together."""
 
 from __future__ import annotations
 
@@ -44,23 +44,24 @@ def connect_ranks(
     if world is None:
         return eager, compiled, "alone"
 
-    def compiled_or_eager(batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
+    def run_compiled_or_eager(batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
         """Fall back to eager within the step: the other ranks are in the same step, and the sums stay the same."""
         try:
             return run_uncut(compiled, batch)
         except (HalfstepError, OutOfMemory):
             raise
         except Exception as error:
-            found = eager(batch)  # what fails here as well is not the compiler's
+            found = eager(batch)  # an error that eager raises too is not the compiler's
             ranks.uncompiled = error
             ranks.announce_mode("eager")
             return found
 
     own = [p for p in model.parameters() if p.requires_grad] if trained is None else trained
+    # DDP looks at requires_grad when it wraps: it must not wait for gradients of other phases.
     with freeze_others(model, own):
         wrapped = wrap_regions(
             model,
-            {"eager": eager, "compiled": compiled_or_eager},
+            {"eager": eager, "compiled": run_compiled_or_eager},
             device,
             reduce=config.train.reduce,
             find_unused=config.train.find_unused,
@@ -70,19 +71,23 @@ def connect_ranks(
 
 
 def run_uncut(compiled: Region, batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
-    """Run a region compiled as a whole. Inside DDP dynamo splits it at buckets to overlap sums with backward: it
-    fuses less, and fails on kernels that are custom autograd functions, as ours are."""
+    """Run a region that is compiled as a whole.
+
+    By default dynamo splits a region inside DDP at its buckets, to overlap sums with backward. That fuses less, and it
+    fails on kernels that are custom autograd functions, as ours are.
+    """
     with torch._dynamo.config.patch(optimize_ddp=False):
         return compiled(batch)
 
 
 def synchronise_norms(config: RunConfig, model: nn.Module, device: torch.device, world: World | None) -> nn.Module:
+    """Replace BatchNorm by SyncBatchNorm if `train.sync_batch_norm` asks for it."""
     if world is None or not config.train.sync_batch_norm:
         return model
     if device.type != "cuda":
         raise mark_agreed(
             ConfigError(
-                f"train.sync_batch_norm=true on {device.type}",
+                f"train.sync_batch_norm=true does not work on {device.type}",
                 why="torch supports SyncBatchNorm on GPUs only",
                 fix="leave it out, or train on GPUs",
             )
@@ -97,11 +102,12 @@ def describe_rank_effects(config: RunConfig, workload: Workload, model: nn.Modul
         return []
     notes = [f"over the samples of one rank, not of the whole batch: {what}" for what in workload.by_batch]
     each = world.count_rows(config.train.batch_size, world.size - 1)
+    # Below 16 samples BatchNorm's statistics are noisy (Wu and He 2018).
     has_norm = any(type(m).__name__.startswith("BatchNorm") for m in model.modules())
     if has_norm and each < 16 and not config.train.sync_batch_norm:
         notes += [
-            f"BatchNorm takes its statistics of {format_count(each, 'sample')}, those of one rank; "
-            "train.sync_batch_norm=true takes them over all (GPUs only)"
+            f"BatchNorm computes its statistics over the {format_count(each, 'sample')} of one rank; "
+            "train.sync_batch_norm=true uses those of all ranks (GPUs only)"
         ]
     return notes
 
@@ -112,7 +118,7 @@ def refuse_unfit(config: RunConfig, world: World) -> None:
     if size > train.batch_size:
         raise mark_agreed(
             ConfigError(
-                f"train.batch_size={train.batch_size} for {size} ranks",
+                f"train.batch_size={train.batch_size} is too small for {size} ranks",
                 why="batch_size counts samples over all ranks, and each rank needs at least one",
                 fix=f"train.batch_size={size} or more, or fewer ranks",
             )
@@ -154,6 +160,6 @@ def gather_samples(world: World, reading: Reading) -> Reading:
 
 
 def derive_seed(seed: int, attempted: int, rank: int) -> int:
-    """Return the seed of a rank without stored generators: its own, and a different one after each resume."""
+    """Return a seed for a rank without stored generators; it differs by rank and after each resume."""
     mixed = hashlib.sha256(f"{seed},{attempted},{rank}".encode()).digest()
     return int.from_bytes(mixed[:7], "little")

@@ -1,4 +1,4 @@
-"""The header that a run prints before its first step, and the summary after its last."""
+"""Print the header of a run before its first step, and the summary after its last."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ ON_BAD_STEP: dict[str, str] = {
 
 
 def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Assembly) -> None:
+    """Print what the run will do: precision with its reason, model, data, length, and all warnings."""
     config, plan = loaded.config, parts.plan
     num_parameters = sum(p.numel() for p in parts.model.parameters())
     num_train, num_val = len(parts.workload.train_samples), len(parts.workload.val_samples)
@@ -45,7 +46,7 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
     rows = [
         ("precision", f"{plan.granted}{' (simulated)' if plan.simulated else ''}: {plan.reason}"),
         ("weights", describe_half_weights(parts.step.optimizers)),
-        ("its own precision", list_some(apart, 4)),
+        ("other precision", list_some(apart, 4)),
         ("always fp32", list_some(islands, 4)),
         ("device", f"{plan.device} ({plan.device_name})"),
         ("model", f"{type(parts.model).__name__}, {num_parameters:,} parameters"),
@@ -55,7 +56,7 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
         *parts.workload.about,
         ("workers", f"{config.data.num_workers} ({loaded.origins.get('data.num_workers', DEFAULT)})"),
         ("batch", batch),
-        ("processes", _describe_ranks(parts)),
+        ("ranks", _describe_ranks(parts)),
         ("steps", _describe_length(parts)),
         ("recomputed", describe_recomputed(parts.model)),
         ("phases", ", ".join(own.phase.when for own in parts.phases)),
@@ -65,7 +66,7 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
     ]
     own = warn_of_rounding(parts.step.optimizers)
     warnings = (*loaded.warnings, *plan.warnings, *own, *_shorten_notes(parts.workload.notes))
-    report.header(f"halfstep {config.workload}", [row for row in rows if row[1]], warnings=warnings)
+    report.show_header(f"halfstep {config.workload}", [row for row in rows if row[1]], warnings=warnings)
     for line in format_header(loaded):
         report.notice(line)
 
@@ -73,9 +74,10 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
 def show_summary(
     report: RunReport, folder: RunFolder, loop: Loop, elapsed_s: float, joules: float | None, busy: str = ""
 ) -> None:
+    """Print the result of the run, what it cost, and where its files are."""
     parts, stopping = loop.parts, loop.parts.stopping
     memory = get_peak_memory_bytes(parts.device)
-    best = loop.checkpoints.best()
+    best = loop.checkpoints.find_best()
     best_metric = f"{stopping.best:.4f} (epoch {stopping.best_epoch + 1})" if best else "not validated"
     rows = [
         (f"best {parts.workload.metric}", best_metric),
@@ -97,8 +99,9 @@ def show_summary(
 
 
 def _list_results(folder: RunFolder, loop: Loop) -> list[tuple[str, str]]:
-    parts, best = loop.parts, loop.checkpoints.best()
+    parts, best = loop.parts, loop.checkpoints.find_best()
     curves = [("curves", str(folder.report / "curves.png"))] if parts.config.log.curves else []
+    # Without validation data `evaluate` needs other data.
     held_out = () if len(parts.workload.val_samples) else ("--data", "DIR")
     closer = suggest_command("evaluate", folder.path, *held_out)
     return [("best checkpoint", str(best) if best else "none"), *curves, ("look closer", closer)]
@@ -121,7 +124,7 @@ def _describe_length(parts: Assembly) -> str:
     train = parts.config.train
     steps = math.ceil(len(parts.train_loader) / train.accumulate)
     if parts.total_steps == train.epochs * steps:
-        more = f", which end before train.max_steps={train.max_steps}" if train.max_steps > parts.total_steps else ""
+        more = f" (fewer than train.max_steps={train.max_steps})" if train.max_steps > parts.total_steps else ""
         return f"{parts.total_steps} = {format_count(train.epochs, 'epoch')} of {steps}{more}"
     return f"{parts.total_steps} (train.max_steps), {parts.total_steps / steps:.1f} epochs of {steps}"
 

@@ -23,8 +23,9 @@ FREE = (
     "train.auto_batch", "train.backend", "train.rank_timeout_s", "train.find_unused",
     "data.num_workers", "data.dir", "log.",
 )  # fmt: skip
-"""Settings that change only how long a run trains or what it reports. A schedule that depends on the run's length
-changes with `train.epochs` and `train.max_steps`, which is reported."""
+"""Settings that may change: they affect only how long a run trains, where it runs, or what it reports.
+
+A schedule that depends on the run's length changes with `train.epochs` and `train.max_steps`, which is reported."""
 
 NOT_STORED = ("log.quiet",)  # a property of one call, not of the run
 
@@ -35,6 +36,8 @@ KEPT = ("model.weights",)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Changes:
+    """The settings that differ between a stored run and its resumption."""
+
     keys: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -63,7 +66,7 @@ def find_settled(asked: RunConfig, config: RunConfig) -> dict[str, list[Any]]:
     then, now = dump_values(asked), dump_values(config)
     sections = {name: part for name, part in then.items() if isinstance(part, dict)}
     return {
-        f"{section}.{name}": [value] if is_said(asked, section, name) else []
+        f"{section}.{name}": [value] if is_given(asked, section, name) else []
         for section, part in sections.items()
         for name, value in part.items()
         if value != now[section][name]
@@ -71,13 +74,14 @@ def find_settled(asked: RunConfig, config: RunConfig) -> dict[str, list[Any]]:
 
 
 def apply_decided(asked: Loaded, stored: Loaded, settled: Mapping[str, Sequence[Any]]) -> Loaded:
-    """Replace requests that equal the original ones, or defaults, by what the run decided then."""
-    config, said, taken = asked.config, dump_values(asked.config), list[str]()
+    """Use what the run decided when it started for settings that are not given, or given as they were then."""
+    config, given, taken = asked.config, dump_values(asked.config), list[str]()
     for path, values in settled.items():
         section, _, name = path.partition(".")
-        if name in said.get(section, ()) and (not is_said(config, section, name) or said[section][name] in values):
-            config = config.changed(**{section: {name: getattr(getattr(stored.config, section), name)}})
+        if name in given.get(section, ()) and (not is_given(config, section, name) or given[section][name] in values):
+            config = config.replace(**{section: {name: getattr(getattr(stored.config, section), name)}})
             taken.append(f"{path}.")
+    # The dot keeps `data.dir` from matching `data.directory`.
     own = tuple(taken)
     origins = {key: origin for key, origin in asked.origins.items() if not f"{key}.".startswith(own)}
     origins |= {key: origin for key, origin in stored.origins.items() if f"{key}.".startswith(own)}
@@ -85,14 +89,14 @@ def apply_decided(asked: Loaded, stored: Loaded, settled: Mapping[str, Sequence[
     return replace(asked, config=config, origins=origins, overridden=overridden)
 
 
-def is_said(config: RunConfig, section: str, name: str) -> bool:
+def is_given(config: RunConfig, section: str, name: str) -> bool:
     return name in getattr(config, section).model_fields_set
 
 
 def recover_settings(
     settings: Mapping[str, Any], own: RunConfig, file: Path, *, allow: bool, kept: Sequence[str] = ()
 ) -> RunConfig:
-    """Return what the run was last trained with; edits of its config.yaml follow the rules of other changes."""
+    """Return the settings the run was last trained with; edits of config.yaml are checked like other changes."""
     if own.workload != settings["workload"]:
         raise CheckpointError(
             f"{file} was edited: workload: {settings['workload']} -> {own.workload}",
@@ -105,7 +109,7 @@ def recover_settings(
 
 
 def refuse_other_records(file: Path, journal: dict[str, Any], *, allow: bool) -> list[str]:
-    """Compare metrics.jsonl with what the checkpoint knows of it; where that is allowed, go on from what is there."""
+    """Compare metrics.jsonl with the count and checksum in the checkpoint; `allow` accepts the records as they are."""
     expected = journal["num_records"], journal["records_crc32"]
     found = compute_fingerprint(file, expected[0])
     if found == expected:
@@ -119,7 +123,7 @@ def refuse_other_records(file: Path, journal: dict[str, Any], *, allow: bool) ->
         raise CheckpointError(
             note,
             why="the records differ from those the checkpoint was saved with",
-            fix="restore the file, or accept the present records with --allow-changes",
+            fix="restore the file, or accept the records as they are with --allow-changes",
         )
     journal["num_records"], journal["records_crc32"] = found
     return [note]
@@ -131,8 +135,7 @@ def refuse_changes(
     """Return the differences between two configs; refuse those that must not change.
 
     Changes that affect what a step computes are refused unless allowed. Changes of settings or sections in `kept` are
-    always refused, since these are not read again. `edited` is the file that the changes come from; None: the command
-    line.
+    always refused, because these are not read again. `edited` is the file with the changes; None: the command line.
     """
     before, now = flatten_settings(stored), flatten_settings(asked)
     changed = [key for key in now if now[key] != before.get(key) and key not in NOT_STORED]
@@ -151,7 +154,7 @@ def refuse_changes(
         raise CheckpointError(
             f"{what}: {'; '.join(binding)}",
             why="a resumed run continues exactly, which other settings would prevent",
-            fix=f"{undo[1]}, or accept a run of two halves with --allow-changes",
+            fix=f"{undo[1]}, or accept them with --allow-changes",
         )
     return Changes(keys=tuple(changed), notes=(*notes, *_describe_schedule_change(asked, changed)))
 
@@ -163,7 +166,7 @@ def _describe_schedule_change(config: RunConfig, changed: list[str]) -> list[str
     followers = [f"the {s.name} schedule"] if s.name in FOLLOWS_THE_LENGTH else []
     # Warmup by epochs is at most a tenth of the run.
     followers += ["the warmup"] if s.warmup_steps is None and s.warmup_epochs > 0 else []
-    return [f"{name} follows the new length of the run: its learning rates change from here on" for name in followers]
+    return [f"{name} depends on the length of the run: learning rates change from here on" for name in followers]
 
 
 def refuse_other_data(stored: Sequence[int], found: Sequence[int], *, allow: bool) -> list[str]:
@@ -175,13 +178,13 @@ def refuse_other_data(stored: Sequence[int], found: Sequence[int], *, allow: boo
         raise CheckpointError(
             note,
             why="samples would be counted and split differently, so the run could not be continued exactly",
-            fix="restore the data, or accept a run of two halves with --allow-changes",
+            fix="restore the data, or accept the change with --allow-changes",
         )
     return [note]
 
 
 def refuse_missing_device(plan: Plan) -> None:
-    """Raise if the run's device is missing: another device computes other bits and must be requested."""
+    """Raise if this machine lacks the run's device: another one rounds differently, so the user must ask for it."""
     try:
         probe(plan.device)
     except HardwareError as error:

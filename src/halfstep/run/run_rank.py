@@ -1,4 +1,4 @@
-"""The role of a rank in a run: what it writes, what only rank 0 does, and the trials that all ranks make together."""
+"""The role of a rank in a run: what only rank 0 does and writes, and the trials that all ranks run together."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class RunRank:
+    """This rank of a run; without a world it is the only one."""
+
     launch: Launch | None
     world: World | None
 
@@ -39,7 +41,7 @@ class RunRank:
     def writes(self) -> bool:
         return self.world is None or self.world.is_first
 
-    def on_first(self, make: Callable[[], Made]) -> Made:
+    def run_on_first(self, make: Callable[[], Made]) -> Made:
         """Run on rank 0 and broadcast the result."""
         return make() if self.world is None else self.world.broadcast_from_first(make)
 
@@ -58,10 +60,10 @@ class RunRank:
                     fix="name it with --out DIR",
                 )
             )
-        return self.on_first(lambda: out if RunFolder(out).checkpoints().all() else None)
+        return self.run_on_first(lambda: out if RunFolder(out).open_checkpoints().list_all() else None)
 
     def agree_on_plan(self, make: Callable[[Rehearse], Plan], config: RunConfig, workload: Workload) -> Plan:
-        """Return one plan for all ranks, each with its own device, from trials that all ranks make together."""
+        """Return one plan for all ranks, each with its own device, from trials that all ranks run together."""
         if self.world is None:
             return make(rehearse_run)
         device = probe(self.choose_device(config)).device
@@ -72,18 +74,20 @@ class RunRank:
         if self.world is None:
             return config
         rows = self.world.count_rows(config.train.batch_size)
-        return config.changed(train={"batch_size": rows, "auto_batch": False})
+        return config.replace(train={"batch_size": rows, "auto_batch": False})
 
 
-# --- trials that all ranks make together ---
-#     first    begin PLAN, cost MODE, cost MODE, end, begin ... done PLAN
-#     others   make the same trial on their part of the batch, and report its cost
+# --- trials that all ranks run together ---
+#     rank 0   broadcasts: begin PLAN, cost MODE, cost MODE, end, begin ... done PLAN
+#     others   run the same trial on their part of the batch, and report its cost
 # The cost of a candidate is that of the slowest rank, and it must run on every rank. Rank 0 alone decides what to try
-# next, since clocks and caches differ.
+# next, because clocks and caches differ between ranks.
 
 
 @dataclass(frozen=True, slots=True)
 class AgreedTrials:
+    """Trials that rank 0 leads and the other ranks follow."""
+
     world: World
     config: RunConfig  # with this rank's part of the batch
     workload: Workload
@@ -91,12 +95,13 @@ class AgreedTrials:
     rehearse: Rehearse
 
     def plan(self, make: Callable[[Rehearse], Plan]) -> Plan:
-        """Return what `make` decides on rank 0, with rehearsals that all ranks take part in."""
+        """Return the plan that `make` decides on rank 0, with rehearsals that all ranks take part in."""
         if not self.world.is_first:
             return self._follow_all()
         try:
             plan = make(self._lead)
         except HalfstepError as error:
+            # The other ranks wait for a message: give them the same error.
             self.world.broadcast_from_first(partial(_raise, error))
             raise
         self._broadcast("done", plan.to_json())
@@ -112,6 +117,7 @@ class AgreedTrials:
                 trial = stack.enter_context(self.rehearse(config, self.workload, plan))
             except CannotRun as error:
                 own = _strip_frames(error)
+            # Raises on all ranks if the trial could not start on one of them.
             _take_slowest(self.world.gather(own))
             yield trial
 
@@ -128,15 +134,15 @@ class AgreedTrials:
                 raise
             self._broadcast("end")
 
-    def _broadcast(self, *words: Any) -> None:
-        self.world.broadcast_from_first(lambda: words)
+    def _broadcast(self, *message: Any) -> None:
+        self.world.broadcast_from_first(lambda: message)
 
     # --- the other ranks ---
 
     def _follow_all(self) -> Plan:
         while True:
-            word, *given = self._receive()
-            if word == "done":
+            kind, *given = self._receive()
+            if kind == "done":
                 return dataclasses.replace(Plan.from_json(given[0]), device=self.device)
             plan, tried = given
             try:
@@ -146,16 +152,16 @@ class AgreedTrials:
                 continue  # rank 0 raises it too, and decides what comes next
 
     def _follow(self, trial: Trial) -> None:
-        while (said := self._receive())[0] == "cost":
-            mode, cudnn_benchmark = said[1:]
+        while (message := self._receive())[0] == "cost":
+            mode, cudnn_benchmark = message[1:]
             self.world.gather(_run_trial(partial(trial.measure, mode, cudnn_benchmark=cudnn_benchmark)))
 
     def _receive(self) -> tuple[Any, ...]:
         return self.world.broadcast_from_first(tuple)
 
     def _set_batch(self, tried: int) -> RunConfig:
-        """Return the config with as many samples as rank 0 tries, which has at most one more than others."""
-        return self.config.changed(train={"batch_size": min(tried, self.config.train.batch_size)})
+        """Return the config with the batch that rank 0 tries; this rank may have one sample less."""
+        return self.config.replace(train={"batch_size": min(tried, self.config.train.batch_size)})
 
 
 class AgreedTrial(Trial):
@@ -217,12 +223,12 @@ class FarReport(RunReport):
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def _nothing(self, *_: object, **__: object) -> None: ...
+    def _do_nothing(self, *_: object, **__: object) -> None: ...
 
-    header = epoch_summary = log = finish = close = _nothing
+    show_header = show_epoch = log = finish = close = _do_nothing
 
     @contextlib.contextmanager
-    def phase(self, label: str, total: int) -> Iterator[Bar]:
+    def show_phase(self, label: str, total: int) -> Iterator[Bar]:
         yield Bar(label, total)
 
     def notice(self, text: str, level: Level = "info") -> None:

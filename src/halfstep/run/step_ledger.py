@@ -1,7 +1,7 @@
-"""The ledger of a run: observe the first step in each mode it reaches, then at regular intervals.
+"""Record the ledger of a run: observe the first step in each mode it reaches, then steps at regular intervals.
 
-Eager and compiled code are observed on the side. For a captured step the profiler records a replay, which is a step of
-the run, and one uncaptured step of the same code on the side, which shows the modules of its kernels.
+Eager and compiled code are observed in an extra step whose effects are undone. For a captured step the profiler records
+a replay, which is a step of the run, and an extra uncaptured step of the same code, which shows the kernels' modules.
 """
 
 from __future__ import annotations
@@ -64,8 +64,11 @@ def list_engines(engine: AnyEngine) -> Iterator[tuple[str, Engine]]:
 def observe_ledgers(
     parts: Assembly, engine: AnyEngine, window: list[Batch], replay: Sequence[Event] = ()
 ) -> list[Ledger]:
-    """Return the ledgers of each phase for this window: of the eager code, of the compiled code if steps run compiled,
-    and of the captured step if one was replayed. The run's state is unchanged."""
+    """Return the ledgers of each phase for this window; the run's state is unchanged.
+
+    One ledger is of the eager code, one of the compiled code if steps run compiled, and one of the captured step if one
+    was replayed.
+    """
     found, replayed = [], _find_replays(parts, engine, replay)
     for phase, own in list_engines(engine):
         prepared = split_window(prepare_window(parts, window), own.pieces)
@@ -74,6 +77,7 @@ def observe_ledgers(
         ledgers, islands = run_in_fresh_thread(work, parts.device) if parts.device.type == "cuda" else work()
         found += ledgers
         if phase in replayed:
+            # A replay shows kernels without modules; the uncaptured step has both.
             kernels = match_replay(replayed[phase], observe_uncaptured(own, prepared))
             found.append(
                 make_captured_ledger(
@@ -107,7 +111,7 @@ def _observe_one(parts: Assembly, engine: Engine, prepared: list[Batch], phase: 
     islands = {product.module for product in observer.seen.calls if product.is_island}
     eager = to_ledger(observer, mode=_name_mode("eager", phase))
     if engine.mode == "eager" or parts.workload.blocks:
-        return [eager], islands  # tracing the whole network would take the minutes that its blocks save
+        return [eager], islands  # blocks are compiled once to save minutes, which tracing the whole model would cost
     recorder = GraphRecorder()
     with undo_after(step), allow_chains(on=False), silence_compiler():
         step.compute(drop_outputs(recorder.compile(engine.parts.eager)), prepared)
@@ -117,9 +121,10 @@ def _observe_one(parts: Assembly, engine: Engine, prepared: list[Batch], phase: 
 
 
 def _describe_limits(engine: Engine, num_graphs: int) -> list[str]:
+    """Return notes on what the ledger of compiled code cannot show."""
     notes = []
     if num_graphs > 1:
-        notes.append(f"{num_graphs - 1} graph breaks: what runs between the graphs is in the eager rows alone")
+        notes.append(f"{num_graphs - 1} graph breaks: code between the graphs appears only in the eager rows")
     if engine.mode == "graph":
         notes.append(
             "layers that run as chains of halfstep's kernels are shown as torch's layers here; "
@@ -137,6 +142,8 @@ def silence_compiler() -> Iterator[None]:
 
 
 def drop_outputs(region: Region) -> LossFn:
+    """Return the region as a loss function without the model's outputs."""
+
     def loss(batch: Any) -> tuple[Tensor, Tensor | float]:
         value, weight, _ = region(batch)
         return value, weight
@@ -162,7 +169,7 @@ class RunLedger:
 
     def __init__(self, parts: Assembly, file: Path, notice: Notice, *, writes: bool = True) -> None:
         self.parts, self.file, self.notice, self.writes = parts, file, notice, writes
-        """All of several processes make the step on the side, which they have to agree on; one writes."""
+        """All ranks run the extra step, because it is collective; rank 0 writes."""
         self.every = parts.config.log.ledger_every
         self.seen: dict[str, Ledger] = {}
         self._modes: set[str] = set()
@@ -171,6 +178,7 @@ class RunLedger:
     def around(self, engine: AnyEngine) -> AbstractContextManager[object]:
         """Return the context of a step: it records a replay that is due to be observed."""
         self._replay = None
+        # Profile only the replay that will be observed: the profiler is slow.
         is_due = bool(engine.graphs) and self._is_due(CAPTURED, self.parts.step.attempted + 1)
         if not is_due:
             return nullcontext()
@@ -186,13 +194,14 @@ class RunLedger:
         try:
             found = observe_ledgers(self.parts, engine, window, self._replay.events() if self._replay else ())
             self._keep(found)
-        except Exception as error:  # all effects are undone: it costs an observation, not the run
+        except Exception as error:  # all effects are undone, so the run can continue without this observation
             self.notice(f"the ledger could not observe step {attempted}: {summarise_error(error)}", "warning")
 
     def _is_due(self, mode: str, attempted: int) -> bool:
         return mode not in self._modes or bool(self.every) and attempted % self.every == 0
 
     def _keep(self, found: list[Ledger]) -> None:
+        """Store ledgers, print new modes and new differences, and write report/ledger.json."""
         known = {finding for ledger in self.seen.values() for finding in ledger.differences}
         for ledger in found:
             is_new = ledger.mode not in self.seen
@@ -258,6 +267,7 @@ def _note_owners(engine: Engine, owners: dict[int, Modules]) -> LossFn:
 
 
 def _trace_nodes(engine: Engine, prepared: list[Batch]) -> list[dict[str, str]]:
+    """Trace the region again to find out which module each node of the compiled graphs belongs to."""
     step = engine.guarded
     recorder = NodeRecorder(list_module_names(step.model, get_modules(engine.parts.workload.frozen)))
     region = recorder.trace(engine.parts.eager)

@@ -1,5 +1,4 @@
-"""The state of a run in a checkpoint: how it is captured and restored, exactly or with accepted changes, and its
-size."""
+"""Capture the state of a run for a checkpoint, restore it exactly or with accepted changes, and estimate its size."""
 
 from __future__ import annotations
 
@@ -37,6 +36,7 @@ OTHER_MOMENTS = ("train.memory", "precision.", "device")
 def capture_state(parts: Assembly, own: Mapping[str, Any]) -> Checkpoint:
     """Return the whole state of a run as a checkpoint, with the loop's `own` state; waits for the device."""
     step = parts.step.state_dict()
+    # Stored in its own file, ema.safetensors.
     average: dict[str, Tensor] = step.pop("ema")
     state = {
         "step": step,
@@ -105,8 +105,7 @@ def load_for_use(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def _choose_average(parts: Assembly, checkpoint: Checkpoint, changes: Changes) -> dict[str, Tensor]:
-    """Return the stored average; one that was switched on starts from the weights, one that was switched off is
-    dropped."""
+    """Return the stored average; if averaging was switched on meanwhile, start it from the weights."""
     own = parts.step.ema
     if changes.touch("ema.") and (own is not None) != bool(checkpoint.ema):
         return {} if own is None else own.restart()
@@ -116,6 +115,7 @@ def _choose_average(parts: Assembly, checkpoint: Checkpoint, changes: Changes) -
 def _apply_changes(parts: Assembly, state: Mapping[str, Any], changes: Changes) -> tuple[dict[str, Any], list[str]]:
     """Return the step's stored state, with configured options instead of stored ones where they were changed."""
     fresh, merged = parts.step.state_dict(), dict(state)
+    # The precision changed to or from fp16: loss scaling starts or ends.
     if bool(state["scaler"]) != bool(fresh["scaler"]):
         merged["scaler"] = fresh["scaler"]
     if "phases" not in fresh:
@@ -132,6 +132,7 @@ def _apply_changes(parts: Assembly, state: Mapping[str, Any], changes: Changes) 
 def _apply_optimizer_changes(
     state: Mapping[str, Any], fresh: Mapping[str, Any], changes: Changes
 ) -> tuple[dict[str, Any], list[str]]:
+    """Return the parts of one step's state that changed settings replace, and notes about them."""
     merged, notes = dict[str, Any](), list[str]()
     if (
         changes.touch(*ANOTHER_OPTIMIZER)
@@ -139,10 +140,12 @@ def _apply_optimizer_changes(
         and _list_options(state) != _list_options(fresh)
     ):
         merged["optimizers"] = fresh["optimizers"]
-        notes.append("the optimizer starts over: its stored state belongs to the former one")
+        notes.append("the optimizer starts without state: the stored state belongs to the previous optimizer")
     elif changes.touch("optimizer.", "device"):  # another device has other fused variants
         pairs = zip(state["optimizers"], fresh["optimizers"], strict=True)
+        # Keep the moments, but use the new learning rate, betas and weight decay.
         merged["optimizers"] = [{**kept, "param_groups": new["param_groups"]} for kept, new in pairs]
+    # guard.spike_window changed: the history has another length.
     if len(state["spikes"]["ring"]) != len(fresh["spikes"]["ring"]):
         merged["spikes"] = fresh["spikes"]
     return merged, notes
@@ -163,11 +166,11 @@ def _use_threads(parts: Assembly, then: int) -> list[str]:
 
 # --- weights in bf16: how they are rounded, and what is lost ---
 
-LOSES = "updates below half of bf16's spacing (0.4 % of a weight) are lost, every time they come"
+LOSES = "updates smaller than half of bf16's spacing (0.4 % of a weight) are lost"
 WITHOUT_LOW = (
     "the run was stored without the low halves of its bf16 weights: it continues with rounding to nearest; " + LOSES
 )
-BEGINS_LOW = "the low halves of the bf16 weights begin at zero: what was rounded away before stays lost"
+BEGINS_LOW = "the low halves of the bf16 weights start at zero: what was rounded away before is lost"
 
 ROUNDED = {
     "split": "bf16, with the low 16 bits in a second tensor (split)",
@@ -228,7 +231,7 @@ SIDE = 256
 def check_disk(parts: Assembly, folder: RunFolder) -> list[str]:
     """Raise if not even the next checkpoints fit on the disk; return a note if not all of them may fit."""
     place = next(path for path in (folder.path, *folder.path.absolute().parents) if path.is_dir())
-    stored = folder.checkpoints().all()
+    stored = folder.open_checkpoints().list_all()
     size = sum_folder_bytes(stored[-1]) if stored else estimate_checkpoint_bytes(parts)
     num_further = max(1, _count_kept(parts) - len(stored))
     # A checkpoint is written before the previous one is removed.
@@ -236,7 +239,7 @@ def check_disk(parts: Assembly, folder: RunFolder) -> list[str]:
     in_all, free = num_further * size + REPORT_BYTES, get_free_bytes(folder.path)
     if free < at_least:
         raise CheckpointError(
-            f"{format_bytes(free)} are free in {place}, and this run needs {format_bytes(at_least)}",
+            f"{place} has {format_bytes(free)} of free space, and this run needs {format_bytes(at_least)}",
             why=f"a checkpoint takes about {format_bytes(size)}, and is written before the previous one is deleted",
             fix="free disk space" if stored else "free disk space, or choose another folder with --out",
         )
@@ -244,8 +247,8 @@ def check_disk(parts: Assembly, folder: RunFolder) -> list[str]:
         return []
     fitting = max(1, (free - REPORT_BYTES) // size + len(stored) - 2)
     return [
-        f"the disk may fill up: {format_bytes(free)} are free in {place}, and this run will write about "
-        f"{format_bytes(in_all)} ({num_further} checkpoints of {format_bytes(size)}): free disk space, or "
+        f"the disk may fill up: {place} has {format_bytes(free)} of free space, and this run will write about "
+        f"{format_bytes(in_all)} ({num_further} checkpoints of {format_bytes(size)}); free some, or set "
         f"train.checkpoints_total_limit={fitting}"
     ]
 
@@ -257,6 +260,7 @@ def estimate_checkpoint_bytes(parts: Assembly) -> int:
     trained = sum(p.numel() for p in parts.model.parameters() if p.requires_grad)
     one = weights + average + round(trained * measure_state_bytes(parts.config, MemorySetting(**parts.plan.memory)))
     guard = parts.config.guard
+    # Enough snapshots to reach `margin` steps before a fault, which is seen LAG steps late.
     num_snapshots = math.ceil((guard.margin + LAG) / guard.snapshot_every) + 1 if parts.snapshots is not None else 0
     return one * (1 + num_snapshots)
 
@@ -266,7 +270,9 @@ def measure_state_bytes(config: RunConfig, setting: MemorySetting) -> float:
     weight = nn.Parameter(torch.zeros(SIDE, SIDE))
     weight.grad = torch.zeros_like(weight)
     groups = [{"params": [weight], "weight_decay": 0.0}]
-    optimizer = make_optimizer(setting, config.optimizer.name, groups, lr=1e-3, options=config.optimizer.options())
+    optimizer = make_optimizer(
+        setting, config.optimizer.name, groups, lr=1e-3, options=config.optimizer.collect_options()
+    )
     optimizer.step()
     kept = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
     return _sum_bytes(kept) / weight.numel()
@@ -280,6 +286,7 @@ def _count_kept(parts: Assembly) -> int:
     """Return how many checkpoints exist at once: the kept ones, the best, and the one being written."""
     train = parts.config.train
     steps_each = train.checkpoint_every or max(1, math.ceil(len(parts.train_loader) / train.accumulate))
+    # Each validation saves a checkpoint too.
     steps_each = min(steps_each, train.validate_every_steps or steps_each)
     written = math.ceil(parts.total_steps / steps_each)
     return min(written, train.checkpoints_total_limit + 2) if train.checkpoints_total_limit else written

@@ -1,4 +1,4 @@
-"""`train`: from a loaded config to a finished run folder, new or resumed."""
+"""Train a loaded config, as a new run or a resumed one, up to a finished run folder."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ from halfstep.run.loop import Loop
 from halfstep.run.memory.out_of_memory import OutOfMemory, explain_model_too_large
 from halfstep.run.memory.sizing import choose_pieces, make_peak_predictor
 from halfstep.run.multi_rank import derive_seed, describe_rank_effects, refuse_differences, refuse_unfit
-from halfstep.run.optimizing import steps_per_epoch
+from halfstep.run.optimizer import count_steps_per_epoch
 from halfstep.run.presentation import show_header, show_summary
 from halfstep.run.resume import (
     Changes,
@@ -89,7 +89,7 @@ from halfstep.workloads import KINDS, load
 from halfstep.workloads.base.import_path import sign_code
 from halfstep.workloads.base.workload import Workload
 
-DEMO_NOTE = "no data folder was given: this is the DEMO, on data generated into {}; yours go in with --data-dir DIR"
+DEMO_NOTE = "no data folder was given: this is the DEMO, on data generated in {}; give your data with --data-dir DIR"
 
 
 def train(
@@ -112,11 +112,10 @@ def train(
 
 
 def _start(loaded: Loaded, out: str | None, rank: RunRank) -> Path:
-    """Start a new run. Its folder is created only after everything that can fail has been checked (the demo needs it
-    earlier)."""
+    """Start a new run; create its folder only after everything that can fail was checked (a demo needs it earlier)."""
     loaded = dataclasses.replace(loaded, config=make_paths_absolute(loaded.config))
     asked, hardware = loaded.config, probe(rank.choose_device(loaded.config))
-    decide(loaded.config.precision, hardware)
+    decide(loaded.config.precision, hardware)  # refuses a missing format before anything is built
     with_demo = is_demo(loaded.config)
     folder: RunFolder | None = None
     warnings: list[str] = []
@@ -142,8 +141,9 @@ def _start(loaded: Loaded, out: str | None, rank: RunRank) -> Path:
                 write_made_here(made, folder.path)
                 _write_settings(folder, loaded.config, plan, find_settled(asked, loaded.config))
             if rank.world is not None and not rank.world.is_first:
+                # Dropout must differ between ranks; rank 0 keeps the seed of a single-rank run.
                 seed_everything(derive_seed(loaded.config.train.seed, 0, rank.world.rank))
-        except BaseException:  # Ctrl-C as well: nothing was trained, so the folder is of no use
+        except BaseException:  # including Ctrl-C: nothing was trained, so remove the folder
             if folder is not None and rank.writes:
                 shutil.rmtree(folder.path)
             raise
@@ -153,7 +153,7 @@ def _start(loaded: Loaded, out: str | None, rank: RunRank) -> Path:
 
 
 def _create_folder(out: str | None, name: str, rank: RunRank) -> RunFolder:
-    return rank.on_first(lambda: RunFolder.create(out, name))
+    return rank.run_on_first(lambda: RunFolder.create(out, name))
 
 
 def _decide(config: RunConfig, workload: Workload, hardware: Hardware, rank: RunRank, rehearse: Rehearse) -> Plan:
@@ -171,9 +171,10 @@ def _try_modes(config: RunConfig, workload: Workload, plan: Plan, rank: RunRank,
 
 
 def _assemble(config: RunConfig, workload: Workload, plan: Plan, rank: RunRank) -> Assembly:
+    """Assemble the run; a model that does not fit into memory is an error with suggestions."""
     device = torch.device(plan.device)
-    # A previous run in this process: its code counts towards dynamo's limit of eight compilations per function, and its
-    # reference cycles keep its memory.
+    # Clean up after a previous run in this process: its code counts towards dynamo's limit of eight compilations per
+    # function, and its reference cycles keep memory alive.
     forget_compiled()
     gc.collect()
     try:
@@ -183,17 +184,18 @@ def _assemble(config: RunConfig, workload: Workload, plan: Plan, rank: RunRank) 
 
 
 def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan, decided: dict[str, list[Any]]) -> None:
-    config = config.changed(log={"quiet": False})
+    """Write settled.json, plan.json and config.yaml."""
+    config = config.replace(log={"quiet": False})
     code = sign_code(find_import_paths(config))
     folder.write_settled(Settled(settings=dump_values(config), decided=decided, code=code))
     folder.write_plan(plan)
-    write_atomically(folder.config, to_yaml(config))  # last: a folder with it is a run
+    write_atomically(folder.config, to_yaml(config))  # last, because a folder with this file counts as a run
 
 
 def _make_demo_data(loaded: Loaded, folder: RunFolder, rank: RunRank) -> Loaded:
     data_dir = make_absolute(folder.path) / "data"
-    rank.on_first(partial(_write_demo, loaded.config, data_dir))
-    return dataclasses.replace(loaded, config=loaded.config.changed(data={"dir": str(data_dir)}))
+    rank.run_on_first(partial(_write_demo, loaded.config, data_dir))
+    return dataclasses.replace(loaded, config=loaded.config.replace(data={"dir": str(data_dir)}))
 
 
 def _write_demo(config: RunConfig, data_dir: Path) -> None:
@@ -201,13 +203,15 @@ def _write_demo(config: RunConfig, data_dir: Path) -> None:
         KINDS.of(config.workload).write_demo(config.workload, data_dir, seed=config.train.seed)
     except OSError as error:
         raise CheckpointError(
-            f"cannot write the demo's data into {data_dir}: {error.strerror}",
-            fix="free some space there, or choose another folder for the run with --out",
+            f"cannot write the demo data to {data_dir}: {error.strerror}",
+            fix="free disk space, or choose another folder with --out",
         ) from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumed:
+    """What a resumed run continues from."""
+
     path: Path
     checkpoint: Checkpoint
     changes: Changes
@@ -215,24 +219,28 @@ class Resumed:
 
 
 def _resume(loaded: Loaded, folder: RunFolder, rank: RunRank, *, allow_changes: bool) -> Path:
+    """Resume a run from its newest intact checkpoint; refuse changes that are not allowed before loading anything."""
     own, settled = load(str(folder.config)), folder.read_settled()
+    # What the run decided itself (from its data) is not a change of the user.
     loaded = apply_decided(loaded, own, settled.decided)
     kept = KINDS.of(own.config.workload).kept
     trained = recover_settings(settled.settings, own.config, folder.config, allow=allow_changes, kept=kept)
+    # Compare absolute paths: the run may be resumed from another folder.
     stored, asked = (make_paths_absolute(one) for one in (trained, loaded.config))
     changes = refuse_changes(stored, asked, allow=allow_changes, kept=kept)
     config, moved = find_moved_data(loaded.config, folder)
     loaded = dataclasses.replace(loaded, config=config)
     with folder.lock() if rank.writes else nullcontext():
         damaged: list[str] = []
-        path = rank.on_first(lambda: _find_newest(folder, damaged))
+        path = rank.run_on_first(lambda: _find_newest(folder, damaged))
         checkpoint = load_checkpoint(path)
+        # A finished run may still lack files that a kill prevented.
         if (finished := explain_finished(config, checkpoint.state)) and _is_tidy(config, folder, path, checkpoint):
             if rank.writes:
                 RunReport(folder.path).notice(f"{folder.path} is {finished}")
             return folder.path
         journal = checkpoint.state["journal"]
-        other = rank.on_first(lambda: refuse_other_records(folder.metrics, journal, allow=allow_changes))
+        other = rank.run_on_first(lambda: refuse_other_records(folder.metrics, journal, allow=allow_changes))
         workload = _build_as_stored(loaded.config, checkpoint.state, folder)
         found = [len(workload.train_samples), len(workload.val_samples)]
         other += refuse_other_data(checkpoint.state["num_samples"], found, allow=allow_changes)
@@ -241,6 +249,7 @@ def _resume(loaded: Loaded, folder: RunFolder, rank: RunRank, *, allow_changes: 
         go_on = partial(_choose_plan, loaded.config, workload, folder, changes, rank)
         plan = rank.agree_on_plan(go_on, loaded.config, workload)
         if rank.writes:
+            # Remove records of steps after the checkpoint: they will be repeated.
             cut_back(folder.metrics, int(journal["num_records"]))
         parts = _assemble(loaded.config, workload, plan, rank)
         warnings = [*damaged, *moved, *other, *describe_changed_data(workload, folder), *check_disk(parts, folder)]
@@ -250,9 +259,9 @@ def _resume(loaded: Loaded, folder: RunFolder, rank: RunRank, *, allow_changes: 
 
 
 def _find_newest(folder: RunFolder, damaged: list[str]) -> Path:
-    checkpoints = folder.checkpoints()
+    checkpoints = folder.open_checkpoints()
     checkpoints.clean_up()
-    checkpoints.best()  # raises on a damaged best.json before anything is trained
+    checkpoints.find_best()  # raises on a damaged best.json before anything is trained
     return checkpoints.load_newest(on_damaged=damaged.append)[0]
 
 
@@ -264,14 +273,14 @@ def _build_as_stored(config: RunConfig, state: Mapping[str, Any], folder: RunFol
 
 
 def _is_tidy(config: RunConfig, folder: RunFolder, path: Path, checkpoint: Checkpoint) -> bool:
-    """True if a finished run also has its validation, mark, curves, summary and export."""
+    """True if a finished run also has its last validation, mark of the best checkpoint, curves, summary and export."""
     state = checkpoint.state
     is_validated = (
         state["position"]["epoch"] >= config.train.epochs
         or state["validated_at"] == state["step"]["attempted"]
         or state["num_samples"][1] == 0
     )
-    is_marked = not state["is_best"] or folder.checkpoints().best() == path
+    is_marked = not state["is_best"] or folder.open_checkpoints().find_best() == path
     is_drawn = not config.log.curves or (folder.report / "curves.png").is_file()
     return is_validated and is_marked and is_drawn and has_summary(folder) and is_exported(config.workload, folder)
 
@@ -284,6 +293,7 @@ def _choose_plan(
         return _decide(config, workload, probe(rank.choose_device(config)), rank, rehearse)
     plan = folder.read_plan()
     refuse_missing_device(plan)
+    # Trials were measured for other settings: forget what they found and repeat them.
     if not changes.touch(*MEASURED_FOR):
         return plan
     plan = strip_tuning(plan, keeps_memory=not changes.touch("train.memory", "optimizer.name"))
@@ -291,7 +301,7 @@ def _choose_plan(
 
 
 def _continue(loop: Loop, folder: RunFolder, resumed: Resumed) -> None:
-    """Restore the run's state, then write accepted changes: a change that fails must not be stored."""
+    """Restore the run's state, then store accepted changes; in this order, so that a failing change is not stored."""
     for note in (*resumed.changes.notes, f"resuming from {resumed.path.name}"):
         loop.journal.notice(note)
     loop.restore(resumed.path, resumed.checkpoint, resumed.changes)
@@ -301,25 +311,27 @@ def _continue(loop: Loop, folder: RunFolder, resumed: Resumed) -> None:
 
 
 def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed | None, warnings: list[str]) -> None:
+    """Run an assembled run to its end, and write its report, curves, model and summary."""
     config, world = loaded.config, parts.world
     writes = world is None or world.is_first
     report = _open_report(folder, config, world)
     journal = _open_journal(parts, report)
+    # Before the first step, so that a fault in it is recorded too.
     record_faults(parts, folder, journal.notice)
     with (
         ExitStack() as watch,
         choose_algorithms(deterministic=config.train.deterministic),
         catch_interrupts(answers=writes) as asked_to_stop,
     ):
-        checkpoints = folder.checkpoints(keep=config.train.checkpoints_total_limit, writes=writes)
+        checkpoints = folder.open_checkpoints(keep=config.train.checkpoints_total_limit, writes=writes)
         loop = Loop(parts, checkpoints, journal, asked_to_stop)
         is_new = resumed is None
         if world is not None and not world.is_first:
             watch.enter_context(post_warnings(world))
-        asked_to_stop.last_words = lambda: str(explain_ending(KeyboardInterrupt(), loop, folder, is_new=is_new))
+        asked_to_stop.make_last_message = lambda: str(explain_ending(KeyboardInterrupt(), loop, folder, is_new=is_new))
         try:
             show_header(report, loaded, folder, parts)
-            if is_new and writes:  # a resumed run would give its own config.yaml as the source of every setting
+            if is_new and writes:  # a resumed run would name config.yaml as the source of every setting
                 write_atomically(folder.report / "config.json", json.dumps(dump_config(loaded), indent=1) + "\n")
             for warning in (
                 (*warnings, *describe_rank_effects(config, parts.workload, parts.model, world)) if writes else ()
@@ -333,8 +345,9 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
             monitor = watch.enter_context(monitor_device(parts.device, folder.path / "monitor.jsonl", records=writes))
             journal.gpu, loop.settled = monitor.summarise, monitor.mark_steady
             loop.run()
-            loop.hear_others()
+            loop.show_rank_warnings()
             monitor.stop()
+            # A run that trained nothing must not look like a success.
             refuse_only_skips(loop, start)
             if writes:
                 _draw_curves(config, folder, report)
@@ -350,7 +363,7 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
             if shown is error:
                 raise
             raise shown from error
-        except Exception:  # custom code: show its traceback, but leave no empty run
+        except Exception:  # an error in custom code: show its traceback, but leave no empty run
             if is_new and writes and has_left_nothing(loop):
                 shutil.rmtree(folder.path, ignore_errors=True)
             raise
@@ -367,10 +380,11 @@ def _open_report(folder: RunFolder, config: RunConfig, world: World | None) -> R
 
 
 def _open_journal(parts: Assembly, report: RunReport) -> Journal:
+    """Open the journal and let the guard report to it."""
     train, workload = parts.config.train, parts.workload
-    # Ten lines at least: the curves of a run of five steps are five points.
+    # At least ten records per run, so that short runs have curves too.
     every = max(1, min(10, parts.total_steps // 10)) if train.report_every == "auto" else train.report_every
-    epochs = math.ceil(parts.total_steps / steps_per_epoch(parts.config, len(parts.train_loader)))
+    epochs = math.ceil(parts.total_steps / count_steps_per_epoch(parts.config, len(parts.train_loader)))
     journal = Journal(
         report, parts.plan, epochs=epochs, report_every=every, metric=workload.metric,
         samples=workload.train_samples, phases=[own.phase.name for own in parts.phases],

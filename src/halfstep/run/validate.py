@@ -1,4 +1,4 @@
-"""Validation, samples, and early stopping."""
+"""Validate, write samples, and decide when to stop early."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def validate(
     world: World | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Return loss and metrics, exact over the whole set: sums are divided once, at the end."""
+    """Return loss and metrics over the whole set. Sums are divided once, at the end, so batch sizes do not matter."""
     device = torch.device(plan.device)
     metrics = workload.metrics()
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -82,6 +82,7 @@ def validate(
                 for part in split_window([prepared], pieces):
                     outputs = workload.forward(model, part)
                     loss, weight = workload.compute_loss(outputs, part)
+                    # In fp64 on the device: the sum over a large set must not round, and the host does not wait.
                     loss_sum += loss.double() * weight
                     weight_sum += weight
                     metrics.update(outputs, part)
@@ -135,13 +136,13 @@ def _write(path: Path, value: Any) -> Path:
 def _refuse_other(name: str, value: Any) -> None:
     if not name or Path(name).name != name or name.startswith("."):
         raise ConfigError(
-            f"sample() names a sample {name!r}", why="it becomes a file's name", fix="use a plain name without slashes"
+            f"sample() returned the name {name!r}", why="it becomes a file name", fix="use a plain name without slashes"
         )
     is_picture = isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.size > 0
     if isinstance(value, str) or is_picture and (value.ndim == 2 or value.ndim == 3 and value.shape[2] == 3):
         return
     shape = f" of {value.dtype}, shape {tuple(value.shape)}" if hasattr(value, "dtype") else ""
-    raise ConfigError(f"sample() returns {name!r} as a {type(value).__name__}{shape}", fix=f"return {FORM}")
+    raise ConfigError(f"sample() returned {name!r} as a {type(value).__name__}{shape}", fix=f"return {FORM}")
 
 
 # --- the best validation ---
@@ -150,8 +151,8 @@ def _refuse_other(name: str, value: Any) -> None:
 class EarlyStopping:
     """Track the best value of the headline metric and count validations since. NaN is never the best.
 
-    An unscheduled validation (a run that ends in mid-epoch) may be the best one, but patience ignores it: a longer run
-    would not have made it.
+    A validation out of turn (a run that ends in mid-epoch) may be the best one, but patience ignores it, because a
+    longer run would not have had it.
     """
 
     def __init__(self, *, mode: Literal["max", "min"], patience: int) -> None:

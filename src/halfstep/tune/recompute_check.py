@@ -54,7 +54,7 @@ def find_recomputable(config: RunConfig, workload: Workload, plan: Plan, rehears
     if any(isinstance(module, Recomputing) for module in workload.model.modules()):
         return Recomputable((), ("pointwise", "alternate", "blocks"))
     small = {"batch_size": min(NUM_SAMPLES, config.train.batch_size), "accumulate": 1}
-    config = config.changed(train=small, scaler={"init_scale": 1.0})
+    config = config.replace(train=small, scaler={"init_scale": 1.0})
     try:
         return _Check(config, workload, dataclasses.replace(plan, pieces=1), rehearse).find()
     except CannotRun as error:

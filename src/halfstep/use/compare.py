@@ -1,8 +1,8 @@
-"""`halfstep compare`: are rows of settings equally good, and what does each cost?
+"""`halfstep compare`: test whether rows of settings are equally good, and measure what each costs.
 
     pilot    five runs of the baseline if no margin was given: they set the margin and are not part of the comparison
-    looks    runs with paired seeds up to a number, then a verdict; stop when all rows are decided, at the last look, or
-             when the budget is spent
+    looks    runs with paired seeds up to a number, then a verdict; the comparison ends when all rows are decided, at
+             the last look, or when the budget is spent
     table    time, memory, energy, money, final metric, verdict, time to the same quality
 
 Every outcome is written to `comparison.json` at once, so an interrupted comparison can continue.
@@ -39,7 +39,7 @@ from halfstep.use.compare_run import (
     run_in_parallel,
     train_row,
 )
-from halfstep.use.equivalence import FEWEST_SEEDS, LOOKS, Verdict, choose_margin, compute_power, is_wide, judge_rows
+from halfstep.use.equivalence import FEWEST_SEEDS, LOOKS, RowVerdict, choose_margin, compute_power, is_wide, judge_rows
 
 PILOT_SEED = 1_000_000
 """First seed of the pilot runs, so that they share no seed with the comparison."""
@@ -95,11 +95,11 @@ class Comparison:
     @property
     def metric(self) -> str:
         """Return the headline metric, as the runs name it."""
-        return self._of_runs("metric", "metric")
+        return self._read_from_runs("metric", "metric")
 
     @property
     def mode(self) -> str:
-        return self._of_runs("mode", "max")
+        return self._read_from_runs("mode", "max")
 
     @property
     def in_points(self) -> bool:
@@ -110,7 +110,7 @@ class Comparison:
         values = [run.value for run in (*self.pilot, *self.runs) if math.isfinite(run.value)]
         return self.mode == "max" and all(abs(value) <= 1 for value in values)
 
-    def _of_runs(self, key: str, unknown: str) -> str:
+    def _read_from_runs(self, key: str, unknown: str) -> str:
         return next((run.summary[key] for run in (*self.pilot, *self.runs) if key in run.summary), unknown)
 
     @classmethod
@@ -137,7 +137,7 @@ class Comparison:
         seeds = [{run.seed for run in self.runs if run.row == row.name} for row in self.request.rows]
         return len(set.intersection(*seeds))
 
-    def judge(self) -> dict[str, Verdict]:
+    def judge(self) -> dict[str, RowVerdict]:
         """Compare each row with the baseline, over the seeds that all rows have."""
         assert self.margin is not None
         values = {row.name: [run.value for run in self.select_paired(row.name)] for row in self.request.rows}
@@ -145,8 +145,8 @@ class Comparison:
         return judge_rows(baseline, values, self.margin, looks=self.request.looks)
 
 
-def new_comparison(request: CompareRequest, out: Path | None) -> tuple[Path, Comparison]:
-    """Check every row, then make the folder of a new comparison."""
+def create_comparison(request: CompareRequest, out: Path | None) -> tuple[Path, Comparison]:
+    """Check every row, then create the folder of a new comparison."""
     refuse_bad_rows(request)
     configs = {row.name: load_row_config(request, row) for row in request.rows}
     simulated: dict[str, str] = {}
@@ -200,12 +200,13 @@ def _find_differences(ones: dict[str, Any], others: dict[str, Any]) -> list[str]
 
 
 def open_comparison(folder: Path) -> Comparison:
+    """Read a stored comparison."""
     path = folder / FILE
     try:
         return Comparison.from_json(path.read_text())
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder} holds no comparison",
+            f"{folder} is not a comparison",
             why=f"{FILE} is missing",
             fix="name a folder that `halfstep compare` made",
         ) from None
@@ -220,16 +221,18 @@ def run_comparison(folder: Path, comparison: Comparison, say: Say) -> None:
 
 
 def _run(folder: Path, comparison: Comparison, say: Say) -> None:
+    """Run the pilot if needed, then pairs of runs up to each look, until the comparison ends."""
     comparison.ended, runs = "", _Runs(folder, comparison, say)
     for row, missing in comparison.simulated.items():
         say(f"warning: {row} is simulated: {missing}; this compares numerics, not speed (--strict refuses)")
     if comparison.margin is None:
         if not runs.run_pilot():
-            return _end(folder, comparison, f"{runs.budget} is spent, and the margin is not fixed")
+            return _end(folder, comparison, f"{runs.budget} was spent before the margin was fixed")
         _fix_margin(folder, comparison, say)
     for count in comparison.request.looks:
         if not runs.run_pairs(count):
             return _end(folder, comparison, f"{runs.budget} is spent (--resume with a larger --budget continues)")
+        # Stopping early is allowed: the levels of the looks are chosen for it.
         if all(verdict.is_settled for verdict in comparison.judge().values()):
             return _end(folder, comparison, f"every row is decided with {format_count(count, 'seed')}")
     return _end(folder, comparison, f"{format_count(comparison.request.looks[-1], 'seed')} were asked for")
@@ -261,6 +264,7 @@ class _Runs:
         return self._train_missing(jobs, self.comparison.runs)
 
     def _train_missing(self, jobs: Sequence[Job], kept: list[RunOutcome]) -> bool:
+        """Train the jobs that have no outcome yet; return False if the budget ran out."""
         known = {(run.row, run.seed) for run in kept}
         for row, seed, place in jobs:
             if (row.name, seed) in known:
@@ -287,6 +291,7 @@ class _Runs:
 
 
 def _fix_margin(folder: Path, comparison: Comparison, say: Say) -> None:
+    """Compute the margin from the pilot runs, store it and print it."""
     request, values = comparison.request, [run.value for run in comparison.pilot]
     if not all(map(math.isfinite, values)):
         reasons = dict.fromkeys(run.stopped for run in comparison.pilot if run.stopped)
@@ -300,10 +305,12 @@ def _fix_margin(folder: Path, comparison: Comparison, say: Say) -> None:
     rule = "half a point" if comparison.in_points else "1 % of the mean"
     comparison.margin_from = f"the larger of {rule} and twice the deviation of {FEWEST_SEEDS} pilot runs"
     _write(folder, comparison)
+    # The difference of two runs with independent noise has sqrt(2) times the deviation of one.
     deviation = max(statistics.stdev(values), 1e-12) * math.sqrt(2)
     chance = compute_power(deviation, comparison.margin, looks=request.looks, num_rows=len(request.rows) - 1)
     say(
-        f"margin: {comparison.margin:.4g} ({comparison.margin_from}); chance to show two equal rows equal: {chance:.0%}"
+        f"margin: {comparison.margin:.4g} ({comparison.margin_from}); two equal rows are shown to be equal with a "
+        f"probability of {chance:.0%}"
     )
 
 
@@ -326,7 +333,7 @@ def _end(folder: Path, comparison: Comparison, why: str) -> None:
 
 
 def explain_wide_margin(comparison: Comparison) -> str:
-    """Return a warning if the margin is so wide that "same" says little; else empty."""
+    """Return a warning if the margin is so wide that "same" means little; else empty."""
     values = [
         run.value for run in comparison.select_outcomes(comparison.request.baseline.name) if math.isfinite(run.value)
     ]
@@ -334,7 +341,7 @@ def explain_wide_margin(comparison: Comparison) -> str:
     if not values or margin is None or not is_wide(margin, values, in_points=in_points):
         return ""
     size = f" ({100 * margin:g} points; half a point is 0.005)" if in_points else ""
-    return f'this margin is wide{size}: "same" within it says little; more data or steps make seeds differ less'
+    return f'this margin is wide{size}, so "same" means little; with more data or steps seeds differ less'
 
 
 def measure_time_to_quality(comparison: Comparison, runs: Sequence[RunOutcome]) -> list[float | None]:
@@ -351,19 +358,21 @@ def measure_time_to_quality(comparison: Comparison, runs: Sequence[RunOutcome]) 
 
 
 def refuse_bad_rows(request: CompareRequest) -> None:
+    """Refuse rows, seeds or a margin that cannot give a verdict."""
     names = [row.name for row in request.rows]
     if len(names) < 2:
         raise ConfigError(
-            f"one row, {names[0]!r}, is not a comparison", fix="--precisions fp32,bf16, or add a row with --rows"
+            f"a comparison needs two rows, and there is only {names[0]!r}",
+            fix="name several with --precisions fp32,bf16, or add a row with --rows",
         )
     twice = next((name for name in names if names.count(name) > 1), "")
     if twice:
-        raise ConfigError(f"two rows are called {twice!r}", fix="give each its own name")
+        raise ConfigError(f"two rows are called {twice!r}", fix="give each row a different name")
     if request.looks[-1] < FEWEST_SEEDS:
         raise ConfigError(
             f"--seeds {request.looks[-1]} are too few",
             why=f"with fewer than {FEWEST_SEEDS} paired seeds the interval is wider than any useful margin",
-            fix=f"--seeds {FEWEST_SEEDS}, or leave it out: it is then tested after {', '.join(map(str, LOOKS))} seeds",
+            fix=f"--seeds {FEWEST_SEEDS}, or leave it out to test after {', '.join(map(str, LOOKS))} seeds",
         )
     if request.margin is not None and not 0 < request.margin < math.inf:
         raise ConfigError(

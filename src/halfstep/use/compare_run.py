@@ -1,4 +1,4 @@
-"""The runs of a comparison: train or resume one row with one seed, one after the other or in parallel processes."""
+"""Run a comparison: train or resume rows with seeds, one after the other or in parallel processes."""
 
 from __future__ import annotations
 
@@ -85,12 +85,13 @@ def load_row(target: str, overrides: Sequence[str], row: ComparedRow, seed: int)
     A format that the device lacks is simulated unless the user decided otherwise: a fallback would compare another
     format.
     """
-    words = (*overrides, *row.overrides, f"train.seed={seed}", *QUIET)
-    said = {word.split("=", 1)[0]: word for word in words}
-    loaded = load(target, overrides=list(said.values()))
+    given = (*overrides, *row.overrides, f"train.seed={seed}", *QUIET)
+    # One override per key: the loader refuses two of one layer that disagree.
+    last = {override.split("=", 1)[0]: override for override in given}
+    loaded = load(target, overrides=list(last.values()))
     is_open = loaded.origins["precision.simulate"].layer == "default"
     if is_open and explain_simulation(loaded.config.precision, probe(loaded.config.device)):
-        return load(target, overrides=[*said.values(), "precision.simulate=true"])
+        return load(target, overrides=[*last.values(), "precision.simulate=true"])
     return loaded
 
 
@@ -134,8 +135,10 @@ def train_row(
 
 
 def _read_outcome(folder: Path, row: ComparedRow, seed: int, *, best: bool, alone: bool, has_ended: bool) -> RunOutcome:
+    """Read the result of a run from its folder."""
     summary = (read_summary(folder) or {}) | read_data_digest(folder) if has_ended else {}
     validations = [record for record in read(folder / "metrics.jsonl") if record["kind"] == "val"]
+    # The metric's name is in the summary, which only ended runs have.
     curve = [(v["step"], v["elapsed_s"], float(v[summary["metric"]])) for v in validations] if summary else []
     value = curve[-1][2] if curve else math.nan
     if best and curve:

@@ -1,4 +1,4 @@
-"""The result of a comparison, row by row: as a table, as curves and as JSON."""
+"""Show the result of a comparison: as a table, as curves and as JSON."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rich.text import Text
 
 from halfstep.config.precision_names import normalise_precision
 from halfstep.errors import format_bytes, format_count
+from halfstep.report.console import make_columns_table, print_text
 from halfstep.report.page.read_run import SAMPLES, find_rate_key, format_rate_unit
-from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
-from halfstep.report.tables import make_columns_table, print_text
+from halfstep.report.picture_file import FAINT, INK, make_figure, save_figure
 from halfstep.run.memory.sizing import predict_largest_batch
 from halfstep.use.compare import (
     Comparison,
@@ -27,17 +27,19 @@ from halfstep.use.compare import (
     measure_time_to_quality,
 )
 from halfstep.use.compare_run import OUT_OF_MEMORY, RunOutcome
-from halfstep.use.equivalence import Verdict
+from halfstep.use.equivalence import RowVerdict
 
 
 def build_lines(comparison: Comparison) -> list[TableLine]:
+    """Build all rows of the table, the baseline first."""
     found = comparison.judge()
     return [_build_line(comparison, row.name, found.get(row.name)) for row in comparison.request.rows]
 
 
-def _build_line(comparison: Comparison, row: str, verdict: Verdict | None) -> TableLine:
+def _build_line(comparison: Comparison, row: str, verdict: RowVerdict | None) -> TableLine:
+    """Build one row of the table from the row's runs and verdict."""
     runs, paired = comparison.select_outcomes(row), comparison.select_paired(row)
-    # Runs in parallel or in a simulated format say nothing about time or memory.
+    # The times and memory of runs in parallel or in a simulated format mean nothing.
     alone = [run for run in runs if run.alone and run.summary and not run.summary["simulated"]]
     seconds, per_sample = _compute_median(alone, "elapsed_s"), _compute_median(alone, "trained_s", per="samples")
     price = comparison.request.price
@@ -94,7 +96,7 @@ def _predict_largest_batch(comparison: Comparison, alone: Sequence[RunOutcome]) 
     return predict_largest_batch(config, run.summary["precision"], run.summary["steps_run"], memory)
 
 
-def _format_verdict(verdict: Verdict | None, *, is_wide: bool) -> str:
+def _format_verdict(verdict: RowVerdict | None, *, is_wide: bool) -> str:
     if verdict is None:
         return "baseline"
     return f"{verdict}, wide margin" if verdict.word == "same" and is_wide else str(verdict)
@@ -127,13 +129,13 @@ def collect_notes(comparison: Comparison) -> list[str]:
     notes += _list_failures(comparison)
     notes += _list_other_differences(comparison)
     if any(not run.alone for run in comparison.runs):
-        notes.append("runs in parallel with others, or resumed: their time, memory and energy are left out")
+        notes.append("time, memory and energy of runs in parallel or resumed runs are left out")
     notes += [f"{row} is simulated: {missing}" for row, missing in comparison.simulated.items()]
     if any(run.summary.get("simulated") for run in comparison.runs):
-        notes.append("simulated formats show numerics, never speed: their time and memory are left out")
+        notes.append("time and memory of simulated formats are left out: a simulation shows numerics, not speed")
     on_gpu = [run.summary for run in comparison.runs if str(run.summary.get("device")).startswith("cuda")]
     if any(summary.get("joules") is None for summary in on_gpu):
-        notes.append("no energy: NVML, which measures it, is missing or does not support this GPU")
+        notes.append("energy is not measured: NVML is missing or does not support this GPU")
     unfinished = (
         f"unfinished after {format_count(len(comparison.runs), 'run')}; continue it with halfstep compare --resume"
     )
@@ -159,11 +161,12 @@ def _list_other_differences(comparison: Comparison) -> list[str]:
     for key, what in {"device": "devices", "versions": "versions", "data": "data files"}.items():
         seen = dict.fromkeys(str(run.summary[key]) for run in comparison.runs if run.summary.get(key))
         if len(seen) > 1:
-            notes.append(f"runs differ in more than the rows say: {what} {' and '.join(seen)}")
+            notes.append(f"runs differ in more than their settings: {what} {' and '.join(seen)}")
     return notes
 
 
 def convert_comparison(comparison: Comparison) -> dict[str, Any]:
+    """Convert the result to plain JSON types."""
     verdicts = comparison.judge()
     return {
         "metric": comparison.metric,
@@ -261,7 +264,7 @@ def draw_comparison(lines: Sequence[TableLine], metric: str, path: Path) -> None
     """Draw the metric over steps: the mean over seeds as a line, their range as a band."""
     from matplotlib.ticker import MaxNLocator
 
-    figure = new_figure((8.4, 4.8))
+    figure = make_figure((8.4, 4.8))
     axes = figure.subplots()
     for number, (line, colour) in enumerate(zip(lines, itertools.cycle(COLOURS), strict=False)):
         steps, means, lows, highs = compute_band(line.curves)

@@ -1,9 +1,9 @@
 """Equivalence test of two settings: paired seeds, a margin fixed in advance, and interim looks.
 
 Two one-sided tests (TOST): the verdict is "same" if the confidence interval of the mean difference is inside +-margin.
-Repeated looks at growing data would call differences as large as the margin "same" in 15 of 100 comparisons; each look
-therefore has a stricter level, calibrated by simulation so that all looks together keep LEVEL. Several rows are judged
-by Holm's rule. `judge_rows` makes every decision.
+Repeated looks at growing data would call a difference as large as the margin "same" in 15 of 100 comparisons. So each
+look has a stricter level, calibrated by simulation so that all looks together keep LEVEL. Several rows are judged by
+Holm's rule. `judge_rows` makes every decision.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Word = Literal["same", "lower", "higher", "not shown"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class RowVerdict:
     """The result for one row compared with the baseline, from the seeds so far."""
 
     word: Word
@@ -77,7 +77,7 @@ def choose_margin(pilot: Sequence[float], *, in_points: bool) -> float:
 
 
 def is_wide(margin: float, baseline: Sequence[float], *, in_points: bool) -> bool:
-    """True if the margin is so wide that "same" says little."""
+    """True if the margin is so wide that "same" means little."""
     return margin > (WIDE_POINTS if in_points else WIDE_RELATIVE * abs(statistics.mean(baseline)))
 
 
@@ -86,41 +86,43 @@ def is_wide(margin: float, baseline: Sequence[float], *, in_points: bool) -> boo
 
 def judge_rows(
     baseline: Sequence[float], rows: Mapping[str, Sequence[float]], margin: float, *, looks: Sequence[int] = ()
-) -> dict[str, Verdict]:
+) -> dict[str, RowVerdict]:
     """Compare each row with the baseline, seed by seed. `looks` are all planned looks; empty: this is the only one."""
-    # A metric that is constant over all runs says nothing: it never counts as the same.
+    # A metric that is constant over all runs shows nothing, so it never counts as the same.
     stuck = {name for name, values in rows.items() if len({*baseline, *values}) == 1}
     levels = {
         name: 1.0 if name in stuck else _compute_p_same(_pair_differences(baseline, values), margin)
         for name, values in rows.items()
     }
-    found: dict[str, Verdict] = {}
+    found: dict[str, RowVerdict] = {}
     still_same = True
     for place, name in enumerate(sorted(levels, key=lambda name: levels[name])):
         # Holm: the clearest row is judged most strictly; after one that fails no later one is called the same.
         level = compute_look_level(tuple(looks), LEVEL / (len(rows) - place))
         verdict = _judge_row(_pair_differences(baseline, rows[name]), margin, level)
         if name in stuck and verdict.word == "same":
-            why = f"the metric is {baseline[0]:g} in every run: it does not react to anything"
+            why = f"the metric is {baseline[0]:g} in every run, so it cannot show a difference"
             verdict = replace(verdict, word="not shown", why=why)
         still_same = still_same and verdict.word == "same"
         if verdict.word == "same" and not still_same:
-            why = "a row with clearer figures was not shown to be the same (Holm)"
+            why = "a row with a smaller p-value was not shown to be the same (Holm's rule)"
             verdict = replace(verdict, word="not shown", why=why)
         found[name] = verdict
     return {name: found[name] for name in rows}
 
 
-def _judge_row(differences: NDArray[np.float64], margin: float, level: float) -> Verdict:
+def _judge_row(differences: NDArray[np.float64], margin: float, level: float) -> RowVerdict:
+    """Judge one row by the confidence interval of its paired differences."""
     count = len(differences)
-    nothing = Verdict(word="not shown", mean=math.nan, low=math.nan, high=math.nan, margin=margin)
+    nothing = RowVerdict(word="not shown", mean=math.nan, low=math.nan, high=math.nan, margin=margin)
     if count < FEWEST_SEEDS:
-        return replace(nothing, why=f"{count} paired seeds; {FEWEST_SEEDS} are the fewest")
+        return replace(nothing, why=f"{count} paired seeds; at least {FEWEST_SEEDS} are needed")
     if not np.isfinite(differences).all():
         return replace(nothing, why="a run ended with a metric that is not finite", failed=True)
     mean, deviation = float(differences.mean()), float(differences.std(ddof=1))
-    reach = student_quantile(1 - level, count - 1) * deviation / math.sqrt(count)
+    reach = compute_student_quantile(1 - level, count - 1) * deviation / math.sqrt(count)
     found = replace(nothing, mean=mean, low=mean - reach, high=mean + reach)
+    # Equivalence first: a difference that is significant but inside the margin still counts as the same.
     if -margin < found.low and found.high < margin:
         return replace(found, word="same")
     if found.high < 0 or found.low > 0:
@@ -136,7 +138,7 @@ def count_seeds_needed(mean: float, deviation: float, margin: float, level: floa
     if room <= 0:
         return None
     for count in range(FEWEST_SEEDS, MOST_SEEDS + 1):
-        if student_quantile(1 - level, count - 1) * deviation / math.sqrt(count) < room:
+        if compute_student_quantile(1 - level, count - 1) * deviation / math.sqrt(count) < room:
             return count
     return None
 
@@ -159,7 +161,7 @@ def _compute_p_same(differences: NDArray[np.float64], margin: float) -> float:
     room = margin - abs(float(differences.mean()))
     if error == 0:
         return 0.0 if room > 0 else 1.0
-    return 1 - float(student_cdf(np.float64(room / error), count - 1))
+    return 1 - float(compute_student_cdf(np.float64(room / error), count - 1))
 
 
 # --- levels of the looks ---
@@ -179,7 +181,7 @@ def _simulate_smallest_p(looks: tuple[int, ...]) -> NDArray[np.float64]:
     for count in looks:
         seen = noise[:, :count]
         t = seen.mean(1) / (seen.std(1, ddof=1) / math.sqrt(count))
-        found = np.minimum(found, 1 - student_cdf(t, count - 1))
+        found = np.minimum(found, 1 - compute_student_cdf(t, count - 1))
     return found
 
 
@@ -192,7 +194,7 @@ def compute_power(
     found = np.zeros(num, bool)
     for count in looks:
         seen = noise[:, :count]
-        reach = student_quantile(1 - level, count - 1) * seen.std(1, ddof=1) / math.sqrt(count)
+        reach = compute_student_quantile(1 - level, count - 1) * seen.std(1, ddof=1) / math.sqrt(count)
         found |= np.abs(seen.mean(1)) + reach < margin
     return float(found.mean())
 
@@ -200,7 +202,8 @@ def compute_power(
 # --- Student's t with a whole number of degrees of freedom, where its distribution is a finite sum ---
 
 
-def student_cdf(t: NDArray[np.float64] | np.float64, freedom: int) -> NDArray[np.float64]:
+def compute_student_cdf(t: NDArray[np.float64] | np.float64, freedom: int) -> NDArray[np.float64]:
+    """Compute the cumulative distribution of Student's t (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
     angle = np.arctan(np.asarray(t, np.float64) / math.sqrt(freedom))
     sine, cosine = np.sin(angle), np.cos(angle)
     is_odd = freedom % 2 == 1
@@ -214,9 +217,10 @@ def student_cdf(t: NDArray[np.float64] | np.float64, freedom: int) -> NDArray[np
 
 
 @cache
-def student_quantile(share: float, freedom: int) -> float:
+def compute_student_quantile(share: float, freedom: int) -> float:
+    """Invert the cumulative distribution by bisection."""
     low, high = -1e3, 1e3
     for _ in range(80):
         middle = (low + high) / 2
-        low, high = (middle, high) if student_cdf(np.float64(middle), freedom) < share else (low, middle)
+        low, high = (middle, high) if compute_student_cdf(np.float64(middle), freedom) < share else (low, middle)
     return (low + high) / 2

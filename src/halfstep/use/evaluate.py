@@ -58,7 +58,7 @@ def evaluate(
     out: Path | None = None,
     trust: bool = False,
 ) -> EvaluationResult:
-    """Compute metrics as in training, results per class, and pictures in a new folder."""
+    """Compute metrics as in training, scores per class, and pictures in a new folder."""
     clock = Stopwatch()
     run = open_run(path, checkpoint=checkpoint, trust=trust)
     kind = KINDS.of(run.config.workload)
@@ -82,7 +82,7 @@ def evaluate(
         metrics |= loaded.score_raw()
         summary = folder / "evaluation.json"
         found = EvaluationResult(
-            **run.facts(plan),
+            **run.collect_facts(plan),
             data=str(config.data.dir or "the workload's own"),
             samples=getattr(evaluation, "num_scored", 0) or len(workload.val_samples),
             metrics=metrics,
@@ -105,7 +105,8 @@ def _load_data(
     config = make_paths_absolute(run.config)
     stored = Path(config.data.dir) if config.data.dir else None
     if data is not None and not data.exists():
-        raise DataError(f"--data {data} does not exist", fix="give a data folder, or a file if the run's data are one")
+        raise DataError(f"--data {data} does not exist", fix="give a data folder, or a file if the run trained on one")
+    # The run's own folder given explicitly means its validation split, as without --data.
     if data is not None and not (stored and stored.exists() and data.samefile(stored)):
         if stored and not stored.exists() and (moved := _find_moved_data(run, kind, data)):
             report.notice(f"{data} has as many samples as the run's data, which are no longer in {stored}: "
@@ -159,9 +160,12 @@ class LoadedModel:
         """Return the scores that the family's options ask for, else those of validation."""
         if options:
             trained = wrap_trained(self.model, self.plan, self.report)
-            found = evaluation.score_with_options(self.config, trained, options, self.report.phase, self.batch_size)
+            found = evaluation.score_with_options(
+                self.config, trained, options, self.report.show_phase, self.batch_size
+            )
             if found is not None:
                 return dict(found)
+        # Micro-batches as in training: a batch that did not fit then does not fit now.
         pieces = int(self.run.checkpoint.state["pieces"]) if self.batch_size is None else 1
         return self._validate(replace(self.workload, metrics=lambda: evaluation.metrics), pieces)
 
@@ -182,11 +186,12 @@ class LoadedModel:
             return batch, self.workload.forward(self.model, batch)
 
     def _validate(self, workload: Workload, pieces: int) -> dict[str, float]:
+        """Compute the validation metrics of this workload; explain an out-of-memory error."""
         train, plan = self.config.train, self.plan
         size, workers = self.batch_size or train.val_batch_size or train.batch_size, self.config.data.num_workers
         loader = Loader(workload.val_samples, batch_size=size, seed=train.seed, num_workers=workers, shuffle=False)
         try:
-            with self.report.phase("Evaluating", len(loader)) as bar:
+            with self.report.show_phase("Evaluating", len(loader)) as bar:
                 return validate(workload, self.model, plan, loader, pieces=pieces, advance=bar.advance)
         except OutOfMemory as error:
             raise MemoryLimitError(
@@ -202,11 +207,11 @@ def _warn_about_batch_size(config: RunConfig, workload: Workload, batch_size: in
     """Return warnings about a batch size that makes scores differ from those in training."""
     if batch_size in (None, config.train.val_batch_size or config.train.batch_size):
         return []
-    return [f"--batch-size {batch_size} gives other numbers than training: {what}" for what in workload.by_batch]
+    return [f"--batch-size {batch_size} gives other scores than training: {what}" for what in workload.by_batch]
 
 
 def _suggest_less_memory(batch_size: int, plan: Plan) -> str:
-    """Return what else to try."""
+    """Suggest how to evaluate with less memory."""
     ways = [f"--batch-size {batch_size}"] if batch_size else []
     ways += ["--precision bf16"] if plan.granted in ("fp32", "tf32") and not plan.simulated else []
     return ", or ".join([*ways, *(["--device cpu"] if plan.device != "cpu" else [])]) or "a machine with more memory"

@@ -1,6 +1,7 @@
 """Observe single steps of a workload, a config or a run: `halfstep ledger` and `halfstep dry-run`.
 
-`assemble_step` builds everything a run would build, on a copy: nothing of a run is changed.
+`assemble_step` builds a copy of everything that a run would build, so a stored run is never changed. `source` is a
+run's folder, a config file or a workload.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ MOST_STEPS = 8
 """Enough steps to capture a graph."""
 
 
-def is_run(word: str) -> bool:
-    return (Path(word) / "config.yaml").is_file()
+def is_run(source: str) -> bool:
+    return (Path(source) / "config.yaml").is_file()
 
 
 def record_ledger(
-    word: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False
+    source: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False
 ) -> list[Ledger]:
-    """Record the formats of one step: of a run with its weights and stored plan, or of what would be trained."""
-    with assemble_step(word, flags=flags, overrides=overrides, trust=trust) as (parts, engine, window):
+    """Record the formats of one step: of a run, with its weights and stored plan, or of what would be trained."""
+    with assemble_step(source, flags=flags, overrides=overrides, trust=trust) as (parts, engine, window):
         return observe_ledgers(parts, engine, window, _record_replay(parts, engine, window))
 
 
 def _record_replay(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> list[Event]:
-    """Run steps until one is captured (graph mode), and return the events of one more; empty without capture."""
+    """In graph mode, run steps until one is captured and return the profile of the next; otherwise return nothing."""
     if engine.mode == "graph":
         for _ in range(MOST_STEPS):
             if not engine.graphs:
@@ -67,12 +68,12 @@ def _record_replay(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> l
 
 @contextmanager
 def assemble_step(
-    word: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False
+    source: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False
 ) -> Iterator[tuple[Assembly, AnyEngine, list[Batch]]]:
     """Yield an assembly after one step (so that the optimizer has state), its engine and a window of real data."""
-    loaded = _load_target(word, flags, overrides, trust=trust)
+    loaded = _load_target(source, flags, overrides, trust=trust)
     with provide_data(loaded.config) as config:
-        parts = _assemble_run(Path(word), config, trust=trust) if is_run(word) else _assemble_config(config)
+        parts = _assemble_run(Path(source), config, trust=trust) if is_run(source) else _assemble_config(config)
         try:
             with choose_algorithms(deterministic=config.train.deterministic):
                 engine = make_engine(parts, parts.mode or "eager", _ignore_notice)
@@ -84,18 +85,19 @@ def assemble_step(
             parts.val_loader.close()
 
 
-def _load_target(word: str, flags: Mapping[str, object], overrides: Sequence[str], *, trust: bool) -> Loaded:
-    path = Path(word)
-    if is_run(word):
+def _load_target(source: str, flags: Mapping[str, object], overrides: Sequence[str], *, trust: bool) -> Loaded:
+    """Load the config of a run, a file or a workload."""
+    path = Path(source)
+    if is_run(source):
         folder = RunFolder(path)
         return load_stored(folder.config, folder.read_settled().code, trust=trust, flags=flags, overrides=overrides)
     is_missing = not path.exists() and len(path.parts) > 1 and path.suffix not in (".yaml", ".yml")
     if path.is_dir() or is_missing:
         raise CheckpointError(
-            f"{word} is not a run", why="the folder does not exist" if is_missing else "config.yaml is missing",
+            f"{source} is not a run", why="there is no such folder" if is_missing else "config.yaml is missing",
             fix="name a folder that `halfstep train` made, a config file, or a workload such as unet",
         )  # fmt: skip
-    return load(word, flags=flags, overrides=overrides)
+    return load(source, flags=flags, overrides=overrides)
 
 
 def _assemble_config(config: RunConfig) -> Assembly:
@@ -133,7 +135,7 @@ WARM_UP = 3
 
 
 def dry_run(
-    word: str,
+    source: str,
     target: str,
     *,
     num_batches: int,
@@ -141,12 +143,13 @@ def dry_run(
     overrides: Sequence[str],
     trust: bool = False,
 ) -> list[Judgement]:
-    """Predict what the format would do, module by module; nothing of a run is changed."""
+    """Predict what the format would do, module by module; a stored run is not changed."""
     chosen = next((own for own in TARGETS if own == target), None)
     if chosen is None:
         raise ConfigError(f"--target {target} is not a supported format", fix=f"use one of {', '.join(TARGETS)}")
-    own_precision = {} if is_run(word) else {"precision": "fp32"}
-    with assemble_step(word, flags={**flags, **own_precision}, overrides=overrides, trust=trust) as (parts, engine, _):
+    if not is_run(source):  # a run keeps the precision that it was trained in
+        flags = {**flags, "precision": "fp32"}
+    with assemble_step(source, flags=flags, overrides=overrides, trust=trust) as (parts, engine, _):
         windows = read_windows(parts, num_batches)
         found: list[Judgement] = []
         for phase, own in list_engines(engine):
@@ -164,6 +167,7 @@ def read_windows(parts: Assembly, num: int) -> list[list[Batch]]:
 
 
 def build_subject(engine: Engine, window: list[Batch]) -> Subject:
+    """Collect what a dry run needs to run the step in other precisions."""
     parts, step = engine.parts, engine.guarded
     return Subject(
         model=parts.model,
@@ -188,7 +192,7 @@ def _decide_plan(config: RunConfig, parts: Assembly, precision: str) -> Plan:
 
 
 def _judge_updates(parts: Assembly, engine: AnyEngine) -> list[Judgement]:
-    """Judge the updates of one step after a few warm-up steps of the optimizer."""
+    """Judge the weight updates of one step, after a few warm-up steps of the optimizer."""
     batches = itertools.islice(parts.train_loader.iterate_epoch(0), WARM_UP + 1)
     before = after = _copy_parameters(parts)
     for batch in batches:

@@ -1,4 +1,4 @@
-"""Open a stored run to use it: its settings, one intact checkpoint, and the precision to compute in."""
+"""Open a stored run: read its settings, load one intact checkpoint, and choose the precision to compute in."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class OpenedRun:
         """Describe the weights in use, which are those of validation."""
         return "averaged (EMA)" if self.checkpoint.ema else "as trained"
 
-    def facts(self, plan: Plan) -> dict[str, Any]:
+    def collect_facts(self, plan: Plan) -> dict[str, Any]:
         """Return the facts that every result records about its run."""
         return {
             "run": str(self.folder.path),
@@ -78,7 +78,7 @@ def open_run(path: Path, *, checkpoint: str = "best", trust: bool = False) -> Op
     folder = RunFolder.open(str(path))
     config = load_stored(folder.config, folder.read_settled().code, trust=trust).config
     notes: list[str] = []
-    chosen, content = _load_first_whole(_list_candidates(folder.checkpoints(), checkpoint, notes), notes)
+    chosen, content = _load_first_whole(_list_candidates(folder.open_checkpoints(), checkpoint, notes), notes)
     return OpenedRun(folder=folder, config=config, path=chosen, checkpoint=content, notes=tuple(notes))
 
 
@@ -147,7 +147,7 @@ def make_fresh_folder(out: Path | None, default: Path) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"cannot make {folder}: {error.strerror}", fix="choose a writable folder with --out"
+            f"cannot create {folder}: {error.strerror}", fix="choose a writable folder with --out"
         ) from error
     try:
         yield folder
@@ -158,20 +158,21 @@ def make_fresh_folder(out: Path | None, default: Path) -> Iterator[Path]:
 
 def _list_candidates(checkpoints: Checkpoints, asked: str, notes: list[str]) -> list[Path]:
     """Return the checkpoints to try, in order; only `best` and `last` have alternatives."""
-    newest_first = checkpoints.all()[::-1]
+    newest_first = checkpoints.list_all()[::-1]
     if not newest_first:
         raise CheckpointError(
-            f"no checkpoint in {checkpoints.folder}", fix="train it first, or give another run's folder"
+            f"no checkpoint in {checkpoints.folder}", fix="train the run first, or give another run's folder"
         )
     if asked == "last":
         return newest_first
     if asked == "best":
-        best = checkpoints.best()
+        best = checkpoints.find_best()
         if best is None:
-            notes.append("no checkpoint is marked as the best one (no validation yet?): using the newest")
+            notes.append("no checkpoint is marked as the best one (was there a validation?): using the newest")
             return newest_first
         return [best, *(path for path in newest_first if path != best)]
     named = {path.name: path for path in newest_first}
+    # Newest last, so that the newest checkpoint of a step wins.
     by_step = {str(int(path.name.split("-")[1])): path for path in newest_first[::-1]}
     if found := named.get(asked) or by_step.get(asked):
         return [found]
@@ -181,6 +182,7 @@ def _list_candidates(checkpoints: Checkpoints, asked: str, notes: list[str]) -> 
 
 
 def _load_first_whole(candidates: Iterable[Path], notes: list[str]) -> tuple[Path, Checkpoint]:
+    """Load the first checkpoint that is intact; note the damaged ones before it."""
     failures: list[CheckpointError] = []
     for path in candidates:
         try:
@@ -207,10 +209,10 @@ def wrap_trained(model: nn.Module, plan: Plan, report: RunReport) -> TrainedMode
     """Wrap the model for a family's evaluation and prediction."""
 
     @contextmanager
-    def inside() -> Iterator[None]:
+    def enter() -> Iterator[None]:
         with enter_evaluation(model), plan.forward():
             yield
 
     return TrainedModel(
-        model=model, device=torch.device(plan.device), inside=inside, warn=lambda text: report.notice(text, "warning")
+        model=model, device=torch.device(plan.device), inside=enter, warn=lambda text: report.notice(text, "warning")
     )

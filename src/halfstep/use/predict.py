@@ -14,10 +14,10 @@ from halfstep.data.files import list_some, make_natural_key
 from halfstep.disk import write_atomically
 from halfstep.errors import ConfigError, DataError, Interrupted, format_count, make_printable
 from halfstep.hardware.clock import Stopwatch
-from halfstep.models.first_values import skip_first_values
+from halfstep.models.initial_values import skip_initialisation
+from halfstep.report.console import dump_json
 from halfstep.report.results import Answer, Failure, Predictions
 from halfstep.report.run_report import RunReport
-from halfstep.report.tables import dump_json
 from halfstep.run.frozen_modules import name_lost_files
 from halfstep.run.interrupts import Interrupts, catch_interrupts
 from halfstep.step.randomness import choose_algorithms
@@ -34,7 +34,7 @@ from halfstep.workloads.base.kind import PredictCommand, load_part, resolve_opti
 from halfstep.workloads.base.using import Input, Predictor, PredictRequest, TrainedModel, get_frozen_parts
 
 UNFINISHED = "unfinished.json"
-"""What an interrupted call leaves in its folder, so that the same call can continue there."""
+"""The file that an interrupted call leaves in its folder, so that the same call can continue there."""
 FINISHING = "finishing this file; press Ctrl-C again to stop at once"
 
 
@@ -42,27 +42,26 @@ def find_inputs(asked: Iterable[Path], endings: Sequence[str]) -> tuple[list[Inp
     """Return each file once, in the order given; missing paths and folders without usable files are failures."""
     found: dict[Path, Input] = {}
     failed: list[Failure] = []
-    for place in asked:
-        below = _list_inputs(place, endings)
+    for path in asked:
+        below = _list_inputs(path, endings)
         if not below:
-            why = (
-                f"no readable file in it ({' '.join(endings)})" if place.is_dir() else "there is no such file or folder"
-            )
-            failed.append(Failure(file=str(place), why=why))
+            nothing = f"it has no readable file ({' '.join(endings)})"
+            why = nothing if path.is_dir() else "there is no such file or folder"
+            failed.append(Failure(file=str(path), why=why))
         for item in below:
             found.setdefault(item.path.resolve(), item)
     return list(found.values()), failed
 
 
-def _list_inputs(place: Path, endings: Sequence[str]) -> list[Input]:
-    if place.is_file():
-        return [Input(path=place, name=Path(place.name))]  # any ending, because the user named the file
-    if not place.is_dir():
+def _list_inputs(given: Path, endings: Sequence[str]) -> list[Input]:
+    if given.is_file():
+        return [Input(path=given, name=Path(given.name))]  # any ending, because the user named the file
+    if not given.is_dir():
         return []
-    names = (path.relative_to(place) for path in place.rglob("*") if path.suffix.lower() in endings and path.is_file())
+    names = (path.relative_to(given) for path in given.rglob("*") if path.suffix.lower() in endings and path.is_file())
     visible = (name for name in names if not any(part.startswith(".") for part in name.parts))
     return [
-        Input(path=place / name, name=name) for name in sorted(visible, key=lambda name: make_natural_key(str(name)))
+        Input(path=given / name, name=name) for name in sorted(visible, key=lambda name: make_natural_key(str(name)))
     ]
 
 
@@ -83,7 +82,7 @@ def predict(
     command = _find_command(run.config.workload)
     request = replace(request, options=resolve_options(command.options, request.options, run.config.workload))
     _refuse_wrong_inputs(command, asked, run.config.workload)
-    with name_lost_files(run.frozen), skip_first_values():
+    with name_lost_files(run.frozen), skip_initialisation():
         predictor: Predictor = load_part(command.predictor)(run.config, run.store)
     frozen = check_frozen_parts(run, get_frozen_parts(predictor))
     inputs, failed = find_inputs(asked, predictor.endings)
@@ -95,20 +94,21 @@ def predict(
     for note in (*run.notes, *plan.warnings):
         report.notice(note, "warning")
     has_folder = request.out is not None or command.writes_files
-    call = {**run.facts(plan), "options": request.options, "inputs": [str(path.absolute()) for path in asked]}
+    # Stored with an interrupted call: only the same call may continue it.
+    call = {**run.collect_facts(plan), "options": request.options, "inputs": [str(path.absolute()) for path in asked]}
     left = _read_unfinished(request.out, call)
-    place: AbstractContextManager[Path | None] = nullcontext(request.out)
+    opened: AbstractContextManager[Path | None] = nullcontext(request.out)
     if has_folder and not left:
-        place = make_fresh_folder(request.out, run.folder.path / "predictions")
-    with place as folder, choose_algorithms(deterministic=run.config.train.deterministic):
+        opened = make_fresh_folder(request.out, run.folder.path / "predictions")
+    with opened as folder, choose_algorithms(deterministic=run.config.train.deterministic):
         model = load_weights(run, predictor.model, plan, frozen, getattr(predictor, "values", {}))
         trained = wrap_trained(model, plan, report)
         answers: list[Answer] = []
         if folder and left:
             answers, inputs = _continue(folder, left, inputs, report)
         try:
-            with catch_interrupts(heard=FINISHING) as asked_to_stop:
-                asked_to_stop.last_words = lambda: str(_explain_second_stop(folder, answers))
+            with catch_interrupts(answer=FINISHING) as asked_to_stop:
+                asked_to_stop.make_last_message = lambda: str(_explain_second_stop(folder, answers))
                 num_left = _answer_all(
                     predictor, inputs, trained, replace(request, out=folder), report, answers, failed, asked_to_stop
                 )
@@ -119,7 +119,7 @@ def predict(
         if failed:
             _refuse_none_usable(answers, failed)
         made = Predictions(
-            **run.facts(plan),
+            **run.collect_facts(plan),
             answers=tuple(answers),
             failed=tuple(failed),
             out=str(folder) if folder else None,
@@ -136,8 +136,8 @@ def _find_command(workload: str) -> PredictCommand:
         able = ", ".join(name for name in KINDS if KINDS[name].predict is not None)
         raise ConfigError(
             f"halfstep predict does not support {workload}",
-            why="its Kind has no predictor",
-            fix=f"give it one (examples/own_workload.py); supported: {able}",
+            why="its Kind defines no predictor",
+            fix=f"define one (examples/own_workload.py shows how); supported workloads: {able}",
         )
     return command
 
@@ -153,7 +153,7 @@ def _answer_all(
     asked_to_stop: Interrupts,
 ) -> int:
     """Add an answer or a failure for each input; return how many are left if a signal stopped it."""
-    with report.phase("Predicting", len(inputs)) as bar:
+    with report.show_phase("Predicting", len(inputs)) as bar:
         for result in predictor.answer_all(inputs, trained, request, bar):
             if isinstance(result, Answer):
                 answers.append(result)
@@ -161,6 +161,7 @@ def _answer_all(
                 failed.append(result)
                 _report_failure(result, report)
             bar.advance()
+            # A signal during the last file needs no action: everything is done.
             if asked_to_stop and bar.done < bar.total:
                 return bar.total - bar.done
     return 0

@@ -1,4 +1,4 @@
-"""`halfstep verify`: check promises by observing a few steps on a copy, and by reading a run's records."""
+"""`halfstep verify`: check what a run promises by observing a few steps on a copy and by reading its records."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from halfstep.evidence.proofs import (
 from halfstep.report.page.read_run import RunRecord, read_run
 from halfstep.run.assemble import Assembly
 from halfstep.run.engine import prepare_window
-from halfstep.run.journal import SHORTEST_S, Waiting, format_gpu_use
+from halfstep.run.journal import BUSY, SHORTEST_S, Waiting, format_gpu_use
 from halfstep.run.memory.out_of_memory import split_window
 from halfstep.run.step_ledger import AnyEngine, drop_outputs, list_engines, observe_ledgers
 from halfstep.step.step import LossFn, Step
@@ -35,10 +35,12 @@ NAN, CLIP, RATE, AMP = (
 Proof = Callable[[Step, LossFn, list[Batch]], tuple[bool | None, str]]
 
 
-def verify(word: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False) -> list[ProofLine]:
+def verify(
+    source: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False
+) -> list[ProofLine]:
     """Return all lines except that of the configuration, which `check` provides. Nothing of a run is changed."""
-    record = read_run(Path(word)) if is_run(word) else None
-    with assemble_step(word, flags=flags, overrides=overrides, trust=trust) as (parts, engine, window):
+    record = read_run(Path(source)) if is_run(source) else None
+    with assemble_step(source, flags=flags, overrides=overrides, trust=trust) as (parts, engine, window):
         amp = _check_amp(parts, engine, window)  # first, because the proofs below run steps
         lines = [
             _prove_each_phase(NAN, engine, window, parts, check_nan_is_dropped),
@@ -52,7 +54,7 @@ def verify(word: str, *, flags: Mapping[str, object], overrides: Sequence[str], 
 
 
 def _prove_each_phase(name: str, engine: AnyEngine, window: list[Batch], parts: Assembly, proof: Proof) -> ProofLine:
-    """Run a proof for every phase; one failure decides."""
+    """Run a proof for every phase; one failure fails the line, and one phase without an answer leaves it open."""
     found = []
     for phase, own in list_engines(engine):
         prepared = split_window(prepare_window(parts, window), own.pieces)
@@ -80,25 +82,26 @@ def _check_amp(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> Proof
 def _check_rate(parts: Assembly, engine: AnyEngine, window: list[Batch], record: RunRecord | None) -> ProofLine:
     """Check every recorded rate of a run, or the rates of a few steps."""
     trained = record.select_kind("train") if record is not None else []
+    # The recorded rate of a phase may be that of an earlier step, so phases are checked by new steps.
     if record is None or not trained or parts.phases:
         return _prove_each_phase(RATE, engine, window, parts, check_rates)
     if parts.plateau is not None or any(event.get("event") == "rollback" for event in record.select_kind("event")):
         return ProofLine(
-            name=RATE, holds=None, text="a plateau or a rollback reduced the rate by a factor that is not recorded"
+            name=RATE, holds=None, text="a plateau or a rollback lowered the rate by a factor that is not recorded"
         )
     step = parts.step
     assert isinstance(step, Step)
     wrong = [one for one in trained if not _is_scheduled(step, one)]
     if wrong:
-        text = f"step {wrong[0]['step']} ran with {wrong[0]['lr']:.4g}, the schedule says "
-        text += f"{compute_scheduled_rate(step, max(int(wrong[0]['committed']) - 1, 0)):.4g}"
+        scheduled = compute_scheduled_rate(step, max(int(wrong[0]["committed"]) - 1, 0))
+        text = f"step {wrong[0]['step']} ran with {wrong[0]['lr']:.4g}, and the schedule gives {scheduled:.4g}"
         return ProofLine(name=RATE, holds=False, text=text)
-    return ProofLine(name=RATE, holds=True, text=f"{format_count(len(trained), 'rate')} on record, each as scheduled")
+    return ProofLine(name=RATE, holds=True, text=f"{format_count(len(trained), 'recorded rate')}, each as scheduled")
 
 
 def _is_scheduled(step: Step, record: Mapping[str, Any]) -> bool:
-    """True if the rate fits the schedule: a committed step ran with the rate of the count before it, a dropped one with
-    that of its count."""
+    """True if a recorded step ran with the rate of the schedule."""
+    # `committed` is counted after the step: a committed step ran at the count before it, a dropped one at this count.
     committed = int(record["committed"])
     return any(
         is_same_rate(float(record["lr"]), compute_scheduled_rate(step, max(c, 0))) for c in (committed - 1, committed)
@@ -111,6 +114,7 @@ def _list_unrecorded() -> list[ProofLine]:
 
 
 def _check_gpu(record: RunRecord) -> ProofLine:
+    """Check that the GPU was busy after the first steps."""
     steady = [one for one in record.monitor if one.get("steady")]
     busy = [one["utilization"] for one in steady if one.get("utilization") is not None]
     elapsed_s = float(record.summary.get("elapsed_s", 0.0))
@@ -119,15 +123,17 @@ def _check_gpu(record: RunRecord) -> ProofLine:
     if elapsed_s < SHORTEST_S:
         return ProofLine(name="GPU use", holds=None, text=f"the run took {elapsed_s:.1f} s, less than {SHORTEST_S:g} s")
     waiting = Waiting(**{field.name: float(record.summary[field.name]) for field in dataclasses.fields(Waiting)})
-    line = format_gpu_use(sum(busy) / len(busy), waiting, elapsed_s, str(record.summary["steps_run"]))
-    return ProofLine(name="GPU use", holds="under" not in line, text=line)
+    utilization = sum(busy) / len(busy)
+    line = format_gpu_use(utilization, waiting, elapsed_s, str(record.summary["steps_run"]))
+    is_measurable = elapsed_s - waiting.start_s >= SHORTEST_S
+    return ProofLine(name="GPU use", holds=utilization >= BUSY if is_measurable else None, text=line)
 
 
 def _check_memory(record: RunRecord) -> ProofLine:
     peak = record.summary.get("peak_memory_bytes")
     if not peak:
         return ProofLine(
-            name="memory", holds=None, text="no peak on record: the run has not ended, or cannot measure it"
+            name="memory", holds=None, text="no peak was recorded: the run has not ended, or cannot measure it"
         )
     return ProofLine(name="memory", holds=True, text=f"{format_bytes(int(peak))} at most")
 
@@ -135,7 +141,7 @@ def _check_memory(record: RunRecord) -> ProofLine:
 def _check_skipped(record: RunRecord) -> ProofLine:
     trained, events = record.select_kind("train"), record.select_kind("event")
     if not trained and not events:
-        return ProofLine(name="skipped steps", holds=None, text="no step is on record")
+        return ProofLine(name="skipped steps", holds=None, text="no step was recorded")
     attempted = max(int(one["step"]) for one in (*trained, *events))  # a run ended by faults records no later step
     faults = [event for event in events if event.get("event") == "skipped"]
     overflows = sum(event.get("event") == "overflow" for event in events)  # overflows at a low scale have capsules
@@ -149,4 +155,4 @@ def _check_capsules(record: RunRecord) -> ProofLine:
     if not record.capsules:
         return ProofLine(name="capsules", holds=True, text="none: no fault was recorded")
     names = ", ".join(str(one["name"]) for one in record.capsules)
-    return ProofLine(name="capsules", holds=False, text=f"{names}: see `halfstep replay {record.path}/capsules/STEP`")
+    return ProofLine(name="capsules", holds=False, text=f"{names}: run `halfstep replay {record.path}/capsules/STEP`")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import yaml
 
 from halfstep_check.findings import Edit, Place, lines_of
-from halfstep_check.shared.config_text import MAX_DEPTH, MAX_NODES, compose, parse_json, parse_scalar
+from halfstep_check.shared.config_text import MAX_DEPTH, MAX_NODES, compose_node, parse_json, parse_scalar
 from halfstep_check.shared.errors import ConfigError
 
 MAX_CHARACTERS = 200_000
@@ -99,7 +99,7 @@ def read_json(text: str, path: str) -> Node:
 
 def read_yaml(text: str, path: str) -> Node:
     """The first document of a YAML text: the project's one reader composes, we keep the positions."""
-    root = compose(text, path)
+    root = compose_node(text, path)
     if root is None:
         return Node(value=None, path=path, start=(1, 0), end=(1, 0))
     return YamlTree(path).node(root)

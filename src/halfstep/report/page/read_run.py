@@ -65,6 +65,7 @@ class RunRecord:
 
 
 def read_run(path: Path) -> RunRecord:
+    """Read all records of a run; a folder without config.yaml is an error."""
     if not (path / "config.yaml").is_file():
         raise CheckpointError(
             f"{path} is not a run", why="config.yaml is missing", fix="give a folder that `halfstep train` made"

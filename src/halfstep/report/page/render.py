@@ -88,6 +88,7 @@ def render_comparison(
 
 
 def _render_cards(run: RunRecord) -> str:
+    """Render the main numbers of a run as cards."""
     summary = run.summary
     state = "" if run.has_ended else "<p class=bad>This run has not ended: the page shows the records so far.</p>"
     pairs = [
@@ -98,7 +99,7 @@ def _render_cards(run: RunRecord) -> str:
         ("energy", _format_optional(summary.get("joules"), "{:,.0f} J")),
         ("skipped steps", _format_optional(summary.get("skipped"), "{:.0f}")),
         ("precision", str(run.plan.get("granted", "")) + (" (simulated)" if run.plan.get("simulated") else "")),
-        ("steps run", str(summary.get("steps_run", _mode(run.plan)))),
+        ("steps run", str(summary.get("steps_run", _get_mode(run.plan)))),
         ("device", str(run.plan.get("device_name", ""))),
     ]
     cards = "".join(
@@ -120,11 +121,11 @@ def _render_charts(charts: Sequence[Chart]) -> str:
 
 
 def _render_chart(chart: Chart) -> str:
-    words = escape(chart.in_words, quote=True)
+    description = escape(chart.description, quote=True)
     return (
-        f"<figure class=chart><svg viewBox='0 0 460 230' role=img tabindex=0 aria-label=\"{words}\"></svg>"
+        f"<figure class=chart><svg viewBox='0 0 460 230' role=img tabindex=0 aria-label=\"{description}\"></svg>"
         f"<figcaption>{escape(chart.title)} over {escape(chart.x)}</figcaption><div class=legend></div>"
-        f"<script type='application/json'>{_dump_safe_json(chart.as_data())}</script></figure>"
+        f"<script type='application/json'>{_dump_safe_json(chart.to_dict())}</script></figure>"
     )
 
 
@@ -132,16 +133,16 @@ def _render_plan(run: RunRecord) -> str:
     plan, titles = run.plan, ("module", "stored", "computes in", "why")
     lines = [f"asked {plan.get('asked')}, granted {plan.get('granted')}: {plan.get('reason', '')}"]
     reason = plan.get("mode_reason", "")
-    lines += [f"steps run {mode}: {reason}"] if (mode := _mode(plan)) else []
-    said = "".join(f"<p>{escape(line)}</p>" for line in lines)
+    lines += [f"steps run {mode}: {reason}"] if (mode := _get_mode(plan)) else []
+    reasons = "".join(f"<p>{escape(line)}</p>" for line in lines)
     warned = "".join(f"<p class=bad>{escape(str(line))}</p>" for line in plan.get("warnings", ()))
     rows = [(row["module"], row["storage"], row["compute"], row["reason"]) for row in plan.get("rows", ())]
     special = [cells for cells, row in zip(rows, plan.get("rows", ()), strict=True) if row.get("kind") != "default"]
     whole = f"<details><summary>every module ({len(rows)})</summary>{_render_table(titles, rows)}</details>"
-    return said + warned + (_render_table(titles, special) if special else "") + whole
+    return reasons + warned + (_render_table(titles, special) if special else "") + whole
 
 
-def _mode(plan: Mapping[str, Any]) -> str:
+def _get_mode(plan: Mapping[str, Any]) -> str:
     return str(plan.get("mode", ""))
 
 
@@ -168,28 +169,29 @@ def _render_memory(run: RunRecord, found: Memory, largest: int) -> str:
     whole = sum(size for _, size, _ in parts)
     rows = [[name, _format_size(size), f"{size / whole:.0%}"] for name, size, _ in parts]
     measured = run.summary.get("peak_memory_bytes")
-    said = f"Predicted peak of one step's tensors on a GPU: {_format_size(whole)}"
+    text = f"Predicted peak of one step's tensors on a GPU: {_format_size(whole)}"
     if isinstance(measured, int):
         whose = "the device" if "cuda" in str(run.plan.get("device")) else "the whole process"
-        said += f"; measured, of {whose}: {_format_size(measured)}"
+        text += f"; measured, of {whose}: {_format_size(measured)}"
     return (
-        f"<p>{said}.</p>"
+        f"<p>{text}.</p>"
         + _render_stack("memory by component", parts, largest)
         + _render_table(["part", "size", "share"], rows)
     )
 
 
-def _render_stack(words: str, parts: Sequence[tuple[str, float, str]], whole: float) -> str:
+def _render_stack(label: str, parts: Sequence[tuple[str, float, str]], whole: float) -> str:
     """Render parts next to each other in a bar of length `whole`; a table repeats the numbers."""
     spans = "".join(
         f"<span style='width:{max(100 * size / whole, 0):.2f}%;background:{colour}' title='{escape(name)}'></span>"
         for name, size, colour in parts
     )
     keys = "".join(f"<span><i style='border-color:{colour}'></i>{escape(name)}</span>" for name, _, colour in parts)
-    return f"<div class=bar role=img aria-label='{escape(words)}'>{spans}</div><div class=legend>{keys}</div>"
+    return f"<div class=bar role=img aria-label='{escape(label)}'>{spans}</div><div class=legend>{keys}</div>"
 
 
 def _render_faults(run: RunRecord) -> str:
+    """Render the events and capsules of a run as tables."""
     events = run.select_kind("event")
     if not events and not run.capsules:
         return "<p>None recorded.</p>"
@@ -236,15 +238,15 @@ def _render_settings(runs: Sequence[tuple[str, Mapping[str, tuple[str, str]]]]) 
     differ = {key for key in keys if len({settings.get(key, ("",))[0] for _, settings in runs}) > 1}
     titles = ["setting", *([name for name, _ in runs] if len(runs) > 1 else ["value", "from"])]
 
-    def row_of(key: str) -> list[str]:
+    def make_row(key: str) -> list[str]:
         cells = [settings.get(key, ("", "")) for _, settings in runs]
         return [key, *([value for value, _ in cells] if len(runs) > 1 else cells[0])]
 
     if len(runs) == 1:
-        return _render_table(titles, [row_of(key) for key in keys])
+        return _render_table(titles, [make_row(key) for key in keys])
     count = "1 setting differs and is" if len(differ) == 1 else f"{len(differ)} settings differ and are"
-    marked = _render_table(titles, [row_of(key) for key in keys if key in differ], marked=[True] * len(differ))
-    same = [row_of(key) for key in keys if key not in differ]
+    marked = _render_table(titles, [make_row(key) for key in keys if key in differ], marked=[True] * len(differ))
+    same = [make_row(key) for key in keys if key not in differ]
     rest = f"<details><summary>the same in all ({len(same)})</summary>{_render_table(titles, same)}</details>"
     return f"<p class=faint>{count} marked.</p>{marked if differ else ''}{rest}"
 
@@ -314,6 +316,8 @@ MONITOR = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
+    """One line of a chart."""
+
     name: str
     points: list[tuple[float, float]]
     dashed: bool = False
@@ -323,12 +327,14 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
+    """One chart of the page."""
+
     title: str
     x: str
     series: list[Series] = field(default_factory=list)
     log: bool = False
 
-    def as_data(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         lines = [{"name": s.name, "dashed": s.dashed, "colour": s.colour, "points": s.points} for s in self.series]
         return {"title": self.title, "x": self.x, "log": self.log, "series": lines}
 
@@ -338,10 +344,10 @@ class Chart:
         return all(y > 0 for line in self.series for _, y in line.points)
 
     @property
-    def in_words(self) -> str:
+    def description(self) -> str:
         """Return a description for screen readers and text browsers."""
-        said = [f"{s.name or self.title} from {s.points[0][1]:.4g} to {s.points[-1][1]:.4g}" for s in self.series]
-        return f"{self.title} over {self.x}: {'; '.join(said)}"
+        ranges = [f"{s.name or self.title} from {s.points[0][1]:.4g} to {s.points[-1][1]:.4g}" for s in self.series]
+        return f"{self.title} over {self.x}: {'; '.join(ranges)}"
 
 
 def build_charts(runs: Sequence[RunRecord]) -> list[Chart]:
@@ -372,11 +378,12 @@ def _build_series(runs: Sequence[RunRecord], kind: str, key: str, label: str = "
     is_validation = label == "validation"
     for run, name, first in _distinguish_runs(runs):
         in_turn = run.phases if kind == "train" and key in BY_PHASE else []
+        # With one run, validation gets a colour of its own; with several, colours tell the runs apart.
         first += len(run.phases or [""]) if is_validation and len(runs) == 1 else 0
         for number, phase in enumerate(in_turn or [""]):
             points = _collect_points(run.select_kind(kind), "step", f"{key}/{phase}" if phase else key)
-            said = f"{name} {phase or label}".strip()
-            yield Series(name=said, points=points, dashed=is_validation, colour=first + number)
+            series_name = f"{name} {phase or label}".strip()
+            yield Series(name=series_name, points=points, dashed=is_validation, colour=first + number)
 
 
 def _distinguish_runs(runs: Sequence[RunRecord]) -> Iterable[tuple[RunRecord, str, int]]:
@@ -403,6 +410,7 @@ def _drop_constant_one(lines: Iterable[Series]) -> list[Series]:
 
 def _collect_points(records: Sequence[dict[str, Any]], x: str, y: str) -> list[tuple[float, float]]:
     found = [(float(r[x]), float(r[y])) for r in records if _is_number(r.get(x)) and _is_number(r.get(y))]
+    # Keep the last point, which shows the final value.
     step = math.ceil(len(found) / MOST_POINTS)
     return found if step < 2 else [*found[::step], found[-1]]
 

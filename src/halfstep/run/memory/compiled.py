@@ -2,14 +2,15 @@
 
 torch.compile traces forward and backward together and cuts them in two where the fewest bytes have to be kept: cheap
 values are recomputed in backward from what is kept, and values between two kernels that can be fused are never stored.
-Compiling takes a minute; here the same is decided on the eager trace, by the rules of AOTAutograd's partitioner:
+Compiling would take a minute. This module applies the rules of AOTAutograd's partitioner to the eager trace instead:
 
     always kept    products, convolutions, attention, sums, random numbers, and results of our own operations
     recomputed     everything pointwise, except what a backward kernel has to read from memory anyway, and what is used
                    again long after its first use (the residual stream)
+    the rest       a minimum cut in bytes decides
 
-and a minimum cut over the rest. A value is then stored from its creation to its last use if it is kept, read by a
-kernel that cannot be fused, recomputed for several readers from more than a few values, or a result.
+A value is then stored from its creation to its last use if it is kept, read by a kernel that cannot be fused,
+recomputed for several readers from more than a few values, or a result.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from halfstep.run.memory.step_trace import Life, Op, StepTrace, Timeline
 
 NORMS = frozenset({"native_layer_norm", "native_batch_norm", "native_group_norm", "_native_batch_norm_legit"})
-"""Operations that consist of a sum, whose result is kept, and a pointwise rest."""
+"""Operations that consist of a sum, whose result is kept, and a pointwise part, which is recomputed."""
 PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "_scaled_mm"})
 APART = frozenset(
     {
@@ -53,59 +54,64 @@ class _Node:
 
 
 def derive_compiled_timeline(trace: StepTrace, *, keeps_cheap: bool = True) -> Timeline:
-    """Return the allocations of a compiled step; without `keeps_cheap` everything cheap is recomputed, as
-    `recompute: pointwise` does."""
+    """Return the allocations of a compiled step; keeps_cheap=False recomputes all cheap values (`pointwise`)."""
     return _Cut(trace, keeps_cheap=keeps_cheap).derive_timeline()
 
 
 class _Cut:
+    """The cut between forward and backward: which values are kept, recomputed, or never stored."""
+
     def __init__(self, trace: StepTrace, *, keeps_cheap: bool) -> None:
         self.trace, self.keeps_cheap = trace, keeps_cheap
         self.nodes = [_make_node(trace, number) for number in range(len(trace.values))]
         for number, op in enumerate(trace.ops):
             for read in op.reads:
+                # Views share the storage of their input: they neither read nor make a value.
                 if not op.is_view:
                     readers = self.nodes[read].backward_readers if op.in_backward else self.nodes[read].forward_readers
                     readers.append(number)
+        # The first operation of backward.
         self.turn = next((n for n, op in enumerate(trace.ops) if op.in_backward), len(trace.ops))
         self.forward = [n for n, node in enumerate(self.nodes) if 0 <= node.made_by < self.turn]
         self.left_at = _find_ends_as_written(trace)
         self.is_again = {n: self._is_cheap(n) for n in self.forward}
-        self._keep_what_is_used_far_apart()
+        self._keep_values_used_far_apart()
 
     # --- what may be recomputed ---
 
     def _is_cheap(self, number: int) -> bool:
         node = self.nodes[number]
         # In-place operations are functionalised by the compiler, which may then recompute a ReLU's result.
-        is_taken_for_kept = self.trace.values[number].is_written_twice and self.keeps_cheap
-        if node.maker is None or _is_apart(node.maker) or is_taken_for_kept:
+        is_kept_in_place = self.trace.values[number].is_written_twice and self.keeps_cheap
+        if node.maker is None or _is_apart(node.maker) or is_kept_in_place:
             return False
         if node.maker.name in NORMS and number != node.maker.makes[0]:
             return False
-        is_sum = node.maker.name in SUMS and 4 * node.num_bytes < self._read_bytes(node.maker)
+        # A sum that shrinks its input to less than a quarter is cheap to keep and expensive to repeat.
+        is_sum = node.maker.name in SUMS and 4 * node.num_bytes < self._count_read_bytes(node.maker)
         return not is_sum and not (self.keeps_cheap and self._is_stored_in_backward(number))
 
     def _is_stored_in_backward(self, number: int) -> bool:
         return any(_is_apart(self.trace.ops[reader]) for reader in self.nodes[number].backward_readers)
 
-    def _read_bytes(self, op: Op) -> int:
+    def _count_read_bytes(self, op: Op) -> int:
         return sum(self.nodes[read].num_bytes for read in op.reads)
 
-    def _keep_what_is_used_far_apart(self) -> None:
+    def _keep_values_used_far_apart(self) -> None:
+        """Keep what is computed from a value that is read again after the first operation that cannot be fused."""
         if not self.keeps_cheap:
             return
         for number in self.forward:
             readers = self.nodes[number].forward_readers
             if len(readers) < 2:
                 continue
-            first = self._first_apart(readers)
+            first = self._find_first_unfusable(readers)
             for reader in readers:
                 if reader > first and not _is_apart(self.trace.ops[reader]):
                     for made in self.trace.ops[reader].makes:
                         self.is_again[made] = False
 
-    def _first_apart(self, readers: Iterable[int]) -> int:
+    def _find_first_unfusable(self, readers: Iterable[int]) -> int:
         """Return the first unfusable operation that a value reaches through operations that fuse."""
         last = max(readers)
         queue, seen = sorted(readers), set(readers)
@@ -127,14 +133,14 @@ class _Cut:
         """Return the forward values that are kept for backward: a minimum cut in bytes.
 
         Each value is an edge from ("in", n) to ("out", n) whose capacity is its size, so cutting it means keeping it.
-        Values that must not be recomputed hang on the source, those that backward reads on the sink.
+        Values that must not be recomputed are connected to the source, those that backward reads to the sink.
         """
         needed = [n for n in self.forward if self.nodes[n].backward_readers]
         reached, stack = set(needed), list(needed)
         while stack:
             number = stack.pop()
             if self.is_again[number]:
-                for read in self._reads_of(number):
+                for read in self._list_reads(number):
                     if read not in reached:
                         reached.add(read)
                         stack.append(read)
@@ -142,34 +148,37 @@ class _Cut:
         for number in reached:
             edges.append((("in", number), ("out", number), max(self.nodes[number].num_bytes, 1)))
             if self.is_again[number]:
-                edges += [(("out", read), ("in", number), FAR) for read in self._reads_of(number)]
+                edges += [(("out", read), ("in", number), FAR) for read in self._list_reads(number)]
             else:
                 edges.append(("source", ("in", number), FAR))
         behind = _find_source_side(edges)
         return {number for number in reached if ("in", number) in behind and ("out", number) not in behind}
 
-    def _reads_of(self, number: int) -> list[int]:
+    def _list_reads(self, number: int) -> list[int]:
         maker = self.nodes[number].maker
         assert maker is not None
         return [read for read in maker.reads if not self.nodes[read].is_fixed]
 
-    # --- lives ---
+    # --- lifetimes ---
 
     def derive_timeline(self) -> Timeline:
+        """Return the allocations of the compiled step."""
         kept = self.find_kept()
-        last_use, uses = self._last_uses_in_backward(kept), self._uses_again(kept)
+        last_use, uses = self._find_last_uses(kept), self._find_uses_again(kept)
         lives = [
             life
             for number, node in enumerate(self.nodes)
             if not node.is_fixed and node.num_bytes
-            for life in self._lives_of(number, node, kept, last_use, uses.get(number, []))
+            for life in self._derive_lives(number, node, kept, last_use, uses.get(number, []))
         ]
         return Timeline(tuple(lives), tuple(op.workspace_bytes for op in self.trace.ops))
 
-    def _lives_of(
+    def _derive_lives(
         self, number: int, node: _Node, kept: set[int], last_use: Mapping[int, int], uses_again: list[int]
     ) -> Iterator[Life]:
-        value, size = self.trace.values[number], self._stored_bytes(number)
+        """Yield when a value is in memory: once in forward, again in backward if it is recomputed and stored."""
+        # The branches, in order: eager code, kept for backward, outlives the step, and everything else.
+        value, size = self.trace.values[number], self._count_stored_bytes(number)
         last_op, is_backward = len(self.trace.ops) - 1, node.made_by >= self.turn
         ended_at = last_op if value.ended_at < 0 else value.ended_at
         if node.maker is not None and node.maker.as_written:
@@ -182,25 +191,28 @@ class _Cut:
         else:
             spans = []
             if self._is_stored(number, node.forward_readers, is_again=False):
-                spans.append((node.made_by, self._end_of(node.forward_readers)))
+                spans.append((node.made_by, self._find_end(node.forward_readers)))
             if is_backward and self._is_stored(number, node.backward_readers, is_again=False):
-                spans.append((node.made_by, self._end_of(node.backward_readers)))
+                spans.append((node.made_by, self._find_end(node.backward_readers)))
             elif not is_backward and self._is_stored_again(number, uses_again, kept):
-                spans.append((min(uses_again), self._end_of(uses_again)))
+                spans.append((min(uses_again), self._find_end(uses_again)))
         for begin, end in spans:
             is_activation = begin < self.turn <= end
             yield Life(size, begin, end, value.owner or ("activations" if is_activation else "workspaces"))
 
-    def _end_of(self, readers: list[int]) -> int:
+    def _find_end(self, readers: list[int]) -> int:
         """Return the last reader; an eager function inside compiled code holds its arguments until it returns."""
         return max(self.left_at.get(reader, reader) for reader in readers)
 
-    def _stored_bytes(self, number: int) -> int:
+    def _count_stored_bytes(self, number: int) -> int:
+        """Return the size in memory; compiled pooling stores smaller indices."""
         node = self.nodes[number]
+        # The last result of pooling is the index of each maximum.
         is_index = node.maker is not None and node.maker.name == POOL and number == node.maker.makes[-1]
         return node.num_bytes // OFFSET_SHARE if is_index and len(node.maker.makes) > 1 else node.num_bytes  # type: ignore[union-attr]
 
     def _is_stored(self, number: int, readers: list[int], *, is_again: bool) -> bool:
+        """True if a value must be written to memory: a kernel that cannot be fused makes or reads it."""
         maker = self.nodes[number].maker
         if not readers:
             return False
@@ -208,6 +220,7 @@ class _Cut:
         return made_apart or any(_is_apart(self.trace.ops[reader]) for reader in readers)
 
     def _is_stored_again(self, number: int, uses: list[int], kept: set[int]) -> bool:
+        """True if a recomputed value must be written to memory in backward."""
         is_shared = len(uses) > 1 and self._takes_many_reads(number, kept)
         return is_shared or self._is_stored(number, self.nodes[number].backward_readers, is_again=True)
 
@@ -218,6 +231,7 @@ class _Cut:
             value = stack.pop()
             maker = self.nodes[value].maker
             assert maker is not None
+            # A recomputed norm reads its stored mean and variance, too.
             statistics = set(maker.makes) - {value} if maker.name in NORMS else set()
             for read in statistics.union(maker.reads) - seen:
                 seen.add(read)
@@ -225,7 +239,7 @@ class _Cut:
                 (stack.append if is_inlined else found.add)(read)
         return len(found) > FEW_READS
 
-    def _uses_again(self, kept: set[int]) -> dict[int, list[int]]:
+    def _find_uses_again(self, kept: set[int]) -> dict[int, list[int]]:
         """Return when each recomputed value is read: by backward, and by other values recomputed from it."""
         uses: dict[int, list[int]] = {}
         for number in reversed(self.forward):
@@ -237,13 +251,13 @@ class _Cut:
             uses[number] = [*node.backward_readers, *(min(map(min, found)) for found in makes if found)]
         return uses
 
-    def _last_uses_in_backward(self, kept: set[int]) -> dict[int, int]:
+    def _find_last_uses(self, kept: set[int]) -> dict[int, int]:
         """Return each value's last use in backward, including uses by values that are recomputed from it."""
         last = {n: max(node.backward_readers) for n, node in enumerate(self.nodes) if node.backward_readers}
         for number in reversed(self.forward):
             if number in kept or number not in last or not self.is_again.get(number):
                 continue
-            for read in self._reads_of(number):
+            for read in self._list_reads(number):
                 last[read] = max(last.get(read, 0), last[number])
         return last
 

@@ -61,7 +61,7 @@ class Cell:
 
     @classmethod
     def of(cls, config: RunConfig, precision: str, mode: Mode, setting: MemorySetting | None = None) -> Cell:
-        """Return a step of this config; without `setting` at the config's own memory level."""
+        """Return the cell of this config's step; without `setting` at the config's own memory level."""
         if setting is None:
             setting = MemorySetting(recompute="blocks") if config.train.activation_checkpointing else NORMAL
         size, accumulate = config.train.batch_size, config.train.accumulate
@@ -69,7 +69,7 @@ class Cell:
 
     @classmethod
     def of_plan(cls, config: RunConfig, plan: Plan) -> Cell:
-        """Return the step of a run with this plan, before batches are cut into micro-batches."""
+        """Return the cell of a run with this plan, before batches are cut into micro-batches."""
         setting = MemorySetting(**plan.memory) if plan.memory else None
         return cls.of(config, plan.granted, plan.mode or "eager", setting)
 
@@ -102,8 +102,10 @@ class MemoryPlanner:
         return replace(self, step=step, _timelines={}, _traces={})
 
     def predict(self, cell: Cell, *, base_batch: int = 0) -> Prediction:
-        """Predict a cell from a trace at its batch; with `base_batch` from traces at that batch and its double, which
-        is cheap for looking at many batches."""
+        """Predict a cell from a trace at its batch size.
+
+        With `base_batch`, interpolate between traces at that batch size and its double: cheaper for many batch sizes.
+        """
         fixed = self._get_fixed(cell)
         raw, prepared = self._count_inputs(cell.batch_size)
         moving = self._predict_temporary(cell, base_batch)
@@ -122,13 +124,14 @@ class MemoryPlanner:
         return Prediction(cell=cell, components={name: found[name] for name in COMPONENTS})
 
     def _predict_temporary(self, cell: Cell, base_batch: int) -> Counter[str]:
-        """Return temporary memory at its highest: in forward and backward, or while the optimizer updates."""
+        """Return temporary memory at its peak: in forward and backward, or while the optimizer updates."""
         if cell.setting.recompute == "alternate" and cell.mode != "eager":
             return self._average_ways(cell, base_batch)
         accumulates = cell.accumulate > 1
         if not base_batch or base_batch == cell.batch_size:
-            peaks = [line.peak(accumulates=accumulates) for line in self._get_timelines(cell, cell.batch_size)]
+            peaks = [line.find_peak(accumulates=accumulates) for line in self._get_timelines(cell, cell.batch_size)]
         else:
+            # Allocations are linear in the batch size, so two traces give all of them.
             near, far = self._get_timelines(cell, base_batch), self._get_timelines(cell, 2 * base_batch)
             peaks = [
                 interpolate_peak(cell.batch_size, (base_batch, one), (2 * base_batch, two), accumulates=accumulates)
@@ -140,7 +143,7 @@ class MemoryPlanner:
         return max(peaks, key=lambda peak: peak.total())
 
     def _average_ways(self, cell: Cell, base_batch: int) -> Counter[str]:
-        """Average the two kinds of recomputing: `alternate` compiles every other block in each way."""
+        """Average two kinds of recomputation: `alternate` compiles every other block in each way."""
         ways = (replace(cell.setting, recompute=how) for how in ("pointwise", "blocks"))
         one, other = (self._predict_temporary(replace(cell, setting=setting), base_batch) for setting in ways)
         return Counter({name: (one[name] + other[name]) // 2 for name in one | other})
@@ -153,20 +156,22 @@ class MemoryPlanner:
         return self._timelines[key]
 
     def _derive_timelines(self, how: str, mode: Mode, recompute: Recompute, batch_size: int) -> list[Timeline]:
+        """Derive the allocations of a mode from the traces that it needs, one timeline per phase."""
         if mode == "eager":
             return [
                 derive_eager_timeline(trace) for trace in self._get_traces(how, recompute, batch_size, chains=False)
             ]
         if mode == "graph" and how in HALF and has_triton():
+            # A model without chains gives the same trace as without them, so keep it for both.
             chained = self._get_traces(how, recompute, batch_size, chains=True)
             if not any(trace.is_chain for trace in chained):
                 self._traces[how, recompute, batch_size, False] = chained
             else:
                 return [_derive_compiled(trace) for trace in chained]
         if recompute == "blocks":
-            # A compiled block is recomputed as a whole, apart from where its results are used: fusing gains nothing.
+            # A compiled block is recomputed as a whole, not fused with the code that uses its results.
             traces = self._get_traces(how, recompute, batch_size, chains=False)
-            return [derive_eager_timeline(trace).scaled(COMPILED_BLOCKS) for trace in traces]
+            return [derive_eager_timeline(trace).scale(COMPILED_BLOCKS) for trace in traces]
         # A compiled model recomputes what is cheap between its kernels, not a whole block at once.
         keeps_cheap = recompute != "pointwise"
         traces = self._get_traces(how, recompute if keeps_cheap else "none", batch_size, chains=False)
@@ -195,6 +200,7 @@ class MemoryPlanner:
         if not self._inputs:
             self._inputs = self.step.count_input_bytes(2, 4)
         (raw, prepared), (more_raw, more_prepared) = self._inputs[2], self._inputs[4]
+        # Line through the two measured batch sizes, 2 and 4.
         steps = (batch_size - 2) / 2
         return int(raw + (more_raw - raw) * steps), int(prepared + (more_prepared - prepared) * steps)
 
@@ -248,7 +254,7 @@ class Fit:
     """Time per sample relative to the fastest row; an order, not a measurement."""
 
     @property
-    def words(self) -> list[str]:
+    def arguments(self) -> list[str]:
         """Return the arguments for `halfstep train`."""
         cell = self.prediction.cell
         levers = []
@@ -267,6 +273,7 @@ def read_size(text: str) -> int:
     found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*((?:[kmgt]i?)?)(b?)\s*", text.lower())
     try:
         number, unit = float(found[1]) if found else 0.0, found[2] if found else ""
+        # `--fit 24` means 24 GB, `--fit 24000000000` bytes.
         is_bare = found is not None and not unit and not found[3]
         size = int(number * (UNITS["g"] if is_bare and number < 10**6 else UNITS[unit]))
     except (ValueError, OverflowError):
@@ -305,8 +312,10 @@ def list_precisions(hardware: Hardware | None) -> tuple[str, ...]:
 
 
 def find_largest_batch(planner: MemoryPlanner, cell: Cell, limit_bytes: int) -> int:
-    """Return the largest micro-batch that fits, to 1 in 64; 0 if not even one sample does. Traces are made at
-    `cell.batch_size` and its double."""
+    """Return the largest micro-batch that fits, within 1 in 64; 0 if not even one sample fits.
+
+    The step is traced at `cell.batch_size` and its double.
+    """
     base = max(cell.batch_size, 2)
 
     def fits(batch_size: int) -> bool:
@@ -349,6 +358,7 @@ def find_fits(
             # Then gradients accumulate over several micro-batches, so all of them exist during forward.
             largest = find_largest_batch(planner, dataclasses.replace(cell, accumulate=2), limit_bytes)
         least = planner.predict(cell, base_batch=max(cell.batch_size, 2)).total
+        # Keep a slower level only if it allows a larger batch or needs less memory.
         if largest and all(largest > batch or least < peak for batch, peak in faster[cell.precision]):
             faster[cell.precision].append((largest, least))
             found.append(_make_fit(planner, config, cell, largest, times[cell]))
@@ -358,7 +368,9 @@ def find_fits(
 
 
 def _make_fit(planner: MemoryPlanner, config: RunConfig, cell: Cell, largest: int, relative_time: float) -> Fit:
+    """Build the row for a cell: the largest divisor of the effective batch that fits, and its accumulation."""
     wanted = config.train.batch_size * config.train.accumulate
+    # A divisor, so that batch x accumulate stays exactly the same.
     size = next(n for n in range(min(largest, config.train.batch_size), 0, -1) if wanted % n == 0)
     accumulate = wanted // size
     taken = dataclasses.replace(cell, batch_size=size, accumulate=accumulate)
@@ -393,9 +405,9 @@ def refuse_nothing_fits(planner: MemoryPlanner, config: RunConfig, limit_bytes: 
     largest = sorted(least.components.items(), key=lambda item: -item[1])[:3]
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
     raise MemoryLimitError(
-        f"nothing fits {where}: one sample of {config.workload} needs {format_bytes(least.total)}, and "
-        f"{format_bytes(limit_bytes)} of it can be used next to CUDA and the allocator's gaps",
-        why=f"the least is {least.cell.precision}, {least.cell.setting}: {parts}",
+        f"nothing fits {where}: one sample of {config.workload} needs {format_bytes(least.total)}, and only "
+        f"{format_bytes(limit_bytes)} can be used, because CUDA and the allocator's gaps take the rest",
+        why=f"the smallest setting is {least.cell.precision}, {least.cell.setting}: {parts}",
         fix="use a smaller model, smaller samples, or a GPU with more memory (halfstep detect --gpu list)",
     )
 
@@ -404,14 +416,14 @@ def describe_effects(planner: MemoryPlanner, config: RunConfig, fits: Sequence[F
     """Yield notes on what the proposed batch and accumulation change in training."""
     train, wanted = config.train, config.train.batch_size * config.train.accumulate
     best = fits[0]
-    yield f"batch x accumulation stays at {wanted} samples per step: the learning rate stays {config.optimizer.lr:g}"
+    yield f"batch x accumulate stays {wanted} samples per step, so the learning rate stays {config.optimizer.lr:g}"
     if best.largest_batch >= 2 * train.batch_size:
         size = min(best.largest_batch, LARGEST_GROWTH * train.batch_size)
         rule = "square root of the batch, for Adam" if config.optimizer.name in ADAM_LIKE else "linear in the batch"
         factor = math.sqrt(size / wanted) if config.optimizer.name in ADAM_LIKE else size / wanted
         yield (
-            f"train.batch_size={size} would fit: with it optimizer.lr={config.optimizer.lr * factor:.3g} ({rule}), and "
-            "fewer steps per epoch"
+            f"train.batch_size={size} would fit: use optimizer.lr={config.optimizer.lr * factor:.3g} with it ({rule}); "
+            "an epoch then has fewer steps"
         )
     if planner.step.has_batch_norm and any(fit.batch_size < train.batch_size for fit in fits):
         yield "BatchNorm sees micro-batches: its statistics change with a smaller train.batch_size"

@@ -44,16 +44,17 @@ def choose_pieces(
 ) -> int:
     """Return how many micro-batches `train.auto_batch` cuts each batch into before the first step: 1, 2, 4 ...
 
-    One rank takes the prediction, and halves again during training where it was too optimistic. Several ranks try
-    steps instead, because no rank can cut its batch while the others are in the middle of a step.
+    One rank uses the prediction, and halves again during training if it was too optimistic. Several ranks try steps
+    instead, because a rank cannot cut its batch while the others are in the middle of a step.
     """
     return _try_pieces(config, workload, plan, rehearse) if by_trial else _predict_pieces(config, workload, plan, say)
 
 
 def _try_pieces(config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> int:
+    """Run steps with ever smaller micro-batches until one fits."""
     size, pieces = config.train.batch_size, 1
     while True:
-        smaller = config.changed(train={"batch_size": -(-size // pieces)})
+        smaller = config.replace(train={"batch_size": -(-size // pieces)})
         try:
             measure_cost(plan.mode or "eager", smaller, workload, plan, rehearse)
         except DoesNotFit as error:
@@ -70,13 +71,14 @@ def _try_pieces(config: RunConfig, workload: Workload, plan: Plan, rehearse: Reh
 
 
 def _predict_pieces(config: RunConfig, workload: Workload, plan: Plan, say: Callable[[str], None]) -> int:
+    """Predict the number of micro-batches, and print it if there is more than one."""
     if not plan.on_cuda:
         return 1
     limit = measure_free_bytes(torch.device(plan.device))
     try:
         pieces = find_fitting_pieces(config, workload, plan, limit)
     except HalfstepError as error:
-        say(f"the batch is not planned: {error.what}; it is halved if memory runs out")
+        say(f"the memory of a step cannot be predicted: {error.what}; the micro-batch is halved if memory runs out")
         return 1
     if pieces > 1:
         micro = -(-config.train.batch_size // pieces)
@@ -119,10 +121,10 @@ class StepCost:
     usable: float = USABLE_MEMORY
     """The share of the device's memory that a step may use: less where workspaces are not predicted."""
 
-    def bytes_at(self, batch_size: int) -> int:
+    def predict_bytes(self, batch_size: int) -> int:
         return self.fixed_bytes + batch_size * self.sample_bytes
 
-    def largest_batch(self, memory_bytes: int) -> int:
+    def find_largest_batch(self, memory_bytes: int) -> int:
         """Return how many samples fit a device; 0 if not even one does."""
         return max(0, int((memory_bytes * self.usable - self.fixed_bytes) / self.sample_bytes))
 
@@ -155,6 +157,7 @@ def predict_step_cost(
         like = next((one for one in known.values() if _dump_without_recomputing(one.step.config) == plain), None)
         known[key] = like.share_fixed(made) if like else MemoryPlanner(made, hardware)
     step, found = known[key].step, known[key].predict(cell)
+    # One prediction is enough: fixed parts do not change, the others grow with the batch.
     by_batch = sum(found.components[name] for name in BY_BATCH)
     return StepCost(
         num_parameters=step.num_parameters,
@@ -166,7 +169,7 @@ def predict_step_cost(
 
 
 def _dump_without_recomputing(config: RunConfig) -> str:
-    switched_off = config.changed(train={"activation_checkpointing": False})
+    switched_off = config.replace(train={"activation_checkpointing": False})
     return switched_off.model_dump_json(exclude=NOT_OF_THE_STEP)
 
 
@@ -186,7 +189,7 @@ def predict_stored_run(path: Path) -> dict[str, int]:
     """
     folder = RunFolder.open(str(path))
     config, plan = load_stored(folder.config, {}, trust=False).config, folder.read_plan()
-    newest = folder.checkpoints().all()[-1:]  # it describes the data, which may be gone
+    newest = folder.open_checkpoints().list_all()[-1:]  # it describes the data, which may be gone
     store = read_document(newest[0])["state"]["store"] if newest else None
     whole = Cell.of_plan(config, plan)
     size, accumulate = math.ceil(whole.batch_size / plan.pieces), whole.accumulate * plan.pieces
@@ -202,7 +205,7 @@ def suggest_fitting_settings(config: RunConfig, plan: Plan, store: Store, limit_
         fits = find_fits(planner, config, limit_bytes, plan.mode or "eager", (plan.granted, *half), most=SUGGESTIONS)
     except HalfstepError:
         return []
-    return [f"{' '.join(fit.words)} (predicted {format_bytes(fit.prediction.total)})" for fit in fits]
+    return [f"{' '.join(fit.arguments)} (predicted {format_bytes(fit.prediction.total)})" for fit in fits]
 
 
 def suggest_for_run(parts: Assembly) -> Iterable[str]:

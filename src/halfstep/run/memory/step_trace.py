@@ -40,7 +40,7 @@ ATTENTION_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 
 
 @dataclass(slots=True)
-class Value:
+class TracedValue:
     """One storage; tensors that are views of each other share it."""
 
     num_bytes: int
@@ -68,7 +68,7 @@ class Op:
 
 @dataclass(slots=True)
 class StepTrace:
-    values: list[Value] = field(default_factory=list)
+    values: list[TracedValue] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
     is_chain: bool = False
     """Whether the model ran as a chain of our own kernels, which the compiler does not change."""
@@ -77,7 +77,7 @@ class StepTrace:
 
 
 class AllocationRecorder(TorchDispatchMode):
-    """Record what runs inside; tensors in `known` existed before and count as no activation."""
+    """Record the operations that run inside; tensors in `known` existed before and are not activations."""
 
     def __init__(self, known: Iterable[Tensor], parameters: Iterable[Tensor], *, is_strict: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -94,10 +94,12 @@ class AllocationRecorder(TorchDispatchMode):
             self._weights.add(self._numbers[parameter.untyped_storage()._cdata])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and record what it read, made and needed."""
         kwargs = kwargs or {}
         if func.namespace == "prim":  # a query about a tensor, such as its device
             return func(*args, **kwargs)
         read = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        # Tensors are identified by their storage, so that views count once.
         reads = tuple(dict.fromkeys(n for t in read if (n := self._number(t)) is not None))
         number = len(self.trace.ops)
         made = func(*args, **kwargs)
@@ -123,8 +125,10 @@ class AllocationRecorder(TorchDispatchMode):
         return self.trace
 
     def _is_as_written(self) -> bool:
-        """True for an op of a function behind `torch.compiler.disable`: in forward that function is on the stack, in
-        backward the autograd node has a sequence number that was given inside it."""
+        """True for an op of a function wrapped by `torch.compiler.disable`.
+
+        In forward that function is on the stack; in backward the autograd node has a sequence number from inside it.
+        """
         if _is_inside_disabled():
             if not self.in_backward:
                 self._as_written.add(_get_sequence_nr() - 1)
@@ -141,7 +145,8 @@ class AllocationRecorder(TorchDispatchMode):
             return self._numbers[address]
         number = self._numbers[address] = len(self.trace.values)
         size = -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
-        self.trace.values.append(Value(size, made_by))
+        self.trace.values.append(TracedValue(size, made_by))
+        # Called when the storage is freed, between two operations: that ends the value's life.
         weakref.finalize(storage, self._forget, address, number)
         return number
 
@@ -155,8 +160,10 @@ class AllocationRecorder(TorchDispatchMode):
 
 
 def _is_inside_disabled() -> bool:
-    """True if a disabled function is running and no compiled one within it. Torch's own disabled functions do not
-    count, nor does `__torch_dispatch__`, through which every operation passes."""
+    """True if a disabled function is running, and no compiled one within it.
+
+    torch's own disabled functions do not count, nor does `__torch_dispatch__`, through which every operation passes.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not ITERATION_CODE:
         if frame.f_code is DISABLED:
@@ -225,7 +232,7 @@ class Timeline:
         shapes = ([(life.first, life.last, life.kind) for life in t.lives] for t in (self, other))
         return self.num_ops == other.num_ops and next(shapes) == next(shapes)
 
-    def scaled(self, factor: float) -> Timeline:
+    def scale(self, factor: float) -> Timeline:
         """Return the timeline with all allocations but gradients larger by `factor`."""
         lives = (
             replace(life, num_bytes=int(life.num_bytes * (1 if life.kind == "gradients" else factor)))
@@ -237,7 +244,8 @@ class Timeline:
     def gradient_bytes(self) -> int:
         return sum(life.num_bytes for life in self.lives if life.kind == "gradients")
 
-    def _over_ops(self, kinds: tuple[str, ...]) -> Numbers:
+    def _sum_over_ops(self, kinds: tuple[str, ...]) -> Numbers:
+        # Bytes that appear and disappear at each operation; their running sum is the memory.
         change = np.zeros(self.num_ops + 1, dtype=np.int64)
         for life in self.lives:
             if life.kind in kinds:
@@ -245,12 +253,12 @@ class Timeline:
                 change[life.last + 1] -= life.num_bytes
         return np.cumsum(change[:-1])
 
-    def peak(self, *, accumulates: bool = False) -> Counter[str]:
+    def find_peak(self, *, accumulates: bool = False) -> Counter[str]:
         """Return the bytes by kind at the peak.
 
         While gradients accumulate over micro-batches, all of them exist in every forward pass but the first.
         """
-        by_kind = {kind: self._over_ops((kind,)) for kind in KINDS}
+        by_kind = {kind: self._sum_over_ops((kind,)) for kind in KINDS}
         by_kind["workspaces"] = by_kind["workspaces"] + np.array(self.workspaces, dtype=np.int64)
         if accumulates:
             by_kind["gradients"] = np.full(self.num_ops, self.gradient_bytes)
@@ -274,8 +282,8 @@ def interpolate_peak(
         pairs = zip(one.workspaces, other.workspaces, strict=True)
         lives = (Life(size, life.first, life.last, life.kind) for size, life in zip(sizes, one.lives, strict=True))
         workspaces = (_interpolate(batch, small, a, large, b) for a, b in pairs)
-        return Timeline(tuple(lives), tuple(workspaces)).peak(**how)
-    peaks = one.peak(**how), other.peak(**how)
+        return Timeline(tuple(lives), tuple(workspaces)).find_peak(**how)
+    peaks = one.find_peak(**how), other.find_peak(**how)
     return Counter({kind: _interpolate(batch, small, peaks[0][kind], large, peaks[1][kind]) for kind in KINDS})
 
 
@@ -284,7 +292,7 @@ def _interpolate(at: int, x0: int, y0: int, x1: int, y1: int) -> int:
 
 
 def derive_eager_timeline(trace: StepTrace) -> Timeline:
-    """Return the allocations as traced: eager mode runs what was traced."""
+    """Return the allocations as traced, which is what eager mode runs."""
     last = len(trace.ops) - 1
     turn = next((number for number, op in enumerate(trace.ops) if op.in_backward), last + 1)
     lives = []
@@ -300,11 +308,11 @@ def derive_eager_timeline(trace: StepTrace) -> Timeline:
 
 # --- cuDNN's workspaces for convolutions in strict fp32 ---
 #
-# Three of its four kinds of algorithms write transformed copies to memory, whose sizes follow from the shapes: all 87
-# large workspaces of 202 shapes on an H200 are one of them, within 3 %. cuDNN chooses the algorithm by internal tables,
-# and no rule was found for them. Its answers are stored for a grid of shapes (cudnn_choices.txt), and other shapes take
-# the answer of the nearest one: of 168 passes of 56 shapes off the grid 151 are right, to 30 MB or 10 %.
-# Strides, groups and 1 x 1 kernels take no or little workspace.
+# Three of cuDNN's four kinds of algorithms write transformed copies to memory, whose sizes follow from the shapes: all
+# 87 large workspaces of 202 shapes on an H200 match one of the formulas below within 3 %. cuDNN chooses the algorithm
+# by internal tables, for which no rule was found. Its choices are stored for a grid of shapes (cudnn_choices.txt);
+# other shapes use the choice of the nearest one: for 56 shapes off the grid, 151 of 168 passes are right within 30 MB
+# or 10 %. Strides, groups and 1 x 1 kernels need little or no workspace.
 
 SIDES = (7, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
 COMPLEX_BYTES, FLOAT_BYTES = 8, 4
@@ -326,8 +334,10 @@ class Convolution(NamedTuple):
 
 
 def count_fft_bytes(shape: Convolution) -> int:
-    """Return the bytes of images and kernels, padded to powers of two and transformed, each stored twice: complex,
-    and as separate real and imaginary parts."""
+    """Return the bytes of images and kernels after an FFT.
+
+    Both are padded to powers of two and stored twice: complex, and as separate real and imaginary parts.
+    """
     rows, columns = (1 << math.ceil(math.log2(side + shape.taps - 1)) for side in (shape.height, shape.width))
     return 2 * COMPLEX_BYTES * rows * (columns // 2 + 1) * (shape.c * shape.k + shape.n * shape.c)
 
@@ -357,6 +367,7 @@ def find_workspace_bytes(shape: Convolution, which: Pass) -> int:
     if shape.taps == 1 or which == "weight gradient" and shape.taps != 3:
         return 0
     size = ALGORITHMS[which](shape)
+    # One bit per pass: set if cuDNN chooses the algorithm with the large workspace.
     bit = 1 << list(ALGORITHMS).index(which)
     return size if _find_choice(shape) & bit and size < LARGEST_BYTES else 0
 
@@ -364,6 +375,7 @@ def find_workspace_bytes(shape: Convolution, which: Pass) -> int:
 @functools.cache
 def _find_choice(shape: Convolution) -> int:
     shapes, choices = _load_grid()
+    # Distance in logarithms, because sizes differ by factors.
     wanted: npt.NDArray[np.float64] = np.log2([shape.n, shape.c, shape.k, math.sqrt(shape.height * shape.width)])
     return int(choices[np.argmin(((shapes - wanted) ** 2).sum(axis=1))])
 

@@ -1,8 +1,8 @@
 """Trace a run's step without computing it: its model, phases, optimizers and weight average on tensors without content.
 
 The tensors are torch's fake tensors on the CPU, because autograd on fake CUDA tensors aborts the process if torch was
-built without CUDA. What a GPU does differently is switched on by `Pretence`: CUDA's autocast lists, attention that
-never stores its scores, and our own kernels, which allocate their outputs and are not launched.
+built without CUDA. `Pretence` switches on what a GPU does differently: CUDA's autocast lists, attention that never
+stores its scores, and our own kernels, which allocate their outputs and are not launched.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from halfstep.data.seeds import Key
 from halfstep.errors import HalfstepError, ModelError, summarise_error
 from halfstep.hardware.gpus import look_up_gpu
 from halfstep.kernels.fast_forms import force, pretend_launches
-from halfstep.models.first_values import skip_first_values
+from halfstep.models.initial_values import skip_initialisation
 from halfstep.models.recompute import Recompute, Recomputing
 from halfstep.precision.apply import apply_frozen_
 from halfstep.precision.decide import decide
 from halfstep.precision.op_lists import use_cuda_op_lists
 from halfstep.precision.plan import Plan
-from halfstep.run.assemble import build_workload, configure_phase, trains
+from halfstep.run.assemble import build_workload, configure_phase, has_parameter
 from halfstep.run.frozen_modules import get_modules
 from halfstep.run.memory.step_trace import AllocationRecorder, StepTrace
-from halfstep.run.optimizing import Length, optimizing
+from halfstep.run.optimizer import Length, build_optimizer
 from halfstep.step.batches import count_samples
 from halfstep.step.ema import Ema
 from halfstep.step.optim.adamw8bit import AdamW8bit, make_state
@@ -53,7 +53,7 @@ from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.workload import Batch, Forward, Loss, Workload
 
 SEEN = 2
-"""Samples that are really made; larger batches repeat their shapes."""
+"""Samples in the batch that is really made; larger batches are empty tensors of the same shapes."""
 HAS_ALL_FORMATS = "H200"
 """The GPU whose plan is traced; formats that the real GPU lacks are refused earlier."""
 BATCHES_AHEAD = 3
@@ -104,7 +104,7 @@ class TraceableStep:
 
     def trace_phases(self, precision: str, recompute: Recompute, batch_size: int, *, chains: bool) -> list[StepTrace]:
         """Trace forward and backward of one micro-batch, once per phase."""
-        with self.pretence.entered(chains=chains) as kernels, _explain_failures(self.config.workload):
+        with self.pretence.enter(chains=chains) as kernels, _explain_failures(self.config.workload):
             plan = self._place(precision, recompute)
             for value in self.workload.values.values():
                 value.value = torch.empty(())
@@ -122,7 +122,7 @@ class TraceableStep:
             make_signed_table(),
             make_unsigned_table(),
         )  # cached tables of real numbers: build them outside of the fake tensors
-        with self.pretence.entered(), _explain_failures(self.config.workload):
+        with self.pretence.enter(), _explain_failures(self.config.workload):
             self._place(precision, "none")
             model = self.workload.model
             frozen = [t for m in get_modules(self.workload.frozen).values() for t in (*m.parameters(), *m.buffers())]
@@ -140,7 +140,7 @@ class TraceableStep:
 
     def sample_flops(self) -> int:
         """Return the FLOPs of forward and backward per sample, without recomputing; a multiply-add counts as two."""
-        with self.pretence.entered(), _explain_failures(self.config.workload), torch.no_grad():
+        with self.pretence.enter(), _explain_failures(self.config.workload), torch.no_grad():
             # The FLOP counter does not know the CPU's fused attention: use the unfused one.
             with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
                 self.workload.forward(self.workload.model.eval(), self._make_input(SEEN))
@@ -149,7 +149,7 @@ class TraceableStep:
 
     def count_input_bytes(self, *batch_sizes: int) -> dict[int, tuple[int, int]]:
         """Return, by batch size, the bytes of loaded batches and of one prepared batch."""
-        with self.pretence.entered(), _explain_failures(self.config.workload):
+        with self.pretence.enter(), _explain_failures(self.config.workload):
             return {
                 size: (self._count_raw_bytes(size), _sum_bytes(self._make_input(size).values())) for size in batch_sizes
             }
@@ -160,6 +160,7 @@ class TraceableStep:
     # --- placing ---
 
     def _place(self, precision: str, recompute: Recompute) -> Plan:
+        """Apply the plan of this precision to the model, as a run would, and switch recomputation on."""
         model, frozen = self.workload.model, get_modules(self.workload.frozen)
         parts = self.config.precision.modules
         if precision == "tf32":  # modules in fp32 take the same memory, and a plan refuses to mix the two
@@ -180,10 +181,11 @@ class TraceableStep:
         return plan
 
     def _make_input(self, batch_size: int) -> Batch:
+        """Return a prepared batch without content."""
         key = Key.for_training(self.config.train.seed, 0, 0, 0, 0, batch_size)
         try:
             prepared = self.workload.prepare_batch(_make_batch(self.raw, batch_size), key=key, training=True)
-        except Exception:  # it uses numpy or a generator: prepare a real batch and take its shapes
+        except Exception:  # preparation uses numpy or a generator: prepare a real batch and use its shapes
             prepared = _make_batch(self._prepare_real(), batch_size)
         return match_layout(self.workload.model, prepared)
 
@@ -197,20 +199,23 @@ class TraceableStep:
     # --- phases ---
 
     def _list_turns(self) -> Iterator[_Turn]:
+        """Yield what each phase trains; without phases one turn with everything."""
         workload, model = self.workload, self.workload.model
         names = [name for name, p in model.named_parameters() if p.requires_grad]
         if not workload.phases:
             yield _Turn(self.config, workload.forward, workload.loss, tuple(names), (), workload.groups)
         for phase in workload.phases:
             own, forward = configure_phase(self.config, phase), phase.forward or workload.forward
-            trained = tuple(name for name in names if trains(phase, name))
+            trained = tuple(name for name in names if has_parameter(phase, name))
             yield _Turn(own, forward, phase.loss, trained, phase.parameters, phase.groups, phase.compiles)
 
     def _trace(self, turn: _Turn, plan: Plan, batch: Batch) -> StepTrace:
+        """Trace forward and backward of one phase."""
         model = self.workload.model.train()
         named = dict(model.named_parameters())
         wanted = {name: p.requires_grad for name, p in named.items()}
         for name, parameter in named.items():
+            # As in a run: parameters of other phases get no gradients.
             parameter.requires_grad_(wanted[name] and name in turn.trained)
         known = [t for m in self.workload.list_modules() for t in (*m.parameters(), *m.buffers())]
         try:
@@ -237,19 +242,21 @@ class TraceableStep:
         if turn.config.optimizer.name != "adamw":
             setting = dataclasses.replace(setting, optimizer_bits=32)
         model, length = self.workload.model, Length(1, 1)
-        return optimizing(turn.config, model, setting, length, parts=turn.parts, groups=turn.groups)[0]
+        return build_optimizer(turn.config, model, setting, length, parts=turn.parts, groups=turn.groups)[0]
 
     def _count_update_bytes(self, optimizer: Optimizer, state_bytes: int) -> int:
         """Return the temporary bytes of an update: fp32 copies of bf16 weights, or copies to undo a bad step."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if isinstance(optimizer, AdamWBf16):
             return max(8 * sum(p.numel() for p in some) for some in split_for_memory(parameters))
+        # These keep a copy of weights and state, from which a bad step is undone.
         is_selected = self.config.optimizer.name in CAPTURABLE
         return _sum_bytes(parameters) + state_bytes if is_selected else 0
 
 
 def _measure_state(optimizer: Optimizer) -> int:
     """Return the bytes of an optimizer's state, built for one parameter of each shape and multiplied."""
+    # Parameters of one shape have state of one size: build it once for each.
     alike: dict[tuple[Any, ...], list[Tensor]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -259,6 +266,7 @@ def _measure_state(optimizer: Optimizer) -> int:
 
 
 def _build_states(optimizer: Optimizer, parameters: list[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """Yield the optimizer state of each parameter, built by one step on empty gradients."""
     if isinstance(optimizer, AdamW8bit):
         yield from ((p, [*make_state(p).values(), *optimizer.low_of(p).values()]) for p in parameters)
         return
@@ -297,9 +305,9 @@ def build_traceable_step(config: RunConfig, store: Store | None = None) -> Trace
     `store` describes the data if they have been read before.
     """
     synthetic = KINDS.of(config.workload).synthetic
-    small = config.changed(train={"batch_size": SEEN})
+    small = config.replace(train={"batch_size": SEEN})
     if config.data.dir is not None and store is None or synthetic is None:
-        with skip_first_values():  # the weights are never read
+        with skip_initialisation():  # the weights are never read
             workload = build_workload(config)
         return TraceableStep(config, workload, load_first_batch(small, workload))
     if store is None:
@@ -332,12 +340,14 @@ def _lay_out_(module: nn.Module) -> None:
 
 
 def _sum_bytes(tensors: Iterable[Tensor]) -> int:
+    # By storage: tied weights and views count once.
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
 
 @contextmanager
 def _explain_failures(workload: str) -> Iterator[None]:
+    """Turn an error while tracing into one that explains it."""
     try:
         yield
     except HalfstepError:
@@ -374,15 +384,17 @@ class _Slot:
 
 
 class Pretence:
-    """Replace the tensors of modules by tensors without content inside `entered`, and put the originals back."""
+    """Replace the tensors of modules by tensors without content inside `enter()`, and put the originals back."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._slots = [slot for module in modules for slot in _find_slots(module)]
 
     @contextlib.contextmanager
-    def entered(self, *, chains: bool = False) -> Iterator[list[str]]:
-        """Enter the pretence; `chains` runs models as in a captured step. Yields the list of our own kernels that a
-        GPU would have launched."""
+    def enter(self, *, chains: bool = False) -> Iterator[list[str]]:
+        """Replace the tensors; yield the list of our own kernels that a GPU would have launched.
+
+        `chains` runs models as in a captured step.
+        """
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
             pretend_launches() as kernels,

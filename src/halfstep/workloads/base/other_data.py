@@ -18,7 +18,7 @@ Config = TypeVar("Config", bound=RunConfig)
 
 def use_folder(config: Config, folder: Path, **values: Any) -> Config:
     """Return the settings with another data folder, and other `values` of the data section."""
-    return config.changed(data={"dir": str(folder), **values})
+    return config.replace(data={"dir": str(folder), **values})
 
 
 def use_all_pictures(config: Config, folder: Path) -> Config:
@@ -32,7 +32,7 @@ def use_all_pictures(config: Config, folder: Path) -> Config:
         # Use the folder for both splits: nothing is trained, but a workload cannot be built without training samples.
         whole = train or val or "."
         values |= {"train_folder": whole, "val_folder": whole}
-    return config.changed(data=values)
+    return config.replace(data=values)
 
 
 def _find_first(folder: Path, names: tuple[str, ...]) -> str:

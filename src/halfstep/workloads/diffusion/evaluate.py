@@ -59,7 +59,7 @@ class DiffusionEvaluation(PlainEvaluation):
         folder_of_process.mkdir(mode=0o700, exist_ok=True)
         atexit.register(shutil.rmtree, folder_of_process, ignore_errors=True)
         file = folder_of_process / f"{uuid.uuid4().hex}.safetensors"
-        return found.changed(data={"cache": config.data.cache, "cache_file": str(file), "flip": 0.0})
+        return found.replace(data={"cache": config.data.cache, "cache_file": str(file), "flip": 0.0})
 
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload)

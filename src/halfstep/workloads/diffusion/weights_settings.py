@@ -69,7 +69,7 @@ def adopt_settings(config: DiffusionConfig) -> AdoptedSettings:
 def _apply(config: DiffusionConfig, settled: Mapping[str, Any]) -> DiffusionConfig:
     for path, value in settled.items():
         section, name = path.split(".")
-        config = config.changed(**{section: {name: value}})
+        config = config.replace(**{section: {name: value}})
     if why := config.explain_untrainable():
         raise ConfigError(
             why, why=f"the config leaves these open, so those of model.weights={config.model.weights} apply"

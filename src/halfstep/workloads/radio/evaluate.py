@@ -90,7 +90,7 @@ class SamplingEvaluation(RadioEvaluation):
     def drop_training_settings(config: RunConfig) -> RunConfig:
         """Disable the latent cache. It holds only training maps: rebuilding it would waste hours, and evaluating
         another folder would overwrite the run's cache."""
-        return config.changed(data={"cache": "off"})
+        return config.replace(data={"cache": "off"})
 
     def score_with_options(
         self,

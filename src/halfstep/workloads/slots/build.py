@@ -259,6 +259,6 @@ def make_random_batch(config: SlotContrastConfig, store: Store) -> Batch:
 def build_over(config: SlotContrastConfig, store: Store, samples: Samples) -> Workload:
     """Build the workload on given samples. Without a weights file the backbone is random, at the same cost."""
     if config.model.backbone_weights is None:
-        config = config.changed(model={"backbone_weights": RANDOM})
+        config = config.replace(model={"backbone_weights": RANDOM})
     backbone = build_backbone(config)
     return make_workload(config, build_model(config, backbone.module), backbone, samples, samples, store)

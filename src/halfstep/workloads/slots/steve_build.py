@@ -127,7 +127,7 @@ class PrepareClips:
 
 def build_with_words(config: WordsConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """Build the workload for `config.data.dir`."""
-    workload = add_words(slotcontrast.build(config.changed(model={"weights": None}), store), config)
+    workload = add_words(slotcontrast.build(config.replace(model={"weights": None}), store), config)
     if store is None and config.model.weights:
         load_weights_file_(workload.model, config.model.weights, rename_upstream)
     return workload

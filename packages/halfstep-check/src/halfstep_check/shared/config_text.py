@@ -23,7 +23,8 @@ class NodeLoader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, Any]]] = {}
 
 
-def compose(text: str, name: str) -> yaml.Node | None:
+def compose_node(text: str, name: str) -> yaml.Node | None:
+    """Parse a text into PyYAML's nodes; an error names line and column."""
     try:
         node: yaml.Node | None = yaml.compose(text, Loader=NodeLoader)
         return node
@@ -33,9 +34,11 @@ def compose(text: str, name: str) -> yaml.Node | None:
         problem = " ".join(part for part in (error.context, error.problem) if part)
         raise ConfigError(f"{name}: bad YAML at {at}: {problem}", fix=suggest_yaml_fix(problem, text)) from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{name}: bad YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{name}: bad YAML: {' '.join(str(error).split())}", fix="save it as plain text") from error
     except RecursionError:
-        raise ConfigError(f"{name}: nested too deeply", why=f"more than {MAX_DEPTH} levels") from None
+        raise ConfigError(
+            f"{name}: nested too deeply", why=f"more than {MAX_DEPTH} levels", fix="use fewer levels"
+        ) from None
 
 
 def suggest_yaml_fix(problem: str, text: str) -> str:
@@ -46,7 +49,7 @@ def suggest_yaml_fix(problem: str, text: str) -> str:
     if "\\t" in problem:
         return "indent with spaces, not tabs"
     if "mapping values are not allowed" in problem:
-        return "quote a value that holds `: `, and check the indentation"
+        return "quote a value that contains `: `, and check the indentation"
     return "check the line above as well: a missing colon, quote or bracket is often there"
 
 

@@ -54,7 +54,7 @@ class PatientFile(io.FileIO):
 
 
 def wrap_standard_streams() -> None:
-    """Wrap stdout and stderr of this process, unless they were already replaced (as tests do)."""
+    """Wrap stdout and stderr of this process, unless something (such as pytest) has already replaced them."""
     if sys.stdout is sys.__stdout__ and sys.stdout is not None:
         sys.stdout = _wrap_stream(sys.stdout)
     if sys.stderr is sys.__stderr__ and sys.stderr is not None:
@@ -104,15 +104,15 @@ def explain_usage_error(error: Any, context: Any = None) -> ConfigError:
     return ConfigError(what.rstrip("."), fix=f"{nearest}{called} --help explains every argument")
 
 
-def find_occurrences(words: Sequence[str], parameter: Any) -> Iterator[str]:
+def find_occurrences(arguments: Sequence[str], parameter: Any) -> Iterator[str]:
     """Yield every occurrence of the option, as written."""
-    stop = list(words).index("--") if "--" in words else len(words)
+    stop = list(arguments).index("--") if "--" in arguments else len(arguments)
     names = {*parameter.opts, *parameter.secondary_opts}
-    for place, word in enumerate(words[:stop]):
-        name, equals, _ = word.partition("=")
+    for index, argument in enumerate(arguments[:stop]):
+        name, equals, _ = argument.partition("=")
         if name in names:
-            has_value = not getattr(parameter, "is_flag", False) and not equals and place + 1 < stop
-            yield f"{word} {words[place + 1]}" if has_value else word
+            has_value = not getattr(parameter, "is_flag", False) and not equals and index + 1 < stop
+            yield f"{argument} {arguments[index + 1]}" if has_value else argument
 
 
 class OnceCommand(TyperCommand):
@@ -128,14 +128,15 @@ class OnceCommand(TyperCommand):
             raise explain_usage_error(error, ctx) from None
 
 
-def refuse_conflict(said: Sequence[str]) -> None:
+def refuse_conflict(given: Sequence[str]) -> None:
     """Raise ConfigError if one flag was given two values."""
-    different = list(dict.fromkeys(text.replace("=", " ", 1) for text in said))
+    different = list(dict.fromkeys(text.replace("=", " ", 1) for text in given))
     if len(different) > 1:
         raise ConfigError(" and ".join(f"`{text}`" for text in different) + " disagree", fix="keep one of them")
 
 
 def option(help: str, *names: str, panel: str | None = None, **more: Any) -> Any:
+    """Declare an option; its help text comes first, because every option has one."""
     return typer.Option(*names, help=help, rich_help_panel=panel, **more)
 
 

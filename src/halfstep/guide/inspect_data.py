@@ -1,4 +1,4 @@
-"""Look at a data folder: classes, counts, a few samples, and how fast they decode."""
+"""Inspect a data folder: classes, counts, a few samples, and how fast they decode."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CELL, GAP, BAND = 160, 6, 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataLook:
+class DataSummary:
     """What a data folder holds."""
 
     source: DataOrigin
@@ -47,44 +47,46 @@ class DataLook:
     """Width and height of the median image; None if not determined."""
 
 
-def look_at(workload: str, folder: Path) -> DataLook:
+def inspect_data(workload: str, folder: Path) -> DataSummary:
     """Read a folder as training would; if only single files are bad, skip them and note it."""
     try:
-        return _look(workload, folder, "folder", "error")
+        return _inspect(workload, folder, "folder", "error")
+    # Try again without the bad files; if that fails too, the first error is the better explanation.
     except DataError as first:
         try:
-            return _look(workload, folder, "folder", "skip")
+            return _inspect(workload, folder, "folder", "skip")
         except DataError:
             raise first from None
     except OSError as error:
         raise DataError(f"cannot read {folder}: {error.strerror}", fix="check its name and permissions") from error
 
 
-def look_at_demo(workload: str, folder: Path) -> DataLook:
-    """Write the demo data of a workload to `folder` and look at them."""
+def inspect_demo(workload: str, folder: Path) -> DataSummary:
+    """Write the demo data of a workload to `folder` and inspect them."""
     if not folder.exists():
         KINDS.of(workload).write_demo(workload, folder, seed=0)
-    return _look(workload, folder, "demo", "error")
+    return _inspect(workload, folder, "demo", "error")
 
 
-def describe(look: DataLook) -> list[tuple[str, str]]:
+def describe_data(look: DataSummary) -> list[tuple[str, str]]:
     """Return what was found, as names and values."""
     sizes = [f"{name} ({count})" for name, count in zip(look.classes, look.counts, strict=False)] or look.classes
     rows = [
         ("folder", "demo data, generated" if look.source == "demo" else str(look.folder)),
-        ("samples", f"{look.num_train:,} to train on, {look.num_val:,} to validate"),
-        *([("pictures", f"{look.sides[0]}×{look.sides[1]} pixels (median)")] if look.sides else []),
+        ("samples", f"{look.num_train:,} for training, {look.num_val:,} for validation"),
+        *([("images", f"{look.sides[0]}×{look.sides[1]} pixels (median)")] if look.sides else []),
         ("classes", f"{len(look.classes)}: {list_some(sizes, 12)}"),
         ("reading", f"{look.decoded_per_s:,.0f} samples/s in one process (measured)"),
     ]
     if look.counts and max(look.counts) > 10 * min(look.counts):
-        rows.append(("balance", f"the largest class has {max(look.counts) / min(look.counts):.0f}x the smallest"))
+        ratio = max(look.counts) / min(look.counts)
+        rows.append(("balance", f"the largest class has {ratio:.0f} times as many samples as the smallest"))
     if look.on_bad_file == "skip":
         rows.append(("bad files", f"{len(look.notes)} left out (data.on_bad_file: skip): {list_some(look.notes, 3)}"))
     return rows
 
 
-def save_grid(look: DataLook, path: Path) -> None:
+def save_grid(look: DataSummary, path: Path) -> None:
     """Save a picture with a few samples and their classes."""
     num_rows = -(-len(look.pictures) // GRID_COLUMNS)
     sheet = Image.new("RGB", (GRID_COLUMNS * (CELL + GAP) + GAP, num_rows * (CELL + BAND + GAP) + GAP), "white")
@@ -97,13 +99,14 @@ def save_grid(look: DataLook, path: Path) -> None:
     sheet.save(path, format="PNG")
 
 
-def _look(workload: str, folder: Path, source: DataOrigin, on_bad_file: OnBadFile) -> DataLook:
+def _inspect(workload: str, folder: Path, source: DataOrigin, on_bad_file: OnBadFile) -> DataSummary:
+    """Open a folder with the workload's reader and collect what it holds."""
     # Without a folder the config uses the demo's image size.
     config = from_dict(workload, {"data": {"dir": str(folder)}} if source == "folder" else {}).config
     config = use_folder(config, folder, on_bad_file=on_bad_file)
     family: Guiding = KINDS.of(workload).make_guide()
     opened = family.open(config)
-    return DataLook(
+    return DataSummary(
         source=source,
         folder=folder,
         num_train=len(opened.train),

@@ -30,7 +30,7 @@ class CacheWatch:
     def __init__(self) -> None:
         self._before = _read_cache_counts()
 
-    def found(self) -> CacheState:
+    def get_state(self) -> CacheState:
         hits, misses = (now - before for now, before in zip(_read_cache_counts(), self._before, strict=True))
         return "cold" if misses else "warm" if hits else ""
 
@@ -51,7 +51,7 @@ def forget_our_kernels() -> None:
     from triton.runtime.jit import JITFunction
 
     if torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # Triton 3.9 takes them off the device
+        torch.cuda.synchronize()  # Triton 3.9 unloads them from the device, where they may still be running
     ours = [module for name, module in list(sys.modules.items()) if name.startswith(OURS)]
     for kernel in (value for module in ours for value in vars(module).values() if isinstance(value, JITFunction)):
         kernel.device_caches.clear()
@@ -59,7 +59,7 @@ def forget_our_kernels() -> None:
 
 @contextmanager
 def isolate_row(device: torch.device) -> Iterator[None]:
-    """Clean the device before and after, and restore the TF32, cuDNN and grad flags on exit."""
+    """Isolate a row: clean the device before and after, and restore the TF32, cuDNN and grad flags on exit."""
     flags, cudnn = read_flags(), torch.backends.cudnn
     switches = (cudnn.benchmark, cudnn.deterministic, torch.is_grad_enabled())
     clean_device(device)

@@ -1,4 +1,4 @@
-"""The optimizer of a run, or of one of its phases, and its schedules: by the config, over the parameters named."""
+"""Build the step of a run or of one of its phases: optimizer, parameter groups and schedules as configured."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ def make_step(
     ranks: Ranks | Literal["alone"] = "alone",
     kind: type[AnyStep] = Step,  # type: ignore[assignment]
 ) -> AnyStep:
+    """Build the step over the parameters in `parts` (modules or parameters by name; empty: all)."""
     guard, train = config.guard, config.train
-    optimizer, schedules = optimizing(config, model, setting, length, parts=parts, groups=groups)
+    optimizer, schedules = build_optimizer(config, model, setting, length, parts=parts, groups=groups)
     return kind(
         model,
         optimizer,
@@ -60,7 +61,7 @@ def make_step(
         accumulate=train.accumulate,
         clip=Clip(limit=train.clip_norm, kind=train.clip_type),
         schedules=schedules,
-        scaler=scaler or ScalerOptions(**taken(config.scaler, ScalerOptions)),
+        scaler=scaler or ScalerOptions(**select_options(config.scaler, ScalerOptions)),
         ema=ema,
         values=values,
         ranks=ranks,
@@ -70,7 +71,7 @@ def make_step(
     )
 
 
-def optimizing(
+def build_optimizer(
     config: RunConfig,
     model: nn.Module,
     setting: MemorySetting,
@@ -79,35 +80,35 @@ def optimizing(
     parts: tuple[str, ...] = (),
     groups: tuple[Group, ...] = (),
 ) -> tuple[Optimizer, list[Schedule]]:
-    """Build the optimizer and schedules over the parameters in `parts` (modules or parameters by name; empty: all),
-    with one schedule, or one per group."""
+    """Build the optimizer over the parameters in `parts`, and its schedule or one schedule per parameter group."""
     o = config.optimizer
     if o.moment_bits == 8:
         setting = dataclasses.replace(setting, optimizer_bits=_eight_for(o.name))
-    peak_lr = o.peak_lr(config.train.batch_size * config.train.accumulate)
+    peak_lr = o.compute_peak_lr(config.train.batch_size * config.train.accumulate)
     own_groups: list[dict[str, Any]] = []
     schedules: list[Schedule] = []
-    for group, names in _by_group(model, groups, parts):
+    for group, names in _split_by_group(model, groups, parts):
+        # A group without trained parameters would make an empty parameter group.
         if groups and not names:
             continue
-        own = _with_group(config, group)
+        own = _apply_group(config, group)
         made = make_parameter_groups(model, own.optimizer.weight_decay, decay_all=o.decay_norms_and_biases, parts=names)
         lr = {} if group is None or group.lr is None else {"lr": group.lr}
         own_groups += [{**found, **lr} for found in made]
-        schedules += [build_schedule(_schedule_options(own, length))] * len(made)
+        schedules += [build_schedule(_make_schedule_options(own, length))] * len(made)
     half = {"rounding": config.precision.rounding, "seed": config.train.seed}
-    optimizer = make_optimizer(setting, o.name, own_groups, lr=peak_lr, options=o.options(), **half)  # type: ignore[arg-type]
+    optimizer = make_optimizer(setting, o.name, own_groups, lr=peak_lr, options=o.collect_options(), **half)  # type: ignore[arg-type]
+    # Without groups all parameter groups (with and without weight decay) share one schedule.
     return optimizer, schedules if groups else schedules[:1]
 
 
-def _by_group(
+def _split_by_group(
     model: nn.Module, groups: tuple[Group, ...], parts: tuple[str, ...]
 ) -> list[tuple[Group | None, tuple[str, ...]]]:
-    """Return the names of the parameters in no group, then of each group; a parameter belongs to the first that
-    matches."""
+    """Return the names of parameters in no group, then those of each group; the first group that matches wins."""
     trained = [n for n, p in model.named_parameters() if p.requires_grad and (not parts or is_within(n, parts))]
     if not groups:
-        return [(None, parts)]  # none: all
+        return [(None, parts)]  # empty parts mean all parameters
     found: list[tuple[Group | None, tuple[str, ...]]] = []
     for group in groups:
         for part in group.modules:
@@ -120,19 +121,22 @@ def _by_group(
 def refuse_unknown(part: str, model: nn.Module, who: str) -> None:
     """Refuse a part that holds no parameter of the model."""
     if not any(is_within(name, (part,)) for name, _ in model.named_parameters()):
+        # Suggest modules only; a list of all parameters would be too long.
         known = [name for name, _ in model.named_modules() if name]
         raise ConfigError(f"{who} {part!r}, which is not a module of the model", fix=suggest_nearest(part, known))
 
 
-def _with_group(config: RunConfig, group: Group | None) -> RunConfig:
+def _apply_group(config: RunConfig, group: Group | None) -> RunConfig:
     """Return the run's config with a group's overrides, except the learning rate, which the group itself holds."""
     if group is None:
         return config
     decay = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
-    return with_own(config, f"the group of {', '.join(group.modules)}", decay, group.schedule)
+    return override_sections(config, f"the group of {', '.join(group.modules)}", decay, group.schedule)
 
 
-def with_own(config: RunConfig, who: str, optimizer: Mapping[str, Any], schedule: Mapping[str, Any]) -> RunConfig:
+def override_sections(
+    config: RunConfig, who: str, optimizer: Mapping[str, Any], schedule: Mapping[str, Any]
+) -> RunConfig:
     """Return the run's config with the overrides of a workload's phase or group."""
     if schedule.get("name", config.schedule.name) == "plateau" != config.schedule.name:
         raise ConfigError(
@@ -142,18 +146,20 @@ def with_own(config: RunConfig, who: str, optimizer: Mapping[str, Any], schedule
         )
     sections = {"optimizer": optimizer, "schedule": schedule}
     return config.model_copy(
-        update={name: _changed(getattr(config, name), own, f"{who}: {name}") for name, own in sections.items()}
+        update={name: _change_section(getattr(config, name), own, f"{who}: {name}") for name, own in sections.items()}
     )
 
 
-def _changed(section: Section, changes: Mapping[str, Any], where: str) -> Section:
-    """Return the config with these changes, validated like the user's."""
+def _change_section(section: Section, changes: Mapping[str, Any], where: str) -> Section:
+    """Return the section with these changes, validated like settings of the user."""
     try:
         return type(section).model_validate({**section.model_dump(), **changes})
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{where}: {key} is {first['input']!r}", why=first["msg"]) from error
+        raise ConfigError(
+            f"{where}: {key} is {first['input']!r}", why=first["msg"], fix="correct it where the workload defines it"
+        ) from error
 
 
 def _eight_for(optimizer_name: str) -> Literal[8]:
@@ -166,20 +172,20 @@ def _eight_for(optimizer_name: str) -> Literal[8]:
     return 8
 
 
-def _schedule_options(config: RunConfig, length: Length) -> ScheduleOptions:
+def _make_schedule_options(config: RunConfig, length: Length) -> ScheduleOptions:
     s, (total_steps, steps_per_epoch) = config.schedule, length
     warmup = s.warmup_steps if s.warmup_steps is not None else round(s.warmup_epochs * steps_per_epoch)
     if s.warmup_steps is None:
-        # A warmup by epochs longer than a tenth of a short run would be most of it.
+        # At most a tenth of the run: a warmup by epochs could otherwise be most of a short run.
         warmup = min(warmup, max(total_steps // 10, 1))
-    shape = {name: value for name, value in taken(s, ScheduleOptions).items() if name != "warmup_steps"}
+    shape = {name: value for name, value in select_options(s, ScheduleOptions).items() if name != "warmup_steps"}
     return ScheduleOptions(**shape, total_steps=total_steps, warmup_steps=warmup)
 
 
-def steps_per_epoch(config: RunConfig, num_batches: int) -> int:
+def count_steps_per_epoch(config: RunConfig, num_batches: int) -> int:
     return math.ceil(num_batches / config.train.accumulate)
 
 
-def taken(section: Any, options: type) -> dict[str, Any]:
+def select_options(section: Any, options: type) -> dict[str, Any]:
     """Return the values of a config section whose names an options class in `step` shares."""
     return {name: value for name, value in section.model_dump().items() if name in options.__dataclass_fields__}  # type: ignore[attr-defined]
