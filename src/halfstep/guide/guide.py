@@ -120,7 +120,9 @@ class Prompt:
         try:
             line = self.lines.readline()
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{question.key}: the answer is not {error.encoding} text") from error
+            raise ConfigError(
+                f"{question.key}: the answer is not {error.encoding} text", fix=f"answer in {error.encoding}"
+            ) from error
         if not line:
             print()
             raise Interrupted(
@@ -168,7 +170,7 @@ def parse_path(answer: str) -> Path:
         answer.encode()  # a name that is not valid text cannot be written to a config
         return Path(answer).expanduser()
     except (RuntimeError, UnicodeEncodeError) as error:
-        raise ConfigError(f"{answer!r} is not a usable path", why=str(error)) from error
+        raise ConfigError(f"{answer!r} is not a usable path", why=str(error), fix="give another path") from error
 
 
 def read_answers(path: Path, questions: Sequence[Question]) -> dict[str, str]:
