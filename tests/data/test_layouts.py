@@ -170,7 +170,7 @@ def test_a_data_set_without_a_background_counts_all_classes_unless_one_is_named(
     config = from_dict("unet", {"data": {"dir": str(tmp_path), "val_fraction": 0.5}, "model": {"background": "first"}})
     asked = build(config.config)  # type: ignore[arg-type]
     assert "model.background" not in asked.settled
-    assert "without mask value" in asked.scoring
+    assert "the background, mask value" in asked.scoring
 
 
 @pytest.mark.parametrize("write", [data_sets.drive, data_sets.voc, data_sets.tgs])
@@ -178,7 +178,7 @@ def test_a_data_set_with_a_background_leaves_it_out(tmp_path: Path, write: Calla
     write(tmp_path)
     workload = built(tmp_path)
     assert "model.background" not in workload.settled
-    assert "without mask value 0" in workload.scoring
+    assert "the background, mask value 0" in workload.scoring
 
 
 def test_cityscapes_without_train_ids_gives_its_label_ids(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from PIL import Image
 from halfstep.data.files import BadFiles
 from halfstep.data.images import choose_scale, describe_outliers, read_image
 from halfstep.errors import DataError
-from halfstep.workloads.segmentation.data import ImageFormat, Pair, Scan, SegmentationData, discover_values, scan_pairs
+from halfstep.workloads.segmentation.data import ImageFormat, Pair, Scan, SegmentationData, collect_values, scan_pairs
 from halfstep.workloads.segmentation.masks import (
     IGNORED,
     MaskTable,
@@ -202,11 +202,11 @@ def test_mask_values_are_sorted_and_colours_are_classes(tmp_path: Path) -> None:
     colour[0], colour[1] = (255, 0, 0), (0, 0, 255)
     black = np.zeros((4, 4), dtype=np.uint8)
     pairs = [write_pair(tmp_path, "a", black, colour), write_pair(tmp_path, "b", black, black)]
-    table = make_table(discover_values(pairs, bad_files=BadFiles("error")), ignored=None)
+    table = make_table(collect_values(pairs, bad_files=BadFiles("error")), ignored=None)
     assert table.values == ((0, 0, 0), (0, 0, 255), (255, 0, 0))
     classes = table.to_classes(read_mask(pairs[0].mask), pairs[0].mask)
     assert classes[:3, 0].tolist() == [2, 1, 0]
-    assert np.array_equal(table.paint(classes), colour)
+    assert np.array_equal(table.to_mask(classes), colour)
     assert table.to_classes(read_mask(pairs[1].mask), pairs[1].mask).max() == 0
 
 
@@ -214,7 +214,7 @@ def test_looking_at_data_leaves_no_trace_in_its_folder(tmp_path: Path) -> None:
     black = np.zeros((4, 4), dtype=np.uint8)
     pair = write_pair(tmp_path, "a", black, black)
     before = sorted(path.name for path in tmp_path.iterdir())
-    discover_values(scan_pairs([pair], bad_files=BadFiles("skip")).pairs, bad_files=BadFiles("skip"))
+    collect_values(scan_pairs([pair], bad_files=BadFiles("skip")).pairs, bad_files=BadFiles("skip"))
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
@@ -224,7 +224,7 @@ def test_palette_masks_give_their_indices_and_255_can_be_ignored(tmp_path: Path)
     picture.putpalette([7, 7, 7] * 256)
     picture.save(tmp_path / "a_mask.png")
     pair = Pair(id="a", image=save(tmp_path / "a.png", indices), mask=tmp_path / "a_mask.png")
-    table = make_table(discover_values([pair], bad_files=BadFiles("error")), ignored=255)
+    table = make_table(collect_values([pair], bad_files=BadFiles("error")), ignored=255)
     assert table == MaskTable(values=(0, 1, 2), ignored=255)
     assert table.to_classes(read_mask(pair.mask), pair.mask).tolist() == [[0, 1], [2, IGNORED]]
 
@@ -232,7 +232,7 @@ def test_palette_masks_give_their_indices_and_255_can_be_ignored(tmp_path: Path)
 def test_sixteen_bit_masks_are_painted_back_with_their_values() -> None:
     table = MaskTable(values=(0, 1000, 40000))
     mask = np.array([[0, 40000], [1000, 0]], dtype=np.uint16)
-    painted = table.paint(table.to_classes(mask, Path("m.png")))
+    painted = table.to_mask(table.to_classes(mask, Path("m.png")))
     assert painted.dtype == np.uint16
     assert np.array_equal(painted, mask)
 

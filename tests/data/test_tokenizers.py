@@ -52,7 +52,7 @@ def each(folder: Path) -> list[Tokenizer]:
 
 
 def lengths_of(tokenizer: Tokenizer) -> Any:
-    lengths = tokenizer.byte_lengths()
+    lengths = tokenizer.get_byte_lengths()
     assert lengths is not None
     assert len(lengths) == tokenizer.num_tokens
     return lengths
@@ -101,7 +101,7 @@ def test_words_without_their_spaces_do_not_say_how_many_bytes_they_are() -> None
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "ByteLevel": 1}, unk_token="[UNK]"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    assert Bpe(words.to_str()).byte_lengths() is None
+    assert Bpe(words.to_str()).get_byte_lengths() is None
     assert Bpe(words.to_str()).name == "WordLevel"
 
 

@@ -187,8 +187,8 @@ def test_a_bin_of_another_kind_beside_texts_is_none_of_ids(tmp_path: Path) -> No
 def test_the_end_of_a_single_text_is_its_validation_part(tmp_path: Path) -> None:
     (tmp_path / "input.txt").write_text("abcdefghij")
     texts = texts_at(tmp_path)
-    assert [text for _, text in texts.documents("train")] == ["abcdefghi"]
-    assert [text for _, text in texts.documents("val")] == ["j"]
+    assert [text for _, text in texts.iterate_documents("train")] == ["abcdefghi"]
+    assert [text for _, text in texts.iterate_documents("val")] == ["j"]
 
 
 def test_of_several_texts_whole_ones_are_for_validation(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_parts_are_known_by_a_word_of_their_names_where_both_are_there(tmp_path:
         (tmp_path / name).write_text(name)
     texts = texts_at(tmp_path)
     assert [path.name for path in texts.all] == ["ptb.train.txt", "ptb.valid.txt"]
-    assert texts.beside == (tmp_path / "ptb.test.txt",)
+    assert texts.unread == (tmp_path / "ptb.test.txt",)
     (tmp_path / "ptb.test.txt").unlink()
     (tmp_path / "ptb.valid.txt").rename(tmp_path / "a book.txt")
     assert [path.name for path in texts_at(tmp_path).train] == ["a book.txt"]
@@ -227,7 +227,7 @@ def test_what_lies_beside_a_training_part_is_no_text_of_it(tmp_path: Path, name:
     found = texts_at(tmp_path)
     assert found.train == (tmp_path / name,)
     assert (found.val, found.cut) == ((), 0.1)
-    assert found.beside == (tmp_path / "README.md",), "which a note names"
+    assert found.unread == (tmp_path / "README.md",), "which a note names"
 
 
 def test_the_rest_is_trained_on_where_only_the_validation_part_has_a_name(tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_code_beside_texts_is_not_read_and_a_folder_of_code_is(tmp_path: Path) -
     (tmp_path / "a.txt").write_text("a text")
     texts = texts_at(tmp_path)
     assert [path.name for path in texts.all] == ["a.txt"]
-    assert [path.name for path in texts.beside] == ["more.py", "prepare.py"]
+    assert [path.name for path in texts.unread] == ["more.py", "prepare.py"]
 
 
 def test_documents_are_parted_by_their_end_and_a_text_is_tokenised_once(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_documents_are_parted_by_their_end_and_a_text_is_tokenised_once(tmp_path
 def test_a_long_text_is_the_same_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "".join(f"line {number}\n\n word word\nx" for number in range(200))
     (tmp_path / "long.txt").write_text(text)
-    monkeypatch.setattr("halfstep.workloads.language.tokens.PIECE", 40)
+    monkeypatch.setattr("halfstep.workloads.language.tokens.TOKENISED_AT_ONCE", 40)
     monkeypatch.setattr("halfstep.workloads.language.tokens.CHECKED_BYTES", 512)
     train, val = open_or_tokenise(texts_at(tmp_path), Bytes(), tmp_path / "cache")
     assert bytes([*train.read(0, len(train)), *val.read(0, len(val))]).decode() == text

@@ -45,7 +45,7 @@ def test_nothing_waits_from_bytes_to_counts() -> None:
     fresh = ClassificationMetrics(10)
     with no_host_wait():
         fresh.update(logits, seen)
-    assert sum(seen for seen, _ in metrics.per_class()) == 2 * 8 * 8
+    assert sum(seen for seen, _ in metrics.count_by_class()) == 2 * 8 * 8
 
 
 def test_the_gpu_mixes_as_the_cpu_does() -> None:

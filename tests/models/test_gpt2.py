@@ -192,7 +192,7 @@ def test_keys_and_values_that_were_kept_give_the_logits_of_the_whole_text() -> N
     memories = model.make_caches()
     with torch.no_grad():
         whole = model(tokens)
-        pieces = [model.next_logits(piece, memories) for piece in tokens.split([4, 1, 3, 1, 3], dim=1)]
+        pieces = [model.compute_next_logits(piece, memories) for piece in tokens.split([4, 1, 3, 1, 3], dim=1)]
     for found, end in zip(pieces, (3, 4, 7, 8, 11), strict=True):
         torch.testing.assert_close(found, whole[:, end], rtol=1e-5, atol=1e-5)
 

@@ -93,7 +93,7 @@ def test_a_run_stored_with_a_background_keeps_its_rule(tmp_path: Path) -> None:
     data_sets.camvid(tmp_path / "set")
     run = trained(tmp_path / "set", tmp_path / "run", "model.background=first")
     assert load(str(run / "config.yaml")).config.model.background == "first"  # type: ignore[attr-defined]
-    assert "without mask value 0" in evaluate(run, report=Told(tmp_path).report).scoring
+    assert "the background, mask value 0" in evaluate(run, report=Told(tmp_path).report).scoring
 
 
 @pytest.mark.parametrize(("own", "other"), [((0, 1), (0, 255)), ((0, 255), (3, 7))])
@@ -109,7 +109,7 @@ def test_two_mask_values_are_those_of_the_run_in_their_order_whatever_they_are(
     same = evaluate(run, report=told.report, data=tmp_path / "same").metrics
     assert "in this order" not in told.text
     assert evaluate(run, report=told.report, data=tmp_path / "other").metrics == same
-    assert f"hold {other[0]}, {other[1]} where the run's held {own[0]}, {own[1]}" in told.text
+    assert f"hold {other[0]}, {other[1]}, those of the run {own[0]}, {own[1]}" in told.text
 
 
 def test_other_masks_with_a_third_value_are_refused_with_the_values_of_the_run(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_the_scale_of_a_run_is_that_of_all_its_later_images(tmp_path: Path, caps
     assert seen == [pytest.approx(1 / 255)]
     told = Told(tmp_path)
     evaluate(run, data=other, report=told.report)
-    assert "float images are divided by 255 (data.scale), but seem to be 0..1" in told.text
+    assert "float images are divided by 255 (data.scale), but seem to be in 0..1" in told.text
     with pytest.raises(CheckpointError, match=r"this setting cannot change during a run: data\.scale: 255\.0 -> 1\.0"):
         train(load(str(run / "config.yaml"), overrides=["data.scale=1", "train.epochs=3"]), resume=run)
 

@@ -101,7 +101,7 @@ def test_full_size_scores_the_very_masks_that_predict_writes(unet: Path, tmp_pat
         hit, union = hit + (mask & truth).sum(), union + (mask | truth).sum()
     assert found.metrics["iou"] == pytest.approx(hit / union, abs=1e-12)
     assert "loss" not in found.metrics
-    assert "own size" in found.scored_at
+    assert "original size" in found.scored_at
     assert "32×32" in usual(unet).scored_at
 
 
@@ -113,7 +113,7 @@ def test_full_size_is_refused_where_it_means_nothing(unet: Path, resnet: Path) -
 
 
 def test_the_background_rule_is_the_runs_own_and_is_said(unet: Path, tmp_path: Path) -> None:
-    assert "without mask value 0" in usual(unet).scoring
+    assert "the background, mask value 0" in usual(unet).scoring
     run = unet_run(tmp_path / "run", {"model.background": None, "train.max_steps": 1})
     found = evaluated(run)
     assert found.metrics["iou"] == found.metrics["iou_all"] == (found.metrics["iou/0"] + found.metrics["iou/1"]) / 2

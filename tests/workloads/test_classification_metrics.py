@@ -49,8 +49,8 @@ def test_a_model_that_gives_nan_everywhere_scores_zero() -> None:
 def test_the_confusion_matrix_and_the_classes_add_up() -> None:
     logits = torch.eye(3)[torch.tensor([0, 1, 1, 2, 0])]
     metrics = counted(logits, torch.tensor([0, 1, 2, 2, 2]), [2, 3], 3)
-    assert metrics.confusion().tolist() == [[1, 0, 0], [0, 1, 0], [1, 1, 1]]
-    assert metrics.per_class() == [(1, 1), (1, 1), (3, 1)]
+    assert metrics.get_confusion().tolist() == [[1, 0, 0], [0, 1, 0], [1, 1, 1]]
+    assert metrics.count_by_class() == [(1, 1), (1, 1), (3, 1)]
 
 
 def test_nothing_counted_is_no_score() -> None:

@@ -35,7 +35,7 @@ def test_image_scores_are_the_mean_iou_of_the_classes_an_image_shows_the_worst_f
             pairs = [((found == k) & valid, (mask == k) & valid) for k in range(1, NUM)]
             scores = [int((a & b).sum()) / int((a | b).sum()) for a, b in pairs if (a | b).any()]
             expected[index] = sum(scores) / len(scores) if scores else 1.0
-    found_scores = details.per_image()
+    found_scores = details.rank_images()
     assert dict(found_scores) == pytest.approx(expected)
     assert [score for _, score in found_scores] == sorted(expected.values())
 
@@ -46,7 +46,7 @@ def test_the_metrics_stay_those_of_validation() -> None:
         details.update(logits, batch)
         plain.update(logits, batch)
     assert details.compute() == plain.compute()
-    pixels = details.per_class()
+    pixels = details.count_by_class()
     assert [row.iou for row in pixels] == [details.compute()[f"iou/{k}"] for k in range(NUM)]
     assert [row.dice for row in pixels] == [details.compute()[f"dice/{k}"] for k in range(NUM)]
 
@@ -55,10 +55,10 @@ def test_mistakes_come_with_their_confidence_the_surest_first_and_nan_last() -> 
     details = ClassificationDetails(NUM)
     logits = torch.tensor([[5.0, 0, 0], [0, 3.0, 0], [0, 0, 4.0], [torch.nan, 0, 0]])
     details.update(logits, {"label": torch.tensor([0, 0, 1, 2]), "index": torch.tensor([10, 11, 12, 13])})
-    mistakes = details.mistakes()
+    mistakes = details.list_mistakes()
     assert [(m.index, m.label, m.predicted) for m in mistakes] == [(12, 1, 2), (11, 0, 1), (13, 2, 0)]
     assert mistakes[0].confidence == pytest.approx(float(logits[2].softmax(0)[2]))
-    assert details.confusion().tolist() == [[1, 1, 0], [0, 0, 1], [1, 0, 0]]
+    assert details.get_confusion().tolist() == [[1, 1, 0], [0, 0, 1], [1, 0, 0]]
     assert details.compute() == {"top1": 0.25}
 
 
@@ -71,6 +71,6 @@ def test_an_image_counted_by_its_class_maps_has_the_counts_of_the_batch() -> Non
         batched, single = SegmentationDetails(NUM, background), SegmentationDetails(NUM, background)
         batched.update(logits, {"mask": mask, "index": torch.tensor([0, 1])})
         for index in range(2):
-            single.count(predict_classes(logits)[index].byte(), mask[index], index)
+            single.add_image(predict_classes(logits)[index].byte(), mask[index], index)
         assert single.compute() == batched.compute()
-        assert single.per_image() == batched.per_image()
+        assert single.rank_images() == batched.rank_images()

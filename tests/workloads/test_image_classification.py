@@ -70,7 +70,7 @@ def test_a_few_steps_learn_to_tell_colours_apart_and_metrics_say_so(folder: Path
             batch = workload.prepare(loaded, key=(0, step), training=False)
             metrics.update(workload.forward(workload.model, batch), batch)
     assert isinstance(metrics, ClassificationMetrics)
-    assert sum(seen for seen, _ in metrics.per_class()) == 9
+    assert sum(seen for seen, _ in metrics.count_by_class()) == 9
     assert metrics.compute()[workload.metric] > 0.9
 
 

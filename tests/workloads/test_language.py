@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from halfstep.data.loader import Loader
 from halfstep.errors import ConfigError, DataError, ModelError
-from halfstep.models import first_values
+from halfstep.models import initial_values
 from halfstep.run.assemble import build_workload
 from halfstep.run.folder import RunFolder, describe_changed_data
 from halfstep.run.train import train
@@ -29,7 +29,7 @@ from halfstep.workloads.language.config import LanguageConfig
 from halfstep.workloads.language.gpt2 import GPT2, build_gpt2
 from halfstep.workloads.language.gpt2_weights import save_gpt2
 from halfstep.workloads.language.tokenizers import Bpe
-from halfstep.workloads.language.writing import Sampling, compute_chances, continue_text, draw_token, write_tokens
+from halfstep.workloads.language.writing import Sampling, compute_probabilities, continue_text, draw_token, write_tokens
 from tiny_runs import Told
 from whole_runs import final_state, resume
 
@@ -157,7 +157,7 @@ def test_stored_weights_are_used_without_drawing_others(
     def draw_(job: object) -> None:
         raise AssertionError("values that nobody reads")
 
-    monkeypatch.setattr(first_values, "_draw_", draw_)
+    monkeypatch.setattr(initial_values, "_draw_", draw_)
     report = Told(run).report
     predict(run, [], report=report, request=PredictRequest(options={"prompt": "to", "tokens": 2, "num": 1}))
     evaluate(run, report=report)
@@ -309,13 +309,13 @@ def test_nanogpts_words_for_its_settings_are_known() -> None:
 
 def test_temperature_top_k_and_top_p_say_what_may_be_drawn() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    assert compute_chances(logits, Sampling()).tolist() == pytest.approx([0.5, 0.3, 0.15, 0.05])
+    assert compute_probabilities(logits, Sampling()).tolist() == pytest.approx([0.5, 0.3, 0.15, 0.05])
     for coldest in (0, 1e-45):
-        assert compute_chances(logits, Sampling(temperature=coldest)).tolist() == [1, 0, 0, 0]
-    assert compute_chances(logits, Sampling(top_k=2)).tolist() == pytest.approx([0.625, 0.375, 0, 0])
-    assert compute_chances(logits, Sampling(top_p=0.8)).tolist() == pytest.approx([0.625, 0.375, 0, 0])
-    assert compute_chances(logits, Sampling(top_p=0.01)).tolist() == [1, 0, 0, 0]
-    cold = compute_chances(logits, Sampling(temperature=0.5))
+        assert compute_probabilities(logits, Sampling(temperature=coldest)).tolist() == [1, 0, 0, 0]
+    assert compute_probabilities(logits, Sampling(top_k=2)).tolist() == pytest.approx([0.625, 0.375, 0, 0])
+    assert compute_probabilities(logits, Sampling(top_p=0.8)).tolist() == pytest.approx([0.625, 0.375, 0, 0])
+    assert compute_probabilities(logits, Sampling(top_p=0.01)).tolist() == [1, 0, 0, 0]
+    cold = compute_probabilities(logits, Sampling(temperature=0.5))
     assert cold.tolist() == pytest.approx((logits * 2).softmax(0).tolist())
 
 
@@ -334,7 +334,7 @@ def test_what_is_drawn_from_the_cache_is_what_the_whole_text_would_give() -> Non
         found = list(write_tokens(model, start, num_tokens=12, sampling=sampling, end=None))
         seen = start.tolist()
         for number, token in enumerate(found):
-            assert draw_token(compute_chances(model(torch.tensor([seen]))[0, -1], sampling), 4, number) == token
+            assert draw_token(compute_probabilities(model(torch.tensor([seen]))[0, -1], sampling), 4, number) == token
             seen.append(token)
 
 

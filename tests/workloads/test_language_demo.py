@@ -45,7 +45,7 @@ def test_the_entropy_is_that_of_the_choices_that_can_be_read_off_the_text(tmp_pa
 def test_every_line_keeps_its_rules() -> None:
     lines = Lines(np.random.default_rng(0))
     for _ in range(500):
-        line = lines.line().strip()
+        line = lines.draw_line().strip()
         if match := re.fullmatch(r"(\d)\+(\d)=(\d+)", line):
             assert int(match[1]) + int(match[2]) == int(match[3])
         elif line[0] == "t":

@@ -17,7 +17,7 @@ from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.workloads import load
 from halfstep.workloads.segmentation.demo import write_demo
-from halfstep.workloads.segmentation.scores import SegmentationMetrics, one_class_everywhere
+from halfstep.workloads.segmentation.scores import SegmentationMetrics, hint_at_single_class
 from tiny_runs import Told
 
 
@@ -45,7 +45,7 @@ def scores(predicted: list[int], truth: list[int], num_classes: int = 3) -> dict
 def test_the_hint_names_the_class_that_was_predicted_everywhere(
     predicted: list[int], truth: list[int], kind: str
 ) -> None:
-    hint = one_class_everywhere(scores(predicted, truth))
+    hint = hint_at_single_class(scores(predicted, truth))
     assert hint.startswith(f"practically every pixel of every image was predicted as {kind}") if kind else hint == ""
 
 

@@ -129,7 +129,7 @@ def test_an_edge_between_two_pixels_lands_between_them_at_full_size(tmp_path: Pa
 
 def test_the_tiles_done_are_told_before_each() -> None:
     told: list[tuple[int, int]] = []
-    predict_image(model_in_use(), torch.rand(3, 60, 150), depth=DEPTH, tile=64, tell=lambda *at: told.append(at))
+    predict_image(model_in_use(), torch.rand(3, 60, 150), depth=DEPTH, tile=64, report=lambda *at: told.append(at))
     assert told == [(number, len(told)) for number in range(len(told))]
     assert len(told) > 2
 

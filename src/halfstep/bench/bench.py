@@ -27,7 +27,7 @@ from halfstep.bench.problem import (
 from halfstep.data.prefetch import prefetch
 from halfstep.errors import HardwareError, PrecisionError, TrainingStopped
 from halfstep.hardware.device_facts import Hardware
-from halfstep.models.first_values import skip_first_values
+from halfstep.models.initial_values import skip_initialisation
 from halfstep.precision.decide import explain_simulation
 from halfstep.precision.ladder import explain_lack
 from halfstep.precision.plan import Plan
@@ -284,7 +284,7 @@ class HalfstepRunner:
     def build_workload(self) -> Workload:
         """Build the workload as a run would, with the problem's seeded weights."""
         model = self.problem.make_model()
-        with skip_first_values():
+        with skip_initialisation():
             return _begin_all_phases(build_random_workload(self.config), model)
 
     def _make_plan(self, workload: Workload) -> Plan:

@@ -190,7 +190,7 @@ class RangeTrace(TorchDispatchMode):
         return Operation(len(self.operations), self._running, module, line, False, nothing, has_raised=True)
 
     def _locate(self) -> tuple[str, str]:
-        # Three frames up: `_place`, `_look` and `__torch_dispatch__` are skipped.
+        # Three frames up: `_locate`, `_record` and `__torch_dispatch__` are skipped.
         return self._find_innermost(traceback.walk_stack(sys._getframe(3)))
 
     def _find_innermost(self, frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:

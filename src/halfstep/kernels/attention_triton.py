@@ -31,14 +31,14 @@ LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
-def _rows(first, row_stride, num_tokens, ROWS: tl.constexpr, HEAD: tl.constexpr):
+def _locate_rows(first, row_stride, num_tokens, ROWS: tl.constexpr, HEAD: tl.constexpr):
     """Return addresses of the channels of some tokens, and a mask of tokens that exist, [ROWS, 1]."""
     tokens = (first + tl.arange(0, ROWS))[:, None]
     return tokens * row_stride + tl.arange(0, HEAD)[None, :], tokens < num_tokens
 
 
 @triton.jit
-def _weights(scores, dp, factor, log_sum, delta, is_key, dtype: tl.constexpr):
+def _compute_weights(scores, dp, factor, log_sum, delta, is_key, dtype: tl.constexpr):
     """Return P = exp2(scores·factor - log_sum) and dS = P·(dP - delta), masked to keys that exist."""
     # Missing keys were loaded as 0. Their score is 0, of which exp2 is not 0, so they are masked here.
     p = tl.where(is_key, tl.exp2(scores * factor - log_sum), 0.0)
@@ -66,14 +66,14 @@ def _attention_gradients(
     log_sum += tl.program_id(0) * num_tokens
     dtype = qkv.dtype.element_ty
     # Loaded once and kept: all keys and values of the head, and their gradients as sums.
-    key_places, is_key = _rows(0, 3 * dim, num_tokens, KEYS, HEAD)
+    key_places, is_key = _locate_rows(0, 3 * dim, num_tokens, KEYS, HEAD)
     k = tl.load(qkv + dim + key_places, is_key, 0.0)
     v = tl.load(qkv + 2 * dim + key_places, is_key, 0.0)
     dk = tl.zeros([KEYS, HEAD], tl.float32)
     dv = tl.zeros([KEYS, HEAD], tl.float32)
     # A tile has at most MOST_KEYS keys: with more tokens the program holds a second one.
     if TWICE:
-        more_places, is_more = _rows(KEYS, 3 * dim, num_tokens, KEYS, HEAD)
+        more_places, is_more = _locate_rows(KEYS, 3 * dim, num_tokens, KEYS, HEAD)
         more_k = tl.load(qkv + dim + more_places, is_more, 0.0)
         more_v = tl.load(qkv + 2 * dim + more_places, is_more, 0.0)
         more_dk = tl.zeros([KEYS, HEAD], tl.float32)
@@ -82,8 +82,8 @@ def _attention_gradients(
     sum_dq = tl.zeros([HEAD, QUERIES], tl.float32)
     for tile in tl.range(0, tl.cdiv(num_tokens, QUERIES), num_stages=STAGES):
         queries = tile * QUERIES + tl.arange(0, QUERIES)
-        places, exists = _rows(tile * QUERIES, 3 * dim, num_tokens, QUERIES, HEAD)
-        out_places, _ = _rows(tile * QUERIES, dim, num_tokens, QUERIES, HEAD)
+        places, exists = _locate_rows(tile * QUERIES, 3 * dim, num_tokens, QUERIES, HEAD)
+        out_places, _ = _locate_rows(tile * QUERIES, dim, num_tokens, QUERIES, HEAD)
         q = tl.load(qkv + places, exists, 0.0)
         do = tl.load(d_out + out_places, exists, 0.0)
         o = tl.load(out + out_places, exists, 0.0)
@@ -94,7 +94,7 @@ def _attention_gradients(
         ls = tl.load(log_sum + queries, queries < num_tokens, float("inf"))[None, :] * LOG2_E
         delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)[None, :]
         # exp(x) = exp2(x·log2(e)): the factor is folded into the scale here and into `ls` above.
-        p, ds = _weights(scores, dp, scale * LOG2_E, ls, delta, is_key, dtype)
+        p, ds = _compute_weights(scores, dp, scale * LOG2_E, ls, delta, is_key, dtype)
         dv = tl.dot(p, do, dv)
         dk = tl.dot(ds, q, dk)
         # Transposed: a matmul tile has at least 64 rows, and there are fewer queries than that.
@@ -102,7 +102,7 @@ def _attention_gradients(
         if TWICE:
             scores = tl.dot(more_k, tl.trans(q))
             dp = tl.dot(more_v, tl.trans(do))
-            p, ds = _weights(scores, dp, scale * LOG2_E, ls, delta, is_more, dtype)
+            p, ds = _compute_weights(scores, dp, scale * LOG2_E, ls, delta, is_more, dtype)
             more_dv = tl.dot(p, do, more_dv)
             more_dk = tl.dot(ds, q, more_dk)
             # Not accumulated by the matmul: the compiler splits two consecutive ones between halves of the warps.

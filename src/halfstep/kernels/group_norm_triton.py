@@ -23,7 +23,7 @@ FIELDS = tl.constexpr(5)  # rows of `table` and of the gradient's sums
 
 
 @triton.jit
-def _place(num_rows, num_channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _locate_tile(num_rows, num_channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Return the channels of a tile, a mask of its values that exist, and their offsets in the map."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -34,7 +34,7 @@ def _place(num_rows, num_channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _of_channels(table, field, column, num_channels):
+def _load_channels(table, field, column, num_channels):
     """Load one field of the table for these channels of this program's image."""
     base = (tl.program_id(2) * FIELDS + field) * num_channels
     return tl.load(table + base + column, column < num_channels, 0.0)[None, :]
@@ -43,7 +43,7 @@ def _of_channels(table, field, column, num_channels):
 @triton.jit
 def _group_parts(x, parts, num_rows, num_channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Write the mean of each channel over these rows, and Σ (x - mean)²."""
-    column, inside, at = _place(num_rows, num_channels, ROWS, COLUMNS)
+    column, inside, at = _locate_tile(num_rows, num_channels, ROWS, COLUMNS)
     value = tl.load(x + at, inside, 0.0).to(tl.float32)
     # The last tile of an image may have fewer rows. Missing ones were loaded as 0: the sum stays right.
     count = tl.minimum(ROWS, num_rows - tl.program_id(0) * ROWS).to(tl.float32)
@@ -107,30 +107,30 @@ def _group_table(
 @triton.jit
 def _group_silu(x, table, y, num_rows, num_channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Write y = silu(A·(x - mean) + B)."""
-    column, inside, at = _place(num_rows, num_channels, ROWS, COLUMNS)
-    a = _of_channels(table, 0, column, num_channels)
-    b = _of_channels(table, 1, column, num_channels)
-    z = (tl.load(x + at, inside, 0.0).to(tl.float32) - _of_channels(table, 2, column, num_channels)) * a + b
+    column, inside, at = _locate_tile(num_rows, num_channels, ROWS, COLUMNS)
+    a = _load_channels(table, 0, column, num_channels)
+    b = _load_channels(table, 1, column, num_channels)
+    z = (tl.load(x + at, inside, 0.0).to(tl.float32) - _load_channels(table, 2, column, num_channels)) * a + b
     tl.store(y + at, (z * tl.sigmoid(z)).to(y.dtype.element_ty), inside)
 
 
 @triton.jit
-def _before_silu(x, dy, table, at, inside, column, num_channels):
+def _undo_silu(x, dy, table, at, inside, column, num_channels):
     """Return dz and x̂, recomputed from x."""
-    deviation = tl.load(x + at, inside, 0.0).to(tl.float32) - _of_channels(table, 2, column, num_channels)
-    a = _of_channels(table, 0, column, num_channels)
-    z = deviation * a + _of_channels(table, 1, column, num_channels)
+    deviation = tl.load(x + at, inside, 0.0).to(tl.float32) - _load_channels(table, 2, column, num_channels)
+    a = _load_channels(table, 0, column, num_channels)
+    z = deviation * a + _load_channels(table, 1, column, num_channels)
     s = tl.sigmoid(z)
     # d silu(z) / dz = s (1 + z (1 - s)) with s = sigmoid(z).
     dz = tl.load(dy + at, inside, 0.0).to(tl.float32) * s * (1.0 + z * (1.0 - s))
-    return dz, deviation * _of_channels(table, 3, column, num_channels), a
+    return dz, deviation * _load_channels(table, 3, column, num_channels), a
 
 
 @triton.jit
 def _group_gradient_parts(x, dy, table, parts, num_rows, num_channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Write Σ dz and Σ dz·x̂ of each channel over these rows."""
-    column, inside, at = _place(num_rows, num_channels, ROWS, COLUMNS)
-    dz, unit, _ = _before_silu(x, dy, table, at, inside, column, num_channels)
+    column, inside, at = _locate_tile(num_rows, num_channels, ROWS, COLUMNS)
+    dz, unit, _ = _undo_silu(x, dy, table, at, inside, column, num_channels)
     dz = tl.where(inside, dz, 0.0)
     part = parts + (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * 2 * num_channels + column
     tl.store(part, tl.sum(dz, 0), column < num_channels)
@@ -174,9 +174,11 @@ def _group_gradient_table(
 @triton.jit
 def _group_gradient(x, dy, table, sums, dx, num_rows, num_channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Write dx = A·dz minus the group's means."""
-    column, inside, at = _place(num_rows, num_channels, ROWS, COLUMNS)
-    dz, unit, a = _before_silu(x, dy, table, at, inside, column, num_channels)
-    found = dz * a - _of_channels(sums, 2, column, num_channels) - unit * _of_channels(sums, 3, column, num_channels)
+    column, inside, at = _locate_tile(num_rows, num_channels, ROWS, COLUMNS)
+    dz, unit, a = _undo_silu(x, dy, table, at, inside, column, num_channels)
+    found = (
+        dz * a - _load_channels(sums, 2, column, num_channels) - unit * _load_channels(sums, 3, column, num_channels)
+    )
     tl.store(dx + at, found.to(dx.dtype.element_ty), inside)
 
 
@@ -243,7 +245,7 @@ def compute_gradient(x: Tensor, dy: Tensor, table: Tensor, dx: Tensor, groups: i
 @triton.jit
 def _add_branch(x, branch, bias, y, num_rows, num_channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Write y = x + branch + bias."""
-    column, inside, at = _place(num_rows, num_channels, ROWS, COLUMNS)
+    column, inside, at = _locate_tile(num_rows, num_channels, ROWS, COLUMNS)
     found = tl.load(x + at, inside, 0.0).to(tl.float32) + tl.load(branch + at, inside, 0.0).to(tl.float32)
     found += tl.load(bias + column, column < num_channels, 0.0).to(tl.float32)[None, :]
     tl.store(y + at, found.to(y.dtype.element_ty), inside)

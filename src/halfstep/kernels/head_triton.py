@@ -35,7 +35,7 @@ SUM_LOADS = 8  # how many loads of the logits' gradient the parts of a tile have
 
 
 @triton.jit
-def _place(tile, pixels, ROWS: tl.constexpr):
+def _locate_tile(tile, pixels, ROWS: tl.constexpr):
     """Return a tile's image and its first pixel there: no tile crosses images, so that no pixel index needs a
     division."""
     in_image = tl.cdiv(pixels, ROWS)
@@ -43,13 +43,13 @@ def _place(tile, pixels, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _map_offsets(image, start, pixels, channels, columns, ROWS: tl.constexpr):
+def _compute_offsets(image, start, pixels, channels, columns, ROWS: tl.constexpr):
     """Return the offsets of a tile in the map: 64 bits for its start, 32 bits within it."""
     return (image * pixels + start) * channels + (tl.arange(0, ROWS)[:, None] * channels + columns[None, :])
 
 
 @triton.jit
-def _weights(weight, channels, columns, is_channel, CLASSES):
+def _load_weights(weight, channels, columns, is_channel, CLASSES):
     """Load the weights of each class, in fp32."""
     weights = ()
     for k in tl.static_range(CLASSES):
@@ -59,7 +59,7 @@ def _weights(weight, channels, columns, is_channel, CLASSES):
 
 
 @triton.jit
-def _logit_gradients(dlogits, image, start, is_row, n_stride, k_stride, w_stride, CLASSES, ROWS):
+def _load_logit_gradients(dlogits, image, start, is_row, n_stride, k_stride, w_stride, CLASSES, ROWS):
     """Load the gradient of each class's logits, in fp32."""
     at = dlogits + image * n_stride + start.to(tl.int64) * w_stride + tl.arange(0, ROWS) * w_stride
     gradients = ()
@@ -70,7 +70,7 @@ def _logit_gradients(dlogits, image, start, is_row, n_stride, k_stride, w_stride
 
 
 @triton.jit
-def _products(gradients, weights, CLASSES: tl.constexpr):
+def _sum_products(gradients, weights, CLASSES: tl.constexpr):
     """Return the gradient of the normalised map: a sum of outer products over classes."""
     total = gradients[0] * weights[0]
     for k in tl.static_range(1, CLASSES):
@@ -79,7 +79,7 @@ def _products(gradients, weights, CLASSES: tl.constexpr):
 
 
 @triton.jit
-def _zeros(CLASSES, ROWS, COLS):
+def _make_zeros(CLASSES, ROWS, COLS):
     """Return a zero tile for each class."""
     zeros = ()
     for _ in tl.static_range(CLASSES):
@@ -88,7 +88,7 @@ def _zeros(CLASSES, ROWS, COLS):
 
 
 @triton.jit
-def _plus_products(sums, gradients, values, CLASSES):
+def _add_products(sums, gradients, values, CLASSES):
     """Add each class's gradient, and its product with values, to their sums."""
     new = ()
     for k in tl.static_range(CLASSES):
@@ -97,17 +97,17 @@ def _plus_products(sums, gradients, values, CLASSES):
 
 
 @triton.jit
-def _parts_of_tile(y, dlogits, tile, pixels, channels, columns, is_channel, n_stride, k_stride, w_stride,
-                   CLASSES, PARTS, ROWS):  # fmt: skip
+def _load_parts(y, dlogits, tile, pixels, channels, columns, is_channel, n_stride, k_stride, w_stride,
+                CLASSES, PARTS, ROWS):  # fmt: skip
     """Load values and logit gradients of all parts before using the first, to keep enough loads in flight."""
-    image, first = _place(tile, pixels, PARTS * ROWS)
+    image, first = _locate_tile(tile, pixels, PARTS * ROWS)
     values, gradients = (), ()
     for part in tl.static_range(PARTS):
         start = first + part * ROWS
         is_row = start + tl.arange(0, ROWS) < pixels
-        at = y + _map_offsets(image, start, pixels, channels, columns, ROWS)
+        at = y + _compute_offsets(image, start, pixels, channels, columns, ROWS)
         values = values + (tl.load(at, mask=is_row[:, None] & is_channel[None, :], other=0.0),)  # noqa: RUF005
-        of_part = _logit_gradients(dlogits, image, start, is_row, n_stride, k_stride, w_stride, CLASSES, ROWS)
+        of_part = _load_logit_gradients(dlogits, image, start, is_row, n_stride, k_stride, w_stride, CLASSES, ROWS)
         gradients = gradients + (of_part,)  # noqa: RUF005
     return values, gradients
 
@@ -120,12 +120,12 @@ def logits_kernel(y, scale, offset, weight, bias, out, num_tiles, pixels, channe
     is_channel = columns < channels
     a = tl.load(scale + columns, mask=is_channel, other=0.0)[None, :]
     b = tl.load(offset + columns, mask=is_channel, other=0.0)[None, :]
-    weights = _weights(weight, channels, columns, is_channel, CLASSES)
+    weights = _load_weights(weight, channels, columns, is_channel, CLASSES)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        image, start = _place(tile, pixels, ROWS)
+        image, start = _locate_tile(tile, pixels, ROWS)
         is_row = start + tl.arange(0, ROWS) < pixels
         inside = is_row[:, None] & is_channel[None, :]
-        z = tl.load(y + _map_offsets(image, start, pixels, channels, columns, ROWS), mask=inside, other=0.0)
+        z = tl.load(y + _compute_offsets(image, start, pixels, channels, columns, ROWS), mask=inside, other=0.0)
         z = z.to(tl.float32) * a + b
         z = tl.where(z <= 0, 0.0, z)  # `maximum` would turn NaN into 0
         at = out + ((image * pixels + start) * CLASSES + tl.arange(0, ROWS) * CLASSES)
@@ -149,18 +149,20 @@ def head_sums_kernel(y, dlogits, mean, scale, offset, weight, partials, bias_par
     b = tl.load(offset + columns, mask=is_channel, other=0.0)[None, :]
     mu = tl.load(mean + columns, mask=is_channel, other=0.0)[None, :]
     # [rows, channels] and not [channels]: added up over rows once at the end, not across threads in each tile.
-    sums, sums_x, sums_all = _zeros(CLASSES, ROWS, COLS), _zeros(CLASSES, ROWS, COLS), _zeros(CLASSES, ROWS, 1)
+    sums = _make_zeros(CLASSES, ROWS, COLS)
+    sums_x = _make_zeros(CLASSES, ROWS, COLS)
+    sums_all = _make_zeros(CLASSES, ROWS, 1)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        values, gradients = _parts_of_tile(
+        values, gradients = _load_parts(
             y, dlogits, tile, pixels, channels, columns, is_channel, n_stride, k_stride, w_stride,
             CLASSES, PARTS, ROWS)  # fmt: skip
         for part in tl.static_range(PARTS):
             value = values[part].to(tl.float32)
             # ReLU is recomputed from y. NaN <= 0 is false: NaN passes, as in forward.
             is_through = tl.where(value * a + b <= 0, 0.0, 1.0)
-            sums = _plus_products(sums, gradients[part], is_through, CLASSES)
-            sums_x = _plus_products(sums_x, gradients[part], is_through * (value - mu), CLASSES)
-            sums_all = _plus_products(sums_all, gradients[part], 1.0, CLASSES)
+            sums = _add_products(sums, gradients[part], is_through, CLASSES)
+            sums_x = _add_products(sums_x, gradients[part], is_through * (value - mu), CLASSES)
+            sums_all = _add_products(sums_all, gradients[part], 1.0, CLASSES)
     # Loaded again without the row dimension: from here on, all are vectors of channels.
     a, b = tl.load(scale + columns, mask=is_channel, other=0.0), tl.load(offset + columns, mask=is_channel, other=0.0)
     # z = a·y + b = a·(y - mean) + middle, so Σ dlogit·z = a·Σ dlogit·(y - mean) + middle·Σ dlogit.
@@ -192,16 +194,16 @@ def head_gradient_kernel(y, dlogits, mean, inverse, scale, offset, weight, sum_g
     slope = -a * slope * slope * tl.load(sum_gx + columns, mask=is_channel, other=0.0) / num_values
     level = -a * tl.load(sum_g + columns, mask=is_channel, other=0.0) / num_values
     level -= slope * tl.load(mean + columns, mask=is_channel, other=0.0)
-    weights = _weights(weight, channels, columns, is_channel, CLASSES)
+    weights = _load_weights(weight, channels, columns, is_channel, CLASSES)
     a, b, slope, level = a[None, :], b[None, :], slope[None, :], level[None, :]
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        image, start = _place(tile, pixels, ROWS)
+        image, start = _locate_tile(tile, pixels, ROWS)
         is_row = start + tl.arange(0, ROWS) < pixels
         inside = is_row[:, None] & is_channel[None, :]
-        at = _map_offsets(image, start, pixels, channels, columns, ROWS)
+        at = _compute_offsets(image, start, pixels, channels, columns, ROWS)
         value = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
-        gradients = _logit_gradients(dlogits, image, start, is_row, n_stride, k_stride, w_stride, CLASSES, ROWS)
-        g = tl.where(value * a + b <= 0, 0.0, _products(gradients, weights, CLASSES))
+        gradients = _load_logit_gradients(dlogits, image, start, is_row, n_stride, k_stride, w_stride, CLASSES, ROWS)
+        g = tl.where(value * a + b <= 0, 0.0, _sum_products(gradients, weights, CLASSES))
         dy = a * g + (value * slope + level)
         tl.store(out + at, dy.to(out.dtype.element_ty), mask=inside)
 

@@ -76,7 +76,9 @@ def _partial_sums(
 
 
 @triton.jit
-def _total(partials, kind, num_kinds, columns, num_parts, num_channels, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+def _add_partials(
+    partials, kind, num_kinds, columns, num_parts, num_channels, PARTS: tl.constexpr, COLUMNS: tl.constexpr
+):
     """Return the sum over parts of one kind of sum, always in the same order."""
     total = tl.zeros([COLUMNS], tl.float32)
     for start in range(0, num_parts, PARTS):
@@ -92,7 +94,7 @@ def _finish_plain(partials, totals, num_parts, num_channels, PARTS: tl.constexpr
     """Write totals[kind] = Σ over parts; one program for some channels of one kind."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     kind, num_kinds = tl.program_id(1), tl.num_programs(1)
-    total = _total(partials, kind, num_kinds, columns, num_parts, num_channels, PARTS, COLUMNS)
+    total = _add_partials(partials, kind, num_kinds, columns, num_parts, num_channels, PARTS, COLUMNS)
     tl.store(totals + kind * num_channels + columns, total, columns < num_channels)
 
 
@@ -101,8 +103,8 @@ def _finish_gradient(partials, inverse, sums, num_parts, num_channels, PARTS: tl
     """Write Σ g, Σ g·(y - mean), and the latter times inverse, which is the gradient of the weight."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_channel = columns < num_channels
-    g = _total(partials, 0, 2, columns, num_parts, num_channels, PARTS, COLUMNS)
-    gx = _total(partials, 1, 2, columns, num_parts, num_channels, PARTS, COLUMNS)
+    g = _add_partials(partials, 0, 2, columns, num_parts, num_channels, PARTS, COLUMNS)
+    gx = _add_partials(partials, 1, 2, columns, num_parts, num_channels, PARTS, COLUMNS)
     tl.store(sums + columns, g, is_channel)
     tl.store(sums + num_channels + columns, gx, is_channel)
     tl.store(sums + 2 * num_channels + columns, gx * tl.load(inverse + columns, is_channel, 0.0), is_channel)
@@ -121,8 +123,8 @@ def _finish_statistics(
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_channel = columns < num_channels
     count = tl.cast(num_rows, tl.float32)
-    first = _total(partials, 0, 2, columns, num_parts, num_channels, PARTS, COLUMNS) / count
-    second = _total(partials, 1, 2, columns, num_parts, num_channels, PARTS, COLUMNS) / count
+    first = _add_partials(partials, 0, 2, columns, num_parts, num_channels, PARTS, COLUMNS) / count
+    second = _add_partials(partials, 1, 2, columns, num_parts, num_channels, PARTS, COLUMNS) / count
     # `shift` is the map itself: its first row is what `_partial_sums` subtracted.
     mean = tl.load(shift + columns, is_channel, 0.0).to(tl.float32) + first
     # The shift is near the mean, so little cancels here (see normalise.py).

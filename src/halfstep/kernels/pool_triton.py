@@ -26,7 +26,7 @@ tried there on a U-Net's four levels."""
 
 
 @triton.jit
-def _windows(tile, num_windows, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+def _locate_windows(tile, num_windows, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     """Return the first pixel's row and the pooled row of each window in a tile, and masks of the pixels that exist."""
     window = tile * ROWS + tl.arange(0, ROWS)
     # Rounded up: at odd sides the last windows are incomplete, which `right` and `below` mask.
@@ -62,7 +62,7 @@ def _store_pixel(pointer, stride, row, mask, columns, is_channel, value):
 
 
 @triton.jit
-def _rounded(y, scale, offset, pointer):
+def _normalise_rounded(y, scale, offset, pointer):
     """Return y * scale + offset, rounded as a stored map would be, so that ties for the maximum break as in torch.
 
     ReLU may follow later: it keeps the order of what it lets through, and the rest has no gradient.
@@ -78,10 +78,10 @@ def pooled_kernel(y, scale, offset, out, num_windows, channels,
     is_channel = columns < channels
     weight, bias = tl.load(scale + columns, mask=is_channel), tl.load(offset + columns, mask=is_channel)
     for tile in range(tl.program_id(0), tl.cdiv(num_windows, ROWS), tl.num_programs(0)):
-        first, pooled, here, right, below = _windows(tile, num_windows, HEIGHT, WIDTH, ROWS)
+        first, pooled, here, right, below = _locate_windows(tile, num_windows, HEIGHT, WIDTH, ROWS)
         a, b, c, d = _load_pixels(y, channels, first, WIDTH, here, right, below, columns, is_channel)
-        a, b = _rounded(a, weight, bias, y), _rounded(b, weight, bias, y)
-        c, d = _rounded(c, weight, bias, y), _rounded(d, weight, bias, y)
+        a, b = _normalise_rounded(a, weight, bias, y), _normalise_rounded(b, weight, bias, y)
+        c, d = _normalise_rounded(c, weight, bias, y), _normalise_rounded(d, weight, bias, y)
         # Not tl.maximum, which drops NaN. Statistics spread NaN over the whole channel, so the first pixel has it too.
         best = tl.where(b > a, b, a)
         best = tl.where(c > best, c, best)
@@ -90,17 +90,17 @@ def pooled_kernel(y, scale, offset, out, num_windows, channels,
 
 
 @triton.jit
-def _pixel_gradients(y, dskip, dpooled, scale, offset, skip_stride, channels, tile, num_windows, columns,
+def _compute_pixel_gradients(y, dskip, dpooled, scale, offset, skip_stride, channels, tile, num_windows, columns,
                      is_channel, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Return each pixel's y and the gradient of y * scale + offset: the skip's, plus the pooled one at the first
     maximum."""
-    first, pooled, here, right, below = _windows(tile, num_windows, HEIGHT, WIDTH, ROWS)
+    first, pooled, here, right, below = _locate_windows(tile, num_windows, HEIGHT, WIDTH, ROWS)
     a, b, c, d = _load_pixels(y, channels, first, WIDTH, here, right, below, columns, is_channel)
     ga, gb, gc, gd = _load_pixels(dskip, skip_stride, first, WIDTH, here, right, below, columns, is_channel)
     at = (dpooled + pooled.to(tl.int64) * channels)[:, None] + columns[None, :]
     gpool = tl.load(at, mask=(right & below)[:, None] & is_channel[None, :], other=0.0).to(tl.float32)
-    za, zb = _rounded(a, scale, offset, y), _rounded(b, scale, offset, y)
-    zc, zd = _rounded(c, scale, offset, y), _rounded(d, scale, offset, y)
+    za, zb = _normalise_rounded(a, scale, offset, y), _normalise_rounded(b, scale, offset, y)
+    zc, zd = _normalise_rounded(c, scale, offset, y), _normalise_rounded(d, scale, offset, y)
     # Pairs first, above before below and left before right: a tie belongs to the first in reading order, as in torch.
     best_ab, best_cd = tl.where(zb > za, zb, za), tl.where(zd > zc, zd, zc)
     is_above = ~(best_cd > best_ab)
@@ -126,7 +126,7 @@ def pool_gradient_sums_kernel(y, dskip, dpooled, mean, scale, offset, partials, 
     mu = tl.load(mean + columns, mask=is_channel, other=0.0)[None, :]
     sum_g, sum_gx = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(num_windows, ROWS), tl.num_programs(0)):
-        a, b, c, d, ga, gb, gc, gd = _pixel_gradients(
+        a, b, c, d, ga, gb, gc, gd = _compute_pixel_gradients(
             y, dskip, dpooled, weight, bias, skip_stride, channels, tile, num_windows, columns, is_channel,
             HEIGHT, WIDTH, ROWS)  # fmt: skip
         # Pixels that do not exist have a gradient of 0 and add nothing.
@@ -153,13 +153,13 @@ def pool_gradient_kernel(y, dskip, dpooled, mean, inverse, scale, offset, sum_g,
     level -= slope * tl.load(mean + columns, mask=is_channel)
     factor, slope, level = weight[None, :], slope[None, :], level[None, :]
     for tile in range(tl.program_id(0), tl.cdiv(num_windows, ROWS), tl.num_programs(0)):
-        a, b, c, d, ga, gb, gc, gd = _pixel_gradients(
+        a, b, c, d, ga, gb, gc, gd = _compute_pixel_gradients(
             y, dskip, dpooled, weight, bias, skip_stride, channels, tile, num_windows, columns, is_channel,
             HEIGHT, WIDTH, ROWS)  # fmt: skip
         a, b = factor * ga + (a * slope + level), factor * gb + (b * slope + level)
         c, d = factor * gc + (c * slope + level), factor * gd + (d * slope + level)
-        # Offsets and masks again, for the stores: `_pixel_gradients` does not return them.
-        first, _, here, right, below = _windows(tile, num_windows, HEIGHT, WIDTH, ROWS)
+        # Offsets and masks again, for the stores: `_compute_pixel_gradients` does not return them.
+        first, _, here, right, below = _locate_windows(tile, num_windows, HEIGHT, WIDTH, ROWS)
         _store_pixel(out, channels, first, here, columns, is_channel, a)
         _store_pixel(out, channels, first + 1, right, columns, is_channel, b)
         _store_pixel(out, channels, first + WIDTH, below, columns, is_channel, c)

@@ -176,8 +176,8 @@ def _pair_gradients(
     columns = tl.program_id(0) * BC + tl.arange(0, BC)
     is_channel = columns < num_channels
     one_nth = 1.0 / num_rows
-    a, mu, slope, level = _line(mean, inverse, scale, sum_g, sum_gx, one_nth, columns, is_channel)
-    a2, mu2, slope2, level2 = _line(
+    a, mu, slope, level = _compute_line(mean, inverse, scale, sum_g, sum_gx, one_nth, columns, is_channel)
+    a2, mu2, slope2, level2 = _compute_line(
         other_mean, other_inverse, other_scale, sum_g, sum_other, one_nth, columns, is_channel
     )
     rows = tl.arange(0, BR)
@@ -194,7 +194,7 @@ def _pair_gradients(
 
 
 @triton.jit
-def _line(mean, inverse, scale, sum_g, sum_gx, one_nth, columns, is_channel):
+def _compute_line(mean, inverse, scale, sum_g, sum_gx, one_nth, columns, is_channel):
     """Return a, mean, slope and level of a raw map's gradient a·g + slope·(y - mean) + level, as rows of a tile."""
     a = tl.load(scale + columns, mask=is_channel)
     inv = tl.load(inverse + columns, mask=is_channel)
@@ -296,7 +296,7 @@ def _pool_gradient(
     """
     columns = tl.program_id(0) * BC + tl.arange(0, BC)
     is_channel = columns < num_channels
-    a, mu, slope, level = _line(mean, inverse, scale, sum_g, sum_gx, one_nth, columns, is_channel)
+    a, mu, slope, level = _compute_line(mean, inverse, scale, sum_g, sum_gx, one_nth, columns, is_channel)
     across, down = (width + 1) // 2, (height + 1) // 2
     for tile in range(tl.program_id(1), tl.cdiv(num_windows, BR), tl.num_programs(1)):
         window = tile * BR + tl.arange(0, BR)
@@ -312,10 +312,10 @@ def _pool_gradient(
         is_in_height = inside & (2 * i + 1 < height)[:, None]
         is_in_both = is_in_width & is_in_height
         # All loads come before the stores: the compiler would not move one past them.
-        g00, p00 = _window(g, places, at, inside)
-        g01, p01 = _window(g, places, right, has_right)
-        g10, p10 = _window(g, places, below, has_below)
-        g11, p11 = _window(g, places, below + num_channels, has_right & has_below)
+        g00, p00 = _gather_window(g, places, at, inside)
+        g01, p01 = _gather_window(g, places, right, has_right)
+        g10, p10 = _gather_window(g, places, below, has_below)
+        g11, p11 = _gather_window(g, places, below + num_channels, has_right & has_below)
         x00 = tl.load(y + pixel, mask=inside, other=0.0).to(tl.float32) - mu
         x01 = tl.load(y + pixel + num_channels, mask=is_in_width, other=0.0).to(tl.float32) - mu
         x10 = tl.load(y + pixel_below, mask=is_in_height, other=0.0).to(tl.float32) - mu
@@ -336,6 +336,6 @@ def _pool_gradient(
 
 
 @triton.jit
-def _window(g, places, at, inside):
+def _gather_window(g, places, at, inside):
     """Load the gradient of a window and the index of its maximum; -1, which is no pixel, for a missing window."""
     return tl.load(g + at, mask=inside, other=0.0).to(tl.float32), tl.load(places + at, mask=inside, other=-1)

@@ -70,7 +70,7 @@ def _pad(
 
 
 @triton.jit
-def _tap(index, ROW_TAPS: tl.constexpr, PIXEL: tl.constexpr):
+def _locate_tap(index, ROW_TAPS: tl.constexpr, PIXEL: tl.constexpr):
     """Return row, column and channel of the weight for an index into all rows of taps."""
     return index // ROW_TAPS, index % ROW_TAPS // PIXEL, index % PIXEL
 
@@ -84,7 +84,7 @@ def _arrange(
     """Write the weight as a matrix [kernel rows · taps of a row, out channels], zero where there is no tap."""
     index = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     out = index % OUT
-    row, column, channel = _tap(index // OUT, ROW_TAPS, PIXEL)
+    row, column, channel = _locate_tap(index // OUT, ROW_TAPS, PIXEL)
     # A row of taps is longer than the kernel, and a pixel may have more channels than the image: weight 0.
     is_tap = (row < KERNEL) & (column < KERNEL) & (channel < CHANNELS)
     value = tl.load(weight + out * o_stride + channel * c_stride + row * h_stride + column * w_stride, is_tap, 0.0)
@@ -92,7 +92,7 @@ def _arrange(
 
 
 @triton.jit
-def _first_taps(
+def _locate_first_taps(
     padded, pixel,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr,
     PADDED_HEIGHT: tl.constexpr, PADDED_WIDTH: tl.constexpr, PIXEL: tl.constexpr,
@@ -116,7 +116,7 @@ def _convolve(
     out = tl.program_id(1) * OUT_CHANNELS + tl.arange(0, OUT_CHANNELS)[None, :]
     # Pixels past the end read the taps of the last one: loads need no mask, and the store has one.
     place = tl.minimum(pixel, num_pixels - 1)
-    first = _first_taps(padded, place, ROWS, COLUMNS, STRIDE, PADDED_HEIGHT, PADDED_WIDTH, PIXEL)
+    first = _locate_first_taps(padded, place, ROWS, COLUMNS, STRIDE, PADDED_HEIGHT, PADDED_WIDTH, PIXEL)
     tap = tl.arange(0, ROW_TAPS)
     total = tl.zeros([PIXELS, OUT_CHANNELS], tl.float32)
     for row in range(KERNEL):
@@ -159,7 +159,7 @@ def _weight_gradient(
         inside = (pixel < num_pixels)[:, None] & is_out
         # Pixels past the end read the taps of the last one. Their dy is 0, so they add nothing.
         place = tl.minimum(pixel, num_pixels - 1)
-        first = _first_taps(padded, place, ROWS, COLUMNS, STRIDE, PADDED_HEIGHT, PADDED_WIDTH, PIXEL)
+        first = _locate_first_taps(padded, place, ROWS, COLUMNS, STRIDE, PADDED_HEIGHT, PADDED_WIDTH, PIXEL)
         dy = tl.load(gradient + pixel.to(tl.int64)[:, None] * g_stride + out[None, :], inside, 0.0)
         taps = tl.load(first[:, None] + distance, tap < KERNEL * ROW_TAPS, 0.0)
         if IS_NORMALISED:
@@ -183,7 +183,7 @@ def _finish(
     """Write the weight's gradient in the weight's layout: Σ over parts, always in the same order."""
     index = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     out = index // ALL_TAPS
-    row, column, channel = _tap(index % ALL_TAPS, ROW_TAPS, PIXEL)
+    row, column, channel = _locate_tap(index % ALL_TAPS, ROW_TAPS, PIXEL)
     is_tap = (out < OUT) & (row < KERNEL) & (column < KERNEL) & (channel < CHANNELS)
     total = tl.zeros([VALUES], tl.float32)
     for start in range(0, num_parts, PARTS):

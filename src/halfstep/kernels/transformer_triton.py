@@ -126,7 +126,7 @@ def _gelu(
         inside = (tile * ROWS + row < num_rows) & is_column[None, :]
         places = tl.cast(tile * ROWS, tl.int64) * dim + (row * dim + columns[None, :])
         value = tl.load(raw + places, inside, 0.0).to(tl.float32) + added[None, :]
-        share = share_by_tanh(value) if BY_TANH else normal_distribution(value)
+        share = compute_share_by_tanh(value) if BY_TANH else compute_normal_distribution(value)
         tl.store(out + places, (value * share).to(out.dtype.element_ty), inside)
 
 
@@ -149,11 +149,13 @@ def _gelu_backward(
         places = tl.cast(tile * ROWS, tl.int64) * dim + (row * dim + columns[None, :])
         value = tl.load(raw + places, inside, 0.0).to(tl.float32) + added[None, :]
         gradient = tl.load(d_out + places, inside, 0.0).to(tl.float32)
-        below = share_by_tanh(value) if BY_TANH else normal_distribution(value)
+        below = compute_share_by_tanh(value) if BY_TANH else compute_normal_distribution(value)
         if REMAKES_OUT:
             tl.store(out + places, (value * below).to(out.dtype.element_ty), inside)
         # d GELU(x) / dx = Φ(x) + x·φ(x). d_raw may be d_out: each value is loaded before it is overwritten.
-        result = gradient * (below + value * (density_by_tanh(value, below) if BY_TANH else normal_density(value)))
+        result = gradient * (
+            below + value * (compute_density_by_tanh(value, below) if BY_TANH else compute_normal_density(value))
+        )
         tl.store(d_raw + places, result.to(d_raw.dtype.element_ty), inside)
         d_bias += result
     tl.store(partials + tl.program_id(0) * partials_stride + columns, tl.sum(d_bias, 0), is_column)
@@ -293,7 +295,7 @@ def _choose_map_grid(num_rows: int, dim: int, blocks: dict[str, int], most_parts
 
 
 @triton.jit
-def normal_distribution(x):
+def compute_normal_distribution(x):
     """Return Φ(x), the standard normal distribution function."""
     y = tl.abs(x)
     # 1 - Φ(|x|) = 2^p with a polynomial p of degree 7 in |x|: one exp2 in place of erf.
@@ -309,21 +311,21 @@ def normal_distribution(x):
 
 
 @triton.jit
-def share_by_tanh(x):
+def compute_share_by_tanh(x):
     """Return the tanh approximation of Φ(x): (1 + tanh u) / 2 = 1 / (1 + exp(-2u)), u = √(2/π)·(x + 0.044715 x³)."""
     # 2.3022... = 2·√(2/π)·log2(e): exp2 in place of exp.
     return 1.0 / (1.0 + tl.exp2(-2.3022081985 * (x + 0.044715 * x * x * x)))
 
 
 @triton.jit
-def density_by_tanh(x, share):
-    """Return the derivative of `share_by_tanh`."""
+def compute_density_by_tanh(x, share):
+    """Return the derivative of `compute_share_by_tanh`."""
     # The derivative of the logistic function times that of 2u, 2·√(2/π)·(1 + 3·0.044715 x²).
     return share * (1.0 - share) * (1.5957691216 + 0.2140644489 * x * x)
 
 
 @triton.jit
-def normal_density(x):
+def compute_normal_density(x):
     """Return φ(x) = exp(-x²/2) / √(2π), the derivative of Φ."""
     # 0.3989... = 1 / √(2π), 0.7213... = log2(e) / 2.
     return 0.3989422804 * tl.exp2(-0.7213475204 * x * x)

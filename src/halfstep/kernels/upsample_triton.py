@@ -44,8 +44,10 @@ EXACT = UpsampleBlocks(32, 32, 32, warps=4, stages=3)
 
 
 @triton.jit
-def _first_pixels(row, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr,
-                  TOP: tl.constexpr, LEFT: tl.constexpr):  # fmt: skip
+def _locate_first_pixels(
+    row, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr,
+    TOP: tl.constexpr, LEFT: tl.constexpr,
+):  # fmt: skip
     """Return the row, in the wider map, of the first of the 2×2 pixels."""
     line = row // WIDTH
     image = line // HEIGHT
@@ -53,7 +55,7 @@ def _first_pixels(row, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUT_HEIGHT: tl
 
 
 @triton.jit
-def _tap_offsets(column, stride, CHANNELS: tl.constexpr, OUT_WIDTH: tl.constexpr):
+def _compute_tap_offsets(column, stride, CHANNELS: tl.constexpr, OUT_WIDTH: tl.constexpr):
     """Return the offsets of the 4C columns from the first of their 2×2 pixels."""
     tap = column // CHANNELS
     return ((tap // 2) * OUT_WIDTH + tap % 2) * stride + column % CHANNELS
@@ -79,8 +81,8 @@ def doubled_kernel(z, taps, bias, out, num_rows, depth, stride, CHANNELS: tl.con
         # "ieee" concerns fp32 maps: their operands are not rounded to TF32.
         total = tl.dot(values, weights, total, input_precision="ieee")
     total += tl.load(bias + column % CHANNELS, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    first = _first_pixels(row, HEIGHT, WIDTH, OUT_HEIGHT, OUT_WIDTH, TOP, LEFT)
-    at = (out + first * stride)[:, None] + _tap_offsets(column, stride, CHANNELS, OUT_WIDTH)[None, :]
+    first = _locate_first_pixels(row, HEIGHT, WIDTH, OUT_HEIGHT, OUT_WIDTH, TOP, LEFT)
+    at = (out + first * stride)[:, None] + _compute_tap_offsets(column, stride, CHANNELS, OUT_WIDTH)[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
@@ -94,13 +96,13 @@ def halved_kernel(dout, taps, dz, num_rows, columns, stride, CHANNELS: tl.conste
     row = tl.program_id(0) // across * BM + tl.arange(0, BM)
     column = tl.program_id(0) % across * BN + tl.arange(0, BN)
     is_row, is_column = row < num_rows, column < columns
-    first = _first_pixels(row, HEIGHT, WIDTH, OUT_HEIGHT, OUT_WIDTH, TOP, LEFT)
+    first = _locate_first_pixels(row, HEIGHT, WIDTH, OUT_HEIGHT, OUT_WIDTH, TOP, LEFT)
     at = (dout + first * stride)[:, None]
     total = tl.zeros((BM, BN), tl.float32)
     for start in range(0, 4 * CHANNELS, BK):
         k = start + tl.arange(0, BK)
         is_term = k < 4 * CHANNELS
-        pixels = at + _tap_offsets(k, stride, CHANNELS, OUT_WIDTH)[None, :]
+        pixels = at + _compute_tap_offsets(k, stride, CHANNELS, OUT_WIDTH)[None, :]
         gradient = tl.load(pixels, mask=is_row[:, None] & is_term[None, :], other=0.0)
         weights = taps + k[:, None] + column[None, :] * (4 * CHANNELS)
         weights = tl.load(weights, mask=is_term[:, None] & is_column[None, :], other=0.0)
@@ -121,7 +123,7 @@ def weight_parts_kernel(dout, z, partials, num_rows, columns, rows_each, stride,
     tap = tl.program_id(0) * BM + tl.arange(0, BM)
     column = tl.program_id(1) * BN + tl.arange(0, BN)
     is_tap, is_column = tap < 4 * CHANNELS, column < columns
-    pixels = dout + _tap_offsets(tap, stride, CHANNELS, OUT_WIDTH)[:, None]
+    pixels = dout + _compute_tap_offsets(tap, stride, CHANNELS, OUT_WIDTH)[:, None]
     total = tl.zeros((BM, BN), tl.float32)
     # Sums over rows are a product with ones too: then the gradient need not be kept in registers for them.
     total_bias = tl.zeros((BM, 16), tl.float32)
@@ -131,7 +133,7 @@ def weight_parts_kernel(dout, z, partials, num_rows, columns, rows_each, stride,
         row = start + tl.arange(0, BK)
         # Not num_rows: rows from `end` on belong to another program.
         is_row = row < end
-        first = _first_pixels(row, HEIGHT, WIDTH, OUT_HEIGHT, OUT_WIDTH, TOP, LEFT)
+        first = _locate_first_pixels(row, HEIGHT, WIDTH, OUT_HEIGHT, OUT_WIDTH, TOP, LEFT)
         gradient = tl.load(pixels + (first * stride)[None, :], mask=is_tap[:, None] & is_row[None, :], other=0.0)
         at = z + row.to(tl.int64)[:, None] * columns + column[None, :]
         values = tl.load(at, mask=is_row[:, None] & is_column[None, :], other=0.0)

@@ -1,1 +1,1 @@
-"""Plain `nn.Module` architectures, one per file. They know no dtype: precision is applied from outside."""
+"""Model code that several families share. Models do not choose dtypes: precision is applied from outside."""

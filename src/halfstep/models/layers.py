@@ -1,8 +1,8 @@
-"""torch layers that chains of our kernels recognise by their class; they are built, saved and hooked like torch's.
+"""Subclasses of torch layers that chains of our kernels recognise by their class.
 
-`is_as_built` detects later changes that the class does not show, such as another stride or BatchNorm momentum: then
-torch's own code runs. A chain replaces layers only if the result is indistinguishable (`are_plain`): a model lists the
-classes its chain supports, each with a check of the layer's settings.
+`is_as_built` detects later changes that the class does not show, such as another stride or BatchNorm momentum; torch's
+code runs in that case. A chain replaces layers only if the result is the same (`are_plain`): a model lists the classes
+that its chain supports, each with a check of the layer's settings.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules import module as of_all_modules
+from torch.nn.modules import module as global_hooks
 
 from halfstep.kernels.fast_forms import is_wanted
 
 
 class CentredConv2d(nn.Conv2d):
-    """A convolution with an odd kernel that keeps the size up to its stride; no bias, since BatchNorm follows."""
+    """A convolution with an odd kernel and "same" padding; no bias, since BatchNorm follows."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> None:
         super().__init__(in_channels, out_channels, kernel, stride=stride, padding=kernel // 2, bias=False)
 
     def is_as_built(self) -> bool:
-        """True if it still has an odd square kernel and stride, its padding and no bias."""
+        """True if kernel and stride are square, the kernel is odd, the padding fits, and there is no bias."""
         kernel, stride = self.kernel_size[0], self.stride[0]
         is_square = self.kernel_size == (kernel, kernel) and self.stride == (stride, stride)
         is_padded = self.padding == (kernel // 2, kernel // 2) and self.padding_mode == "zeros"
@@ -34,7 +34,7 @@ class CentredConv2d(nn.Conv2d):
 
 
 class PatchConv2d(nn.Conv2d):
-    """A convolution over non-overlapping patches."""
+    """A convolution over non-overlapping patches, computed as one matmul where that is faster."""
 
     def __init__(self, in_channels: int, out_channels: int, patch: int) -> None:
         super().__init__(in_channels, out_channels, kernel_size=patch, stride=patch)
@@ -45,12 +45,13 @@ class PatchConv2d(nn.Conv2d):
         return super().forward(input)
 
     def is_as_built(self) -> bool:
+        """True if patches still tile the image."""
         is_tiling = self.kernel_size == self.stride and self.padding == (0, 0) and self.dilation == (1, 1)
         return is_tiling and self.groups == 1
 
 
 class DoublingConvTranspose2d(nn.ConvTranspose2d):
-    """A transposed convolution in which each pixel becomes 2×2."""
+    """A transposed convolution that turns each pixel into 2×2."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__(in_channels, out_channels, kernel_size=2, stride=2)
@@ -62,19 +63,19 @@ class DoublingConvTranspose2d(nn.ConvTranspose2d):
 
 
 class BatchNorm2d(nn.BatchNorm2d):
-    """BatchNorm with the defaults: affine, running statistics, a momentum."""
+    """BatchNorm with torch's defaults: affine, with running statistics and a momentum."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__(num_features)
 
     def is_as_built(self) -> bool:
-        """True if it has its defaults and a numeric momentum; torch's `update_bn` sets it to None for a while."""
+        """True if the settings are the defaults; torch's `update_bn` sets the momentum to None for a while."""
         has_numbers = isinstance(self.eps, (int, float)) and isinstance(self.momentum, (int, float))
         return self.affine and self.track_running_stats and has_numbers
 
 
 class HalvingMaxPool2d(nn.MaxPool2d):
-    """Max pooling at stride 2 with kernel 2, or 3 with padding."""
+    """Max pooling with stride 2, and kernel 2 or (padded) 3."""
 
     def __init__(self, kernel_size: int) -> None:
         super().__init__(kernel_size, stride=2, padding=(kernel_size - 1) // 2)
@@ -86,6 +87,7 @@ class HalvingMaxPool2d(nn.MaxPool2d):
 
 
 Checks = Mapping[type[nn.Module], Callable[[Any], bool]]
+"""Supported classes, each with a check of a module's settings."""
 
 
 def are_plain(modules: Iterable[nn.Module], known: Checks) -> bool:
@@ -94,8 +96,10 @@ def are_plain(modules: Iterable[nn.Module], known: Checks) -> bool:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """True if one module, without its children, is in training mode, in fp32, unhooked and unpatched. `are_plain`
-    checks its class, since a module that computes in another format has a different class."""
+    """True if a module (without its children) is in training mode, in fp32, without hooks and with its own forward.
+
+    `are_plain` also checks its class: a module that computes in another format has a different class.
+    """
     has_fp32 = all(weight.dtype == torch.float32 for weight in module.parameters(recurse=False))
     return module.training and has_fp32 and "forward" not in vars(module) and not has_hooks(module)
 
@@ -103,19 +107,19 @@ def is_plain(module: nn.Module) -> bool:
 def has_hooks(module: nn.Module) -> bool:
     """True if the module has hooks, or global module hooks are set."""
     own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    forward = of_all_modules._global_forward_hooks, of_all_modules._global_forward_pre_hooks
-    backward = of_all_modules._global_backward_hooks, of_all_modules._global_backward_pre_hooks
+    forward = global_hooks._global_forward_hooks, global_hooks._global_forward_pre_hooks
+    backward = global_hooks._global_backward_hooks, global_hooks._global_backward_pre_hooks
     return any((*own, *forward, *backward))
 
 
 def accept_any(_: nn.Module) -> bool:
-    """Accept a class without settings that matter, or whose owner checks its children."""
+    """Accept any module of a class: its settings do not matter, or its parent checks them."""
     return True
 
 
 def consists_of(parts: Iterable[nn.Module], *classes: type[nn.Module]) -> bool:
-    """True if the modules have exactly these classes, in order. For a container pass its `children()`: a replacement
-    need not be a sequence."""
+    """True if the modules have exactly these classes, in order. Pass `children()` of a container: a replaced one may
+    not be iterable."""
     return [type(part) for part in parts] == [*classes]
 
 
@@ -124,11 +128,11 @@ CONVOLUTIONAL: Checks = {
     BatchNorm2d: BatchNorm2d.is_as_built,
     **dict.fromkeys((nn.ReLU, nn.Sequential), accept_any),
 }
-"""What the chains of both convolutional models support."""
+"""Layers that the chains of both convolutional models support."""
 
 
 def has_gain_and_bias(norm: nn.LayerNorm) -> bool:
-    """True if a LayerNorm normalises the last axis only and has gain and bias."""
+    """True if a LayerNorm normalises only the last axis, and has gain and bias."""
     return len(norm.normalized_shape) == 1 and norm.elementwise_affine and norm.bias is not None
 
 
@@ -137,17 +141,17 @@ def has_bias(linear: nn.Linear) -> bool:
 
 
 def is_exact(gelu: nn.GELU) -> bool:
-    """True if GELU uses the error function, not tanh."""
+    """True if GELU uses the error function instead of tanh."""
     return gelu.approximate == "none"
 
 
 def convolve_patches(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute a convolution whose stride is its kernel size as one matmul over patches; the result is channels_last."""
+    """Compute a convolution whose stride equals its kernel size as one matmul; the result is channels_last."""
     n, c, height, width = x.shape
     out, _, p, q = weight.shape
     grid = x.reshape(n, c, height // p, p, width // q, q)
     if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
-        # A patch's row of q pixels with their channels is contiguous.
+        # Keep channels innermost: a row of q pixels with their channels is contiguous.
         patches, weight = grid.permute(0, 2, 4, 3, 5, 1), weight.permute(0, 2, 3, 1)
     else:
         patches = grid.permute(0, 2, 4, 1, 3, 5)

@@ -1,6 +1,7 @@
-"""PatchGAN (Isola et al. 2017), a discriminator of patches instead of whole images, and a perceptual distance by VGG16.
+"""PatchGAN (Isola et al. 2017), a discriminator that judges patches of an image, and a perceptual distance by VGG16.
 
-GroupNorm instead of BatchNorm: the discriminator runs in both phases, and batch statistics would reveal which.
+The discriminator uses GroupNorm instead of BatchNorm: it runs in both phases, and batch statistics would reveal
+in which.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from halfstep.errors import ConfigError, ModelError
 from halfstep.islands import fp32_island, to_fp32
 
 WIDEST = 8
-"""Largest width, as a multiple of the first layer's channels."""
+"""Largest number of channels, as a multiple of the first layer's."""
 VGG16 = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512)
 """Channels of VGG16's convolutions; 0 halves the image. Features before each halving, and the last, are compared."""
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class PatchGan(nn.Module):
-    """Logits (N, 1, h, w): positive where a patch looks real."""
+    """Compute logits (N, 1, h, w) of images: positive where a patch looks real."""
 
     def __init__(self, *, image_channels: int = 3, channels: int = 64, num_halvings: int = 3) -> None:
         super().__init__()
@@ -42,8 +43,11 @@ class PatchGan(nn.Module):
 def build_discriminator(
     side: int, *, image_channels: int = 3, channels: int, num_halvings: int, setting: str
 ) -> PatchGan:
-    """Build a PatchGan for square images; refuse a side of which two more convolutions, behind those that halve, leave
-    nothing. `setting` is the config's name of `num_halvings`."""
+    """Build a PatchGan for square images; refuse sides for which its output would be empty.
+
+    `setting` is the config key of `num_halvings`, for the error message. After the halvings, two convolutions with
+    kernel 4, stride 1 and padding 1 each reduce the side by one.
+    """
     if side < (least := 2 ** (num_halvings + 2)):
         raise ConfigError(
             f"data.image_size={side} is too small for a discriminator that halves it {num_halvings} times",
@@ -54,7 +58,8 @@ def build_discriminator(
 
 
 class VggDistance(nn.Module):
-    """Distance of two images in -1..1 by VGG16's features: squared, of unit vectors; LPIPS without its last layer."""
+    """Perceptual distance of images in -1..1: squared distance of normalised VGG16 features (LPIPS without its linear
+    layers)."""
 
     scale: Tensor
     shift: Tensor
@@ -70,20 +75,20 @@ class VggDistance(nn.Module):
             layers += [nn.Conv2d(before, channels, 3, padding=1), nn.ReLU()]
             before = channels
         self.features = nn.ModuleList(layers)
-        # From -1..1 to the normalised images VGG was trained on.
+        # Map images in -1..1 to the normalisation that VGG was trained with.
         mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
         self.register_buffer("scale", 0.5 / std, persistent=False)
         self.register_buffer("shift", (0.5 - mean) / std, persistent=False)
 
     def forward(self, one: Tensor, other: Tensor) -> Tensor:
-        """Return one number per image, (N,) in fp32."""
+        """Return the distances (N,) in fp32."""
         num, dtype = len(one), next(self.parameters()).dtype
         both = (torch.cat([one, other]).float() * self.scale + self.shift).to(dtype)
         distances = []
         for layer, following in zip(self.features, [*self.features[1:], None], strict=True):
             both = layer(both)
             if isinstance(layer, nn.ReLU) and (following is None or isinstance(following, nn.MaxPool2d)):
-                distances.append(_unit_distance(both[:num], both[num:]))
+                distances.append(_compute_unit_distance(both[:num], both[num:]))
         return torch.stack(distances).sum(0)
 
     def load_(self, weights: Mapping[str, Tensor], source: str) -> None:
@@ -98,7 +103,7 @@ class VggDistance(nn.Module):
         self.load_state_dict(found)
 
 
-def _unit_distance(one: Tensor, other: Tensor) -> Tensor:
+def _compute_unit_distance(one: Tensor, other: Tensor) -> Tensor:
     with fp32_island():
         a, b = (F.normalize(to_fp32(features), dim=1, eps=1e-10) for features in (one, other))
         return (a - b).square().sum(1).mean((1, 2))

@@ -1,6 +1,6 @@
-"""The latent of a VAE as a diagonal Gaussian, in fp32, and how images become latents and back.
+"""The latent of a VAE: a diagonal Gaussian in fp32, and the interface to encode and decode images.
 
-fp32: exp(20), the largest variance, is 7,000 times fp16's largest number.
+The largest variance, exp(20), is 7,000 times the largest number of fp16.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from halfstep.errors import ModelError
 from halfstep.islands import fp32_island, to_fp32
 
 SMALLEST_LOGVAR, LARGEST_LOGVAR = -30.0, 20.0
+"""Limits of the log-variance, as in LDM and diffusers."""
 
 
 def split_moments(moments: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,13 +40,13 @@ def kl_divergence(mean: Tensor, logvar: Tensor) -> Tensor:
 def draw_and_decode(
     mean: Tensor, logvar: Tensor, noise: Tensor, decode: Callable[[Tensor], Tensor]
 ) -> dict[str, Tensor]:
-    """Return the decoded `image` of a drawn `latent`, and the `kl` divergence (N,) of its distribution."""
+    """Draw a latent and decode it; return `image`, `latent` and the `kl` divergence (N,)."""
     latent = draw_latent(mean, logvar, noise)
     return {"image": decode(latent), "latent": latent, "kl": kl_divergence(mean, logvar)}
 
 
 class Codec:
-    """How to call a kind of VAE: networks of different libraries return their latents and images differently."""
+    """Interface to encode and decode with a VAE: libraries return latents and images in different forms."""
 
     def encode(self, vae: Any, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and log-variance (N, C, h, w) of the latents, in fp32."""
@@ -56,17 +57,17 @@ class Codec:
         raise NotImplementedError
 
     def reconstruct(self, vae: Any, images: Tensor, noise: Tensor) -> dict[str, Tensor]:
-        """Return what `draw_and_decode` makes of the images' latents."""
+        """Encode images, draw latents and decode them (`draw_and_decode`)."""
         mean, logvar = self.encode(vae, images)
         return draw_and_decode(mean, logvar, noise, lambda latents: self.decode(vae, latents))
 
     def decode_means(self, vae: Any, images: Tensor) -> Tensor:
-        """Return the images that the means of the latents decode to: the reconstruction without a draw."""
+        """Return the images decoded from the means of the latents: reconstructions without random draws."""
         return self.decode(vae, self.encode(vae, images)[0])
 
     @torch.no_grad()
     def measure_scale(self, vae: Any, images: Iterable[Tensor], *, source: str) -> float:
-        """Return 1 / the standard deviation of drawn latents (Rombach et al. 2022), in float64, over image batches."""
+        """Return 1 / standard deviation of drawn latents over batches of images, in float64 (Rombach et al. 2022)."""
         device = next(vae.parameters()).device
         with fp32_island():
             moments = [self.encode(vae, batch.to(device)) for batch in images]
@@ -81,5 +82,6 @@ class Codec:
                 fix="train the autoencoder longer, or with a smaller model.kl_weight; radiodiff's "
                 "model.scale_factor=0.3 sets the scale",
             )
-        # Law of total variance: in an autoencoder that has hardly trained the draws vary, and not the means.
+        # Law of total variance: var(latent) = var(mean) + E[var]. In an autoencoder that is hardly trained, the second
+        # term dominates.
         return 1 / math.sqrt(spread**2 + float(logvars.exp().mean()))

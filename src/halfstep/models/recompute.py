@@ -1,21 +1,21 @@
-"""What a model keeps for its backward pass, and what it computes again there. Can be changed on a built model.
+"""Activation checkpointing of our models: what they keep for backward, and what they recompute. Can be changed later.
 
-    none        everything the kernels ask for is kept: fastest
-    pointwise   outputs of what is bound by arithmetic are kept: attention, matmuls and most convolutions. What is bound
-                by memory is computed again: normalisation, activation, concatenation, pooling, a convolution of RGB.
-                Less than half the memory of a convolutional model, for a few passes over what was kept
-    alternate   every other block is recomputed whole, those between pointwise: half of what the next one costs
-    blocks      only the inputs of blocks are kept, their forward pass runs twice: least memory
+    none        keep everything that kernels save for backward: fastest
+    pointwise   keep outputs that are expensive to compute (attention, matmuls, most convolutions), and recompute those
+                that are limited by memory bandwidth (norms, activations, concatenation, pooling, convolutions of RGB).
+                Takes less than half the memory in a convolutional model, at the cost of a few passes over kept tensors
+    alternate   recompute every other block completely, the rest pointwise: half the cost of `blocks`
+    blocks      keep only the inputs of blocks, and run their forward twice: least memory
 
-Blocks with dropout draw the same numbers again: eager mode keeps the generators' state for that, compiled code seeds.
+Blocks with dropout draw the same numbers again: eager mode restores the generator's state, compiled code the seeds.
 
-Eager and compiled code differ twice. A compiled model is one region, in which the partitioner interleaves recomputing
-with backward; in eager mode a region is recomputed at once, so it must not be larger than a block, or everything it
-recomputes would be alive together. And a compiled region recomputes only pure values, while in eager mode BatchNorm
-runs a second time and its running statistics need shielding.
+Eager and compiled code differ in two ways. A compiled model is one region, in which the partitioner interleaves
+recomputation with backward; in eager mode a region is recomputed at once, so it must not be larger than a block, or
+everything it recomputes would be alive at the same time. And a compiled region recomputes only pure values, while in
+eager mode BatchNorm runs a second time, so its running statistics need protection.
 
-Loops over chunks save memory in a similar way, and must stay out of compiled code: a compiler unrolls the loop, which
-takes minutes, and fuses what the iterations share, so that the activations of all chunks are alive together.
+Loops over chunks save memory in a similar way and must not be compiled as a whole: the compiler would unroll the loop,
+which takes minutes, and fuse iterations, so that the activations of all chunks are alive at the same time.
 `make_iteration` compiles one iteration instead.
 """
 
@@ -57,12 +57,12 @@ MATMULS = {
     aten.addmm.default: 1,
     aten.baddbmm.default: 1,
 }
-"""Matrix products, and the position of their left factor among the arguments."""
+"""Matrix products, with the index of their left factor among the arguments."""
 
 COMPUTE_BOUND_TERMS = 200
-"""Number of products summed per output value from which arithmetic takes longer than memory traffic. In bf16 a value
-has 2 bytes and a product is 2 operations, so this is operations per byte: an H200 does 790 TFLOP/s over 4 TB/s, an A100
-250 over 1.5."""
+"""Number of products per output value above which arithmetic takes longer than memory traffic. In bf16 a value has 2
+bytes and a product is 2 operations, so this is operations per byte: an H200 has 790 TFLOP/s and 4 TB/s, an A100 250 and
+1.5."""
 
 WITH_STATISTICS = frozenset(
     {
@@ -78,27 +78,30 @@ WITH_STATISTICS = frozenset(
         aten.mean.dim,
     }
 )
-"""Normalisations and sums: computing a mean or a variance is a pass over the input, keeping it takes a few kilobytes.
-"""
+"""Normalisations and sums: recomputing a mean or variance is a pass over the input, keeping it takes a few
+kilobytes."""
 
 FEW_VALUES = 2**16
-"""Results computed from fewer values are kept or recomputed, whatever is easier: statistics, scales, small weights."""
+"""Results of operations that read fewer values may be kept or recomputed: statistics, scales, small weights."""
 
 
 class Recomputing(nn.Module):
+    """A module whose recomputation can be chosen."""
+
     recompute: Recompute = "none"
 
 
 def set_recompute(model: nn.Module, how: Recompute) -> bool:
-    """Change how a built model recomputes; return False if it has no such modules. Compiled models need recompiling."""
-    able = [module for module in model.modules() if isinstance(module, Recomputing)]
-    for module in able:
+    """Set how a model recomputes; return False if it has no `Recomputing` modules. Compiled models must be
+    recompiled."""
+    found = [module for module in model.modules() if isinstance(module, Recomputing)]
+    for module in found:
         module.recompute = how
         for relu in (part for part in module.modules() if isinstance(part, nn.ReLU)):
-            relu.inplace = not is_selective(how)  # such a region may hold no in-place operation when compiled
+            relu.inplace = not is_selective(how)  # selective checkpointing allows no in-place operations when compiled
     if is_selective(how):
         logging.getLogger("torch._higher_order_ops.wrap").addFilter(is_not_reminder)
-    return bool(able)
+    return bool(found)
 
 
 def is_selective(how: Recompute) -> bool:
@@ -107,53 +110,58 @@ def is_selective(how: Recompute) -> bool:
 
 
 def keeps_every_product(how: Recompute) -> bool:
-    """True if no block is recomputed whole, so that blocks may run as a chain of kernels."""
+    """True if no block is recomputed completely, so that blocks may run as a chain of kernels."""
     return how in ("none", "pointwise")
 
 
 def get_recompute(model: nn.Module) -> Recompute:
-    """Return what `set_recompute` set last, or what the model was built with."""
+    """Return how a model recomputes."""
     return next((module.recompute for module in model.modules() if isinstance(module, Recomputing)), "none")
 
 
 class Blocks(Recomputing, nn.Sequential):
+    """A sequence of blocks, each of which may be recomputed."""
+
     def __init__(self, blocks: Mapping[str, nn.Module], *, checkpointing: bool) -> None:
         super().__init__(OrderedDict(blocks))
         self.recompute = "blocks" if checkpointing else "none"
 
     def forward(self, x: Tensor) -> Tensor:
-        return choose_region_runner(self.recompute)(self._one_by_one, x)
+        return choose_region_runner(self.recompute)(self._run_blocks, x)
 
-    def _one_by_one(self, x: Tensor) -> Tensor:
-        run = choose_block_runner(self.recompute, _each_by)
+    def _run_blocks(self, x: Tensor) -> Tensor:
+        run = choose_block_runner(self.recompute, _block_compiler)
         for block in self:
             x = run(block, x)
         return x
 
 
-_each_by: Callable[[Run], Run] | None = None
+_block_compiler: Callable[[Run], Run] | None = None
 
 
 @contextlib.contextmanager
 def compile_each_block(compiler: Callable[[Run], Run]) -> Iterator[None]:
-    """Let `Blocks` compile one block for all inside; not for code that is compiled as a whole."""
-    global _each_by
-    before, _each_by = _each_by, compiler
+    """Make `Blocks` compile a single block and use it for all, inside this context; not for code that is compiled
+    itself."""
+    global _block_compiler
+    before, _block_compiler = _block_compiler, compiler
     try:
         yield
     finally:
-        _each_by = before
+        _block_compiler = before
 
 
 def choose_region_runner(how: Recompute) -> Run:
-    """Choose how a model's forward calls all its blocks together."""
+    """Return the function with which a model runs all its blocks together."""
     is_one_region = how == "pointwise" and torch.compiler.is_compiling() and torch.is_grad_enabled()
     return run_pointwise_compiled if is_one_region else run
 
 
 def choose_block_runner(how: Recompute, compiler: Callable[[Run], Run] | None = None) -> Run:
-    """Choose how a model calls each block: plainly, or with recomputation if a backward pass follows. A `compiler`
-    compiles one block for all."""
+    """Return the function with which a model runs each block: with recomputation if a backward pass follows.
+
+    A `compiler` compiles one block for all.
+    """
     recomputes, is_compiling = how != "none" and torch.is_grad_enabled(), torch.compiler.is_compiling()
     if compiler is not None:
         one, whole, selective = map(compiler, (run, run_checkpointed_compiled, run_pointwise_compiled))
@@ -161,7 +169,7 @@ def choose_block_runner(how: Recompute, compiler: Callable[[Run], Run] | None = 
         one, whole, selective = run, run_checkpointed_compiled, run_pointwise_compiled
     else:
         one, whole, selective = run, run_checkpointed, run_pointwise
-    if not recomputes or how == "pointwise" and is_compiling:  # a compiled region is pointwise as one
+    if not recomputes or how == "pointwise" and is_compiling:  # choose_region_runner handles the whole region
         return one
     return {"pointwise": selective, "blocks": whole}.get(how) or alternate(whole, selective)
 
@@ -173,59 +181,64 @@ def alternate(*runners: Run) -> Run:
 
 
 def run(block: Run, *inputs: Tensor) -> Tensor:
+    """Call the block without recomputation."""
     return block(*inputs)
 
 
 def run_checkpointed(block: Run, *inputs: Tensor) -> Tensor:
-    return run_recomputed(block, *inputs, context_fn=make_contexts(block, "blocks"), preserve_rng_state=_draws(block))
+    """Call the block in eager mode and keep only its inputs."""
+    return run_recomputed(
+        block, *inputs, context_fn=make_contexts(block, "blocks"), preserve_rng_state=_has_dropout(block)
+    )
 
 
 def run_checkpointed_compiled(block: Run, *inputs: Tensor) -> Tensor:
-    """Call the block inside compiled code and keep only its inputs."""
+    """Call the block in compiled code and keep only its inputs."""
     return run_recomputed(block, *inputs)
 
 
 def run_pointwise(block: Run, *inputs: Tensor) -> Tensor:
-    """Call the block and keep its inputs and expensive results; for a block with dropout, only its inputs."""
-    if _draws(block):
+    """Call the block in eager mode and keep its inputs and expensive results; with dropout, only its inputs."""
+    if _has_dropout(block):
         return run_checkpointed(block, *inputs)
     with disable_autocast_cache():
         return run_recomputed(block, *inputs, context_fn=make_contexts(block, "pointwise"))
 
 
 def run_pointwise_compiled(region: Run, *inputs: Tensor) -> Tensor:
-    """Call a whole region inside compiled code and keep its inputs and expensive results."""
+    """Call a whole region in compiled code and keep its inputs and expensive results."""
     return run_recomputed(region, *inputs, **make_compiled_contexts("pointwise"))
 
 
 def make_contexts(block: Run, how: Recompute) -> Callable[[], Contexts]:
-    """Return a function that makes the contexts of an eager block's two forward passes."""
+    """Return a function that makes the contexts of the two forward passes of an eager block."""
 
-    def contexts() -> Contexts:
+    def make_both() -> Contexts:
         if how == "blocks":
-            return contextlib.nullcontext(), _spare_statistics(block)
+            return contextlib.nullcontext(), _protect_statistics(block)
         keeping, replaying = create_selective_checkpoint_contexts(_keep_expensive)
-        return keeping, _enter_both(_spare_statistics(block), replaying)
+        return keeping, _enter_both(_protect_statistics(block), replaying)
 
-    return contexts
+    return make_both
 
 
 def make_compiled_contexts(how: Recompute) -> dict[str, Any]:
-    """Return the options of `checkpoint` inside compiled code."""
+    """Return the options of `checkpoint` in compiled code."""
     if how == "blocks":
         return {}
     return {"context_fn": functools.partial(create_selective_checkpoint_contexts, _keep_in_partitioner)}
 
 
 def run_recomputed(function: Run, *inputs: Tensor, **options: Any) -> Tensor:
-    """Call a function and keep only its inputs; it must draw nothing, unless `preserve_rng_state` is given."""
+    """Call a function and keep only its inputs. It must not draw random numbers, unless `preserve_rng_state` is
+    given."""
     out = checkpoint(function, *inputs, use_reentrant=False, **{"preserve_rng_state": False} | options)
     assert isinstance(out, Tensor)
     return out
 
 
-def _draws(block: Run) -> bool:
-    """True if a block currently applies dropout."""
+def _has_dropout(block: Run) -> bool:
+    """True if a block applies dropout in its current mode."""
     assert isinstance(block, nn.Module)
     return any(isinstance(part, nn.Dropout) and part.p > 0 and part.training for part in block.modules())
 
@@ -237,15 +250,17 @@ def _keep_expensive(_context: Any, op: Any, *args: Any, **_kwargs: Any) -> Check
 def _keep_in_partitioner(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     read = sum(value.numel() for value in tree_leaves(args) if isinstance(value, Tensor))
     if op in WITH_STATISTICS or read < FEW_VALUES:
-        # No order: the partitioner then keeps the statistics, which are reductions, and recomputes what uses them.
+        # A preference, not an order: the partitioner keeps the small statistics and recomputes what uses them.
         return CheckpointPolicy.PREFER_SAVE
     return _keep_expensive(context, op, *args, **kwargs)
 
 
 def _is_expensive(op: Any, args: tuple[Any, ...]) -> bool:
-    """True if recomputing an operation costs more than a pass over memory, or its result is smaller than its inputs."""
+    """True if recomputing an operation costs more than a pass over memory, or if its result is smaller than its
+    inputs."""
     if op in ATTENTION:
-        # Kept, one that draws its dropout would leave the generator to the next layer where it has moved on.
+        # Attention with dropout must be recomputed: if its result were kept, the generator would not advance in the
+        # second pass, and later layers would draw other numbers.
         return not any(isinstance(arg, float) and arg > 0 for arg in args)
     if op in MATMULS:
         left, right = args[MATMULS[op]], args[MATMULS[op] + 1]
@@ -258,13 +273,14 @@ def _is_expensive_convolution(
 ) -> bool:
     channels_in = images.shape[1]
     channels_out = weight.shape[1] * groups if is_transposed else weight.shape[0]
+    # Output pixels per input pixel, then products per output value.
     zoom: float = math.prod(stride) if is_transposed else 1 / math.prod(stride)
     terms: float = channels_in // groups * math.prod(weight.shape[2:]) / max(zoom, 1)
     return terms >= COMPUTE_BOUND_TERMS or channels_out * zoom < channels_in
 
 
 def is_not_reminder(record: logging.LogRecord) -> bool:
-    """Filter torch's reminder to avoid in-place operations in a compiled selective region; ours have none."""
+    """Filter out torch's reminder to avoid in-place operations in selective checkpointing: our regions have none."""
     return "context_fn is passed" not in record.getMessage()
 
 
@@ -276,8 +292,11 @@ def _enter_both(outer: AbstractContextManager[Any], inner: AbstractContextManage
 
 @contextlib.contextmanager
 def disable_autocast_cache(is_off: bool = True) -> Iterator[None]:
-    """Disable autocast's cache of weight copies, which lives for one forward pass. With it, a second forward would cast
-    nothing while its recomputation casts again, and a selective region must run the same operations twice."""
+    """Disable autocast's cache of weight copies inside this context.
+
+    With the cache, the first pass of a region might find a weight already cast, while its recomputation casts it again.
+    Selective checkpointing requires the same operations in both passes.
+    """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(before and not is_off)
     try:
@@ -287,8 +306,8 @@ def disable_autocast_cache(is_off: bool = True) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _spare_statistics(block: Run) -> Iterator[None]:
-    """Let BatchNorm write its running statistics into temporary copies while a block is recomputed."""
+def _protect_statistics(block: Run) -> Iterator[None]:
+    """Let BatchNorm update temporary copies of its running statistics while a block is recomputed."""
     assert isinstance(block, nn.Module)
     kept = [(norm, dict(norm._buffers)) for norm in block.modules() if isinstance(norm, _NormBase)]
     try:
@@ -304,20 +323,24 @@ Iteration = TypeVar("Iteration", bound=Callable[..., Any])
 
 
 def make_iteration(function: Iteration, *, is_compiled: bool) -> Iteration:
-    """Return one iteration of a loop over chunks, to be called without gradients and with few different shapes."""
+    """Return a function for one iteration of a loop over chunks, compiled if requested.
+
+    Call it without gradients and with few different shapes.
+    """
     return (_compile if is_compiled else _wrap_plain)(function)
 
 
 def _wrap_plain(function: Any) -> Any:
-    """Wrap the function in a frame that tells the memory prediction what a compiled step would compile."""
+    """Wrap a function in a frame by which the memory prediction recognises what a compiled step would compile."""
 
-    def run_turn(*inputs: Any, **options: Any) -> Any:
+    def run_iteration(*inputs: Any, **options: Any) -> Any:
         return function(*inputs, **options)
 
-    return run_turn
+    return run_iteration
 
 
 ITERATION_CODE = _wrap_plain(None).__code__
+"""Code object of that frame."""
 
 
 @functools.cache

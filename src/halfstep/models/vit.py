@@ -1,8 +1,8 @@
-"""Vision transformer (Dosovitskiy et al. 2020) with torchvision's names; 86,567,656 parameters for ViT-B/16.
+"""Vision transformer (Dosovitskiy et al. 2020) with torchvision's names; ViT-B/16 has 86,567,656 parameters.
 
-Attention is the fused kernel on the very weights of `nn.MultiheadAttention`. Register tokens (Darcet et al. 2023) and
-layer scale (Touvron et al. 2021) are off by default and add no parameter then, so that official weights load. Images
-of another size than the model was built for get interpolated position embeddings.
+Attention is torch's fused kernel with the weights of `nn.MultiheadAttention`. Register tokens (Darcet et al. 2023) and
+layer scale (Touvron et al. 2021) are off by default and then add no parameters, so that official weights load. For
+images of another size than the model was built for, position embeddings are interpolated.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from halfstep.models.recompute import Blocks, keeps_every_product
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ViTSize:
+    """Sizes of a ViT."""
+
     depth: int
     heads: int
     dim: int
@@ -47,11 +49,12 @@ VITS = {
     "vit_b_16": ViTSize(depth=12, heads=12, dim=768, mlp_dim=3072),
     "vit_l_16": ViTSize(depth=24, heads=16, dim=1024, mlp_dim=4096),
 }
-"""B and L as in torchvision, S as in DeiT (Touvron et al. 2020)."""
+"""Published sizes: B and L as in torchvision, S as in DeiT (Touvron et al. 2020)."""
 
 
 class SelfAttention(nn.Module):
-    """Attention with the parameters of `nn.MultiheadAttention`, computed by one fused kernel."""
+    """Self-attention with the parameters of `nn.MultiheadAttention`, of which only the first `num_queries` tokens are
+    computed."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -65,15 +68,15 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, num_queries: int) -> Tensor:
         dim = x.shape[2]
         if num_queries == x.shape[1]:
-            q, k, v = self._projected(x, 0, 3)
+            q, k, v = self._project(x, 0, 3)
         else:
-            (q,), (k, v) = self._projected(x[:, :num_queries], 0, 1), self._projected(x, 1, 3)
+            (q,), (k, v) = self._project(x[:, :num_queries], 0, 1), self._project(x, 1, 3)
         attended = F.scaled_dot_product_attention(q, k, v)
         return self.out_proj(attended.transpose(1, 2).reshape(len(x), num_queries, dim))
 
-    def _projected(self, x: Tensor, first: int, end: int) -> Tensor:
-        """Project to queries (0), keys (1) and values (2) from `first` to before `end`: (end - first, N, heads, tokens,
-        dim)."""
+    def _project(self, x: Tensor, first: int, end: int) -> Tensor:
+        """Return the projections `first` to `end` - 1, of queries (0), keys (1) and values (2): (end - first, N, heads,
+        tokens, head dim)."""
         batch, tokens, dim = x.shape
         rows = slice(first * dim, end * dim)
         projected = F.linear(x, self.in_proj_weight[rows], self.in_proj_bias[rows])
@@ -81,7 +84,7 @@ class SelfAttention(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """A learned gain per channel of a branch, small at the start."""
+    """A learned factor per channel of a residual branch, which starts small."""
 
     def __init__(self, dim: int, start: float) -> None:
         super().__init__()
@@ -92,9 +95,9 @@ class LayerScale(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """Attention, then a two-layer perceptron, each on normalised input and added to it.
+    """Attention and a two-layer perceptron, each with a norm before it and a shortcut around it.
 
-    Only the class token, the first, of the last block is read: its fast form computes no other.
+    Of the last block only the first token, the class token, is used: the fast form computes no other.
     """
 
     def __init__(self, size: ViTSize, layer_scale: float, *, is_last: bool) -> None:
@@ -104,7 +107,7 @@ class EncoderBlock(nn.Module):
         self.self_attention = SelfAttention(size.dim, size.heads)
         self.ls_1 = LayerScale(size.dim, layer_scale) if layer_scale else nn.Identity()
         self.ln_2 = nn.LayerNorm(size.dim, eps=1e-6)
-        # torchvision counts its dropout layers, so the second one is number 3.
+        # torchvision has dropout layers in between, so the second linear layer is number 3.
         layers = {"0": nn.Linear(size.dim, size.mlp_dim), "1": nn.GELU(), "3": nn.Linear(size.mlp_dim, size.dim)}
         self.mlp = nn.Sequential(OrderedDict(layers))
         self.ls_2 = LayerScale(size.dim, layer_scale) if layer_scale else nn.Identity()
@@ -118,8 +121,9 @@ class EncoderBlock(nn.Module):
         x = x[:, :num_read] + self.ls_1(self.self_attention(self.ln_1(x), num_read))
         return x + self.ls_2(self.mlp(self.ln_2(x)))
 
-    def layers_of_chain(self) -> TransformerBlock:
-        """Return this block for `run_blocks`, which computes the same as `forward` if there is no layer scale."""
+    def make_chain_block(self) -> TransformerBlock:
+        """Return the layers of this block for `run_blocks`, which computes the same as `forward` without layer
+        scale."""
         attention, first, second = self.self_attention, self.mlp[0], self.mlp[2]
         assert isinstance(first, nn.Linear)
         assert isinstance(second, nn.Linear)
@@ -130,7 +134,7 @@ class EncoderBlock(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Class token and patches (N, 1 + rows · columns, dim) to the class token's features (N, dim)."""
+    """Compute the features (N, dim) of the class token from class token and patches (N, 1 + rows · columns, dim)."""
 
     def __init__(
         self, size: ViTSize, num_positions: int, *, layer_scale: float, registers: int, checkpointing: bool
@@ -150,18 +154,19 @@ class Encoder(nn.Module):
         if self.num_registers:
             registers = self.register_tokens.expand(len(tokens), -1, -1)
             tokens = torch.cat([tokens[:, :1], registers, tokens[:, 1:]], dim=1)
-        # Only the class token is read, and a layer norm acts on each token alone.
-        return self.ln(self._through_layers(tokens)[:, 0])
+        # Only the class token is used, and a layer norm acts on each token separately.
+        return self.ln(self._run_layers(tokens)[:, 0])
 
-    def _through_layers(self, tokens: Tensor) -> Tensor:
-        if not (self.training and wants_chain(self.layers, tokens) and self._suits_chain()):
+    def _run_layers(self, tokens: Tensor) -> Tensor:
+        if not (self.training and wants_chain(self.layers, tokens) and self._can_run_chain()):
             return self.layers(tokens)
-        x, branch, bias = self._chained(tokens)
-        # The last block is the compiler's: of its tokens one is read, so that between its matmuls little is left to do.
+        x, branch, bias = self._run_chain(tokens)
+        # The last block is compiled instead: of its tokens only one is used, so fused kernels would gain little.
         return self.layers[-1](x if branch is None or bias is None else x + (branch + bias))
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _suits_chain(self) -> bool:
+    def _can_run_chain(self) -> bool:
+        """True if all layers are as built and trained, so that the fused kernels compute the same."""
         blocks = list(self.layers)[:-1]
         trains = all(weight.requires_grad for block in blocks for weight in block.parameters())
         are_known = consists_of((self.layers, *blocks), Blocks, *[EncoderBlock] * len(blocks))
@@ -169,17 +174,19 @@ class Encoder(nn.Module):
         return trains and are_known and are_plain(parts, CHAINED) and has_room_for_tiles(self.pos_embedding.device)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _chained(self, tokens: Tensor) -> Stream:
+    def _run_chain(self, tokens: Tensor) -> Stream:
         blocks = list(self.layers)[:-1]
-        if not self._suits_chain():  # compiled code asked once, and since then a layer may have been frozen or replaced
+        if not self._can_run_chain():  # compiled code checks only once; a layer may have been replaced since
             return Stream(nn.Sequential(*blocks)(tokens), None, None)
-        layers = [block.layers_of_chain() for block in blocks if isinstance(block, EncoderBlock)]
+        layers = [block.make_chain_block() for block in blocks if isinstance(block, EncoderBlock)]
         return run_blocks(layers, tokens, get_matmul_dtype(tokens), keep=self.layers.recompute == "none")
 
 
 def wants_chain(blocks: nn.Module, tokens: Tensor) -> bool:
-    """True if all blocks but the last should run as a chain of our kernels between matmuls: if compiled, on a GPU and
-    under autocast, where rows are half as wide; or if forced."""
+    """True if blocks should run as a chain of our kernels between matmuls.
+
+    That is faster in compiled code on a GPU under autocast, and can be forced.
+    """
     is_fast = torch.compiler.is_compiling() and tokens.is_cuda and has_half_autocast(tokens)
     are_kept = isinstance(blocks, Blocks) and len(blocks) > 1 and keeps_every_product(blocks.recompute)
     is_possible = torch.is_grad_enabled() and tokens.dtype == torch.float32 and are_kept
@@ -187,7 +194,7 @@ def wants_chain(blocks: nn.Module, tokens: Tensor) -> bool:
 
 
 def is_whole(block: EncoderBlock) -> bool:
-    """True if a block's modules still have the classes it was built with, without layer scale."""
+    """True if the modules of a block have the classes it was built with, and there is no layer scale."""
     attention = (block.ln_1, block.self_attention, block.ls_1)
     has_attention = consists_of(attention, nn.LayerNorm, SelfAttention, nn.Identity)
     perceptron = (block.ln_2, *block.mlp.children(), block.ls_2)
@@ -202,11 +209,11 @@ CHAINED: Checks = {
     EncoderBlock: is_whole,
     **dict.fromkeys((nn.Identity, nn.Sequential, Blocks), accept_any),
 }
-"""What `kernels.transformer_chain` can replace."""
+"""Modules that `kernels.transformer_chain` can replace, each with a check."""
 
 
 class ViT(nn.Module):
-    """Image (N, 3, H, W) to logits (N, num_classes); H and W are multiples of the patch size."""
+    """Compute logits (N, num_classes) of images (N, 3, H, W), whose sides are multiples of the patch size."""
 
     head_name = "heads.head"
 
@@ -249,7 +256,7 @@ class ViT(nn.Module):
 
 
 def compute_grid(height: int, width: int, patch: int) -> tuple[int, int]:
-    """Return rows and columns of patches; raise if patches do not tile the image."""
+    """Return rows and columns of patches; raise ModelError if patches do not tile the image."""
     if height % patch or width % patch:
         raise ModelError(
             f"image of {height}×{width} pixels for a ViT of patch size {patch}",
@@ -260,7 +267,8 @@ def compute_grid(height: int, width: int, patch: int) -> tuple[int, int]:
 
 
 def resize_positions(positions: Tensor, rows: int, columns: int, *, antialias: bool = False) -> Tensor:
-    """Resample position embeddings (1, 1 + side², dim) to another grid: bicubic, in fp32; the class token's stays."""
+    """Resample position embeddings (1, 1 + side², dim) to another grid, bicubic in fp32; that of the class token
+    stays."""
     side = math.isqrt(positions.shape[1] - 1)
     if (rows, columns) == (side, side):
         return positions
@@ -271,6 +279,7 @@ def resize_positions(positions: Tensor, rows: int, columns: int, *, antialias: b
 
 
 def build_vit(name: str, *, depth: int = 0, heads: int = 0, dim: int = 0, patch: int = 0, **options: Any) -> ViT:
-    """Build `vit_s_16`, `vit_b_16` or `vit_l_16` with options of `ViT`; sizes above 0 replace the published ones."""
+    """Build `vit_s_16`, `vit_b_16` or `vit_l_16` with the options of `ViT`; sizes above 0 replace the published
+    ones."""
     given = {"depth": depth, "heads": heads, "dim": dim, "mlp_dim": 4 * dim, "patch": patch}
     return ViT(replace(VITS[name], **{part: value for part, value in given.items() if value}), **options)

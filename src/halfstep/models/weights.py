@@ -1,9 +1,9 @@
-"""Load weights from a file into a model: safetensors (ours), `.pth` state dicts and other projects' names.
+"""Load weights from a file into a model: safetensors, `.pth` state dicts, and the names of other projects.
 
-Other projects name the same weights differently: wrappers add prefixes, and the tables below rename ViT and ResNet
-layers. A table holds (regular expression for the start of a name, our name); the rest of the name stays. Of all forms
-of a file's names the one that matches most of the model's is taken, so a model whose own modules are called `backbone`
-or `model` still loads its own files. timm's and DeiT's ResNet names are torchvision's, which are ours.
+Other projects name the same weights differently: wrappers add prefixes, and the tables below rename layers of ViT and
+ResNet. A table holds (regular expression for the start of a name, our name); the rest of the name stays. All variants
+of a file's names are tried, and the one that matches most names of the model is used; so a model with a module called
+`backbone` or `model` still loads its own files. ResNet names of timm and DeiT are torchvision's, which are ours.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ from torch import Tensor, nn
 from halfstep.errors import ModelError, explain_refused_pickle
 
 BATCH_COUNTER = "num_batches_tracked"
-"""BatchNorm's counter. Of all differences it says the least about which model the weights belong to."""
+"""BatchNorm's counter. In messages it comes last, as it says the least about a difference."""
 NESTS = (
     "state_dict", "model_state_dict", "model_state", "model", "net", "network", "module", "weights", "params",
     "ema_state_dict", "state_dict_ema", "model_ema", "ema", "shadow",
 )  # fmt: skip
 """Keys under which training scripts store weights; trained ones before averaged ones."""
 SHOWN = 4
-TORCH_PROTOCOL = 2  # of the pickles that torch.save writes; pickle.dump's is newer
+"""Names in a message."""
+TORCH_PROTOCOL = 2
+"""Pickle protocol of torch.save; that of pickle.dump is newer."""
 NOT_WEIGHTS = {
     b"version https://git-lfs": ("it is a pointer of Git LFS, not the file itself", "git lfs pull"),
     b"<!DOCTYPE": ("it is a web page", "download the file behind it"),
     b"<html": ("it is a web page", "download the file behind it"),
 }
-"""First bytes of files that are not what their names say, with reason and fix."""
+"""First bytes of files that are not weights, with reason and fix."""
 
 
 def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -49,13 +51,13 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise ModelError(f"no weights at {path}" + (": it is a folder" if path.is_dir() else ""), fix=fix)
     try:
         content: Any = load_file(path) if path.suffix == ".safetensors" else _load_tensors(path)
-    except Exception as error:  # a foreign file can break a reader in any way
+    except Exception as error:  # readers may raise anything for a broken file
         raise _explain_unreadable(path, error) from error
     if not isinstance(content, Mapping):
         raise ModelError(f"{path} holds a {type(content).__name__}, not a state dict", fix="save model.state_dict()")
-    beside: dict[str, Any] = {}
+    others: dict[str, Any] = {}
     while nest := next((key for key in NESTS if isinstance(content.get(key), Mapping) and content[key]), None):
-        beside |= {name: value for name, value in content.items() if name != nest}
+        others |= {name: value for name, value in content.items() if name != nest}
         content = content[nest]
     tensors = {strip_torch_prefixes(str(name)): value for name, value in content.items() if isinstance(value, Tensor)}
     if not tensors:
@@ -64,20 +66,20 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             why=f"its keys are {_name_few(map(str, content))}" if content else "it is empty",
             fix="save model.state_dict(), alone or below the key state_dict",
         )
-    return tensors, beside | {name: value for name, value in content.items() if not isinstance(value, Tensor)}
+    return tensors, others | {name: value for name, value in content.items() if not isinstance(value, Tensor)}
 
 
 def _load_tensors(path: Path) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch's, about a plain pickle: the error to come says it
+        warnings.simplefilter("ignore", UserWarning)  # about plain pickles; the error below explains it
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def load_weights_(model: nn.Module, weights: Mapping[str, Tensor], *, source: str) -> None:
-    """Copy `weights` into `model`; raise one error that names all missing, unknown, misshapen or non-finite ones."""
+    """Load weights; raise one ModelError for all that are missing, unknown, of another shape or not finite."""
     own = model.state_dict()
     named = {strip_torch_prefixes(name): name for name in own}
-    # Files from before torch 0.4.1 have no counters; torch loads them without, too.
+    # Files from before torch 0.4.1 have no counters; torch accepts that too.
     weights = {name: own[own_name] for name, own_name in named.items() if BATCH_COUNTER in name} | match_names(
         named, weights
     )
@@ -100,13 +102,13 @@ def load_weights_(model: nn.Module, weights: Mapping[str, Tensor], *, source: st
 Weights = dict[str, Tensor]
 
 
-def load_weights_file_(model: nn.Module, path: str, named: Callable[[Weights], Weights] = dict) -> None:
-    """Copy a file's weights into `model`, under the names that `named` gives them."""
-    load_weights_(model, named(read_weights(Path(path))[0]), source=path)
+def load_weights_file_(model: nn.Module, path: str, rename: Callable[[Weights], Weights] = dict) -> None:
+    """Load a weights file; `rename` converts its names to those of the model."""
+    load_weights_(model, rename(read_weights(Path(path))[0]), source=path)
 
 
 def _list_differences(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[str]:
-    """List the names that only one side has, and tensors of different shapes."""
+    """List names that only one side has, and tensors of different shapes."""
     missing, unknown = ([name for name in one if name not in other] for one, other in ((own, weights), (weights, own)))
     shapes = [
         f"{name} is {_format_shape(weights[name])} there, {_format_shape(own[name])} here"
@@ -138,7 +140,7 @@ def _explain_unreadable(path: Path, error: Exception) -> ModelError:
             why=f"it is a plain pickle (protocol {start[1]}), not a file of torch.save",
             fix="where it was saved: torch.save(model.state_dict(), FILE)",
         )
-    # torch's own words go on for screens and advise to switch safety off; its unpickler's mean nothing to anybody.
+    # Do not show torch's message: it is very long and advises disabling safety, and that of its unpickler is cryptic.
     writer = "safetensors" if path.suffix == ".safetensors" else "torch.save"
     why = f"it is not a file of {writer}, or it is damaged or incomplete"
     why = "it is a TorchScript program, not a state dict" if "TorchScript" in text else why
@@ -159,19 +161,20 @@ def _format_shape(tensor: Tensor) -> str:
 
 
 WRAPPERS = ("module.", "model.", "net.", "network.", "backbone.", "base_model.")
-"""Prefixes of DataParallel and DDP, Lightning, and common names for a script's only module."""
-COMPILED = "_orig_mod."  # torch.compile puts it before the names of each part it wrapped, wherever that is
+"""Prefixes of DataParallel and DDP, Lightning, and common names of a script's only module."""
+COMPILED = "_orig_mod."
+"""Part of the names of modules that torch.compile wrapped, at any level."""
 
 NameTable = tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...]
 _LAYER = r"encoder.layers.encoder_layer_\1"
 _THIRDS = {"q": "#0", "k": "#1", "v": "#2"}
-"""Queries, keys and values that a file keeps apart are the thirds of one tensor here, in this order."""
+"""Queries, keys and values, separate tensors in some files, are thirds of one tensor here, in this order."""
 
 RELEASED_VIT: NameTable = (
     (r"encoder\.layers\.encoder_layer_(\d+)\.mlp\.linear_1\.", rf"{_LAYER}.mlp.0."),
     (r"encoder\.layers\.encoder_layer_(\d+)\.mlp\.linear_2\.", rf"{_LAYER}.mlp.3."),
 )
-"""torchvision renamed these layers after it had released its ViT weights."""
+"""torchvision renamed these layers after releasing its ViT weights."""
 
 TIMM_VIT: NameTable = (
     (r"cls_token$", "class_token"),
@@ -187,7 +190,7 @@ TIMM_VIT: NameTable = (
     (r"norm\.", "encoder.ln."),
     (r"head\.", "heads.head."),
 )
-"""Also DeiT's, DINO's and MAE's."""
+"""Names of timm, DeiT, DINO and MAE."""
 
 _HF_LAYER = r"(?:(?:vit|dinov2)\.)?(?:encoder\.layer|layers)\.(\d+)"
 HF_VIT: NameTable = (
@@ -206,7 +209,7 @@ HF_VIT: NameTable = (
     (r"(?:(?:vit|dinov2)\.)?layernorm\.", "encoder.ln."),
     (r"classifier\.", "heads.head."),
 )
-"""Names in released files, and in `state_dict()` since version 5."""
+"""Names of transformers, in released files and in `state_dict()` since version 5."""
 
 _DINOV2_LAYER = r"(?:dinov2\.)?encoder\.layer\.(\d+)"
 HF_DINOV2: NameTable = (
@@ -215,7 +218,7 @@ HF_DINOV2: NameTable = (
     (rf"{_DINOV2_LAYER}\.attention\.output\.dense\.", rf"{_LAYER}.self_attention.out_proj."),
     *HF_VIT,
 )
-"""DINOv2 names norms and layer scale differently from the ViT."""
+"""Names of transformers' DINOv2, whose norms and layer scale differ from those of its ViT."""
 
 _HF_BLOCK = r"(?:resnet\.)?encoder\.stages\.(\d+)\.layers\.(\d+)"
 HF_RESNET: NameTable = (
@@ -230,7 +233,7 @@ HF_RESNET: NameTable = (
 NAME_TABLES: tuple[NameTable, ...] = ((), RELEASED_VIT, TIMM_VIT, HF_VIT, HF_DINOV2, HF_RESNET)
 
 UNUSED = re.compile(r"(?:(?:vit|dinov2)\.)?pooler\.dense\.")
-"""A layer of Hugging Face's headless ViT that its classifier does not use either."""
+"""A layer of Hugging Face's ViT without head, which its classifier does not use either."""
 
 
 def strip_torch_prefixes(name: str) -> str:
@@ -239,7 +242,7 @@ def strip_torch_prefixes(name: str) -> str:
 
 
 def match_names(own: Iterable[str], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights under the form of their names that matches most of `own`."""
+    """Return the weights under the variant of their names that matches most of `own`."""
     wanted = set(own)
     given = {strip_torch_prefixes(name): tensor for name, tensor in weights.items()}
     inner = (given, _strip_wrappers(given), _strip_shared_prefix(given))
@@ -248,7 +251,7 @@ def match_names(own: Iterable[str], weights: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _strip_wrappers(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Remove wrappers' prefixes; a name that would then appear twice stays as it is."""
+    """Remove the prefixes of wrappers, unless a name would then appear twice."""
     found: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         inner = name
@@ -259,12 +262,13 @@ def _strip_wrappers(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _strip_shared_prefix(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Remove the prefix shared by all names, for a file with one module of another model: `encoder.conv1.weight`."""
+    """Remove the prefix that all names share, for a file with a submodule of another model (`encoder.conv1.weight`)."""
     shared = ".".join([*os.path.commonprefix([name.split(".")[:-1] for name in weights]), ""])
     return {name.removeprefix(shared): tensor for name, tensor in weights.items()}
 
 
 def _rename_by_table(weights: dict[str, Tensor], table: NameTable) -> dict[str, Tensor]:
+    """Rename weights by a table, and concatenate queries, keys and values."""
     if not table:
         return weights
     found = {_rename(name, table): tensor for name, tensor in weights.items() if not UNUSED.match(name)}

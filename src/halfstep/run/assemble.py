@@ -28,7 +28,7 @@ from halfstep.evidence.recorder import Recorder
 from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.gpus import look_up_gpu
 from halfstep.hardware.probe import probe
-from halfstep.models.first_values import skip_first_values
+from halfstep.models.initial_values import skip_initialisation
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
 from halfstep.run.folder import make_paths_absolute
@@ -190,7 +190,7 @@ def build_workload(config: RunConfig, store: dict[str, Any] | None = None) -> Wo
     With a `store` weights stay uninitialised: the caller loads all of them from the checkpoint.
     """
     seed_everything(config.train.seed)
-    with nullcontext() if store is None else skip_first_values():
+    with nullcontext() if store is None else skip_initialisation():
         return build(config, store)
 
 
@@ -413,7 +413,7 @@ def plan_config(config: RunConfig, *, gpu: str | None = None) -> Plan:
 
 
 def _plan_for(config: RunConfig, hardware: Hardware) -> Plan:
-    with provide_data(config) as with_data, skip_first_values():
+    with provide_data(config) as with_data, skip_initialisation():
         decided = decide_plan(with_data, build_workload(with_data), hardware)
         return _add_warning(decided, DEMO_PLAN_NOTE) if is_demo(config) else decided
 

@@ -14,7 +14,7 @@ from halfstep.data.files import list_some, make_natural_key
 from halfstep.disk import write_atomically
 from halfstep.errors import ConfigError, DataError, Interrupted, format_count, make_printable
 from halfstep.hardware.clock import Stopwatch
-from halfstep.models.first_values import skip_first_values
+from halfstep.models.initial_values import skip_initialisation
 from halfstep.report.console import dump_json
 from halfstep.report.results import Answer, Failure, Predictions
 from halfstep.report.run_report import RunReport
@@ -82,7 +82,7 @@ def predict(
     command = _find_command(run.config.workload)
     request = replace(request, options=resolve_options(command.options, request.options, run.config.workload))
     _refuse_wrong_inputs(command, asked, run.config.workload)
-    with name_lost_files(run.frozen), skip_first_values():
+    with name_lost_files(run.frozen), skip_initialisation():
         predictor: Predictor = load_part(command.predictor)(run.config, run.store)
     frozen = check_frozen_parts(run, get_frozen_parts(predictor))
     inputs, failed = find_inputs(asked, predictor.endings)

@@ -28,7 +28,7 @@ from halfstep.data.seeds import Key
 from halfstep.errors import HalfstepError, ModelError, summarise_error
 from halfstep.hardware.gpus import look_up_gpu
 from halfstep.kernels.fast_forms import force, pretend_launches
-from halfstep.models.first_values import skip_first_values
+from halfstep.models.initial_values import skip_initialisation
 from halfstep.models.recompute import Recompute, Recomputing
 from halfstep.precision.apply import apply_frozen_
 from halfstep.precision.decide import decide
@@ -307,7 +307,7 @@ def build_traceable_step(config: RunConfig, store: Store | None = None) -> Trace
     synthetic = KINDS.of(config.workload).synthetic
     small = config.replace(train={"batch_size": SEEN})
     if config.data.dir is not None and store is None or synthetic is None:
-        with skip_first_values():  # the weights are never read
+        with skip_initialisation():  # the weights are never read
             workload = build_workload(config)
         return TraceableStep(config, workload, load_first_batch(small, workload))
     if store is None:

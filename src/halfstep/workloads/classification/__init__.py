@@ -1,4 +1,4 @@
-"""Classification: one class for a whole image. ResNets and ViTs."""
+"""Classification: one class per image, with ResNets and ViTs."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ KIND = Kind.from_package(
     task="classification",
     usual="resnet50",
     sample=SampleUnit(name="image", size=lambda config: f"{config.data.image_size} pixels"),
-    synthetic=replace(SYNTHETIC, peer_prepare=".build:peer_prepare"),
+    synthetic=replace(SYNTHETIC, peer_prepare=".build:make_peer_prepare"),
     evaluate=EvaluateCommand(".evaluate:ClassificationEvaluation"),
     predict=PredictCommand(".predict:ClassPredictor", (Option("top_k", int, 5, "How many classes per file", least=1),)),
     guide=GuideEntry(

@@ -1,14 +1,14 @@
-"""From stored bytes to what a classifier sees, for a whole batch on its device.
+"""Convert stored bytes to the input of a classifier, with augmentation, for a whole batch on its device.
 
-Crop, resize and flip are one sampling grid, so an image is interpolated once. The grid reads bilinearly; where the
-stored image has many more pixels than the model needs, it reads several per pixel and averages them, against aliasing.
-The crop comes with the batch (`box`). All other random numbers are drawn on the CPU from a key such as (seed, attempted
-step): the same step always sees the same images on any device, and nothing waits for the device.
+Crop, resize and flip are one sampling grid, so an image is interpolated only once. The grid reads bilinearly; if the
+stored image has many more pixels than the model needs, several readings per pixel are averaged to avoid aliasing. The
+crop is part of the batch (`box`). All other random numbers are drawn on the CPU from a key such as (seed, attempted
+step): the same step sees the same images on any device, and nothing waits for the device.
 
 TrivialAugment (Müller and Hutter 2021, wide set) applies one of 14 changes of random strength to each image. Ranges
 are the paper's: 31 strengths, shear to 0.99, shifts to 32 pixels, rotations to 135 degrees, colour factors to 1 ± 0.99,
-posterising to 2 bits. Images are floats in 0..255. Results equal Pillow's up to rounding, and up to bilinear
-interpolation where the image is moved.
+posterising to 2 bits. Images are floats in 0..255. Results equal those of Pillow up to rounding, and up to
+bilinear interpolation in geometric changes.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ from halfstep.data.seeds import BatchDraws
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """ImageNet's channel statistics in 0..1, which official weights expect."""
+# (x / 255 - mean) / std = x * SCALE + SHIFT.
 SCALE = tuple(1 / (255 * std) for std in STD)
 SHIFT = tuple(-mean / std for mean, std in zip(MEAN, STD, strict=True))
 NUM_DRAWS = 8
+"""Random numbers per image: one for the flip, three for colours, four for erasing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageChanges:
-    """Strength of the training augmentation apart from the crop; 0 switches a change off."""
+    """Strength of the training augmentation apart from the crop; 0 disables a change."""
 
     flip: float = 0.5
-    """Chance of a mirror image."""
+    """Probability of a horizontal flip."""
     brightness: float = 0.0
     """Largest relative change; likewise contrast and saturation."""
     contrast: float = 0.0
@@ -45,10 +47,11 @@ class ImageChanges:
     trivial: bool = False
     """Whether each image gets one TrivialAugment change in addition."""
     erase: float = 0.0
-    """Chance that a rectangle is blanked (Zhong et al. 2017)."""
+    """Probability that a rectangle is erased (Zhong et al. 2017)."""
     erase_area: tuple[float, float] = (0.02, 1 / 3)
-    """Share of the image that is blanked."""
+    """Range of the erased share of the image."""
     erase_ratio: tuple[float, float] = (0.3, 3.3)
+    """Range of the rectangle's aspect ratio."""
 
     @property
     def colours(self) -> bool:
@@ -69,16 +72,16 @@ def prepare_images(
     """
     pixels = batch["image"]
     num, stored = pixels.shape[:2]
-    # Drawn whatever is switched on, so that one setting does not reshuffle the others.
+    # Always draw all numbers, so that enabling one change does not alter the random numbers of the others.
     draws = BatchDraws(key, num).uniform(NUM_DRAWS).T.contiguous()
     image = pixels.permute(0, 3, 1, 2).float()
     box = batch.get("box")
     if box is not None:
-        # A mirror image costs nothing as part of the grid; training batches always have a box.
+        # A flip is free as part of the grid; training batches always have a box.
         flip = send_to_device(draws[0] < changes.flip, pixels.device)
         image = resample(image, mirror_boxes(box, flip), size)
     else:
-        assert stored == size, f"images of {stored} pixels without a box, asked for {size}"
+        assert stored == size, f"images of {stored} pixels without a box cannot become {size}"
     if changes.colours:
         image = change_colours(image, draws[1:4], changes)
     if changes.trivial:
@@ -91,14 +94,14 @@ def prepare_images(
 
 
 def mirror_boxes(box: Tensor, flip: Tensor) -> Tensor:
-    """Swap left and right of the boxes where `flip` is true: read backwards, they show a mirror image."""
+    """Swap left and right of the boxes where `flip` is true: read backwards, they give a flipped image."""
     left, top, right, bottom = box.unbind(dim=1)
-    # Not by a list of columns: that would be copied to the device, with a wait.
+    # Indexing with a list of columns would copy the list to the device and synchronise.
     return torch.stack([torch.where(flip, right, left), top, torch.where(flip, left, right), bottom], dim=1)
 
 
 def resample(image: Tensor, box: Tensor, size: int) -> Tensor:
-    """Resize the pixels inside each box to (size, size); pixels outside a box are never read."""
+    """Resize the pixels inside each box to (size, size), without reading pixels outside it."""
     height, width = image.shape[2:]
     readings = max(1, math.ceil(max(height, width) / (PIXELS_PER_READING * size)))
     steps = (torch.arange(size * readings, device=image.device, dtype=torch.float32) + 0.5) / (size * readings)
@@ -112,9 +115,9 @@ def resample(image: Tensor, box: Tensor, size: int) -> Tensor:
 
 
 def change_colours(image: Tensor, draws: Tensor, changes: ImageChanges) -> Tensor:
-    """Change brightness, contrast and saturation of images in 0..255, each by its own factor."""
-    reach = torch.tensor([changes.brightness, changes.contrast, changes.saturation]).unsqueeze(1)
-    factors = send_to_device(1 + (draws * 2 - 1) * reach, image.device).view(3, -1, 1, 1, 1)
+    """Change brightness, contrast and saturation of images in 0..255, each by a random factor per image."""
+    limits = torch.tensor([changes.brightness, changes.contrast, changes.saturation]).unsqueeze(1)
+    factors = send_to_device(1 + (draws * 2 - 1) * limits, image.device).view(3, -1, 1, 1, 1)
     brightness, contrast, saturation = factors.unbind()
     image = (image * brightness).clamp(0, 255)
     middle = to_gray(image).mean(dim=(2, 3), keepdim=True)
@@ -123,15 +126,15 @@ def change_colours(image: Tensor, draws: Tensor, changes: ImageChanges) -> Tenso
 
 
 def draw_erased(draws: Tensor, size: int, changes: ImageChanges) -> Tensor:
-    """Return booleans (N, 1, size, size) that are true inside each image's erased rectangle."""
-    happens, area, shape, place = draws
+    """Return booleans (N, 1, size, size): true inside the erased rectangle of each image."""
+    happens, area, shape, position = draws
     low, high = changes.erase_area
     share = (low + area * (high - low)).sqrt()
     flat, tall = (math.log(ratio) / 2 for ratio in changes.erase_ratio)
     stretch = torch.exp(flat + shape * (tall - flat))
     wide, high_ = ((share * s).clamp(max=1) * size for s in (stretch, 1 / stretch))
-    # One draw gives both places: its leading bits the column, the rest the row.
-    column, row = place, (place * 4096) % 1
+    # One draw gives both coordinates: the column from its leading bits, the row from the bits after the first twelve.
+    column, row = position, (position * 4096) % 1
     left, top = column * (size - wide), row * (size - high_)
     middle = torch.arange(size) + 0.5
     in_x = (middle > left.unsqueeze(1)) & (middle < (left + wide).unsqueeze(1))
@@ -141,9 +144,9 @@ def draw_erased(draws: Tensor, size: int, changes: ImageChanges) -> Tensor:
 
 
 def _spread_positions(start: Tensor, end: Tensor, steps: Tensor) -> Tensor:
-    """Return pixel positions (N, side) from start to end, at least half a pixel inside."""
+    """Return pixel positions (N, side) from start to end, at least half a pixel inside the box."""
     low, high = torch.minimum(start, end) + 0.5, torch.maximum(start, end) - 0.5
-    middle = (start + end) / 2  # of a box narrower than a pixel
+    middle = (start + end) / 2  # for a box narrower than a pixel
     low, high = torch.minimum(low, middle), torch.maximum(high, middle)
     return (start + (end - start) * steps).clamp(low, high)
 
@@ -152,23 +155,25 @@ LUMA = (0.299, 0.587, 0.114)  # ITU-R 601
 
 
 def to_gray(image: Tensor) -> Tensor:
-    """Return the luma (N, 1, H, W)."""
+    """Return the luma (N, 1, H, W) of images (N, 3, H, W)."""
     red, green, blue = image.unbind(dim=1)
     return (red * LUMA[0] + green * LUMA[1] + blue * LUMA[2]).unsqueeze(1)
 
 
 STRENGTHS = 31
+"""Number of discrete strengths, from 0 to 1."""
 STREAM = 0x7461
-"""Separates these random numbers from others with the same key ("ta" in ASCII)."""
+"""Distinguishes these random numbers from others with the same key ("ta" in ASCII)."""
 LARGEST_SHEAR, LARGEST_SHIFT, LARGEST_TURN, LARGEST_FACTOR = 0.99, 32.0, 135.0, 0.99
+"""Shift in pixels, turn in degrees."""
 LOST_BITS = 6
 
 Change = Callable[[Tensor, Tensor], Tensor]
-"""Maps images (N, 3, S, S) and strengths in -1..1 (N, on the host) to changed images."""
+"""(images (N, 3, S, S), strengths (N,) in -1..1 on the host) -> changed images."""
 
 
 def augment_trivially_(image: Tensor, *, key: tuple[int, ...]) -> Tensor:
-    """Apply one random change to every image, in place."""
+    """Apply one random change of random strength to every image, in place."""
     drawn = BatchDraws(key, len(image), STREAM)
     chosen = drawn.integers(len(CHANGES))
     strengths = drawn.integers(STRENGTHS) / (STRENGTHS - 1)
@@ -176,12 +181,12 @@ def augment_trivially_(image: Tensor, *, key: tuple[int, ...]) -> Tensor:
     for number, change in enumerate(CHANGES.values()):
         rows = (chosen == number).nonzero().flatten()
         if len(rows):
-            there = send_to_device(rows, image.device)
-            image[there] = change(image[there], (strengths * signs)[rows])
+            indices = send_to_device(rows, image.device)
+            image[indices] = change(image[indices], (strengths * signs)[rows])
     return image
 
 
-# --- moved ---
+# --- geometric changes ---
 
 
 def rotate(image: Tensor, strength: Tensor) -> Tensor:
@@ -193,23 +198,26 @@ def rotate(image: Tensor, strength: Tensor) -> Tensor:
 
 
 def move(image: Tensor, entries: dict[tuple[int, int], Tensor]) -> Tensor:
-    """Read each pixel at a·x + b·y + c and d·x + e·y + f in pixels from the corner, black outside; missing entries are
-    identity."""
+    """Transform images: output pixel (x, y) is read at (a·x + b·y + c, d·x + e·y + f), in pixels from the corner.
+
+    `entries` holds values (N,) by (row, column) of the matrix [[a, b, c], [d, e, f]]; others are those of the identity.
+    Pixels from outside are black.
+    """
     num, side = len(image), image.shape[-1]
     matrix = torch.eye(2, 3).repeat(num, 1, 1)
     for (row, column), values in entries.items():
         matrix[:, row, column] = values
-    # affine_grid counts from the middle in half sides; x = (u + 1) · side / 2.
+    # affine_grid uses u in -1..1, with x = (u + 1) · side / 2.
     matrix[:, :, 2] = matrix[:, :, 0] + matrix[:, :, 1] + matrix[:, :, 2] * (2 / side) - 1
     grid = F.affine_grid(send_to_device(matrix, image.device), list(image.shape), align_corners=False)
     return F.grid_sample(image, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
 
 
-# --- recoloured ---
+# --- changes of colour ---
 
 
 def sharpen(image: Tensor, strength: Tensor) -> Tensor:
-    """Blend with Pillow's SMOOTH filter, which leaves the outermost pixels unchanged."""
+    """Sharpen or blur by blending with Pillow's SMOOTH filter, which leaves the outermost pixels unchanged."""
     smooth = image.clone()
     around = F.avg_pool2d(image, 3, stride=1) * 9
     smooth[..., 1:-1, 1:-1] = (around + 4 * image[..., 1:-1, 1:-1]) / 13
@@ -217,25 +225,25 @@ def sharpen(image: Tensor, strength: Tensor) -> Tensor:
 
 
 def blend(nothing: Tensor, image: Tensor, strength: Tensor) -> Tensor:
-    """Interpolate from `nothing` (factor 0) over the image (factor 1) and beyond."""
+    """Interpolate from `nothing` (factor 0) to the image (factor 1), or extrapolate beyond it."""
     factor = send_to_device((1 + strength * LARGEST_FACTOR).view(-1, 1, 1, 1), image.device)
     return torch.lerp(nothing.expand_as(image), image, factor).clamp(0, 255)
 
 
 def posterise(image: Tensor, strength: Tensor) -> Tensor:
-    """Keep only the leading bits: from all 8 down to 2."""
+    """Keep only the leading bits of each channel: from all 8 down to 2."""
     lost = send_to_device(2.0 ** (strength.abs() * LOST_BITS).round().view(-1, 1, 1, 1), image.device)
     return (image.round() / lost).floor() * lost
 
 
 def solarise(image: Tensor, strength: Tensor) -> Tensor:
-    """Invert pixels from a threshold on: from 256, which no pixel reaches, down to 0."""
+    """Invert pixels at or above a threshold, which falls from 256 (none) to 0 (all)."""
     threshold = send_to_device((256 - strength.abs() * 256).floor().view(-1, 1, 1, 1), image.device)
     return torch.where(image.round() >= threshold, 255 - image, image)
 
 
 def stretch_contrast(image: Tensor, strength: Tensor) -> Tensor:
-    """Stretch each channel to the whole of 0..255 (autocontrast)."""
+    """Stretch each channel to the full range 0..255 (autocontrast)."""
     low, high = image.amin(dim=(2, 3), keepdim=True), image.amax(dim=(2, 3), keepdim=True)
     return torch.where(high > low, (image - low) * (255 / (high - low).clamp(min=1e-6)), image).clamp(0, 255)
 

@@ -1,4 +1,4 @@
-"""Build the classification workload: ResNet, ViT or your model on a folder of class folders."""
+"""The workload of image classification: a ResNet, a ViT or a custom model."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from halfstep.workloads.classification.data import get_evaluation_size, open_ima
 from halfstep.workloads.classification.resnet import ResNet, build_resnet
 from halfstep.workloads.classification.scores import ClassificationMetrics, Mixing, classification_loss, mix
 
-FRAGILE = ("loss.cross_entropy: log of probabilities near 0, and the shares of mixed labels",)
+FRAGILE = ("loss.cross_entropy: log of probabilities near 0, and weights of mixed labels",)
 
 
 def build(config: ClassifierConfig, store: Mapping[str, Any] | None = None) -> Workload:
-    """Build the workload for `config.data.dir`; `store` of an earlier run fixes the classes that the data must have."""
+    """Build the workload for `config.data.dir`; the `store` of an earlier run fixes the classes that data must have."""
     data = open_image_data(config.data, store, quiet=config.log.quiet)
     is_new = store is None
     if store is None:
@@ -60,7 +60,7 @@ def make_workload(
     prepare: Prepare,
     **about: Any,
 ) -> Workload:
-    def loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
+    def compute_loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
         return classification_loss(outputs, batch, smoothing=config.model.label_smoothing), len(outputs)
 
     return Workload(
@@ -70,7 +70,7 @@ def make_workload(
         val_samples=val,
         prepare=prepare,
         forward=lambda model, batch: model(batch["image"]),
-        loss=loss,
+        loss=compute_loss,
         metrics=lambda: ClassificationMetrics(len(store["classes"])),
         metric="top1",
         fragile=FRAGILE,
@@ -80,11 +80,11 @@ def make_workload(
 
 
 def check_last_batch(model: nn.Module, config: ClassifierConfig, num_train: int) -> None:
-    """Raise before the first epoch if its last batch is one sample that BatchNorm cannot normalise."""
+    """Refuse a batch size that leaves one sample in the last batch, if BatchNorm cannot normalise a single sample."""
     size, side = config.train.batch_size, config.data.image_size
     if (num_train % size or size) != 1 or not isinstance(model, Classifier):
         return
-    try:
+    try:  # on the meta device, so that nothing is computed
         with torch.no_grad():
             copy.deepcopy(model).to("meta").train()(torch.empty(1, 3, side, side, device="meta"))
     except ValueError as error:
@@ -96,25 +96,25 @@ def check_last_batch(model: nn.Module, config: ClassifierConfig, num_train: int)
 
 
 class PrepareImages:
-    """Turn bytes into model inputs: crop, flip, colour, erasing and mixing in training, otherwise the centre."""
+    """Convert bytes to the model's input; in training with crop, flip, colour, erasing and mixing."""
 
     def __init__(self, config: ImageDataConfig) -> None:
-        asked = config.augment
+        settings = config.augment
         self.train_size, self.eval_size = config.image_size, get_evaluation_size(config)
-        self.changes = fill_from_settings(ImageChanges, asked)
-        self.mixing = fill_from_settings(Mixing, asked, chance=asked.mix_chance)
+        self.changes = fill_from_settings(ImageChanges, settings)
+        self.mixing = fill_from_settings(Mixing, settings, chance=settings.mix_chance)
 
     def __call__(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         others = {name: tensor for name, tensor in batch.items() if name != "box"}
         if not training:
             return others | {"image": prepare_images(batch, self.eval_size)}
-        seen = others | {"image": prepare_images(batch, self.train_size, changes=self.changes, key=key)}
-        return mix(seen, self.mixing, key=key) if self.mixing.is_on else seen
+        prepared = others | {"image": prepare_images(batch, self.train_size, changes=self.changes, key=key)}
+        return mix(prepared, self.mixing, key=key) if self.mixing.is_on else prepared
 
 
 def build_model(config: ClassifierConfig, store: Mapping[str, Any]) -> nn.Module:
-    """Build the model alone, to load a checkpoint's weights: all that prediction needs."""
-    build = _build_own_model if config.model.path is None else _build_users_model
+    """Build the model without data, as prediction needs it."""
+    build = _build_known_model if config.model.path is None else _build_custom_model
     return build(config, len(store["classes"]))
 
 
@@ -126,7 +126,7 @@ def load_start_weights_(model: nn.Module, path: str, *, replace_head: bool) -> N
         load_weights_(model, weights, source=path)
 
 
-def _build_own_model(config: ClassifierConfig, num_classes: int) -> Classifier:
+def _build_known_model(config: ClassifierConfig, num_classes: int) -> Classifier:
     checkpointing = config.train.activation_checkpointing
     if isinstance(config, ResNetConfig):
         shape = config.model
@@ -153,40 +153,41 @@ def _build_own_model(config: ClassifierConfig, num_classes: int) -> Classifier:
         checkpointing=checkpointing,
     )
     eval_size = get_evaluation_size(config.data)
-    compute_grid(eval_size, eval_size, model.patch)  # now, not after the first epoch
+    compute_grid(eval_size, eval_size, model.patch)  # raise now, not at the first validation
     return model
 
 
-def _build_users_model(config: ClassifierConfig, num_classes: int) -> nn.Module:
-    wish = config.model
-    assert wish.path is not None
-    if wish.replace_head:
+def _build_custom_model(config: ClassifierConfig, num_classes: int) -> nn.Module:
+    settings = config.model
+    assert settings.path is not None
+    if settings.replace_head:
         raise ConfigError(
             "model.replace_head supports only halfstep's models",
-            why=f"halfstep cannot tell which layer of {wish.path} is the head",
-            fix="replace the head in your own function",
+            why=f"halfstep does not know which layer of {settings.path} is the head",
+            fix="replace the head in your function",
         )
-    make = import_callable(wish.path, what="model.path", form="callable(**model.options) -> nn.Module")
-    options = {**({"num_classes": num_classes} if _accepts(make, "num_classes") else {}), **wish.options}
+    make = import_callable(settings.path, what="model.path", form="callable(**model.options) -> nn.Module")
+    options = {**({"num_classes": num_classes} if _accepts(make, "num_classes") else {}), **settings.options}
     try:
         model: nn.Module = make(**options)
     except TypeError as error:
         raise ModelError(
-            f"{wish.path} cannot be called with {options}",
+            f"{settings.path} cannot be called with {options}",
             why=str(error),
             fix="set its keyword arguments in model.options",
         ) from error
-    _check_logits(model, wish.path, num_classes, get_evaluation_size(config.data))
+    _check_logits(model, settings.path, num_classes, get_evaluation_size(config.data))
     return model
 
 
 def _accepts(make: Any, name: str) -> bool:
+    """True if a callable accepts a keyword argument of this name."""
     parameters = inspect.signature(make).parameters.values()
     return any(parameter.name == name or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _check_logits(model: object, path: str, num_classes: int, size: int) -> None:
-    """Run one image through a custom model to check its output before training."""
+    """Check the output of a custom model for one image before training."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"{path} gives a {type(model).__name__}, not a model", fix="return an nn.Module")
     was_training = model.training
@@ -214,7 +215,7 @@ def make_random_store(config: ClassifierConfig) -> dict[str, Any]:
 
 
 def make_random_batch(config: ClassifierConfig, store: Store) -> Batch:
-    """Return bytes as a loader delivers them, and labels that no model can guess."""
+    """Return random bytes as the loader returns them, and random labels."""
     generator, size, side = make_generator(config.train.seed), config.train.batch_size, config.data.image_size
     image = torch.randint(256, (size, side, side, 3), dtype=torch.uint8, generator=generator)
     label = torch.randint(len(store["classes"]), (size,), generator=generator)
@@ -222,7 +223,7 @@ def make_random_batch(config: ClassifierConfig, store: Store) -> Batch:
 
 
 def build_over(config: ClassifierConfig, store: Store, samples: Samples) -> Workload:
-    """Build the workload on given samples without augmentation, which costs every framework the same."""
+    """Build the workload on given samples, without augmentation, which would cost every framework the same."""
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         return batch | {"image": prepare_images(batch, batch["image"].shape[1], key=key)}
@@ -230,10 +231,10 @@ def build_over(config: ClassifierConfig, store: Store, samples: Samples) -> Work
     return make_workload(config, build_model(config, store), samples, samples, store, prepare)
 
 
-def peer_prepare(device: torch.device) -> Callable[[Batch], Batch]:
-    """Return the preparation a user of another framework would write: the same numbers as `prepare_images`.
+def make_peer_prepare(device: torch.device) -> Callable[[Batch], Batch]:
+    """Return the preparation that a user of another framework would write; its results equal `prepare_images`.
 
-    The result is contiguous: pictures are stored channels last, and a peer must not get this layout by accident.
+    The result is contiguous: images are stored channels last, and a peer must not get this layout by accident.
     """
     scale, shift = (torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (SCALE, SHIFT))
 
@@ -248,7 +249,7 @@ Classifier = ResNet | ViT
 
 
 def load_classifier_(model: Classifier, weights: dict[str, Tensor], *, source: str, replace_head: bool) -> None:
-    """Copy weights into the model, all but the head with `replace_head`; raise an error that names a mismatch."""
+    """Load weights, with `replace_head` all but those of the head; raise ModelError if they do not match."""
     weights = match_names(model.state_dict(), weights)
     if isinstance(model, ViT) and "encoder.pos_embedding" in weights:
         weights["encoder.pos_embedding"] = _fit_positions(model, weights["encoder.pos_embedding"])
@@ -260,13 +261,14 @@ def load_classifier_(model: Classifier, weights: dict[str, Tensor], *, source: s
         raise ModelError(
             f"the weights of {source} are for {format_count(len(theirs), 'class', 'classes')}, "
             f"the data have {len(own)}",
-            fix="model.replace_head=true starts a new head on the loaded body",
+            fix="model.replace_head=true starts with a new head",
         )
     load_weights_(model, weights, source=source)
 
 
 def _fit_positions(model: ViT, positions: Tensor) -> Tensor:
-    """Resample position embeddings to the model's grid; grids that are not square fail the comparison of shapes."""
+    """Resample position embeddings to the model's grid. Others than square grids stay, and loading refuses their
+    shape."""
     num_patches = positions.shape[1] - 1
     is_square = positions.ndim == 3 and math.isqrt(max(num_patches, 0)) ** 2 == num_patches > 0
     return resize_positions(positions, model.grid, model.grid) if is_square else positions

@@ -1,8 +1,8 @@
 """Settings and presets of the image classifiers, ResNet and ViT.
 
-Every workload has the same five presets by purpose; the others are recipes from published work, with their sources'
-numbers and a comment on what a source does beyond our settings. Learning rates of recipes are per 256 (or 512) samples
-of a step, as in their sources: `optimizer.lr_per`.
+Every workload has the same five presets by purpose. The others are published recipes with the numbers of their sources;
+comments say what a source does in addition. Learning rates of recipes are per 256 (or 512) samples of a step, as in
+their sources (`optimizer.lr_per`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from halfstep.config.section import Fraction, NamedPath, OffCount, OffNumber, Po
 Preset = dict[str, Any]
 
 PURPOSES: dict[str, Preset] = {
-    # Half of the default batch, accumulated to the default's 64.
+    # Half of the default batch size, accumulated to the default of 64.
     "lowmem": {
         "precision.default": "bf16",
         "train.batch_size": 32,
@@ -37,7 +37,7 @@ PURPOSES: dict[str, Preset] = {
 }
 
 # Guide 1's project (mohantee/Imagenet, src/main.py and src/train.py): lr 0.1 scaled by batch / 256, decay on every
-# parameter, clipping to 1, one of CutMix and mixup on every batch. Its RandAugment is not built.
+# parameter, clipping to 1, CutMix or mixup on every batch. Its RandAugment is not implemented.
 GUIDE: Preset = {
     "train.epochs": 120,
     "train.batch_size": 256,
@@ -82,8 +82,9 @@ NVIDIA_90_EPOCHS: Preset = {
 TRAIN_176_EVALUATE_224: Preset = {"data.image_size": 176, "data.eval_size": 224, "data.eval_crop_ratio": 224 / 232}
 
 # torchvision's second ResNet-50 (pytorch/vision issue 3995; 80.86 % top-1 after 600 epochs): lr 0.5 for 1024 samples,
-# trained at 176 pixels and evaluated at 224 of 232. Its average takes in (1 - 0.99998) · 1024 · 32 / 600 every 32
-# steps, which is the decay below at every step. Its repeated augmentation (4 views of an image a batch) is not built.
+# trained at 176 pixels and evaluated at 224 of 232. It updates its EMA every 32 steps with a weight of
+# (1 - 0.99998) · 1024 · 32 / 600, which equals the decay below in every step. Its repeated augmentation (4 views of an
+# image per batch) is not implemented.
 TORCHVISION_V2: Preset = {
     "precision.default": "bf16",
     "train.epochs": 600,
@@ -107,8 +108,8 @@ TORCHVISION_V2: Preset = {
     "ema.decay": 0.999966,
 }
 
-# A few thousand images: small crops that keep most of the object (as fastai's Imagenette script does: 128 pixels, at
-# least 0.35 of the area), twenty epochs, more decay since every image is seen at once. Not a published recipe.
+# For a few thousand images: small crops that keep most of the object (as in fastai's Imagenette script: 128 pixels, at
+# least 0.35 of the area), twenty epochs, and more weight decay. Not a published recipe.
 QUICK: Preset = {
     "train.epochs": 20,
     "train.batch_size": 64,
@@ -118,7 +119,7 @@ QUICK: Preset = {
 }
 
 RESNET_PRESETS: dict[str, Preset] = {
-    # NVIDIA's optimizer for half of the time: fewer epochs on fewer pixels, evaluated larger (FixRes).
+    # NVIDIA's optimizer in half the time: fewer epochs with fewer pixels, evaluated at a larger size (FixRes).
     "fast": {**NVIDIA_90_EPOCHS, **TRAIN_176_EVALUATE_224, "precision.default": "bf16", "train.epochs": 50},
     "quality": TORCHVISION_V2,
     **PURPOSES,
@@ -128,8 +129,8 @@ RESNET_PRESETS: dict[str, Preset] = {
 }
 
 # DeiT (Touvron et al. 2020, table 9; facebookresearch/deit main.py): 300 epochs, mixup 0.8 or CutMix 1.0 on every
-# batch, erasing 0.25, average 0.99996, no clipping. Its stochastic depth, RandAugment and repeated augmentation are
-# not built, so a ViT-B from scratch will stay below its 81.8 %.
+# batch, erasing 0.25, EMA 0.99996, no clipping. Its stochastic depth, RandAugment and repeated augmentation are not
+# implemented, so a ViT-B from scratch stays below its 81.8 %.
 DEIT: Preset = {
     "precision.default": "bf16",
     "train.epochs": 300,
@@ -158,7 +159,7 @@ VIT_PRESETS: dict[str, Preset] = {
     "quick": QUICK,
 }
 
-# 1000 images of 64 pixels. Measured once: its ResNet-18 takes 65 s of one CPU core (Neoverse-N1), reaches 95 %.
+# 1000 images of 64 pixels. Measured once: the ResNet-18 takes 65 s on one CPU core (Neoverse-N1) and reaches 95 %.
 DEMO: Preset = {
     "data.image_size": 48,
     "data.num_workers": 0,
@@ -185,7 +186,7 @@ Ratios = Annotated[tuple[Positive, Positive], AfterValidator(check_order)]
 
 
 class ImageAugmentConfig(Section):
-    """Strength of the training augmentation; 0 switches a change off."""
+    """Strength of the training augmentation; 0 disables a change."""
 
     crop_area: Shares = Field(
         default=(0.08, 1.0), description="Range of a random crop's area, as a fraction of the image"
@@ -238,7 +239,7 @@ class ImageDataConfig(DataConfig):
 
     @property
     def is_packed(self) -> bool:
-        """True if images come from a packed file; naming a file switches it on."""
+        """True if images are read from a packed file: `cache` is set, or a file is named."""
         return self.cache or self.cache_file is not None
 
 
@@ -265,7 +266,7 @@ class ResNetModelConfig(ClassifierModelConfig):
 
 
 class ViTModelConfig(ClassifierModelConfig):
-    """Vision transformer; official weights need the defaults."""
+    """Vision transformer of any size; official weights need the defaults."""
 
     depth: OffCount = Field(default=0, description="Number of blocks; 0: from the workload's name")
     heads: OffCount = Field(default=0, description="Attention heads, must divide dim; 0: from the workload's name")
@@ -280,9 +281,9 @@ class ViTModelConfig(ClassifierModelConfig):
 
 
 class ClassifierConfig(RunConfig):
-    """One run of an image classifier: guide 1's batch, five epochs of warmup, then a cosine, as in guide 1 and in DeiT.
+    """One run of an image classifier: five epochs of warmup, then a cosine, as in guide 1 and DeiT.
 
-    A cosine run is best at its end, so it does not stop early unless asked to.
+    A cosine schedule gives its best model at the end, so early stopping is off by default.
     """
 
     defaults: ClassVar[dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""The data of a classifier: whatever lies in the folder, as samples for training and validation."""
+"""Data of a classifier: open a data folder in any supported layout as training and validation samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from halfstep.data.packed import PackingBar, PackSettings, choose_pack_path, ope
 from halfstep.workloads.classification.config import ImageDataConfig
 
 PICTURE_SHARE, WHOLE = 0.875, 1.0
-"""224 of 256 pixels, as torchvision and guide 1 evaluate; CIFAR's 32 pixels have no margin to spare."""
+"""Share of the shorter side that validation shows: 224 of 256 pixels for image files, as in torchvision and guide 1;
+everything for CIFAR, whose objects fill the 32 pixels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,12 +35,14 @@ class ImageData:
     classes: tuple[str, ...]
     train: Samples
     val: Samples
-    eval_share: float  # share of the shorter side that validation shows
+    eval_share: float
+    """Share of the shorter side that validation shows."""
     val_names: tuple[str, ...]
     """Validation files below the data folder, by sample; empty if the images are not files."""
     titles: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    about: tuple[tuple[str, str], ...] = ()  # where samples and split come from, for the run's header
+    about: tuple[tuple[str, str], ...] = ()
+    """Where samples and split come from, for the run's header."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,9 +50,10 @@ class StoredKind:
     """A data set distributed as arrays, with a test split."""
 
     name: str
-    folder: Callable[[Path], Path | None]  # where its files are, below a data folder; None where it is not one
+    folder: Callable[[Path], Path | None]
+    """Find its files in a data folder; None if it is not such a data set."""
     read: Callable[[Path], tuple[tuple[str, ...], StoredImages, StoredImages]]
-    titles: Callable[[Path], Mapping[str, str]] = lambda place: {}
+    titles: Callable[[Path], Mapping[str, str]] = lambda path: {}
 
 
 STORED = (
@@ -59,20 +63,21 @@ STORED = (
 
 
 def has_stored_images(root: Path) -> bool:
+    """True if a folder holds a data set that is distributed as arrays, such as CIFAR-10."""
     return any(kind.folder(root) is not None for kind in STORED)
 
 
 def open_image_data(
     config: ImageDataConfig, store: Mapping[str, Any] | None = None, *, quiet: bool = True
 ) -> ImageData:
-    """Open the data at `data.dir`: arrays such as CIFAR's, a packed cache if asked for, or the picture files.
+    """Open the data at `data.dir`: arrays such as CIFAR's, a packed cache if requested, or image files.
 
-    `store` of an earlier run fixes how validation crops images; unless `quiet`, packing shows its progress.
+    The `store` of an earlier run fixes how validation crops images. Unless `quiet`, packing shows its progress.
     """
     root = require_folder(config.dir)
     for kind in STORED:
-        if (place := kind.folder(root)) is not None:
-            return _open_stored(kind, place, config, get_evaluation_share(config, store, usual=WHOLE))
+        if (path := kind.folder(root)) is not None:
+            return _open_stored(kind, path, config, get_evaluation_share(config, store, usual=WHOLE))
     layout = FolderLayout(
         train=config.train_folder,
         val=config.val_folder,
@@ -80,7 +85,7 @@ def open_image_data(
         seed=config.split_seed,
         label_column=config.label_column,
     )
-    # The same folder twice is how `other_data` asks for everything to be evaluated.
+    # `other_data` names the same folder for both splits to evaluate everything; classes must then be the run's.
     known = store["classes"] if store is not None and config.train_folder == config.val_folder != "" else ()
     folder = find_images(root, layout, known=known)
     share = get_evaluation_share(config, store)
@@ -94,20 +99,20 @@ def get_evaluation_size(config: ImageDataConfig) -> int:
 def get_evaluation_share(
     config: ImageDataConfig, store: Mapping[str, Any] | None, *, usual: float = PICTURE_SHARE
 ) -> float:
-    """Return the share of the shorter side that evaluation shows: the setting, the stored run's, or the usual one."""
+    """Return the share of the shorter side that evaluation shows: as set, as in the stored run, or the usual one."""
     return config.eval_crop_ratio or float((store or {}).get("eval_share", usual))
 
 
-def _open_stored(kind: StoredKind, place: Path, config: ImageDataConfig, share: float) -> ImageData:
-    classes, train, val = kind.read(place)
+def _open_stored(kind: StoredKind, path: Path, config: ImageDataConfig, share: float) -> ImageData:
+    classes, train, val = kind.read(path)
     return ImageData(
         classes=classes,
         train=_make_training_images(train, config),
         val=_make_evaluation_images(val, config, share),
         eval_share=share,
         val_names=(),
-        titles=kind.titles(place),
-        about=(("layout", f"{kind.name} in {place}; validation: its test split"),),
+        titles=kind.titles(path),
+        about=(("layout", f"{kind.name} in {path}; validation: its test split"),),
     )
 
 
@@ -154,6 +159,7 @@ def _describe_layout(folder: ImageFolder) -> tuple[tuple[str, str], ...]:
 
 
 def _note_unvalidated(folder: ImageFolder) -> list[str]:
+    """Return a note about classes without validation images."""
     seen = set(folder.val.labels)
     missing = [name for number, name in enumerate(folder.classes) if number not in seen]
     return (

@@ -1,8 +1,8 @@
-"""A small set of ten textures in the ImageFolder layout, the same for a seed on every machine.
+"""Demo data: ten classes of textures in the ImageFolder layout, the same for a seed on every machine.
 
-Five patterns, each coarse and fine, in two random colours of which either may be the brighter, shifted and slightly
-turned at random, under uneven light and noise: no pixel tells the class by its value, so a linear model learns
-little, and a small convolutional network nearly all.
+There are five patterns, each coarse and fine, in two random colours, randomly shifted and slightly rotated, with uneven
+light and noise. The value of a single pixel says nothing about the class, so a linear model learns little, while a
+small convolutional network learns nearly everything.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from PIL import Image
 from halfstep.data.files import Array, create_folder
 
 SIDE = 64
-NUM_TRAIN, NUM_VAL = 100, 20  # images of each class
+NUM_TRAIN, NUM_VAL = 100, 20  # images per class
 PERIODS = {"coarse": 0.5, "fine": 0.22}
-"""Period of a pattern as a share of the image's side; a random crop of 0.7 of the area does not confuse the two."""
+"""Period of a pattern as a fraction of the side; random crops of 0.7 of the area keep the two distinct."""
 
 PATTERNS: dict[str, Callable[[Array, Array], Array]] = {
     "checks": lambda u, v: np.sin(u) * np.sin(v),
@@ -27,7 +27,7 @@ PATTERNS: dict[str, Callable[[Array, Array], Array]] = {
     "rings": lambda u, v: np.sin(np.hypot(u, v)),
     "waves": lambda u, v: np.sin(u + 1.5 * np.sin(v)),
 }
-"""A value in -1..1 at each position, given in radians of the pattern's period."""
+"""Values in -1..1 at positions (u, v), in radians of the period."""
 CLASSES = tuple(sorted(f"{pattern}_{grain}" for pattern in PATTERNS for grain in PERIODS))
 
 
@@ -46,7 +46,7 @@ def write_demo(
 
 
 def draw_image(name: str, rng: np.random.Generator, side: int) -> Array:
-    """Draw one image (side, side, 3) of a class, as bytes."""
+    """Return one image (side, side, 3) uint8 of a class."""
     pattern, grain = name.split("_")
     y, x = (np.mgrid[:side, :side] + 0.5) / side
     angle, wave = rng.uniform(-0.2, 0.2), 2 * np.pi / (PERIODS[grain] * rng.uniform(0.9, 1.1))
@@ -60,7 +60,7 @@ def draw_image(name: str, rng: np.random.Generator, side: int) -> Array:
 
 
 def _draw_two_colours(rng: np.random.Generator) -> tuple[Array, Array]:
-    """Draw two colours whose brightness differs by at least a quarter, in any order."""
+    """Return two random colours whose brightness differs by more than a quarter."""
     while True:
         one, other = rng.uniform(0, 1, (2, 3))
         if abs(one.mean() - other.mean()) > 0.25:

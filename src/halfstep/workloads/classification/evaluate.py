@@ -1,4 +1,4 @@
-"""Evaluation of classifiers: accuracy of every class, who is taken for whom, and the most confident mistakes."""
+"""Evaluation of classifiers: accuracy of each class, the confusion matrix, and the most confident mistakes."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ SHOWN_MISTAKES = 24
 
 
 class ClassificationEvaluation(PlainEvaluation):
+    """Evaluation with scores per class, a confusion matrix and a page of mistakes."""
+
     ranking = "accuracy"
     change_data_folder = staticmethod(use_all_pictures)
     metrics: ClassificationDetails
@@ -35,19 +37,19 @@ class ClassificationEvaluation(PlainEvaluation):
         self.metrics = ClassificationDetails(len(self.names))
 
     def score_classes(self) -> tuple[dict[str, Cell], ...]:
-        """Return each class's accuracy (share of its samples recognised) and precision (share of such answers that is
-        right)."""
-        confusion = self.metrics.confusion().numpy()
+        """Return the accuracy of each class (how many of its samples are recognised) and its precision (how many of
+        these answers are correct)."""
+        confusion = self.metrics.get_confusion().numpy()
         answers = confusion.sum(axis=0)
         rows: list[dict[str, Cell]] = []
-        for number, (seen, hits) in enumerate(self.metrics.per_class()):
+        for number, (seen, hits) in enumerate(self.metrics.count_by_class()):
             rows.append(
                 {
                     "class": self.names[number],
                     "samples": seen,
                     "accuracy": hits / seen if seen else None,
                     "precision": hits / int(answers[number]) if answers[number] else None,
-                    "most often confused with": self._rival(confusion[number], number),
+                    "most often confused with": self._find_rival(confusion[number], number),
                 }
             )
         return tuple(rows)
@@ -55,21 +57,23 @@ class ClassificationEvaluation(PlainEvaluation):
     def draw_pictures(self, folder: Path, look: LookAt) -> list[Path]:
         """Draw the confusion matrix, and the mistakes if there are any."""
         paths = [folder / "confusion.png"]
-        draw_confusion(self.metrics.confusion().tolist(), self.names, paths[0])
-        if mistakes := self.metrics.mistakes():
+        draw_confusion(self.metrics.get_confusion().tolist(), self.names, paths[0])
+        if mistakes := self.metrics.list_mistakes():
             paths.append(folder / "mistakes.png")
             draw_mistakes(
-                [self._shown(mistake) for mistake in mistakes[:SHOWN_MISTAKES]], paths[1], total=len(mistakes)
+                [self._describe_mistake(mistake) for mistake in mistakes[:SHOWN_MISTAKES]],
+                paths[1],
+                total=len(mistakes),
             )
         return paths
 
-    def _rival(self, row: np.ndarray[Any, Any], number: int) -> str:
+    def _find_rival(self, row: np.ndarray[Any, Any], number: int) -> str:
         others = row.copy()
         others[number] = 0
         rival = int(others.argmax())
         return f"{self.names[rival]} ({others[rival]:,})" if others[rival] else ""
 
-    def _shown(self, mistake: Mistake) -> ShownMistake:
+    def _describe_mistake(self, mistake: Mistake) -> ShownMistake:
         names = self.workload.val_names
         return ShownMistake(
             image=get_shown_pixels(self.workload.val_samples.sample(mistake.index, key=(0, 0, mistake.index))),
@@ -81,12 +85,12 @@ class ClassificationEvaluation(PlainEvaluation):
 
 
 def get_class_names(store: Any) -> list[str]:
-    """Return readable class names: titles if the data provide them, else the folders' names."""
+    """Return readable class names: titles if the data has them, else the names of folders."""
     return [store["titles"].get(name, name) for name in store["classes"]]
 
 
 def get_shown_pixels(sample: dict[str, Tensor]) -> np.ndarray[Any, Any]:
-    """Return the bytes of one validation sample; for a stored image only the part that the model sees."""
+    """Return the pixels of a validation sample as the model sees them, uint8 (H, W, 3)."""
     image = sample["image"].numpy()
     if "box" not in sample:
         return image
@@ -95,26 +99,28 @@ def get_shown_pixels(sample: dict[str, Tensor]) -> np.ndarray[Any, Any]:
 
 
 NUMBERED_UP_TO = 24
-"""Classes; beyond it numbers in the squares can no longer be read."""
+"""Up to this many classes, cells contain numbers; beyond it they would be illegible."""
 NAMED_UP_TO = 64
-"""Classes; beyond it only some of them are named at the edges."""
-INCHES_A_CLASS, LEAST_INCHES, MOST_INCHES = 0.42, 4.2, 14.0
+"""Up to this many classes, all are named at the axes; beyond it only some."""
+INCHES_PER_CLASS, LEAST_INCHES, MOST_INCHES = 0.42, 4.2, 14.0
 NAME_LENGTH = 22
 
 
 def draw_confusion(counts: Sequence[Sequence[int]], names: Sequence[str], path: Path) -> None:
-    """Write the picture of counts by true class (row) and predicted class (column)."""
+    """Draw the confusion matrix: counts by true class (row) and predicted class (column)."""
     matrix = np.asarray(counts, dtype=np.float64)
     shares = matrix / matrix.sum(axis=1, keepdims=True).clip(min=1)
-    side = min(MOST_INCHES, max(LEAST_INCHES, INCHES_A_CLASS * len(names)))
+    side = min(MOST_INCHES, max(LEAST_INCHES, INCHES_PER_CLASS * len(names)))
     figure = make_figure((side + 2.6, side + 1.8))
     axes: Axes = figure.subplots()
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
-    _name_the_classes(axes, names)
+    _label_axes(axes, names)
     if len(names) <= NUMBERED_UP_TO:
         _write_numbers(axes, matrix, shares)
     hits = matrix.trace() / max(matrix.sum(), 1)
-    axes.set_title(f"{hits:.1%} of {int(matrix.sum()):,} right", loc="left", fontsize=11, fontweight="bold", color=INK)
+    axes.set_title(
+        f"{hits:.1%} of {int(matrix.sum()):,} correct", loc="left", fontsize=11, fontweight="bold", color=INK
+    )
     bar = figure.colorbar(image, ax=axes, fraction=0.04, pad=0.02, format=lambda value, _: f"{value:.0%}")
     bar.set_label("share of the true class", fontsize=9, color=INK)
     bar.outline.set_visible(False)
@@ -122,14 +128,14 @@ def draw_confusion(counts: Sequence[Sequence[int]], names: Sequence[str], path: 
     save_figure(figure, path)
 
 
-def _name_the_classes(axes: Axes, names: Sequence[str]) -> None:
+def _label_axes(axes: Axes, names: Sequence[str]) -> None:
     every = -(-len(names) // NAMED_UP_TO)
-    places = range(0, len(names), every)
-    labels = [shorten_name(names[place], NAME_LENGTH) for place in places]
+    positions = range(0, len(names), every)
+    labels = [shorten_name(names[index], NAME_LENGTH) for index in positions]
     size = 9 if len(names) <= NUMBERED_UP_TO else 7
     upright: dict[str, Any] = {} if max(map(len, labels)) <= 3 else {"rotation": 45, "ha": "right"}
-    axes.set_xticks(places, labels, fontsize=size, rotation_mode="anchor", **upright)
-    axes.set_yticks(places, labels, fontsize=size)
+    axes.set_xticks(positions, labels, fontsize=size, rotation_mode="anchor", **upright)
+    axes.set_yticks(positions, labels, fontsize=size)
     axes.set_xlabel("predicted", fontsize=10, color=INK)
     axes.set_ylabel("true", fontsize=10, color=INK)
     axes.tick_params(length=0)
@@ -150,17 +156,17 @@ def _write_numbers(axes: Axes, matrix: Any, shares: Any) -> None:
 
 ACROSS = 6
 PICTURE, INCHES_WIDE, INCHES_HIGH = 1.8, 2.0, 2.45
-"""A picture's side, and what it takes with its lines of text and the space around."""
+"""In inches: side of an image, and the space it takes including text and margins."""
 TITLE_WIDE, TITLE_HIGH = 4.0, 0.32
 LINE_LENGTH = 26
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownMistake:
-    """One wrong answer, ready to be drawn."""
+    """A wrong prediction with everything that is drawn."""
 
     image: np.ndarray[Any, Any]
-    """(H, W, 3) bytes, as the model saw it."""
+    """(H, W, 3) uint8, as the model saw it."""
     truth: str
     answer: str
     confidence: float
@@ -168,22 +174,22 @@ class ShownMistake:
 
 
 def draw_mistakes(mistakes: Sequence[ShownMistake], path: Path, *, total: int) -> None:
-    """Write the page, at least one picture, in the order given; `total` mistakes were made in all."""
+    """Draw a page of mistakes in the given order; `total` is the number of all mistakes."""
     across = min(ACROSS, len(mistakes))
     down = -(-len(mistakes) // across)
     wide, high = max(across * INCHES_WIDE, TITLE_WIDE), down * INCHES_HIGH + TITLE_HIGH
     figure = make_figure((wide, high), makes_room=False)
-    for place, mistake in enumerate(mistakes):
-        row, column = divmod(place, across)
+    for index, mistake in enumerate(mistakes):
+        row, column = divmod(index, across)
         top = high - TITLE_HIGH - row * INCHES_HIGH
         corner = column * INCHES_WIDE / wide, (top - PICTURE) / high
-        _draw(figure.add_axes((*corner, PICTURE / wide, PICTURE / high)), mistake)
+        _draw_mistake(figure.add_axes((*corner, PICTURE / wide, PICTURE / high)), mistake)
     title = f"The most confident mistakes, {len(mistakes):,} of {total:,}"
     figure.text(0, 1, title, va="top", fontsize=11, fontweight="bold", color=INK)
     save_figure(figure, path)
 
 
-def _draw(axes: Axes, mistake: ShownMistake) -> None:
+def _draw_mistake(axes: Axes, mistake: ShownMistake) -> None:
     axes.imshow(mistake.image, interpolation="nearest", aspect="auto")
     axes.axis("off")
     lines = (
@@ -191,8 +197,8 @@ def _draw(axes: Axes, mistake: ShownMistake) -> None:
         (f"is {shorten_name(mistake.truth, LINE_LENGTH - 3)}", 8.5, GOOD, "normal"),
         (shorten_name(mistake.file, LINE_LENGTH + 4), 7, FAINT, "normal"),
     )
-    for place, (text, size, colour, weight) in enumerate(lines):
+    for index, (text, size, colour, weight) in enumerate(lines):
         style: dict[str, Any] = {"fontsize": size, "color": colour, "fontweight": weight}
         axes.annotate(
-            text, (0, 0), (0, -3 - 11 * place), xycoords="axes fraction", textcoords="offset points", va="top", **style
+            text, (0, 0), (0, -3 - 11 * index), xycoords="axes fraction", textcoords="offset points", va="top", **style
         )

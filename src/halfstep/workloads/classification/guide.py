@@ -1,4 +1,4 @@
-"""Classification in `halfstep guide`."""
+"""`halfstep guide` for classification."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from halfstep.workloads.base.guiding import OpenedData, measure_median_size, rea
 from halfstep.workloads.classification.config import ClassifierConfig, ResNetConfig, ViTConfig
 from halfstep.workloads.classification.data import open_image_data
 
-SMALL_SIDE, PATCHES_A_SIDE = 64, 8
-"""Up to this size a ResNet must not quarter the image at once, and a ViT's patches of 16 pixels would be too few."""
+SMALL_SIDE, PATCHES_PER_SIDE = 64, 8
+"""Up to this side in pixels, a ResNet needs the stem that keeps the resolution, and a ViT smaller patches: this many
+per side."""
 
 
 class Guide:
+    """Guide to image classifiers."""
+
     small_on_cpu = {"data.image_size": 128, "data.eval_size": 0}
 
     def open(self, config: ClassifierConfig) -> OpenedData:
@@ -43,7 +46,7 @@ class Guide:
         if side <= SMALL_SIDE and isinstance(config, ResNetConfig):
             paths["model.stem"] = "small"
         if side <= SMALL_SIDE and isinstance(config, ViTConfig):
-            paths["model.patch"] = side // PATCHES_A_SIDE
+            paths["model.patch"] = side // PATCHES_PER_SIDE
         return paths
 
 

@@ -1,4 +1,4 @@
-"""Prediction of classes: the most probable ones of each picture, seen as validation sees it."""
+"""`halfstep predict` for classifiers: the most probable classes of each image, which is cropped as in validation."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from halfstep.workloads.classification.scores import compute_probabilities
 
 
 class ClassPredictor:
+    """Predictor of classes."""
+
     endings = IMAGE_ENDINGS
 
     def __init__(self, config: ClassifierConfig, store: Store) -> None:
@@ -35,16 +37,16 @@ class ClassPredictor:
     def answer_all(
         self, inputs: list[Input], trained: TrainedModel, request: PredictRequest, bar: Bar
     ) -> Iterator[Answer | Failure]:
-        """Yield answers in the order of the files; batches have the training size."""
+        """Yield answers in the order of the files, computed in batches of the training size."""
         top_k, size = request.options["top_k"], self.config.train.batch_size
-        with ThreadPoolExecutor(os.cpu_count()) as threads:  # Pillow decodes without the interpreter's lock
+        with ThreadPoolExecutor(os.cpu_count()) as threads:  # Pillow releases the GIL while decoding
             for start in range(0, len(inputs), size):
                 chunk = inputs[start : start + size]
                 read = list(threads.map(self._read, chunk))
                 pictures = [pixels for pixels in read if isinstance(pixels, Tensor)]
-                found = iter(self._probabilities(pictures, trained) if pictures else ())
+                found = iter(self._compute_probabilities(pictures, trained) if pictures else ())
                 for item, outcome in zip(chunk, read, strict=True):
-                    yield outcome if isinstance(outcome, Failure) else self._answer(item, next(found), top_k)
+                    yield outcome if isinstance(outcome, Failure) else self._make_answer(item, next(found), top_k)
 
     def _read(self, item: Input) -> Tensor | Failure:
         data = self.config.data
@@ -54,17 +56,17 @@ class ClassPredictor:
         except DataError as error:
             return describe_failure(item, error)
 
-    def _probabilities(self, pictures: list[Tensor], trained: TrainedModel) -> list[list[float]]:
+    def _compute_probabilities(self, pictures: list[Tensor], trained: TrainedModel) -> list[list[float]]:
         batch = self.prepare({"image": torch.stack(pictures).to(trained.device)}, key=(), training=False)
         return compute_probabilities(trained(batch["image"])).tolist()
 
-    def _answer(self, item: Input, chances: list[float], top_k: int) -> Answer:
-        best = sorted(range(len(chances)), key=lambda k: (-chances[k], k))[:top_k]
+    def _make_answer(self, item: Input, probabilities: list[float], top_k: int) -> Answer:
+        best = sorted(range(len(probabilities)), key=lambda k: (-probabilities[k], k))[:top_k]
         cells: dict[str, str | float] = {}
         for rank, k in enumerate(best, start=1):
-            cells |= {f"class {rank}": self.names[k], f"probability {rank}": chances[k]}
-        top = [{"class": self.classes[k], "title": self.names[k], "probability": chances[k]} for k in best]
-        first, *others = [f"{self.names[k]} {chances[k]:.1%}" for k in best]
+            cells |= {f"class {rank}": self.names[k], f"probability {rank}": probabilities[k]}
+        top = [{"class": self.classes[k], "title": self.names[k], "probability": probabilities[k]} for k in best]
+        first, *others = [f"{self.names[k]} {probabilities[k]:.1%}" for k in best]
         return Answer(
             file=str(item.path), found={"top": top}, cells=cells, brief={"answer": first, "then": ", ".join(others)}
         )

@@ -1,7 +1,8 @@
-"""ResNet v1.5 (He et al. 2015; the stride stands on the 3×3 convolution) with torchvision's names.
+"""ResNet v1.5 (He et al. 2015, with the stride in the 3×3 convolution) with torchvision's names.
 
-25,557,032 parameters for ResNet-50 at 1000 classes, 23,712,932 at 100. Convolutions start from Kaiming's fan-out
-normal, each block's last BatchNorm from gain 0, so that a block begins as the identity (Goyal et al. 2017, 5.1).
+ResNet-50 has 25,557,032 parameters with 1000 classes, 23,712,932 with 100. Convolutions are initialised by Kaiming's
+fan-out normal, and the last BatchNorm of each block with gain 0, so that a block starts as the identity (Goyal et al.
+2017, 5.1).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Stem = Literal["imagenet", "small"]
 
 
 class BasicBlock(nn.Module):
-    """Two 3×3 convolutions around a shortcut: ResNet-18 and -34."""
+    """Two 3×3 convolutions and a shortcut: ResNet-18 and -34."""
 
     expansion = 1
 
@@ -48,13 +49,13 @@ class BasicBlock(nn.Module):
         y = self.bn2(self.conv2(y))
         return self.relu(y + self.downsample(x))
 
-    def layers(self) -> list[Layer]:
-        """Return convolutions with their norms in the order they run."""
+    def list_layers(self) -> list[Layer]:
+        """Return (convolution, norm) of each layer in the order in which they run."""
         return [(self.conv1, self.bn1), (self.conv2, self.bn2)]
 
 
 class Bottleneck(nn.Module):
-    """1×1, 3×3, 1×1 around a shortcut, four times as wide outside as inside: ResNet-50 and deeper."""
+    """1×1, 3×3 and 1×1 convolutions and a shortcut, with four times as many output channels: ResNet-50 and deeper."""
 
     expansion = 4
 
@@ -75,13 +76,13 @@ class Bottleneck(nn.Module):
         y = self.bn3(self.conv3(y))
         return self.relu(y + self.downsample(x))
 
-    def layers(self) -> list[Layer]:
-        """Return convolutions with their norms in the order they run."""
+    def list_layers(self) -> list[Layer]:
+        """Return (convolution, norm) of each layer in the order in which they run."""
         return [(self.conv1, self.bn1), (self.conv2, self.bn2), (self.conv3, self.bn3)]
 
 
 class ResNet(nn.Module):
-    """Image (N, in_channels, H, W) to logits (N, num_classes)."""
+    """Compute logits (N, num_classes) of images (N, in_channels, H, W)."""
 
     head_name = "fc"
 
@@ -105,7 +106,8 @@ class ResNet(nn.Module):
             )
         self.num_stages = len(blocks)
         is_small = stem == "small"
-        # CIFAR's stem (He et al. 2015, 4.2): at 32 pixels the usual one would leave the last stage a single pixel.
+        # The small stem is for CIFAR (He et al. 2015, 4.2): the usual one would leave one pixel of 32 in the last
+        # stage.
         self.conv1 = (
             CentredConv2d(in_channels, width, 3) if is_small else CentredConv2d(in_channels, width, 7, stride=2)
         )
@@ -125,32 +127,33 @@ class ResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         is_chain = not x.requires_grad and can_chain(x, is_training=self.training)
-        x = self._chained(x) if is_chain and self._suits_chain() else self._layer_by_layer(x)
+        x = self._run_chain(x) if is_chain and self._can_run_chain() else self._run_layers(x)
         return self.fc(x.mean(dim=(2, 3)))
 
-    def _layer_by_layer(self, x: Tensor) -> Tensor:
+    def _run_layers(self, x: Tensor) -> Tensor:
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
-        for stage in self._stages():
+        for stage in self._list_stages():
             x = stage(x)
         return x
 
-    def _stages(self) -> list[Blocks]:
+    def _list_stages(self) -> list[Blocks]:
         return [getattr(self, f"layer{number}") for number in range(1, self.num_stages + 1)]
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _suits_chain(self) -> bool:
+    def _can_run_chain(self) -> bool:
+        """True if all layers are as built, so that the fused kernels compute the same."""
         replaced = (part for layer in self.children() if layer is not self.fc for part in layer.modules())
-        parts = (self.conv1, self.bn1, self.relu, *self._stages())
+        parts = (self.conv1, self.bn1, self.relu, *self._list_stages())
         is_whole = consists_of(parts, CentredConv2d, BatchNorm2d, nn.ReLU, *[Blocks] * self.num_stages)
         is_known = is_whole and type(self.maxpool) in (nn.Identity, HalvingMaxPool2d) and are_plain(replaced, CHAINED)
         return is_known and keeps_every_product(get_recompute(self)) and has_room_for_tiles(self.conv1.weight.device)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _chained(self, image: Tensor) -> Tensor:
-        if not self._suits_chain():  # compiled code asked once, and since then a layer may have been frozen or hooked
-            return self._layer_by_layer(image)
+    def _run_chain(self, image: Tensor) -> Tensor:
+        if not self._can_run_chain():  # compiled code checks only once; a layer may have been hooked since
+            return self._run_layers(image)
         blocks = [
-            make_chain_block(block, keep=stage.recompute == "none") for stage in self._stages() for block in stage
+            make_chain_block(block, keep=stage.recompute == "none") for stage in self._list_stages() for block in stage
         ]
         is_pooled = isinstance(self.maxpool, HalvingMaxPool2d)
         return run_resnet_chain(image, (self.conv1, self.bn1), blocks, is_pooled=is_pooled)
@@ -162,7 +165,8 @@ def has_blocks_only(stage: Blocks) -> bool:
 
 
 def is_whole(block: BasicBlock | Bottleneck) -> bool:
-    has_layers = all(consists_of(layer, CentredConv2d, BatchNorm2d) for layer in block.layers())
+    """True if no layer of a block was replaced."""
+    has_layers = all(consists_of(layer, CentredConv2d, BatchNorm2d) for layer in block.list_layers())
     shortcut = [*block.downsample.children()] or [block.downsample]
     has_shortcut = consists_of(shortcut, nn.Identity) or consists_of(shortcut, CentredConv2d, BatchNorm2d)
     return has_layers and has_shortcut and type(block.relu) is nn.ReLU
@@ -175,28 +179,28 @@ CHAINED: Checks = {
     Blocks: has_blocks_only,
     **dict.fromkeys((BasicBlock, Bottleneck), is_whole),
 }
-"""What `kernels.resnet_chain` can replace."""
+"""Modules that `kernels.resnet_chain` can replace, each with a check."""
 
 
 def make_chain_block(block: nn.Module, *, keep: bool) -> ResNetBlock:
-    """Return a block's layers in the form the chain expects."""
+    """Return the layers of a block in the form that the chain expects."""
     assert isinstance(block, BasicBlock | Bottleneck)
     match [*block.downsample.children()]:
         case [nn.Conv2d() as convolution, nn.BatchNorm2d() as norm]:
-            return ResNetBlock(layers=block.layers(), projection=(convolution, norm), keep=keep)
+            return ResNetBlock(layers=block.list_layers(), projection=(convolution, norm), keep=keep)
         case _:
-            return ResNetBlock(layers=block.layers(), projection=None, keep=keep)
+            return ResNetBlock(layers=block.list_layers(), projection=None, keep=keep)
 
 
 def make_shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | nn.Identity:
-    """Return what a block adds to its branch: its input, projected if the shape changes."""
+    """Return the shortcut of a block: the identity, or a projection if the shape changes."""
     if stride == 1 and in_channels == out_channels:
         return nn.Identity()
     return nn.Sequential(CentredConv2d(in_channels, out_channels, 1, stride), BatchNorm2d(out_channels))
 
 
 def initialise_(module: nn.Module) -> None:
-    """Initialise one module; for `Module.apply`, which visits a block after its children."""
+    """Initialise one module. `Module.apply` visits a block after its children, so the zero gain is set last."""
     if isinstance(module, nn.Conv2d):
         nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
     elif isinstance(module, BasicBlock):

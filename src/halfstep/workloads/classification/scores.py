@@ -1,8 +1,8 @@
 """Loss, mixing and metrics of image classification, on logits (N, C) and labels (N).
 
-A mixed batch carries two labels and the share of the first one, as tensors: the loss then has one form for every
-batch, which a compiled region or a captured graph needs. What is random comes from the host and from a key such as
-(seed, attempted step), so nothing waits for the device and a resumed run mixes as the first one did.
+A mixed batch contains two labels and the weight of the first one as tensors, so that the loss has the same form for
+every batch, as compiled code and captured graphs require. Random numbers are drawn on the host from a key such as
+(seed, attempted step): nothing waits for the device, and a resumed run mixes the same images.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from halfstep.workloads.base.sums import Sums
 
 TOP = 5
 MIX_STREAM = 0x6D6978
-"""Separates the random numbers of mixing from an augmentation's with the same key ("mix" in ASCII)."""
+"""Distinguishes the random numbers of mixing from those of augmentation with the same key ("mix" in ASCII)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,8 +32,10 @@ class Mixing:
 
     mixup: float = 0.0
     cutmix: float = 0.0
-    cutmix_share: float = 0.5  # chance that a batch is cut rather than blended, where both are on
-    chance: float = 1.0  # chance that a batch is mixed at all
+    cutmix_share: float = 0.5
+    """Probability of CutMix instead of mixup if both are on."""
+    chance: float = 1.0
+    """Probability that a batch is mixed."""
 
     @property
     def is_on(self) -> bool:
@@ -41,27 +43,28 @@ class Mixing:
 
 
 def mix(batch: Mapping[str, Tensor], spec: Mixing, *, key: tuple[int, ...]) -> dict[str, Tensor]:
-    """Mix each image with its neighbour in the batch; `label_b` is the neighbour's label, `lam` the own share."""
+    """Mix each image with its neighbour in the batch. `label_b` is the neighbour's label, `lam` the weight of
+    `label`."""
     image, label = batch["image"], batch["label"]
     random = np.random.default_rng((*get_batch_key(key), MIX_STREAM))
-    # All numbers are drawn whatever happens, so that one setting does not reshuffle the others.
+    # Always draw all numbers, so that one setting does not alter the random numbers of the others.
     happens, kind, *centre = random.random(4)
     cuts = spec.cutmix > 0 and (kind < spec.cutmix_share or spec.mixup == 0)
     alpha = spec.cutmix if cuts else spec.mixup
     lam = float(random.beta(alpha, alpha)) if alpha > 0 and happens < spec.chance else 1.0
-    # Batches come shuffled, so the neighbour is a random partner. `cat` copies, so no pixel is read after it was
-    # written, and keeps the memory layout, which `roll` does not.
+    # Batches are shuffled, so the neighbour is a random partner. `cat` keeps the memory layout, which `roll` does not.
     partner = torch.cat([image[-1:], image[:-1]])
     if lam < 1 and cuts:
         image, lam = paste(image, partner, draw_cut_box(lam, centre, image.shape[-2], image.shape[-1]))
     elif lam < 1:
         image = torch.lerp(partner, image, lam)
-    shares = torch.full(label.shape, lam, dtype=torch.float32, device=label.device)
-    return {**batch, "image": image, "label_b": label.roll(1), "lam": shares}
+    weights = torch.full(label.shape, lam, dtype=torch.float32, device=label.device)
+    return {**batch, "image": image, "label_b": label.roll(1), "lam": weights}
 
 
 def draw_cut_box(lam: float, centre: Sequence[float], height: int, width: int) -> tuple[int, int, int, int]:
-    """Return top, bottom, left and right of a box with share 1 - lam around a random centre, clipped to the image."""
+    """Return top, bottom, left and right of a box with 1 - lam of the area around a random centre, clipped to the
+    image."""
     side = math.sqrt(1 - lam)
     edges: list[int] = []
     for position, length in zip(centre, (height, width), strict=True):
@@ -72,7 +75,7 @@ def draw_cut_box(lam: float, centre: Sequence[float], height: int, width: int) -
 
 
 def paste(image: Tensor, partner: Tensor, box: tuple[int, int, int, int]) -> tuple[Tensor, float]:
-    """Copy the partner's pixels into the box; return the images and the share of their own pixels."""
+    """Copy the partner's pixels into the box; return the images and the share of pixels that remain."""
     top, bottom, left, right = box
     mixed = image.clone()
     mixed[..., top:bottom, left:right] = partner[..., top:bottom, left:right]
@@ -80,7 +83,7 @@ def paste(image: Tensor, partner: Tensor, box: tuple[int, int, int, int]) -> tup
 
 
 def classification_loss(logits: Tensor, batch: Mapping[str, Tensor], *, smoothing: float = 0.0) -> Tensor:
-    """Mean cross-entropy in fp32; a mixed batch counts each of its two labels by its share."""
+    """Return the mean cross-entropy in fp32; in a mixed batch both labels count by their weights."""
     with fp32_island():
         logits = to_fp32(logits)
         if "lam" not in batch:
@@ -92,18 +95,18 @@ def classification_loss(logits: Tensor, batch: Mapping[str, Tensor], *, smoothin
 
 
 def compute_ranks(logits: Tensor, label: Tensor) -> Tensor:
-    """Return how many classes come before the true one: 0 is a hit. Of equal logits the first wins; NaN never wins."""
+    """Return how many classes rank before the true one; 0 is a hit. Of equal logits the first wins; NaN never wins."""
     own = logits.gather(1, label.unsqueeze(1))
     classes = torch.arange(logits.shape[1], device=logits.device)
-    # "Not lower or equal" also holds against NaN, which must not pass for a correct answer.
+    # `~(a <= b)` is also true for NaN, which must not count as a correct answer.
     beats = ~(logits <= own) | ((logits == own) & (classes < label.unsqueeze(1)))
     return beats.sum(dim=1)
 
 
 class ClassificationMetrics(Sums):
-    """Top-1 and top-5 over a whole data set: samples are counted as integers on the device, divided once at the end.
+    """Top-1 and top-5 accuracy over a data set, counted as integers on the device.
 
-    `confusion` also counts every pair of true and predicted class, C² numbers.
+    With `confusion`, every pair of true and predicted class is counted too: C² numbers.
     """
 
     def __init__(self, num_classes: int, *, confusion: bool = False) -> None:
@@ -128,29 +131,32 @@ class ClassificationMetrics(Sums):
             return {}
         return {"top1": first / seen} | ({f"top{TOP}": among / seen} if self.num_classes > TOP else {})
 
-    def per_class(self) -> list[tuple[int, int]]:
-        """Return samples and hits of each class; waits for the device."""
+    def count_by_class(self) -> list[tuple[int, int]]:
+        """Return (samples, hits) of each class; waits for the device."""
         seen, first, _ = self.sums["counts"].tolist()
         return list(zip(seen, first, strict=True))
 
-    def confusion(self) -> Tensor:
+    def get_confusion(self) -> Tensor:
         """Return samples by true class (row) and predicted class (column), on the CPU."""
         return self.sums["pairs"].cpu().view(self.num_classes, self.num_classes)
 
 
-# --- which classes are confused, and where the model is wrong and sure of it ---
+# --- details of evaluation ---
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mistake:
+    """A wrong prediction."""
+
     index: int
     label: int
     predicted: int
-    confidence: float  # probability that the model gave to its answer
+    confidence: float
+    """Probability of the predicted class."""
 
 
 class ClassificationDetails(ClassificationMetrics):
-    """The metrics of validation, the confusion matrix, and every answer with its confidence."""
+    """Validation metrics with the confusion matrix and every prediction with its confidence."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__(num_classes, confusion=True)
@@ -160,12 +166,12 @@ class ClassificationDetails(ClassificationMetrics):
         super().update(outputs, batch)
         predicted = outputs.argmax(dim=1)
         confidence = compute_probabilities(outputs).gather(1, predicted.unsqueeze(1)).squeeze(1)
-        # Numbers of samples and classes are exact in fp64.
+        # Indices of samples and classes are exact in fp64.
         columns = (batch["index"], batch["label"], predicted, confidence)
         self._answers.append(torch.stack([column.double() for column in columns]))
 
-    def mistakes(self) -> list[Mistake]:
-        """Return every wrong answer, the most confident first; waits for the device."""
+    def list_mistakes(self) -> list[Mistake]:
+        """Return all mistakes, the most confident first; waits for the device."""
         rows = torch.cat(self._answers, dim=1).T.tolist() if self._answers else []
         wrong = [
             Mistake(index=int(index), label=int(label), predicted=int(predicted), confidence=confidence)

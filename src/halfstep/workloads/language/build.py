@@ -1,4 +1,4 @@
-"""GPT-2 on a text: model, windows of tokens, loss by tokens."""
+"""The workload of language models: GPT-2 on windows of tokens."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from halfstep.data.loader import Batch, Samples
 from halfstep.data.seeds import Key, make_generator
 from halfstep.errors import ConfigError, DataError, ModelError
-from halfstep.models.first_values import skip_first_values
+from halfstep.models.initial_values import skip_initialisation
 from halfstep.workloads import get_model_name
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.workload import Sample, Workload
-from halfstep.workloads.language.config import LanguageConfig, context_of
+from halfstep.workloads.language.config import LanguageConfig, get_context
 from halfstep.workloads.language.data import (
     LanguageData,
     is_weights_tokenizer,
@@ -31,11 +31,12 @@ from halfstep.workloads.language.tokens import Tokens, TokenSamples
 from halfstep.workloads.language.writing import Sampling, continue_text
 
 SAMPLE_TOKENS = 200
+"""Tokens of each text that is written during training."""
 FRAGILE = ("loss.cross_entropy: log of a sum over the whole vocabulary, and sums over all tokens of a step",)
 
 
 def build(config: LanguageConfig, store: Mapping[str, Any] | None = None) -> Workload:
-    """Build the workload for `config.data.dir`; `store` of an earlier run provides its tokenizer."""
+    """Build the workload for `config.data.dir`; the `store` of an earlier run contains its tokenizer."""
     data = open_language_data(config, store)
     is_new = store is None
     if store is None:
@@ -87,7 +88,7 @@ def make_workload(
 
 
 def _make_sampler(store: Mapping[str, Any]) -> Sample | None:
-    """Return a function that writes two texts for the report, with the same draws each time."""
+    """Return a function that writes two texts during training, with the same draws each time."""
     tokenizer = load_stored_tokenizer(store)
     if tokenizer is None:
         return None
@@ -112,7 +113,7 @@ def _make_sampler(store: Mapping[str, Any]) -> Sample | None:
 
 def _load_start_weights(config: LanguageConfig, store: Store) -> GPT2:
     assert config.model.weights is not None
-    with skip_first_values():
+    with skip_initialisation():
         model = build_model(config, store)
     load_gpt2_(
         model, Path(config.model.weights), has_its_tokenizer=is_weights_tokenizer(load_stored_tokenizer(store), config)
@@ -121,7 +122,7 @@ def _load_start_weights(config: LanguageConfig, store: Store) -> GPT2:
 
 
 def build_model(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2:
-    """Build the model alone, to load a checkpoint's weights: all that prediction needs."""
+    """Build the model without data, as prediction needs it."""
     if config.model.path is not None:
         raise ConfigError(
             f"model.path={config.model.path} with {config.workload}",
@@ -137,13 +138,13 @@ def build_model(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2:
 
 
 def get_model_size(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2Size:
-    wish = config.model
+    settings = config.model
     return get_size(
         get_model_name(config),
-        depth=wish.depth,
-        heads=wish.heads,
-        dim=wish.dim,
-        context=wish.context,
+        depth=settings.depth,
+        heads=settings.heads,
+        dim=settings.dim,
+        context=settings.context,
         vocab=store["vocab"],
     )
 
@@ -153,7 +154,7 @@ def _make_samples(tokens: Tokens, model: GPT2, *, is_training: bool) -> TokenSam
 
 
 def _read_byte_lengths(tokenizer: Tokenizer | None, vocab: int) -> Tensor | None:
-    known = tokenizer.byte_lengths() if tokenizer is not None else None
+    known = tokenizer.get_byte_lengths() if tokenizer is not None else None
     if known is None:
         return None
     lengths = torch.zeros(vocab, dtype=torch.int64)
@@ -185,9 +186,9 @@ def make_random_store(config: LanguageConfig) -> dict[str, Any]:
 
 
 def make_random_batch(config: LanguageConfig, store: Store) -> Batch:
-    """Return ids as a loader delivers them."""
+    """Return random ids as the loader returns them."""
     generator, size = make_generator(config.train.seed), config.train.batch_size
-    ids = torch.randint(store["vocab"], (size, context_of(config) + 1), generator=generator)
+    ids = torch.randint(store["vocab"], (size, get_context(config) + 1), generator=generator)
     return {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous(), "index": torch.arange(size)}
 
 
@@ -195,19 +196,23 @@ def build_over(config: LanguageConfig, store: Store, samples: Samples) -> Worklo
     return make_workload(config, store, build_model(config, store), train=samples, val=samples)
 
 
-def peer_prepare(device: torch.device) -> Callable[[Batch], Batch]:
-    return lambda batch: batch
+def make_peer_prepare(device: torch.device) -> Callable[[Batch], Batch]:
+    return lambda batch: batch  # token ids need no preparation
 
 
-def flops_per_sample(config: LanguageConfig, store: Store) -> float:
-    """Return 6 operations per matmul weight and token plus attention's 12 · depth · dim · context (Chowdhery et al.
-    2022). A causal mask halves attention; it is counted whole, as is common."""
-    size, context = get_model_size(config, store), context_of(config)
+def compute_flops_per_sample(config: LanguageConfig, store: Store) -> float:
+    """Return the operations of forward and backward per sample (Chowdhery et al. 2022).
+
+    These are 6 per weight of a matmul and token, plus 12 · depth · dim · context per token for attention. The causal
+    mask halves attention, but it is usually counted in full, as here.
+    """
+    size, context = get_model_size(config, store), get_context(config)
     in_blocks = 12 * size.depth * size.dim**2
     return 6.0 * context * (in_blocks + size.vocab * size.dim) + 12.0 * size.depth * size.dim * context**2
 
 
 def export(model: nn.Module, config: LanguageConfig, store: Store, folder: Path) -> None:
+    """Export the model and its tokenizer in Hugging Face's format."""
     tokenizer = load_stored_tokenizer(store)
     save_gpt2(model, folder, ends_at=tokenizer.end if tokenizer is not None else None)
     if tokenizer is not None:

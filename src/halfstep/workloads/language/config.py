@@ -1,4 +1,4 @@
-"""Settings of GPT-2 on texts. Defaults are those of GPT-2 124M in nanoGPT and llm.c, but for the length of a run."""
+"""Settings of GPT-2. Defaults are those of GPT-2 124M in nanoGPT and llm.c, except for the length of a run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ CONTEXT = 1024
 class TextDataConfig(DataConfig):
     """A text file, a folder of texts, or files of token ids."""
 
-    image_size: ClassVar[int] = 0  # type: ignore[misc]  # no setting of texts
+    image_size: ClassVar[int] = 0  # type: ignore[misc]  # texts have no such setting
 
     dir: NamedPath = Field(
-        default=None, description="Text file or folder; without one halfstep trains on generated demo text"
+        default=None, description="Text file or folder; without it, halfstep trains on generated demo text"
     )
     tokenizer: str = Field(
         default="auto",
@@ -28,14 +28,17 @@ class TextDataConfig(DataConfig):
         description="bytes, characters, a tokenizer.json or its folder, tiktoken:NAME; auto: the one next to the data "
         "or the weights, or bytes",
     )
-    cache: bool = Field(default=True, description="Tokenise once, into a file; false: at each start, in memory")
+    cache: bool = Field(
+        default=True,
+        description="Tokenise once and cache the tokens in a file; false: tokenise in memory at each start",
+    )
     cache_file: NamedPath = Field(
         default=None, description="File for the tokenised text; default: a hidden file next to the text"
     )
 
 
 class LanguageModelConfig(ModelConfig):
-    """GPT-2; a size of 0 means the size that the workload's name gives."""
+    """GPT-2 of any size; 0 means the size of the workload's name."""
 
     depth: OffCount = Field(default=0, description="Number of blocks; 0: from the workload's name")
     heads: OffCount = Field(default=0, description="Attention heads, must divide dim; 0: from the workload's name")
@@ -49,7 +52,7 @@ class LanguageModelConfig(ModelConfig):
     )
 
 
-# nanoGPT's config/train_shakespeare_char.py, whose best validation loss is 1.47: "baby GPT" on one GPU.
+# nanoGPT's config/train_shakespeare_char.py, a "baby GPT" for one GPU; its best validation loss is 1.47.
 BABY: Preset = {
     "data.tokenizer": "characters",
     "model.depth": 6,
@@ -102,8 +105,8 @@ class LanguageConfig(RunConfig):
 
     presets: ClassVar[dict[str, dict[str, Any]]] = PRESETS
     demo: ClassVar[dict[str, Any]] = DEMO
-    # AdamW as in GPT-3 (Brown et al. 2020) for models of this size; a short warmup, then a cosine to a tenth. Most runs
-    # are ended by train.max_steps.
+    # AdamW as in GPT-3 (Brown et al. 2020) for models of this size; a short warmup, then a cosine to a tenth of the
+    # learning rate. Most runs are limited by train.max_steps.
     defaults: ClassVar[dict[str, Any]] = {
         "optimizer.lr": 6e-4,
         "optimizer.weight_decay": 0.1,
@@ -119,6 +122,6 @@ class LanguageConfig(RunConfig):
     model: LanguageModelConfig = LanguageModelConfig()
 
 
-def context_of(config: LanguageConfig, store: object = None) -> int:
-    """Return the number of tokens of one sample."""
+def get_context(config: LanguageConfig, store: object = None) -> int:
+    """Return the number of tokens per sample."""
     return config.model.context or CONTEXT

@@ -1,4 +1,4 @@
-"""The data of a language model: texts or token ids at `data.dir`, and the tokenizer that goes with them."""
+"""Data of a language model: texts or token ids at `data.dir`, and their tokenizer."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from halfstep.workloads.language.tokenizers import (
     Characters,
     Tiktoken,
     Tokenizer,
-    disagree,
     has_tokenizer,
+    have_different_ids,
     identify,
     read_tokenizer,
     restore_tokenizer,
@@ -39,19 +39,19 @@ CHARACTERS = ("characters", "chars", "char")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LanguageData:
-    """Token ids of both splits, and their meaning."""
+    """Token ids of both splits, and their tokenizer."""
 
     train: Tokens
     val: Tokens
     vocab: int
     tokenizer: Tokenizer | None
-    """None for files of ids without one: they can be trained on, but not written as text."""
+    """None for files of ids without a tokenizer: the model can be trained, but cannot write text."""
     about: tuple[tuple[str, str], ...]
     notes: tuple[str, ...] = ()
 
 
 def open_language_data(config: LanguageConfig, store: Mapping[str, Any] | None = None) -> LanguageData:
-    """Open the texts or ids at `data.dir`; `store` of an earlier run provides its tokenizer."""
+    """Open the texts or ids at `data.dir`; the `store` of an earlier run contains its tokenizer."""
     if config.data.dir is None:
         raise DataError("no text", why="a language model learns from a text file or a folder", fix="--data-dir PATH")
     root = Path(config.data.dir)
@@ -66,6 +66,7 @@ def open_language_data(config: LanguageConfig, store: Mapping[str, Any] | None =
 
 
 def load_stored_tokenizer(store: Mapping[str, Any] | None) -> Tokenizer | None:
+    """Return the tokenizer of a run, if it has one."""
     stored = (store or {}).get("tokenizer")
     return restore_tokenizer(stored) if stored else None
 
@@ -80,7 +81,7 @@ def _open_texts(whole: LanguageConfig, root: Path, known: Tokenizer | None) -> L
         _refuse_other_tokenizer(tokenizer, whole)
     path = Path(config.cache_file) if config.cache_file else choose_cache_path(root, tokenizer)
     train, val = open_or_tokenise(texts, tokenizer, path) if config.cache else tokenise(texts, tokenizer)
-    place = f"cached in {path}" if config.cache else "in memory"
+    location = f"cached in {path}" if config.cache else "in memory"
     return LanguageData(
         train=train,
         val=val,
@@ -91,16 +92,16 @@ def _open_texts(whole: LanguageConfig, root: Path, known: Tokenizer | None) -> L
                 "text",
                 f"{format_count(len(texts.all), 'file')}, {_describe_sizes(train, val)}; validation: {texts.source}",
             ),
-            ("tokenizer", f"{tokenizer.name}, {tokenizer.num_tokens:,} tokens; {place}"),
+            ("tokenizer", f"{tokenizer.name}, {tokenizer.num_tokens:,} tokens; {location}"),
         ),
         notes=(*bad_files.notes, *_note_not_read(texts)),
     )
 
 
 def _note_not_read(texts: TextFiles) -> Iterator[str]:
-    if texts.beside:
-        names = list_some((path.relative_to(texts.root).as_posix() for path in texts.beside), 3)
-        yield f"not read: {format_count(len(texts.beside), 'file')} next to the texts: {names}"
+    if texts.unread:
+        names = list_some((path.relative_to(texts.root).as_posix() for path in texts.unread), 3)
+        yield f"not read: {format_count(len(texts.unread), 'other file')}: {names}"
 
 
 def _open_ids(
@@ -127,42 +128,47 @@ def _open_ids(
             ("token ids", f"{num_files}, {_describe_sizes(train, val)}"),
             ("tokenizer", named),
         ),
-        notes=() if files.val else (f"nothing is validated: {_explain_no_validation(root)}",),
+        notes=() if files.val else (f"there is no validation: {_explain_no_validation(root)}",),
     )
 
 
 def _explain_no_validation(root: Path) -> str:
-    return f"{root} has no .bin with `val` in its name" if root.is_dir() else f"{root.name} is named, not its folder"
+    return (
+        f"{root} has no .bin with `val` in its name"
+        if root.is_dir()
+        else f"data.dir is the file {root.name}, not its folder"
+    )
 
 
 def _refuse_other_ids(tokenizer: Tokenizer | None, root: Path) -> None:
-    """Raise if ids were made by another tokenizer: every score would refer to other words."""
+    """Refuse ids of another tokenizer than the model's: they stand for other text."""
     folder = root if root.is_dir() else root.parent
-    beside = _find_named_tokenizer("auto", root) or read_nanogpt_tokenizer(folder)
-    if tokenizer is not None and beside is not None and beside.to_dict() != tokenizer.to_dict():
+    theirs = _find_named_tokenizer("auto", root) or read_nanogpt_tokenizer(folder)
+    if tokenizer is not None and theirs is not None and theirs.to_dict() != tokenizer.to_dict():
         raise DataError(
-            f"the ids in {folder} were made with another tokenizer: {beside.name}, {beside.num_tokens:,} tokens",
-            why=f"it is stored next to them; this model's is {tokenizer.name}, {tokenizer.num_tokens:,} tokens",
+            f"the ids in {folder} were made with another tokenizer: {theirs.name}, {theirs.num_tokens:,} tokens",
+            why=f"it is stored next to them; the model's is {tokenizer.name}, {tokenizer.num_tokens:,} tokens",
             fix="give the text itself, or ids made with the model's tokenizer",
         )
 
 
-def _find_named_tokenizer(wish: str, root: Path) -> Tokenizer | None:
-    """Return the requested tokenizer or the one next to the data; None if the text decides, or there is none."""
+def _find_named_tokenizer(setting: str, root: Path) -> Tokenizer | None:
+    """Return the tokenizer that is set, or with `auto` the one next to the data; None if the text is needed to make
+    it."""
     folder = root if root.is_dir() else root.parent
-    if wish == "auto":
+    if setting == "auto":
         return read_tokenizer(folder) if has_tokenizer(folder) else None
-    if wish in CHARACTERS:
+    if setting in CHARACTERS:
         return None
-    if wish == "bytes":
+    if setting == "bytes":
         return Bytes()
-    if wish.startswith(TIKTOKEN):
-        return Tiktoken(wish.removeprefix(TIKTOKEN))
-    return read_tokenizer(Path(wish))
+    if setting.startswith(TIKTOKEN):
+        return Tiktoken(setting.removeprefix(TIKTOKEN))
+    return read_tokenizer(Path(setting))
 
 
 def _find_weights_tokenizer(config: LanguageConfig) -> Tokenizer | None:
-    """Return the tokenizer next to the start weights: the rows of their embedding are its tokens."""
+    """Return the tokenizer next to the start weights, with `auto`: their embedding has one row per token of it."""
     return _read_weights_tokenizer(config) if config.data.tokenizer == "auto" else None
 
 
@@ -175,14 +181,15 @@ def _read_weights_tokenizer(config: LanguageConfig) -> Tokenizer | None:
 
 
 def is_weights_tokenizer(tokenizer: Tokenizer | None, config: LanguageConfig) -> bool:
+    """True if a tokenizer is the one next to the start weights."""
     theirs = _read_weights_tokenizer(config)
     return tokenizer is not None and theirs is not None and identify(theirs) == identify(tokenizer)
 
 
 def _refuse_other_tokenizer(tokenizer: Tokenizer, config: LanguageConfig) -> None:
-    """Raise if the weights belong to another tokenizer: equal size does not mean equal tokens."""
+    """Refuse another tokenizer than that of the start weights; equal sizes do not mean equal tokens."""
     theirs = _read_weights_tokenizer(config)
-    if theirs is not None and disagree(tokenizer, theirs):
+    if theirs is not None and have_different_ids(tokenizer, theirs):
         raise DataError(
             f"{config.model.weights} was trained with another tokenizer: {theirs.name}, {theirs.num_tokens:,} tokens",
             why=f"it is next to the weights; {tokenizer.name}, {tokenizer.num_tokens:,} tokens, assigns different ids",
@@ -190,8 +197,8 @@ def _refuse_other_tokenizer(tokenizer: Tokenizer, config: LanguageConfig) -> Non
         )
 
 
-def _make_text_tokenizer(wish: str, texts: TextFiles) -> Tokenizer:
-    return Characters.from_texts(read_text(path) for path in texts.all) if wish in CHARACTERS else Bytes()
+def _make_text_tokenizer(setting: str, texts: TextFiles) -> Tokenizer:
+    return Characters.from_texts(read_text(path) for path in texts.all) if setting in CHARACTERS else Bytes()
 
 
 def _describe_sizes(train: Tokens, val: Tokens) -> str:

@@ -1,11 +1,11 @@
-"""GPT-2 (Radford et al. 2019) with the parameter names of transformers' GPT2LMHeadModel; 124,439,808 of them for gpt2.
+"""GPT-2 (Radford et al. 2019) with the names of transformers' GPT2LMHeadModel; `gpt2` has 124,439,808 parameters.
 
-Linear layers are torch's, so that every precision, kernel and optimizer knows them; files of Hugging Face hold them
-transposed, which gpt2_weights.py sees to. The output layer is the token embedding, whose rows are padded to a multiple
-of 64 for the matmul: a padded row is zero, is given no probability and gets no gradient.
+Linear layers are nn.Linear, which precision, kernels and optimizers support; files of Hugging Face hold them transposed
+(gpt2_weights.py). The output layer is the token embedding. Its rows are padded to a multiple of 64 for the matmul;
+padded rows are zero, have no probability and get no gradient.
 
-Called with targets the model gives its loss, chunk by chunk, and logits are never kept (kernels/cross_entropy.py).
-In captured steps its blocks run as a chain of our own kernels between matmuls (kernels/transformer_chain.py).
+With targets, the model returns its loss, computed in chunks without storing logits (kernels/cross_entropy.py). In
+captured steps its blocks run as a chain of our kernels between matmuls (kernels/transformer_chain.py).
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from halfstep.kernels.cross_entropy import linear_cross_entropy
 from halfstep.kernels.fast_forms import has_room_for_tiles
 from halfstep.kernels.transformer_chain import Stream, run_blocks
 from halfstep.kernels.transformer_chain import TransformerBlock as Layers
-from halfstep.models.first_values import draw_normal_, make_bare
+from halfstep.models.initial_values import draw_normal_, make_bare
 from halfstep.models.layers import Checks, accept_any, are_plain, consists_of, has_bias, has_gain_and_bias
 from halfstep.models.recompute import Blocks
 from halfstep.models.vit import wants_chain
 
 PAD_MULTIPLE = 64
+"""Rows of the embedding are padded to a multiple of this, which makes its matmul faster."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPT2Size:
-    """The published sizes of one model."""
+    """Sizes of a GPT-2 model."""
 
     depth: int
     heads: int
@@ -52,12 +53,13 @@ GPT2S = {
 
 @dataclass(slots=True)
 class KeyValueCache:
-    """Keys and values of the tokens seen by one block: (N, heads, tokens, channels) each."""
+    """Keys and values of earlier tokens in one block: (N, heads, tokens, channels) each."""
 
     keys: Tensor | None = None
     values: Tensor | None = None
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append keys and values of new tokens; return those of all tokens."""
         if self.keys is not None and self.values is not None:
             keys, values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
         self.keys, self.values = keys, values
@@ -65,7 +67,7 @@ class KeyValueCache:
 
 
 class CausalAttention(nn.Module):
-    """Attention of each token to itself and those before it."""
+    """Attention of each token to itself and to earlier tokens."""
 
     def __init__(self, size: GPT2Size, *, dropout: float, bias: bool) -> None:
         super().__init__()
@@ -74,13 +76,14 @@ class CausalAttention(nn.Module):
         self.c_proj = make_bare(nn.Linear, size.dim, size.dim, bias=bias)
         self.resid_dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, memory: KeyValueCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         batch, tokens, dim = x.shape
         qkv = self.c_attn(x).view(batch, tokens, 3, self.heads, dim // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        if memory is not None:
-            k, v = memory.extend(k, v)
-        # One new token may look at all before it; several at once come without a past, or are the first ones.
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        # A single new token attends to everything, and without a past `is_causal` is enough. Several new tokens after a
+        # past need a mask.
         mask = None if tokens in (1, k.shape[2]) else _attend_after_past(tokens, k.shape[2], x.device)
         attended = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=tokens > 1 and mask is None,
@@ -94,6 +97,8 @@ def _attend_after_past(num_queries: int, num_keys: int, device: torch.device) ->
 
 
 class Perceptron(nn.Module):
+    """Two linear layers with GELU (tanh approximation) in between."""
+
     def __init__(self, size: GPT2Size, *, dropout: float, bias: bool) -> None:
         super().__init__()
         self.c_fc = make_bare(nn.Linear, size.dim, 4 * size.dim, bias=bias)
@@ -105,7 +110,7 @@ class Perceptron(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a two-layer perceptron, each on normalised input and added to it."""
+    """Attention and a two-layer perceptron, each with a norm before it and a shortcut around it."""
 
     def __init__(self, size: GPT2Size, *, dropout: float, bias: bool) -> None:
         super().__init__()
@@ -114,12 +119,12 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(size.dim, bias=bias)
         self.mlp = Perceptron(size, dropout=dropout, bias=bias)
 
-    def forward(self, x: Tensor, memory: KeyValueCache | None = None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), memory)
+    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), cache)
         return x + self.mlp(self.ln_2(x))
 
-    def layers_of_chain(self) -> Layers:
-        """Return this block for `run_blocks`, which computes the same as `forward` without a cache."""
+    def make_chain_block(self) -> Layers:
+        """Return the layers of this block for `run_blocks`, which computes the same as `forward` without a cache."""
         return Layers(
             num_heads=self.attn.heads, norm_1=self.ln_1, in_weight=self.attn.c_attn.weight,
             in_bias=self.attn.c_attn.bias, out=self.attn.c_proj, norm_2=self.ln_2, first=self.mlp.c_fc,
@@ -128,7 +133,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Token ids (N, T) to features (N, T, dim)."""
+    """Compute features (N, T, dim) of token ids (N, T)."""
 
     def __init__(self, size: GPT2Size, *, dropout: float, bias: bool, checkpointing: bool) -> None:
         super().__init__()
@@ -139,24 +144,25 @@ class Transformer(nn.Module):
         self.h = Blocks(blocks, checkpointing=checkpointing)
         self.ln_f = nn.LayerNorm(size.dim, bias=bias)
 
-    def forward(self, tokens: Tensor, memories: list[KeyValueCache] | None = None, start: int = 0) -> Tensor:
+    def forward(self, tokens: Tensor, caches: list[KeyValueCache] | None = None, start: int = 0) -> Tensor:
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         x = self.drop(self.wte(tokens) + self.wpe(positions))
-        if memories is None:
-            x = self._through_blocks(x)
+        if caches is None:
+            x = self._run_blocks(x)
         else:
-            for block, memory in zip(self.h, memories, strict=True):
-                x = block(x, memory)
+            for block, cache in zip(self.h, caches, strict=True):
+                x = block(x, cache)
         return self.ln_f(x)
 
-    def _through_blocks(self, x: Tensor) -> Tensor:
-        if not (self.training and wants_chain(self.h, x) and self._suits_chain()):
+    def _run_blocks(self, x: Tensor) -> Tensor:
+        if not (self.training and wants_chain(self.h, x) and self._can_run_chain()):
             return self.h(x)
-        x, branch, bias = self._chained(x)
+        x, branch, bias = self._run_chain(x)
         return x if branch is None or bias is None else x + (branch + bias)
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _suits_chain(self) -> bool:
+    def _can_run_chain(self) -> bool:
+        """True if all layers are as built and trained, so that the fused kernels compute the same."""
         blocks = list(self.h)
         trains = all(weight.requires_grad for block in blocks for weight in block.parameters())
         are_known = consists_of((self.h, *blocks), Blocks, *[Block] * len(blocks))
@@ -164,15 +170,15 @@ class Transformer(nn.Module):
         return trains and are_known and are_plain(parts, CHAINED) and has_room_for_tiles(self.wte.weight.device)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _chained(self, x: Tensor) -> Stream:
-        if not self._suits_chain():  # compiled code asked once, and since then a layer may have been frozen or replaced
+    def _run_chain(self, x: Tensor) -> Stream:
+        if not self._can_run_chain():  # compiled code checks only once; a layer may have been replaced since
             return Stream(nn.Sequential(*self.h)(x), None, None)
-        layers = [block.layers_of_chain() for block in self.h if isinstance(block, Block)]
-        return run_blocks(layers, x, get_matmul_dtype(x), keep=False)  # outputs of LayerNorm and GELU are made again
+        layers = [block.make_chain_block() for block in self.h if isinstance(block, Block)]
+        return run_blocks(layers, x, get_matmul_dtype(x), keep=False)  # backward recomputes LayerNorm and GELU
 
 
 def is_whole(block: Block) -> bool:
-    """True if a block's modules still have the classes it was built with."""
+    """True if the modules of a block have the classes it was built with."""
     attention = consists_of(block.attn.children(), nn.Linear, nn.Linear, nn.Dropout)
     perceptron = consists_of(block.mlp.children(), nn.Linear, nn.Linear, nn.Dropout)
     return attention and perceptron and consists_of(
@@ -188,11 +194,11 @@ CHAINED: Checks = {
     Block: is_whole,
     **dict.fromkeys((Perceptron, Blocks), accept_any),
 }
-"""What `kernels.transformer_chain` can replace."""
+"""Modules that `kernels.transformer_chain` can replace, each with a check."""
 
 
 class GPT2(nn.Module):
-    """Token ids (N, T) to logits (N, T, vocab), or with targets to the mean cross-entropy per token."""
+    """Compute logits (N, T, vocab) of token ids (N, T) or, with targets, the mean cross-entropy per token."""
 
     def __init__(self, size: GPT2Size, *, dropout: float = 0.0, bias: bool = True, checkpointing: bool = False) -> None:
         super().__init__()
@@ -207,32 +213,33 @@ class GPT2(nn.Module):
         self._initialise()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return logits, or the loss if targets are given; targets below 0 do not count."""
+        """Return logits or, with targets, the loss; targets below 0 do not count."""
         self.check_length(tokens.shape[1])
         features = self.transformer(tokens)
-        return self.logits(features) if targets is None else self.loss(features, targets)
+        return self.compute_logits(features) if targets is None else self.compute_loss(features, targets)
 
-    def next_logits(self, tokens: Tensor, memories: list[KeyValueCache]) -> Tensor:
-        """Return logits (N, vocab) of the token after these, which follow those that `memories` hold."""
-        past = 0 if memories[0].keys is None else memories[0].keys.shape[2]
+    def compute_next_logits(self, tokens: Tensor, caches: list[KeyValueCache]) -> Tensor:
+        """Return logits (N, vocab) of the token after `tokens`, which follow the tokens in `caches`."""
+        past = 0 if caches[0].keys is None else caches[0].keys.shape[2]
         self.check_length(past + tokens.shape[1])
-        return self.logits(self.transformer(tokens, memories, past)[:, -1])
+        return self.compute_logits(self.transformer(tokens, caches, past)[:, -1])
 
     def make_caches(self) -> list[KeyValueCache]:
         return [KeyValueCache() for _ in range(self.size.depth)]
 
-    def logits(self, features: Tensor) -> Tensor:
+    def compute_logits(self, features: Tensor) -> Tensor:
         all_logits: Tensor = F.linear(features, self.transformer.wte.weight)
         return all_logits[..., : self.size.vocab]
 
-    def loss(self, features: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean over the targets that count; 0 if none does."""
+    def compute_loss(self, features: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy over the targets that count; 0 if there are none."""
         dtype = get_matmul_dtype(features)
         with fp32_island():
             summed = _compute_chunked_loss(features, self.transformer.wte.weight, targets, self.size.vocab, dtype)
             return summed / (targets >= 0).sum().clamp(min=1)
 
     def check_length(self, tokens: int) -> None:
+        """Refuse more tokens than the context."""
         if tokens > self.size.context:
             raise ModelError(
                 f"{tokens} tokens for a model of context {self.size.context}",
@@ -243,11 +250,12 @@ class GPT2(nn.Module):
     @torch.no_grad()
     def _initialise(self) -> None:
         deviation, blocks = 0.02, [block for block in self.transformer.h if isinstance(block, Block)]
-        # Two branches for each block add up in the stream.
+        # The residual stream sums two branches per block: their last layers start smaller by sqrt(2 depth), as in
+        # GPT-2.
         last = {part.c_proj.weight for block in blocks for part in (block.attn, block.mlp)}
         layers = [module for module in self.modules() if isinstance(module, nn.Linear | nn.Embedding)]
-        share = 1 / math.sqrt(2 * self.size.depth)
-        draw_normal_([(layer.weight, deviation * (share if layer.weight in last else 1)) for layer in layers])
+        factor = 1 / math.sqrt(2 * self.size.depth)
+        draw_normal_([(layer.weight, deviation * (factor if layer.weight in last else 1)) for layer in layers])
         for layer in layers:
             if isinstance(layer, nn.Linear) and layer.bias is not None:
                 nn.init.zeros_(layer.bias)
@@ -260,16 +268,16 @@ def pad_vocab(vocab: int) -> int:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _compute_chunked_loss(features: Tensor, weight: Tensor, targets: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
-    """Compute the loss uncompiled: it consists of matmuls and one kernel, and a compiler would unroll its chunks."""
+    """Compute the loss without compiling: it is matmuls and one kernel, and the compiler would unroll its chunks."""
     return linear_cross_entropy(features.flatten(0, 1), weight, targets.flatten(), num_classes=vocab, dtype=dtype)
 
 
 def get_size(name: str, *, depth: int = 0, heads: int = 0, dim: int = 0, context: int = 0, vocab: int = 0) -> GPT2Size:
-    """Return the published size of a model; numbers above 0 replace its own."""
+    """Return the published size of a model; numbers above 0 replace the published ones."""
     given = {"depth": depth, "heads": heads, "dim": dim, "context": context, "vocab": vocab}
     return replace(GPT2S[name], **{part: value for part, value in given.items() if value})
 
 
 def build_gpt2(name: str, *, dropout: float = 0.0, bias: bool = True, checkpointing: bool = False, **size: int) -> GPT2:
-    """Build `gpt2` to `gpt2_xl`, at their published size or another."""
+    """Build `gpt2` to `gpt2_xl`, with sizes as in `get_size`."""
     return GPT2(get_size(name, **size), dropout=dropout, bias=bias, checkpointing=checkpointing)

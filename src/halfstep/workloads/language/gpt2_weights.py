@@ -1,7 +1,7 @@
-"""Weights of GPT-2 from and to files of others: Hugging Face's, whose linear layers are transposed, and nanoGPT's.
+"""Load GPT-2 weights of Hugging Face (whose linear layers are transposed) and nanoGPT; save them for Hugging Face.
 
-Both tie the output layer to the token embedding, as ours is. Rows past the vocabulary are padding: on load they are
-made zero, on save they are left out.
+Both tie the output layer to the token embedding, as we do. Rows past the vocabulary are padding: they are set to zero
+when loading and left out when saving.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ MASKS = (".attn.bias", ".attn.masked_bias")
 """Causal masks that older files store as buffers."""
 EMBEDDING, POSITIONS = "transformer.wte.weight", "transformer.wpe.weight"
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-"""Index files of weights in several files."""
+"""Index files, if the weights are split into several files."""
 FUNCTION: dict[str, tuple[Any, ...]] = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
     "layer_norm_epsilon": (1e-5,),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
 }
-"""Settings of GPT-2's function by transformers' names, with the values that are equivalent."""
+"""Settings of transformers that change what the model computes, with the values that match ours."""
 
 
 def load_gpt2_(model: GPT2, path: Path, *, has_its_tokenizer: bool = False) -> None:
-    """Load a file or folder of Hugging Face's or nanoGPT's into a new model.
+    """Load a file or folder of Hugging Face or nanoGPT into a new model.
 
-    With the tokenizer next to the weights, all rows past its tokens are padding; otherwise more rows than padding mean
-    another tokenizer.
+    If the model uses the tokenizer of the weights, all rows past its tokens are padding. Otherwise more rows than
+    padding mean that the weights are for another tokenizer.
     """
     read, description = _read_any(path)
     weights = {_rename(name): tensor for name, tensor in read.items() if not name.endswith(MASKS)}
     if EMBEDDING not in weights and "lm_head.weight" in weights:
-        weights[EMBEDDING] = weights["lm_head.weight"]  # safetensors keeps one name of two for a shared tensor
+        weights[EMBEDDING] = weights["lm_head.weight"]  # safetensors keeps one of two names of a shared tensor
     head = weights.pop("lm_head.weight", None)
     _refuse_other_family(weights, path)
     if head is not None and not torch.equal(head, weights[EMBEDDING]):
@@ -96,18 +96,18 @@ def _make_config(model: GPT2, ends_at: int | None) -> dict[str, Any]:
         "n_positions": size.context,
         "vocab_size": size.vocab,
         "tie_word_embeddings": True,
-        "bos_token_id": ends_at,  # null where there is none: left out, transformers would take 50256
+        "bos_token_id": ends_at,  # null if there is none: without the key, transformers would use 50256
         "eos_token_id": ends_at,
     }
 
 
 def _read_any(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the weights and the model's description: config.json next to them, or nanoGPT's checkpoint entries."""
+    """Return the weights and the description of the model: config.json, or `model_args` of a nanoGPT checkpoint."""
     if path.name in INDEXES:
         return _read_shards(path), _read_config(path.parent)
     if not path.is_dir():
-        weights, beside = read_weights(path)
-        args = beside.get("model_args")
+        weights, other_entries = read_weights(path)
+        args = other_entries.get("model_args")
         return weights, dict(args) if isinstance(args, Mapping) else _read_config(path.parent)
     for name in (INDEXES[0], "model.safetensors", INDEXES[1], "pytorch_model.bin", "ckpt.pt"):
         if (path / name).is_file():
@@ -135,7 +135,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _refuse_other_function(model: GPT2, description: Mapping[str, Any], path: Path, context: int) -> None:
-    """Raise for differences that shapes do not show: the number of heads, or another activation."""
+    """Refuse weights that differ in ways that shapes do not show, such as the number of heads or the activation."""
     size, has_bias = model.size, model.transformer.ln_f.bias is not None
     own = {
         "n_layer": ("model.depth", size.depth),
@@ -165,7 +165,7 @@ def _refuse_other_function(model: GPT2, description: Mapping[str, Any], path: Pa
         if description.get(key, ours[0]) not in ours:
             raise ModelError(
                 f"{path} has {key}={description[key]!r}",
-                why=f"GPT-2 here computes with {ours[0]}, so the weights would compute something else",
+                why=f"GPT-2 here uses {ours[0]}, so its results would differ",
                 fix="use weights of the published GPT-2, or a custom workload",
             )
 
@@ -182,7 +182,7 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
 
 
 def _rename(name: str) -> str:
-    """Add `transformer.`, which GPT2Model's and the released files lack."""
+    """Add the prefix `transformer.`, which files of GPT2Model and the released files lack."""
     return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
 
 
@@ -201,7 +201,7 @@ def _find_first_projection(weights: Mapping[str, Tensor]) -> str:
 
 
 def _to_linear_layers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Transpose Hugging Face's layers; the shape of one decides for all, since others are square."""
+    """Transpose linear layers if they are Hugging Face's. One layer that is not square decides for all."""
     rows, columns = weights[_find_first_projection(weights)].shape
     if rows > columns:
         return dict(weights)

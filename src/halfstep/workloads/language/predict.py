@@ -1,4 +1,4 @@
-"""`halfstep predict` of a language model: texts that begin with a prompt."""
+"""`halfstep predict` for language models: write texts that continue a prompt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from halfstep.workloads.language.writing import Sampling, continue_text
 
 
 class Writer:
-    """Write texts that continue a prompt."""
+    """Predictor that writes texts."""
 
     endings = ()
 
@@ -27,8 +27,8 @@ class Writer:
         tokenizer = load_stored_tokenizer(store)
         if tokenizer is None:
             raise DataError(
-                "this run has no tokenizer: it was trained on token ids alone",
-                why="a text cannot become ids, nor ids a text",
+                "this run has no tokenizer: it was trained on token ids",
+                why="without one, text and ids cannot be converted",
                 fix="train with data.tokenizer=tiktoken:gpt2, or with the tokenizer.json those ids were made with",
             )
         self.tokenizer: Tokenizer = tokenizer
@@ -36,28 +36,33 @@ class Writer:
     def answer_all(
         self, inputs: list[Input], trained: TrainedModel, request: PredictRequest, bar: Bar
     ) -> Iterator[Answer | Failure]:
-        asked = request.options
-        bar.total = asked["num"]
-        model, prompt = trained.model, asked["prompt"]
+        options = request.options
+        bar.total = options["num"]
+        model, prompt = trained.model, options["prompt"]
         assert isinstance(model, GPT2)
         _refuse_bad_utf8(prompt)
-        for number in range(asked["num"]):
+        for number in range(options["num"]):
             sampling = Sampling(
-                temperature=asked["temperature"],
-                top_k=asked["top_k"],
-                top_p=asked["top_p"],
-                seed=asked["seed"] + number,
+                temperature=options["temperature"],
+                top_k=options["top_k"],
+                top_p=options["top_p"],
+                seed=options["seed"] + number,
             )
             with trained.inside():
-                more = continue_text(
-                    model, self.tokenizer, prompt, num_tokens=asked["tokens"], sampling=sampling, device=trained.device
+                continuation = continue_text(
+                    model,
+                    self.tokenizer,
+                    prompt,
+                    num_tokens=options["tokens"],
+                    sampling=sampling,
+                    device=trained.device,
                 )
-            found = {"prompt": prompt, "seed": sampling.seed, "text": prompt + more}
-            yield Answer(file=f"text {number + 1}", found=found, brief={"text": prompt + more})
+            found = {"prompt": prompt, "seed": sampling.seed, "text": prompt + continuation}
+            yield Answer(file=f"text {number + 1}", found=found, brief={"text": prompt + continuation})
 
 
 def _refuse_bad_utf8(prompt: str) -> None:
-    """Raise for a prompt with bytes that are not UTF-8: Python passes them as surrogates, which cannot be encoded."""
+    """Refuse a prompt with bytes that are not UTF-8, which Python passes as surrogates that cannot be encoded."""
     try:
         prompt.encode()
     except UnicodeEncodeError as error:

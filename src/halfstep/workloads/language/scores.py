@@ -1,4 +1,4 @@
-"""Metrics and evaluation of a language model: nats per token, perplexity, bits per byte, exact over a whole set."""
+"""Metrics and evaluation of language models: perplexity and bits per byte, exact over a whole data set."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from halfstep.workloads.language.tokens import TokenSamples
 
 
 def count_targets(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the number of targets that count, on the device."""
+    """Count the targets that are not padding, on the device."""
     return (batch["targets"] >= 0).sum()
 
 
 class LanguageMetrics(Sums):
-    """Sums over tokens on the device in fp64, divided once at the end.
+    """Perplexity and bits per byte, from sums over tokens on the device in fp64.
 
-    `byte_lengths` holds the bytes per token; without it there are no bits per byte.
+    `byte_lengths` holds the number of bytes of each token; without it there are no bits per byte.
     """
 
     def __init__(self, byte_lengths: Tensor | None) -> None:
@@ -34,7 +34,7 @@ class LanguageMetrics(Sums):
         self.byte_lengths = byte_lengths
 
     def update(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> None:
-        """Count one batch by its mean loss; no host wait."""
+        """Add a batch by its mean loss (`outputs`), without waiting for the device."""
         targets = batch["targets"]
         if self.byte_lengths is not None and self.byte_lengths.device != targets.device:
             self.byte_lengths = self.byte_lengths.to(targets.device)
@@ -46,7 +46,7 @@ class LanguageMetrics(Sums):
         self.add(sums=torch.stack([outputs.detach().double() * count, count, num_bytes]))
 
     def compute(self) -> dict[str, float]:
-        """Return `perplexity`, and `bits_per_byte` if bytes are known; waits for the device."""
+        """Return `perplexity` and, if lengths are known, `bits_per_byte`; waits for the device."""
         nats, tokens, num_bytes = self.sums["sums"].tolist() if self.sums else (0, 0, 0)
         if not tokens:
             return {}
@@ -56,11 +56,11 @@ class LanguageMetrics(Sums):
 
 
 class LanguageEvaluation(PlainEvaluation):
-    """Evaluate another text as a whole, unless it has a validation split."""
+    """Evaluation of language models; another text is evaluated as a whole, unless it has a validation split."""
 
     @staticmethod
     def change_data_folder(config: RunConfig, folder: Path) -> RunConfig:
-        return use_folder(config, folder, val_fraction=0.0, cache=False)  # nothing is written next to the user's texts
+        return use_folder(config, folder, val_fraction=0.0, cache=False)  # no cache file is written to that folder
 
     @staticmethod
     def use_all_samples(workload: Workload) -> Workload:

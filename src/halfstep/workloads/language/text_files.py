@@ -1,4 +1,4 @@
-"""Texts of a file or a folder as documents: UTF-8, in natural order, with their validation part."""
+"""Find and read texts: UTF-8 documents of a file or a folder in natural order, split for validation."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from halfstep.errors import DataError, format_count
 
 PROSE = (".txt", ".text", ".md", ".rst", ".tex")
 CODE = (".html", ".xml", ".py", ".c", ".h", ".cpp", ".js", ".java", ".rs")
-"""Read only from a folder without prose: next to texts, such files are scripts or pages about them."""
+"""Read only if a folder has no prose: otherwise such files are scripts or pages about the texts."""
 BYTE_ORDER_MARK = "\ufeff"
 NO_WORD = re.compile(r"[\W_\d]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextFiles:
-    """The files of both splits; `cut` is set if validation is the end of the only file."""
+    """The files of both splits."""
 
     root: Path
     train: tuple[Path, ...]
     val: tuple[Path, ...]
     cut: float = 0.0
-    """Share of the only file that is kept for validation."""
+    """If there is a single file, the fraction at its end that is used for validation."""
     source: str = ""
-    """Description of where the validation split comes from."""
-    beside: tuple[Path, ...] = ()
-    """Files that are not read: code and markup next to prose, and files next to named splits."""
+    """Where the validation split comes from, for the run's header."""
+    unread: tuple[Path, ...] = ()
+    """Files that are not read: code and markup among prose, and files that are in no split."""
 
     @property
     def all(self) -> tuple[Path, ...]:
         return self.train + self.val
 
-    def documents(self, part: str) -> Iterator[tuple[Path, str]]:
+    def iterate_documents(self, part: str) -> Iterator[tuple[Path, str]]:
         """Yield the texts of `train` or `val` with their paths."""
         if self.cut:
             text = read_text(self.train[0])
-            place = int(len(text) * (1 - self.cut))
-            yield self.train[0], (text[:place] if part == "train" else text[place:])
+            end = int(len(text) * (1 - self.cut))
+            yield self.train[0], (text[:end] if part == "train" else text[end:])
             return
         for path in self.train if part == "train" else self.val:
             yield path, read_text(path)
 
 
 def find_texts(root: Path, *, val_fraction: float, bad_files: BadFiles) -> TextFiles:
-    """Find the texts at `root`: a file, a folder with named splits, or a folder whose last texts are for validation."""
+    """Find the texts at `root`: a file, a folder with named splits, or a folder whose last texts become validation."""
     if root.is_file():
         _check_texts([root], BadFiles("error"))
         return _use_one_file(root, root, val_fraction)
@@ -61,17 +61,17 @@ def find_texts(root: Path, *, val_fraction: float, bad_files: BadFiles) -> TextF
     train, val = _find_named_part(root, TRAIN_NAMES, endings), _find_named_part(root, VALIDATION_NAMES, endings)
     if not train and not val:
         words = [_find_by_word(prose or code, names) for names in (TRAIN_NAMES, VALIDATION_NAMES)]
-        train, val = words if all(words) else ([], [])  # a single one may be a book about trains
+        train, val = words if all(words) else ([], [])  # only one of them may be a book about trains
     if val and not train:
         train = [path for path in prose or code if path not in val]
     used = {*train, *val} if train else {*(prose or code)}
-    beside = tuple(path for path in (*prose, *code) if path not in used)
+    unread = tuple(path for path in (*prose, *code) if path not in used)
     if train and val:
         train, val = _check_texts(train, bad_files), _check_texts(val, bad_files)
         return TextFiles(
-            root=root, train=tuple(train), val=tuple(val), source=_describe_place(root, val), beside=beside
+            root=root, train=tuple(train), val=tuple(val), source=_describe_files(root, val), unread=unread
         )
-    files = _check_texts(train or prose or code, bad_files)  # next to a training split other files describe it
+    files = _check_texts(train or prose or code, bad_files)  # if there is a training split, other files describe it
     if not files:
         ids = next(root.rglob("*.bin"), None)
         raise DataError(
@@ -80,11 +80,11 @@ def find_texts(root: Path, *, val_fraction: float, bad_files: BadFiles) -> TextF
             fix=f"--data-dir {ids.parent}, for token ids" if ids else "give a text file or a folder: --data-dir PATH",
         )
     found = _use_one_file(root, files[0], val_fraction) if len(files) == 1 else _split_files(root, files, val_fraction)
-    return replace(found, beside=beside)
+    return replace(found, unread=unread)
 
 
 def read_text(path: Path) -> str:
-    """Return a whole file, which must be UTF-8 and not empty."""
+    """Return the text of a file; raise DataError if it is empty or not UTF-8."""
     try:
         text = path.read_bytes().decode("utf-8").removeprefix(BYTE_ORDER_MARK)
     except UnicodeDecodeError as error:
@@ -99,7 +99,7 @@ def read_text(path: Path) -> str:
     if text.count("\0") > len(text) / 4:
         raise DataError(
             f"{path} is not UTF-8 text: every second or third character is 0",
-            why="UTF-16 looks like that, and so does a file that is not text",
+            why="it is UTF-16, or not text",
             fix=f"iconv -f utf-16le -t utf-8 {path.name}, if it is UTF-16; in a folder, data.on_bad_file=skip",
         )
     if not text.strip():
@@ -117,21 +117,21 @@ def _use_one_file(root: Path, file: Path, val_fraction: float) -> TextFiles:
 
 
 def _split_files(root: Path, files: list[Path], val_fraction: float) -> TextFiles:
-    """Hold out whole documents: the rest of a document that was trained on would score too well."""
+    """Use whole documents for validation: the end of a document whose beginning was trained on would score too well."""
     if not val_fraction:
         return TextFiles(root=root, train=tuple(files), val=(), source="none")
     total = sum(path.stat().st_size for path in files)
-    taken, size = 0, 0
-    while taken < len(files) - 1 and (size < total * val_fraction or taken == 0):
-        taken += 1
-        size += files[-taken].stat().st_size
-    train, val = tuple(files[:-taken]), tuple(files[-taken:])
-    last = format_count(taken, "file") if taken > 1 else "file"
+    num, size = 0, 0
+    while num < len(files) - 1 and (size < total * val_fraction or num == 0):
+        num += 1
+        size += files[-num].stat().st_size
+    train, val = tuple(files[:-num]), tuple(files[-num:])
+    last = format_count(num, "file") if num > 1 else "file"
     source = f"the last {last}, {size / total:.0%} of the bytes: {list_some(val, 2)}"
     return TextFiles(root=root, train=train, val=val, source=source)
 
 
-def _describe_place(root: Path, files: list[Path]) -> str:
+def _describe_files(root: Path, files: list[Path]) -> str:
     return files[0].name if len(files) == 1 else f"{files[0].relative_to(root).parts[0]}, {len(files)} files"
 
 
@@ -145,13 +145,13 @@ def _find_named_part(root: Path, names: tuple[str, ...], endings: tuple[str, ...
 
 
 def _find_by_word(files: list[Path], names: tuple[str, ...]) -> list[Path]:
-    """Return those of `ptb.train.txt`, `ptb.valid.txt` and `ptb.test.txt` whose names contain a split's name."""
+    """Return the files whose names contain one of these words, as in `ptb.train.txt` and `ptb.valid.txt`."""
     found = ([path for path in files if name in NO_WORD.split(path.stem.lower())] for name in names)
     return next(filter(None, found), [])
 
 
 def _check_texts(files: list[Path], bad_files: BadFiles) -> list[Path]:
-    """Read every file before anything is written; return those that are text."""
+    """Read all files before anything is written; return those that are text, and report the others."""
     good = []
     for path in files:
         try:

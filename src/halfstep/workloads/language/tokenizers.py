@@ -1,6 +1,6 @@
-"""From text to token ids and back: bytes, characters, BPE of a local file, tiktoken's encodings.
+"""Tokenizers: bytes, characters, BPE from a local file, and the encodings of tiktoken.
 
-A tokenizer is stored with a run as plain values, so that a model can be used where its data are not.
+A run stores its tokenizer as plain values, so that the model can be used without its data.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from halfstep.errors import DataError, suggest_install, suggest_nearest, summari
 END_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "[SEP]")
 """Tokens that mark the end of a document."""
 SPACE, ONE_BYTE = "\u2581", re.compile("<0x[0-9A-F]{2}>")
-"""How SentencePiece writes a space, and a byte of a character it does not know."""
+"""How SentencePiece writes a space, and a byte of an unknown character."""
 TIKTOKEN = "tiktoken:"
 PAIR = ("vocab.json", "merges.txt")
 OWN_FILE = "halfstep_tokenizer.json"
-"""File next to a run's weights if Hugging Face has no format for its tokenizer."""
+"""File next to exported weights if Hugging Face has no format for the tokenizer."""
 
 
 class Tokenizer(Protocol):
-    """Convert text to numbers from 0 to num_tokens - 1 and back."""
+    """Interface: convert text to ids from 0 to num_tokens - 1, and back."""
 
     @property
     def name(self) -> str: ...
@@ -37,20 +37,22 @@ class Tokenizer(Protocol):
     def num_tokens(self) -> int: ...
     @property
     def end(self) -> int | None:
-        """Return the token between two documents, if there is one."""
+        """Return the token that ends a document, if there is one."""
         ...
 
     def encode(self, text: str, *, source: str = "the text") -> Array: ...
     def decode(self, ids: Sequence[int]) -> str: ...
-    def byte_lengths(self) -> Array | None:
-        """Return the UTF-8 bytes per token; 0 for the end of a document. None if unknown."""
+    def get_byte_lengths(self) -> Array | None:
+        """Return the number of UTF-8 bytes of each token (0 for the end of a document), or None if unknown."""
         ...
 
-    def to_dict(self) -> dict[str, Any]: ...
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values from which `restore_tokenizer` makes the tokenizer."""
+        ...
 
 
 class Bytes:
-    """UTF-8 bytes: 256 values and the end of a document."""
+    """One token per UTF-8 byte, and one for the end of a document."""
 
     name, num_tokens, end = "bytes", 257, 256
 
@@ -60,7 +62,7 @@ class Bytes:
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 
-    def byte_lengths(self) -> Array:
+    def get_byte_lengths(self) -> Array:
         return np.array([1] * 256 + [0])
 
     def to_dict(self) -> dict[str, Any]:
@@ -68,7 +70,7 @@ class Bytes:
 
 
 class Characters:
-    """One token per character of the training text; the end of a document only if there are several."""
+    """One token per character of the training text, and one for the end of a document if there are several."""
 
     name = "characters"
 
@@ -100,7 +102,7 @@ class Characters:
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(self.alphabet[token] for token in ids if token < len(self.alphabet))
 
-    def byte_lengths(self) -> Array:
+    def get_byte_lengths(self) -> Array:
         return np.array([len(character.encode()) for character in self.alphabet] + [0] * (self.end is not None))
 
     def to_dict(self) -> dict[str, Any]:
@@ -108,7 +110,7 @@ class Characters:
 
 
 class Bpe:
-    """Hugging Face's `tokenizers`, from the text of a tokenizer.json: BPE or another model."""
+    """A tokenizer of Hugging Face's package `tokenizers`, from the text of a tokenizer.json: BPE or another model."""
 
     def __init__(self, text: str, *, source: str = "the run's tokenizer") -> None:
         try:
@@ -119,20 +121,21 @@ class Bpe:
             ) from error
         try:
             self.loaded = Loaded.from_str(text)
-        except Exception as error:  # the package raises bare ones
+        except Exception as error:  # the package raises bare exceptions
             raise DataError(
                 f"cannot read the tokenizer {source}", why=summarise_error(error), fix="give a tokenizer.json"
             ) from error
-        self.loaded.no_truncation()  # both may be stored in the file, and are of what it was used for before:
-        self.loaded.no_padding()  # with them a book would be its first 512 tokens
+        # The file may contain truncation and padding from its earlier use: a book would become its first 512 tokens.
+        self.loaded.no_truncation()
+        self.loaded.no_padding()
         self.text, self.name = text, type(self.loaded.model).__name__
-        self.num_tokens = max(self.loaded.get_vocab().values(), default=-1) + 1  # some leave numbers out
+        self.num_tokens = max(self.loaded.get_vocab().values(), default=-1) + 1  # some skip numbers
         ends = (self.loaded.token_to_id(name) for name in END_NAMES)
         self.end: int | None = next((end for end in ends if end is not None), None)
 
     @classmethod
     def from_vocab_and_merges(cls, vocab: Path, merges: Path) -> Bpe:
-        """Read GPT-2's two files."""
+        """Read the two files of GPT-2's original tokenizer."""
         from tokenizers import Tokenizer as Loaded
         from tokenizers import decoders, models, pre_tokenizers
 
@@ -151,11 +154,11 @@ class Bpe:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.loaded.decode(list(ids), skip_special_tokens=True))
 
-    def byte_lengths(self) -> Array | None:
-        """Return the UTF-8 bytes per token; None if unknown.
+    def get_byte_lengths(self) -> Array | None:
+        """Return the number of UTF-8 bytes of each token, or None if unknown.
 
-        Byte-level tokens have one character per byte; SentencePiece's are text with ▁ for a space, or one byte. Others
-        (WordPiece, words) drop spaces, so their length is unknown.
+        Byte-level tokens have one character per byte. Tokens of SentencePiece are text with ▁ for a space, or one byte.
+        Other models (WordPiece, words) drop spaces, so their lengths are unknown.
         """
         content = parse_json(self.text)
         around = str([content.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")])
@@ -163,9 +166,9 @@ class Bpe:
         if not is_byte_level and SPACE not in around:
             return None
         lengths = np.zeros(self.num_tokens, dtype=np.int64)
-        for piece, token in self.loaded.get_vocab().items():
-            as_text = 1 if ONE_BYTE.fullmatch(piece) else len(piece.replace(SPACE, " ").encode())
-            lengths[token] = len(piece) if is_byte_level else as_text
+        for text, token in self.loaded.get_vocab().items():
+            num_bytes = 1 if ONE_BYTE.fullmatch(text) else len(text.replace(SPACE, " ").encode())
+            lengths[token] = len(text) if is_byte_level else num_bytes
         for token, added in self.loaded.get_added_tokens_decoder().items():
             lengths[token] = 0 if added.special else len(added.content.encode())
         return lengths
@@ -175,7 +178,7 @@ class Bpe:
 
 
 class Tiktoken:
-    """OpenAI's package; it downloads its encodings or finds them in its cache."""
+    """An encoding of OpenAI's package tiktoken, which downloads it or finds it in its cache."""
 
     def __init__(self, encoding: str) -> None:
         try:
@@ -195,8 +198,8 @@ class Tiktoken:
         except Exception as error:  # no network, a damaged file
             raise DataError(
                 f"tiktoken cannot load its encoding {encoding!r}",
-                why=f"{type(error).__name__}: it fetches its files from the network when its cache has none",
-                fix="set TIKTOKEN_CACHE_DIR to a folder with them, or data.tokenizer=FOLDER/tokenizer.json",
+                why=f"{type(error).__name__}: it downloads files that are not in its cache",
+                fix="set TIKTOKEN_CACHE_DIR to a folder with its files, or data.tokenizer=FOLDER/tokenizer.json",
             ) from error
         self.encoding, self.name = encoding, f"{TIKTOKEN}{encoding}"
         self.num_tokens, self.end = int(self.loaded.n_vocab), int(self.loaded.eot_token)
@@ -207,11 +210,11 @@ class Tiktoken:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.loaded.decode([token for token in ids if token != self.end]))
 
-    def byte_lengths(self) -> Array:
+    def get_byte_lengths(self) -> Array:
         lengths = np.zeros(self.num_tokens, dtype=np.int64)
         for token in range(self.num_tokens):
             if token != self.end:
-                with contextlib.suppress(KeyError):  # some encodings leave numbers out
+                with contextlib.suppress(KeyError):  # some encodings skip numbers
                     lengths[token] = len(self.loaded.decode_single_token_bytes(token))
         return lengths
 
@@ -220,7 +223,7 @@ class Tiktoken:
 
 
 def restore_tokenizer(stored: Mapping[str, Any]) -> Tokenizer:
-    """Return the tokenizer that a run stored."""
+    """Return the tokenizer that `to_dict` described."""
     kind = stored["kind"]
     if kind == "characters":
         return Characters(stored["alphabet"], has_end=stored["has_end"])
@@ -232,7 +235,7 @@ def restore_tokenizer(stored: Mapping[str, Any]) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write a tokenizer into a folder, for `read_tokenizer`."""
+    """Write a tokenizer to a folder, from which `read_tokenizer` reads it."""
     if isinstance(tokenizer, Bpe):
         (folder / "tokenizer.json").write_text(tokenizer.text, encoding="utf-8")
     else:
@@ -240,7 +243,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Read a local tokenizer.json, vocab.json with merges.txt, a folder with these, or a run's tokenizer."""
+    """Read a tokenizer.json, vocab.json with merges.txt, a folder with these, or an exported tokenizer of a run."""
     if (path / OWN_FILE).is_file():
         return restore_tokenizer(parse_json((path / OWN_FILE).read_text(encoding="utf-8")))
     if path.name in PAIR:
@@ -270,13 +273,13 @@ def has_tokenizer(folder: Path) -> bool:
     return any(all((folder / name).is_file() for name in needed) for needed in names)
 
 
-def disagree(one: Tokenizer, other: Tokenizer) -> bool:
-    """True if two tokenizers assign different ids; for different kinds (tiktoken and a file) unknown, so False."""
+def have_different_ids(one: Tokenizer, other: Tokenizer) -> bool:
+    """True if two tokenizers assign different ids. For different kinds (tiktoken and a file) this is unknown: False."""
     if isinstance(one, Bpe) and isinstance(other, Bpe):
         return bool(one.loaded.get_vocab() != other.loaded.get_vocab())
     return type(one) is type(other) and identify(one) != identify(other)
 
 
 def identify(tokenizer: Tokenizer) -> str:
-    """Return a text that is equal for two tokenizers with the same ids."""
+    """Return a string that identifies a tokenizer: its plain values as JSON."""
     return json.dumps(tokenizer.to_dict(), sort_keys=True)

@@ -1,19 +1,19 @@
-"""Token ids on disk, read through memory maps, and the samples cut from them.
+"""Token ids on disk, which are memory-mapped, and samples cut from them.
 
-A training epoch goes once over the tokens in windows of `context`. Its first window starts at a position drawn from
-(seed, epoch), so windows differ between epochs, and a sample is a pure function of (seed, epoch, index). Validation
-starts at the first token and predicts every other token exactly once; the last window is padded with targets of -1,
-which do not count.
+A training epoch passes once over the tokens in windows of `context` tokens. The first window starts at a position drawn
+from (seed, epoch), so windows differ between epochs, and a sample is a pure function of (seed, epoch, index).
+Validation starts at the first token and predicts every other token exactly once; the last window is padded with targets
+of -1, which do not count.
 
-Ids come from three kinds of files. nanoGPT's `train.bin` and `val.bin` are 16-bit ids and nothing else, with a
-`meta.pkl` next to them if the tokens are characters. llm.c's shards (`*_train_*.bin`, `*_val_*.bin`) begin with 256
-32-bit numbers: a magic number, a version, the number of ids. Our token cache holds a tokenised text:
+Ids come from three kinds of files. `train.bin` and `val.bin` of nanoGPT are 16-bit ids and nothing else, with a
+`meta.pkl` in the same folder if the tokens are characters. Shards of llm.c (`*_train_*.bin`, `*_val_*.bin`) begin with
+256 32-bit numbers: a magic number, a version, the number of ids. Our token cache holds a tokenised text:
 
     8 bytes "hstoken1" | ids of the training split | ids of the validation split | JSON | 8 bytes: length of the JSON
 
-The JSON holds the number and width of the ids, the texts (names, sizes, times) and the tokenizer they come from, and a
-CRC-32 for each 16 MiB. It comes last because the number of ids is known only then. The file appears when it is
-complete. A cache of other texts or another tokenizer is made again; a damaged one is an error.
+The JSON holds the number and width of the ids, fingerprints of texts (names, sizes, times) and tokenizer, and a CRC-32
+per 16 MiB. It comes last because the number of ids is known only then. The file appears when it is complete. A cache of
+other texts or another tokenizer is rebuilt; a damaged one is an error.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ from halfstep.workloads.language.text_files import PROSE, TextFiles
 from halfstep.workloads.language.tokenizers import Characters, Tokenizer, identify
 
 UNCOUNTED = -1
+"""Target of padding, which does not count in the loss."""
 PRINTABLE = np.frombuffer(string.printable.encode(), dtype=np.uint8)
 PHASE_STREAM = 0x7068617365
-"""Separates the draw of an epoch's first token from others with its key ("phase" in ASCII)."""
+"""Distinguishes the draw of an epoch's first token from others with the same key ("phase" in ASCII)."""
 
 
 class Tokens:
-    """Several arrays of ids, such as the shards of a data set, read as one."""
+    """Several arrays of ids, such as the shards of a data set, read as one sequence."""
 
     def __init__(self, parts: Sequence[Array], *, paths: Sequence[Path] = ()) -> None:
         self.parts, self.paths = [part for part in parts if len(part)], tuple(paths)
@@ -65,19 +66,19 @@ class Tokens:
         while count > 0:
             number = bisect_right(self.ends, start)
             part, inside = self.parts[number], start - (self.ends[number - 1] if number else 0)
-            piece = np.asarray(part[inside : inside + count], dtype=np.int64)
-            found.append(piece)
-            start, count = start + len(piece), count - len(piece)
+            ids = np.asarray(part[inside : inside + count], dtype=np.int64)
+            found.append(ids)
+            start, count = start + len(ids), count - len(ids)
         return found[0] if len(found) == 1 else np.concatenate(found)
 
 
 class TokenSamples:
-    """Windows of `context` tokens, each with its next tokens as targets."""
+    """Samples: windows of `context` tokens, with the next tokens as targets."""
 
     def __init__(self, tokens: Tokens, *, context: int, vocab: int, is_training: bool) -> None:
         self.tokens, self.context, self.vocab, self.is_training = tokens, context, vocab, is_training
         num_targets = len(tokens) - 1
-        # A training epoch may start up to context - 1 tokens late, and has as many windows whenever it starts.
+        # A training epoch starts up to context - 1 tokens late; the number of windows must not depend on that.
         self.num = (num_targets - context + 1) // context if is_training else -(-num_targets // context)
         if is_training and num_targets >= context:
             self.num = max(self.num, 1)
@@ -90,20 +91,21 @@ class TokenSamples:
         return self.tokens.paths
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
-        return self._cut(self._phase(key[0], key[1]) + index * self.context)
+        return self._cut_window(self._draw_phase(key[0], key[1]) + index * self.context)
 
     def make_batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
-        phase = self._phase(seed, epoch)
-        rows = [self._cut(phase + index * self.context) for index in indices.tolist()]
+        phase = self._draw_phase(seed, epoch)
+        rows = [self._cut_window(phase + index * self.context) for index in indices.tolist()]
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
-    def _phase(self, seed: int, epoch: int) -> int:
+    def _draw_phase(self, seed: int, epoch: int) -> int:
+        """Return the first token of an epoch."""
         room = min(self.context, len(self.tokens) - self.num * self.context)
         if not self.is_training or room <= 1:
             return 0
         return int(torch.randint(room, (), generator=make_generator(seed, epoch, PHASE_STREAM)))
 
-    def _cut(self, start: int) -> dict[str, Tensor]:
+    def _cut_window(self, start: int) -> dict[str, Tensor]:
         ids = self.tokens.read(start, min(self.context + 1, len(self.tokens) - start))
         refuse_past_vocabulary(ids, self.vocab, start=start)
         missing = self.context + 1 - len(ids)
@@ -114,6 +116,7 @@ class TokenSamples:
 
 
 def refuse_past_vocabulary(ids: Array, vocab: int, *, start: int = 0, source: str = "the data") -> None:
+    """Raise DataError if an id is not in the vocabulary."""
     if len(ids) and int(ids.max()) >= vocab:
         at = int(np.argmax(ids >= vocab))
         raise DataError(
@@ -125,28 +128,30 @@ def refuse_past_vocabulary(ids: Array, vocab: int, *, start: int = 0, source: st
 
 HEADER_NUMBERS = 256
 LLMC: dict[int, tuple[int, Any]] = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
-"""llm.c's magic numbers: file version and id type for GPT-2 and for Llama 3."""
+"""File version and type of ids by llm.c's magic number, for GPT-2 and for Llama 3."""
 NUMPY_FILE = b"\x93NUMPY"
 LOOKED_AT = 2**26
-"""Number of ids compared with the vocabulary before training; the rest is checked as it is read."""
+"""Number of ids per file that are compared with the vocabulary before training; the rest is checked when it is read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenFiles:
-    """Training and validation files of a folder of ids."""
+    """Files of token ids, for training and validation."""
 
     train: tuple[Path, ...]
     val: tuple[Path, ...]
 
 
 def find_token_files(root: Path) -> TokenFiles | None:
-    """Return a folder's `.bin` files by their names; None if there is none for training."""
+    """Return the `.bin` files of a folder by split, or a single one; None if there are none."""
     if root.is_file():
         return TokenFiles(train=(root,), val=()) if root.suffix == ".bin" else None
     binary = sorted(root.glob("*.bin"), key=lambda path: make_natural_key(path.name))
     train = tuple(path for path in binary if "train" in path.name)
     val = tuple(path for path in binary if "val" in path.name and "train" not in path.name)
-    has_texts = not val and any(path.suffix.lower() in PROSE for path in root.iterdir())  # and something else in a .bin
+    has_texts = not val and any(
+        path.suffix.lower() in PROSE for path in root.iterdir()
+    )  # a .bin among texts is something else
     if binary and not train and not has_texts:
         raise DataError(
             f"{root} has {binary[0].name} but no training file",
@@ -157,7 +162,7 @@ def find_token_files(root: Path) -> TokenFiles | None:
 
 
 def open_tokens(paths: tuple[Path, ...], *, vocab: int) -> Tokens:
-    """Open files as one sequence; raise if the first ids exceed the vocabulary."""
+    """Open files of ids as one sequence; raise DataError if their first ids exceed the vocabulary."""
     parts = [open_ids(path) for path in paths]
     for path, part in zip(paths, parts, strict=True):
         refuse_past_vocabulary(np.asarray(part[:LOOKED_AT]), vocab, source=str(path))
@@ -165,7 +170,7 @@ def open_tokens(paths: tuple[Path, ...], *, vocab: int) -> Tokens:
 
 
 def open_ids(path: Path) -> np.ndarray[Any, Any]:
-    """Map a file's ids; check llm.c's header if there is one."""
+    """Memory-map the ids of a file; check the header if it has one (llm.c)."""
     size = path.stat().st_size
     if size == 0:
         raise DataError(f"{path} is empty", fix="write it again")
@@ -188,7 +193,7 @@ def open_ids(path: Path) -> np.ndarray[Any, Any]:
         )
     ids = np.memmap(path, dtype=np.uint16, mode="r")
     first = np.asarray(ids[:4096])
-    if len(first) > 64 and np.isin(first.view(np.uint8), PRINTABLE).mean() > 0.75:  # of ids every other byte is small
+    if len(first) > 64 and np.isin(first.view(np.uint8), PRINTABLE).mean() > 0.75:  # in ids, every other byte is small
         raise DataError(
             f"{path} seems to hold text: {first.tobytes()[:20].decode(errors='replace')!r}",
             why="a .bin is read as 16-bit ids, as nanoGPT writes them",
@@ -218,7 +223,7 @@ def _open_shard(path: Path, size: int, magic: int, version: int, count: int) -> 
 
 
 def read_nanogpt_tokenizer(folder: Path) -> Tokenizer | None:
-    """Read the characters in nanoGPT's meta.pkl; only plain values are unpickled."""
+    """Read the characters of nanoGPT's meta.pkl, if there is one; only plain values are unpickled."""
     path = folder / "meta.pkl"
     if not path.is_file():
         return None
@@ -241,6 +246,8 @@ def read_nanogpt_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 class _PlainValues(pickle.Unpickler):
+    """An unpickler that refuses all classes, so that no code can run."""
+
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it holds an object ({module}.{name}); only plain values are read")
 
@@ -248,18 +255,18 @@ class _PlainValues(pickle.Unpickler):
 MAGIC = b"hstoken1"
 ENDING = ".tokens"
 CHECKED_BYTES = 2**24
-"""Bytes per CRC."""
+"""Bytes per CRC-32: 16 MiB."""
 CHECKED_BLOCKS = 64
-"""Blocks whose CRC is checked when a file is opened: all up to 1 GiB, else this many, spread over the file."""
-PIECE = 2**22
-"""Characters tokenised at once."""
+"""Blocks that are checked when a file is opened: all up to 1 GiB, otherwise this many, spread over the file."""
+TOKENISED_AT_ONCE = 2**22
+"""Number of characters."""
 CUT = re.compile(r"\S\n(?=\S)")
-"""Where a text may be cut without changing its tokens: BPE's words never span a single line break."""
+"""Where a text may be cut without changing its tokens: words of BPE do not span a single line break between letters."""
 
 
 def open_or_tokenise(texts: TextFiles, tokenizer: Tokenizer, path: Path) -> tuple[Tokens, Tokens]:
-    """Return the ids of both splits from the cache at `path`, writing it first if necessary."""
-    wanted = {"texts": _fingerprint_texts(texts), "tokenizer": _digest(identify(tokenizer)), "cut": texts.cut}
+    """Return the ids of both splits from the cache at `path`; write it first if necessary."""
+    wanted = {"texts": _fingerprint_texts(texts), "tokenizer": _hash_text(identify(tokenizer)), "cut": texts.cut}
     with take_turn(path):
         if not path.exists() or _read_header(path)["made_from"] != wanted:
             _write_cache(texts, tokenizer, path, wanted)
@@ -267,16 +274,16 @@ def open_or_tokenise(texts: TextFiles, tokenizer: Tokenizer, path: Path) -> tupl
 
 
 def choose_cache_path(root: Path, tokenizer: Tokenizer) -> Path:
-    """Return the default cache: a hidden file next to the texts."""
+    """Return the default path of the cache: a hidden file next to the texts."""
     folder, name = (root, root.name) if root.is_dir() else (root.parent, root.name)
-    return folder / f".{name}-{_digest(identify(tokenizer))[:8]}{ENDING}"
+    return folder / f".{name}-{_hash_text(identify(tokenizer))[:8]}{ENDING}"
 
 
 def _write_cache(texts: TextFiles, tokenizer: Tokenizer, path: Path, made_from: dict[str, Any]) -> None:
     kind = _choose_dtype(tokenizer)
     with explain_full_disk(path, "the token cache"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A guess on the low side, as a token of most texts stands for four bytes or more; a full disk is an error too.
+        # A low estimate: in most texts a token stands for four bytes or more. Running out of space is an error anyway.
         check_free_space(path, sum(file.stat().st_size for file in texts.all) * kind.itemsize // 4, "the token cache")
         with open_atomic_file(path, follows_links=True) as hidden, hidden.open("wb") as file:
             file.write(MAGIC)
@@ -287,7 +294,7 @@ def _write_cache(texts: TextFiles, tokenizer: Tokenizer, path: Path, made_from: 
 
 
 class _CheckedFile:
-    """Write bytes into a file in blocks and record their CRCs."""
+    """A file that is written in blocks, whose CRCs are recorded."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.rest, self.checks, self.num_bytes = file, bytearray(), list[int](), 0
@@ -337,17 +344,17 @@ def _choose_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
 
 
 def _encode(texts: TextFiles, tokenizer: Tokenizer, part: str) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield ids piece by piece; the end token separates documents, unless both splits come from one document."""
-    for source, text in texts.documents(part):
-        for piece in _split_text(text):
-            yield tokenizer.encode(piece, source=str(source))
+    """Yield ids of a split, a few at a time. The end token separates documents, unless a single one is split."""
+    for source, text in texts.iterate_documents(part):
+        for section in _split_text(text):
+            yield tokenizer.encode(section, source=str(source))
         if tokenizer.end is not None and not texts.cut:
             yield np.array([tokenizer.end])
 
 
 def _split_text(text: str) -> Iterator[str]:
     start = 0
-    while len(text) - start > PIECE and (cut := CUT.search(text, start + PIECE)):
+    while len(text) - start > TOKENISED_AT_ONCE and (cut := CUT.search(text, start + TOKENISED_AT_ONCE)):
         yield text[start : cut.end()]
         start = cut.end()
     yield text[start:]
@@ -369,9 +376,9 @@ def _read_header(path: Path) -> dict[str, Any]:
         if size != len(MAGIC) + ids + length + 8:
             raise ValueError(f"it has {size:,} bytes and should have {len(MAGIC) + ids + length + 8:,}")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        # A file without our header or name may be anything, including something valuable.
+        # Do not suggest removing a file that has neither our header nor our extension: it may be valuable.
         is_ours = begin == MAGIC or path.suffix == ENDING
-        fix = "remove it: it is made again" if is_ours else "choose a new file: data.cache_file=FILE"
+        fix = "remove it: it is rebuilt" if is_ours else "choose a new file: data.cache_file=FILE"
         raise DataError(f"{path} is not a token cache", why=str(error), fix=fix) from error
     return header
 
@@ -405,8 +412,8 @@ def _check_blocks(path: Path, header: dict[str, Any]) -> None:
 
 def _fingerprint_texts(texts: TextFiles) -> str:
     entries = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in texts.all]
-    return _digest(repr((len(texts.train), entries)))
+    return _hash_text(repr((len(texts.train), entries)))
 
 
-def _digest(text: str) -> str:
+def _hash_text(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""How a text is written: the next token is drawn, and drawn again, from what the model says of those before."""
+"""Write text with a language model: draw one token after another from the predicted probabilities."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from halfstep.workloads.language.tokenizers import Characters, Tokenizer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How the next token is drawn."""
+    """Settings for drawing the next token."""
 
     temperature: float = 1.0
-    """0 takes the most probable token."""
+    """Divides the logits; 0 always chooses the most probable token."""
     top_k: int = 0
-    """Draw only among this many of the most probable tokens; 0: all."""
+    """Draw only from this many of the most probable tokens; 0: all."""
     top_p: float = 1.0
-    """Draw only among the most probable tokens whose probabilities reach this sum."""
+    """Draw only from the most probable tokens whose probabilities sum up to this."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -37,23 +37,25 @@ class Sampling:
             )
 
 
-def compute_chances(logits: Tensor, sampling: Sampling) -> Tensor:
+def compute_probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     """Return probabilities (N, vocab) in fp32 after temperature, top-k and top-p, in this order."""
     with fp32_island():
         logits = logits.float()
         if sampling.temperature == 0:
             return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
-        logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature  # the most probable one stays finite
+        logits = (
+            logits - logits.amax(-1, keepdim=True)
+        ) / sampling.temperature  # the largest stays finite at tiny temperatures
         if 0 < sampling.top_k < logits.shape[-1]:
             least = logits.topk(sampling.top_k).values[..., -1:]
             logits = logits.masked_fill(logits < least, float("-inf"))
         if sampling.top_p < 1:
-            logits = _cut_tail(logits, sampling.top_p)
+            logits = _drop_tail(logits, sampling.top_p)
         return logits.softmax(-1)
 
 
-def _cut_tail(logits: Tensor, top_p: float) -> Tensor:
-    """Keep the smallest set of most probable tokens that reaches top_p, at least one."""
+def _drop_tail(logits: Tensor, top_p: float) -> Tensor:
+    """Keep the smallest set of most probable tokens whose probabilities reach `top_p`; at least one token."""
     ordered, order = logits.sort(descending=True)
     probabilities = ordered.softmax(-1)
     is_tail = probabilities.cumsum(-1) - probabilities >= top_p
@@ -61,20 +63,20 @@ def _cut_tail(logits: Tensor, top_p: float) -> Tensor:
 
 
 def write_tokens(model: GPT2, start: Tensor, *, num_tokens: int, sampling: Sampling, end: int | None) -> Iterator[int]:
-    """Yield tokens after `start` (T), until the end of the document or `num_tokens`.
+    """Yield tokens after `start` (T,), until the end of the document or `num_tokens`.
 
-    Keys and values of earlier tokens are kept; when the context is full, its last half is read again. Tokens are drawn
-    on the CPU by inversion, each from its own key: a text depends on the seed and the probabilities, not on the device.
+    Keys and values of earlier tokens are cached. When the context is full, generation continues from its last half.
+    Tokens are drawn on the CPU, each from its own key: a text depends only on the seed and the probabilities.
     """
-    context, memories = model.size.context, model.make_caches()
+    context, caches = model.size.context, model.make_caches()
     seen = start[-context:].tolist()
     fresh = seen
     for number in range(num_tokens):
         if len(seen) > context:
             seen = seen[-max(1, context // 2) :]
-            fresh, memories = seen, model.make_caches()
-        logits = model.next_logits(torch.tensor([fresh], device=start.device), memories)
-        token = draw_token(compute_chances(logits[0], sampling), sampling.seed, number)
+            fresh, caches = seen, model.make_caches()
+        logits = model.compute_next_logits(torch.tensor([fresh], device=start.device), caches)
+        token = draw_token(compute_probabilities(logits[0], sampling), sampling.seed, number)
         yield token
         if token == end:
             return
@@ -82,7 +84,7 @@ def write_tokens(model: GPT2, start: Tensor, *, num_tokens: int, sampling: Sampl
 
 
 def draw_token(probabilities: Tensor, seed: int, number: int) -> int:
-    """Draw a token by inverting the cumulative probabilities at a number drawn from (seed, number)."""
+    """Draw token `number` of a text by inverting the cumulative probabilities at a uniform draw from (seed, number)."""
     total = probabilities.double().cpu().cumsum(0)
     draw = torch.rand((), dtype=torch.float64, generator=make_generator(seed, number)) * total[-1]
     return int(torch.searchsorted(total, draw, right=True).clamp(max=len(total) - 1))
@@ -91,11 +93,12 @@ def draw_token(probabilities: Tensor, seed: int, number: int) -> int:
 def continue_text(
     model: GPT2, tokenizer: Tokenizer, prompt: str, *, num_tokens: int, sampling: Sampling, device: torch.device
 ) -> str:
-    """Return what the model writes after `prompt`, or after the end of a document or a line break without one."""
+    """Return the text that the model writes after a prompt; without one, after the end of a document or a line
+    break."""
     ids = tokenizer.encode(prompt or _choose_beginning(tokenizer), source="the prompt").tolist()
     start = torch.tensor(ids or [tokenizer.end or 0], device=device)
     new = list(write_tokens(model, start, num_tokens=num_tokens, sampling=sampling, end=tokenizer.end))
-    # Many tokenizers drop the space in front of a text, which here stands in the middle of one.
+    # Many tokenizers drop a leading space when decoding, so decode the new tokens together with the prompt.
     before, whole = tokenizer.decode(ids), tokenizer.decode([*ids, *new])
     return whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(new)
 

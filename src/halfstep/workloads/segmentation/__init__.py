@@ -1,4 +1,4 @@
-"""Segmentation: a class for every pixel. U-Net."""
+"""Segmentation: one class per pixel, with a U-Net."""
 
 from halfstep.workloads.base.kind import EvaluateCommand, GuideEntry, Kind, Option, PredictCommand, SampleUnit
 from halfstep.workloads.segmentation.config import UNetConfig
@@ -8,11 +8,11 @@ KIND = Kind.from_package(
     config=UNetConfig,
     kept=("model.classes", "model.ignore_index", "data.channels", "data.scale"),
     task="segmentation",
-    hint=".scores:one_class_everywhere",
+    hint=".scores:hint_at_single_class",
     sample=SampleUnit(name="image", size=lambda config: f"{config.data.image_size} pixels"),
     evaluate=EvaluateCommand(
         ".evaluate:SegmentationEvaluation",
-        (Option("full_size", bool, False, "Score masks at each image's own size, as predict writes them"),),
+        (Option("full_size", bool, False, "Score masks at the original size of each image, as predict writes them"),),
     ),
     predict=PredictCommand(
         ".predict:MaskPredictor",

@@ -1,7 +1,7 @@
-"""U-Net segmentation: image and mask pairs, cross-entropy + Dice, IoU.
+"""The workload of segmentation: a U-Net on pairs of images and masks, trained with cross-entropy + Dice.
 
-`classes: auto` makes one logit a class, background included, with softmax and cross-entropy: the 31,037,698
-parameters of the reference at two classes. `classes: 1` asks for its other form, one logit and a sigmoid.
+`classes: auto` gives one logit per class, background included, with softmax and cross-entropy; with two classes the
+model has the 31,037,698 parameters of the reference. `classes: 1` is its other form: one logit and a sigmoid.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from halfstep.workloads.segmentation.data import (
     Scan,
     SegmentationData,
     Split,
-    discover_values,
+    collect_values,
     find_pairs,
     scan_pairs,
 )
@@ -42,14 +42,15 @@ from halfstep.workloads.segmentation.unet import UNet
 
 FRAGILE = (
     "loss.cross_entropy: log of probabilities near 0",
-    "loss.dice: sums over all pixels of a batch pass fp16's largest number",
+    "loss.dice: sums over all pixels of a batch exceed fp16's largest number",
 )
 
 SHOWN_VALUES = 8
+"""Mask values in a message."""
 
 
 def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workload:
-    """Build the workload for `config.data.dir`; `store` of an earlier run fixes classes and image format."""
+    """Build the workload for `config.data.dir`; the `store` of an earlier run fixes classes and image format."""
     bad_files = BadFiles(config.data.on_bad_file)
     found = find_data(config, bad_files)
     scan = scan_pairs([*found.train, *found.val], bad_files=bad_files)
@@ -76,7 +77,7 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
     _check_class_weights(config, num_classes=store["num_classes"])
     background = find_background(config, table)
     model = build_model(config, store)
-    if is_new and config.model.weights:  # a stored run's checkpoint brings its own
+    if is_new and config.model.weights:  # a resumed run loads its checkpoint later
         load_weights_file_(model, config.model.weights)
     augmentation = fill_from_settings(Augmentation, config.data.augment)
 
@@ -99,7 +100,7 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
         mode="max",
         fragile=FRAGILE,
         scoring=_describe_scoring(table, background),
-        by_batch=("the Dice part of the loss",) if config.model.dice_weight else (),
+        by_batch=("the Dice term of the loss",) if config.model.dice_weight else (),
         store=store,
         notes=(*_note_many_values(config, found, table), *scale_notes, *bad_files.notes),
         val_names=tuple(pair.image.name for pair in val_pairs),
@@ -111,15 +112,15 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
 def _decide(
     config: UNetConfig, found: FoundPairs, scan: Scan, bad_files: BadFiles
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
-    """Return the store of a new run, the settings decided by its data, and the reasons."""
-    seen = discover_values(scan.pairs, bad_files=bad_files)
+    """Return the store of a new run, the settings that follow from its data, and the reasons."""
+    seen = collect_values(scan.pairs, bad_files=bad_files)
     ignored, why_ignored = find_ignored_value(config, found, seen)
     side, why_side = choose_image_side(config, scan)
     settled: dict[str, Any] = {"data.image_size": side}
     why = {"ignored mask value": why_ignored, "image size": why_side}
     if scores_all_classes(config, found):
         settled["model.background"] = None
-        why["background"] = "none in this data set, all classes count (model.background)"
+        why["background"] = "this data set has none, so all classes count (model.background)"
     store = _make_store(config, scan, make_table(seen, ignored=ignored), side)
     if scan.raw:
         settled["data.scale"] = store["raw_scale"]
@@ -133,41 +134,43 @@ def _choose_raw_scale(config: UNetConfig, scan: Scan) -> float | None:
 
 
 def _describe_scale(scale: float | None, scan: Scan) -> tuple[dict[str, str], list[str]]:
-    """Describe the scale of float images and 32-bit integers for the header, and return warnings."""
+    """Describe the scale of float and 32-bit images for the run's header; also return warnings."""
     if scale is None or not scan.raw:
         return {}, []
     own = choose_scale(scan.raw.values())
     values = f"{USUAL:.1%} of a typical file's values are at most {own.usual:g}"
     notes = describe_outliers(scan.raw, own.limit)
     if not scale / 10 <= own.scale <= scale * 10:
-        notes.append(f"float images are divided by {scale:g} (data.scale), but seem to be 0..{own.scale:g}: {values}")
+        notes.append(
+            f"float images are divided by {scale:g} (data.scale), but seem to be in 0..{own.scale:g}: {values}"
+        )
     return {"float images": f"divided by {scale:g} (data.scale): {values}"}, notes
 
 
 def _resize_store(store: Mapping[str, Any], side: int) -> dict[str, Any]:
-    """Return a run's store for images of another size."""
+    """Return the store of a run for another image size."""
     factor = side / store["image_size"]
     return {**store, "image_size": side, "resize": [factor * share for share in store["resize"]]}
 
 
 def make_loss(config: UNetConfig) -> Loss:
-    wish = config.model
+    settings = config.model
 
-    def loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
+    def compute_loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
         value = segmentation_loss(
             outputs,
             batch["mask"],
-            class_weights=wish.class_weights,
-            ce_weight=wish.ce_weight,
-            dice_weight=wish.dice_weight,
+            class_weights=settings.class_weights,
+            ce_weight=settings.ce_weight,
+            dice_weight=settings.dice_weight,
         )
         return value, len(outputs)
 
-    return loss
+    return compute_loss
 
 
 def to_unit_range(pixels: Tensor) -> Tensor:
-    """Convert bytes to floats in 0..1; floats were scaled when they were read."""
+    """Convert bytes to floats in 0..1; floating-point images are scaled when they are read."""
     return pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
 
 
@@ -176,7 +179,7 @@ def read_table(store: Mapping[str, Any]) -> MaskTable:
 
 
 def read_image_format(store: Mapping[str, Any]) -> ImageFormat:
-    """Return how images were read in training."""
+    """Return the image format of a stored run."""
     return ImageFormat(
         size=(store["image_size"], store["image_size"]),
         channels=store["channels"],
@@ -200,10 +203,10 @@ def find_background(config: UNetConfig, table: MaskTable) -> int | None:
 
 def _describe_scoring(table: MaskTable, background: int | None) -> str:
     if background is None:
-        return "iou and dice are means over all classes, as iou_all and dice_all are (model.background=null)"
+        return "iou and dice are means over all classes, like iou_all and dice_all (model.background=null)"
     return (
-        f"iou and dice are means without mask value {table.values[background]}, the background; iou_all and dice_all "
-        "are over all classes (model.background=null makes iou so, too)"
+        f"iou and dice leave out the background, mask value {table.values[background]}; iou_all and dice_all are means "
+        "over all classes (as is iou with model.background=null)"
     )
 
 
@@ -228,18 +231,18 @@ def _make_store(config: UNetConfig, scan: Scan, table: MaskTable, side: int) -> 
         "channels": scan.channels if config.data.channels == "auto" else config.data.channels,
         "is_float": scan.is_float,
         "raw_scale": _choose_raw_scale(config, scan),
-        # Later images are shrunk as much as these were, so that things have the size the model knows.
+        # Later images are resized by the same factors, so that objects have the size the model was trained on.
         "resize": [side / median(size[axis] for size in scan.sizes) for axis in (0, 1)],
     }
 
 
 def _note_many_values(config: UNetConfig, data: FoundPairs, table: MaskTable) -> list[str]:
     found = len(table.values)
-    # ADE20K has 150 classes; a user who sets the number of classes has counted them.
+    # No note for known data sets (ADE20K has 150 classes), or if the user set the number of classes.
     if found <= MANY_VALUES or data.ignored is not None or config.model.classes == found:
         return []
     shown = list_some(table.values, SHOWN_VALUES)
-    hint = "if these are edges blurred by JPEG or by resizing, save the masks again as PNG with exact values"
+    hint = "if JPEG or resizing has blurred the edges, save the masks again as PNG with exact values"
     return [f"the masks hold {found} different values, each treated as a class: {shown}; {hint}"]
 
 
@@ -253,7 +256,7 @@ def _check_class_weights(config: UNetConfig, *, num_classes: int) -> None:
 
 
 def build_model(config: UNetConfig, store: Mapping[str, Any]) -> nn.Module:
-    """Build the model alone, to load a checkpoint's weights: all that prediction needs."""
+    """Build the model without data, as prediction needs it."""
     side, depth = store["image_size"], config.model.depth
     if side < 2 ** (depth + 1):
         raise ConfigError(
@@ -271,14 +274,14 @@ def build_model(config: UNetConfig, store: Mapping[str, Any]) -> nn.Module:
     )
 
 
-# --- what the data decide ---
+# --- settings that follow from the data ---
 
 MANY_VALUES = 64
-"""More classes than common data sets have (Cityscapes 34, VOC 22): probably blurred edges instead of classes."""
+"""More classes than common data sets have (Cityscapes 34, VOC 22): more values are probably blurred edges."""
 
 
 def find_data(config: UNetConfig, bad_files: BadFiles) -> FoundPairs:
-    """Find the pairs at `data.dir`."""
+    """Find and split the pairs at `data.dir`."""
     data = config.data
     layout = fill_from_settings(PairLayout, data)
     split = Split(
@@ -293,40 +296,41 @@ def find_data(config: UNetConfig, bad_files: BadFiles) -> FoundPairs:
 def find_ignored_value(
     config: UNetConfig, found: FoundPairs, seen: Collection[MaskValue]
 ) -> tuple[MaskValue | None, str]:
-    """Return the mask value that is ignored, and the reason if it was not set."""
+    """Return the mask value to ignore, and the reason if the config leaves it open."""
     asked = config.model.ignore_index
     if asked != "auto":
         return asked, ""
     numbers = sorted(value for value in seen if isinstance(value, int))
     if len(numbers) < len(seen) or not numbers or config.model.classes == len(numbers):
         return None, ""
-    way_out = "model.ignore_index=null makes it a class"
-    # A void value is the first or the last: with other classes than usual the same number may mean something.
+    advice = "model.ignore_index=null makes it a class"
+    # Only the smallest or largest value can mark unlabelled pixels; in between, the same number may be a class.
     if found.ignored in (numbers[0], numbers[-1]):
-        return found.ignored, f"{found.ignored}, which marks pixels without a label in this data set; {way_out}"
+        return found.ignored, f"{found.ignored}, which marks pixels without a label in this data set; {advice}"
     *classes, last = numbers
     if last == IGNORED and 1 < len(classes) <= MANY_VALUES and classes == list(range(len(classes))):
-        return last, f"{last}: in addition to the classes 0 to {classes[-1]} it marks pixels without a label; {way_out}"
+        return last, f"{last}: in addition to the classes 0 to {classes[-1]} it marks pixels without a label; {advice}"
     return None, ""
 
 
 def scores_all_classes(config: UNetConfig, found: FoundPairs) -> bool:
-    """True if the data set has no background and the user named none."""
+    """True if the data set has no background and the config does not name one."""
     return not found.has_background and "background" not in config.model.model_fields_set
 
 
 def choose_image_side(config: UNetConfig, scan: Scan) -> tuple[int, str]:
-    """Return the side of the images, and the reason if it was not set: the default, or less for smaller pictures."""
+    """Return the side of the images, and the reason if the config leaves it open: the default, or less for small
+    images."""
     usual = config.data.image_size
     if "image_size" in config.data.model_fields_set:
         return usual, ""
     height, width = (median(size[axis] for size in scan.sizes) for axis in (0, 1))
-    step = 2**config.model.depth  # what the levels divide without a rest
+    step = 2**config.model.depth  # every level halves the side
     side = max(2 * step, -(-round(max(height, width)) // step) * step)
     pictures = f"the images have {width:g}×{height:g} pixels"
     if side >= usual:
         return usual, f"{usual}, the default; {pictures}"
-    return side, f"{side}: {pictures}, and more would be blown up (data.image_size)"
+    return side, f"{side}: {pictures}, so a larger size would only upscale them (data.image_size)"
 
 
 def make_random_store(config: UNetConfig) -> dict[str, Any]:
@@ -337,7 +341,7 @@ def make_random_store(config: UNetConfig) -> dict[str, Any]:
 
 
 def make_random_batch(config: UNetConfig, store: Store) -> Batch:
-    """Return bytes as a loader delivers them, and masks that no model can guess."""
+    """Return random bytes as the loader returns them, and random masks."""
     generator, size, side = make_generator(config.train.seed), config.train.batch_size, config.data.image_size
     image = torch.randint(256, (size, store["channels"], side, side), dtype=torch.uint8, generator=generator)
     classes = max(2, store["num_classes"])
@@ -346,7 +350,7 @@ def make_random_batch(config: UNetConfig, store: Store) -> Batch:
 
 
 def build_over(config: UNetConfig, store: Store, samples: Samples) -> Workload:
-    """Build the workload on given samples without augmentation, which costs every framework the same."""
+    """Build the workload on given samples, without augmentation, which would cost every framework the same."""
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         return batch | {"image": to_unit_range(batch["image"])}

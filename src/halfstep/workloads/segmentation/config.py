@@ -1,4 +1,4 @@
-"""U-Net's own settings; defaults and presets are guide 0's."""
+"""Settings of the U-Net, with the defaults and presets of guide 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from halfstep.config.section import FilePath, Fraction, Positive, PositiveCount,
 
 
 class UNetAugmentConfig(Section):
-    """Strength of the training augmentation of image and mask; 0 switches a change off."""
+    """Strength of the training augmentation of image and mask; 0 disables a change."""
 
     flip: Fraction = Field(default=0.5, description="Probability of a horizontal flip, and of a vertical flip")
     rotate_degrees: float = Field(
@@ -22,7 +22,7 @@ class UNetAugmentConfig(Section):
     brightness: float = Field(
         default=0.1, ge=0, le=1, description="Largest relative change of brightness and contrast; image only"
     )
-    elastic_pixels: float = Field(default=0.0, ge=0, description="Largest elastic displacement")
+    elastic_pixels: float = Field(default=0.0, ge=0, description="Largest elastic displacement in pixels")
 
 
 class UNetDataConfig(DataConfig):
@@ -69,7 +69,7 @@ class UNetDataConfig(DataConfig):
     augment: UNetAugmentConfig = UNetAugmentConfig()
 
     @model_validator(mode="after")
-    def validation_has_both(self) -> Self:
+    def check_validation(self) -> Self:
         if bool(self.val_images) != bool(self.val_masks):
             raise ValueError("data.val_images and data.val_masks belong together: set both, or neither")
         return self
@@ -115,7 +115,7 @@ class UNetConfig(RunConfig):
             "train.early_stopping_patience": 20,
             "ema.enabled": True,
         },
-        # 4 GB: half the batch, accumulated, so that the optimizer sees the batch of 8 it was tuned for.
+        # For 4 GB: half the batch size, accumulated to 8, for which the optimizer was tuned.
         "lowmem": {
             "precision.default": "bf16",
             "train.batch_size": 4,
@@ -137,7 +137,7 @@ class UNetConfig(RunConfig):
         },
     }
 
-    # 100 small images: under two minutes on two CPU cores.
+    # 100 small images: less than two minutes on two CPU cores.
     demo: ClassVar[dict[str, Any]] = {
         "data.image_size": 64,
         "data.val_fraction": 0.2,
@@ -149,7 +149,7 @@ class UNetConfig(RunConfig):
         "train.epochs": 16,
     }
 
-    # A short warmup: fp16's first steps are its most fragile ones.
+    # A short warmup: the first steps in fp16 are the most fragile ones.
     defaults: ClassVar[dict[str, Any]] = {"schedule.warmup_epochs": 1.0}
 
     data: UNetDataConfig = UNetDataConfig()

@@ -1,6 +1,7 @@
-"""Image and mask pairs on disk as samples, in `imgs/<id>.<ext>` + `masks/<id>_mask.<ext>` and other layouts.
+"""Read pairs of images and masks: `imgs/<id>.<ext>` + `masks/<id>_mask.<ext>`, and other layouts.
 
-Find the pairs and split them, scan every file once for sizes, kinds and mask values, then read samples by index.
+The pairs are found and split, every file is scanned once for sizes, kinds and mask values, and samples are then read by
+index.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ class Pair:
     id: str
     image: Path
     mask: Path
-    """A file, or a folder of files with one object each."""
+    """A file, or a folder with one file per object."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """How to split pairs if the folder does not: by two lists of ids, else by a fraction."""
+    """How to split pairs if the folder has no split: by lists of ids, or at random by a fraction."""
 
     val_fraction: float = 0.1
     seed: int = 0
@@ -70,12 +71,12 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundPairs:
-    """The pairs of a data folder, and what its layout implies."""
+    """The pairs of a data folder, and facts that follow from its layout."""
 
     train: tuple[Pair, ...]
     val: tuple[Pair, ...]
     layout: str
-    """The folders they come from, and the data set's name if it is known."""
+    """The folders of the pairs, and the name of the data set if it is known."""
     ignored: int | None = None
     """The mask value of unlabelled pixels, if the layout has one."""
     has_background: bool = True
@@ -89,16 +90,16 @@ def find_pairs(root: str | Path | None, *, layout: PairLayout, split: Split, bad
     pairs = [
         _match_pairs(folder, names, layout, bad_files, some_without_masks=found.some_without_masks) for names in parts
     ]
-    for lonely in _find_lonely_masks(folder, parts, pairs, layout):
-        bad_files.report(_make_lonely_error(lonely, f"an image {found.train.images}"))
-    where, asked_lists = _describe_place(root, folder, found), split.train_list or split.val_list
-    if found.lists and not asked_lists:
+    for path in _find_unpaired_masks(folder, parts, pairs, layout):
+        bad_files.report(_make_unpaired_error(path, f"an image {found.train.images}"))
+    where, has_lists = _describe_location(root, folder, found), split.train_list or split.val_list
+    if found.lists and not has_lists:
         lists = [folder / name for name in found.lists]
         split = replace(split, train_list=lists[0], val_list=lists[1])
         where += f"; split by {found.lists[0]} and {found.lists[1]}"
-    elif found.val is None and not asked_lists:
+    elif found.val is None and not has_lists:
         where += _note_unused_list(folder)
-    if found.val is None or asked_lists:
+    if found.val is None or has_lists:
         train, val = split_pairs([pair for part in pairs for pair in part], split)
     else:
         train, val = pairs
@@ -107,28 +108,28 @@ def find_pairs(root: str | Path | None, *, layout: PairLayout, split: Split, bad
 
 
 def _note_unused_list(folder: Path) -> str:
-    """Mention a list next to the images that no known layout uses: the user decides."""
+    """Return a note about a validation list that the layout does not use."""
     path = next((path for name in VALIDATION_NAMES if (path := folder / f"{name}.txt").is_file()), None)
     return f"; {path.name} is not used: data.val_list={path} splits by it" if path else ""
 
 
-def _describe_place(root: Path, folder: Path, found: Layout) -> str:
+def _describe_location(root: Path, folder: Path, found: Layout) -> str:
     inside = "" if folder == root else f" in {folder.relative_to(root)}/"
     return f"{found.name}{': ' if found.name else ''}{found.train}{inside}"
 
 
 def _match_pairs(
-    root: Path, names: PairNames, asked: PairLayout, bad_files: BadFiles, *, some_without_masks: bool
+    root: Path, names: PairNames, layout: PairLayout, bad_files: BadFiles, *, some_without_masks: bool
 ) -> tuple[Pair, ...]:
-    """Match every image of a split with its mask, in natural order; an image without a mask is a bad file."""
-    image_names = NamePattern(names.images).replace_ending(asked.image_ext)
+    """Match the images of a split with their masks, in natural order; report images without a mask as bad files."""
+    image_names = NamePattern(names.images).replace_ending(layout.image_ext)
     images = _find_one_each(root, image_names, "data.image_ext")
-    mask_names = [NamePattern(text).replace_ending(asked.mask_ext) for text in names.masks]
+    mask_names = [NamePattern(text).replace_ending(layout.mask_ext) for text in names.masks]
     masks = [_find_one_each(root, pattern, "data.mask_ext") for pattern in mask_names]
     for pattern, found in ((image_names, images), (mask_names[-1], any(masks))):
         if not found:
             raise _make_no_match_error(root, pattern)
-    are_masks = set(masks[0].values())  # images and masks may share a folder
+    are_masks = set(masks[0].values())  # images and masks may be in the same folder
     pairs = []
     for name, image in images.items():
         mask = next((found[name] for found in masks if found.get(name, image) != image), None)
@@ -136,7 +137,7 @@ def _match_pairs(
             pairs.append(Pair(id=name, image=image, mask=mask))
         elif not (some_without_masks or image in are_masks):
             wanted = " or ".join(text.replace(ID, name) + ".*" for text in names.masks)
-            bad_files.report(_make_lonely_error(image, wanted))
+            bad_files.report(_make_unpaired_error(image, wanted))
     if not pairs:
         raise DataError(
             f"no image in {root / image_names.base} has a mask",
@@ -145,22 +146,23 @@ def _match_pairs(
     return tuple(pairs)
 
 
-def _find_lonely_masks(
-    root: Path, parts: Sequence[PairNames], pairs: Sequence[Sequence[Pair]], asked: PairLayout
+def _find_unpaired_masks(
+    root: Path, parts: Sequence[PairNames], pairs: Sequence[Sequence[Pair]], layout: PairLayout
 ) -> list[Path]:
-    """Find masks whose image is in no split; splits may share a mask folder, and masks may be next to images."""
+    """Find masks without an image in any split. Splits may share a mask folder, and masks may be in the image
+    folder."""
     is_used: dict[Path, bool] = {}
     for names, part in zip(parts, pairs, strict=True):
         ids = {pair.id for pair in part}
         for text in names.masks:
-            for name, path in NamePattern(text).replace_ending(asked.mask_ext).iterate(root):
+            for name, path in NamePattern(text).replace_ending(layout.mask_ext).iterate(root):
                 is_used[path] = is_used.get(path, False) or name in ids
     images = {pair.image for part in pairs for pair in part}
     return sorted(path for path, used in is_used.items() if not used and path not in images)
 
 
 def split_pairs(pairs: Sequence[Pair], split: Split) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
-    """Split by the lists if given, else by the fraction: the same pairs and seed give the same split."""
+    """Split by lists if given, otherwise at random; the same pairs and seed give the same split."""
     if split.train_list or split.val_list:
         return _split_by_lists(pairs, split)
     if split.val_fraction <= 0:
@@ -201,27 +203,29 @@ def _read_list(pairs: Sequence[Pair], path: Path | None) -> tuple[Pair, ...]:
     unknown = [name for name in wanted if name not in by_name]
     if unknown:
         raise DataError(
-            f"{path} lists {list_some(unknown)}, but no pair is called that", fix=suggest_nearest(unknown[0], by_name)
+            f"{path} lists {list_some(unknown)}, but there is no pair of that name",
+            fix=suggest_nearest(unknown[0], by_name),
         )
     return tuple(dict.fromkeys(by_name[name] for name in wanted))
 
 
 def _find_one_each(root: Path, names: NamePattern, key: str) -> dict[str, Path]:
-    """Return the file of each id; raise if an id has several extensions, naming the setting that chooses."""
+    """Return the file of each id; raise DataError if an id has several extensions. `key` is the setting that
+    chooses."""
     found = names.find(root)
     for name, paths in found.items():
         if len(paths) > 1:
             raise DataError(
                 f"{paths[0]} and {paths[1].name} have the same id {name}",
-                why="halfstep cannot tell which one to use",
-                fix=f"choose an ending: {key}={paths[0].suffix} (or {paths[1].suffix})",
+                why="halfstep does not know which one to use",
+                fix=f"choose an extension: {key}={paths[0].suffix} (or {paths[1].suffix})",
             )
     return {name: paths[0] for name, paths in found.items()}
 
 
 def _make_no_match_error(root: Path, names: NamePattern) -> DataError:
     folder = root / names.base
-    files = list_images(folder)  # raises where there is none at all
+    files = list_images(folder)  # raises if there are none at all
     return DataError(
         f"no file in {folder} is called {names.text}{names.ending}",
         why=f"it holds {list_some(path.name for path in files)}",
@@ -229,7 +233,7 @@ def _make_no_match_error(root: Path, names: NamePattern) -> DataError:
     )
 
 
-def _make_lonely_error(path: Path, wanted: str) -> DataError:
+def _make_unpaired_error(path: Path, wanted: str) -> DataError:
     return DataError(
         f"{path} has no partner",
         why=f"it needs {wanted}",
@@ -239,18 +243,18 @@ def _make_lonely_error(path: Path, wanted: str) -> DataError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageFormat:
-    """The format of every image, stored with a checkpoint so that later images are read like the training images."""
+    """The format of images, stored with a checkpoint so that later images are read as in training."""
 
     size: tuple[int, int]
     channels: int = 3
     is_float: bool = False
-    """Whether some image has more than 8 bits, so that all are float32."""
+    """Whether some image has more than 8 bits; all images are then float32."""
     raw_scale: float | None = None
-    """Divisor of floats and wide integers; None if the training data had none."""
+    """Divisor of float and 32-bit images; None if the training data has none."""
 
 
 class SegmentationData:
-    """Pairs as samples: `image` (C, H, W) uint8 or float32, `mask` (H, W) uint8; cached in RAM if all fit."""
+    """Samples of pairs: `image` (C, H, W) uint8 or float32, `mask` (H, W) uint8. Cached in memory if all fit."""
 
     def __init__(
         self, pairs: Sequence[Pair], *, table: MaskTable, image: ImageFormat, cache_bytes: int = CACHE_BYTES
@@ -267,7 +271,7 @@ class SegmentationData:
         return len(self.pairs)
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
-        """Return sample `index`; the key is not needed, since augmentation runs on the device."""
+        """Return sample `index`. The key is not used: augmentation runs on the device."""
         arrays = self._cache.get(index)
         if arrays is None:
             pair = self.pairs[index]
@@ -276,11 +280,11 @@ class SegmentationData:
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def name_of(self, index: int) -> str:
-        """Return the image's file name; its mask is named after it."""
+        """Return the file name of the image."""
         return make_printable(self.pairs[index].image.name)
 
     def files(self) -> Iterator[Path]:
-        """Return every image with its mask."""
+        """Return all files of images and masks."""
         return (path for pair in self.pairs for path in (pair.image, *list_mask_files(pair.mask)))
 
     def _read_classes(self, pair: Pair) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
@@ -294,7 +298,9 @@ def read_planes(path: Path, image: ImageFormat) -> np.ndarray[tuple[int, ...], n
         array = to_bytes(array)
     elif array.dtype == np.uint8:
         array = array.astype(np.float32) / 255
-    return np.array(np.moveaxis(resize_image(array, image.size), -1, 0), order="C")  # a copy: Pillow's is read-only
+    return np.array(
+        np.moveaxis(resize_image(array, image.size), -1, 0), order="C"
+    )  # a copy: Pillow's array is read-only
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -304,14 +310,14 @@ class Scan:
     pairs: tuple[Pair, ...]
     sizes: tuple[tuple[int, int], ...]
     channels: int
-    """The largest channel count of any image: gray images are expanded to colour."""
+    """Largest number of channels of any image; gray images are expanded to colour if there are any."""
     is_float: bool
     raw: dict[Path, RawRange]
-    """The images whose scale depends on the data set."""
+    """Value ranges of images whose scale depends on the data set (float and 32-bit)."""
 
 
 def scan_pairs(pairs: Sequence[Pair], *, bad_files: BadFiles) -> Scan:
-    """Read every header; if bad files are left out, decode every pixel, since only that finds them all."""
+    """Read all headers. If bad files are to be skipped, decode all pixels: only that finds every bad file."""
     inspect = _inspect_fully if bad_files.mode == "skip" else _inspect
     found = [(pair, facts) for pair, facts in _run_for_each(inspect, pairs, bad_files) if facts is not None]
     if not found:
@@ -327,8 +333,8 @@ def scan_pairs(pairs: Sequence[Pair], *, bad_files: BadFiles) -> Scan:
     )
 
 
-def discover_values(pairs: Sequence[Pair], *, bad_files: BadFiles) -> set[MaskValue]:
-    """Return the mask values of all pairs. Every mask is decoded; the run's store keeps the result."""
+def collect_values(pairs: Sequence[Pair], *, bad_files: BadFiles) -> set[MaskValue]:
+    """Return all values that occur in the masks, which are all decoded; the run stores the result."""
     found = _run_for_each(read_values, [pair.mask for pair in pairs], bad_files)
     return {value for _, values in found for value in values or ()}
 
@@ -338,7 +344,7 @@ def _inspect(pair: Pair) -> ImageFacts:
     if image.size != mask.size:
         raise DataError(
             f"{pair.image} is {_format_size(image.size)}, its mask {pair.mask.name} is {_format_size(mask.size)}",
-            why="each pixel of the image needs its class",
+            why="each pixel of the image needs a class",
             fix="export both at one size, or leave such pairs out: data.on_bad_file=skip",
         )
     return image
@@ -354,7 +360,7 @@ def _inspect_fully(pair: Pair) -> ImageFacts:
 def _run_for_each(
     work: Callable[[Item], Result], items: Sequence[Item], bad_files: BadFiles
 ) -> list[tuple[Item, Result | None]]:
-    """Run `work` on every item in threads and report errors in the items' order."""
+    """Run `work` on every item in threads; report errors in the order of the items."""
     results: list[tuple[Item, Result | None]] = []
     for item, outcome in zip(items, run_in_threads(work, items), strict=True):
         if isinstance(outcome, DataError):

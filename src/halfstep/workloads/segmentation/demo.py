@@ -1,7 +1,8 @@
-"""A small segmentation set in the `imgs/` + `masks/` layout, the same for a seed on every machine.
+"""Demo data: a small segmentation set in the `imgs/` + `masks/` layout, the same for a seed on every machine.
 
-Textured backgrounds run from dark to bright, shapes are a little lighter or darker than what is behind them and carry
-stripes of their own, thin lines and noise distract: no colour tells shape from background, the neighbourhood does.
+Backgrounds are textured, from dark to bright. Shapes are slightly lighter or darker than the background behind them and
+have stripes; thin lines and noise are distractors. A pixel's colour does not separate shape from background; its
+neighbourhood does.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ SIDE = 64
 
 
 def write_demo(folder: Path, *, seed: int = 0, num_images: int = NUM_IMAGES, side: int = SIDE) -> None:
-    """Write the data set into `folder`, which appears only when it is complete."""
+    """Write the data to `folder`, which appears only when it is complete."""
     with create_folder(folder) as unfinished:
         for part in ("imgs", "masks"):
             (unfinished / part).mkdir()
@@ -29,7 +30,7 @@ def write_demo(folder: Path, *, seed: int = 0, num_images: int = NUM_IMAGES, sid
 
 
 def draw_sample(rng: np.random.Generator, side: int) -> tuple[Array, Array]:
-    """Draw one image (side, side, 3) and its mask with the values 0 and 255, both uint8."""
+    """Return one image (side, side, 3) and its mask with the values 0 and 255, both uint8."""
     grid = (np.mgrid[:side, :side] + 0.5) / side
     colour = np.stack(
         [_draw_smooth_noise(rng, side, 3) + 0.3 * _draw_smooth_noise(rng, side, 12) for _ in range(3)], axis=-1
@@ -49,11 +50,11 @@ def draw_sample(rng: np.random.Generator, side: int) -> tuple[Array, Array]:
 
 
 def _draw_smooth_noise(rng: np.random.Generator, side: int, knots: int) -> Array:
-    """Draw random values at `knots` points per side, linearly interpolated."""
+    """Return random values at `knots` points per side, linearly interpolated to (side, side)."""
     values = rng.random((knots, knots))
-    at = np.linspace(0, knots - 1, side)
-    low = np.minimum(at.astype(int), knots - 2)
-    part = at - low
+    position = np.linspace(0, knots - 1, side)
+    low = np.minimum(position.astype(int), knots - 2)
+    part = position - low
     rows = values[low] * (1 - part)[:, None] + values[low + 1] * part[:, None]
     return np.asarray(rows[:, low] * (1 - part) + rows[:, low + 1] * part)
 
@@ -65,7 +66,7 @@ def _draw_stripes(rng: np.random.Generator, grid: Array) -> Array:
 
 
 def _draw_shape(rng: np.random.Generator, grid: Array) -> Array:
-    """Draw a disc, a box or a triangle at a random angle."""
+    """Return the pixels of a disc, box or triangle at a random angle."""
     kind, angle, size = rng.integers(3), rng.uniform(0, 2 * np.pi), rng.uniform(0.15, 0.26)
     centre_y, centre_x = rng.uniform(0.15, 0.85, 2)
     y, x = grid[0] - centre_y, grid[1] - centre_x

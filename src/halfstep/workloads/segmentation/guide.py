@@ -1,4 +1,4 @@
-"""Segmentation in `halfstep guide`."""
+"""`halfstep guide` for segmentation."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from halfstep.workloads.segmentation.pictures import draw_overlay
 
 
 class Guide:
+    """Guide to segmentation."""
+
     small_on_cpu = {"data.image_size": 256, "model.base_channels": 16}
 
     def open(self, config: UNetConfig) -> OpenedData:
-        # Only the data are looked at; a real U-Net would take a second to initialise.
+        # Only the data is used; initialising a full-size U-Net would take a second.
         tiny = config.replace(model={"base_channels": 1})
         built = build(tiny)
         assert isinstance(built.train_samples, SegmentationData)

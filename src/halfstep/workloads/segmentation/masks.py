@@ -1,4 +1,4 @@
-"""Masks to class maps and back: a table says which gray value or colour is which class."""
+"""Convert masks to class maps and back, by a table of the gray value or colour of each class."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from halfstep.errors import DataError
 MaskValue = int | tuple[int, int, int]
 
 IGNORED = 255
-"""The class of pixels that count neither in the loss nor in the metrics; class maps are uint8."""
+"""Class of pixels that count neither in the loss nor in the metrics; the largest uint8."""
 FOREGROUND = 255
-"""The value of objects whose masks are separate files in a folder."""
+"""Mask value of objects whose masks are separate files in a folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskTable:
-    """The gray value or RGB colour of each class, by position; and the value of pixels to ignore."""
+    """The gray value or RGB colour of each class, in order, and the value of pixels to ignore."""
 
     values: tuple[MaskValue, ...]
     ignored: MaskValue | None = None
@@ -41,7 +41,7 @@ class MaskTable:
         return any(isinstance(value, tuple) for value in (*self.values, self.ignored))
 
     def to_classes(self, mask: Array, path: Path) -> Array:
-        """Return the class map (uint8) of a mask; raise an error with file and value for values outside the table."""
+        """Return the class map (uint8) of a mask; raise DataError for values that are not in the table."""
         if mask.ndim == 3 and not self.is_colour:
             raise DataError(
                 f"{path} is a colour mask", why=f"the classes are the gray values {list_some(self.values, 8)}"
@@ -49,20 +49,21 @@ class MaskTable:
         codes = _encode(mask, colour=self.is_colour)
         known = [*self.values, *([] if self.ignored is None else [self.ignored])]
         known_codes = np.array([_encode_value(value, colour=self.is_colour) for value in known])
+        # Look up all pixels by binary search in the sorted codes.
         order = np.argsort(known_codes)
         found = order[np.searchsorted(known_codes, codes, sorter=order).clip(max=len(known) - 1)]
         wrong = known_codes[found] != codes
         if wrong.any():
-            strange = [_decode_value(int(code), colour=self.is_colour) for code in np.unique(codes[wrong])]
+            unknown = [_decode_value(int(code), colour=self.is_colour) for code in np.unique(codes[wrong])]
             raise DataError(
-                f"{path} has the unknown mask value {list_some(strange)}",
+                f"{path} has the unknown mask value {list_some(unknown)}",
                 why=f"the classes are {list_some(self.values, 8)}",
                 fix="correct the mask, or name the value to ignore",
             )
         return np.where(found == len(self.values), IGNORED, found).astype(np.uint8)
 
-    def paint(self, classes: Array) -> Array:
-        """Return the mask with the original values: (H, W) uint8 or uint16, or (H, W, 3) uint8."""
+    def to_mask(self, classes: Array) -> Array:
+        """Convert a class map to a mask with the original values: (H, W) uint8 or uint16, or (H, W, 3) uint8."""
         if self.is_colour:
             return np.array([to_colour(value) for value in self.values], dtype=np.uint8)[classes]
         values = np.array(self.values)
@@ -70,7 +71,7 @@ class MaskTable:
 
 
 def parse_table(values: Sequence[Any], *, ignored: Any = None) -> MaskTable:
-    """Make a table from plain lists, as in JSON, a config or another project's checkpoint."""
+    """Make a table from plain lists, as in JSON or a config."""
     return MaskTable(
         values=tuple(_parse_value(value) for value in values),
         ignored=None if ignored is None else _parse_value(ignored),
@@ -78,12 +79,12 @@ def parse_table(values: Sequence[Any], *, ignored: Any = None) -> MaskTable:
 
 
 def list_mask_files(path: Path) -> list[Path]:
-    """Return the files of a mask: itself, or all files of a folder with one object each."""
+    """Return the files of a mask: the file itself, or all files of a folder with one file per object."""
     return list_images(path) if path.is_dir() else [path]
 
 
 def read_mask_facts(path: Path) -> ImageFacts:
-    """Return size and kind of a mask; the files of a folder must have one size."""
+    """Return size and kind of a mask; the files of a folder must have the same size."""
     files = list_mask_files(path)
     facts = [read_image_facts(file) for file in files]
     odd = next((file for file, one in zip(files, facts, strict=True) if one.size != facts[0].size), None)
@@ -97,9 +98,9 @@ def read_mask_facts(path: Path) -> ImageFacts:
 
 
 def read_mask(path: Path) -> Array:
-    """Return a mask's values: (H, W) integers, or (H, W, 3) uint8 if the channels differ. Palettes give indices.
+    """Read a mask: (H, W) integers, or (H, W, 3) uint8 if the channels differ. Palette images give their indices.
 
-    The mask of a folder is 255 wherever one of its files is not 0: objects of one class, one file each.
+    A folder holds one file per object, all of one class: its mask is 255 where any file is not 0.
     """
     if path.is_dir():
         shown = [np.atleast_3d(read_mask(file)).any(axis=2) for file in list_mask_files(path)]
@@ -123,7 +124,7 @@ def read_values(path: Path) -> list[MaskValue]:
     mask = read_mask(path)
     colour = mask.ndim == 3
     if mask.dtype == np.uint8 and not colour:
-        found = np.flatnonzero(np.bincount(mask.ravel()))  # many times faster than sorting the pixels
+        found = np.flatnonzero(np.bincount(mask.ravel()))  # many times faster than np.unique, which sorts
     else:
         found = np.unique(_encode(mask, colour=colour))
     if len(found) > 2 and path.suffix.lower() in (".jpg", ".jpeg"):
@@ -136,7 +137,7 @@ def read_values(path: Path) -> list[MaskValue]:
 
 
 def make_table(values: Iterable[MaskValue], *, ignored: MaskValue | None = None) -> MaskTable:
-    """Return the table of all values seen in a data set, sorted; gray values become colours if there are any."""
+    """Return the table of all values of a data set, sorted. If some are colours, gray values become colours too."""
     seen = set(values)
     if any(isinstance(value, tuple) for value in seen):
         seen = {to_colour(value) for value in seen}
@@ -145,19 +146,19 @@ def make_table(values: Iterable[MaskValue], *, ignored: MaskValue | None = None)
     if len(classes) >= IGNORED:
         raise DataError(
             f"the masks have {len(classes)} different values: {list_some(classes)}",
-            why="that is not a set of classes; masks saved lossily or with smooth edges look like that",
+            why="these cannot be classes; lossy compression or smooth edges produce such values",
             fix="save masks as PNG with one value per class",
         )
     return MaskTable(values=tuple(classes), ignored=ignored)
 
 
 def to_colour(value: MaskValue) -> tuple[int, int, int]:
-    """Return a gray value as the equal RGB colour."""
+    """Return the RGB colour of a mask value; gray values have three equal channels."""
     return value if isinstance(value, tuple) else (value, value, value)
 
 
 def resize_mask(mask: Array, size: tuple[int, int]) -> Array:
-    """Resize values or classes to the nearest pixel centre: they cannot be interpolated."""
+    """Resize a mask or class map by nearest neighbour: values cannot be interpolated."""
     rows, columns = (
         ((np.arange(new) + 0.5) * (old / new)).astype(np.int64) for new, old in zip(size, mask.shape[:2], strict=True)
     )
@@ -175,6 +176,7 @@ def _to_integers(array: Array, path: Path) -> Array:
 
 
 def _encode(mask: Array, *, colour: bool) -> Array:
+    """Return one integer per pixel: 24-bit RGB with `colour`, otherwise the gray value."""
     wide = mask.astype(np.int64)
     if mask.ndim == 3:
         return (wide[..., 0] << 16) | (wide[..., 1] << 8) | wide[..., 2]

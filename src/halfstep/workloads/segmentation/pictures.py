@@ -1,4 +1,4 @@
-"""Pictures of segmentation results: overlays, and a contact sheet of image, truth, prediction and error."""
+"""Draw segmentation results: overlays, and a contact sheet of image, truth, prediction and error."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from PIL import Image, ImageDraw, ImageFont
 from halfstep.workloads.base.sheets import BAND, GAP, Array, draw_table
 from halfstep.workloads.segmentation.masks import IGNORED
 
-# Okabe and Ito's seven can be told apart by colour-blind readers: three mark errors, four are the first classes.
-# Then each is the farthest (in CIELAB) from all before it, from black and from NO_CLASS: no two are closer than 26.
+# The seven colours of Okabe and Ito are distinguishable for colour-blind readers: three mark errors, four are the first
+# classes. Each further colour is the farthest (in CIELAB) from those before it, from black and from NO_CLASS; no two
+# are closer than 26.
 CLASS_COLOURS = np.frombuffer(
     bytes.fromhex(
         "56b4e9 009e73 f0e442 d55e00 0000ff 00ff00 ff00dd ffffdd ff0066 0066ff 667700 99ff88 771188 882222 00ffff "
@@ -22,7 +23,7 @@ CLASS_COLOURS = np.frombuffer(
     ),
     dtype=np.uint8,
 ).reshape(-1, 3)
-"""Class 1 first, class 0 last: class 0 is nearly always the background, which stays black."""
+"""Colours of class 1, 2, …; class 0 comes last, as it is nearly always the background, which is black."""
 BACKGROUND = (0, 0, 0)
 MISSED, FALSE_ALARM, CONFUSED, NO_CLASS = (0, 114, 178), (230, 159, 0), (204, 121, 167), (96, 96, 96)
 COLUMNS = ("image", "truth", "prediction", "error")
@@ -33,14 +34,17 @@ LEGEND_COLUMNS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SheetRow:
+    """One row of a contact sheet; truth and prediction are class maps (H, W)."""
+
     name: str
-    image: Array  # (H, W, 1 or 3), uint8, or floats in 0..1
+    image: Array
+    """(H, W, 1 or 3), uint8 or floats in 0..1."""
     truth: Array
-    prediction: Array  # class maps (H, W)
+    prediction: Array
 
 
 def draw_overlay(image: Array, classes: Array, *, background: int | None = 0) -> Image.Image:
-    """Tint every class but the background on top of the image."""
+    """Blend the image with the colours of all classes but the background."""
     picture = _to_rgb(image).astype(np.float32)
     tinted = (picture + colour_classes(classes, background)) * np.float32(0.5)
     is_plain = _is_background(classes, background)[..., None]
@@ -60,7 +64,8 @@ def draw_contact_sheet(
 
 
 def colour_classes(classes: Array, background: int | None = 0) -> Array:
-    """Return the colours (H, W, 3) of a class map; they repeat after the last one, except for the background."""
+    """Return the colours (H, W, 3) of a class map. Colours repeat after the last one, but never that of the
+    background."""
     colours = CLASS_COLOURS[(classes.astype(np.int64) - 1) % len(CLASS_COLOURS)]
     colours[_is_background(classes, background)] = BACKGROUND
     colours[classes == IGNORED] = NO_CLASS
@@ -68,7 +73,7 @@ def colour_classes(classes: Array, background: int | None = 0) -> Array:
 
 
 def draw_errors(image: Array, truth: Array, prediction: Array, background: int | None = 0) -> Array:
-    """Draw the image in pale gray, with every wrong pixel in the colour of its kind of error."""
+    """Return the image in pale gray, with wrong pixels coloured by the kind of error."""
     gray = _to_rgb(image).mean(axis=-1, keepdims=True).repeat(3, axis=-1)
     picture: Array = (255 - (255 - gray) * 0.5).astype(np.uint8)
     wrong = (truth != prediction) & (truth != IGNORED)
@@ -80,7 +85,7 @@ def draw_errors(image: Array, truth: Array, prediction: Array, background: int |
 
 
 def _is_background(classes: Array, background: int | None) -> Array:
-    """Return where the background is; nowhere if there is none."""
+    """Return booleans (H, W): true where the class is the background; all false if there is none."""
     return np.zeros(classes.shape, dtype=bool) if background is None else classes == background
 
 
@@ -91,7 +96,7 @@ def _draw_cells(row: SheetRow, background: int | None) -> tuple[Array, ...]:
 
 
 def _make_class_legends(rows: Sequence[SheetRow], names: Sequence[str], background: int | None) -> list[Legend]:
-    """Return legend lines for the classes on the sheet."""
+    """Return the lines of the legend for the classes that occur on the sheet."""
     shown = {int(k) for row in rows for classes in (row.truth, row.prediction) for k in np.unique(classes)}
     entries = [
         (names[k], tuple(int(part) for part in colour_classes(np.array([[k]]), background)[0, 0]))

@@ -1,10 +1,10 @@
-"""Prediction of masks: each with the values and the size of its original, beside an overlay to look at.
+"""`halfstep predict` for segmentation: write masks with the values and size of the originals, and overlays.
 
-Images of any size are computed whole where they fit, else in overlapping tiles that agree with the whole: a tile's
-result is used only where the model's receptive field lies inside the tile or ends at the image's own edge, and tiles
-start where all pooling levels start. With transposed upsampling each used pixel is then computed from the same inputs
-both ways, and logits differ by the rounding of convolutions at different sizes (1e-4 of the largest logit in fp32).
-Bilinear upsampling stretches with the tile, so there the agreement is only close.
+Small images are computed as a whole, large ones in overlapping tiles that give the same result: a tile is used only
+where the model's receptive field is inside the tile or ends at the edge of the image, and tiles start at multiples of
+the deepest pooling cell. With transposed convolutions each used pixel is then computed from the same inputs either way,
+and logits differ only by the rounding of convolutions at different sizes (1e-4 of the largest logit in fp32). Bilinear
+upsampling depends on the size of the tile, so the results are only close.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ from halfstep.workloads.segmentation.unet import compute_receptive_radius
 
 
 class MaskPredictor:
+    """Predictor of masks: writes a mask and an overlay per image."""
+
     endings = READABLE_ENDINGS
 
     def __init__(self, config: UNetConfig, store: Store) -> None:
@@ -54,17 +56,17 @@ class MaskPredictor:
         out = request.out
         assert out is not None
         images = WholeImages(trained, store=self.store, depth=self.config.model.depth, tile=request.options["tile"])
-        return answer_each(inputs, lambda item: self._written(item, images.classes(item.path, bar), out))
+        return answer_each(inputs, lambda item: self._write_answer(item, images.segment(item.path, bar), out))
 
-    def _written(self, item: Input, classes: Array, out: Path) -> Answer:
+    def _write_answer(self, item: Input, classes: Array, out: Path) -> Answer:
         name = item.name.with_suffix("")
-        painted = Image.fromarray(self.table.paint(classes))
-        mask = save_picture(painted, out / "masks" / f"{name}{self.config.data.mask_suffix}.png")
+        mask_image = Image.fromarray(self.table.to_mask(classes))
+        mask = save_picture(mask_image, out / "masks" / f"{name}{self.config.data.mask_suffix}.png")
         with allow_any_size():
             image = read_image(item.path, channels=self.store["channels"], raw_scale=self.store["raw_scale"])
         shown = image if image.shape[-1] != 2 else image[..., :1]
-        laid_over = draw_overlay(shown, classes, background=find_background(self.config, self.table))
-        picture = save_picture(laid_over, out / "overlays" / f"{name}_overlay.png")
+        overlay = draw_overlay(shown, classes, background=find_background(self.config, self.table))
+        picture = save_picture(overlay, out / "overlays" / f"{name}_overlay.png")
         shares = {str(value): float((classes == k).mean()) for k, value in enumerate(self.table.values)}
         return Answer(
             file=str(item.path),
@@ -82,11 +84,13 @@ class MaskPredictor:
 
 
 Forward = Callable[[Tensor], Tensor]
-"""Images (N, C, H, W) to logits (N, K, H, W), with the model in evaluation mode and its precision applied."""
+"""images (N, C, H, W) -> logits (N, K, H, W), in evaluation mode and the run's precision."""
 Span = tuple[int, int]
-Tell = Callable[[int, int], None]  # hears before each tile how many are done, of how many
+ReportTile = Callable[[int, int], None]
+"""(tiles done, total), called before each tile."""
 
-RESAMPLED_AT_ONCE = 1 << 24  # logits: 64 MB
+RESAMPLED_AT_ONCE = 1 << 24
+"""Logits resampled at a time: 64 MiB."""
 
 
 def predict_file(
@@ -97,9 +101,9 @@ def predict_file(
     depth: int,
     device: torch.device,
     tile: int = 1024,
-    tell: Tell = lambda done, total: None,
+    report: ReportTile = lambda done, total: None,
 ) -> Array:
-    """Return the class map (uint8) of an image file at its own size, computed at the training scale."""
+    """Return the class map (uint8) of an image file at its original size, computed at the scale of training."""
     original = read_image_facts(path).size
     _refuse_huge(path, original)
     height, width = (
@@ -107,7 +111,7 @@ def predict_file(
     )
     planes = read_planes(path, replace(read_image_format(store), size=(height, width)))
     image = torch.from_numpy(planes).to(device)
-    return predict_image(forward, image, depth=depth, tile=tile, size=original, tell=tell).numpy()
+    return predict_image(forward, image, depth=depth, tile=tile, size=original, report=report).numpy()
 
 
 @torch.no_grad()
@@ -118,67 +122,67 @@ def predict_image(
     depth: int,
     tile: int = 1024,
     size: tuple[int, int] | None = None,
-    tell: Tell = lambda done, total: None,
+    report: ReportTile = lambda done, total: None,
 ) -> Tensor:
     """Return the class map (uint8, on the CPU) of one image (C, H, W), at its own size or at `size`.
 
-    Images with a side longer than `tile` are computed in tiles. Logits are resampled, not classes: edges stay between
-    pixels, where the model saw them, and thin lines stay whole.
+    Images with a side longer than `tile` are computed in tiles. Logits are resampled instead of classes, which keeps
+    edges at subpixel positions and thin lines connected.
     """
     _, height, width = image.shape
     classes = torch.empty(size or (height, width), dtype=torch.uint8)
     tiles = list(itertools.product(_list_spans(height, tile, depth), _list_spans(width, tile, depth)))
     for number, ((rows, used_rows), (columns, used_columns)) in enumerate(tiles):
-        tell(number, len(tiles))
+        report(number, len(tiles))
         logits = forward(to_unit_range(image[None, :, slice(*rows), slice(*columns)]))
-        _paint(classes, logits, _Axis(height, classes.shape[0], rows, used_rows),
+        _write_classes(classes, logits, _Axis(height, classes.shape[0], rows, used_rows),
                _Axis(width, classes.shape[1], columns, used_columns))  # fmt: skip
     return classes
 
 
 class _Axis:
-    """One tile along one axis: the result pixels that it owns, and their positions in the tile."""
+    """One tile along one axis: the pixels of the result that it determines, and their positions in the tile."""
 
     def __init__(self, length: int, result: int, seen: Span, used: Span) -> None:
-        # Pixels are areas: the centre of the first one is half a pixel inside, at either size.
-        places = (torch.arange(result, dtype=torch.float64) + 0.5) * (length / result) - 0.5
-        places = places.clamp(0, length - 1)
-        first, end = torch.searchsorted(places, torch.tensor(used, dtype=torch.float64)).tolist()
+        # Pixels are areas: the centre of the first one is half a pixel from the edge, at either size.
+        positions = (torch.arange(result, dtype=torch.float64) + 0.5) * (length / result) - 0.5
+        positions = positions.clamp(0, length - 1)
+        first, end = torch.searchsorted(positions, torch.tensor(used, dtype=torch.float64)).tolist()
         self.own = slice(first, end if used[1] < length else result)
-        self.places = (places[self.own] - seen[0]).float()
+        self.positions = (positions[self.own] - seen[0]).float()
 
 
-def _paint(classes: Tensor, logits: Tensor, rows: _Axis, columns: _Axis) -> None:
-    """Write the classes of a tile's own pixels, some rows at a time, so that many classes need little memory."""
-    across = logits.shape[1] * max(1, len(columns.places))
-    for places, lines in zip(
+def _write_classes(classes: Tensor, logits: Tensor, rows: _Axis, columns: _Axis) -> None:
+    """Write the classes of the pixels that a tile determines, some rows at a time to limit memory."""
+    across = logits.shape[1] * max(1, len(columns.positions))
+    for positions, lines in zip(
         *(
             part.split(max(1, RESAMPLED_AT_ONCE // across))
-            for part in (rows.places, torch.arange(len(classes))[rows.own])
+            for part in (rows.positions, torch.arange(len(classes))[rows.own])
         ),
         strict=True,
     ):
-        resampled = _resample(_resample(logits.float(), places, 2), columns.places, 3)
+        resampled = _resample(_resample(logits.float(), positions, 2), columns.positions, 3)
         classes[lines, columns.own] = predict_classes(resampled)[0].to(torch.uint8).cpu()
 
 
-def _resample(logits: Tensor, places: Tensor, axis: int) -> Tensor:
-    """Interpolate linearly at `places` along one axis; at whole numbers this returns the logits themselves."""
-    before = places.floor()
-    weight = (places - before).to(logits.device).view(-1, *[1] * (logits.ndim - axis - 1))
+def _resample(logits: Tensor, positions: Tensor, axis: int) -> Tensor:
+    """Interpolate linearly at `positions` along one axis; exact at integer positions."""
+    before = positions.floor()
+    weight = (positions - before).to(logits.device).view(-1, *[1] * (logits.ndim - axis - 1))
     first = before.long().to(logits.device)
     second = (first + 1).clamp(max=logits.shape[axis] - 1)
     return torch.lerp(logits.index_select(axis, first), logits.index_select(axis, second), weight)
 
 
 def compute_margin(depth: int) -> int:
-    """Return how much a tile must see around the used part, plus one pixel for interpolation at its edge."""
+    """Return the margin that a tile needs around the used part, in pixels; one is for interpolation at the edge."""
     step = 1 << depth
     return -(-(compute_receptive_radius(depth) + 1) // step) * step
 
 
 def _list_spans(length: int, tile: int, depth: int) -> Iterator[tuple[Span, Span]]:
-    """Yield, along one axis, what each tile sees and which part of it is used; the parts cover the axis once."""
+    """Yield the span that each tile covers along one axis, and the part of it that is used. Parts do not overlap."""
     if length <= tile:
         yield (0, length), (0, length)
         return
@@ -198,20 +202,21 @@ def _list_spans(length: int, tile: int, depth: int) -> Iterator[tuple[Span, Span
 
 # --- files ---
 
-TILE = 1024  # pixels per side, where the model allows it: a few GB at full width
+TILE = 1024
+"""Usual side of a tile in pixels; takes a few GB at full model width."""
 
 
 class WholeImages:
-    """Apply a trained U-Net to files; tiles are halved if the device runs out of memory."""
+    """Segments image files with a trained U-Net; halves the tiles if the device runs out of memory."""
 
     def __init__(self, trained: TrainedModel, *, store: Mapping[str, Any], depth: int, tile: int | None = None) -> None:
         self.trained, self.store, self.depth = trained, store, depth
         self.tile = tile or choose_tile(depth)
 
-    def classes(self, path: Path, bar: Bar) -> Array:
-        """Return one file's class map; the bar counts tiles if there are several."""
+    def segment(self, path: Path, bar: Bar) -> Array:
+        """Return the class map of a file; the progress bar shows tiles if there are several."""
 
-        def tell(done: int, total: int) -> None:
+        def report(done: int, total: int) -> None:
             bar.show({"tile": f"{done + 1}/{total}"} if total > 1 else {})
 
         while True:
@@ -224,22 +229,23 @@ class WholeImages:
                         depth=self.depth,
                         device=self.trained.device,
                         tile=self.tile,
-                        tell=tell,
+                        report=report,
                     )
             except torch.OutOfMemoryError as error:
-                error.__traceback__ = None  # its frames hold the activations that did not fit
+                error.__traceback__ = None  # its frames hold activations, which must be freed
                 torch.cuda.empty_cache()
                 self.tile //= 2
                 self.trained.warn(f"out of memory: continuing with tiles of {self.tile} pixels")
 
 
 def choose_tile(depth: int) -> int:
-    """Return `TILE`, or for a very deep model a size with eight pooled cells between the margins."""
+    """Return `TILE`, or a larger size for very deep models: eight cells of the deepest level between the margins."""
     return max(TILE, 2 * compute_margin(depth) + 8 * (1 << depth))
 
 
 MAX_PIXELS = 1_000_000_000
-"""Large scans and satellite images have about 10^8 pixels. Pillow takes 4 bytes per RGB pixel: 4 GB here."""
+"""Limit of pixels per image. Large scans and satellite images have about 10^8. Pillow needs 4 bytes per RGB pixel: 4 GB
+at this limit."""
 
 
 def _refuse_huge(path: Path, size: tuple[int, int]) -> None:
@@ -254,7 +260,7 @@ def _refuse_huge(path: Path, size: tuple[int, int]) -> None:
 
 @contextmanager
 def allow_any_size() -> Iterator[None]:
-    """Lift Pillow's limit of 179 million pixels; `MAX_PIXELS` limits files that the user named."""
+    """Disable Pillow's limit of 179 million pixels inside this context; `MAX_PIXELS` applies instead."""
     limit = Image.MAX_IMAGE_PIXELS
     Image.MAX_IMAGE_PIXELS = None
     try:

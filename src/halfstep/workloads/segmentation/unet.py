@@ -1,7 +1,8 @@
 """U-Net (Ronneberger et al. 2015) with the layer names of milesial/Pytorch-UNet, so that its checkpoints load.
 
-31,037,698 parameters at the defaults; 17,263,042 with `bilinear`. Width and depth are free, depth 4 keeps the names.
-Sizes that 2**depth does not divide are met by padding each upsampled map to its skip connection.
+It has 31,037,698 parameters by default, 17,263,042 with `bilinear`. Width and depth are free; the names are those of
+the original at depth 4. Image sizes that are not multiples of 2**depth work: each upsampled map is padded to the size
+of its skip connection.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Down(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.maxpool_conv(x)
 
-    def convolutions(self) -> DoubleConv:
+    def get_convolutions(self) -> DoubleConv:
         block = self.maxpool_conv[1]
         assert isinstance(block, DoubleConv)
         return block
@@ -89,8 +90,8 @@ class Up(nn.Module):
             x = F.pad(x, [dx // 2, dx - dx // 2, dy // 2, dy - dy // 2])
         return self.conv(torch.cat([skip, x], dim=1))
 
-    def transposed(self) -> nn.ConvTranspose2d:
-        """Return the transposed convolution that doubles the size; None with interpolation."""
+    def get_transposed(self) -> nn.ConvTranspose2d:
+        """Return the transposed convolution that doubles the size; the model must not be bilinear."""
         assert isinstance(self.up, nn.ConvTranspose2d)
         return self.up
 
@@ -107,7 +108,7 @@ class OutConv(nn.Module):
 
 
 class UNet(Recomputing):
-    """Image (N, in_channels, H, W) to logits (N, num_classes, H, W)."""
+    """Compute logits (N, num_classes, H, W) of images (N, in_channels, H, W)."""
 
     def __init__(
         self,
@@ -150,33 +151,37 @@ class UNet(Recomputing):
         is_chain = (
             keeps_every_product(self.recompute) and not x.requires_grad and can_chain(x, is_training=self.training)
         )
-        if is_chain and self._suits_chain():
-            return self._chained(x)
-        return choose_region_runner(self.recompute)(self._down_and_up, x)
+        if is_chain and self._can_run_chain():
+            return self._run_chain(x)
+        return choose_region_runner(self.recompute)(self._run_levels, x)
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _suits_chain(self) -> bool:
+    def _can_run_chain(self) -> bool:
+        """True if all layers are as built, so that the fused kernels compute the same."""
         levels = [Down] * self.depth + [Up] * self.depth
         replaced = (part for name, part in self.named_modules() if name not in ("", "outc.conv"))
         is_whole = consists_of(self.children(), DoubleConv, *levels, OutConv) and are_plain(replaced, CHAINED)
         return is_whole and has_room_for_tiles(self.outc.conv.weight.device)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _chained(self, x: Tensor) -> Tensor:
-        if not self._suits_chain():  # compiled code asked once, and since then a layer may have been frozen or hooked
-            return self._down_and_up(x)
+    def _run_chain(self, x: Tensor) -> Tensor:
+        if not self._can_run_chain():  # compiled code checks only once; a layer may have been hooked since
+            return self._run_levels(x)
         depths = range(1, self.depth + 1)
         downs: list[Down] = [getattr(self, f"down{depth}") for depth in depths]
         ups: list[Up] = [getattr(self, f"up{depth}") for depth in depths]
         return compute_chained_logits(
             x,
-            [Level.of(block.double_conv) for block in (self.inc, *(down.convolutions() for down in downs))],
-            [(up.transposed(), Level.of(up.conv.double_conv)) for up in ups],
+            [
+                Level.from_layers(block.double_conv)
+                for block in (self.inc, *(down.get_convolutions() for down in downs))
+            ],
+            [(up.get_transposed(), Level.from_layers(up.conv.double_conv)) for up in ups],
             self.outc.conv,
             keep=self.recompute == "none",
         )
 
-    def _down_and_up(self, x: Tensor) -> Tensor:
+    def _run_levels(self, x: Tensor) -> Tensor:
         run = choose_block_runner(self.recompute)
         skips = [run(self.inc, x)]
         for level in range(1, self.depth + 1):
@@ -188,7 +193,7 @@ class UNet(Recomputing):
 
 
 def has_small_head(outer: OutConv) -> bool:
-    """True if the 1×1 convolution, the only plain torch class in the chain, is unchanged and fits."""
+    """True if the 1×1 convolution is as built and small enough for the kernel."""
     head = outer.conv
     if type(head) is not nn.Conv2d or not is_plain(head) or head.bias is None or head.groups != 1:
         return False
@@ -197,11 +202,11 @@ def has_small_head(outer: OutConv) -> bool:
 
 
 def has_equal_halves(block: Up) -> bool:
-    """True if as many channels come from below as from the skip connection, as the chain assumes."""
+    """True if the upsampled map has as many channels as the skip connection, as the chain assumes."""
     if not consists_of((block.up, block.conv), DoublingConvTranspose2d, DoubleConv):
         return False
     first = next(block.conv.double_conv.children(), None)
-    return isinstance(first, CentredConv2d) and first.in_channels == 2 * block.transposed().out_channels
+    return isinstance(first, CentredConv2d) and first.in_channels == 2 * block.get_transposed().out_channels
 
 
 CHAINED: Checks = {
@@ -214,28 +219,30 @@ CHAINED: Checks = {
     Up: has_equal_halves,
     OutConv: has_small_head,
 }
-"""What the chain can replace."""
+"""Modules that the chain can replace, each with a check."""
 
 
 def compute_receptive_radius(depth: int) -> int:
-    """Return how many pixels away, at most, an input pixel can change an output pixel (transposed upsampling).
+    """Return the largest distance in pixels at which an input pixel affects an output pixel.
 
-    Four convolutions per level reach 2**level pixels each, two more at the bottom 2**depth, and a pixel is up to
-    2**depth - 1 from the far corner of its pooled cell: 6·2**d - 4 + 2**d - 1. Bilinear upsampling with aligned corners
-    depends on the size of the whole map, so no finite radius is exact for it.
+    The four convolutions of each level reach 2**level pixels each, the two at the bottom 2**depth each, and a pixel is
+    up to 2**depth - 1 from the far corner of its pooled cell: 6·2**d - 4 + 2**d - 1. This is for transposed
+    convolutions: bilinear upsampling with aligned corners depends on the size of the whole map.
     """
     return 7 * (1 << depth) - 5
 
 
 class Level(NamedTuple):
+    """The convolutions and norms of one level, as the chain needs them."""
+
     convolution: nn.Conv2d
     norm: nn.BatchNorm2d
     next_convolution: nn.Conv2d
     last_norm: nn.BatchNorm2d
 
     @classmethod
-    def of(cls, layers: nn.Sequential) -> Level:
-        """Return the level made of convolution, BatchNorm and ReLU, twice."""
+    def from_layers(cls, layers: nn.Sequential) -> Level:
+        """Return the level of a sequence of convolution, BatchNorm and ReLU, twice."""
         convolution, norm, _, next_convolution, last_norm, _ = layers
         assert isinstance(convolution, nn.Conv2d)
         assert isinstance(norm, nn.BatchNorm2d)
@@ -252,7 +259,11 @@ def compute_chained_logits(
     *,
     keep: bool,
 ) -> Tensor:
-    """Return logits of a channels_last image without gradient; a smaller `keep` is slower and needs half the memory."""
+    """Return the logits of a channels_last image that needs no gradient, with fused kernels.
+
+    Without `keep`, some maps are recomputed in backward: slower, with half the memory. Each step works on raw maps, the
+    outputs of convolutions before norm and ReLU, which the next kernel applies while reading.
+    """
     levels = [*downs, *(level for _, level in ups)]
     convolutions = [convolution for level in levels for convolution in (level.convolution, level.next_convolution)][1:]
     cast = cast_together([convolution.weight for convolution in convolutions], get_matmul_dtype(image))
@@ -269,16 +280,18 @@ def compute_chained_logits(
         norm, how = level.last_norm, compute_norm(y.detach(), level.last_norm)
         deep = (y, norm.weight, norm.bias, up.weight, up.bias)
         u = UpConcatConv.apply(*skips.pop(), *deep, weights[above.convolution], how, keep)  # type: ignore[no-untyped-call]
-        # Memory is highest in the last concatenation's backward. What is let go of before may stay until then.
+        # Memory peaks in the backward of the last concatenation, when maps of the last level may still be kept.
         level, y = above, compute_second_raw_map(u, above, weights, keep=keep or not skips)
     norm, how = level.last_norm, compute_norm(y.detach(), level.last_norm)
     return Head.apply(y, norm.weight, norm.bias, head.weight, head.bias, how)  # type: ignore[no-untyped-call]
 
 
-Weights = Mapping[nn.Conv2d, Tensor]  # of convolutions, in the format they compute in
+Weights = Mapping[nn.Conv2d, Tensor]
+"""Weights of convolutions, cast to the compute format."""
 
 
 def compute_first_raw_map(image: Tensor, level: Level, weights: Weights, *, keep: bool) -> Tensor:
+    """Return the raw output of the first level's second convolution."""
     convolution, norm, next_convolution, _ = level
     if not can_run_stem(image, convolution.weight, 1, 1):
         u: Tensor = convolution(image)
@@ -290,6 +303,7 @@ def compute_first_raw_map(image: Tensor, level: Level, weights: Weights, *, keep
 
 
 def compute_second_raw_map(u: Tensor, level: Level, weights: Weights, *, keep: bool) -> Tensor:
+    """Return the raw output of a level's second convolution from that of its first."""
     _, norm, convolution, _ = level
     parameters = (norm.weight, norm.bias, weights[convolution])
     return NormReluConv.apply(u, *parameters, norm, 1, 1, keep)  # type: ignore[no-untyped-call]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.models import first_values
-from halfstep.models.first_values import draw_normal_, make_bare, skip_first_values
+from halfstep.models import initial_values
+from halfstep.models.initial_values import draw_normal_, make_bare, skip_initialisation
 from halfstep.run.assemble import build_workload
 from halfstep.workloads import load
 from halfstep.workloads.language.gpt2 import GPT2, GPT2Size
@@ -33,7 +33,7 @@ def drawn(seed: int, num_threads: int = 1) -> dict[str, torch.Tensor]:
 
 
 def test_values_follow_from_the_seed_and_not_from_the_threads(threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_values, "PIECE", 1000)  # many pieces for each weight
+    monkeypatch.setattr(initial_values, "DRAWN_AT_ONCE", 1000)  # many pieces for each weight
     one, three, other = drawn(0), drawn(0, num_threads=3), drawn(1)
     assert all(torch.equal(one[name], three[name]) for name in one)
     assert not torch.equal(one["transformer.wte.weight"], other["transformer.wte.weight"])
@@ -58,7 +58,7 @@ def test_gpt2_has_its_published_deviations(threads: None) -> None:
 
 
 def test_no_two_pieces_or_weights_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_values, "PIECE", 100)
+    monkeypatch.setattr(initial_values, "DRAWN_AT_ONCE", 100)
     weights = [torch.empty(300), torch.empty(300)]
     draw_normal_([(weight, 1.0) for weight in weights])
     pieces = [piece for weight in weights for piece in weight.split(100)]
@@ -76,7 +76,7 @@ def test_weights_of_another_dtype_are_drawn_as_well() -> None:
 def test_nothing_is_drawn_where_weights_are_loaded_anyway() -> None:
     weight = torch.full((10,), 7.0)
     before = torch.get_rng_state()
-    with skip_first_values():
+    with skip_initialisation():
         draw_normal_([(weight, 1.0)])
     assert weight.eq(7.0).all()
     assert torch.equal(torch.get_rng_state(), before)
@@ -100,7 +100,7 @@ def test_a_stored_run_is_built_without_drawing(tmp_path: Path, monkeypatch: pyte
     config = load("gpt2", flags={"data_dir": str(tmp_path)}, overrides=small).config
     store = dict(build_workload(config).store)
     drawn: list[int] = []
-    monkeypatch.setattr(first_values, "_draw_", lambda job: drawn.append(1))
+    monkeypatch.setattr(initial_values, "_draw_", lambda job: drawn.append(1))
     build_workload(config, store)
     assert not drawn
     build_workload(config)
