@@ -56,6 +56,7 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not isinstance(content, Mapping):
         raise ModelError(f"{path} holds a {type(content).__name__}, not a state dict", fix="save model.state_dict()")
     others: dict[str, Any] = {}
+    # Weights may be nested several levels deep, as in {"model": {"state_dict": …}}.
     while nest := next((key for key in NESTS if isinstance(content.get(key), Mapping) and content[key]), None):
         others |= {name: value for name, value in content.items() if name != nest}
         content = content[nest]
@@ -121,6 +122,7 @@ def _list_differences(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) 
 
 
 def _explain_unreadable(path: Path, error: Exception) -> ModelError:
+    """Return an error that says why a file cannot be read."""
     with path.open("rb") as file:
         start = file.read(64).lstrip()
     for beginning, (why, fix) in NOT_WEIGHTS.items():

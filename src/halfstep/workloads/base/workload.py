@@ -66,6 +66,8 @@ class Sample(Protocol):
 
 
 class MakeMetrics(Protocol):
+    """Create metrics with empty sums."""
+
     def __call__(self) -> Metrics: ...
 
 

@@ -131,6 +131,7 @@ class ResNet(nn.Module):
         return self.fc(x.mean(dim=(2, 3)))
 
     def _run_layers(self, x: Tensor) -> Tensor:
+        """Run stem and stages layer by layer."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         for stage in self._list_stages():
             x = stage(x)
@@ -150,6 +151,7 @@ class ResNet(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run_chain(self, image: Tensor) -> Tensor:
+        """Run stem and stages as a chain of fused kernels."""
         if not self._can_run_chain():  # compiled code checks only once; a layer may have been hooked since
             return self._run_layers(image)
         blocks = [

@@ -257,6 +257,7 @@ def set_checkpointing(net: Net, on: bool) -> None:
 
 
 def _count_norm_groups(channels: Sequence[int]) -> int:
+    # All levels share one number of groups, which must divide every number of channels.
     groups = math.gcd(LARGEST_NORM_GROUPS, *channels)
     while groups > 1 and min(channels) // groups < FEWEST_IN_GROUP:
         groups //= 2

@@ -99,6 +99,7 @@ def build_unet(config: DiffusionConfig, parts: DiffusionParts, store: Mapping[st
 def make_new_unet_config(
     config: DiffusionConfig, shape: tuple[int, int, int], conditions: Conditions
 ) -> dict[str, Any]:
+    """Return the diffusers config of a new U-Net."""
     size = config.model
     return make_unet_config(
         sample_size=shape[1],

@@ -178,6 +178,7 @@ def split_pairs(pairs: Sequence[Pair], split: Split) -> tuple[tuple[Pair, ...], 
 
 
 def _split_by_lists(pairs: Sequence[Pair], split: Split) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
+    """Split by one or both lists; without one of them, the other images form that split."""
     val = _read_list(pairs, split.val_list)
     train = _read_list(pairs, split.train_list)
     if split.val_list is None:
@@ -193,6 +194,7 @@ def _split_by_lists(pairs: Sequence[Pair], split: Split) -> tuple[tuple[Pair, ..
 
 
 def _read_list(pairs: Sequence[Pair], path: Path | None) -> tuple[Pair, ...]:
+    """Return the pairs that a text file lists, by file name or id."""
     if path is None:
         return ()
     if not path.is_file():
@@ -340,6 +342,7 @@ def collect_values(pairs: Sequence[Pair], *, bad_files: BadFiles) -> set[MaskVal
 
 
 def _inspect(pair: Pair) -> ImageFacts:
+    """Return facts about an image; raise DataError if its mask has another size."""
     image, mask = read_image_facts(pair.image), read_mask_facts(pair.mask)
     if image.size != mask.size:
         raise DataError(
@@ -351,6 +354,7 @@ def _inspect(pair: Pair) -> ImageFacts:
 
 
 def _inspect_fully(pair: Pair) -> ImageFacts:
+    """Do the same after decoding image and mask."""
     facts = _inspect(pair)
     read_image(pair.image, channels=facts.channels, raw_scale=1.0)
     read_values(pair.mask)

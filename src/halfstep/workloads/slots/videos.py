@@ -135,6 +135,7 @@ class ShardVideos:
 
 
 def _check_masks(masks: StoredArray, frames: tuple[int, ...], where: str) -> None:
+    """Raise DataError if the masks of a video do not fit its frames."""
     if len(masks.shape) not in (3, 4) or masks.shape[:3] != frames[:3] or masks.dtype.kind not in "uib":
         raise DataError(
             f"{where}: masks are {masks.dtype} {masks.shape}, its frames {frames}",
@@ -193,6 +194,7 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def _expand_choices(inner: str, pattern: str) -> list[str]:
+    """Return the alternatives of one pair of braces."""
     if "," in inner:
         return inner.split(",")
     found = RANGE.fullmatch(inner)
@@ -268,6 +270,7 @@ def index_shard(path: Path, *, bad_files: BadFiles) -> list[ShardSample]:
 
 
 def _iterate_members(path: Path) -> Iterator[tuple[str, ByteRange]]:
+    """Yield the name and byte range of each file in a tar; raise ReadError if the tar is incomplete."""
     with tarfile.open(path, "r:") as shard:
         for member in shard:
             if member.isreg():
