@@ -79,6 +79,7 @@ def _load_tensors(path: Path) -> Any:
 def load_weights_(model: nn.Module, weights: Mapping[str, Tensor], *, source: str) -> None:
     """Load weights; raise one ModelError for all that are missing, unknown, of another shape or not finite."""
     own = model.state_dict()
+    # The model may be wrapped by torch.compile or DDP, so compare names without their prefixes.
     named = {strip_torch_prefixes(name): name for name in own}
     # Files from before torch 0.4.1 have no counters; torch accepts that too.
     weights = {name: own[own_name] for name, own_name in named.items() if BATCH_COUNTER in name} | match_names(
@@ -249,6 +250,7 @@ def match_names(own: Iterable[str], weights: Mapping[str, Tensor]) -> dict[str, 
     given = {strip_torch_prefixes(name): tensor for name, tensor in weights.items()}
     inner = (given, _strip_wrappers(given), _strip_shared_prefix(given))
     forms = (_rename_by_table(names, table) for names in inner for table in NAME_TABLES)
+    # Of equally good variants the first wins: the names as they are.
     return max(forms, key=lambda form: len(wanted & form.keys()))
 
 
@@ -275,6 +277,7 @@ def _rename_by_table(weights: dict[str, Tensor], table: NameTable) -> dict[str, 
         return weights
     found = {_rename(name, table): tensor for name, tensor in weights.items() if not UNUSED.match(name)}
     for whole in [name.removesuffix("#0") for name in found if name.endswith("#0")]:
+        # Concatenate only complete triples.
         if {f"{whole}#{third}" for third in range(3)} <= found.keys():
             found[whole] = torch.cat([found.pop(f"{whole}#{third}") for third in range(3)])
     return found

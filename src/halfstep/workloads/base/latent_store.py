@@ -287,6 +287,7 @@ class CachedLatents:
         """Return several samples at once, each equal to what `sample` returns."""
         num, views = self.moments.shape[:2]
         is_mirrored = draw_uniform(seed, epoch, indices.numpy(), count=1)[:, 0] < self.flip
+        # Rows of the file are (sample, view); view 1 is the mirror image.
         positions = indices * views + torch.from_numpy(is_mirrored).long()
         rows = gather_images(self.moments.view(num * views, *self.moments.shape[2:]), positions)
         return {MOMENTS: rows} | {name: values[indices] for name, values in self.extra.items()}

@@ -117,6 +117,7 @@ class ResNet(nn.Module):
         channels = width
         for number, depth in enumerate(blocks):
             inner, outer = width * 2**number, width * 2**number * block.expansion
+            # The first block of a stage changes the width and, except in the first stage, the resolution.
             first = block(channels, inner, stride=1 if number == 0 else 2)
             others = [block(outer, inner, stride=1) for _ in range(depth - 1)]
             named = {str(index): part for index, part in enumerate([first, *others])}

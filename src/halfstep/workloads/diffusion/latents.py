@@ -87,6 +87,7 @@ def open_samples(
     modules = dict(config.precision.modules)
     if store is None:
         choice = choose_format(config, data, parts)
+        # Added again below, unless latents are cached: then the VAE is not a module of the run.
         modules.pop("vae", None)
         about.append(("VAE's format", f"{choice.name}: {choice.why}"))
         form = choice.name

@@ -194,6 +194,7 @@ def open_ids(path: Path) -> np.ndarray[Any, Any]:
             fix="write it with numpy: np.array(ids, dtype=np.uint16).tofile(path)",
         )
     ids = np.memmap(path, dtype=np.uint16, mode="r")
+    # Recognise common mistakes by the first ids: text, or ids of 32 bits.
     first = np.asarray(ids[:4096])
     if len(first) > 64 and np.isin(first.view(np.uint8), PRINTABLE).mean() > 0.75:  # in ids, every other byte is small
         raise DataError(

@@ -150,6 +150,7 @@ def read_stage2(read: ForeignReader) -> Foreign:
 def read_stage1(read: ForeignReader) -> Foreign:
     """Translate a config of stage 1, the autoencoder."""
     values, notes = read_shared_values(read, "model")
+    # The public trainer of stage 1 has another power than that of stage 2.
     values |= read.values(STAGE1) | {"schedule.power": 0.95}
     is_never = read.section("trainer").get("gradient_accumulate_every") == 1
     turns = "there it alternates between the two networks; here both step each time"

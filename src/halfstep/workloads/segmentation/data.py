@@ -132,6 +132,7 @@ def _match_pairs(
     are_masks = set(masks[0].values())  # images and masks may be in the same folder
     pairs = []
     for name, image in images.items():
+        # The first pattern that finds a mask wins. If both are in one folder, an image is not its own mask.
         mask = next((found[name] for found in masks if found.get(name, image) != image), None)
         if mask is not None:
             pairs.append(Pair(id=name, image=image, mask=mask))
@@ -296,6 +297,7 @@ class SegmentationData:
 def read_planes(path: Path, image: ImageFormat) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     """Read one image file as (C, H, W) in the format of the training data."""
     array = read_image(path, channels=image.channels, raw_scale=image.raw_scale)
+    # All images must have the same dtype: bytes become floats in 0..1 if any image is float.
     if not image.is_float:
         array = to_bytes(array)
     elif array.dtype == np.uint8:

@@ -65,6 +65,7 @@ class SlotPredictor:
         """Yield one answer per source: a folder of frames, a file, or a tar of several videos."""
         assert request.out is not None
         inputs = [item for item in inputs if not is_mask(item.path)] or inputs
+        # Consecutive frames of one folder form a video.
         videos = [list(items) for _, items in groupby(inputs, key=_find_source)]
         bar.total = len(videos)
         for items in videos:

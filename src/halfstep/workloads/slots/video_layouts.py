@@ -184,6 +184,7 @@ def find_videos(
 ) -> FoundVideos:
     """Find the videos of a folder and split them into training and validation."""
     root = require_folder(root)
+    # Explicit patterns come first, then tars, split folders, and one set of videos.
     if train_shards:
         train = ShardVideos(root, train_shards, bad_files=bad_files)
         val = ShardVideos(root, val_shards, bad_files=bad_files) if val_shards else None

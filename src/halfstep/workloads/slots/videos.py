@@ -126,6 +126,7 @@ class ShardVideos:
         stored = self._arrays[index][1]
         assert stored is not None, "masks were requested of a video without any"
         rows = stored.read_rows(first, count)
+        # Either one mask per object (YTVIS) or one label per pixel.
         if rows.ndim == 4 and rows.shape[3] > 1:
             return merge_planes(rows, self._videos[index].name)
         return renumber_labels(rows.reshape(rows.shape[:3]), self._videos[index].name)
@@ -329,6 +330,7 @@ def read_array_header(location: ByteRange, name: str) -> StoredArray:
     try:
         with location.path.open("rb") as file:
             file.seek(location.offset)
+            # np.load would read the whole array; only its header is needed.
             version = np.lib.format.read_magic(file)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, is_fortran, dtype = read(file)
