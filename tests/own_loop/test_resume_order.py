@@ -27,6 +27,7 @@ from torch.utils.data import (
 
 import halfstep as hs
 from halfstep.errors import CheckpointError, DataError
+from halfstep.own_loop.data_position import DataPosition
 from resumed_loops import NUM_SAMPLES, Drawing, Loop, Plain, assert_continues
 
 WEIGHTS = [1.0 + k % 3 for k in range(NUM_SAMPLES)]
@@ -392,6 +393,20 @@ def test_a_state_without_its_position_leaves_the_generators_and_begins_a_new_pas
     step.load_state_dict(state)
     assert torch.equal(torch.get_rng_state(), before)
     assert len(train(step, model, loader, 9)) == 6
+
+
+def test_the_state_of_another_rank_gives_its_position_but_not_its_generators() -> None:
+    first, other = DataPosition(0, 2), DataPosition(1, 2)
+    batches = first.follow([torch.ones(1), torch.ones(2)])
+    next(batches)
+    torch.manual_seed(8)
+    before = torch.get_rng_state()
+    state = first.state_dict()
+    torch.manual_seed(9)
+    with pytest.warns(UserWarning, match="this is rank 1 of 2, and the state is of rank 0 of 2"):
+        other.load_state_dict(state)
+    assert not torch.equal(torch.get_rng_state(), before)
+    assert [len(batch) for batch in other.follow([torch.ones(1), torch.ones(2)])] == [2]
 
 
 # --- torchdata's loader keeps its own position ---

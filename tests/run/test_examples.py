@@ -6,6 +6,7 @@ import importlib.util
 import os
 import runpy
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,20 @@ def test_the_loop_of_ones_own_skips_the_bad_step_and_learns(tmp_path: Path) -> N
     outcomes = [line for line in said.splitlines() if line.startswith("Outcome")]
     assert "step 15 skipped" in outcomes[1]
     assert float(outcomes[-1].split("loss ")[1].split(",")[0]) < 0.3
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_the_resume_script_killed_in_the_middle_ends_with_the_same_weights(tmp_path: Path) -> None:
+    code, whole = ran("resume.py", str(tmp_path / "whole"), tmp_path / "said whole")
+    assert code == 0, whole
+    state, said = tmp_path / "state", tmp_path / "said"
+    with process(run_script, "resume.py", str(state), output=said) as script:
+        while script.is_alive() and said.read_text().count("Outcome") < 4 if said.exists() else script.is_alive():
+            time.sleep(0.01)
+    code, again = ran("resume.py", str(state), said)
+    assert code == 0, again
+    assert "continuing after step" in again
+    assert again.splitlines()[-1] == whole.splitlines()[-1]
 
 
 def test_the_unet_script_trains_on_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,7 @@ def show_memory(
     arguments: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | None, mode: str | None, picture: Path | None,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Print the memory plan, as text or JSON, and draw it if a picture was asked for."""
+    """Print the memory plan as text or JSON, and draw it if a picture is wanted."""
     from halfstep.report.memory_view import draw_memory, merge_equal_rows
     from halfstep.report.picture_file import refuse_unknown_format
 

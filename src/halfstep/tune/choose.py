@@ -93,6 +93,8 @@ def strip_tuning(plan: Plan, *, keeps_memory: bool) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
+    """The trials of one run: mode, fp8, then memory levers, each added to the plan."""
+
     config: RunConfig
     workload: Workload
     say: Say
