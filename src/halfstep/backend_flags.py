@@ -70,16 +70,19 @@ def read_effective_leaves() -> dict[tuple[str, str], str]:
 
 def read_flags() -> BackendFlags:
     """Read the raw flags. Parents and leaves are unset temporarily, because they hide the values below them."""
-    parents = []
+    changed: dict[tuple[str, str], str] = {}
     for parent in PARENTS:  # from the root down: each is read once those above it are unset
-        parents.append(_read(*parent))
-        _write(*parent, "none")
-    leaves = tuple(_read(*leaf) for leaf in LEAVES)
-    for leaf, value in AGREEING_LEAVES.items():
-        _write(*leaf, value)
+        if (value := _read(*parent)) != "none":
+            changed[parent] = value
+            _write(*parent, "none")
+    leaves = tuple([_read(*leaf) for leaf in LEAVES])
+    for leaf, value in zip(LEAVES, leaves, strict=True):
+        if AGREEING_LEAVES.get(leaf, value) != value:
+            changed[leaf] = value
+            _write(*leaf, AGREEING_LEAVES[leaf])
     _use_up_deprecation_notice()
     old = _read_old_switches()
-    for name, value in zip((*PARENTS, *LEAVES), (*parents, *leaves), strict=True):
+    for name, value in changed.items():
         _write(*name, value)
     return BackendFlags(leaves=leaves, matmul_precision=old[0], cudnn_allow_tf32=old[1])
 

@@ -82,5 +82,5 @@ def test_rows_are_explained_or_say_why_not(problem: Problem, hardware: Hardware)
 
 @pytest.mark.parametrize(("modes", "steps"), [(["eager", "auto"], 5), (["eager"], 2)])
 def test_what_no_row_could_be_explained_with_is_refused_at_once(modes: list[str], steps: int) -> None:
-    with pytest.raises(ConfigError, match="auto" if "auto" in modes else "2 steps"):
+    with pytest.raises(ConfigError, match="auto" if "auto" in modes else "--steps 2 is too few"):
         refuse_unexplainable(modes, steps)

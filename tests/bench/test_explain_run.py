@@ -113,7 +113,7 @@ def test_the_console_shows_kinds_findings_and_notes(explanation: Explanation) ->
 
 def test_too_few_steps_are_refused_before_any_is_made() -> None:
     runner = TinyRunner()
-    with pytest.raises(ConfigError, match="2 steps"):
+    with pytest.raises(ConfigError, match="--steps 2 is too few"):
         explain(runner, steps=2, facts=FACTS)
     assert runner.num_steps == 0
 

@@ -49,7 +49,7 @@ def test_verify_names_packs_of_other_sizes(tmp_path: Path, capsys: pytest.Captur
     code, _, error = run(capsys, "pack", str(tmp_path), "--verify")
     assert code == 2
     assert f"halfstep pack {tmp_path} --verify --size 16 (or --size 32)" in error
-    assert f"make it: halfstep pack {tmp_path}\n" in error
+    assert f"pack this size: halfstep pack {tmp_path}\n" in error
 
 
 def test_verify_finds_a_broken_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.step.graph import GraphedStep
 from no_waiting import no_host_wait
+from operations import count_extra_operations, make_mlp, make_normed
 from tiny_training import batch, loss_of, make_model
 
 pytestmark = pytest.mark.gpu
@@ -33,6 +34,13 @@ def test_schedules_and_logs_make_no_host_synchronisation(precision: str) -> None
     step.finish()
     assert len(seen) == 304
     assert seen == sorted(seen, reverse=True)
+
+
+def test_a_step_adds_a_fixed_number_of_operations_to_a_plain_loop() -> None:
+    x, y = torch.randn(6, 8, device="cuda"), torch.tensor([0, 1, 2, 3, 0, 1], device="cuda")
+    assert count_extra_operations(make_mlp, x, y) <= 16
+    few, many = (count_extra_operations(lambda depth=depth: make_normed(depth), x, y) for depth in (2, 20))
+    assert few == many <= 36
 
 
 def test_epochs_and_plateaus_are_torchs() -> None:

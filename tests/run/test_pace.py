@@ -84,7 +84,7 @@ def test_slow_data_show_on_the_bar_and_the_summary_names_the_setting(
     share = int(bar.split(" data ")[1].split("%")[0])
     assert 20 < share <= 100
     (row,) = [line for line in said.splitlines() if "waiting for data" in line]
-    assert f"data.num_workers={count_cores()} (now 0" in row
+    assert f"data.num_workers={count_cores()} (it is 0" in row
 
 
 def test_the_first_step_of_a_run_is_its_start_and_the_others_are_not(
@@ -139,7 +139,7 @@ def test_the_advice_comes_from_cores_workers_and_the_kind_of_data(tmp_path: Path
     listing = find_images(write_split(tmp_path), FolderLayout()).train
     config = from_dict("resnet18", {"data.dir": str(tmp_path), "data.num_workers": 4}).config
     files, other = TrainingFiles(listing, size=32), tiny_workload.Samples(4)
-    assert suggest_faster_data(config, files, 16).startswith("data.num_workers=16 (now 4")
+    assert suggest_faster_data(config, files, 16).startswith("data.num_workers=16 (it is 4")
     assert suggest_faster_data(config, files, 4).startswith(f"data.cache=true, or first halfstep pack {tmp_path}")
     assert "data.cache" not in suggest_faster_data(config, other, 4)
     assert suggest_faster_data(config, other, 4).startswith("a smaller data.image_size")

@@ -296,7 +296,7 @@ def test_an_error_of_one_process_is_shown_once_and_ends_the_others(tmp_path: Pat
     ("name", "fact"),
     [
         ("other configs", "optimizer.lr: 0.001 and 0.01"),
-        ("too many", "train.batch_size=1 for 2 ranks"),
+        ("too many", "train.batch_size=1 is too small for 2 ranks"),
         ("synced", "train.sync_batch_norm"),
     ],
 )

@@ -133,7 +133,7 @@ def test_gpus_starts_processes_whose_common_error_is_all_that_is_shown(tmp_path:
     done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=120, check=False)
     assert done.returncode == 2
     assert [line for line in done.stderr.splitlines() if not line.startswith("  ")] == [
-        "error: train.batch_size=1 for 2 ranks"
+        "error: train.batch_size=1 is too small for 2 ranks"
     ]
     assert not (tmp_path / "run").exists()
 

@@ -110,7 +110,7 @@ def everything(step: Step) -> dict[str, Tensor]:
             found |= {f"optimizer{k}.{names[id(p)]}.{n}": v for n, v in own.items() if torch.is_tensor(v)}
     if step.ema is not None:
         found |= {f"ema.{k}": v for k, v in step.ema.state_dict().items()}
-    found |= {"committed": step.committed, "ring": step.spikes.ring, "count": step.spikes.count}
+    found |= {"committed": step.committed, **step.spikes.state_dict()}
     return {name: value.detach().clone() for name, value in found.items()}
 
 

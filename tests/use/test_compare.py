@@ -94,7 +94,7 @@ def test_a_budget_ends_it_before_the_last_look(tmp_path: Path, capsys: pytest.Ca
     )
     assert code == 1
     assert "the budget of 0.01 s is spent (--resume with a larger --budget continues)" in text
-    assert "5 are the fewest" in text
+    assert "at least 5 are needed" in text
 
 
 def test_a_run_that_the_guard_stopped_is_a_row_that_shows_nothing(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ class Row:
     precision: str
     reason: str = ""
     simulated: bool = False
-    """The format's numerics are simulated: the time says nothing about the format."""
+    """True if the format's numerics are simulated: the time does not show the speed of the format."""
     remarks: tuple[str, ...] = ()
     window_ms: tuple[float, ...] = ()
     """Milliseconds per step, one value per window."""

@@ -401,9 +401,15 @@ class PeerRunner:
             raise ConfigError(f"cannot train {format_count(steps, 'step')}", fix="train at least one step")
         by_hand, device = self.setup.by_hand, self.setup.problem.device
         if self.precision == "fp16" and device.type == "cpu" and self.name in FP16_ON_CPU:
-            raise HardwareError(f"{self.name} cannot train fp16 on the CPU", why=FP16_ON_CPU[self.name])
+            raise HardwareError(
+                f"{self.name} cannot train fp16 on the CPU", why=FP16_ON_CPU[self.name], fix="--precisions fp32,bf16"
+            )
         if self.variant == "graphs" and device.type != "cuda":
-            raise HardwareError(f"{self.name} graphs needs CUDA", why="the compiler captures CUDA graphs only")
+            raise HardwareError(
+                f"{self.name} graphs needs CUDA",
+                why="the compiler captures CUDA graphs only",
+                fix=f"--against {self.name}",
+            )
         with isolate_peer(device), set_float32_mode(self.precision, by_hand=by_hand):
             torch.backends.cudnn.benchmark = by_hand
             if self.variant == "graphs":

@@ -113,7 +113,7 @@ def show_memory(
     arguments: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | None, mode: str | None, picture: Path | None,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Print the memory plan, as text or JSON, and draw it if a picture was asked for."""
+    """Print the memory plan as text or JSON, and draw it if a picture is wanted."""
     from halfstep.report.memory_view import draw_memory, merge_equal_rows
     from halfstep.report.picture_file import refuse_unknown_format
 
@@ -145,7 +145,7 @@ def _plan_memory(
         refuse_nothing_fits,
     )
     from halfstep.run.memory.traceable_step import build_traceable_step
-    from halfstep.tune.own_blocks import describe_blocks
+    from halfstep.tune.repeated_blocks import describe_blocks
 
     hardware, memory, where = _choose_device(gpu, fit, flags)
     config, is_made_up = _load_full_size(arguments, flags)

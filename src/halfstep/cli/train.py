@@ -56,7 +56,7 @@ class TrainFlags:
 
     precision: Precision = None
     mixed_precision: Annotated[bool | None, option(MIXED, panel=PRECISION)] = None
-    precision_type: Annotated[str | None, option("bf16 or fp16, with --mixed-precision.", panel=PRECISION)] = None
+    precision_type: Annotated[str | None, option("With --mixed-precision: bf16 or fp16.", panel=PRECISION)] = None
     bf16: Annotated[bool | None, option("Same as --precision bf16.", "--bf16", panel=PRECISION)] = None
     fp16: Annotated[bool | None, option("Same as --precision fp16.", "--fp16", panel=PRECISION)] = None
     use_optimizations: Annotated[

@@ -67,7 +67,7 @@ class OptimizerConfig(Section):
     lr: Positive = Field(default=1e-3, description="Peak learning rate of the schedule")
     lr_per: OffCount = Field(
         default=0,
-        description="Samples per step that lr is given for; lr scales linearly with the actual number; 0: no scaling",
+        description="Samples per step for which lr is given; lr scales linearly with the actual number; 0: no scaling",
     )
     weight_decay: float = Field(
         default=1e-2, ge=0, description="Weight decay; decoupled in adamw, added to the gradient in sgd"
@@ -184,7 +184,7 @@ class TrainConfig(Section):
     )
     memory: Literal["normal", "low"] = Field(
         default="normal",
-        description="low: use recomputation, 8-bit moments and compiler budget for least memory within memory_time",
+        description="low: find the least memory within memory_time by recomputation, 8-bit moments, compiler budget",
     )
     memory_time: float = Field(
         default=1.1, gt=1.01, description="With memory: low, a step may take this many times as long as a normal one"
@@ -263,9 +263,11 @@ class ScalerConfig(Section):
 
     init_scale: Positive = Field(default=65536.0, description="Scale of the first step; divided by train.accumulate")
     growth_factor: float = Field(
-        default=2.0, gt=1, description="The scale grows by this after growth_interval clean steps"
+        default=2.0, gt=1, description="The scale is multiplied by this after growth_interval clean steps"
     )
-    backoff_factor: float = Field(default=0.5, gt=0, lt=1, description="The scale shrinks by this after an overflow")
+    backoff_factor: float = Field(
+        default=0.5, gt=0, lt=1, description="The scale is multiplied by this after an overflow"
+    )
     growth_interval: PositiveCount = Field(default=2000, description="Clean steps in a row before the scale grows")
     min_scale: Positive = Field(default=1.0, description="The scale never falls below this")
 
@@ -301,7 +303,7 @@ class PrecisionConfig(Section):
         default=False, description="Refuse to run if the device lacks the requested precision, instead of falling back"
     )
     simulate: bool = Field(
-        default=False, description="Run the numerics of a format the hardware lacks; never for speed"
+        default=False, description="Simulate the numerics of a format the hardware lacks; slower, never faster"
     )
     rounding: Literal["split", "stochastic", "nearest"] = Field(
         default="split",
@@ -309,7 +311,7 @@ class PrecisionConfig(Section):
         "up or down at random, nearest loses small updates",
     )
     force: bool = Field(
-        default=False, description="Run fp8 in every layer that can take it, even if bf16 is measured faster"
+        default=False, description="Run fp8 in every layer that supports it, even where bf16 is measured to be faster"
     )
 
     @field_validator("default", mode="before")

@@ -71,7 +71,7 @@ def read_text(path: Path) -> str:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read {path}: {error.strerror}", fix="check its permissions") from error
     if len(content) > MAX_BYTES:
         raise ConfigError(
             f"{path} has {len(content):,} bytes",
@@ -122,7 +122,7 @@ def compose_node(text: str, name: str) -> yaml.Node | None:
         problem = " ".join(part for part in (error.context, error.problem) if part)
         raise ConfigError(f"{name}: bad YAML at {at}: {problem}", fix=suggest_yaml_fix(problem, text)) from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{name}: bad YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{name}: bad YAML: {' '.join(str(error).split())}", fix="save it as plain text") from error
     except RecursionError:
         raise ConfigError(
             f"{name}: nested too deeply", why=f"more than {MAX_DEPTH} levels", fix="use fewer levels"

@@ -238,16 +238,16 @@ def _find_numbers(loss: Tensor) -> list[float]:
         return [float(n) for n in given if isinstance(n, Tensor) and n.numel() == 1 and not n.requires_grad]
 
 
-@contextlib.contextmanager
-def explain_errors() -> Iterator[None]:
-    """Add a note with the fix to known errors of torch."""
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        for words, way_out in NOTES.items():
-            if re.search(words, str(error)):
-                error.add_note(f"halfstep: {way_out}")
-        raise
+class ExplainedErrors:
+    """A block in which known errors of torch get a note with the fix."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, (RuntimeError, ValueError)):
+            for words, way_out in NOTES.items():
+                if re.search(words, str(error)):
+                    error.add_note(f"halfstep: {way_out}")
 
 
 def _identify(loss_fn: LossFn) -> object:

@@ -35,7 +35,7 @@ from halfstep.own_loop.arguments import (
 )  # fmt: skip
 from halfstep.own_loop.data_position import DataPosition
 from halfstep.own_loop.evidence import make_recorder
-from halfstep.own_loop.loss import LossChecker, UnguardedNetworks, explain_errors, suggest_ways
+from halfstep.own_loop.loss import ExplainedErrors, LossChecker, UnguardedNetworks, suggest_ways
 from halfstep.own_loop.schedule_argument import LoopSchedules, Paced
 from halfstep.own_loop.user_warnings import DroppedSteps, warn_user
 from halfstep.precision.apply import apply
@@ -236,23 +236,27 @@ class Step:
         checked = self._loss.wrap(loss_fn, is_alone=len(batches) == 1)
         if self._rollback is not None:
             self._rollback.keep_if_due()
-        with explain_errors(), contextlib.ExitStack() as watched:
-            if self._recorder is not None:
-                watched.enter_context(self._recorder.watch(batches))
-            if is_new := self._loss.is_new(loss_fn):
-                watched.enter_context(self._strangers.watch(loss_fn))
-            facts = self._step.compute(checked, batches)
-            if is_new:
-                self._loss.refuse_unreached()
-                self._loss.hint_at_precision(ran=self._strangers.ran_own)
-            return facts
+        is_new = self._loss.is_new(loss_fn)
+        with ExplainedErrors():
+            if self._recorder is None and not is_new:
+                return self._step.compute(checked, batches)
+            with contextlib.ExitStack() as watched:
+                if self._recorder is not None:
+                    watched.enter_context(self._recorder.watch(batches))
+                if is_new:
+                    watched.enter_context(self._strangers.watch(loss_fn))
+                facts = self._step.compute(checked, batches)
+                if is_new:
+                    self._loss.refuse_unreached()
+                    self._loss.hint_at_precision(ran=self._strangers.ran_own)
+                return facts
 
     def commit(self, facts: Facts) -> None:
         """Commit: the optimizers step, or everything stays as it was. The second half of a call."""
         before = self.attempted
         with self._step.signals.delay():
             try:
-                with explain_errors():
+                with ExplainedErrors():
                     self._step.commit(facts)
             except BaseException:
                 if self.attempted > before:  # the step is made, and `on_commit` raised

@@ -56,6 +56,11 @@ def make_backend_context(plan: Plan) -> contextlib.AbstractContextManager[None]:
     return _enter_backend(plan) if torch.compiler.is_compiling() else Reusable(lambda: _enter_backend(plan))
 
 
+def make_autocast_context(plan: Plan) -> contextlib.AbstractContextManager[None]:
+    """Enter autocast as planned: what a forward pass needs in addition to `make_backend_context`."""
+    return Reusable(lambda: _enter_fresh_autocast(get_device_type(plan), get_autocast_dtype(plan.granted)))
+
+
 def _enter_backend(plan: Plan) -> contextlib.AbstractContextManager[None]:
     mode: Fp32Mode = "tf32" if plan.compute == "tf32" and not plan.simulated else "ieee"
     if torch.compiler.is_compiling():

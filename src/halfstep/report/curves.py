@@ -71,7 +71,7 @@ TITLE_LINE = 64
 
 
 def draw_curves(metrics: Sequence[Record], path: Path) -> None:
-    """Write the picture of these records to `path`; a quarter without records says so."""
+    """Write the picture of these records to `path`; a plot without records is labelled "no records"."""
     figure = make_figure((11, 6.8))
     last_step = max((float(record["step"]) for record in metrics if "step" in record), default=1.0)
     for axes, quarter in zip(figure.subplots(2, 2).flat, _build_quarters(metrics), strict=True):

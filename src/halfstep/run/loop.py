@@ -315,7 +315,7 @@ class Loop:
             return
         try:
             written = self._run_with_room(lambda: sample(self.parts, folder))
-            self.journal.notice(f"samples in {folder}: {', '.join(path.name for path in written)}")
+            self.journal.notice(f"wrote samples to {folder}: {', '.join(path.name for path in written)}")
         except CheckpointError as error:  # samples are optional: a full disk stops the run at its next checkpoint
             self.journal.notice(str(error), "warning")
 

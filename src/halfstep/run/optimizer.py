@@ -157,7 +157,9 @@ def _change_section(section: Section, changes: Mapping[str, Any], where: str) ->
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{where}: {key} is {first['input']!r}", why=first["msg"]) from error
+        raise ConfigError(
+            f"{where}: {key} is {first['input']!r}", why=first["msg"], fix="correct it where the workload defines it"
+        ) from error
 
 
 def _eight_for(optimizer_name: str) -> Literal[8]:

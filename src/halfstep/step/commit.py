@@ -33,7 +33,15 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim import optimizer as torch_hooks
 
 from halfstep.errors import ConfigError, HalfstepError, ModelError
-from halfstep.step.flat import Snapshot, is_writable_in_place
+from halfstep.step.clip import compute_total_norm
+from halfstep.step.flat import (
+    Snapshot,
+    are_same_objects,
+    get_dtype,
+    get_gradient,
+    get_is_sparse,
+    is_writable_in_place,
+)
 from halfstep.step.optim.adamw8bit import AdamW8bit
 from halfstep.step.optim.adamw_bf16 import AdamWBf16
 from halfstep.step.optim.by_name import OPTIMIZERS, REFUSED
@@ -43,6 +51,7 @@ from halfstep.step.tables import Rates
 CommitMethod = Literal["found_inf", "select", "host"]
 
 READS_FLAG_IN_KERNEL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, AdamW8bit, AdamWBf16)
+KNOWN = {*OPTIMIZERS.values(), *READS_FLAG_IN_KERNEL}
 SMALLEST_EPS = torch.finfo(torch.float32).tiny
 
 COMMITTING, WATCHED = "_halfstep_commits", "_halfstep_watches"
@@ -72,7 +81,7 @@ def divides_by_zero(optimizer: Optimizer) -> bool:
 
 def runs_other_code(optimizer: Optimizer) -> bool:
     """True if step() runs more than the optimizer's class has: a hook, or a `step` replaced on the instance."""
-    if type(optimizer) not in (*OPTIMIZERS.values(), *READS_FLAG_IN_KERNEL):
+    if type(optimizer) not in KNOWN:
         return False  # a custom class: its step() is committed by the host anyway
     hooks = chain(
         optimizer._optimizer_step_pre_hooks.values(), optimizer._optimizer_step_post_hooks.values(),
@@ -146,6 +155,9 @@ class Committer:
         is_fast = self._own_method == "found_inf" or self._own_method == "select" and _is_capturable(optimizer)
         self.takes_tensor_lr = is_fast
         self.stepped: dict[Tensor, bool] = {}  # parameters it has stepped -> whether it keeps state for them
+        self._settled: tuple[list[Tensor], list[Any], list[bool]] | None = None
+        """Parameters and state of the last commit that built no state: most steps find the same."""
+        self._fused_adam: FusedAdam | None = None
         self.single_pass: SinglePass | None = None  # while a step is captured: replaces torch's kernel
         if rates is not None and self.takes_tensor_lr:
             rates.bind(optimizer)
@@ -186,10 +198,10 @@ class Committer:
 
     def choose(self) -> CommitWay:
         """Return how the next commit is made."""
-        method, gradients = self.method, [p.grad for p in self._with_grad()]
+        method, parameters = self.method, list(self._with_grad())
         # Parameters with sparse gradients are not copied: a copy of a whole table would cost more than a wait.
-        is_sparse = any(gradient is not None and gradient.is_sparse for gradient in gradients)
-        is_first = any(map(self._is_first, self._with_grad()))
+        is_sparse = any(map(get_is_sparse, map(get_gradient, parameters)))
+        is_first = self._has_first(parameters)
         by_host = method == "host" or is_first or method == "select" and is_sparse
         return CommitWay(method=method, by_host=by_host, is_undone=method == "select" and not is_sparse)
 
@@ -210,11 +222,12 @@ class Committer:
         written = [p for p in self._with_grad() if p.numel() and p.grad is not None and not p.grad.is_sparse]
         if not written:
             return None
-        worst = torch.nn.utils.get_total_norm(written, float("inf"))
+        worst = compute_total_norm(written, float("inf"))
         return worst - worst != 0
 
     def forget(self) -> None:
         """Note which parameters have state, and bind the rates again, after state was loaded into new tensors."""
+        self._settled = None
         self.stepped = {p: bool(own) for p, own in self.optimizer.state.items()}
         if self.rates is not None and self.takes_tensor_lr:
             self.rates.bind(self.optimizer)
@@ -227,6 +240,21 @@ class Committer:
     def close_capture(self) -> None:
         """Drop references into a graph's memory, after a capture that succeeded or failed."""
         self.single_pass = None
+
+    def _has_first(self, parameters: list[Tensor]) -> bool:
+        """True if the optimizer has to build the state of one of these. Looked up by parameter only where parameters or
+        state are others than at the last commit: hashing hundreds of tensors takes long."""
+        states = list(self.optimizer.state.values())
+        are_filled = list(map(bool, states))
+        if self._settled is not None:
+            then, states_then, were_filled = self._settled
+            if are_filled == were_filled and are_same_objects(parameters + states, then + states_then):
+                return False
+        is_first = any(map(self._is_first, parameters))
+        self._settled = None if is_first else (parameters, states, are_filled)
+        is_adam = type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not is_first
+        self._fused_adam = FusedAdam(self.optimizer) if is_adam else None
+        return is_first
 
     def _is_first(self, parameter: Tensor) -> bool:
         """True if the optimizer has to build the parameter's state, also after it was cleared."""
@@ -259,6 +287,8 @@ class Committer:
         said = {"found_inf": bad.float()}
         if factor is not None:
             said["grad_scale"] = factor.float().reciprocal()
+        if self._fused_adam is not None and self._fused_adam.fits():
+            return self._fused_adam.step(**said)
         vars(self.optimizer).update(said)
         try:
             self._step()
@@ -286,6 +316,50 @@ class Committer:
 
     def _with_grad(self) -> Iterator[Tensor]:
         return (p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None)
+
+
+class FusedAdam:
+    """Call the kernel of torch's fused Adam and AdamW as their step() does, without what surrounds it there: finding
+    states by parameter, grouping tensors and the profiler take longer than the kernel of a small model.
+
+    It knows the parameters that have a gradient and their states; a change in either makes a new one."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.groups = optimizer, list(optimizer.param_groups)
+        self.sizes = [len(group["params"]) for group in self.groups]
+        self.parameters = [[p for p in group["params"] if p.grad is not None] for group in self.groups]
+        self.states = [[optimizer.state[p] for p in parameters] for parameters in self.parameters]
+
+    def fits(self) -> bool:
+        """True if the groups are the same, and torch would give each to one kernel as it is."""
+        if not are_same_objects(self.groups, self.optimizer.param_groups):
+            return False
+        is_sized_alike = [len(group["params"]) for group in self.groups] == self.sizes
+        return is_sized_alike and all(map(self._takes_group, self.groups, self.parameters))
+
+    def _takes_group(self, group: dict[str, Any], parameters: list[Tensor]) -> bool:
+        if not parameters or not group["fused"] or group["differentiable"] or torch.is_tensor(group["betas"][0]):
+            return not parameters
+        tensors, lr = [*parameters, *map(get_gradient, parameters)], group["lr"]
+        is_one_kind = len(set(map(get_dtype, tensors))) == len(set(map(Tensor.get_device, tensors))) == 1
+        return is_one_kind and (not isinstance(lr, Tensor) or lr.get_device() in (-1, parameters[0].get_device()))
+
+    def step(self, found_inf: Tensor, grad_scale: Tensor | None = None) -> None:
+        for group, parameters, states in zip(self.groups, self.parameters, self.states, strict=True):
+            if not parameters:
+                continue
+            has_max = group["amsgrad"]
+            steps = [state["step"] for state in states]
+            torch._foreach_add_(steps, 1)
+            kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+            kernel(
+                parameters, list(map(get_gradient, parameters)), [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states], [s["max_exp_avg_sq"] for s in states] if has_max else [],
+                steps, amsgrad=has_max, lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1],
+                weight_decay=group["weight_decay"], eps=group["eps"], maximize=group["maximize"],
+                grad_scale=grad_scale, found_inf=found_inf,
+            )  # fmt: skip
+            torch._foreach_sub_(steps, [found_inf] * len(steps))
 
 
 def commit_all(committers: Sequence[Committer], bad: Tensor, factor: Tensor | None) -> Tensor:

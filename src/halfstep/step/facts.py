@@ -6,12 +6,16 @@ import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from halfstep.errors import ConfigError
+from halfstep.step.flat import get_dtype
+
+if TYPE_CHECKING:
+    from halfstep.step.guard import SpikeMeter  # which reads facts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,25 +66,38 @@ FELL: dict[Slower, int] = {"compile": 8, "eager": 16}
 """The flag of a rank that fell back to that mode on its own."""
 FAULTY = 3  # the flags of a rank that mean a fault: loss or buffers not finite
 PER_RANK = 3  # numbers that each rank sends in a step: its flags, how long it waited, its learning rate
-FIELDS = ("loss", "grad_norm", "scale", "lr", "bad", "spike", "empty", "ruined", "spoiled", "holds", "committed")
+FLAGS = ("bad", "spike", "empty", "ruined", "spoiled", "holds")
 
 
 class Facts:
     """One step's findings as device tensors, and what identifies the step: its samples, its position in the data, and
-    the generator states before its forward pass (`rng`). With its facts a step can be repeated."""
+    the generator states before its forward pass (`rng`). With its facts a step can be repeated.
+
+    A flag that no part of this step can set is `never`, one constant for all of them: it takes no kernels."""
 
     __slots__ = (
-        "_event", "_host", "attempted", "bad", "empty", "epoch", "factor", "grad_norm", "held", "holds", "ids", "loss",
-        "packed", "rng", "ruined", "said", "scale", "spike", "spoiled", "wait", "window",
+        "_event", "_fields", "_host", "_known", "_reading", "attempted", "bad", "empty", "epoch", "factor", "grad_norm",
+        "held", "holds", "ids", "loss", "never", "packed", "rng", "ruined", "said", "scale", "spike", "spikes",
+        "spoiled", "wait", "window",
     )  # fmt: skip
 
-    def __init__(self, *, attempted: int, loss: Tensor, grad_norm: Tensor, scale: Tensor) -> None:
+    def __init__(
+        self,
+        *,
+        attempted: int,
+        loss: Tensor,
+        grad_norm: Tensor,
+        scale: Tensor | float,
+        never: Tensor,
+        spikes: SpikeMeter | None = None,
+    ) -> None:
         self.attempted = attempted
         self.loss, self.grad_norm, self.scale = loss, grad_norm, scale
-        self.bad = self.spike = self.empty = self.ruined = torch.zeros((), dtype=torch.bool, device=loss.device)
-        self.spoiled = self.empty
-        self.held = self.holds = self.empty
+        self.never = self.bad = self.spike = self.empty = self.ruined = self.spoiled = never
+        self.held = self.holds = never
         """Not committed because of an earlier fault; at fault itself, so that later ones are held."""
+        self.spikes = spikes
+        """Finds spikes when the facts are read; None if the device has found them."""
         self.factor: Tensor | None = None
         """The factor that the optimizers still have to apply to gradients: unscaling and clipping in one."""
         self.ids: tuple[Tensor, ...] = ()
@@ -90,9 +107,12 @@ class Facts:
         self.said: Tensor | None = None
         """With several ranks: how many were asked to stop, then flags, waits and rates of each (ranks.py)."""
         self.wait: Callable[[torch.cuda.Event], None] = torch.cuda.Event.synchronize
-        self.packed = torch.empty(0)  # all fields in one device tensor, once the step is committed
+        self.packed: Tensor | None = None  # what the device knows, in one tensor, once the step is committed
+        self._fields: tuple[str, ...] = ()  # the entries of `packed`
+        self._known: dict[str, float] = {}  # fields that the host knew when it packed
         self._host: Tensor | None = None
         self._event: torch.cuda.Event | None = None
+        self._reading: Reading | None = None
 
     def spoil(self, verdict: Tensor) -> None:
         """Take the verdict of the optimizers, which may have written non-finite numbers."""
@@ -100,17 +120,30 @@ class Facts:
         self.holds = self.holds | self.spoiled & ~self.held
         self.bad = verdict
 
-    def pack(self, committed: Tensor, lr: Tensor) -> None:
-        """Gather the fields on the device; float64 holds every one exactly."""
-        numbers = torch.stack([self.loss, self.grad_norm, self.scale, lr]).detach().double()
-        flags = torch.stack([self.bad, self.spike, self.empty, self.ruined, self.spoiled, self.holds]).double()
-        said = [] if self.said is None else [self.said]
-        self.packed = torch.cat([numbers, flags, committed.double().view(1), *said])
+    def pack(self, committed: Tensor, low_bits: Tensor, lr: Tensor | float) -> None:
+        """Gather on the device what only it knows, exactly and in few kernels: in fp32, with the low bits of the count
+        as they are (enough for 2**31 steps), or in fp64 if a number is wider than fp32."""
+        sent, self._known = {"loss": self.loss, "grad_norm": self.grad_norm}, {}
+        for name, number in (("scale", self.scale), ("lr", lr)):
+            if isinstance(number, Tensor):
+                sent[name] = number
+            else:
+                self._known[name] = number
+        is_wide = self.said is not None or torch.float64 in map(get_dtype, sent.values())
+        for name in FLAGS:
+            if (flag := getattr(self, name)) is not self.never:
+                sent[name] = flag
+        kind = torch.float64 if is_wide else torch.float32
+        values = [value if value.dtype is kind else value.to(kind) for value in sent.values()]
+        self._fields = (*sent, "committed")
+        self.packed = torch.stack([*values, committed.double() if is_wide else low_bits])
+        if self.said is not None:
+            self.packed = torch.cat([self.packed, self.said])
 
     @property
     def is_packed(self) -> bool:
         """True once the step was committed or dropped everywhere."""
-        return self.packed.numel() > 0
+        return self.packed is not None
 
     def copy_for_replay(self, attempted: int) -> Facts:
         """Return the facts of a replayed step, which the graph wrote into these tensors; send them before the next."""
@@ -119,14 +152,26 @@ class Facts:
         return facts
 
     def send(self) -> None:
+        assert self.packed is not None
         self._host = start_copy_to_host(self.packed)
         self.ids = tuple(start_copy_to_host(ids.flatten()) for ids in self.ids)
         if self.loss.is_cuda:
             self._event = torch.cuda.Event()
             self._event.record()
+        if self.spikes is not None:
+            self.spikes.follow(self)
 
     def read(self) -> Reading:
         """Wait for this step, and for this step only."""
+        if self._reading is None:
+            is_measured = self.spikes is not None and self.spikes.read_before(self)
+            found = self._read_alone()
+            if is_measured and self.spikes is not None and self.spikes.observe(found.loss, is_bad=found.is_bad):
+                found = dataclasses.replace(found, is_spike=True)
+            self._reading = found
+        return self._reading
+
+    def _read_alone(self) -> Reading:
         if self._host is None:
             raise ConfigError(
                 "these facts cannot be read yet",
@@ -136,28 +181,44 @@ class Facts:
         if self._event is not None:
             self.wait(self._event)
         values = self._host.tolist()
-        v: dict[str, Any] = dict(zip(FIELDS, values, strict=False))
-        asked, *of_ranks = values[len(FIELDS) :] or [0]
-        num_ranks = len(of_ranks) // PER_RANK
-        flags, waits, rates = (of_ranks[k * num_ranks : (k + 1) * num_ranks] for k in range(PER_RANK))
-        said = [int(of_rank) for of_rank in flags]
-        fell_to = find_slowest_mode(said)
-        return Reading(
+        found = self._known | dict(zip(self._fields, values, strict=False))
+        if self._host.dtype is torch.float32:
+            found["committed"] = self._host.view(torch.int32).tolist()[-1]
+        reading = Reading(
             attempted=self.attempted,
-            **{name: v[name] for name in ("loss", "grad_norm", "scale", "lr")},
-            **{f"is_{name}": bool(v[name]) for name in ("bad", "spike", "empty", "ruined", "spoiled")},
-            committed=int(v["committed"]),
+            loss=found["loss"],
+            grad_norm=found["grad_norm"],
+            scale=found["scale"],
+            lr=found["lr"],
+            is_bad=bool(found["bad"]),
+            is_spike=bool(found.get("spike")),
+            is_empty=bool(found.get("empty")),
+            is_ruined=bool(found.get("ruined")),
+            is_spoiled=bool(found.get("spoiled")),
+            committed=int(found["committed"]),
             sample_ids=tuple(int(i) for ids in self.ids for i in ids.tolist()),
             epoch=self.epoch,
             window=self.window,
-            is_asked=asked > 0,
-            faulty_ranks=tuple(rank for rank, flags in enumerate(said) if flags & FAULTY),
-            waits_s=tuple(waits),
-            rates=tuple(rates),
-            fell_to=fell_to,
-            fallen_ranks=tuple(rank for rank, flags in enumerate(said) if fell_to and flags & FELL[fell_to]),
-            holds=bool(v["holds"]),
+            holds=bool(found.get("holds")),
         )
+        return reading if self.said is None else _add_ranks(reading, values[len(self._fields) :])
+
+
+def _add_ranks(reading: Reading, said: Sequence[float]) -> Reading:
+    asked, *of_ranks = said
+    num_ranks = len(of_ranks) // PER_RANK
+    numbers, waits, rates = (of_ranks[k * num_ranks : (k + 1) * num_ranks] for k in range(PER_RANK))
+    flags = [int(number) for number in numbers]
+    fell_to = find_slowest_mode(flags)
+    return dataclasses.replace(
+        reading,
+        is_asked=asked > 0,
+        faulty_ranks=tuple(rank for rank, own in enumerate(flags) if own & FAULTY),
+        waits_s=tuple(waits),
+        rates=tuple(rates),
+        fell_to=fell_to,
+        fallen_ranks=tuple(rank for rank, own in enumerate(flags) if fell_to and own & FELL[fell_to]),
+    )
 
 
 def find_slowest_mode(said: Sequence[int]) -> Slower | Literal[""]:

@@ -7,7 +7,9 @@ per tensor would be hundreds of launches. Concatenating per dtype, selecting onc
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -74,12 +76,11 @@ def _join(views: Sequence[Tensor]) -> Tensor:
 
 def _spread(flat: Tensor, views: Sequence[Tensor]) -> None:
     pieces = flat.split([view.numel() for view in views])
-    pairs = list(zip(views, pieces, strict=True))
-    lines = [(view, piece) for view, piece in pairs if _is_line(view)]
-    if lines:
-        torch._foreach_copy_([view for view, _ in lines], [piece for _, piece in lines])
-    for view, piece in pairs:
-        if not _is_line(view):
+    are_lines = [_is_line(view) for view in views]
+    if any(are_lines):
+        torch._foreach_copy_(list(compress(views, are_lines)), list(compress(pieces, are_lines)))
+    for view, piece, is_line in zip(views, pieces, are_lines, strict=True):
+        if not is_line:
             view.copy_(piece.view(view.shape))
 
 
@@ -96,15 +97,14 @@ class Snapshot:
         self.groups = group_by_kind(view_all_flat(tensors))
         self.saved: list[Tensor] = []
 
-    @torch.no_grad()
     def save(self) -> None:
         self.saved = [_join(group) for group in self.groups]
 
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Return saved and current values, flat, one pair per device and dtype."""
-        return [(saved, _join(group)) for group, saved in zip(self.groups, self.saved, strict=True)]
+    def pair_floats(self) -> list[tuple[Tensor, Tensor]]:
+        """Return saved and current values that can be non-finite, flat, one pair per device and dtype."""
+        pairs = zip(self.groups, self.saved, strict=True)
+        return [(saved, _join(group)) for group, saved in pairs if can_be_non_finite(saved)]
 
-    @torch.no_grad()
     def restore_where(self, flag: Tensor) -> None:
         """Restore every tensor's saved bits where `flag` is true; otherwise keep the current ones."""
         for group, saved in zip(self.groups, self.saved, strict=False):  # nothing saved, nothing to put back
@@ -116,7 +116,7 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        for group, saved in zip(self.groups, self.saved, strict=False):
+        for group, saved in zip(self.groups, self.saved, strict=False):  # nothing saved, nothing to put back
             _put_back(saved, group)
         self.saved = []
 
@@ -133,9 +133,10 @@ def _put_back(saved: Tensor, views: Sequence[Tensor]) -> None:
 
 def became_non_finite(before: Tensor, now: Tensor) -> Tensor:
     """Return whether a number that was finite no longer is. A mask that holds -inf on purpose does not count."""
-    lost = ~is_finite(now)
+    lost = _subtract_itself(now).nan_to_num_(nan=1.0)  # 1 where a number is not finite, else 0
     is_alike = (before.shape, before.layout, before.is_complex()) == (now.shape, torch.strided, now.is_complex())
-    return (lost & is_finite(before) if is_alike else lost).any()
+    # Nothing is greater than NaN, so what was not finite before does not count: fewer kernels than two masks.
+    return (lost > _subtract_itself(before) if is_alike else lost != 0).any()
 
 
 def can_be_non_finite(tensor: Tensor) -> bool:
@@ -143,10 +144,25 @@ def can_be_non_finite(tensor: Tensor) -> bool:
 
 
 def is_finite(values: Tensor) -> Tensor:
-    """Return torch.isfinite(values) in half as many kernels: x - x is 0 for a finite x, else NaN."""
+    """Return torch.isfinite(values) in half as many kernels."""
+    return _subtract_itself(values) == 0
+
+
+def _subtract_itself(values: Tensor) -> Tensor:
+    """Return x - x, which is 0 for a finite x, else NaN."""
     if values.layout is not torch.strided:
         values = values._values() if values.layout is torch.sparse_coo else values.values()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
     values = values.float() if values.element_size() == 1 else values  # fp8 has no arithmetic
-    return values - values == 0
+    return values - values
+
+
+# --- looks at many tensors without a Python loop ---
+
+get_dtype, get_version = operator.attrgetter("dtype"), operator.attrgetter("_version")
+get_gradient, get_is_sparse = operator.attrgetter("grad"), operator.attrgetter("is_sparse")
+
+
+def are_same_objects(some: Sequence[object], others: Sequence[object]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))

@@ -18,7 +18,9 @@ left them, so that an autograd graph kept for the next step, as between the netw
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -26,7 +28,16 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from halfstep.errors import ConfigError, ModelError
-from halfstep.step.flat import Snapshot, became_non_finite, can_be_non_finite, gather, is_finite, is_writable_in_place
+from halfstep.step.flat import (
+    Snapshot,
+    are_same_objects,
+    became_non_finite,
+    can_be_non_finite,
+    gather,
+    get_version,
+    is_finite,
+    is_writable_in_place,
+)
 
 Also = nn.Module | Tensor | Iterable[nn.Module | Tensor]  # what else a step guards: one of them, or several
 Mark = tuple[Tensor | None, int, int]
@@ -39,7 +50,7 @@ class ForwardWrites:
     before: list[Tensor | None]  # what the saved slots held when the window started
     storages: list[Tensor | None]  # the memory of those, which `.data = ...` would exchange
     snapshots: list[Snapshot]
-    marks: list[Mark]  # what the watched slots held, with versions and addresses
+    marks: Marks  # what the watched slots held, with versions and addresses
     copies: dict[Name, Tensor]  # on the host: parameters in their first window
     untrained: list[tuple[TensorSlot, Mark]]  # without a gradient: watched until the commit is over, for `on_commit`
     unsaved: list[TensorSlot]  # written in this window, without a copy from before it
@@ -61,11 +72,12 @@ class ForwardWrites:
         for number, tensor in enumerate(t for t in tensors if id(t) not in inside):
             self.loose._buffers[f"also_{number}"] = tensor
         self.compared: set[Name] = set()  # parameters whose first window is over
-        self.trained: list[int] = []
+        self.trained: list[Tensor] = []
         self.saved: list[TensorSlot] = []
         self.watched: list[TensorSlot] = []
         self.held: list[Tensor | None] = []
         self.aliases: list[Tensor | None] = []
+        self.memory = Memory(())
         self.views = Snapshot(())  # what the saved slots held at the last window, and its memory
         self.sparse = SparseTensors()
         self.has_new_ones = True
@@ -76,30 +88,35 @@ class ForwardWrites:
 
     def save(self, trained: Sequence[Tensor]) -> None:
         """Save buffers and written parameters before the window's first forward pass."""
-        ids = [id(p) for p in trained]
-        has_become_sparse = any(_is_sparse(owner.get(key)) for _, owner, key in self.saved)
-        if self.slots.refresh() or ids != self.trained or has_become_sparse:
+        held = _read_slots(self.saved)
+        has_become_sparse = not are_same_objects(held, self.held) and any(map(_is_sparse, held))
+        if self.slots.refresh() or not are_same_objects(trained, self.trained) or has_become_sparse:
             self._sort_anew(trained)
-            self.trained = ids
-        self._update_views([owner.get(key) for _, owner, key in self.saved])
+            self.trained = list(trained)
+            held = _read_slots(self.saved)
+        self._update_views(held)
         self.before, self.storages, self.snapshots = list(self.held), list(self.aliases), [self.views]
         self.views.save()
-        now = [owner.get(key) for _, owner, key in self.watched]
-        self.marks = [(None, 0, 0) if held is None else (held, held._version, held.data_ptr()) for held in now]
+        self.marks = Marks(_read_slots(self.watched))
         self.copies = self._copy_new_ones() if self.has_new_ones else {}
         self.sparse.save()
         self.is_open = True
 
     def _update_views(self, held: list[Tensor | None]) -> None:
         """Look up the memory of the saved slots, unless nothing changed since the last window: it is most of `save`."""
-        last = zip(held, self.held, self.aliases, strict=True) if len(held) == len(self.held) else None
-        if last is None or any(now is not then or _is_moved(now, alias) for now, then, alias in last):
-            self.held, self.aliases = held, [_alias_storage(tensor) for tensor in held]
-            self.views = Snapshot(s for s in self.aliases if s is not None and is_writable_in_place(s))
+        if are_same_objects(held, self.held) and not self.memory.has_changed():
+            return
+        self.held, self.aliases = held, [_alias_storage(tensor) for tensor in held]
+        self.memory = Memory(t for t, alias in zip(held, self.aliases, strict=True) if alias is not None)
+        self.views = Snapshot(s for s in self.aliases if s is not None and is_writable_in_place(s))
 
     def find_writes(self) -> None:
         """Find the parameters that the window wrote although they were not saved. Called after its last backward."""
-        marked = list(zip(self.watched, self.marks, strict=False))
+        self.exchanges = False
+        if not (self.commits or self.copies or self._has_changed()):
+            self.marks = NO_MARKS
+            return
+        marked = list(zip(self.watched, self.marks, strict=False)) if self.commits else []
         self._find_written()
         self.compared.update(self.copies)
         self.has_new_ones = False
@@ -111,6 +128,13 @@ class ForwardWrites:
         self._find_exchanged()
         self._refuse_replaced_weights()
 
+    def _has_changed(self) -> bool:
+        """True if the window wrote something that is not saved, or exchanged or registered a tensor."""
+        if self.marks.have_changed(_read_slots(self.watched)) or self.memory.has_changed():
+            return True
+        is_exchanged = not are_same_objects(_read_slots(self.saved), self.before)
+        return is_exchanged or self.slots.have_grown or bool(self.sparse.find_changed())
+
     def find_commit_writes(self) -> None:
         """Find what `on_commit` wrote besides what the optimizers did."""
         self._find_written()
@@ -121,23 +145,19 @@ class ForwardWrites:
         self.has_grown = self.slots.have_grown
         self.exchanges = bool(self.replaced or self.moved or self.has_grown or self.sparse.find_changed())
 
-    @torch.no_grad()
-    def became_non_finite(self, device: torch.device) -> Tensor:
-        """Return on the device whether forward wrote a non-finite number over a finite one."""
-        found = torch.zeros((), dtype=torch.bool, device=device)
-        for snapshot in self.snapshots:
-            for saved, now in snapshot.pairs():
-                if can_be_non_finite(saved):
-                    found = found | became_non_finite(saved, now).to(device)
+    def became_non_finite(self, device: torch.device) -> Tensor | None:
+        """Return on the device whether forward wrote a non-finite number over a finite one; None if it wrote nothing
+        that could be non-finite."""
+        found = [became_non_finite(saved, now) for snapshot in self.snapshots for saved, now in snapshot.pair_floats()]
         exchanged = [(before, now) for _, before, now in self.replaced]
         moved = [(storage, held.data) for held, storage in self.moved]
         for then, new in (*exchanged, *moved):
             if new is not None and can_be_non_finite(new):
-                fresh = torch.zeros((), device=new.device)
-                found = found | became_non_finite(fresh if then is None else then, new).to(device)
-        return found | self.sparse.became_non_finite(device)
+                found.append(became_non_finite(torch.zeros((), device=new.device) if then is None else then, new))
+        found += self.sparse.find_non_finite()
+        flags = [flag.to(device) for flag in found]
+        return reduce(operator.or_, flags) if flags else None
 
-    @torch.no_grad()
     def restore_where(self, bad: Tensor) -> None:
         """Restore all bits where the flag is set, by selection on the device. The host waits only for what was made,
         removed or resized in this window, which it has to restore itself."""
@@ -187,7 +207,7 @@ class ForwardWrites:
     def _close(self) -> None:
         self.is_open = self.has_grown = False
         self.views.saved = []  # a capture that broke off leaves memory of its own there
-        self.before, self.storages, self.snapshots, self.marks, self.copies = [], [], [], [], {}
+        self.before, self.storages, self.snapshots, self.marks, self.copies = [], [], [], NO_MARKS, {}
         self.unsaved, self.replaced, self.moved, self.untrained = [], [], [], []
 
     # --- questions of the step ---
@@ -263,7 +283,6 @@ class ForwardWrites:
         new = (slot for slot in self.watched if slot.name not in self.compared)
         return {p.name: held.data.to("cpu", copy=True) for p in new if (held := p.owner.get(p.key)) is not None}
 
-    @torch.no_grad()
     def _find_written(self) -> None:
         """Find written parameters among the watched ones; after backward only those without a gradient are left."""
         found: list[TensorSlot] = []
@@ -272,7 +291,7 @@ class ForwardWrites:
             if slot.owner.get(slot.key) is not held or in_place or self._differs_from_copy(slot, held):
                 self._begin_saving(slot, held, in_place=in_place)
                 found.append(slot)
-        self.marks, self.untrained = [], []
+        self.marks, self.untrained = NO_MARKS, []
         if found:
             self.written.update(slot.name for slot in found)
             self.watched = [slot for slot in self.watched if slot.name not in self.written]
@@ -318,7 +337,7 @@ class ForwardWrites:
     def _refuse_replaced_weights(self) -> None:
         for slot, before, now in self.replaced:
             has_gradient = any(t is not None and t.grad is not None for t in (before, now))
-            if has_gradient and id(before) in self.trained:
+            if has_gradient and any(before is p for p in self.trained):
                 name = self.slots.find_full_name(slot)
                 raise ModelError(
                     f"the forward pass replaces the parameter {name}, which an optimizer trains, by a new one",
@@ -345,16 +364,15 @@ class SparseTensors:
 
     def find_changed(self) -> list[TensorSlot]:
         """Return the slots that were written or replaced since `save`."""
+        if not self.slots:
+            return []
         saved = ((slot, self.saved.get(slot.name)) for slot in self.slots)
         return [p for p, then in saved if then is not None and (p.held is not then[0] or then[0]._version != then[1])]
 
-    def became_non_finite(self, device: torch.device) -> Tensor:
-        found = torch.zeros((), dtype=torch.bool, device=device)
-        for slot in self.find_changed():
-            now = slot.held
-            if now is not None and can_be_non_finite(now):
-                found = found | ~is_finite(now).all().to(device)
-        return found
+    def find_non_finite(self) -> list[Tensor]:
+        """Return a flag on the device for each changed tensor: whether it is no longer finite."""
+        changed = [slot.held for slot in self.find_changed()]
+        return [~is_finite(now).all() for now in changed if now is not None and can_be_non_finite(now)]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -364,6 +382,42 @@ class SparseTensors:
                 tensor.copy_(copy)
                 self.saved[slot.name] = (tensor, tensor._version, copy)
             slot.owner[slot.key] = tensor
+
+
+class Marks:
+    """What slots held, with versions and addresses. Compared as lists: a loop would dominate a small model's step."""
+
+    def __init__(self, held: Sequence[Tensor | None]) -> None:
+        self.held = held
+        self.tensors = [t for t in held if t is not None]
+        self.then = self._read()
+
+    def _read(self) -> tuple[list[int], list[int]]:
+        return list(map(get_version, self.tensors)), list(map(Tensor.data_ptr, self.tensors))
+
+    def have_changed(self, now: Sequence[Tensor | None]) -> bool:
+        return not are_same_objects(now, self.held) or self._read() != self.then
+
+    def __iter__(self) -> Iterator[Mark]:
+        numbers = zip(*self.then, strict=True)
+        return ((None, 0, 0) if held is None else (held, *next(numbers)) for held in self.held)
+
+
+NO_MARKS = Marks(())
+
+
+class Memory:
+    """Addresses and sizes of tensors, to see whether one got other memory or was resized in place."""
+
+    def __init__(self, tensors: Iterable[Tensor | None]) -> None:
+        self.tensors = [t for t in tensors if t is not None]
+        self.then = self._read()
+
+    def _read(self) -> tuple[list[int], list[int]]:
+        return list(map(Tensor.data_ptr, self.tensors)), list(map(Tensor.numel, self.tensors))
+
+    def has_changed(self) -> bool:
+        return self._read() != self.then
 
 
 def _is_sparse(tensor: Tensor | None) -> bool:
@@ -457,21 +511,33 @@ class TensorSlot(NamedTuple):
         return self.module, self.key
 
 
+_get_owner, _get_key = operator.itemgetter(1), operator.itemgetter(2)
+
+
+def _read_slots(slots: Sequence[TensorSlot]) -> list[Tensor | None]:
+    """Return what slots hold, without a loop in Python: three reads per step are a good part of its cost."""
+    return list(map(dict.get, map(_get_owner, slots), map(_get_key, slots)))
+
+
 class TensorSlots:
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self.roots = list(roots)
         self.modules: list[nn.Module] = []
-        self.sizes: list[tuple[int, int, int]] = []
+        self.children: list[nn.Module | None] = []
+        self.sizes: list[int] = []
         self.buffers: list[TensorSlot] = []
         self.parameters: list[TensorSlot] = []
 
     def refresh(self) -> bool:
         """Find what was registered, removed or exchanged since the last call; return whether anything was."""
-        modules = _walk_modules(self.roots)
+        # The same children of the same modules, in the same order: then a walk would find the same modules.
+        if self.modules and _list_children(self.modules) == self.children and not self.have_grown:
+            return False
+        modules = walk_modules(self.roots)
         sizes = _count_entries(modules)
         if modules == self.modules and sizes == self.sizes:
             return False
-        self.modules, self.sizes = modules, sizes
+        self.modules, self.sizes, self.children = modules, sizes, _list_children(modules)
         self.buffers = [TensorSlot(m, m._buffers, key) for m in modules for key in m._buffers]
         self.parameters = [TensorSlot(m, m._parameters, key) for m in modules for key in m._parameters]
         return True
@@ -483,12 +549,11 @@ class TensorSlots:
 
     def remove_new_entries(self) -> None:
         """Remove what was registered since `refresh`: dicts keep insertion order, so new entries are last."""
-        for module, sizes in zip(self.modules, self.sizes, strict=True):
-            owners: tuple[dict[str, Any], ...] = (module._modules, module._parameters, module._buffers)
-            for owner, size in zip(owners, sizes, strict=True):
-                for key in list(owner)[size:]:
-                    del owner[key]
-                    module._non_persistent_buffers_set.discard(key)
+        owners = [(module, owner) for module in self.modules for owner in _list_owners(module)]
+        for (module, owner), size in zip(owners, self.sizes, strict=True):
+            for key in list(owner)[size:]:
+                del owner[key]
+                module._non_persistent_buffers_set.discard(key)
 
     def find_full_name(self, slot: TensorSlot) -> str:
         """Return the slot's name as in `named_parameters`, under the root that holds it."""
@@ -499,7 +564,7 @@ class TensorSlots:
         return slot.key
 
 
-def _walk_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
+def walk_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
     """Return all modules, like `nn.Module.modules` in a third of its time: without nested generators."""
     found: dict[nn.Module, None] = {}
     stack: list[nn.Module | None] = list(roots)
@@ -511,5 +576,13 @@ def _walk_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
     return list(found)
 
 
-def _count_entries(modules: Sequence[nn.Module]) -> list[tuple[int, int, int]]:
-    return [(len(m._modules), len(m._parameters), len(m._buffers)) for m in modules]
+def _list_children(modules: Sequence[nn.Module]) -> list[nn.Module | None]:
+    return list(itertools.chain.from_iterable([m._modules.values() for m in modules]))
+
+
+def _list_owners(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    return module._modules, module._parameters, module._buffers
+
+
+def _count_entries(modules: Sequence[nn.Module]) -> list[int]:
+    return list(map(len, itertools.chain.from_iterable(map(_list_owners, modules))))

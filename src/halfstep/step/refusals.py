@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ConfigError
+from halfstep.step.flat import get_dtype
 
 SHARDED = {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
 """By name: importing these classes takes seconds."""
@@ -43,6 +44,8 @@ def _make_error(what: str, why: str) -> ConfigError:
 def check_parameters(parameters: list[Tensor]) -> list[Tensor]:
     if not parameters:
         raise ConfigError("the optimizer holds no parameters", fix="give it model.parameters()")
+    if torch.float16 not in map(get_dtype, parameters):
+        return parameters
     half = [p for p in parameters if p.dtype == torch.float16 and p.requires_grad]
     if half:
         raise ConfigError(

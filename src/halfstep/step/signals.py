@@ -26,7 +26,7 @@ SIGNALS = [
 
 
 class DelayedSignals:
-    """Handlers that wait inside `delayed()`, but not inside `allowed()` within it."""
+    """Handlers that wait inside `delay()`, but not inside `allow()` within it."""
 
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}  # the user's: ours passes signals on to them
@@ -34,24 +34,9 @@ class DelayedSignals:
         self._depth = 0
         self._is_allowed = False
 
-    @contextlib.contextmanager
-    def delay(self) -> Iterator[None]:
+    def delay(self) -> Delay:
         """Run the handlers of signals that arrive inside when the block ends; of nested blocks, the outermost."""
-        # Python runs handlers in the main thread only.
-        if self._depth or threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        try:
-            self._install()
-            self._depth = 1
-            yield
-        finally:
-            try:
-                self._depth = 0  # what arrives from here on is passed on at once
-                self._uninstall()
-            finally:
-                self._uninstall()  # again: a handler may have raised in between
-                self._run_pending()
+        return Delay(self)
 
     @contextlib.contextmanager
     def allow(self) -> Iterator[None]:
@@ -62,6 +47,22 @@ class DelayedSignals:
             yield
         finally:
             self._is_allowed = False
+
+    def begin(self) -> None:
+        try:
+            self._install()
+            self._depth = 1
+        except BaseException:  # a handler ran before ours was in its place, and raised
+            self.end()
+            raise
+
+    def end(self) -> None:
+        try:
+            self._depth = 0  # what arrives from here on is passed on at once
+            self._uninstall()
+        finally:
+            self._uninstall()  # again: a handler may have raised in between
+            self._run_pending()
 
     def _install(self) -> None:
         for number in SIGNALS:
@@ -89,3 +90,20 @@ class DelayedSignals:
             self._pending.append(number)
         else:
             self._handlers[number](number, frame)
+
+
+class Delay:
+    """A block of `DelayedSignals.delay`. A class: three are entered per step, and generators take twice the time."""
+
+    def __init__(self, signals: DelayedSignals) -> None:
+        self.signals, self.is_outermost = signals, False
+
+    def __enter__(self) -> None:
+        # Python runs handlers in the main thread only.
+        if not self.signals._depth and threading.current_thread() is threading.main_thread():
+            self.is_outermost = True
+            self.signals.begin()
+
+    def __exit__(self, *error: object) -> None:
+        if self.is_outermost:
+            self.signals.end()

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -28,13 +28,15 @@ from torch.optim import Optimizer
 
 from halfstep.distributed.world import is_lost_rank
 from halfstep.errors import ConfigError
+from halfstep.precision.contexts import make_autocast_context
 from halfstep.precision.plan import Plan
 from halfstep.step.batches import Batch, Weight, Window, count_samples, is_one, make_positive, read_sample_ids
-from halfstep.step.clip import Clip
+from halfstep.step.clip import Clip, compute_total_norm
 from halfstep.step.commit import Committer, commit_all, get_stored_values
 from halfstep.step.ema import Ema
 from halfstep.step.facts import Facts, Hold, read_rng_state, restore_rng
-from halfstep.step.forward_writes import Also, ForwardWrites
+from halfstep.step.flat import are_same_objects, get_gradient, get_is_sparse, get_version
+from halfstep.step.forward_writes import Also, ForwardWrites, walk_modules
 from halfstep.step.guard import SpikeMeter
 from halfstep.step.ranks import BAD, RUINED, Agreed, Ranks, find_ranks
 from halfstep.step.refusals import check_parameters, refuse_half_sums, refuse_sparse, refuse_spread, refuse_unfit_loss
@@ -84,6 +86,8 @@ class Step:
         self.model, self.plan, self.accumulate, self.clip, self.ema = model, plan, accumulate, clip or Clip(), ema
         self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self.rates: Rates | None = None
+        self._held: list[Tensor] = []
+        self._trained: list[Tensor] = []  # the parameters in `_held`, each once
         trained = self.find_trained_parameters()
         refuse_spread(model, trained)
         self.device = trained[0].device
@@ -105,6 +109,8 @@ class Step:
         self.generation = 0
         """Counts the times that state was loaded, which makes new tensors: a captured graph knows only the old ones."""
         self.committed = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._low_bits = self.committed.view(1).view(torch.float32)[0]
+        self.never = torch.zeros((), dtype=torch.bool, device=self.device)
         self.on_gradients, self.on_commit, self.values = on_gradients, on_commit, values
         if values is not None:
             values.follow(self)
@@ -113,6 +119,9 @@ class Step:
         """A context that evidence enters around forward and backward, to observe what runs in them."""
         self.hold: Hold | None = None  # set before the first step by a loop that can repeat held steps
         self.signals = DelayedSignals()
+        self._backend, self._autocast = plan.backend(), make_autocast_context(plan)
+        self._weights: list[dict[str, Any]] = []  # where the model's modules hold their parameters
+        self._modules: list[nn.Module] = []  # those that `_weights` was made from
         self._rng: dict[str, Tensor] = {}  # the generators before a compute() that is not committed yet
         self._judged = JudgedGradients()
 
@@ -153,7 +162,7 @@ class Step:
         if self.values is not None:
             self.values.refresh()
         self.writes.save(parameters)
-        self.clear_gradients()
+        self._clear_known_gradients(parameters)
         choose_gradient_types(self.optimizers, len(window))
         with self.signals.allow():
             loss, weight = self._accumulate(loss_fn, window, parameters)
@@ -215,7 +224,7 @@ class Step:
         finally:  # the optimizers have stepped: even if the hook raises, average, scale and counters must follow
             self._conclude(facts, lr)
 
-    def _conclude(self, facts: Facts, lr: Tensor) -> None:
+    def _conclude(self, facts: Facts, lr: Tensor | float) -> None:
         bad = facts.bad
         if self.on_commit is not None:
             self.writes.find_commit_writes()
@@ -224,13 +233,14 @@ class Step:
         self.committed.add_(~bad)
         if self.ema is not None:
             self.ema.update(self.committed, bad)
-        self.spikes.remember(facts.loss, bad)
+        if self.spikes.skips:
+            self.spikes.remember(facts.loss, bad)
         if self.scaler.enabled:
             unjudged = facts.empty | facts.spoiled | facts.spike & bad
             self.scaler.update(bad, unjudged=unjudged if self.hold is None else unjudged | facts.held)
         if self.hold is not None:
             self.hold.remember(facts)
-        facts.pack(self.committed, lr)
+        facts.pack(self.committed, self._low_bits, lr)
 
     def why_never_captured(self) -> str:
         """Return why this step can never be captured, as far as known before its first step; empty if nothing does."""
@@ -268,28 +278,30 @@ class Step:
         total_loss: Tensor | None = None
         total_weight: Weight = 0.0
         unit: Weight | None = None
-        for number, batch in enumerate(window, 1):
-            with self._reduce_last(is_last=number == len(window)):
-                with self.plan.forward(), self.observed():
-                    result = loss_fn(batch)
-                loss, weight = result if isinstance(result, tuple) else (result, count_samples(batch))
-                if unit is None and self.ranks is not None:
-                    unit = self.ranks.agree_on_unit(weight)
-                if not isinstance(weight, Tensor) and weight == 0:
-                    if self.ranks is not None and number == len(window):
-                        self._backward(self.ranks.make_empty_loss(loss, parameters))
-                    continue
-                unit = make_positive(weight) if unit is None else unit
-                share = weight / unit
-                refuse_unfit_loss(loss)
-                loss = loss.reshape(()).to(self.device, torch.float32)
-                loss = loss if is_one(share) else loss * share
-                self._backward(loss)
-            if total_loss is None:
-                # A copy where more follow: the user may write into the loss before the sum is read.
-                total_loss, total_weight = loss.detach() if len(window) == 1 else loss.detach().clone(), share
-            else:
-                total_loss, total_weight = total_loss + loss.detach(), total_weight + share
+        with self._backend:  # once for the window: backward needs it as well, and entering it takes long
+            for number, batch in enumerate(window, 1):
+                with self._reduce_last(is_last=number == len(window)):
+                    with self._autocast, self.observed():
+                        result = loss_fn(batch)
+                    loss, weight = result if isinstance(result, tuple) else (result, count_samples(batch))
+                    if unit is None and self.ranks is not None:
+                        unit = self.ranks.agree_on_unit(weight)
+                    if not isinstance(weight, Tensor) and weight == 0:
+                        if self.ranks is not None and number == len(window):
+                            self._backward(self.ranks.make_empty_loss(loss, parameters))
+                        continue
+                    unit = make_positive(weight) if unit is None else unit
+                    share = weight / unit
+                    refuse_unfit_loss(loss)
+                    if loss.ndim or loss.dtype != torch.float32 or loss.device != self.device:
+                        loss = loss.reshape(()).to(self.device, torch.float32)
+                    loss = loss if is_one(share) else loss * share
+                    self._backward(loss)
+                if total_loss is None:
+                    # A copy where more follow: the user may write into the loss before the sum is read.
+                    total_loss, total_weight = loss.detach() if len(window) == 1 else loss.detach().clone(), share
+                else:
+                    total_loss, total_weight = total_loss + loss.detach(), total_weight + share
         if total_loss is None:
             return torch.full((), float("nan"), device=self.device), 0.0
         return total_loss, total_weight
@@ -298,7 +310,7 @@ class Step:
         return nullcontext() if self.ranks is None else self.ranks.reduce_last(is_last=is_last)
 
     def _backward(self, loss: Tensor) -> None:
-        with self.plan.backend(), self.observed():
+        with self.observed():
             self.scaler.scale(loss).backward()
 
     @torch.no_grad()
@@ -314,7 +326,14 @@ class Step:
             overflow = self._unscale_and_edit(gradients, unscale)
             gradients, unscale = collect_gradients(parameters), None
         norm, factor = self.clip.measure(gradients, unscale) if gradients else (torch.zeros_like(loss), None)
-        facts = Facts(attempted=self.attempted, loss=loss, grad_norm=norm, scale=scale)
+        facts = Facts(
+            attempted=self.attempted,
+            loss=loss,
+            grad_norm=norm,
+            scale=scale if self.scaler.enabled else 1.0,
+            never=self.never,
+            spikes=None if self.spikes.skips else self.spikes,
+        )
         self._decide(facts, totals, overflow)
         if are_scaled_in_kernels(self.committers, parameters):
             facts.factor = factor
@@ -325,11 +344,13 @@ class Step:
     def _sum_up(self, loss_sum: Tensor, weight: Weight, scale: Tensor, *, is_weighted: bool) -> Totals:
         """Return loss, weight and flags of the window, summed over all ranks."""
         ruined = self.writes.became_non_finite(self.device)
+        ruined = self.never if ruined is None else ruined
         if self.ranks is None:
             loss = loss_sum if is_one(weight) else loss_sum / weight
             unscale = 1.0 / (scale * weight) if self.scaler.enabled or is_weighted else None
             return Totals(loss, weight, ruined, unscale, None)
-        agreed = self.ranks.agree(loss_sum, weight, ruined, self._read_first_rate())
+        rate = torch.as_tensor(self._read_first_rate(), dtype=torch.float32, device=self.device)
+        agreed = self.ranks.agree(loss_sum, weight, ruined, rate)
         unscale = self.ranks.size / (scale * agreed.weight)  # DDP has divided by the number of ranks
         return Totals(agreed.loss, agreed.weight, agreed.has_any(RUINED), unscale, agreed)
 
@@ -340,19 +361,22 @@ class Step:
             facts.empty = facts.empty | (weight == 0)  # on the device, wherever the weight is
         elif weight == 0:
             facts.empty = torch.ones_like(facts.empty)
-        facts.spike = self.spikes.judge(loss)
         facts.ruined = totals.ruined
         # x - x is 0 for a finite x and NaN otherwise, and NaN equals nothing, so one comparison tests both loss and
         # norm: fewer kernels than torch.isfinite.
-        bad = (loss - loss != norm - norm) | facts.empty | facts.ruined
-        bad = bad if overflow is None else bad | overflow
+        bad = loss - loss != norm - norm
+        for flag in (facts.empty, facts.ruined, overflow):
+            if flag is not None and flag is not self.never:
+                bad = bad | flag
         if self.ranks is not None and totals.agreed is not None:
             # After a hook the norm may differ between ranks and needs another reduction; all else is equal already.
             bad = bad | totals.agreed.has_any(BAD)
             bad = bad if self.on_gradients is None else self.ranks.agree_on_any(bad)
             facts.said, facts.wait = totals.agreed.said, self.ranks.world.wait
-        facts.bad = bad | facts.spike if self.spikes.skips else bad
-        facts.spike = facts.spike & ~bad
+        facts.bad = bad
+        if self.spikes.skips:
+            spike = self.spikes.judge(loss)
+            facts.bad, facts.spike = bad | spike, spike & ~bad
         if self.hold is not None:
             self.hold.judge(facts, bad)
 
@@ -362,7 +386,7 @@ class Step:
         assert self.on_gradients is not None
         if unscale is not None and gradients:
             torch._foreach_mul_(gradients, unscale)
-        norm = torch.nn.utils.get_total_norm(gradients) if self.scaler.enabled and gradients else None
+        norm = compute_total_norm(gradients) if self.scaler.enabled and gradients else None
         self.on_gradients(self.model)
         return None if norm is None else norm - norm != 0
 
@@ -370,8 +394,22 @@ class Step:
         """Return each trained parameter once. Looked up at every step: a group may have been added."""
         if self.rates is not None:
             self.rates.refuse_new_groups()
-        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        return check_parameters(list({id(p): p for group in groups for p in group["params"]}.values()))
+        held = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        if not are_same_objects(held, self._held):
+            self._held, self._trained = held, list({id(p): p for p in held}.values())
+        return check_parameters(self._trained)
+
+    def _clear_known_gradients(self, parameters: list[Tensor]) -> None:
+        """Do what `clear_gradients` does, in less time: `writes.save` has just looked for changed modules."""
+        if self._modules is not self.writes.slots.modules:
+            self._modules = self.writes.slots.modules
+            self._weights = [module._parameters for module in walk_modules([self.model])]
+        for parameter in chain(parameters, chain.from_iterable(map(dict.values, self._weights))):
+            if parameter is not None:
+                parameter.grad = None
+        for optimizer in self.optimizers:
+            if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
+                optimizer.zero_grad(set_to_none=True)
 
     def clear_gradients(self) -> None:
         nn.Module.zero_grad(self.model)  # also weights that no optimizer holds, whose gradients would accumulate
@@ -381,12 +419,12 @@ class Step:
     def _find_rates(self, optimizer: Optimizer) -> Rates | None:
         return self.rates if self.rates is not None and self.rates.drives(optimizer) else None
 
-    def _read_first_rate(self) -> Tensor:
+    def _read_first_rate(self) -> Tensor | float:
         if (rates := self._find_rates(self.optimizers[0])) is not None:
             return rates.find_first(self.optimizers[0])
         lr = self.optimizers[0].param_groups[0]["lr"]
         lr = float("nan") if lr is None else lr  # an optimizer may find its own, as transformers' Adafactor does
-        return lr.detach() if isinstance(lr, Tensor) else torch.full((), float(lr), device=self.device)
+        return lr.detach() if isinstance(lr, Tensor) else float(lr)
 
     def set_rate_factor(self, factor: float) -> None:
         """Multiply every learning rate by one factor, for plateaus and rollbacks. Written by the host."""
@@ -423,8 +461,8 @@ def choose_gradient_types(optimizers: Sequence[Optimizer], num_micro_batches: in
 
 def collect_gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return the gradients; of a sparse one its values, coalesced so that each row occurs once."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if not any(gradient.is_sparse for gradient in gradients):
+    gradients = [gradient for gradient in map(get_gradient, parameters) if gradient is not None]
+    if not any(map(get_is_sparse, gradients)):
         return gradients
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.is_sparse:
@@ -448,10 +486,16 @@ class JudgedGradients:
     """The gradients that the verdict was computed from: others must not be committed."""
 
     def __init__(self, parameters: Sequence[Tensor] = ()) -> None:
-        self._seen = [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in parameters]
+        self._parameters = parameters
+        self._gradients, self._versions = self._read()
+
+    def _read(self) -> tuple[list[Tensor | None], list[int]]:
+        gradients = list(map(get_gradient, self._parameters))
+        return gradients, [get_version(gradient) for gradient in gradients if gradient is not None]
 
     def refuse_edited(self) -> None:
-        if any(p.grad is not g or g is not None and g._version != version for p, g, version in self._seen):
+        gradients, versions = self._read()
+        if not are_same_objects(gradients, self._gradients) or versions != self._versions:
             raise ConfigError(
                 "gradients were changed between compute() and commit(): the step is dropped",
                 why="norm and finite check apply to the gradients that compute() left; the new ones were not checked",

@@ -77,7 +77,7 @@ def choose_margin(pilot: Sequence[float], *, in_points: bool) -> float:
 
 
 def is_wide(margin: float, baseline: Sequence[float], *, in_points: bool) -> bool:
-    """True if the margin is so wide that "same" says little."""
+    """True if the margin is so wide that "same" means little."""
     return margin > (WIDE_POINTS if in_points else WIDE_RELATIVE * abs(statistics.mean(baseline)))
 
 
@@ -88,7 +88,7 @@ def judge_rows(
     baseline: Sequence[float], rows: Mapping[str, Sequence[float]], margin: float, *, looks: Sequence[int] = ()
 ) -> dict[str, RowVerdict]:
     """Compare each row with the baseline, seed by seed. `looks` are all planned looks; empty: this is the only one."""
-    # A metric that is constant over all runs says nothing: it never counts as the same.
+    # A metric that is constant over all runs shows nothing, so it never counts as the same.
     stuck = {name for name, values in rows.items() if len({*baseline, *values}) == 1}
     levels = {
         name: 1.0 if name in stuck else _compute_p_same(_pair_differences(baseline, values), margin)

@@ -94,7 +94,7 @@ def _load_target(source: str, flags: Mapping[str, object], overrides: Sequence[s
     is_missing = not path.exists() and len(path.parts) > 1 and path.suffix not in (".yaml", ".yml")
     if path.is_dir() or is_missing:
         raise CheckpointError(
-            f"{source} is not a run", why="there is no such folder" if is_missing else "it has no config.yaml",
+            f"{source} is not a run", why="there is no such folder" if is_missing else "config.yaml is missing",
             fix="name a folder that `halfstep train` made, a config file, or a workload such as unet",
         )  # fmt: skip
     return load(source, flags=flags, overrides=overrides)

@@ -61,7 +61,7 @@ class Cell:
 
     @classmethod
     def of(cls, config: RunConfig, precision: str, mode: Mode, setting: MemorySetting | None = None) -> Cell:
-        """Return a step of this config; without `setting` at the config's own memory level."""
+        """Return the cell of this config's step; without `setting` at the config's own memory level."""
         if setting is None:
             setting = MemorySetting(recompute="blocks") if config.train.activation_checkpointing else NORMAL
         size, accumulate = config.train.batch_size, config.train.accumulate
@@ -69,7 +69,7 @@ class Cell:
 
     @classmethod
     def of_plan(cls, config: RunConfig, plan: Plan) -> Cell:
-        """Return the step of a run with this plan, before batches are cut into micro-batches."""
+        """Return the cell of a run with this plan, before batches are cut into micro-batches."""
         setting = MemorySetting(**plan.memory) if plan.memory else None
         return cls.of(config, plan.granted, plan.mode or "eager", setting)
 

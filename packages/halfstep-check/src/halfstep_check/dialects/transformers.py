@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from halfstep_check.declarations import Draft, Source, is_on
 from halfstep_check.document import Node
-from halfstep_check.spellings import HF_OPTIMIZERS, dtype_of
+from halfstep_check.spellings import HF_OPTIMIZERS, parse_dtype
 
 MARKS = (
     "per_device_train_batch_size",
@@ -21,7 +21,7 @@ MARKS = (
 def recognises(root: Node) -> bool:
     flags = any(isinstance(root.scalar_at(key), bool) for key in ("fp16", "bf16", "tf32"))
     marks = sum(root.has(mark) for mark in MARKS)
-    # A model's own config.json has a torch_dtype too, and says nothing about training.
+    # A model's config.json has a torch_dtype too, and is not about training.
     return flags or marks >= 2 or (marks == 1 and root.has("torch_dtype") and not root.has("architectures"))
 
 
@@ -58,7 +58,7 @@ def read_arguments(draft: Draft, prefix: str) -> None:
 
 
 def read_optimizer(draft: Draft, key: str) -> None:
-    """What the optimizer keeps beside the weights; a name that is not known here says nothing."""
+    """State how the optimizer stores its state; unknown names state nothing."""
     word = str(draft.root.scalar_at(key) or "")
     if HF_OPTIMIZERS.get(word):
         draft.say("optimizer state", HF_OPTIMIZERS[word], key)
@@ -78,7 +78,7 @@ def say_precision(draft: Draft, prefix: str, precision: str) -> None:
 
 def say_weights(draft: Draft, prefix: str, precision: str) -> None:
     """fp32, unless DeepSpeed casts them or the model is loaded in another dtype."""
-    loaded = dtype_of(draft.root.scalar_at(prefix + "torch_dtype"))
+    loaded = parse_dtype(draft.root.scalar_at(prefix + "torch_dtype"))
     if draft.facts["strategy"] == "deepspeed":
         draft.say("weights", f"{precision} + fp32 master", prefix + "deepspeed")
     elif loaded is not None:

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from halfstep_check.findings import Edit, Finding
 from halfstep_check.lint.amp import Amp, is_scaled_backward
 from halfstep_check.lint.flow import Trace
-from halfstep_check.lint.regions import format_of
+from halfstep_check.lint.regions import read_format
 from halfstep_check.lint.script import (
     Script,
     argument,
     dotted_name,
     is_constant,
     keyword,
-    last,
+    last_name,
     leaves,
-    paired,
+    pair_assignments,
 )
 
 OLD_MODULES = ("torch.cuda.amp", "torch.cpu.amp")
@@ -27,33 +27,34 @@ MOVED = {"autocast", "GradScaler", "custom_fwd", "custom_bwd"}
 
 
 def find_old_names(amp: Amp) -> Iterator[Finding]:
-    yield from deprecated(amp.script)
+    yield from find_deprecated_names(amp.script)
 
 
-def deprecated(script: Script) -> Iterator[Finding]:
-    """One finding a file, at the first old name; code that serves old and new torch alike is right as it is."""
+def find_deprecated_names(script: Script) -> Iterator[Finding]:
+    """Find one finding a file, at the first old name; code that serves old and new torch alike is right as it is."""
     imports = [n for n in script.nodes if isinstance(n, ast.ImportFrom) and n.module in OLD_MODULES]
     imports = [node for node in imports if any(alias.name in MOVED for alias in node.names)]
-    calls = [(call, found) for call in script.calls if (found := old_attribute(call.func, script))]
+    calls = [(call, found) for call in script.calls if (found := match_old_attribute(call.func, script))]
     uses: list[ast.ImportFrom | ast.Call] = [*imports, *(call for call, _ in calls)]
     first = min(uses, key=lambda node: node.lineno, default=None)
     if first is None or serves_two_versions(script):
         return
-    # All places are edited or none: half an edit would leave both names in the file. Uses of imported names can be
-    # told apart only if a single import brings them in.
-    parts = [attribute_edits(script, call, *found) for call, found in calls]
-    parts += [import_edits(script, imports[0]) if len(imports) == 1 else ()] if imports else []
+    # Edit all occurrences or none: half an edit would leave both names in the file. Uses of imported names are
+    # unambiguous only if a single import provides them.
+    parts = [make_attribute_edits(script, call, *found) for call, found in calls]
+    parts += [make_import_edits(script, imports[0]) if len(imports) == 1 else ()] if imports else []
     edits = [edit for part in parts for edit in part] if all(parts) else []
     old = imports[0].module or "" if imports else calls[0][1][0]
     places = len(imports) + len(calls)
-    message = f"{old} is deprecated since torch 2.4" + (f" ({places} places)" if places > 1 else "")
+    message = f"{old} is deprecated since torch 2.4" + (f" ({places} times)" if places > 1 else "")
     device = old.split(".")[1]
     fix = f'torch.amp, with the device first: torch.amp.autocast("{device}", …), torch.amp.GradScaler("{device}", …)'
     yield script.finding("deprecated-amp", first, message, fix=fix, edits=tuple(edits))
 
 
 def serves_two_versions(script: Script) -> bool:
-    """`try: from torch.amp … except ImportError: from torch.cuda.amp …`, or a test of torch's version around it."""
+    """Match `try: from torch.amp … except ImportError: from torch.cuda.amp …`, or a test of torch's version around
+    it."""
     modules = {node.module for node in script.nodes if isinstance(node, ast.ImportFrom)}
     if modules & {"torch.amp"} and modules & set(OLD_MODULES):
         return True
@@ -76,25 +77,28 @@ def asks_old(node: ast.Attribute, script: Script) -> bool:
     return node.attr in MOVED and script.name_of(node.value) in OLD_MODULES
 
 
-def attribute_edits(script: Script, call: ast.Call, module: str, name: str) -> tuple[Edit, ...]:
-    """Only where the module is written out; through an alias such as `amp.autocast` the import would have to change."""
+def make_attribute_edits(script: Script, call: ast.Call, module: str, name: str) -> tuple[Edit, ...]:
+    """Return only where the module is written out; through an alias such as `amp.autocast` the import would have to
+    change."""
     line, column = script.position(call.func.lineno, call.func.col_offset)
     if not script.lines[line - 1].startswith(module, column):
         return ()
-    arguments = call_edits(script, call, module, name)
+    arguments = make_call_edits(script, call, module, name)
     start, end = (line, column), (line, column + len(module))
     return (Edit(path=script.path, start=start, end=end, replacement="torch.amp"), *arguments) if arguments else ()
 
 
-def old_attribute(node: ast.expr, script: Script) -> tuple[str, str] | None:
-    """(module, name) of `torch.cuda.amp.autocast` written out; a name imported from there is reported at its import."""
+def match_old_attribute(node: ast.expr, script: Script) -> tuple[str, str] | None:
+    """Return (module, name) of `torch.cuda.amp.autocast` written out; a name imported from there is reported at its
+    import."""
     if not isinstance(node, ast.Attribute) or not asks_old(node, script):
         return None
     return script.name_of(node.value), node.attr
 
 
-def import_edits(script: Script, node: ast.ImportFrom) -> tuple[Edit, ...]:
-    """The import and every use of what it imports, or nothing when one of them cannot be rewritten for certain."""
+def make_import_edits(script: Script, node: ast.ImportFrom) -> tuple[Edit, ...]:
+    """Return the import and every use of what it imports, or nothing when one of them cannot be rewritten for
+    certain."""
     module = node.module or ""
     if module not in script.lines[node.lineno - 1] or any(a.name not in MOVED or a.asname for a in node.names):
         return ()
@@ -107,15 +111,15 @@ def import_edits(script: Script, node: ast.ImportFrom) -> tuple[Edit, ...]:
         if isinstance(use, ast.Name) and use.id in names:
             if id(use) not in calls:
                 return ()
-            rewritten = call_edits(script, calls[id(use)], module, use.id)
+            rewritten = make_call_edits(script, calls[id(use)], module, use.id)
             if not rewritten:
                 return ()
             edits += rewritten
     return tuple(edits)
 
 
-def call_edits(script: Script, call: ast.Call, module: str, name: str) -> tuple[Edit, ...]:
-    """`autocast(True)` becomes `autocast("cuda", enabled=True)`; no edit where the meaning is not certain."""
+def make_call_edits(script: Script, call: ast.Call, module: str, name: str) -> tuple[Edit, ...]:
+    """Return `autocast(True)` becomes `autocast("cuda", enabled=True)`; no edit where the meaning is not certain."""
     device = module.split(".")[1]
     if len(call.args) > 1 and name == "autocast" or any(isinstance(a, ast.Starred) for a in call.args):
         return ()
@@ -174,22 +178,22 @@ def find_refused_arguments(amp: Amp) -> Iterator[Finding]:
     script = amp.script
     if not serves_two_versions(script):
         for call in script.calls:
-            yield from broken_contracts(script, call)
-            yield from missing_device(script, call)
+            yield from find_broken_contracts(script, call)
+            yield from find_missing_device(script, call)
 
 
-def broken_contracts(script: Script, call: ast.Call) -> Iterator[Finding]:
+def find_broken_contracts(script: Script, call: ast.Call) -> Iterator[Finding]:
     name = script.name_of(call.func)
     for contract in CONTRACTS:
         value = argument(call, contract.position, contract.argument) if name in contract.names else None
         by_position = len(call.args) > contract.position
-        if value is not None and kind_of(script, value, by_name=by_position) in contract.refused:
-            message = f"{last(name)}() gets `{ast.unparse(value)}` where it wants {contract.wants}"
+        if value is not None and infer_kind(script, value, by_name=by_position) in contract.refused:
+            message = f"{last_name(name)}() gets `{ast.unparse(value)}` where it wants {contract.wants}"
             yield script.finding("launch-refused", call, message, fix=contract.fix)
 
 
-def missing_device(script: Script, call: ast.Call) -> Iterator[Finding]:
-    """`from torch.amp import autocast` and `autocast()`: there the device comes first, and has no default."""
+def find_missing_device(script: Script, call: ast.Call) -> Iterator[Finding]:
+    """Find `from torch.amp import autocast` and `autocast()`: there the device comes first, and has no default."""
     given = call.args or any(item.arg in (None, "device_type") for item in call.keywords)
     if script.name_of(call.func) in NEW_AUTOCASTS and not given:
         message = "torch.amp.autocast() without a device_type is a TypeError; only torch.cuda.amp's has a default"
@@ -201,8 +205,8 @@ def missing_device(script: Script, call: ast.Call) -> Iterator[Finding]:
         yield script.finding("launch-refused", call, "GradScaler() takes device, not device_type", fix='device="cuda"')
 
 
-def kind_of(script: Script, node: ast.expr, *, by_name: bool = False) -> str:
-    """bool, str, device or dtype, where the script leaves no doubt; `by_name`, a flag's name counts as bool."""
+def infer_kind(script: Script, node: ast.expr, *, by_name: bool = False) -> str:
+    """Return bool, str, device or dtype, where the script leaves no doubt; `by_name`, a flag's name counts as bool."""
     asked, node = node, script.constant(node) or node
     if isinstance(node, ast.Constant):
         return {bool: "bool", str: "str"}.get(type(node.value), "")
@@ -211,25 +215,25 @@ def kind_of(script: Script, node: ast.expr, *, by_name: bool = False) -> str:
     if isinstance(node, ast.Call):
         name = script.name_of(node.func)
         return {"torch.device": "device", "torch.cuda.is_available": "bool"}.get(name, "")
-    if format_of(node, script):
+    if read_format(node, script):
         return "dtype"
     values = script.values(dotted_name(asked))
-    made = {kind_of(script, value) for value in values if isinstance(value, ast.Call | ast.Constant | ast.Compare)}
+    made = {infer_kind(script, value) for value in values if isinstance(value, ast.Call | ast.Constant | ast.Compare)}
     if len(made) == 1 and len(values) == len(
         [v for v in values if isinstance(v, ast.Call | ast.Constant | ast.Compare)]
     ):
         return made.pop()
-    return "bool" if by_name and not values and FLAG.search(last(dotted_name(asked))) else ""
+    return "bool" if by_name and not values and FLAG.search(last_name(dotted_name(asked))) else ""
 
 
 def find_misused_scalers(amp: Amp) -> Iterator[Finding]:
     for trace in amp.traces:
-        yield from updated_twice(amp, trace)
-    yield from asked_for_result(amp)
-    yield from missing_attribute(amp)
-    yield from called_as_function(amp)
-    yield from scaled_for_nothing(amp)
-    yield from loaded_into_none(amp)
+        yield from find_double_updates(amp, trace)
+    yield from find_tested_results(amp)
+    yield from find_missing_attributes(amp)
+    yield from find_called_scalers(amp)
+    yield from find_dropped_scaling(amp)
+    yield from find_loads_into_none(amp)
 
 
 SCALER_API = {
@@ -242,8 +246,9 @@ SCALER_API = {
 }
 
 
-def missing_attribute(amp: Amp) -> Iterator[Finding]:
-    """`scaler.clip_grad_norm_(…)`: GradScaler has no such thing, unless the script asks first or sets it itself."""
+def find_missing_attributes(amp: Amp) -> Iterator[Finding]:
+    """Find `scaler.clip_grad_norm_(…)`: GradScaler has no such thing, unless the script asks first or sets it
+    itself."""
     set_here = {n.attr for n in amp.script.nodes if isinstance(n, ast.Attribute) and not isinstance(n.ctx, ast.Load)}
     asked = {n.value for n in amp.script.nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
     known = SCALER_API | set_here | asked
@@ -255,44 +260,46 @@ def missing_attribute(amp: Amp) -> Iterator[Finding]:
             yield amp.script.finding("scaler-misused", node, message, fix=fix)
 
 
-def called_as_function(amp: Amp) -> Iterator[Finding]:
-    """`scaler(loss).backward()`; timm's wrapper is called so, and has no step() and update() of its own."""
+def find_called_scalers(amp: Amp) -> Iterator[Finding]:
+    """Find `scaler(loss).backward()`; timm's wrapper is called so, and has no step() and update() of its own."""
     used = {dotted_name(call.func) for call in amp.script.calls}
     for call in amp.script.calls:
         name = dotted_name(call.func)
-        own = "scaler" in last(name).lower() and amp.script.class_of(name) is None
+        own = "scaler" in last_name(name).lower() and amp.script.class_of(name) is None
         if (
             own
             and call.args
             and {f"{name}.step", f"{name}.update"} <= used
-            and last(name) not in amp.script.local_names
+            and last_name(name) not in amp.script.local_names
         ):
             message = f"a GradScaler is not called: `{ast.unparse(call)}` is a TypeError"
             fix = f"{name}.scale({ast.unparse(call.args[0])})"
             yield amp.script.finding("scaler-misused", call, message, fix=fix)
 
 
-def scaled_for_nothing(amp: Amp) -> Iterator[Finding]:
-    """`scaler.scale(loss)` as a line of its own: the product is dropped, and nothing goes backward."""
+def find_dropped_scaling(amp: Amp) -> Iterator[Finding]:
+    """Find `scaler.scale(loss)` as a line of its own: the product is dropped, and nothing goes backward."""
     for node in (n for n in amp.script.nodes if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)):
         call = node.value
         func = call.func if isinstance(call, ast.Call) else None
-        named = isinstance(func, ast.Attribute) and func.attr == "scale" and "scal" in last(dotted_name(func.value))
+        named = (
+            isinstance(func, ast.Attribute) and func.attr == "scale" and "scal" in last_name(dotted_name(func.value))
+        )
         if named and isinstance(call, ast.Call) and len(call.args) == 1:
             message = f"what {ast.unparse(call)} returns is dropped: no backward() runs, and the step has no gradients"
             yield amp.script.finding("step-without-backward", call, message, fix=f"{ast.unparse(call)}.backward()")
 
 
-def loaded_into_none(amp: Amp) -> Iterator[Finding]:
-    """`scaler = GradScaler() if amp else None`, and load_state_dict() on it that no test guards."""
+def find_loads_into_none(amp: Amp) -> Iterator[Finding]:
+    """Find `scaler = GradScaler() if amp else None`, and load_state_dict() on it that no test guards."""
     script = amp.script
     for call in (c for c in script.calls if getattr(c.func, "attr", "") == "load_state_dict"):
         target = call.func.value  # type: ignore[attr-defined]
         name = dotted_name(target)
         uses = script.handed(name) if name and script.is_taken(target) else [target]
         off = [u for u in uses if any(map(is_none_without_amp(amp), script.values(dotted_name(u))))]
-        if off and not any(is_guarded(script, node, last(name)) for node in (call, *off)):
-            message = f"{last(name)} is None without AMP: this is an AttributeError at every resume"
+        if off and not any(is_guarded(script, node, last_name(name)) for node in (call, *off)):
+            message = f"{last_name(name)} is None without AMP: this is an AttributeError at every resume"
             yield amp.script.finding("scaler-misused", call, message, fix=f"if {name} is not None: …")
 
 
@@ -305,7 +312,8 @@ def is_none_without_amp(amp: Amp) -> Callable[[ast.expr], bool]:
 
 
 def is_guarded(script: Script, node: ast.AST, name: str) -> bool:
-    """Whether a test, or a try, in the function around a node looks at the scaler, at AMP, or at the checkpoint."""
+    """Return whether a test, or a try, in the function around a node looks at the scaler, at AMP, or at the
+    checkpoint."""
     home = script.owners.get(id(node), script.tree)
     kinds = ast.If | ast.IfExp | ast.Try | ast.BoolOp
     around = [n for n in script.below(home) if isinstance(n, kinds) and node in script.below(n)]
@@ -315,10 +323,10 @@ def is_guarded(script: Script, node: ast.AST, name: str) -> bool:
     return any(isinstance(t, ast.Try) or words.search(ast.unparse(t)) for t in (*tests, *left))
 
 
-def updated_twice(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """update() and update() again with no step between: no inf was looked for since, and GradScaler raises."""
-    scaled = {last(made.key) for made in amp.scalers if made.enabled is not False}
-    updates = [e for e in trace.calls("update") if last(e.receiver) in scaled]
+def find_double_updates(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """Find update() and update() again with no step between: no inf was looked for since, and GradScaler raises."""
+    scaled = {last_name(made.key) for made in amp.scalers if made.enabled is not False}
+    updates = [e for e in trace.calls("update") if last_name(e.receiver) in scaled]
     for first, second in zip(updates, updates[1:], strict=False):
         between = trace.events[first.index + 1 : second.index]
         same = first.receiver == second.receiver and first.loops == second.loops
@@ -329,9 +337,9 @@ def updated_twice(amp: Amp, trace: Trace) -> Iterator[Finding]:
 
 
 def is_scaler(amp: Amp, node: ast.expr) -> bool:
-    """Whether a name is a GradScaler made here (or None) and nothing else, in its own class or function."""
+    """Return whether a name is a GradScaler made here (or None) and nothing else, in its own class or function."""
     name = dotted_name(node)
-    if last(name) not in {last(made.key) for made in amp.scalers}:
+    if last_name(name) not in {last_name(made.key) for made in amp.scalers}:
         return False
     home = amp.script.owners.get(id(node))
     if "." not in name and home is not None and name in {a.arg for a in ast.walk(home.args) if isinstance(a, ast.arg)}:
@@ -342,16 +350,16 @@ def is_scaler(amp: Amp, node: ast.expr) -> bool:
     values = [
         v
         for n in stores
-        for t, v in paired(n)
-        if last(dotted_name(t)) == last(name) and ("." in dotted_name(t)) == ("." in name)
+        for t, v in pair_assignments(n)
+        if last_name(dotted_name(t)) == last_name(name) and ("." in dotted_name(t)) == ("." in name)
     ]
     return bool(values) and all(is_constant(v, None) or any(True for _ in amp.made_scalers(v)) for v in values)
 
 
-def asked_for_result(amp: Amp) -> Iterator[Finding]:
-    """`stepped = scaler.step(optimizer)` and a test of it: without a closure it is None, skipped or not."""
-    keys = {last(made.key) for made in amp.scalers}
-    keys |= {last(e.scaled_by) for t in amp.traces for e in t.events if is_scaled_backward(e)}
+def find_tested_results(amp: Amp) -> Iterator[Finding]:
+    """Find `stepped = scaler.step(optimizer)` and a test of it: without a closure it is None, skipped or not."""
+    keys = {last_name(made.key) for made in amp.scalers}
+    keys |= {last_name(e.scaled_by) for t in amp.traces for e in t.events if is_scaled_backward(e)}
     results: dict[str, ast.Call] = {}
     for name, values in amp.script.assigned.items():
         call = values[0] if len(values) == 1 else None
@@ -372,6 +380,6 @@ def asked_for_result(amp: Amp) -> Iterator[Finding]:
 
 
 def is_bare_step(call: ast.Call, scalers: set[str]) -> bool:
-    """`scaler.step(optimizer)` without a closure."""
+    """Match `scaler.step(optimizer)` without a closure."""
     owner = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "step" else None
-    return last(dotted_name(owner)) in scalers and len(call.args) == 1 and not call.keywords
+    return last_name(dotted_name(owner)) in scalers and len(call.args) == 1 and not call.keywords

@@ -1,10 +1,9 @@
 """The order in which a training loop does things: every call of a function, with its surroundings, callees inlined.
 
-A `Trace` is one straight line through a function: both branches of an `if` follow each other, and each event knows the
-conditions it stands under, so that two events of opposite branches are never taken for a sequence. Methods of the same
-class and its bases, of objects whose class is in the same module, and functions of the module are walked in place of
-their calls, with parameters (and `self`) renamed to what was passed: that is the data flow through methods. Loops are
-walked once. Nothing is executed.
+A `Trace` is one straight line through a function. Both branches of an `if` follow each other; each event records its
+conditions, so that events in opposite branches are never a sequence. Methods of the same class and its bases,
+of objects whose class is in the same module, and functions of the module are walked in place of their calls, with
+parameters (and `self`) renamed to what was passed: that is the data flow through methods. Loops are walked once.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from halfstep_check.lint.regions import Region, is_no_grad, region_of
+from halfstep_check.lint.regions import Region, is_no_grad, read_region
 from halfstep_check.lint.script import (
     Function,
     Script,
     dotted_name,
-    ends_window,
     is_constant,
-    last,
-    methods_of,
-    passed_by,
+    last_name,
+    list_methods,
+    list_passed_tests,
+    normalise_window_test,
 )
 
 MAX_EVENTS = 5_000
@@ -63,18 +62,18 @@ class Event:
     optimizer: str = ""
     """`optimizer` of `optimizer.step()` and of `scaler.step(optimizer)`."""
     site: ast.AST | None = None
-    """The call in the function the trace starts from that led here; the node itself where it stands there."""
+    """The call in the function the trace starts from that led here; the node itself if it is in that function."""
 
     @property
     def region(self) -> Region | None:
         return self.regions[-1] if self.regions else None
 
     def excludes(self, other: Event) -> bool:
-        """Whether the two stand in opposite branches."""
+        """Return whether the two are in opposite branches."""
         return any((text, not holds) in other.conditions for text, holds in self.conditions)
 
     def implied_by(self, other: Event) -> bool:
-        """Whether this happens whenever `other` does, accumulation windows aside."""
+        """Return whether this happens whenever `other` does, accumulation windows aside."""
         return all("%" in text or (text, holds) in other.conditions for text, holds in self.conditions)
 
 
@@ -147,7 +146,7 @@ class Trace:
             if len(self.events) > MAX_EVENTS:
                 return
             self.statement(statement, scope)
-            for test, holds in passed_by(statement):
+            for test, holds in list_passed_tests(statement):
                 scope = scope.inside(conditions=scope.conditions | self.conditions(test, holds, scope))
 
     def statement(self, node: ast.stmt, scope: Scope) -> None:
@@ -201,13 +200,13 @@ class Trace:
             self.block(case.body, scope.inside(conditions=scope.conditions | known))
 
     def opened(self, context: ast.expr, scope: Scope) -> Scope:
-        region = region_of(context, self.script)
+        region = read_region(context, self.script)
         if region is not None:
             return scope.inside(regions=(*scope.regions, region))
         return scope.inside(grad_off=True) if is_no_grad(context, self.script) else scope
 
     def conditions(self, test: ast.expr, holds: bool, scope: Scope) -> frozenset[Condition]:
-        """What is known where `test` holds (or not): negations and `is None` are brought to one form."""
+        """Return what is known where `test` holds (or not): negations and `is None` are brought to one form."""
         if is_constant(test, True) and holds:
             return frozenset()
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -215,7 +214,7 @@ class Trace:
         if isinstance(test, ast.Compare) and len(test.ops) == 1 and is_constant(test.comparators[0], None):
             is_not = isinstance(test.ops[0], ast.IsNot | ast.NotEq)
             return self.conditions(test.left, holds if is_not else not holds, scope)
-        if (due := ends_window(test)) is not None:
+        if (due := normalise_window_test(test)) is not None:
             return self.conditions(due, not holds, scope)
         known = {(self.key_text(test, scope), holds)}
         splits = isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And if holds else ast.Or)
@@ -226,14 +225,14 @@ class Trace:
         return frozenset(known)
 
     def key_text(self, node: ast.expr, scope: Scope) -> str:
-        """The text of an expression, its parameters renamed; `do_step` for a modulo keeps the modulo."""
+        """Return the text of an expression, its parameters renamed; `do_step` for a modulo keeps the modulo."""
         if isinstance(node, ast.Name):
             values = self.script.values(node.id)
             if len(values) == 1 and any(
                 isinstance(i, ast.BinOp) and isinstance(i.op, ast.Mod) for i in self.script.below(values[0])
             ):
                 return ast.unparse(values[0])
-        asked = self.script.function_named(last(dotted_name(node.func if isinstance(node, ast.Call) else node)))
+        asked = self.script.function_named(last_name(dotted_name(node.func if isinstance(node, ast.Call) else node)))
         ends = [n.value for n in asked.body if isinstance(n, ast.Return) and n.value] if asked is not None else []
         if len(ends) == 1 and any(isinstance(i, ast.Mod) for i in ast.walk(ends[0])):
             return ast.unparse(ends[0])  # `if self.is_due(step):` asks what it returns
@@ -244,7 +243,8 @@ class Trace:
         return key or ast.unparse(node)
 
     def key(self, node: ast.AST | None, scope: Scope) -> str:
-        """A name for the object an expression denotes, the same in caller and callee; empty for computed values."""
+        """Return a name for the object an expression denotes, the same in caller and callee; empty for computed
+        values."""
         if isinstance(node, ast.Name):
             if node.id in scope.renamed:
                 return scope.renamed[node.id]
@@ -331,7 +331,8 @@ class Trace:
         )
 
     def callee(self, node: ast.Call, scope: Scope) -> Callee | None:
-        """The function of this module, or the method of a class of it, that a call runs, when that is certain."""
+        """Return the function of this module, or the method of a class of it, that a call runs, when that is
+        certain."""
         func = node.func
         if isinstance(func, ast.Name) and func.id not in scope.local:
             for function in reversed(self.active):
@@ -348,12 +349,12 @@ class Trace:
         return self.bound("__call__", owner, held) if owner is not None else None
 
     def method(self, func: ast.Attribute, scope: Scope) -> Callee | None:
-        """`self.step`, `super().step` and `self.amp.step`, where the class is in this module."""
+        """Return `self.step`, `super().step` and `self.amp.step`, where the class is in this module."""
         own = scope.class_node
         if isinstance(func.value, ast.Name) and func.value.id == "self":
             return self.bound(func.attr, own, scope.renamed.get("self", "self")) if own is not None else None
         if isinstance(func.value, ast.Call) and getattr(func.value.func, "id", "") == "super" and own is not None:
-            above = next((c for c in self.script.parents(own) if func.attr in methods_of(c)), None)
+            above = next((c for c in self.script.parents(own) if func.attr in list_methods(c)), None)
             found = self.bound(func.attr, above, scope.renamed.get("self", "self")) if above is not None else None
             return replace(found, class_node=own) if found is not None else None
         key = self.key(func.value, scope)
@@ -385,7 +386,7 @@ class Trace:
         )
 
     def scaler_of(self, owner: ast.expr | None, scope: Scope) -> str:
-        """The scaler behind `scaler.scale(loss)`, a helper that returns it, or a name that holds its result."""
+        """Return the scaler behind `scaler.scale(loss)`, a helper that returns it, or a name that holds its result."""
         if isinstance(owner, ast.IfExp):
             return self.scaler_of(owner.body, scope) or self.scaler_of(owner.orelse, scope)
         if isinstance(owner, ast.Call):

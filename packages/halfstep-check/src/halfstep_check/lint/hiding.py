@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator
 
 from halfstep_check.findings import Finding
-from halfstep_check.lint.accumulation import Window, inner_windows, windows
+from halfstep_check.lint.accumulation import Window, find_inner_windows, find_windows
 from halfstep_check.lint.amp import Amp, is_clip, is_plain_backward
 from halfstep_check.lint.dtypes import is_model_call
 from halfstep_check.lint.flow import Event, Trace
-from halfstep_check.lint.script import Script, dotted_name, keyword, last
+from halfstep_check.lint.script import Script, dotted_name, keyword, last_name
 
 OUTPUT_NAMES = ("out", "output", "outputs", "logits", "pred", "preds", "prediction", "predictions", "noise_pred")
 CHECKS = ("isnan", "isinf", "isfinite")
@@ -20,13 +20,13 @@ CHECKS = ("isnan", "isinf", "isfinite")
 def find_hidden_nans(amp: Amp) -> Iterator[Finding]:
     if not amp.goes_backward:
         return
-    yield from hidden_nans(amp)
+    yield from find_replaced_nans(amp)
     for trace in amp.traces:
-        yield from clipped_twice(amp, trace)
-        yield from clipped_within(amp, trace)
+        yield from find_double_clipping(amp, trace)
+        yield from find_clipping_within_window(amp, trace)
 
 
-def hidden_nans(amp: Amp) -> Iterator[Finding]:
+def find_replaced_nans(amp: Amp) -> Iterator[Finding]:
     fix = "find the cause: skip the step, count it, and look at the first module that is not finite"
     for call in amp.script.calls:
         name = getattr(call.func, "attr", "") or getattr(call.func, "id", "")
@@ -46,7 +46,7 @@ def hidden_nans(amp: Amp) -> Iterator[Finding]:
 
 
 def leaves_out_of_evaluation(amp: Amp, node: ast.If) -> bool:
-    """`if isnan(loss): continue`, or `if not isnan(loss): total += …`, where a function evaluates."""
+    """Match `if isnan(loss): continue`, or `if not isnan(loss): total += …`, where a function evaluates."""
     function = amp.script.owners.get(id(node))
     words = re.split(r"[_\W]+", function.name.lower()) if function is not None else []
     inner = amp.script.calls_below(function) if function is not None else ()
@@ -60,14 +60,17 @@ def leaves_out_of_evaluation(amp: Amp, node: ast.If) -> bool:
     skips = len(node.body) == 1 and isinstance(node.body[0], ast.Continue) and tests_finite(node.test, amp.script)
     negated = node.test.operand if isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not) else None
     good = (
-        called_names(negated) & {"isnan", "isinf"} if negated is not None else called_names(node.test) == {"isfinite"}
+        list_called_names(negated) & {"isnan", "isinf"}
+        if negated is not None
+        else list_called_names(node.test) == {"isfinite"}
     )
     adds = not node.orelse and any(isinstance(s, ast.AugAssign) or ".append(" in ast.unparse(s) for s in node.body)
     return skips or bool(good) and adds
 
 
 def replaces_result(amp: Amp, call: ast.Call) -> bool:
-    """Whether nan_to_num works on a loss, a gradient, or what the model just put out; cleaning input data is fine."""
+    """Return whether nan_to_num works on a loss, a gradient, or what the model just put out; cleaning input data is
+    fine."""
     if amp.script.name_of(call.func).startswith("numpy."):
         return False  # a number to log: nothing goes backward through NumPy
     taken = (n.attr for n in amp.script.nodes if isinstance(n, ast.Attribute) and n.value is call)
@@ -90,34 +93,34 @@ def is_loss_name(text: str) -> bool:
 
 
 def tests_finite(test: ast.expr, script: Script) -> bool:
-    """`isnan(…)` or `not isfinite(…)`, also beside other tests: the branch of the bad case."""
+    """Match `isnan(…)` or `not isfinite(…)`, also among other tests: the branch of the bad case."""
     if isinstance(test, ast.BoolOp):
         return any(tests_finite(value, script) for value in test.values)
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return "isfinite" in called_names(returned(test.operand, script))
-    return bool(called_names(returned(test, script)) & {"isnan", "isinf", "not isfinite"})
+        return "isfinite" in list_called_names(inline_helper(test.operand, script))
+    return bool(list_called_names(inline_helper(test, script)) & {"isnan", "isinf", "not isfinite"})
 
 
-def called_names(node: ast.AST) -> set[str]:
-    """Last names of all calls; those under a `not` of their own are told apart."""
+def list_called_names(node: ast.AST) -> set[str]:
+    """Return last names of all calls; those directly under a `not` are marked."""
     found: set[str] = set()
     for child in ast.iter_child_nodes(node):
         negates = isinstance(child, ast.UnaryOp) and isinstance(child.op, ast.Not)
-        found |= {f"not {name}" if negates else name for name in called_names(child)}
+        found |= {f"not {name}" if negates else name for name in list_called_names(child)}
     if isinstance(node, ast.Call):
         found.add(getattr(node.func, "attr", "") or getattr(node.func, "id", ""))
     return found
 
 
-def returned(test: ast.expr, script: Script) -> ast.expr:
-    """What a helper of this module that only returns an expression computes; anything else stays as it is."""
+def inline_helper(test: ast.expr, script: Script) -> ast.expr:
+    """Return what a helper of this module that only returns an expression computes; anything else stays as it is."""
     helper = script.functions.get(dotted_name(test.func)) if isinstance(test, ast.Call) else None
     only = helper.body[-1] if helper is not None and len(helper.body) <= 2 else None
     return only.value if isinstance(only, ast.Return) and only.value is not None else test
 
 
 def replaces_loss(node: ast.stmt) -> bool:
-    """`loss = torch.zeros(…)`, `loss = loss * 0` and the like."""
+    """Match `loss = torch.zeros(…)`, `loss = loss * 0` and the like."""
     if not isinstance(node, ast.Assign) or not is_loss_name(dotted_name(node.targets[0]).lower()):
         return False
     text = ast.unparse(node.value)
@@ -138,17 +141,17 @@ def zeroes_gradient(node: ast.stmt) -> bool:
 
 
 def masks_gradient(node: ast.Assign) -> bool:
-    """`p.grad[torch.isnan(p.grad)] = 0` and `p.grad = torch.where(isnan(p.grad), 0, p.grad)`."""
+    """Match `p.grad[torch.isnan(p.grad)] = 0` and `p.grad = torch.where(isnan(p.grad), 0, p.grad)`."""
     target, value = ast.unparse(node.targets[0]), ast.unparse(node.value)
     if ".grad[" in target:
         return any(f"{check}(" in target for check in CHECKS)
     return target.endswith(".grad") and "where(" in value and any(check in value for check in CHECKS)
 
 
-def clipped_twice(amp: Amp, trace: Trace) -> Iterator[Finding]:
+def find_double_clipping(amp: Amp, trace: Trace) -> Iterator[Finding]:
     clips = [event for event in trace.events if is_clip(event)]
     for first, second in zip(clips, clips[1:], strict=False):
-        same = first.name == second.name and clipped(first) == clipped(second) != ""
+        same = first.name == second.name and get_clipped_text(first) == get_clipped_text(second) != ""
         between = trace.events[first.index + 1 : second.index]
         restarted = any(e.method in ("step", "backward", "zero_grad") for e in between)
         if same and first.loops == second.loops and first.implied_by(second) and not restarted:
@@ -156,12 +159,12 @@ def clipped_twice(amp: Amp, trace: Trace) -> Iterator[Finding]:
             yield amp.script.finding("clip-twice", second.node, message, fix="keep one of them", related=first.node)
 
 
-def clipped_within(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """A clip at every micro-batch of a window: the sum so far is clipped, and again with the next."""
-    yield from clipped_within_accumulate(amp, trace)
-    for window in (*windows(trace), *inner_windows(amp, trace)):
+def find_clipping_within_window(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """Find a clip at every micro-batch of a window: the sum so far is clipped, and again with the next."""
+    yield from find_clipping_within_accumulate(amp, trace)
+    for window in (*find_windows(trace), *find_inner_windows(amp, trace)):
         inside = trace.events[window.backward.index : window.step.index]
-        yield from clipped_at_every_sync(amp, window, inside)
+        yield from find_clipping_at_every_sync(amp, window, inside)
         gated = window.step.conditions - window.backward.conditions
         plain = [e for e in trace.events if is_plain_backward(e) and e.loops == window.backward.loops]
         for clip in (e for e in inside if is_clip(e) and e.loops == window.backward.loops):
@@ -172,8 +175,8 @@ def clipped_within(amp: Amp, trace: Trace) -> Iterator[Finding]:
                 return
 
 
-def clipped_at_every_sync(amp: Amp, window: Window, inside: list[Event]) -> Iterator[Finding]:
-    """`if accelerator.sync_gradients: clip` of an Accelerator without a window, which syncs at every batch."""
+def find_clipping_at_every_sync(amp: Amp, window: Window, inside: list[Event]) -> Iterator[Finding]:
+    """Find `if accelerator.sync_gradients: clip` of an Accelerator without a window, which syncs at every batch."""
     for clip in (e for e in inside if e.method in ("clip_grad_norm_", "clip_grad_value_")):
         owner = amp.script.canonical(clip.receiver)
         asked = {text for text, _ in clip.conditions - window.backward.conditions}
@@ -184,27 +187,27 @@ def clipped_at_every_sync(amp: Amp, window: Window, inside: list[Event]) -> Iter
             return
 
 
-def clipped_within_accumulate(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """accelerator.clip_grad_norm_() under accumulate() and not under `if accelerator.sync_gradients:`."""
+def find_clipping_within_accumulate(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """Find accelerator.clip_grad_norm_() under accumulate() and not under `if accelerator.sync_gradients:`."""
     opened = {e.receiver: e for e in trace.calls("accumulate") if counts_window(amp, e.receiver)}
     for clip in trace.calls("clip_grad_norm_", "clip_grad_value_"):
         owner = opened.get(clip.receiver)
         gated = any("sync_gradients" in text or "%" in text for text, _ in clip.conditions)
         if owner is not None and owner.loops == clip.loops and owner.index < clip.index and not gated:
             message = "gradients are clipped, and unscaled in fp16, at every micro-batch: the second unscale_() raises"
-            fix = f"if {last(clip.receiver)}.sync_gradients: before it"
+            fix = f"if {last_name(clip.receiver)}.sync_gradients: before it"
             yield amp.script.finding("clip-twice", clip.node, message, fix=fix, related=owner.node)
             return
 
 
 def counts_window(amp: Amp, accelerator: str) -> bool:
-    """Whether an Accelerator is made here with a window that may be longer than one."""
+    """Return whether an Accelerator is made here with a window that may be longer than one."""
     made = [v for v in amp.script.values(accelerator) if isinstance(v, ast.Call)]
     words = ("gradient_accumulation_steps", "gradient_accumulation_plugin")
     lengths = [amp.script.constant(keyword(call, word)) for call in made for word in words]
     return any(length is not None and getattr(length, "value", None) != 1 for length in lengths)
 
 
-def clipped(event: Event) -> str:
-    """What a clip works on, as it is written."""
+def get_clipped_text(event: Event) -> str:
+    """Return what a clip works on, as it is written."""
     return ast.unparse(event.node.args[0]) if isinstance(event.node, ast.Call) and event.node.args else ""

@@ -8,18 +8,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from halfstep_check.findings import Edit, Finding, Place, lines_of
+from halfstep_check.findings import Edit, Finding, Place, split_lines
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def last(key: str) -> str:
-    """`scaler` of `self.scaler` and of `train:scaler`."""
+def last_name(key: str) -> str:
+    """Return `scaler` for `self.scaler` and of `train:scaler`."""
     return key.rsplit(".", 1)[-1].rsplit(":", 1)[-1]
 
 
 def dotted_name(node: ast.AST | None) -> str:
-    """`a.b.c` of a chain of attributes, or an empty string."""
+    """Return `a.b.c` of a chain of attributes, or an empty string."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -29,8 +29,8 @@ def dotted_name(node: ast.AST | None) -> str:
     return ".".join([node.id, *reversed(parts)])
 
 
-def paired(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Targets with their values; `a, b = f(), g()` is two assignments."""
+def pair_assignments(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Return Targets with their values; `a, b = f(), g()` is two assignments."""
     for target in node.targets:
         if (
             isinstance(target, ast.Tuple)
@@ -47,7 +47,7 @@ def keyword(call: ast.Call, name: str) -> ast.expr | None:
 
 
 def argument(call: ast.Call, position: int, name: str) -> ast.expr | None:
-    """An argument by position or by name."""
+    """Return an argument by position or by name."""
     return call.args[position] if len(call.args) > position else keyword(call, name)
 
 
@@ -72,20 +72,21 @@ def read_number(node: ast.expr | None) -> float | None:
     return None
 
 
-def names_in(node: ast.AST) -> set[str]:
+def list_names(node: ast.AST) -> set[str]:
     return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
 
 
-def methods_of(class_node: ast.ClassDef) -> dict[str, Function]:
+def list_methods(class_node: ast.ClassDef) -> dict[str, Function]:
     return {node.name: node for node in class_node.body if isinstance(node, Function)}
 
 
-def parameters_of(root: ast.AST) -> set[str]:
+def list_parameters(root: ast.AST) -> set[str]:
     return {a.arg for a in ast.walk(root.args) if isinstance(a, ast.arg)} if isinstance(root, Function) else set()
 
 
-def passed_by(statement: ast.stmt) -> Iterator[tuple[ast.expr, bool]]:
-    """Tests whose answer is known after a statement, because the other one leaves; those inside its blocks too."""
+def list_passed_tests(statement: ast.stmt) -> Iterator[tuple[ast.expr, bool]]:
+    """Return tests whose answer is known after a statement, because the other one leaves; those inside its blocks
+    too."""
     if isinstance(statement, ast.If):
         if leaves(statement.body):
             yield statement.test, False
@@ -95,11 +96,11 @@ def passed_by(statement: ast.stmt) -> Iterator[tuple[ast.expr, bool]]:
         handlers = getattr(statement, "handlers", [])
         parts = [statement.body, getattr(statement, "orelse", []), *(handler.body for handler in handlers)]
         for inner in (inner for part in parts if not leaves(part) for inner in part):
-            yield from passed_by(inner)
+            yield from list_passed_tests(inner)
 
 
-def ends_window(test: ast.expr) -> ast.expr | None:
-    """`i % n == 0` for `i % n != 0` and for `i % n` alone, which hold where it does not."""
+def normalise_window_test(test: ast.expr) -> ast.expr | None:
+    """Return `i % n == 0` for `i % n != 0` and for `i % n` alone, which hold where it does not."""
     unequal = isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.NotEq) and len(test.ops) == 1
     left = test.left if unequal and isinstance(test, ast.Compare) else test
     zero = test.comparators[0] if unequal and isinstance(test, ast.Compare) else ast.Constant(value=0)
@@ -109,12 +110,12 @@ def ends_window(test: ast.expr) -> ast.expr | None:
 
 
 def leaves(body: list[ast.stmt]) -> bool:
-    """Whether a block never falls through to what follows it."""
+    """Return whether a block never falls through to what follows it."""
     return bool(body) and isinstance(body[-1], ast.Return | ast.Continue | ast.Break | ast.Raise)
 
 
 MARKS = ast.expr_context | ast.operator | ast.unaryop | ast.cmpop | ast.boolop
-"""Nodes that stand for a word, not for code; `ast` uses one object for all of a kind."""
+"""Nodes for single tokens, without code of their own; `ast` uses one object for all of a kind."""
 
 AUTOCASTS = {
     *("torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast", "autocast"),
@@ -155,7 +156,7 @@ class Script:
 
     @cached_property
     def layout(self) -> tuple[list[ast.AST], dict[int, tuple[int, int]]]:
-        """All nodes, each before those below it, and where those stand, by identity: a subtree is then a slice."""
+        """All nodes, each before those below it, and their spans by identity: a subtree is then a slice."""
         spans: dict[int, tuple[int, int]] = {}
         order: list[ast.AST] = []
 
@@ -176,7 +177,7 @@ class Script:
         return self.layout[0]
 
     def below(self, node: ast.AST) -> list[ast.AST]:
-        """A node of this script and all below it, outer ones first; nodes made elsewhere are walked."""
+        """Return a node of this script and all below it, outer ones first; nodes made elsewhere are walked."""
         span = self.layout[1].get(id(node))
         return self.nodes[span[0] : span[1]] if span is not None else list(ast.walk(node))
 
@@ -193,7 +194,7 @@ class Script:
         return {node.name: node for node in self.tree.body if isinstance(node, Function)}
 
     def nested_in(self, function: ast.AST) -> dict[str, Function]:
-        """Functions defined directly inside another one's body, by name."""
+        """Return functions defined directly inside another one's body, by name."""
         if id(function) not in self.nested:
             inner = self.below(function)[1:] if isinstance(function, Function) else []
             self.nested[id(function)] = {node.name: node for node in inner if isinstance(node, Function)}
@@ -208,7 +209,7 @@ class Script:
         return {node.name: node for node in self.classes}
 
     def parents(self, class_node: ast.ClassDef) -> list[ast.ClassDef]:
-        """The bases that this module defines, nearest first."""
+        """Return the bases that this module defines, nearest first."""
         found: list[ast.ClassDef] = []
         waiting = [class_node]
         while waiting:
@@ -218,14 +219,14 @@ class Script:
         return found
 
     def methods(self, class_node: ast.ClassDef) -> dict[str, Function]:
-        """Methods of a class, those of its bases in this module included."""
+        """Return methods of a class, those of its bases in this module included."""
         found: dict[str, Function] = {}
         for node in reversed([class_node, *self.parents(class_node)]):
-            found |= methods_of(node)
+            found |= list_methods(node)
         return found
 
     def class_of(self, key: str) -> ast.ClassDef | None:
-        """The class of this module whose instance a name holds, where it holds nothing else (None aside)."""
+        """Return the class of this module whose instance a name holds, where it holds nothing else (None aside)."""
         if key not in self.held:
             self.held[key] = None  # a name that is made from itself
             arms = [arm for v in self.values(key) for arm in ([v.body, v.orelse] if isinstance(v, ast.IfExp) else [v])]
@@ -246,7 +247,7 @@ class Script:
         return self.class_of(name) if name else None
 
     def origins(self, key: str, seen: frozenset[str] = frozenset()) -> list[ast.expr]:
-        """What the values of a name come from, `FSDP(net)` for `model = sharded.to(device)`; names followed."""
+        """Return what the values of a name come from, `FSDP(net)` for `model = sharded.to(device)`; names followed."""
         found: list[ast.expr] = []
         seen |= {key}
         for value in self.values(key):
@@ -281,17 +282,17 @@ class Script:
         return held | {node.name for node in self.nodes if isinstance(node, Function)}
 
     def function_named(self, name: str) -> Function | None:
-        """The function or method of this name, when there is one alone."""
+        """Return the function or method of this name, when there is one alone."""
         found = self.named_functions.get(name, [])
         return found[0] if len(found) == 1 else None
 
     def property_named(self, node: ast.AST | None) -> Function | None:
-        """`def dtype(self)` under @property, for `cfg.dtype`."""
+        """Return `def dtype(self)` under @property, for `cfg.dtype`."""
         found = self.function_named(node.attr) if isinstance(node, ast.Attribute) else None
         return found if found is not None and "property" in map(dotted_name, found.decorator_list) else None
 
     def name_of(self, node: ast.AST) -> str:
-        """The full dotted name an expression means after imports, or an empty string."""
+        """Return the full dotted name an expression means after imports, or an empty string."""
         dotted = dotted_name(node)
         head, _, rest = dotted.partition(".")
         full = self.imports.get(head, head)
@@ -302,7 +303,7 @@ class Script:
 
     @cached_property
     def lines(self) -> list[str]:
-        return lines_of(self.text)
+        return split_lines(self.text)
 
     @cached_property
     def code(self) -> str:
@@ -310,7 +311,7 @@ class Script:
         return re.sub(r"(^|\s)#.*", "", self.text)
 
     def position(self, line: int, byte_column: int) -> tuple[int, int]:
-        """`ast` counts bytes of UTF-8, edits count characters."""
+        """Return `ast` counts bytes of UTF-8, edits count characters."""
         return line, len(self.lines[line - 1].encode()[:byte_column].decode(errors="ignore"))
 
     def finding(
@@ -332,7 +333,7 @@ class Script:
         found: dict[str, list[ast.expr]] = {}
         for node in self.nodes:
             if isinstance(node, ast.Assign):
-                for target, value in paired(node):
+                for target, value in pair_assignments(node):
                     parts = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
                     given = self.returned(value, len(parts)) if len(parts) > 1 else []
                     for number, part in enumerate(parts):
@@ -344,23 +345,23 @@ class Script:
         return found
 
     def ends(self, value: ast.expr) -> list[ast.expr]:
-        """What a function of this file may return to a call."""
-        own = self.function_named(last(dotted_name(value.func))) if isinstance(value, ast.Call) else None
+        """Return what a function of this file may return to a call."""
+        own = self.function_named(last_name(dotted_name(value.func))) if isinstance(value, ast.Call) else None
         inside = self.below(own) if own is not None else []
         return [n.value for n in inside if isinstance(n, ast.Return) and n.value is not None]
 
     def returned(self, value: ast.expr, length: int) -> list[list[ast.expr]]:
-        """The tuples of this length that a function of this file may return to a call."""
+        """Return the tuples of this length that a function of this file may return to a call."""
         ends = self.ends(value)
         tuples = [end.elts for end in ends if isinstance(end, ast.Tuple) and len(end.elts) == length]
         return tuples if len(tuples) == len(ends) else []
 
     def values(self, key: str) -> list[ast.expr]:
-        """What a name is ever given; a walk into a function writes its local names as `function:name`."""
+        """Return what a name is ever given; a walk into a function writes its local names as `function:name`."""
         return self.assigned.get(self.canonical(key), [])
 
     def canonical(self, key: str) -> str:
-        """A name as the code that gives it a value writes it: `self.scaler` for `trainer.scaler`."""
+        """Return a name as the code that gives it a value writes it: `self.scaler` for `trainer.scaler`."""
         name = key.rsplit(":", 1)[-1]
         owner, _, attribute = name.rpartition(".")
         if name in self.assigned or owner in ("", "self"):
@@ -368,7 +369,8 @@ class Script:
         return f"self.{attribute}" if attribute in self.attributes_of(self.class_of(owner)) else name
 
     def attributes_of(self, class_node: ast.ClassDef | None) -> frozenset[str]:
-        """What the methods of a class, and of its bases here, set on `self`; `config.device` is not the trainer's."""
+        """Return what the methods of a class, and of its bases here, set on `self`; `config.device` is not the
+        trainer's."""
         if class_node is None:
             return frozenset()
         if id(class_node) not in self.stored:
@@ -387,7 +389,7 @@ class Script:
         return found
 
     def share_scope(self, one: ast.AST, other: ast.AST) -> bool:
-        """Whether two nodes can speak of the same local names: one function, or module level for either."""
+        """Return whether two nodes can share local names: one function, or module level for either."""
         first, second = self.owners.get(id(one)), self.owners.get(id(other))
         return first is second or first is None or second is None
 
@@ -399,8 +401,8 @@ class Script:
         return {dotted_name(model).rsplit(".", 1)[-1] for model in models} - {""}
 
     def is_optimizer(self, key: str) -> bool:
-        """By its name, `optimizer`, `optim_g`, `self.opt`, `optD`, or by what it is made from or handed to."""
-        name = last(key)
+        """Match By its name, `optimizer`, `optim_g`, `self.opt`, `optD`, or by what it is made from or handed to."""
+        name = last_name(key)
         low = name.lower()
         named = "optim" in low or low == "opt" or low.startswith("opt_") or low.endswith("_opt")
         return named or bool(re.match(r"opt[A-Z]", name)) or name in self.optimizer_names
@@ -409,14 +411,14 @@ class Script:
     def scaler_names(self) -> set[str]:
         """Last names, in lower case, of what is given a GradScaler."""
         made = ((n, v) for n, values in self.assigned.items() for v in values if isinstance(v, ast.Call))
-        return {last(name).lower() for name, value in made if self.name_of(value.func) in SCALERS}
+        return {last_name(name).lower() for name, value in made if self.name_of(value.func) in SCALERS}
 
     @cached_property
     def optimizer_names(self) -> set[str]:
-        """Last names of what torch.optim makes here, and of what somebody unscales the gradients of."""
+        """Last names of what torch.optim makes here, and of what unscale_() is called with."""
         made = {n for n, values in self.assigned.items() if any(map(self.makes_optimizer, values))}
         unscaled = {dotted_name(c.args[0]) for c in self.calls if getattr(c.func, "attr", "") == "unscale_" and c.args}
-        return {last(name) for name in made | unscaled} - {""}
+        return {last_name(name) for name in made | unscaled} - {""}
 
     def makes_optimizer(self, value: ast.expr) -> bool:
         name = self.name_of(value.func) if isinstance(value, ast.Call) else ""
@@ -437,27 +439,29 @@ class Script:
 
     @cached_property
     def parameters(self) -> set[str]:
-        """Names of any function's parameters: their value is the caller's business."""
+        """Names of any function's parameters: the caller decides their value."""
         return {node.arg for node in self.nodes if isinstance(node, ast.arg)}
 
     def is_taken(self, node: ast.AST | None) -> bool:
-        """Whether a name is a parameter of a function around it: its value is the caller's business."""
+        """Return whether a name is a parameter of a function around it: the caller decides its value."""
         name, around = dotted_name(node), self.owners.get(id(node))
         while name and around is not None:
-            if name in parameters_of(around):
+            if name in list_parameters(around):
                 return True
             around = self.owners.get(id(around))
         return False
 
     def handed(self, name: str) -> list[ast.expr]:
-        """What calls of this file give to the parameter of this name, a class's `__init__()` included."""
+        """Return what calls of this file give to the parameter of this name, a class's `__init__()` included."""
         found: list[ast.expr] = []
-        for function in (n for n in self.nodes if isinstance(n, Function) and name in parameters_of(n)):
+        for function in (n for n in self.nodes if isinstance(n, Function) and name in list_parameters(n)):
             owner = next((c.name for c in self.classes if function in c.body), "")
             taken = [a.arg for a in (*function.args.posonlyargs, *function.args.args) if a.arg != "self"]
             called = owner if function.name == "__init__" else function.name
             place = taken.index(name) if name in taken else len(taken)
-            found += [v for c in self.calls if last(dotted_name(c.func)) == called and (v := argument(c, place, name))]
+            found += [
+                v for c in self.calls if last_name(dotted_name(c.func)) == called and (v := argument(c, place, name))
+            ]
         return found
 
     @cached_property
@@ -469,7 +473,7 @@ class Script:
     @cached_property
     def ends_lifted(self) -> bool:
         """Whether a module of this script returns a softmax."""
-        layers = [method for node in self.classes if (method := methods_of(node).get("forward")) is not None]
+        layers = [method for node in self.classes if (method := list_methods(node).get("forward")) is not None]
         ends = [n.value for layer in layers for n in self.below(layer) if isinstance(n, ast.Return) and n.value]
         calls = (call for end in ends for call in self.calls_below(end))
         return any("softmax" in (getattr(c.func, "attr", "") or getattr(c.func, "id", "")) for c in calls)
@@ -479,7 +483,7 @@ class Script:
         return any(self.name_of(node) in AUTOCASTS for node in names)
 
     def stored_names(self, function: Function) -> frozenset[str]:
-        """Names a function assigns."""
+        """Return names a function assigns."""
         if id(function) not in self.stored:
             stores = (n for n in self.below(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
             self.stored[id(function)] = frozenset(node.id for node in stores)
@@ -487,7 +491,7 @@ class Script:
 
     @cached_property
     def defaults(self) -> dict[str, list[ast.expr]]:
-        """What a setting is unless somebody says otherwise: `add_argument("--dtype", default=…)`, a class's fields."""
+        """Defaults of settings: `add_argument("--dtype", default=…)`, a class's fields."""
         found: dict[str, list[ast.expr]] = {}
         for call in self.calls:
             flags = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
@@ -500,13 +504,13 @@ class Script:
         return found
 
     def default(self, node: ast.expr | None) -> ast.expr | None:
-        """The default of `args.dtype`, where the file has one alone; anything else stays as it is."""
+        """Return the default of `args.dtype`, where the file has one alone; anything else stays as it is."""
         fixed = self.constant(node)
         values = self.defaults.get(fixed.attr, []) if isinstance(fixed, ast.Attribute) else []
         return values[0] if len(values) == 1 else fixed
 
     def constant(self, node: ast.expr | None) -> ast.expr | None:
-        """The expression a name stands for when it is assigned exactly once; anything else stays as it is."""
+        """Return the expression a name has when it is assigned exactly once; anything else is returned unchanged."""
         for _ in range(4):
             name = dotted_name(node)
             values = self.assigned.get(name, [])
