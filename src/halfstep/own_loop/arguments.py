@@ -25,7 +25,7 @@ from halfstep.step.batches import Batch
 from halfstep.step.forward_writes import TensorSlots, refuse_uninitialised
 from halfstep.step.guard import GuardOptions
 from halfstep.step.scaler import ScalerOptions
-from halfstep.tune.own_blocks import describe_recomputed, find_blocks, recompute_blocks_
+from halfstep.tune.repeated_blocks import describe_recomputed, find_blocks, recompute_blocks_
 
 BY_DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
