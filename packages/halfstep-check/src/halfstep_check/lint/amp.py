@@ -68,7 +68,7 @@ class Amp:
         """Return GradScalers a value may be: the call itself, or one branch of `GradScaler() if amp else None`."""
         if isinstance(value, ast.IfExp):
             yield from ((call, None) for part in (value.body, value.orelse) for call, _ in self.made_scalers(part))
-        elif isinstance(value, ast.Call) and self.script.name_of(value.func) in SCALERS:
+        elif isinstance(value, ast.Call) and self.script.resolve_name(value.func) in SCALERS:
             yield value, read_enabled(value, self.script)
 
     @cached_property
@@ -76,7 +76,9 @@ class Amp:
         """Accelerators made here and the precision they are given: fp16 where it may be, empty where none is."""
         made = {name: v for name, values in self.script.assigned.items() for v in values if isinstance(v, ast.Call)}
         calls = {
-            n: v for n, v in made.items() if self.script.name_of(v.func) in ("accelerate.Accelerator", "Accelerator")
+            n: v
+            for n, v in made.items()
+            if self.script.resolve_name(v.func) in ("accelerate.Accelerator", "Accelerator")
         }
         return {
             name: read_accelerator_precision(keyword(call, "mixed_precision"), self.script)
@@ -89,7 +91,7 @@ class Amp:
         found = set()
         for name, values in self.script.assigned.items():
             for call in (v for v in values if name in self.accelerators and isinstance(v, ast.Call)):
-                word = self.script.default(keyword(call, "mixed_precision"))
+                word = self.script.read_default(keyword(call, "mixed_precision"))
                 found |= {name} if isinstance(word, ast.Constant) and word.value == "no" else set()
         return found
 
@@ -114,7 +116,7 @@ class Amp:
         if self.script.imports.get(name, "").startswith("sklearn."):
             return True
         values = [v for key, given in self.script.assigned.items() if last_name(key) == name for v in given]
-        makers = [self.script.name_of(value.func) if isinstance(value, ast.Call) else "" for value in values]
+        makers = [self.script.resolve_name(value.func) if isinstance(value, ast.Call) else "" for value in values]
         return bool(makers) and all(maker.startswith("sklearn.") for maker in makers)
 
     @cached_property
@@ -151,9 +153,9 @@ class Amp:
         """Return the scale a GradScaler starts at, as a number or as the script writes it; 65536 by default."""
         for made in (made for made in self.scalers if is_same_object(made.key, key)):
             # torch.amp's takes the device first, torch.cuda.amp's the scale.
-            position = 0 if self.script.name_of(made.call.func).startswith(("torch.cuda.", "torch.cpu.")) else 1
+            position = 0 if self.script.resolve_name(made.call.func).startswith(("torch.cuda.", "torch.cpu.")) else 1
             if (given := argument(made.call, position, "init_scale")) is not None:
-                value = read_number(self.script.constant(given))
+                value = read_number(self.script.read_constant(given))
                 return f"{value:.12g}" if value is not None else ast.unparse(given)
         return "65536"
 
@@ -174,7 +176,7 @@ def read_accelerator_precision(value: ast.expr | None, script: Script) -> str:
     """Return `mixed_precision=` of an Accelerator; what is decided at run time may be fp16."""
     if value is None:
         return ""
-    fixed = script.constant(value)
+    fixed = script.read_constant(value)
     return str(fixed.value) if isinstance(fixed, ast.Constant) else "fp16"
 
 
@@ -269,7 +271,7 @@ STEPPED_WORDS = ("scaler", "optim", "sched", "ema", "opt")
 
 def trains(function: ast.AST, script: Script) -> bool:
     """Return whether a function does any part of a training or evaluation step itself."""
-    for node in script.below(function):
+    for node in script.walk_below(function):
         name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
         if name in STEP_WORDS or name in script.autocast_names:
             return True
@@ -310,7 +312,7 @@ def make_traces(script: Script) -> list[Trace]:
     traces += [
         Trace(script, method, node, trainers=trainers)
         for node in script.classes
-        for name, method in script.methods(node).items()
+        for name, method in script.list_methods(node).items()
         if id(method) in trainers and name not in list_methods(node) and calls_any(script, method, list_methods(node))
     ]
     inlined = {function for trace in traces for function in trace.inlined}
