@@ -164,6 +164,7 @@ def find_windows(trace: Trace) -> Iterator[Window]:
         backwards = [
             e for e in trace.calls("backward") if e.loops[: len(step.loops)] == step.loops and e.index < step.index
         ]
+        # The backward of the same path whose gradients the step uses.
         latest = next((e for e in reversed(backwards) if not e.excludes(step)), None)
         length = get_modulus(tests[0])
         # `with model.no_sync(): …backward()` of the micro-batches before the last one, which has a branch of its own.
@@ -177,8 +178,8 @@ def find_windows(trace: Trace) -> Iterator[Window]:
 
 
 def find_inner_windows(amp: Amp, trace: Trace) -> Iterator[Window]:
-    """Return `for _ in range(accumulation_steps):` or `for micro in batch.chunk(n):` around backward, and a step after
-    it."""
+    """Find windows that an inner loop counts, `for _ in range(accumulation_steps):` or `for micro in batch.chunk(n):`
+    around backward, and a step after it."""
     loops = {id(node): node for node in amp.script.nodes if isinstance(node, ast.For | ast.While)}
     seen: set[int] = set()
     for backward in trace.calls("backward"):
@@ -186,6 +187,7 @@ def find_inner_windows(amp: Amp, trace: Trace) -> Iterator[Window]:
         length = get_loop_length(loop, amp.script)
         if loop is None or not length or id(loop) in seen or recomputes(amp, loop):
             continue
+        # A window needs a step after the inner loop, and none inside it.
         inside = [e for e in trace.events if e.loops[: len(backward.loops)] == backward.loops]
         after = [e for e in trace.calls("step") if e.loops == backward.loops[:-1] and e.index > inside[-1].index]
         steps = [e for e in after if e.optimizer]
@@ -195,7 +197,7 @@ def find_inner_windows(amp: Amp, trace: Trace) -> Iterator[Window]:
 
 
 def counts_micro_batches(length: ast.expr, script: Script) -> bool:
-    """Match By its name, `accum_steps`, or by what it is made from: `n_inner = batch_size // microbatch`."""
+    """Match counts of micro-batches by name, `accum_steps`, or by value: `n_inner = batch_size // microbatch`."""
     texts = [ast.unparse(length), *map(ast.unparse, script.list_values(dotted_name(length)))]
     return any(word in text.lower() for text in texts for word in ACCUMULATION_WORDS)
 
@@ -245,6 +247,7 @@ def trace_loss(trace: Trace, backward: Event) -> list[Event]:
     inner |= {name for value in given for name in list_names(value)}  # `fabric.backward(loss)`
     # In a function walked in place of its call, local names carry the function's name.
     inner |= {f"{backward.function}:{name}" for name in inner}
+    # Walk back through assignments, adding the losses that each is made from.
     wanted, chain = ({backward.receiver} | inner) - {"", backward.scaled_by}, []
     for event in reversed(trace.events[: backward.index]):
         if event.targets and wanted.intersection(event.targets) and event.loops == backward.loops:
@@ -306,7 +309,7 @@ def is_divided_elsewhere(amp: Amp, window: Window) -> bool:
 
 
 def find_dropped_tail(amp: Amp, trace: Trace, window: Window) -> Iterator[Finding]:
-    """Find gradients of a last, partial window are thrown away by a zero_grad before the next epoch's first batch."""
+    """Find a last, partial window whose gradients are cleared, or leak into the next epoch."""
     tree = ast.parse(window.test, mode="eval").body
     plain = isinstance(tree, ast.Compare) and "len(" not in window.test
     if any(
@@ -379,7 +382,7 @@ def find_unreduced_gradients(amp: Amp) -> Iterator[Finding]:
 
 
 def find_unsynced(script: Script, node: ast.AST) -> list[ast.With]:
-    """Return `with model.no_sync():`; a choice between that and nullcontext() is decided at run time."""
+    """Match `with model.no_sync():`; a choice between that and nullcontext() is decided at run time."""
     blocks = [n for n in script.walk_below(node) if isinstance(n, ast.With)]
     return [n for n in blocks if any(is_no_sync(item.context_expr) for item in n.items)]
 
@@ -393,7 +396,7 @@ def is_named(script: Script, node: ast.AST, method: str) -> list[ast.Call]:
 
 
 def find_never_reduced(script: Script) -> Iterator[Finding]:
-    """Find every backward() of a function that steps is in no_sync()."""
+    """Find a function that steps with every backward() in no_sync()."""
     for function in (n for n in script.nodes if isinstance(n, Function)):
         chosen = {id(n) for i in script.walk_below(function) if isinstance(i, ast.If) for n in script.walk_below(i)}
         blocks = [b for b in find_unsynced(script, function) if id(b) not in chosen]
@@ -407,7 +410,8 @@ def find_never_reduced(script: Script) -> Iterator[Finding]:
 
 
 def find_wrong_micro_batch(script: Script) -> Iterator[Finding]:
-    """Find no_sync() at the micro-batch whose backward the step waits for, as its test and the counter's place tell."""
+    """Find no_sync() at the micro-batch whose backward the step waits for, judging by its test and the position of the
+    counter."""
     for loop in (n for n in script.nodes if isinstance(n, ast.For | ast.While)):
         choices = [(i, n) for i, n in enumerate(loop.body) if isinstance(n, ast.If)]
         for place, choice in choices:

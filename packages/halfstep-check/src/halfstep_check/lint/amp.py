@@ -106,6 +106,7 @@ class Amp:
         }
         words = ("scaler", "accelerat", "loss_scale", "grad_scale")
         # An import that is never used scales nothing, and a StandardScaler scales data.
+        # Names are all there is for scalers from other files, so any name that suggests one counts.
         imported = {name for name, full in self.script.imports.items() if full not in SCALERS}
         names = {name for name in {*names, *imported} if not self.scales_data(name)}
         # `loss_scaled = loss / n` is a loss, not a scale.
@@ -146,6 +147,7 @@ class Amp:
     @cached_property
     def escaped(self) -> set[str]:
         """Names handed to calls that are not followed; what happens there is not known."""
+        # Inlined calls leave no event of their own: what remains are calls into other files.
         followed = {event for trace in self.traces for event in trace.events}
         return {argument for event in followed for argument in list_passed_names(event) if argument}
 
@@ -290,6 +292,7 @@ def find_training_functions(script: Script) -> frozenset[int]:
         id(f): {getattr(c.func, "attr", "") or getattr(c.func, "id", "") for c in script.calls_below(f)}
         for f in functions
     }
+    # Propagate from steps to their callers, one call level per round, as deep as calls are followed.
     for _ in range(MAX_INLINED):
         names = {node.name for node in functions if id(node) in found}
         found |= {id(node) for node in functions if called[id(node)] & names}
@@ -315,5 +318,6 @@ def make_traces(script: Script) -> list[Trace]:
         for name, method in script.list_methods(node).items()
         if id(method) in trainers and name not in list_methods(node) and calls_any(script, method, list_methods(node))
     ]
+    # A function that another trace walked in place of its call is judged there, with the caller's context.
     inlined = {function for trace in traces for function in trace.inlined}
     return [trace for trace in traces if id(trace.root) not in inlined]

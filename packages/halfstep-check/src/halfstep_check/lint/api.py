@@ -31,7 +31,7 @@ def find_old_names(amp: Amp) -> Iterator[Finding]:
 
 
 def find_deprecated_names(script: Script) -> Iterator[Finding]:
-    """Find one finding a file, at the first old name; code that serves old and new torch alike is right as it is."""
+    """Find old names of torch.amp, once per file; code that supports old and new torch is left alone."""
     imports = [n for n in script.nodes if isinstance(n, ast.ImportFrom) and n.module in OLD_MODULES]
     imports = [node for node in imports if any(alias.name in MOVED for alias in node.names)]
     calls = [(call, found) for call in script.calls if (found := match_old_attribute(call.func, script))]
@@ -78,8 +78,8 @@ def asks_old(node: ast.Attribute, script: Script) -> bool:
 
 
 def make_attribute_edits(script: Script, call: ast.Call, module: str, name: str) -> tuple[Edit, ...]:
-    """Return only where the module is written out; through an alias such as `amp.autocast` the import would have to
-    change."""
+    """Return the edits of a call that writes the module out; through an alias such as `amp.autocast` the import would
+    have to change."""
     line, column = script.find_position(call.func.lineno, call.func.col_offset)
     if not script.lines[line - 1].startswith(module, column):
         return ()
@@ -119,7 +119,8 @@ def make_import_edits(script: Script, node: ast.ImportFrom) -> tuple[Edit, ...]:
 
 
 def make_call_edits(script: Script, call: ast.Call, module: str, name: str) -> tuple[Edit, ...]:
-    """Return `autocast(True)` becomes `autocast("cuda", enabled=True)`; no edit where the meaning is not certain."""
+    """Return the edits that turn `autocast(True)` into `autocast("cuda", enabled=True)`; none if the meaning is
+    uncertain."""
     device = module.split(".")[1]
     if len(call.args) > 1 and name == "autocast" or any(isinstance(a, ast.Starred) for a in call.args):
         return ()
@@ -291,7 +292,7 @@ def find_dropped_scaling(amp: Amp) -> Iterator[Finding]:
 
 
 def find_loads_into_none(amp: Amp) -> Iterator[Finding]:
-    """Find `scaler = GradScaler() if amp else None`, and load_state_dict() on it that no test guards."""
+    """Find `scaler = GradScaler() if amp else None` with a load_state_dict() on it that no test guards."""
     script = amp.script
     for call in (c for c in script.calls if getattr(c.func, "attr", "") == "load_state_dict"):
         target = call.func.value  # type: ignore[attr-defined]

@@ -38,7 +38,7 @@ def find_unsaved_scalers(amp: Amp) -> Iterator[Finding]:
 
 
 def find_unloaded_apex(amp: Amp) -> Iterator[Finding]:
-    """Find apex keeps its loss scale in amp.state_dict()."""
+    """Find resumes that load the optimizer but not apex's loss scale, which is in amp.state_dict()."""
     named = [(call, amp.script.resolve_name(call.func)) for call in amp.script.calls]
     scales = any(name == "apex.amp.initialize" and "'O0'" not in ast.unparse(call) for call, name in named)
     loads = [call for call in amp.script.calls if is_optimizer_load(amp, call)]
@@ -49,7 +49,7 @@ def find_unloaded_apex(amp: Amp) -> Iterator[Finding]:
 
 
 def find_unloaded(amp: Amp, live: dict[str, ast.AST], loaded: set[str]) -> Iterator[Finding]:
-    """Find Resume loads the optimizer and leaves the scaler; where nothing is saved here, another script wrote the
+    """Find a resume that loads the optimizer but not the scaler; where nothing is saved here, another script wrote the
     file."""
     if not loaded & live.keys() and any(amp.script.is_optimizer(name) for name in loaded):
         first = next(call for call in amp.script.calls if is_optimizer_load(amp, call))
@@ -59,11 +59,12 @@ def find_unloaded(amp: Amp, live: dict[str, ast.AST], loaded: set[str]) -> Itera
 
 
 def list_live_scalers(amp: Amp) -> dict[str, ast.AST]:
-    """Return Scalers that scale here, or are made here and passed to code that scales, by last name, with a node of
+    """Return scalers that scale here, or are made here and passed to code that scales, by last name, with a node of
     their scope."""
     scaling = {last_name(e.scaled_by): e.node for t in amp.traces for e in t.events if is_scaled_backward(e)}
     named = {name: node for name, node in scaling.items() if "scaler" in name.lower()}
     made = {last_name(m.key): m.call for m in amp.scalers if last_name(m.key) in scaling or is_handed_over(amp, m)}
+    # A scaler that is passed to code that saves or loads may be in the checkpoint.
     hidden = {last_name(name) for t in amp.traces for e in t.events if keeps_state(e) for name in list_passed_names(e)}
     return {k: v for k, v in {**named, **made}.items() if not amp.is_disabled(k) and k not in hidden}
 
@@ -87,7 +88,7 @@ def list_receivers(amp: Amp, method: str) -> set[str]:
 
 
 def find_unsaved(amp: Amp, live: dict[str, ast.AST]) -> Iterator[Finding]:
-    """Find what holds the optimizer's state is a checkpoint to resume from; the scaler belongs into it."""
+    """Find checkpoints with the optimizer's state but without the scaler's."""
     for node in amp.script.nodes:
         keys, values = list_entries(node)
         if not any(
@@ -129,6 +130,7 @@ def reaches(amp: Amp, name: str, owner: ast.AST, node: ast.AST) -> bool:
     is_attribute = any("." in made.key for made in amp.scalers if last_name(made.key) == name)
     if is_attribute or amp.script.share_scope(owner, node):
         return True
+    # Functions that call each other belong to one run.
     writer, trainer = amp.script.owners.get(id(node)), amp.script.owners.get(id(owner))
     if writer is None or trainer is None:
         return False
@@ -252,7 +254,8 @@ def describe_repeat(made: Event, scaled: Event) -> str:
 
 
 def is_repeated(amp: Amp, trace: Trace, made: Event, scaled: Event) -> bool:
-    """Match In the loop over epochs or batches, or in a function that runs one epoch; folds are runs of their own."""
+    """Match scalers made in the loop over epochs or batches, or in a function for one epoch; folds are separate
+    runs."""
     if made.loops:
         loop = next((node for node in amp.script.nodes if id(node) == made.loops[-1]), None)
         header = (
@@ -278,6 +281,7 @@ def is_outlived_by_optimizer(amp: Amp, trace: Trace, made: Event, scaled: Event)
     """Return whether the optimizer that the scaler steps was made before the loop, and not again in it: a run goes
     on."""
     stepped = {e.optimizer for e in trace.calls("step") if is_scaler_step(e, scaled.scaled_by)} - {""}
+    # A loop over folds or configurations makes a new optimizer each time: separate runs.
     born = [e for e in trace.events if stepped.intersection(e.targets) and e.index < made.index]
     around = [e for e in trace.events if e.loops[: len(made.loops)] == made.loops]
     if not born:  # in __init__(), where no object of this file is made in the loop
@@ -287,7 +291,7 @@ def is_outlived_by_optimizer(amp: Amp, trace: Trace, made: Event, scaled: Event)
 
 
 def find_unsharded_scalers(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """Find torch's plain scaler judges the shard of its own rank: one rank skips, the others step."""
+    """Find a plain scaler with FSDP: it checks only its rank's shard, so one rank skips and the others step."""
     wrapped = [event for event in trace.events if event.name in FSDP]
     if not wrapped or "ShardedGradScaler" in amp.script.text:
         return

@@ -50,7 +50,7 @@ def find_uncleared_gradients(amp: Amp) -> Iterator[Finding]:
 
 
 def find_never_cleared(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """Find backward and step in one loop, and nothing that runs in it clears a gradient."""
+    """Find a loop with backward and step in which nothing clears the gradients."""
     backwards = [e for e in trace.events if e.loops and (is_plain_backward(e) or is_scaled_backward(e))]
     for step in trace.calls("step"):
         depth = len(step.loops)  # the micro-batches of a window may have a loop of their own
@@ -74,6 +74,7 @@ def may_be_cleared(amp: Amp, trace: Trace, step: Event) -> bool:
     written = {id(c) for c in calls if getattr(c.func, "attr", "") == "zero_grad"}
     followed = {id(e.node) for e in trace.calls("zero_grad")}
     effective = {id(e.node) for e in trace.calls("zero_grad") if clears_for(amp, e, step)}
+    # Ignore zero_grad() calls that are known to clear other optimizers.
     if written and written <= followed - effective:
         text = re.sub(r"[\w.]+\.zero_grad\(", "", text)
     return CLEARS.search(text) is not None
@@ -91,6 +92,7 @@ def clears_for(amp: Amp, event: Event, step: Event) -> bool:
 
 def list_reached_code(amp: Amp, step: Event) -> list[ast.AST]:
     """Return the loop around a step and all functions of this file that it may call."""
+    # By name, so that a helper of any class counts: silence is better than a false finding.
     found: list[ast.AST] = [n for n in amp.script.nodes if id(n) == step.loops[-1]]
     for node in found:  # grows as it goes
         names = {
@@ -102,7 +104,7 @@ def list_reached_code(amp: Amp, step: Event) -> list[ast.AST]:
 
 
 def find_one_sided_clearing(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """Find one branch clears, the other one steps on all gradients so far."""
+    """Find a branch that steps without the zero_grad() that only the other branch has."""
     clears = list(trace.calls("zero_grad"))
     everywhere = {dotted_name(call.func) for call in amp.script.calls}
     for step in trace.calls("step"):
@@ -139,13 +141,14 @@ def is_scaler(amp: Amp, key: str) -> bool:
 
 
 def is_unknown_method(amp: Amp, event: Event) -> bool:
-    """Match `self.prepare()` of a base in another file; `self.model(x)` calls what an attribute holds."""
+    """Match methods of a base in another file, `self.prepare()`; `self.model(x)` calls an attribute."""
     held = amp.script.list_values(event.called) or event.method in amp.script.model_names
     return event.receiver == "self" and not held and amp.script.find_function(event.method) is None
 
 
 def is_made_by_torch(amp: Amp, name: str) -> bool:
-    """Match By torch.optim, here or in a function of this file, also wrapped: `Lookahead(optimizer)`."""
+    """Match optimizers that torch.optim makes, here or in a function of this file, also wrapped:
+    `Lookahead(optimizer)`."""
     return bool(amp.script.list_values(name)) and all(
         is_torch_optimizer(amp, value) for value in amp.script.list_values(name)
     )

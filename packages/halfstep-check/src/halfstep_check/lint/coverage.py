@@ -69,7 +69,7 @@ def find_idle_scaler(amp: Amp) -> Iterator[Finding]:
 
 
 def find_bf16_flag_without_dtype(amp: Amp) -> Iterator[Finding]:
-    """Find `autocast(enabled=args.bf16)` without a dtype is fp16."""
+    """Find `autocast(enabled=args.bf16)` without a dtype, which runs in fp16."""
     for call in amp.script.calls:
         asked = keyword(call, "enabled")
         if amp.script.resolve_name(call.func) not in AUTOCASTS or asked is None or keyword(call, "dtype") is not None:
@@ -98,7 +98,7 @@ def find_other_dtype(amp: Amp, trace: Trace, in_bf16: set[str]) -> Iterator[Find
 
 
 def find_uncovered(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """Find the loss is scaled and computed under autocast, the model that it comes from ran before."""
+    """Find a scaled loss that is computed under autocast from a model that ran outside it."""
     layers = [method for node in amp.script.classes if (method := list_methods(node).get("forward")) is not None]
     if any("autocast" in ast.unparse(n) for layer in layers for n in (layer, *layer.decorator_list)):
         return
@@ -107,6 +107,7 @@ def find_uncovered(amp: Amp, trace: Trace) -> Iterator[Finding]:
             e for e in trace.events[: backward.index] if e.loops == backward.loops != () and not e.excludes(backward)
         ]
         forwards = [e for e in before if not e.regions and list_models_run(amp, e)]
+        # The model must run before the loss, in the same iteration, outside every region.
         depth = len(backward.loops)  # evaluation's own autocast covers nothing here
         inside = [e for e in trace.events if e.regions and not e.grad_off and e.loops[:depth] == backward.loops]
         covered = any(is_model(amp, e) or list_models_run(amp, e) for e in inside)
@@ -124,8 +125,7 @@ def find_uncovered(amp: Amp, trace: Trace) -> Iterator[Finding]:
 
 
 def find_missing_autocast(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """Find the loss is scaled, and nothing in the file runs in half: not the loop, and not the model, which is
-    known."""
+    """Find a scaled loss where nothing in the file runs in half: not the loop, and not the model, which is known."""
     used = {getattr(n, "attr", "") or getattr(n, "id", "") for n in amp.script.nodes}
     mentioned = any("autocast" in name for name in used) or bool(OTHER_HALF.search(amp.script.text))
     off = find_switched_off_autocast(amp)
@@ -223,7 +223,7 @@ def get_unwrapped_name(node: ast.expr) -> str:
 
 
 def is_known_model(amp: Amp, name: str) -> bool:
-    """Match Made from a class of this file or a library whose models open no autocast; another module's might."""
+    """Match models of this file or of a library whose models open no autocast; another module's might."""
     own = {node.name for node in amp.script.classes}
     values = [v for key, given in amp.script.assigned.items() if last_name(key) == last_name(name) for v in given]
     makers = [amp.script.resolve_name(v.func) for v in values if isinstance(v, ast.Call)]

@@ -85,6 +85,7 @@ class Inference:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             return
         if isinstance(node, ast.With | ast.AsyncWith):
+            # The innermost region counts; it ends with its block.
             before = self.region
             for item in node.items:
                 opened = read_region(item.context_expr, self.script)
@@ -188,11 +189,13 @@ class Inference:
     def infer_binary(self, node: ast.BinOp) -> str:
         if isinstance(node.op, ast.MatMult) and self.active:
             return self.active.dtype
+        # Type promotion: half with fp32 is fp32, a Python number changes nothing.
         both = self.combine_dtypes([self.infer_dtype(node.left), self.infer_dtype(node.right)])
         return "fp32" if isinstance(node.op, ast.Pow) and self.active and both not in (UNKNOWN, NEUTRAL) else both
 
     def combine_dtypes(self, dtypes: list[str]) -> str:
         tensors = {dtype for dtype in dtypes if dtype != NEUTRAL}
+        # One fp32 operand is enough; an unknown one leaves the result unknown.
         if "fp32" in tensors:
             return "fp32"
         return tensors.pop() if len(tensors) == 1 else (UNKNOWN if tensors else NEUTRAL)
@@ -204,6 +207,7 @@ class Inference:
             return cast
         if self.active and (name in LOWERED or is_model_call(node, self.script)):
             return self.active.dtype
+        # Autocast's lists decide before the argument's own dtype does.
         if self.active and name in LIFTED:
             return "fp32"
         if name in LIFTED or name in KEEPERS:

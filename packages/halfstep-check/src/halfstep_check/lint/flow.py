@@ -146,6 +146,7 @@ class Trace:
             if len(self.events) > MAX_EVENTS:
                 return
             self.walk_statement(statement, scope)
+            # After `if bad: continue` everything that follows in the block runs where `bad` is false.
             for test, holds in list_passed_tests(statement):
                 scope = scope.derive(conditions=scope.conditions | self.read_conditions(test, holds, scope))
 
@@ -158,6 +159,7 @@ class Trace:
             for body, holds in ((node.body, True), (node.orelse, False)):
                 known = self.read_conditions(node.test, holds, scope)
                 self.walk_block(body, guarded.derive(conditions=scope.conditions | known))
+            # A path that raises ends the run: rules about forgotten calls need not consider it.
             if node.body and isinstance(node.body[-1], ast.Raise):
                 self.fatal |= {
                     text for holds in (True, False) for text, _ in self.read_conditions(node.test, holds, scope)
@@ -167,6 +169,7 @@ class Trace:
             # `for optimizer in optimizers:` is one step of all of them, no iteration of training.
             over = dotted_name(node.target) if isinstance(node, ast.For) else ""
             steps = bool(over) and self.script.is_optimizer(over)
+            # Loops are compared by identity: two events share an iteration if they have the same loops.
             self.walk_block(node.body, scope if steps else scope.derive(loops=(*scope.loops, id(node))))
             self.walk_block(node.orelse, scope)
         elif isinstance(node, ast.With | ast.AsyncWith):
@@ -182,6 +185,7 @@ class Trace:
             self.walk_block([*node.orelse, *node.finalbody], scope)
         elif isinstance(node, ast.Match):
             self.walk_match(node, scope)
+        # `x: Tensor = f()` is walked as the plain assignment it is.
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
             plain = ast.Assign(targets=[node.target], value=node.value)
             self.walk_statement(ast.copy_location(plain, node), scope)
@@ -219,10 +223,12 @@ class Trace:
         if (due := normalise_window_test(test)) is not None:
             return self.read_conditions(due, not holds, scope)
         known = {(self.get_key_text(test, scope), holds)}
+        # `a and b` that holds tells that a and b hold; `a or b` that fails tells that both fail.
         splits = isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And if holds else ast.Or)
         if splits and isinstance(test, ast.BoolOp):
             for part in test.values:
                 known |= self.read_conditions(part, holds, scope)
+        # A modulo in a condition is how scripts write accumulation windows.
         self.windows |= {text for text, _ in known if "%" in text}
         return frozenset(known)
 
@@ -250,6 +256,7 @@ class Trace:
         if isinstance(node, ast.Name):
             if node.id in scope.renamed:
                 return scope.renamed[node.id]
+            # Local names of an inlined function must not collide with the caller's.
             return f"{scope.function}:{node.id}" if scope.depth and node.id in scope.local else node.id
         if isinstance(node, ast.Attribute):
             base = self.get_key(node.value, scope)
@@ -270,6 +277,7 @@ class Trace:
                 known = self.read_conditions(node.test, holds, scope)
                 self.walk_expression(arm, scope.derive(conditions=scope.conditions | known))
             return
+        # Arguments are evaluated before the call itself.
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr):
                 self.walk_expression(child, scope)
@@ -296,6 +304,7 @@ class Trace:
             and scope.depth < MAX_INLINED
             and callee.function not in self.active
         ):
+            # The callee's events take the place of the call, under the caller's conditions, loops and regions.
             self.inlined.add(id(callee.function))
             self.walk_function(callee.function, self.make_callee_scope(callee, node, scope))
             return
@@ -303,6 +312,7 @@ class Trace:
         receiver = self.get_key(owner, scope)
         method = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         arguments = tuple(self.get_key(argument, scope) for argument in node.args)
+        # `scaler.step(optimizer)` steps its argument, `optimizer.step()` its receiver.
         stepped = (arguments[0] if arguments else receiver) if method == "step" else ""
         self.events.append(
             self.make_event(
@@ -376,7 +386,9 @@ class Trace:
         renamed = {name: self.get_key(value, scope) or f"{function.name}:{name}" for name, value in passed.items()}
         stored = self.script.list_stored_names(function)
         every = {p.arg for p in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)} - {"self"}
+        # A parameter that the function assigns anew no longer denotes the caller's object.
         kept = {name: text for name, text in renamed.items() if name not in stored or name == text}
+        # A closure sees the names of the function around it, unless it has its own.
         outer = {name: text for name, text in callee.inherits.items() if name not in stored | every}
         return scope.derive(
             function=function.name,

@@ -57,6 +57,7 @@ def leaves_out_of_evaluation(amp: Amp, node: ast.If) -> bool:
     loops = [n for n in amp.script.walk_below(function or node) if isinstance(n, ast.For)]
     if "loss" not in ast.unparse(node.test).lower() or not any(node in amp.script.walk_below(loop) for loop in loops):
         return False
+    # Two spellings: skip the bad batch, or count only the good ones.
     skips = len(node.body) == 1 and isinstance(node.body[0], ast.Continue) and tests_finite(node.test, amp.script)
     negated = node.test.operand if isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not) else None
     good = (

@@ -199,12 +199,13 @@ def get_missing_conditions(trace: Trace, event: Event, scaler: str) -> frozenset
         )
         for u in updates
     ]
+    # Updates in opposite branches cover both paths.
     both = any(one.excludes(other) for one, other in itertools.combinations(updates, 2))
     return None if both or frozenset() in more else min(more, key=len)
 
 
 def drop_parts(conditions: Iterable[Condition]) -> frozenset[Condition]:
-    """Return `a and b` says a and b too; the whole is enough."""
+    """Return the conditions without the parts of an `a and b` that is among them."""
     known = set(conditions)
     whole = [ast.parse(text, mode="eval").body for text, holds in known if holds and " and " in text]
     parts = {ast.unparse(v) for n in whole if isinstance(n, ast.BoolOp) and isinstance(n.op, ast.And) for v in n.values}
@@ -214,6 +215,7 @@ def drop_parts(conditions: Iterable[Condition]) -> frozenset[Condition]:
 def list_new_conditions(trace: Trace, event: Event, later: Event) -> set[Condition]:
     """Return conditions of a later event that are new, or tested again after one of their names changed."""
     changed = {strip_function(target) for e in trace.events[event.index : later.index] for target in e.targets}
+    # `if not torch.isfinite(norm):` is a new question after norm was computed again.
     anew = [list_names(guard.test) & changed for guard in later.guards if guard not in event.guards]
     again = {c for c in later.conditions if any(re.search(rf"\b{name}\b", c[0]) for names in anew for name in names)}
     return {*(later.conditions - event.conditions), *again}
@@ -229,7 +231,7 @@ def is_implied(condition: Condition, event: Event) -> bool:
 
 
 def find_raising_overflow(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Finding]:
-    """Find a gradient that is not finite ends the run, where the scaler would skip the step and lower its scale."""
+    """Find a run that ends at a non-finite gradient, where the scaler would skip the step and lower its scale."""
     for step in (e for e in trace.calls("step") if any(is_scaler_step(e, b.scaled_by) for b in scaled)):
         backward = max((b for b in scaled if b.index < step.index), key=lambda b: b.index, default=None)
         if backward is None or backward.function != step.function:
@@ -255,7 +257,7 @@ def raises_on_bad_gradient(amp: Amp, node: ast.If) -> bool:
 
 
 def find_steps_never_due(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """Find the step waits for a counter that only the step moves."""
+    """Find a step that waits for a counter that only the step moves."""
     targets = (n.target for n in amp.script.nodes if isinstance(n, ast.For | ast.comprehension))
     counted = {name for target in targets for name in list_names(target)}
     for step in trace.calls("step"):
@@ -280,6 +282,7 @@ def find_steps_never_due(amp: Amp, trace: Trace) -> Iterator[Finding]:
 def list_counters(gate: str) -> set[str]:
     """Return `self.step` for `(self.step + 1) % n == 0`."""
     mods = (n for n in ast.walk(ast.parse(gate, mode="eval")) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod))
+    # `i % 1` is always due.
     left = [mod.left for mod in mods if not (isinstance(mod.right, ast.Constant) and mod.right.value == 1)]
     parts = [n.left if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Add) else n for n in left]
     return {name for part in parts if (name := dotted_name(part))}
@@ -299,7 +302,7 @@ def waits(amp: Amp, move: Event, gate: str) -> bool:
 
 
 def find_steps_without_backward(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """Find one branch runs backward and steps, the other only steps."""
+    """Find a branch that steps without the backward that the other branch runs."""
     for step in trace.calls("step"):
         inside = [e for e in trace.events if e.loops == step.loops != () and e.index < step.index]
         mine = [e for e in inside if not e.excludes(step)]

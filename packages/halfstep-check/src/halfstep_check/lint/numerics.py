@@ -62,6 +62,7 @@ def follow_loss_function(script: Script, node: ast.Call, types: Inference) -> No
     """Walk a loss function of this module with the dtypes it is given, one level deep."""
     callee = get_loss_function(script, node)
     dtypes = [types.infer_dtype(value) for value in node.args]
+    # One level is enough for custom losses, and keeps the walk linear.
     if callee is None or types.depth or not FORMATS.keys() & set(dtypes):
         return
     parameters = [p.arg for p in callee.args.args if p.arg != "self"]
@@ -111,7 +112,7 @@ def find_half_losses(script: Script, node: ast.Call, types: Inference) -> Iterat
 
 
 def sums_much(node: ast.Call, script: Script) -> bool:
-    """Match Over everything, or over several dimensions."""
+    """Match sums over everything, or over several dimensions."""
     is_function = script.resolve_name(node.func).startswith("torch.")
     dim = argument(node, 1 if is_function else 0, "dim")
     return dim is None or isinstance(dim, ast.Tuple | ast.List) and len(dim.elts) > 1
@@ -124,6 +125,7 @@ def read_setting(script: Script, node: ast.expr | None) -> float | None:
     owner = script.owners.get(id(node)) if isinstance(node, ast.Name) else None
     if owner is None or not isinstance(node, ast.Name) or node.id in script.list_stored_names(owner):
         return read_number(node)
+    # A parameter counts as its default only if no call in this file overrides it.
     positional = [p.arg for p in (*owner.args.posonlyargs, *owner.args.args)]
     defaults = dict(zip(reversed(positional), reversed(owner.args.defaults), strict=False))
     pairs = zip(owner.args.kwonlyargs, owner.args.kw_defaults, strict=True)
@@ -191,7 +193,7 @@ def find_tiny_addends(script: Script, node: ast.expr, types: Inference) -> Itera
 
 
 def find_overflow_in_layers(amp: Amp) -> Iterator[Finding]:
-    """Find Layers of this script run under its autocast; where every region is fp16, so are their matmuls."""
+    """Find overflows in layers of this script; where every region is fp16, so are their matmuls."""
     kinds = {(region.dtype, region.device == "cpu") for region in amp.regions}
     if kinds != {("fp16", False)} or "masked_fill" not in amp.script.text:
         return

@@ -42,7 +42,7 @@ def find_unscaled_fp16(amp: Amp) -> Iterator[Finding]:
 
 
 def find_backward_in_autocast(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """Find Once for a function, with the other lines as related ones."""
+    """Find backward() inside autocast, once per function, with the other lines as related ones."""
     seen: dict[str, list[Event]] = {}
     for event in trace.calls("backward"):
         if event.region is not None and event.region.may_be_on and (is_plain_backward(event) or event.scaled_by):
@@ -60,6 +60,7 @@ def find_fp16_without_scaler(amp: Amp, trace: Trace) -> Iterator[Finding]:
             continue
         forward = find_origin(trace, backward) or find_model_with_own_autocast(amp, trace, backward)
         region = forward.region if forward is not None else None
+        # `else:` branches without scaler are right for runs without AMP, unless they open fp16 themselves.
         chosen = forward is not None and opens_fp16_itself(forward, backward)
         if forward is None or region is None or forward.grad_off or runs_without_amp(backward) and not chosen:
             continue
@@ -140,6 +141,7 @@ def find_origin(trace: Trace, backward: Event) -> Event | None:
         event = add_helper_region(trace, event)
         if event.regions:
             return event if not is_lifted(event) else None
+        # Follow the loss back through its inputs until an assignment under autocast is met.
         wanted |= {name for name in event.uses if "." not in name}
     return None
 
@@ -171,7 +173,7 @@ def is_lifted(event: Event) -> bool:
 
 
 def find_scaler_of_other_device(amp: Amp) -> Iterator[Finding]:
-    """Find GradScaler() is CUDA's: next to autocast on mps it finds no GPU and disables itself."""
+    """Find a CUDA GradScaler() next to autocast on mps, where it finds no GPU and disables itself."""
     if not amp.regions or not all(region.device == "mps" and region.may_be_fp16 for region in amp.regions):
         return
     for made in amp.scalers:
@@ -213,13 +215,14 @@ def find_unscaled_fsdp(amp: Amp) -> Iterator[Finding]:
 
 
 def find_unscaled_fallback(amp: Amp) -> Iterator[Finding]:
-    """Find where bf16 is not there the dtype falls back to fp16, and the flag that makes the scaler stays off."""
+    """Find a fallback from bf16 to fp16 that leaves the flag for the scaler off."""
     guards = [
         n
         for n in amp.script.nodes
         if isinstance(n, ast.If) and any(m.call in amp.script.walk_below(n) for m in amp.scalers)
     ]
     flags = {dotted_name(guard.test) for guard in guards} - {""}
+    # Every statement list, so that assignments next to each other can be compared.
     blocks = [
         b
         for n in amp.script.nodes
@@ -288,7 +291,7 @@ def is_for_bf16(test: ast.expr) -> bool:
 
 
 def find_scaler_with_bf16(amp: Amp) -> Iterator[Finding]:
-    """Find a scaler that is on wherever it is there, in a loop whose every region is certainly bf16."""
+    """Find an enabled scaler in a loop whose regions are all certainly bf16."""
     if not amp.regions or any(region.dtype != "bf16" or region.device == "cpu" for region in amp.regions):
         return
     scaled = [e for t in amp.traces if any(e.regions for e in t.events) for e in t.events if is_scaled_backward(e)]
@@ -339,7 +342,7 @@ def find_disagreements(amp: Amp) -> Iterator[Finding]:
 
 
 def list_switched_scalers(amp: Amp) -> dict[str, ast.expr]:
-    """Return Scalers that are always there and only sometimes on, `GradScaler(enabled=args.amp)`, with what switches
+    """Return scalers that always exist but are only sometimes on, `GradScaler(enabled=args.amp)`, with what switches
     them."""
     found: dict[str, ast.expr] = {}
     for made in amp.scalers:
@@ -358,12 +361,13 @@ def is_switch(amp: Amp, condition: ast.expr) -> bool:
     asked = amp.script.read_constant(condition) or condition
     parts = asked.values if isinstance(asked, ast.BoolOp) and isinstance(asked.op, ast.And) else [asked]
     texts = [ast.unparse(part) for part in (condition, *parts)]
+    # `use_amp and torch.cuda.is_available()` is a switch; a test for the GPU alone is not.
     named = [text for text in texts if SWITCH.search(text) and not NO_SWITCH.search(text)]
     return bool(named) and not all(NO_SWITCH.search(ast.unparse(part)) for part in parts)
 
 
 def find_tests_for_scaler(amp: Amp, scalers: dict[str, ast.expr]) -> Iterator[Finding]:
-    """Find autocast on where `scaler is not None`, and the scaler is an object with or without AMP."""
+    """Find autocast that is on where `scaler is not None`, although the scaler exists without AMP, too."""
     for test, call in list_autocast_tests(amp) if scalers else ():
         name = get_tested_name(amp, test)
         region = read_region(call, amp.script)
@@ -375,7 +379,7 @@ def find_tests_for_scaler(amp: Amp, scalers: dict[str, ast.expr]) -> Iterator[Fi
 
 
 def find_tests_for_none(amp: Amp) -> Iterator[Finding]:
-    """Find autocast on where `scaler is not None`, and nothing ever makes one."""
+    """Find autocast that is on where `scaler is not None`, although nothing ever makes one."""
     for test, call in list_autocast_tests(amp):
         name = get_tested_name(amp, test)
         values = [v for key, given in amp.script.assigned.items() if last_name(key) == name for v in given]

@@ -50,6 +50,7 @@ def read_region(node: ast.expr, script: Script, depth: int = 0) -> Region | None
     name = script.resolve_name(node.func)
     if name in AUTOCASTS:
         return read_autocast_call(node, name, script)
+    # A helper of this file, or a name that holds autocast, a partial or a lambda, may make the context.
     own = script.find_function(last_name(name)) if name.startswith("self.") or name in script.local_names else None
     makers = [*script.list_values(dotted_name(node.func)), *list_helper_contexts(own, script)]
     return merge_choices([read_made_region(maker, node, script, depth + 1) for maker in makers])
@@ -60,6 +61,7 @@ def list_helper_contexts(function: Function | None, script: Script) -> list[ast.
     open."""
     inside = script.walk_below(function) if function is not None else []
     ends = [n.value for n in inside if isinstance(n, ast.Return) and n.value is not None]
+    # `@contextmanager`: what is open around the yield is open in the caller's block.
     yields = {n for n in inside if isinstance(n, ast.Yield)}
     opened = [n for n in inside if isinstance(n, ast.With) and yields.intersection(ast.walk(n))]
     bare: list[ast.expr] = [ast.Constant(None)] if yields.difference(*map(ast.walk, opened)) else []
@@ -77,6 +79,7 @@ def read_made_region(maker: ast.expr, call: ast.Call, script: Script, depth: int
         return read_autocast_call(call, script.resolve_name(maker), script)
     bound = maker.args[0] if isinstance(maker, ast.Call) and maker.args else None
     if isinstance(maker, ast.Call) and is_partial(maker, script) and bound is not None:
+        # partial(autocast, "cuda")(enabled=x) is autocast("cuda", enabled=x).
         whole = ast.Call(func=bound, args=[*maker.args[1:], *call.args], keywords=[*maker.keywords, *call.keywords])
         return read_made_region(bound, whole, script, depth)
     return read_region(maker, script, depth)
@@ -96,6 +99,7 @@ def merge_choices(choices: list[Region | None]) -> Region | None:
     dtypes = {region.dtype for region in regions}
     explicit = all(region.explicit_dtype for region in regions)
     dtype = dtypes.pop() if len(dtypes) == 1 else ""
+    # Different dtypes: the region has none for certain, but fp16 may be one of them.
     on_a_path = not dtype and any(region.may_be_fp16 and region.device != "mps" for region in regions)
     return Region(
         device=regions[0].device, dtype=dtype, enabled=None, explicit_dtype=explicit, fp16_on_a_path=on_a_path
@@ -105,6 +109,7 @@ def merge_choices(choices: list[Region | None]) -> Region | None:
 def may_be_fp16(node: ast.expr | None, script: Script, depth: int = 0) -> bool:
     """Match `torch.float16` as one arm of a choice, in a table of dtypes, or one of the values that a name is given."""
     name = dotted_name(node)
+    # A parameter's values are what calls in this file pass; without such calls nothing is known.
     handed = script.list_passed_values(name) if script.is_taken(node) else []
     values = [*handed, *(script.list_values(name) if handed or not script.is_taken(node) else [])]
     choices = [arm for v in values or ([node] if node else []) for arm in list_choices(v, script)]
@@ -138,6 +143,7 @@ def list_choices(node: ast.expr | None, script: Script, depth: int = 0) -> list[
 
 def read_autocast_call(call: ast.Call, name: str, script: Script) -> Region:
     device_first = bool(call.args) and isinstance(call.args[0], ast.Constant) and isinstance(call.args[0].value, str)
+    # torch.cuda.amp.autocast(enabled, dtype) has the device in its name; torch.autocast takes it first.
     legacy = name.startswith(("torch.cuda.amp", "torch.cpu.amp")) and not device_first
     if legacy:
         device = name.split(".")[1]

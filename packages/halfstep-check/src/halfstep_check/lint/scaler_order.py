@@ -81,6 +81,7 @@ def find_clip_before_unscale(amp: Amp, trace: Trace, scaled: list[Event]) -> Ite
         later = [e for e in trace.events[clip.index :] if not e.excludes(clip)]
         # In between a helper may run a backward of its own, through a scaler that steps nothing.
         stepping = [e for e in scaled if shares_loop(e, clip) and any(steps_through(s, e.scaled_by) for s in later)]
+        # The gradients that are clipped come from the latest scaled backward on this path.
         backward = find_latest_before(stepping, clip)
         if backward is None or runs_without_amp(clip):
             continue
@@ -91,6 +92,7 @@ def find_clip_before_unscale(amp: Amp, trace: Trace, scaled: list[Event]) -> Ite
             and not is_optional(e, clip, backward)
             for e in between
         )
+        # A step in between ends the iteration of that backward.
         stepped = any(e.method == "step" and not e.excludes(clip) for e in between)
         if not unscaled and not stepped:
             message = f"gradients are clipped while still multiplied by {last_name(backward.scaled_by)}'s scale"
@@ -103,6 +105,7 @@ def unscales_what_steps(amp: Amp, trace: Trace, event: Event, clip: Event) -> bo
     if not event.method.startswith("unscale"):
         return False
     later = trace.events[clip.index :]
+    # Steps after the next backward belong to other gradients.
     until = next((e.index for e in later if e.method == "backward" and not e.excludes(clip)), len(trace.events))
     steps = [e for e in later if e.index < until and steps_through(e, event.receiver) and not e.excludes(clip)]
     return not steps or any(unscales(amp, event, e.arguments[0]) for e in steps)
@@ -146,7 +149,8 @@ def find_latest_before(events: list[Event], event: Event) -> Event | None:
 
 
 def shares_loop(one: Event, other: Event) -> bool:
-    """Match In the same loop, or one in a loop inside the other's: `for micro in window: backward` and then clip."""
+    """Return whether two events share a loop, or one is in a loop inside the other's: `for micro in window: backward`
+    and then clip."""
     shorter = min(len(one.loops), len(other.loops))
     return one.loops[:shorter] == other.loops[:shorter]
 
@@ -237,6 +241,7 @@ def find_updates_between_steps(amp: Amp, trace: Trace) -> Iterator[Finding]:
         )
         between = trace.events[first.index + 1 : second.index]
         updates = [e for e in between if e.method == "update" and e.receiver == first.receiver]
+        # A backward or unscale_ in between gives the second step gradients with the new scale.
         renewed = any(e.method in ("backward", "unscale_") for e in between)
         if same_scaler and together and updates and (not renewed or accumulates(trace, second)):
             scaler = last_name(first.receiver)
@@ -287,7 +292,7 @@ def find_steps_without_update(amp: Amp) -> Iterator[Finding]:
 
 
 def inherits(amp: Amp, scaler: str) -> bool:
-    """Match `self.scaler` of a class with a base may be updated in the base."""
+    """Return whether `self.scaler` may be updated in a base class of another file."""
     known = {"object", "ABC", "nn.Module", "Module", "torch.nn.Module", *amp.script.class_by_name}
     bases = {amp.script.resolve_name(base) for node in amp.script.classes for base in node.bases}
     return scaler.startswith("self.") and bool(bases - known)
@@ -314,7 +319,7 @@ def uses_only_bf16(amp: Amp) -> bool:
 
 
 def handles_skips(trace: Trace) -> bool:
-    """Match the scale is looked at, or something named after a skip decides."""
+    """Return whether the loop reads the scale, or tests something named after a skip."""
     texts = {text for event in trace.events for text, _ in event.conditions}
     return any(trace.calls("get_scale")) or any(SKIP_WORDS.search(text) for text in texts)
 
@@ -346,7 +351,8 @@ def runs_with_step(event: Event, step: Event) -> bool:
 
 
 def is_scheduler_step(event: Event, amp: Amp) -> bool:
-    """Match By its name, or by what made it: `torch.optim.lr_scheduler.…`, `get_cosine_schedule_with_warmup(…)`."""
+    """Match schedulers by their name, or by what made them: `torch.optim.lr_scheduler.…`,
+    `get_cosine_schedule_with_warmup(…)`."""
     name = last_name(event.receiver).lower()
     # A schedule that is given its step does its own counting.
     counts = isinstance(event.node, ast.Call) and bool(event.node.args or event.node.keywords)

@@ -30,7 +30,7 @@ def dotted_name(node: ast.AST | None) -> str:
 
 
 def pair_assignments(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Return Targets with their values; `a, b = f(), g()` is two assignments."""
+    """Yield targets with their values; `a, b = f(), g()` is two assignments."""
     for target in node.targets:
         if (
             isinstance(target, ast.Tuple)
@@ -157,6 +157,7 @@ class Script:
     @cached_property
     def layout(self) -> tuple[list[ast.AST], dict[int, tuple[int, int]]]:
         """All nodes, each before those below it, and their spans by identity: a subtree is then a slice."""
+        # Rules ask for subtrees thousands of times; slices of one pre-order list replace repeated walks.
         spans: dict[int, tuple[int, int]] = {}
         order: list[ast.AST] = []
 
@@ -211,6 +212,7 @@ class Script:
     def list_parents(self, class_node: ast.ClassDef) -> list[ast.ClassDef]:
         """Return the bases that this module defines, nearest first."""
         found: list[ast.ClassDef] = []
+        # Breadth first, so that nearer bases override farther ones.
         waiting = [class_node]
         while waiting:
             bases = (self.class_by_name.get(dotted_name(base)) for base in waiting.pop(0).bases)
@@ -228,6 +230,7 @@ class Script:
     def find_class(self, key: str) -> ast.ClassDef | None:
         """Return the class of this module whose instance a name holds, where it holds nothing else (None aside)."""
         if key not in self.held:
+            # Guards against cycles before the values are followed.
             self.held[key] = None  # a name that is made from itself
             arms = [
                 arm for v in self.list_values(key) for arm in ([v.body, v.orelse] if isinstance(v, ast.IfExp) else [v])
@@ -313,7 +316,7 @@ class Script:
         return re.sub(r"(^|\s)#.*", "", self.text)
 
     def find_position(self, line: int, byte_column: int) -> tuple[int, int]:
-        """Return `ast` counts bytes of UTF-8, edits count characters."""
+        """Convert a position of `ast`, which counts UTF-8 bytes, to characters."""
         return line, len(self.lines[line - 1].encode()[:byte_column].decode(errors="ignore"))
 
     def report(
@@ -403,7 +406,8 @@ class Script:
         return {dotted_name(model).rsplit(".", 1)[-1] for model in models} - {""}
 
     def is_optimizer(self, key: str) -> bool:
-        """Match By its name, `optimizer`, `optim_g`, `self.opt`, `optD`, or by what it is made from or handed to."""
+        """Match optimizers by name, `optimizer`, `optim_g`, `self.opt`, `optD`, or by what it is made from or handed
+        to."""
         name = last_name(key)
         low = name.lower()
         named = "optim" in low or low == "opt" or low.startswith("opt_") or low.endswith("_opt")

@@ -52,7 +52,7 @@ LOW_PRECISION = re.compile(
 
 
 def find_announced_flags(script: Script) -> Iterator[Finding]:
-    """Find `self.use_amp` is set and logged, and nothing in a file that trains computes in another precision."""
+    """Find `self.use_amp` that is set and logged in a file that trains in fp32 only."""
     foreign = {dotted_name(b) for c in script.classes for b in c.bases} - {*script.class_by_name, "object", "ABC"}
     flags = {name: values for name, values in script.assigned.items() if ASKS_AMP.fullmatch(last_name(name))}
     for name, values in flags.items() if not foreign and not LOW_PRECISION.search(script.code) else ():
@@ -113,7 +113,7 @@ def find_always_on(script: Script) -> Iterator[Finding]:
 
 
 def find_or_of_strings(script: Script) -> Iterator[Finding]:
-    """Find `precision in ["bf16" or "bfloat16"]` is `precision in ["bf16"]`."""
+    """Find `precision in ["bf16" or "bfloat16"]`, which is `precision in ["bf16"]`."""
     for node in script.nodes:
         parts = [n for c in node.comparators for n in ast.walk(c)] if isinstance(node, ast.Compare) else []
         words = [n.values[0] for n in parts if isinstance(n, ast.BoolOp) and isinstance(n.op, ast.Or)]

@@ -77,6 +77,7 @@ def find_half_weights(amp: Amp) -> Iterator[Finding]:
     optimized = [*(optimized if amp.goes_backward or "training_step" in script.named_functions else []), *handed]
     seen: set[tuple[str, str]] = set()
     for model in find_half_models(amp):
+        # All names that hold the same weights: FSDP(model), what a builder returns, pipe.unet.
         known = add_wrappers(script, [(model.name, model.call), *list_receiving_names(script, model.call, model.name)])
         partly = is_trained_in_part(script, {name for name, _ in known})
         steps = [
@@ -144,8 +145,8 @@ def picks_trained(script: Script, made: ast.AST, model: HalfModel) -> bool:
 
 
 def is_same(script: Script, name: str, made: ast.AST, own: str, where: ast.AST) -> bool:
-    """Match `self.model` is one object in all methods, a plain name only in its own function; `self` has all of its
-    own."""
+    """Return whether two names are one model: `self.model` is one object in all methods, a plain name only in its own
+    function; `self` has all of its own."""
     same = name == own or name == "self" and own.startswith("self.")
     return same and ("." in own or script.share_scope(where, made))
 
@@ -164,6 +165,7 @@ def is_trained_in_part(script: Script, models: set[str]) -> bool:
         around = {name for loop in loops if node in script.walk_below(loop) for name in list_models(loop.iter)}
         frozen |= around or ({dotted_name(func.value)} if isinstance(func, ast.Attribute) else {"?"})
     hit = any(part == name or part.startswith(f"{name}.") for part in frozen for name in models)
+    # Freezing a part, adapters and fp32 copies all mean that half storage may be intended.
     used = re.sub(r"(?m)^\s*(from|import)\s.*", "", script.code)  # an import alone adapts nothing
     return bool(TRAINED_IN_PART.search(used)) or hit or "?" in frozen or not models and bool(frozen)
 
@@ -198,7 +200,7 @@ def find_half_models(amp: Amp) -> list[HalfModel]:
 
 
 def find_casts_in_loops(script: Script) -> Iterator[HalfModel]:
-    """Return `for p in model.parameters(): p.data = p.data.to(torch.bfloat16)`, of those that are trained."""
+    """Find `for p in model.parameters(): p.data = p.data.to(torch.bfloat16)` on trained parameters."""
     for loop in (n for n in script.nodes if isinstance(n, ast.For)):
         for node in (n for n in script.walk_below(loop) if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call)):
             dtype = get_cast_dtype(node.value, script) if isinstance(node.value, ast.Call) else ""
@@ -279,7 +281,7 @@ def get_loaded_dtype(script: Script, call: ast.Call) -> str:
 
 
 def find_half_default(script: Script) -> HalfModel | None:
-    """Return torch.set_default_dtype(torch.bfloat16), never set back: all that is made from then on is half."""
+    """Find torch.set_default_dtype(torch.bfloat16) that is never reset: all later parameters are half."""
     setters = ("torch.set_default_dtype", "torch.set_default_tensor_type")
     calls = [call for call in script.calls if script.resolve_name(call.func) in setters and call.args]
     tensors = {"HalfTensor": "fp16", "BFloat16Tensor": "bf16"}
@@ -336,6 +338,7 @@ def list_given_models(script: Script, values: list[ast.expr], call: ast.Call) ->
     made = [v for word in sorted(words) for v in script.list_values(word) if script.share_scope(v, call)]
     names = {name for source in (*values, *made) for name in list_models(source)}
     # Groups that a function fills by hand come from the one model it walks over.
+    # Parameter groups are often filled by hand in a loop over one model's parameters.
     home = script.owners.get(id(call))
     walked = set(list_models(home)) if home is not None and not names else set()
     yield from ((name, call) for name in sorted(names or (walked if len(walked) == 1 else set())) if name)
