@@ -348,6 +348,9 @@ class Step:
         if self.attempted == self._attempted_untrained:
             warn_user("state_dict() was called between step.windows and the step: this window counts as trained on, "
                       "and a resumed loop skips it. Save after the step")  # fmt: skip
+        if self._passes and self._schedules.has_any("epoch"):
+            warn_user("state_dict() was called after a pass over the data and before step.epoch_ended(): a resumed "
+                      "loop begins the next epoch without it. Save after step.epoch_ended()")  # fmt: skip
         return {
             **self._step.state_dict(),
             "guard": self._guard.state_dict(),

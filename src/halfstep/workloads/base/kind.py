@@ -185,6 +185,7 @@ class Kind:
             raise ConfigError(
                 f"{config.workload} returns a {type(built).__name__}, not a Workload", fix=f"write {BUILD}"
             )
+        # Fail here with a clear message, not in a worker or at the end of the first epoch.
         for name in ("train_samples", "val_samples"):
             check_samples(getattr(built, name), f"{name} of {config.workload}")
         check_metrics(built.metrics(), config.workload)

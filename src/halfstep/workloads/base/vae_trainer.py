@@ -77,6 +77,7 @@ class VaeTrainer:
         raise NotImplementedError
 
     def build_workload(self, model: VaeNet, **settings: Any) -> Workload:
+        """Return a Workload that trains a VaeNet; `settings` are further fields of it."""
         return Workload(
             model=model,
             prepare=self.prepare,

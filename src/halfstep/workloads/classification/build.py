@@ -60,6 +60,8 @@ def make_workload(
     prepare: Prepare,
     **about: Any,
 ) -> Workload:
+    """Build the workload from its model and samples."""
+
     def compute_loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
         return classification_loss(outputs, batch, smoothing=config.model.label_smoothing), len(outputs)
 
@@ -127,6 +129,7 @@ def load_start_weights_(model: nn.Module, path: str, *, replace_head: bool) -> N
 
 
 def _build_known_model(config: ClassifierConfig, num_classes: int) -> Classifier:
+    """Build a ResNet or ViT."""
     checkpointing = config.train.activation_checkpointing
     if isinstance(config, ResNetConfig):
         shape = config.model
@@ -158,6 +161,7 @@ def _build_known_model(config: ClassifierConfig, num_classes: int) -> Classifier
 
 
 def _build_custom_model(config: ClassifierConfig, num_classes: int) -> nn.Module:
+    """Build the model that `model.path` names, and check its output."""
     settings = config.model
     assert settings.path is not None
     if settings.replace_head:
@@ -267,8 +271,8 @@ def load_classifier_(model: Classifier, weights: dict[str, Tensor], *, source: s
 
 
 def _fit_positions(model: ViT, positions: Tensor) -> Tensor:
-    """Resample position embeddings to the model's grid. Others than square grids stay, and loading refuses their
-    shape."""
+    """Resample position embeddings to the grid of the model; loading later refuses those of a grid that is not
+    square."""
     num_patches = positions.shape[1] - 1
     is_square = positions.ndim == 3 and math.isqrt(max(num_patches, 0)) ** 2 == num_patches > 0
     return resize_positions(positions, model.grid, model.grid) if is_square else positions

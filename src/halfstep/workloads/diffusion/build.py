@@ -85,6 +85,7 @@ def make_workload(
     with_vae: bool = True,
     **about: Any,
 ) -> Workload:
+    """Build the workload from its networks and samples."""
     return Workload(
         name=config.workload,
         model=model,

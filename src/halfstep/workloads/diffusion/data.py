@@ -78,6 +78,7 @@ def open_pictures(config: PictureDataConfig, conditioning: Conditioning = "none"
 
 
 def _find_images(config: PictureDataConfig, conditioning: Conditioning) -> CaptionedFolder:
+    """Find images with what the model is conditioned on: nothing, classes or captions."""
     root = Path(config.dir or "")
     layout = FolderLayout(
         train=config.train_folder,

@@ -180,6 +180,8 @@ def make_prepare(config: SlotContrastConfig) -> Prepare:
 
 
 def make_forward(backbone: nn.Module) -> Forward:
+    """Return the forward function: features of the frozen backbone, then the model."""
+
     def forward(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         video = batch["video"]
         with torch.no_grad():
@@ -218,6 +220,7 @@ def _choose_counting(config: SlotContrastConfig, background_is_labelled: bool) -
 
 
 def _choose_scoring(config: SlotContrastConfig, found: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the main metric, and a description of how scores are computed."""
     if not found["has_masks"]:
         return "loss", "the validation videos have no masks, so the loss is the metric"
     side = config.data.mask_size or config.data.image_size

@@ -57,6 +57,7 @@ def build_over(config: SteveConfig, store: Store, samples: Samples) -> Workload:
 
 
 def _make_workload(config: SteveConfig, train: Samples, val: Samples, *, about: ClipData | None = None) -> Workload:
+    """Build the workload on given samples; `about` adds facts and notes about the data."""
     tau = Scheduled(lambda step: compute_temperature(config.model, step))
 
     def forward(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
