@@ -58,7 +58,7 @@ from halfstep.tune.channels_last import to_channels_last_, wants_channels_last
 from halfstep.tune.choose import find_asked_mode, measure_fp8_gains
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.modes import Mode, Region, compile_region, repeats_blocks
-from halfstep.tune.own_blocks import recompute_blocks_
+from halfstep.tune.repeated_blocks import recompute_blocks_
 from halfstep.tune.trials import count_total_steps
 from halfstep.workloads import KINDS, build
 from halfstep.workloads.base.kind import Unit
