@@ -338,7 +338,7 @@ class FusedAdam:
         return is_sized_alike and all(map(self._takes_group, self.groups, self.parameters))
 
     def _takes_group(self, group: dict[str, Any], parameters: list[Tensor]) -> bool:
-        if not parameters or not group["fused"] or group["differentiable"] or torch.is_tensor(group["betas"][0]):
+        if not parameters or not group["fused"] or group["differentiable"] or isinstance(group["betas"][0], Tensor):
             return not parameters
         tensors, lr = [*parameters, *map(get_gradient, parameters)], group["lr"]
         is_one_kind = len(set(map(get_dtype, tensors))) == len(set(map(Tensor.get_device, tensors))) == 1
