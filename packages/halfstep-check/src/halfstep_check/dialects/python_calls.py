@@ -87,7 +87,7 @@ def read_script_sources(tree: ast.Module, text: str, path: str, *, lightning_ver
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             found.append(read_call(node, literals, lightning_version))
-        elif isinstance(node, ast.Dict) and "use_amp" in list_keys(node):
+        elif isinstance(node, ast.Dict) and "use_amp" in {getattr(key, "value", None) for key in node.keys}:
             found.append(read_dict(literals.dictionary(node)))
     found += [find_clipping(tree, literals), find_overwritten_amp(tree, literals), read_engine(tree, literals)]
     said = (source for source in found if source is not None)
@@ -159,10 +159,6 @@ def is_torch_clip(node: ast.AST) -> bool:
 def read_dict(root: Node) -> Source | None:
     """Read guide 0's config dict; a dict that merely has such keys (names of options) is not one."""
     return own.read_flat(root) if isinstance(root.scalar_at("use_amp"), bool) else None
-
-
-def list_keys(node: ast.Dict) -> set[object]:
-    return {key.value for key in node.keys if isinstance(key, ast.Constant)}
 
 
 def read_call(call: ast.Call, literals: Literals, lightning_version: str) -> Source | None:

@@ -177,7 +177,7 @@ def find_switched_off_autocast(amp: Amp) -> ast.Call | None:
 
 def list_models_run(amp: Amp, event: Event) -> list[str]:
     """Return the model a call runs, itself or in a method of this file."""
-    if is_forward(amp, event):
+    if is_model(amp, event) and not event.grad_off and not event.regions:
         return [event.called]
     inner = amp.script.find_function(event.method) if isinstance(event.node, ast.Call) else None
     calls = amp.script.calls_below(inner) if inner is not None and not event.grad_off else ()
@@ -232,7 +232,3 @@ def is_known_model(amp: Amp, name: str) -> bool:
 
 def is_model(amp: Amp, event: Event) -> bool:
     return isinstance(event.node, ast.Call) and last_name(event.called) in amp.script.model_names
-
-
-def is_forward(amp: Amp, event: Event) -> bool:
-    return is_model(amp, event) and not event.grad_off and not event.regions

@@ -140,7 +140,8 @@ def find_origin(trace: Trace, backward: Event) -> Event | None:
             continue
         event = add_helper_region(trace, event)
         if event.regions:
-            return event if not is_lifted(event) else None
+            # An inner `autocast(enabled=False)` switches the outer one off again.
+            return event if event.region is not None and event.region.may_be_on else None
         # Follow the loss back through its inputs until an assignment under autocast is met.
         wanted |= {name for name in event.uses if "." not in name}
     return None
@@ -165,11 +166,6 @@ def list_loss_names(backward: Event) -> set[str]:
     func = backward.node.func if isinstance(backward.node, ast.Call) else None
     names = list_names(func.value) if isinstance(func, ast.Attribute) else set()
     return names | {f"{backward.function}:{name}" for name in names}
-
-
-def is_lifted(event: Event) -> bool:
-    """Return whether an inner `autocast(enabled=False)` switches the outer one off again."""
-    return event.region is not None and not event.region.may_be_on
 
 
 def find_scaler_of_other_device(amp: Amp) -> Iterator[Finding]:
