@@ -22,7 +22,7 @@ from check_holdout import is_for, is_near
 from halfstep_check.check import check
 from halfstep_check.findings import Finding, Severity
 from halfstep_check.lint.script import Script
-from halfstep_check.rules import severity_of
+from halfstep_check.rules import get_severity
 from recording import store
 
 LINES_PER_LABEL = 150
@@ -33,7 +33,7 @@ LINES: dict[str, int] = {}
 def record_checks() -> dict[tuple[str, int], str]:
     """Make every finding leave the name of the function that reports it, by rule and line."""
     reported: dict[tuple[str, int], str] = {}
-    original = Script.finding
+    original = Script.report
 
     def finding(self: Script, rule: str, *given: Any, **options: Any) -> Finding:
         code = sys._getframe(1).f_code
@@ -43,7 +43,7 @@ def record_checks() -> dict[tuple[str, int], str]:
         reported[rule, made.place.line] = name
         return made
 
-    Script.finding = finding  # type: ignore[method-assign]
+    Script.report = finding  # type: ignore[method-assign]
     return reported
 
 
@@ -53,7 +53,7 @@ def read_findings(folders: list[Path]) -> list[dict[str, Any]]:
     for folder in folders:
         for name, labels in yaml.safe_load((folder / "labels.yaml").read_text())["scripts"].items():
             reported.clear()
-            found = [one for one in check([folder / name]).findings if severity_of(one) is not Severity.INFO]
+            found = [one for one in check([folder / name]).findings if get_severity(one) is not Severity.INFO]
             lines = [(f.place.line, f.rule, reported.get((f.rule, f.place.line), "configs")) for f in found]
             rows.append({"labels": labels, "found": lines})
     return rows

@@ -13,7 +13,7 @@ from halfstep_check.rules import RULES, Rule
 from halfstep_check.rules.configs import CONFIG_RULES
 from halfstep_check.rules.loop import LOOP_RULES
 from halfstep_check.rules.numerics import NUMERIC_RULES
-from halfstep_check.rules.rule import example_files
+from halfstep_check.rules.rule import split_example
 from halfstep_check.rules.scaler import SCALER_RULES
 
 INDEX = "README.md"
@@ -56,7 +56,7 @@ def page(rule: Rule) -> str:
 
 def example(text: str) -> Iterator[str]:
     """Each file in a fence; a script without a name shows none."""
-    for name, content in example_files(text).items():
+    for name, content in split_example(text).items():
         if content.strip() != text:
             yield from (f"`{name}`:", "")
         yield from (f"```{LANGUAGES[Path(name).suffix]}", content.strip(), "```", "")

@@ -39,7 +39,7 @@ def test_output_to_a_full_disk_is_an_error_in_words(tmp_path: Path) -> None:
 def test_a_type_alone_is_a_warning_beside_the_config(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train", "unet", "--precision-type", "fp16", "--show-config"])
-    assert "warning: `--precision-type fp16` is taken as precision=fp16" in " ".join(capsys.readouterr().out.split())
+    assert "warning: `--precision-type fp16` is read as precision=fp16" in " ".join(capsys.readouterr().out.split())
 
 
 def test_an_error_is_broken_between_words_on_a_terminal_of_80_columns(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.evidence.captured import (
+from halfstep.evidence.captured_ledger import (
     COMMITTING,
     COMPUTING,
     GUARDING,

@@ -118,7 +118,7 @@ def situation(**changes: Any) -> Situation:
         goal="fast",
         hardware=AMPERE,
         num_cores=8,
-        look=a_look(),
+        data=a_look(),
         data_dir="/data",
         device=None,
     )
@@ -166,7 +166,7 @@ def test_a_few_bad_files_are_left_out_and_named(tmp_path: Path, monkeypatch: pyt
     look = inspect_data("resnet18", tmp_path)
     assert (look.num_train, look.on_bad_file) == (8, "skip")
     assert "bad.jpg" in dict(describe_data(look))["bad files"]
-    chosen = make_suggestions(situation(look=look, data_dir=str(tmp_path), hardware=UNTRACED))[0]
+    chosen = make_suggestions(situation(data=look, data_dir=str(tmp_path), hardware=UNTRACED))[0]
     assert chosen.config.data.on_bad_file == "skip"
 
 
@@ -267,7 +267,7 @@ def test_too_little_memory_is_made_up_by_accumulation() -> None:
 
 
 def test_a_small_set_gets_a_batch_that_makes_ten_steps() -> None:
-    few = situation(look=a_look(320))
+    few = situation(data=a_look(320))
     paths, facts = choose_batch(few, "quality", config(), CHEAP)
     assert paths == {"train.batch_size": 32, "train.accumulate": 1}
     assert "320 samples make 10 steps" in dict(facts)["batch"]
@@ -277,7 +277,7 @@ def test_a_small_set_gets_a_batch_that_makes_ten_steps() -> None:
 def test_a_tiny_set_gets_a_batch_that_batchnorm_can_use_and_the_true_number_of_steps(
     num_train: int, size: int, steps: int
 ) -> None:
-    paths, facts = choose_batch(situation(look=a_look(num_train)), "quality", config(), CHEAP)
+    paths, facts = choose_batch(situation(data=a_look(num_train)), "quality", config(), CHEAP)
     assert paths["train.batch_size"] == size
     assert f"{num_train} samples make {format_count(steps, 'step')} per epoch" in dict(facts)["batch"]
 
@@ -325,7 +325,7 @@ def test_without_a_trial_workers_follow_the_best_rate_that_was_measured() -> Non
     assert paths == {"data.num_workers": 8}
     assert "at most 10,000 samples/s (an estimate" in shown
     assert "halfstep pack /data" in shown
-    quick = situation(look=a_look(decoded_per_s=4000.0))
+    quick = situation(data=a_look(decoded_per_s=4000.0))
     paths, (_, shown) = choose_workers(quick, config(), rate())
     assert paths == {"data.num_workers": 3}
     assert "halfstep pack" not in shown
@@ -342,11 +342,11 @@ def test_workers_feed_the_rate_of_a_trial() -> None:
 
 def test_the_time_is_an_estimate_from_the_rate_of_a_trial() -> None:
     start = config(**{"data.num_workers": 4, "train.epochs": 100})
-    quick = situation(look=a_look(100_000, num_val=30_000, decoded_per_s=1e6))
+    quick = situation(data=a_look(100_000, num_val=30_000, decoded_per_s=1e6))
     (_, shown), *_ = estimate_duration(quick, start, rate(TrialResult(samples_per_s=1000.0, batch_size=32)))
     # 100 epochs of 100,000 samples, and 30,000 that only go forward, at 1000/s.
     assert shown == "about 3.1 hours for 100 epochs (an estimate from measured rates)"
-    reading = situation(look=a_look(100_000, num_val=0, decoded_per_s=100.0))
+    reading = situation(data=a_look(100_000, num_val=0, decoded_per_s=100.0))
     (_, shown), *_ = estimate_duration(reading, start, rate(TrialResult(samples_per_s=1000.0, batch_size=32)))
     assert "about 6.9 hours" in shown, "four workers read 400/s, which is slower than the device"
     on_cpu = dataclasses.replace(reading, hardware=CPU, num_cores=4)
@@ -356,7 +356,7 @@ def test_the_time_is_an_estimate_from_the_rate_of_a_trial() -> None:
 
 def test_without_a_trial_only_the_least_time_is_told() -> None:
     # 10,000 samples/s at best, 100,000 samples, 100 epochs.
-    quick = situation(look=a_look(num_val=0, decoded_per_s=1e6))
+    quick = situation(data=a_look(num_val=0, decoded_per_s=1e6))
     (_, shown), *_ = estimate_duration(quick, config(), rate())
     assert shown.startswith("at least 16.7 minutes for 100 epochs")
     assert shown.endswith("(an estimate)")
@@ -430,7 +430,7 @@ def test_every_suggestions_file_loads_as_the_config_that_was_shown(tmp_path: Pat
     store = {"num_classes": 2, "channels": 3} if workload == "unet" else {"classes": ["a", "b"]}
     look = None if ":" in workload else a_look(store=store)
     hardware = AMPERE if workload == "resnet18" else UNTRACED
-    found = make_suggestions(situation(workload=workload, goal=goal, look=look, hardware=hardware))
+    found = make_suggestions(situation(workload=workload, goal=goal, data=look, hardware=hardware))
     assert [one.name for one in found] == list(ORDER[goal])
     for one in found:
         path = tmp_path / f"{one.name}.yaml"
@@ -465,7 +465,7 @@ def test_speed_is_what_was_measured_and_no_promise(monkeypatch: pytest.MonkeyPat
 
 
 def test_few_pictures_get_the_quick_recipe() -> None:
-    assert [one.name for one in make_suggestions(situation(look=a_look(1000), hardware=UNTRACED))] == [
+    assert [one.name for one in make_suggestions(situation(data=a_look(1000), hardware=UNTRACED))] == [
         "quick",
         "lowmem",
         "stable",
@@ -497,7 +497,7 @@ def test_images_are_not_larger_than_the_pictures(
     monkeypatch.setitem(ORDER, "fast", ("fast",))
     store = {"channels": 3, "num_classes": 2, "classes": ["a", "b"], "image_size": 512}
     look = a_look(sides=sides, store=store)
-    for one in make_suggestions(situation(workload=workload, look=look, hardware=UNTRACED)):
+    for one in make_suggestions(situation(workload=workload, data=look, hardware=UNTRACED)):
         found = {key: getattr(getattr(one.config, key.split(".")[0]), key.split(".")[1]) for key in expected}
         assert found == expected
         shown = dict(one.facts).get("image size", "")
@@ -516,7 +516,7 @@ def test_the_size_of_pictures_is_looked_up_whatever_they_lie_in(tmp_path: Path) 
 def test_demo_data_keep_their_own_recipe(tmp_path: Path) -> None:
     look = a_look(80, source="demo", store={"num_classes": 2, "channels": 3})
     found = make_suggestions(
-        situation(workload="unet", goal="quality", look=look, data_dir=None, hardware=UNTRACED_CPU)
+        situation(workload="unet", goal="quality", data=look, data_dir=None, hardware=UNTRACED_CPU)
     )
     assert len(found) == 2, "quality and fast would be the same run"
     for one in found:
@@ -567,7 +567,7 @@ def test_every_task_is_chosen_by_its_own_name_and_has_a_model() -> None:
 def test_both_stages_of_radio_maps_are_suggested_for_a_cpu(tmp_path: Path, workload: str) -> None:
     root = write_tiny_demo(tmp_path / "RadioMapSeer")
     looked = inspect_data(workload, root)
-    chosen = make_suggestions(situation(workload=workload, look=looked, hardware=UNTRACED_CPU, data_dir=str(root)))[0]
+    chosen = make_suggestions(situation(workload=workload, data=looked, hardware=UNTRACED_CPU, data_dir=str(root)))[0]
     (tmp_path / "run.yaml").write_text(chosen.to_yaml())
     again = load(str(tmp_path / "run.yaml")).config
     assert (again.workload, again.data.image_size, again.model.first_stage.width) == (workload, 64, 16)

@@ -84,7 +84,7 @@ def test_slow_answers_make_it_ask_more_seldom(tmp_path: Path) -> None:
     watch.record_sample()
     asked_s = watch.spent_s / watch.num_samples
     assert asked_s > 0
-    assert asked_s / watch._pause_s() <= MOST_SHARE * (1 + 1e-9)
+    assert asked_s / watch._choose_pause_s() <= MOST_SHARE * (1 + 1e-9)
 
 
 def test_a_resumed_run_goes_on_counting_even_after_a_cut_line(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ class Predictor:
     def answer_all(self, inputs: list[Any], trained: Any, request: Any, bar: Any) -> Iterator[Answer]:
         for item in inputs:
             pixels = [float(word) for word in Path(item.path).read_text().split(",")]
-            with trained.inside():
+            with trained.inference():
                 code = self.frozen["encoder"](torch.tensor([pixels], device=trained.device))
                 error = float((trained.model(code).float().cpu() - torch.tensor([pixels])).square().mean())
             cells = {"error": f"{error:.4f}"}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from halfstep.hardware.memory import LiveBytes
 from halfstep.models.recompute import Recompute
-from halfstep.tune.own_blocks import Recomputed, describe_blocks, find_blocks, recompute_blocks_
+from halfstep.tune.repeated_blocks import Recomputed, describe_blocks, find_blocks, recompute_blocks_
 from halfstep.workloads.segmentation.unet import UNet
 from models_of_others import BLOCKS, MODELS, BasicBlock, Block, ResNet, SharedNet, Transformer, UncalledNet, images
 

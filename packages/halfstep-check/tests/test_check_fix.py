@@ -9,7 +9,7 @@ import pytest
 
 from halfstep_check.check import check
 from halfstep_check.findings import Edit
-from halfstep_check.fix import BACKUP_SUFFIX, apply_edits, changes, patches, write
+from halfstep_check.fix import BACKUP_SUFFIX, apply_edits, collect_changes, make_patches, write
 from halfstep_check.lint import lint_tree
 from halfstep_check.shared.errors import ConfigError
 
@@ -34,7 +34,7 @@ def guide_4(folder: Path) -> list[Path]:
 
 def test_writing_guide_4_aligns_it_and_keeps_comments_and_backups(tmp_path: Path) -> None:
     paths = guide_4(tmp_path)
-    written = write(changes(check(paths).findings, [str(path) for path in paths]).edits)
+    written = write(collect_changes(check(paths).findings, [str(path) for path in paths]).edits)
     assert written == sorted(str(path) for path in paths)
     assert paths[0].read_text() == TRAIN.replace("fp16: False", "fp16: True")
     assert paths[1].read_text() == ACCELERATE.replace("bf16 ", "fp16 ")
@@ -46,14 +46,14 @@ def test_writing_guide_4_aligns_it_and_keeps_comments_and_backups(tmp_path: Path
 
 def test_only_files_named_are_written(tmp_path: Path) -> None:
     paths = guide_4(tmp_path)
-    assert write(changes(check(paths).findings, [str(paths[0])]).edits) == [str(paths[0])]
+    assert write(collect_changes(check(paths).findings, [str(paths[0])]).edits) == [str(paths[0])]
     assert paths[1].read_text() == ACCELERATE
     assert not (tmp_path / f"accelerate.yaml{BACKUP_SUFFIX}").exists()
 
 
 def test_the_patch_is_a_unified_diff_of_both_files(tmp_path: Path) -> None:
     paths = guide_4(tmp_path)
-    text = patches(changes(check(paths).findings).edits, {str(path): path.read_text() for path in paths})
+    text = make_patches(collect_changes(check(paths).findings).edits, {str(path): path.read_text() for path in paths})
     assert text.count("\n@@") == 2
     assert "-  fp16: False       # managed by AMP\n+  fp16: True       # managed by AMP\n" in text
     assert paths[0].read_text() == TRAIN
@@ -64,20 +64,20 @@ def test_quotes_json_and_carriage_returns_survive(tmp_path: Path) -> None:
     args.write_bytes(b'{\r\n\t"output_dir": "out",\r\n\t"gradient_accumulation_steps": 8\r\n}\r\n')
     deepspeed = tmp_path / "ds.json"
     deepspeed.write_text('{"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 1}')
-    write(changes(check([args, deepspeed]).findings, [str(args), str(deepspeed)]).edits)
+    write(collect_changes(check([args, deepspeed]).findings, [str(args), str(deepspeed)]).edits)
     assert args.read_bytes() == b'{\r\n\t"output_dir": "out",\r\n\t"gradient_accumulation_steps": 2\r\n}\r\n'
 
 
 def test_toml_and_quoted_yaml_values_are_rewritten_in_their_quotes(tmp_path: Path) -> None:
     titan = tmp_path / "titan.toml"
     titan.write_text('[training]\nmixed_precision_reduce = "bfloat16"  # faster?\n')
-    write(changes(check([titan]).findings, [str(titan)]).edits)
+    write(collect_changes(check([titan]).findings, [str(titan)]).edits)
     assert titan.read_text() == '[training]\nmixed_precision_reduce = "float32"  # faster?\n'
     accelerate = tmp_path / "a.yaml"
     accelerate.write_text("distributed_type: 'NO'\nmixed_precision: 'bf16'\n")
     script = tmp_path / "train.py"
     script.write_text("Accelerator(mixed_precision='no')\n")
-    write(changes(check([accelerate, script]).findings, [str(accelerate)]).edits)
+    write(collect_changes(check([accelerate, script]).findings, [str(accelerate)]).edits)
     assert accelerate.read_text() == "distributed_type: 'NO'\nmixed_precision: 'no'\n"
 
 
@@ -85,14 +85,14 @@ def test_no_is_written_in_quotes_because_yaml_reads_the_bare_word_as_false(tmp_p
     accelerate, script = tmp_path / "a.yaml", tmp_path / "train.py"
     accelerate.write_text("distributed_type: MULTI_GPU\nmixed_precision: bf16\n")
     script.write_text("Accelerator(mixed_precision='no')\n")
-    write(changes(check([accelerate, script]).findings, [str(accelerate)]).edits)
+    write(collect_changes(check([accelerate, script]).findings, [str(accelerate)]).edits)
     assert accelerate.read_text().endswith("mixed_precision: 'no'\n")
     assert check([accelerate, script]).exit_code == 0
 
 
 def fixed(source: str) -> str:
     findings = lint_tree(ast.parse(source), source, "train.py")
-    return apply_edits(source, changes(findings).edits.get("train.py", []))
+    return apply_edits(source, collect_changes(findings).edits.get("train.py", []))
 
 
 def test_deprecated_calls_are_rewritten_with_their_device() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from halfstep_check.check import check, read_lightning_version
 from halfstep_check.export import export_json, export_sarif
-from halfstep_check.rules import RULES, rule_named
+from halfstep_check.rules import RULES, get_rule
 from halfstep_check.shared.errors import ConfigError
 
 BUG = """\
@@ -279,7 +279,7 @@ def test_an_unsaved_scaler_fails_a_check_only_where_the_file_resumes(
 
 def test_an_unknown_rule_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="unknown rule 'clip-before'") as caught:
-        rule_named("clip-before")
+        get_rule("clip-before")
     assert "clip-before-unscale" in caught.value.fix
 
 

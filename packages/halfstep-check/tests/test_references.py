@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from halfstep_check.check import check
-from halfstep_check.fix import BACKUP_SUFFIX, changes, write
+from halfstep_check.fix import BACKUP_SUFFIX, collect_changes, write
 
 ACCELERATE = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: %s}\nnum_processes: 4\n"
 WRONG_BATCH = '{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}'
@@ -71,7 +71,7 @@ def test_writing_leaves_a_file_alone_that_only_a_config_names(tmp_path: Path) ->
     path = accelerate_file(tmp_path, "ds.json")
     report = check([path])
     assert [finding.rule for finding in report.findings if finding.edits] == ["batch-arithmetic"]
-    assert write(changes(report.findings, [str(path)]).edits) == []
+    assert write(collect_changes(report.findings, [str(path)]).edits) == []
     assert ds.read_text() == WRONG_BATCH
     assert not ds.with_name(ds.name + BACKUP_SUFFIX).exists()
-    assert write(changes(report.findings, [str(path), str(ds)]).edits) == [str(ds)]
+    assert write(collect_changes(report.findings, [str(path), str(ds)]).edits) == [str(ds)]

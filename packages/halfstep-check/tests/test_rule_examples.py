@@ -10,21 +10,21 @@ import pytest
 from halfstep_check.check import check
 from halfstep_check.findings import Severity
 from halfstep_check.hardware_gap import Device
-from halfstep_check.rules import RULES, Rule, severity_of
+from halfstep_check.rules import RULES, Rule, get_severity
 from halfstep_check.rules.configs import CONFIG_RULES
-from halfstep_check.rules.rule import example_files
+from halfstep_check.rules.rule import split_example
 from halfstep_check.shared.gpus import look_up_gpu
 
 
 def rules_found(example: str, folder: Path) -> dict[str, Severity]:
-    files = example_files(example)
+    files = split_example(example)
     for name, content in files.items():
         (folder / name).write_text(content)
     gpu = re.search(r"# with --gpu (\w+)", example)
     device = Device(name=gpu[1], has=look_up_gpu(gpu[1]).has) if gpu else None
     report = check([folder / name for name in files], device=device)
     assert not report.unreadable
-    return {finding.rule: severity_of(finding) for finding in report.findings}
+    return {finding.rule: get_severity(finding) for finding in report.findings}
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))

@@ -145,7 +145,7 @@ def _plan_memory(
         refuse_nothing_fits,
     )
     from halfstep.run.memory.traceable_step import build_traceable_step
-    from halfstep.tune.own_blocks import describe_blocks
+    from halfstep.tune.repeated_blocks import describe_blocks
 
     hardware, memory, where = _choose_device(gpu, fit, flags)
     config, is_made_up = _load_full_size(arguments, flags)

@@ -66,11 +66,11 @@ def check_configuration(target: str) -> ProofLine:
     if not IS_INSTALLED:
         return ProofLine(name=CONFIGURATION, holds=None, text=f"not checked: halfstep-check is missing ({INSTALL})")
     from halfstep_check.check import check
-    from halfstep_check.rules import severity_of
+    from halfstep_check.rules import get_severity
 
     report = check([file], load_own=load_own)
     wrong = [str(error) for error in report.unreadable]
-    wrong += [f"{one.place}: {one.message}" for one in report.findings if severity_of(one) != "info"]
+    wrong += [f"{one.place}: {one.message}" for one in report.findings if get_severity(one) != "info"]
     if wrong:
         return ProofLine(name=CONFIGURATION, holds=False, text="; ".join(wrong))
     return ProofLine(name=CONFIGURATION, holds=True, text=f"halfstep check finds nothing in {file}")

@@ -54,6 +54,7 @@ def _read_planes(paths: list[Path]) -> Planes:
 
 
 def _to_stored_images(planes: torch.Tensor, labels: torch.Tensor) -> StoredImages:
+    # Stored images are channels last, so that a batch is one gather of whole pixels.
     pixels = planes.permute(0, 2, 3, 1).contiguous()
     return StoredImages(pixels=pixels, sizes=np.full((len(labels), 2), SIDE), labels=labels)
 
@@ -103,7 +104,7 @@ def read_idx(folder: Path) -> tuple[tuple[str, ...], StoredImages, StoredImages]
 
 
 def find_idx_titles(folder: Path) -> dict[str, str]:
-    """Return the names of Fashion-MNIST's classes, which its files lack, if the folder's name says Fashion-MNIST."""
+    """Return the names of Fashion-MNIST's classes, which its files lack, if the folder's name contains `fashion`."""
     is_fashion = any("fashion" in part.lower() for part in folder.absolute().parts[-2:])
     return {str(number): title for number, title in enumerate(FASHION)} if is_fashion else {}
 
@@ -125,6 +126,7 @@ def _read_idx_images(folder: Path, part: str) -> StoredImages:
 
 
 def _find_idx_file(folder: Path, part: str, kind: str, axes: int) -> Path | None:
+    # Some mirrors write `train-images.idx3-ubyte`, with a dot.
     names = (f"{part}-{kind}{mark}idx{axes}-ubyte{end}" for mark in "-." for end in ("", ".gz"))
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
@@ -139,6 +141,7 @@ def _read_idx_array(folder: Path, part: str, kind: str, axes: int) -> Array:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read {path}", why=str(error), fix="download it again") from error
+    # The idx header: two zero bytes, the type code, the number of axes, then each length as a big-endian uint32.
     shape = np.frombuffer(content[4 : 4 + 4 * axes], dtype=">u4").astype(np.int64)
     if content[:4] != bytes([0, 0, BYTES, axes]) or len(content) != 4 + 4 * axes + int(shape.prod()):
         raise DataError(

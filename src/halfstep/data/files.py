@@ -123,6 +123,7 @@ def run_in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> lis
         except DataError as error:
             return error
 
+    # Errors are returned, not raised: the first one would hide those of the other files.
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         return list(threads.map(attempt, items))
 
@@ -135,6 +136,7 @@ def count_held_out(num_items: int, fraction: float) -> int:
 def split_off(items: Sequence[Item], fraction: float, seed: int | str) -> tuple[list[Item], list[Item]]:
     """Return training and validation items: the same for the same items and seed, at least one in each if possible."""
     num = count_held_out(len(items), fraction)
+    # A private generator: the split must not depend on random numbers drawn before.
     chosen = set(random.Random(seed).sample(range(len(items)), num))
     train = [item for place, item in enumerate(items) if place not in chosen]
     return train, [items[place] for place in sorted(chosen)]
@@ -218,7 +220,7 @@ def _explain_torch_load(path: Path, error: Exception) -> DataError:
 
 
 def make_unreadable_error(path: Path, error: BaseException) -> DataError:
-    """Return the error for a file that is corrupt, truncated or not what its extension says."""
+    """Return the error for a file that is corrupt, truncated or not of the type that its extension names."""
     why = summarise_error(error).replace(str(path), path.name)
     return DataError(
         f"cannot read {path}", why=why, fix="replace the file, or leave bad files out: data.on_bad_file=skip"

@@ -98,11 +98,13 @@ def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) 
     require_folder(root)
     train_folders, val_folders = find_split_folders(root, layout)
     labelled = read_labels(train_folders[0], root, layout.label_column, usual=layout.label_columns)
+    # A folder that the user named explicitly is not questioned.
     if labelled is None and not layout.train:
         _refuse_masks(root)
     train = labelled or _list_classes(train_folders)
     # The order of a table's labels is that of numbers, since they may be numbers.
     in_order = tuple(train) if labelled else tuple(sorted(train))
+    # A model that is only evaluated keeps its class numbers, even if the folder lacks some classes.
     classes = tuple(known) if set(train) <= set(known) else in_order
     if len(classes) < 2 and not known:
         raise DataError(
@@ -200,6 +202,7 @@ def _split_classes(
     """Hold out the same share of every class, at least one image and never the last."""
     train, val = {}, {}
     for name, paths in found.items():
+        # The class name is part of the seed: adding a class does not change the split of the others.
         train[name], val[name] = split_off(paths, layout.val_fraction, f"{layout.seed} {name}")
     if layout.val_fraction > 0 and not any(val.values()):
         raise DataError(
@@ -280,6 +283,7 @@ def check_header_and_end(path: Path) -> None:
 
 
 def _is_whole(start: bytes, end: bytes, length: int) -> bool:
+    # End markers: JPEG has EOI (ff d9), PNG an IEND chunk; a RIFF header (WebP) gives its length.
     if start.startswith(b"\xff\xd8"):
         return b"\xff\xd9" in end
     if start.startswith(b"\x89PNG"):

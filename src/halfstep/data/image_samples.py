@@ -51,9 +51,12 @@ class CropRange:
 
 def draw_boxes(sizes: Array, spec: CropRange, *, seed: int, epoch: int, indices: Array) -> Array:
     """Draw boxes (N, 4) as left, top, right, bottom in whole pixels, inside images of sizes (N, 2) as width, height."""
+    # Columns: ATTEMPTS areas, ATTEMPTS ratios, then x and y of the box. All attempts are computed at once; each image
+    # takes its first box that fits.
     draws = draw_uniform(seed, epoch, indices, count=2 * ATTEMPTS + 2)
     width, height = sizes[:, 0].astype(np.float64), sizes[:, 1].astype(np.float64)
     side = np.sqrt(_scale_to(draws[:, :ATTEMPTS], *spec.area) * (width * height)[:, None])
+    # With s = sqrt(ratio), a box of width side * s and height side / s has the drawn area and ratio.
     low, high = (math.log(bound) / 2 for bound in spec.ratio)
     stretch = np.exp(_scale_to(draws[:, ATTEMPTS:-2], low, high))
     wide, tall = np.maximum(np.rint(side * stretch), 1), np.maximum(np.rint(side / stretch), 1)
@@ -61,9 +64,11 @@ def draw_boxes(sizes: Array, spec: CropRange, *, seed: int, epoch: int, indices:
     rows, first = np.arange(len(sizes)), fits.argmax(axis=1)
     wide, tall, has_fit = wide[rows, first], tall[rows, first], fits[rows, first]
     if not has_fit.all():
+        # No attempt fits, as in a panorama: the largest box whose ratio is the nearest allowed one.
         wide = np.where(has_fit, wide, np.minimum(width, np.rint(height * spec.ratio[1])))
         tall = np.where(has_fit, tall, np.minimum(height, np.rint(width / spec.ratio[0])))
     boxes = np.empty((len(sizes), 4), dtype=np.float32)
+    # floor(u * (n + 1)) draws the integers 0 to n with equal probability.
     boxes[:, 0] = np.floor(draws[:, -2] * (width - wide + 1))
     boxes[:, 1] = np.floor(draws[:, -1] * (height - tall + 1))
     boxes[:, 2], boxes[:, 3] = boxes[:, 0] + wide, boxes[:, 1] + tall
@@ -86,7 +91,7 @@ def draw_uniform(seed: int, epoch: int, indices: Array, *, count: int) -> Array:
 
 @lru_cache(maxsize=16)
 def _hash_key(seed: int, epoch: int) -> Array:
-    # An array of one: numpy's scalars would warn where arrays wrap around, as meant here.
+    # An array of one: numpy's scalars warn on overflow, which is intended here; arrays wrap around silently.
     return _mix(_mix(np.array([seed], dtype=np.uint64) + np.uint64(GOLDEN)) ^ np.uint64(epoch))
 
 
@@ -152,6 +157,7 @@ class TrainingImages(_StoredSamples):
     def make_batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
         sizes, side = self.images.sizes[indices.numpy()], self.images.pixels.shape[1]
         boxes = torch.from_numpy(draw_boxes(sizes, self.crops, seed=seed, epoch=epoch, indices=indices.numpy()))
+        # Boxes are drawn in the original pixels; the stored image was stretched to a square of `side` pixels.
         stretch = side / torch.from_numpy(sizes).float()
         image, labels = gather_images(self.images.pixels, indices), self.images.labels[indices]
         return {"image": image, "box": boxes * stretch.tile(1, 2), "label": labels}
@@ -242,6 +248,7 @@ class TrainingFiles(_FileSamples):
     def _crop(self, file: ImageFile, box: Array, canvas: Array) -> tuple[float, float, float, float]:
         """Copy a crop into the corner of a canvas and return its exact box there, in fractions of pixels."""
         image, (left, top, right, bottom) = decode_for_crop(file, box, self.size)
+        # Whole pixels around the box; the returned box keeps the fractions for the resize on the device.
         x, y = math.floor(left), math.floor(top)
         part = image.crop((x, y, min(math.ceil(right), image.width), min(math.ceil(bottom), image.height)))
         wide, tall = (self.size if side > self.canvas else side for side in part.size)

@@ -68,7 +68,7 @@ def open_image(path: Path) -> Iterator[Image.Image]:
 def read_image(path: Path, *, channels: int, raw_scale: float | None = None) -> Array:
     """Decode to (H, W, channels): uint8 in 0..255, or float32: 16-bit values over 65535, raw ones over `raw_scale`."""
     array, kind = _decode(path)
-    if kind == "uint16":
+    if kind == "uint16":  # 8 bits would lose half of them
         array = array.astype(np.float32) / 65535
     elif kind == "raw":
         values = _require_finite(array, path)
@@ -182,11 +182,13 @@ def resize_image(image: Array, size: tuple[int, int]) -> Array:
     """Resize bicubically, with antialiasing when shrinking; floats stay inside their range."""
     if image.shape[:2] == size:
         return image
+    # Plane by plane: Pillow resizes floats and more than four channels only as single planes.
     planes = [
         np.asarray(Image.fromarray(np.ascontiguousarray(image[..., c])).resize(size[::-1], Image.Resampling.BICUBIC))
         for c in range(image.shape[2])
     ]
     resized = np.stack(planes, axis=-1)
+    # Bicubic overshoots at edges; Pillow clips bytes itself.
     return resized if image.dtype == np.uint8 else resized.clip(image.min(), image.max())
 
 
@@ -236,7 +238,7 @@ def _convert_channels(array: Array, channels: int, path: Path) -> Array:
     have = array.shape[2]
     if have == channels:
         return array
-    if have == 4 and channels in (1, 3):
+    if have == 4 and channels in (1, 3):  # drop transparency
         array, have = array[..., :3], 3
     if have == 1 and channels in (3, 4):
         return np.repeat(array, channels, axis=2)
@@ -277,6 +279,7 @@ class ImageFile:
     def to_rgb(self, *, reduction: float = 1.0) -> Image.Image:
         """Return all pixels, upright, up to `reduction` times smaller if the file can be decoded so."""
         try:
+            # The decoder skips high frequencies: a reduced decode costs a fraction and is antialiased.
             factor = next((k for k in JPEG_REDUCTIONS if k <= reduction), 1)
             if factor > 1 and self._image.format == "JPEG":
                 self._image.draft(None, (self._image.width // factor, self._image.height // factor))

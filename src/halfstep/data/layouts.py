@@ -90,7 +90,7 @@ def _walk_folders(
         yield above, name, folder
         return
     head, *rest = parts
-    if head == ANY_FOLDERS:
+    if head == ANY_FOLDERS:  # matches no folder, or one and then again any
         yield from _walk_folders(folder, rest, above, name)
         for inner in _list_entries(folder, "*"):
             if inner.is_dir():
@@ -106,6 +106,7 @@ def _list_entries(folder: Path, part: str) -> list[Path]:
     """Return a folder's visible entries; a single one if the pattern's part is a plain folder name."""
     if part in ("", "."):
         return [folder]
+    # A plain name needs no listing: folders of a data set can hold 100,000 files.
     if not _is_variable(part) and (folder / part).is_dir():
         return [folder / part]
     return [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
@@ -118,6 +119,8 @@ def _match_part(part: str, name: str, known: str | None) -> str | None:
     if not _is_variable(part):
         return (known or "") if part == name else None
     pieces = re.split(r"(\{id\}|\*)", part)
+    # The id is a named group where it occurs first, and a back reference after that; an id that a folder above has
+    # fixed is matched literally.
     expressions = {ID: re.escape(known) if known else "(?P<id>.+?)", "*": ".*"}
     text, has_id = "", False
     for piece in pieces:
@@ -276,6 +279,7 @@ class PairLayout:
 
 def find_layout(root: Path, asked: PairLayout) -> tuple[Path, Layout]:
     """Return the layout of a folder and where it starts: in `root`, or in the only folder an archive created there."""
+    # Level by level: the data may be in a folder that an archive created, but an upper level comes first.
     for folders in _list_levels(root):
         fitting = [(folder, layout) for folder in folders if (layout := _find_layout_at(folder, asked)) is not None]
         if len(folders) > 1 and fitting:
@@ -306,6 +310,7 @@ def _find_pair_folders_at(root: Path) -> str:
         return error.what.partition(": ")[2]
     if layout is None:
         return ""
+    # Two folders named like images and masks may still be classes: only shared ids make them pairs.
     images, *masks = (
         {name for name, _ in NamePattern(text).iterate(root)} for text in (layout.train.images, *layout.train.masks)
     )
@@ -314,6 +319,7 @@ def _find_pair_folders_at(root: Path) -> str:
 
 def _find_layout_at(root: Path, asked: PairLayout) -> Layout | None:
     if asked.is_common:
+        # A data set may have several rows, for its versions: the first that fits counts. Two data sets are an error.
         known: dict[str, Layout] = {}
         for layout in KNOWN:
             if layout.name not in known and _has_files(root, layout.train):
@@ -328,6 +334,7 @@ def _find_layout_at(root: Path, asked: PairLayout) -> Layout | None:
 
 def _list_usual(root: Path, asked: PairLayout) -> Iterator[list[Layout]]:
     """Yield groups of folder pairs in order of preference: those with a validation split first."""
+    # A folder that the user named replaces the common name in every pair; the pairs may then be equal.
     pairs = [(asked.images or images, asked.masks or masks) for images, masks in FOLDER_NAMES]
     pairs = list(dict.fromkeys(pairs))
     own = asked.make_names(asked.val_images, asked.val_masks) if asked.val_images else None

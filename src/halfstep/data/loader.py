@@ -163,6 +163,7 @@ class Loader:
 
     def list_sizes(self, first: int, num: int) -> list[int]:
         """Return the sizes of `num` batches from `first` on, over all ranks."""
+        # Only the last batch of an epoch can be smaller.
         starts = (batch * self._order.batch_size for batch in range(first, first + num))
         return [min(self._order.batch_size, self._order.num_samples - start) for start in starts]
 
@@ -184,7 +185,7 @@ class Loader:
         takes five seconds for each worker."""
         workers, self._workers = self._workers, None
         running = workers._iterator if workers is not None else None
-        if running is not None:  # none without workers of their own
+        if running is not None:  # None if no worker was started
             running._shutdown_workers()  # type: ignore[attr-defined]  # torch has no other way to ask for it
 
     def _start(self) -> DataLoader[Batch | HalfstepError]:
@@ -248,6 +249,7 @@ class _Order(Sampler[list[tuple[int, int]]]):
 def take_own_rows(batch: list[int], rank: int, size: int) -> list[int]:
     """Return the rows of one rank, in order. A rank without rows gets the first one: it must still take part in the
     step, with a weight of 0."""
+    # The first `more` ranks take one row more than the others.
     each, more = divmod(len(batch), size)
     start = rank * each + min(rank, more)
     return batch[start : start + each + (rank < more)] or batch[:1]
@@ -293,8 +295,8 @@ def _return_unchanged(batch: Any) -> Any:
 
 def _leave_signals_to_the_run(run: int, worker: int) -> None:
     # Ctrl-C and a scheduler's SIGTERM reach every process of a job. The run finishes its step and saves, for which it
-    # still needs batches: a worker ends when the run says so, and by itself when the run is gone. Its parent need not
-    # be the run: Python 3.14 forks workers from a server.
+    # still needs batches: a worker ends when the run signals it, or when the run is gone. Its parent need not be the
+    # run: Python 3.14 forks workers from a server.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal: the run saves then, too

@@ -1,4 +1,4 @@
-"""Labels from a table next to the images, as Hugging Face's `imagefolder` has it: `metadata.jsonl` or `metadata.csv`.
+"""Labels from a table next to the images, `metadata.jsonl` or `metadata.csv`, as in Hugging Face's `imagefolder`.
 
 Each row names an image (`file_name`, below the table's folder) and its label, a word or a number.
 """
@@ -36,6 +36,7 @@ def read_labels(
     if table is None:
         return None
     found: dict[str, list[Path]] = {}
+    # One table at the root may list several splits: only rows inside `folder` count.
     inside, rows = folder.resolve(), 0
     for number, row in _iterate_rows(table):
         if rows == 0 and not column and _has_class_folders_instead(row, folder):
@@ -124,6 +125,7 @@ def _read_rows(table: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {table}", why=str(error), fix="save it as UTF-8 text") from error
     if table.suffix == ".csv":
+        # Line 1 is the header.
         yield from enumerate(csv.DictReader(io.StringIO(text, newline="")), start=2)
         return
     for number, line in enumerate(text.split("\n"), start=1):
@@ -176,6 +178,7 @@ def _find_image(table: Path, number: int, row: dict[str, Any], root: Path) -> Pa
         raise DataError(
             f"{table}, line {number} names {name}, which does not exist", fix="add the image, or remove the line"
         )
+    # A table from elsewhere must not make training read other files: `..` and links are resolved first.
     if not path.resolve().is_relative_to(root.resolve()):
         raise DataError(f"{table}, line {number} names {name}, outside of {root}", fix="move the image below data.dir")
     return path

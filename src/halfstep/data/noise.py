@@ -1,9 +1,9 @@
-"""Random tensors as pure functions of (key, place of the sample, stream), drawn on the device.
+"""Random tensors as pure functions of (key, position of the sample, stream), drawn on the device.
 
 A generator's numbers depend on how many were drawn before, so on batch size, accumulation and order. Here they come
 from a counter (Philox4x32-10 of Salmon et al. 2011, the one torch uses on CUDA, written in int64 operations): row j
-depends on the key's root, on place + j and on the stream's name alone. Bits, uniforms and integers are the same on
-every device; normal and Gumbel numbers go through its log, sin and cos. Nothing waits, no generator moves.
+depends only on the key's root, on the position `place` + j and on the stream's name. Bits, uniforms and integers are
+the same on every device; normal and Gumbel numbers go through its log, sin and cos. Nothing waits, no generator moves.
 
     eps = noise.normal(key, len(latents), latents.shape[1:], latents.device, stream="eps")
 """
@@ -56,6 +56,7 @@ def _draw_words(key: tuple[int, ...], num: int, shape: Shape, device: Device, st
     root, place = (key.root, key.place) if isinstance(key, Key) else (key, 0)
     blocks = torch.arange(-(-math.prod(shape) // 4), device=device)
     places = torch.arange(place, place + num, device=device).view(-1, 1)
+    # The 128-bit counter: block within the row, low and high half of the position, and an unused word.
     counter = [blocks.expand(num, -1), (places & MASK).expand(-1, len(blocks)), (places >> 32).expand(-1, len(blocks))]
     return philox([*counter, torch.zeros_like(counter[0])], _make_seed(root, stream))
 

@@ -67,7 +67,7 @@ class PackIndex:
 
     @property
     def image_bytes(self) -> int:
-        """Size of one stored image."""
+        """Return the size of one stored image in bytes."""
         return self.size * self.size * 3
 
 
@@ -204,6 +204,7 @@ def _reserve(file: BinaryIO, num_bytes: int) -> None:
 
 
 def _verify(path: Path, index: PackIndex, pixels: Array, verify_bytes: int) -> None:
+    # Every image of a small file, evenly spread ones of a large file.
     stride = max(1, -(-pixels.nbytes // max(1, verify_bytes)))
     rows = range(0, len(pixels), stride)
     with ThreadPoolExecutor(VERIFY_THREADS) as threads:  # zlib computes without the interpreter's lock
@@ -306,13 +307,15 @@ def pack(folder: ImageFolder, path: Path, settings: PackSettings, *, progress: O
         explain_full_disk(path, "the packed images"),
         open_partial_file(path, len(paths), settings.size) as (pixels, partial),
     ):
+        # Images are decoded into the row of their number. Rows arrive in order, so a gap that a bad file leaves is
+        # closed by moving later rows up; the unused rows at the end are cut off by finish_file.
         for done, (number, outcome) in enumerate(_decode_all(folder, settings, pixels), start=1):
             if isinstance(outcome, DataError):
                 bad_files.report(outcome)
             else:
                 size, row = outcome, len(rows)
                 if row != number:
-                    pixels[row] = pixels[number]  # closes the gap that a bad file left
+                    pixels[row] = pixels[number]
                 rows.append((number, size, compute_crc(pixels[row])))
                 num_train += number < len(folder.train)
             if progress is not None:
@@ -332,7 +335,7 @@ def pack(folder: ImageFolder, path: Path, settings: PackSettings, *, progress: O
         refuse_lost_classes(index.classes, index.labels[:num_train], why="all of them were left out")
         bad_files.refuse_empty_validation(len(folder.val), len(rows) - num_train)
         finish_file(partial, path, pixels, index)
-    return open_pack(path, verify_bytes=1)
+    return open_pack(path, verify_bytes=1)  # just written: checking every CRC again would read the whole file
 
 
 def fingerprint_folder(folder: ImageFolder, settings: PackSettings) -> str:

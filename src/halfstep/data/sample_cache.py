@@ -53,7 +53,7 @@ class SampleCache:
         self._is_filled = np.frombuffer(mmap.mmap(-1, self._num_samples), dtype=np.bool_)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A spawned worker cannot inherit the mapping: it gets an empty one of its own.
+        # A spawned worker cannot inherit the mapping: it gets a new, empty one.
         return {name: getattr(self, name) for name in ("_num_samples", "_fields", "_limit_bytes")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

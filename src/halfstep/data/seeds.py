@@ -37,7 +37,7 @@ class Key(tuple[int, ...]):
     ) -> Key:
         """Return the key of a micro-batch that begins at `place` in its window, or of its part from `row` on."""
         batch = (seed, attempted, micro_batch)
-        # Who knows nothing of parts and draws by the tuple must not draw the same for each.
+        # Code that draws by the tuple and ignores parts must not draw the same numbers for each part.
         key = cls._make((*batch, row) if row else batch, (0, seed, attempted), place)
         key.batch, key.row, key.whole = batch, row, whole
         return key

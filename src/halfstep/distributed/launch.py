@@ -26,6 +26,8 @@ PATIENCE_S = 5.0  # for torchrun's store to answer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
+    """The position of this process among the ranks, and the address where they connect."""
+
     rank: int
     size: int
     local_rank: int

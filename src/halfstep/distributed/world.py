@@ -56,6 +56,8 @@ class Share:
 
 
 class World(Share):
+    """All ranks of a run: collectives between hosts, and detection of lost ranks."""
+
     def __init__(self, *, limit_s: float = LIMIT_S, limit_name: str = LIMIT_NAME, go_on: str = RESUME_RUN) -> None:
         super().__init__(dist.get_rank(), dist.get_world_size())
         self.limit_s, self.limit_name, self.go_on = limit_s, limit_name, go_on

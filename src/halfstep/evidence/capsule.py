@@ -67,10 +67,10 @@ class Capsule:
     def inexact(self) -> str:
         """Return what differs from the original step; empty if nothing does."""
         commits = int(self.about["commits_after"])
-        said = [f"inexact by {format_count(commits, 'commit')}"] if commits else []
-        said += [] if self.rng else ["the generators of that step are not known"]
-        said += [] if self.state else [f"weights of {self.about['weights']}"]
-        return "; ".join(said)
+        differences = [f"inexact by {format_count(commits, 'commit')}"] if commits else []
+        differences += [] if self.rng else ["the generators of that step are not known"]
+        differences += [] if self.state else [f"weights of {self.about['weights']}"]
+        return "; ".join(differences)
 
 
 def collect_state(model: nn.Module) -> dict[str, Tensor]:

@@ -120,7 +120,7 @@ class Observer:
             p.untyped_storage().data_ptr() for m in self.names for p in nn.Module.parameters(m, recurse=False)
         }
         self.seen = Seen()
-        self.casts_by_hand = ""
+        self.explicit_cast_line = ""
         self._stack: list[_Entered] = []
         self._thread = 0
         self._numbers: list[int] = []
@@ -218,10 +218,10 @@ class Observer:
         found = Cast(place.module, direction, name_format(source.dtype), name_format(result.dtype))
         self.seen.casts[found] += 1
         self.seen.cast_bytes[found] += result.nbytes
-        # casts_by_hand is set by the function mode while a cast of the user runs; casts of autocast leave it empty.
+        # The function mode sets explicit_cast_line while a cast of the user runs; casts of autocast leave it empty.
         is_up = source.dtype.itemsize == 2 and result.dtype == torch.float32
-        if is_up and self.casts_by_hand and direction == "forward" and not place.is_island:
-            self.seen.upcasts[Upcast(place.module, self.casts_by_hand)] += result.nbytes
+        if is_up and self.explicit_cast_line and direction == "forward" and not place.is_island:
+            self.seen.upcasts[Upcast(place.module, self.explicit_cast_line)] += result.nbytes
 
     def _keep(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -267,11 +267,11 @@ class _Functions(TorchFunctionMode):
     ) -> Any:
         if func not in EXPLICIT_CASTS:
             return func(*args, **(kwargs or {}))
-        self.observer.casts_by_hand = _find_calling_line()
+        self.observer.explicit_cast_line = _find_calling_line()
         try:
             return func(*args, **(kwargs or {}))
         finally:
-            self.observer.casts_by_hand = ""
+            self.observer.explicit_cast_line = ""
 
 
 def _find_calling_line() -> str:

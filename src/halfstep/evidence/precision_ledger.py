@@ -162,7 +162,7 @@ def _make_rows(expected: Expected, seen: Seen, weights: Weights, found: Sequence
     named = [product.module for product in seen.calls] + [cast.module for cast in seen.casts]
     named += [module for module, _ in seen.kept] + [name for name, own in weights.weights.items() if own != "-"]
     # Reversed, so that the first finding of a module, the worst, wins.
-    told = {finding.module: finding for finding in reversed(found)}
+    first_findings = {finding.module: finding for finding in reversed(found)}
     rows = []
     wanted = set(named)
     for module in dict.fromkeys([*(name for name in weights.weights if name in wanted), *named]):
@@ -182,7 +182,7 @@ def _make_rows(expected: Expected, seen: Seen, weights: Weights, found: Sequence
                 weights=weights.weights.get(module, "-"),
                 gradients=weights.gradients.get(module, "-"),
                 optimizer_state=weights.states.get(module, "-"),
-                verdict=_judge_module(module, expected, seen, told.get(module)),
+                verdict=_judge_module(module, expected, seen, first_findings.get(module)),
             )
         )
     return rows
@@ -416,7 +416,7 @@ def _explain_product(product: Product, planned: str, plan: Plan) -> tuple[str, s
     if planned in (*HALF, "fp8"):
         return (
             "autocast is off there",
-            f"remove autocast(enabled=False), or say that it is meant: with hs.fp32_island(), "
+            f"remove autocast(enabled=False), or mark it as intended: with hs.fp32_island(), "
             f"or precision.modules: {{{module}: {product.format}}}",
         )
     return (
@@ -459,9 +459,9 @@ def _check_upcasts(expected: Expected, seen: Seen) -> Iterable[Finding]:
         if upcast.module != OUTSIDE and expected.find_compute(upcast.module) in HALF:
             yield Finding(
                 module=upcast.module,
-                what=f"cast to fp32 by hand at {upcast.line}, {size:,} bytes",
+                what=f"explicit cast to fp32 at {upcast.line}, {size:,} bytes",
                 why="what follows it computes and is kept in fp32 until the next matmul",
-                fix="remove .float() (.to(torch.float32)), or say that it is meant: with hs.fp32_island()",
+                fix="remove .float() (.to(torch.float32)), or mark it as intended: with hs.fp32_island()",
                 level="costs",
             )
 

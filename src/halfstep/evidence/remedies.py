@@ -44,7 +44,7 @@ MOST_LINES = 3
 NUM_MORE = 10
 """Steps after the recorded one that a change has to last."""
 NUM_AT_RATE = 30
-"""Steps that a learning rate is tried for, besides twice those that momentum averages over."""
+"""Steps that a learning rate is tried for, in addition to twice those that momentum averages over."""
 LOWEST = 1e-8
 """The smallest factor on the recorded learning rate: below it the rate is not the cause."""
 

@@ -289,14 +289,14 @@ def guide(asker: Asker, console: Console, machine: Machine, scratch: Path) -> Gu
     """Ask, suggest and write. `scratch` is a folder for demo data and pictures that the caller removes."""
     show_machine(console, machine)
     workload = _ask_workload(asker, machine)
-    data_dir, look = _ask_data(asker, console, workload, scratch)
+    data_dir, data = _ask_data(asker, console, workload, scratch)
     goal = asker.ask(GOAL, str)
     situation = Situation(
         workload=workload,
         goal=goal,
         hardware=machine.hardware,
         num_cores=machine.num_cores,
-        look=look,
+        data=data,
         data_dir=data_dir,
         device=machine.device,
         try_out=Trials(machine.hardware) if machine.may_measure else None,
@@ -307,7 +307,7 @@ def guide(asker: Asker, console: Console, machine: Machine, scratch: Path) -> Gu
     start = asker.ask(START, lambda answer: answer == "yes")
     asker.finish()
     files = {file: chosen.to_yaml().encode()}
-    if look is not None:
+    if data is not None:
         files[find_unused_path(file.with_name(f"{file.stem}-samples.png"), ".png")] = _get_grid_path(
             scratch
         ).read_bytes()
@@ -339,7 +339,7 @@ def check_own_workload(answer: str) -> str:
 def _ask_data(asker: Asker, console: Console, workload: str, scratch: Path) -> tuple[str | None, DataSummary | None]:
     """Return the data folder (None: demo data) and its content (None: only a custom workload can read it)."""
 
-    def look(answer: str) -> DataSummary:
+    def inspect(answer: str) -> DataSummary:
         with console.status("reading the data"):
             if not answer:
                 return inspect_demo(workload, scratch / "demo")
@@ -350,7 +350,7 @@ def _ask_data(asker: Asker, console: Console, workload: str, scratch: Path) -> t
         if kind.demo is None:
             return asker.ask(dataclasses.replace(DATA, empty_means=""), check_folder), None
         return asker.ask(DATA, lambda answer: check_folder(answer) if answer else None), None
-    found = asker.ask(DATA, look)
+    found = asker.ask(DATA, inspect)
     grid = _get_grid_path(scratch)
     save_grid(found, grid)
     console.print(make_pairs_table(describe_data(found)))

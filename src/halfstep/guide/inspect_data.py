@@ -68,30 +68,30 @@ def inspect_demo(workload: str, folder: Path) -> DataSummary:
     return _inspect(workload, folder, "demo", "error")
 
 
-def describe_data(look: DataSummary) -> list[tuple[str, str]]:
+def describe_data(data: DataSummary) -> list[tuple[str, str]]:
     """Return what was found, as names and values."""
-    sizes = [f"{name} ({count})" for name, count in zip(look.classes, look.counts, strict=False)] or look.classes
+    sizes = [f"{name} ({count})" for name, count in zip(data.classes, data.counts, strict=False)] or data.classes
     rows = [
-        ("folder", "demo data, generated" if look.source == "demo" else str(look.folder)),
-        ("samples", f"{look.num_train:,} for training, {look.num_val:,} for validation"),
-        *([("images", f"{look.sides[0]}×{look.sides[1]} pixels (median)")] if look.sides else []),
-        ("classes", f"{len(look.classes)}: {list_some(sizes, 12)}"),
-        ("reading", f"{look.decoded_per_s:,.0f} samples/s in one process (measured)"),
+        ("folder", "demo data, generated" if data.source == "demo" else str(data.folder)),
+        ("samples", f"{data.num_train:,} for training, {data.num_val:,} for validation"),
+        *([("images", f"{data.sides[0]}×{data.sides[1]} pixels (median)")] if data.sides else []),
+        ("classes", f"{len(data.classes)}: {list_some(sizes, 12)}"),
+        ("reading", f"{data.decoded_per_s:,.0f} samples/s in one process (measured)"),
     ]
-    if look.counts and max(look.counts) > 10 * min(look.counts):
-        ratio = max(look.counts) / min(look.counts)
+    if data.counts and max(data.counts) > 10 * min(data.counts):
+        ratio = max(data.counts) / min(data.counts)
         rows.append(("balance", f"the largest class has {ratio:.0f} times as many samples as the smallest"))
-    if look.on_bad_file == "skip":
-        rows.append(("bad files", f"{len(look.notes)} left out (data.on_bad_file: skip): {list_some(look.notes, 3)}"))
+    if data.on_bad_file == "skip":
+        rows.append(("bad files", f"{len(data.notes)} left out (data.on_bad_file: skip): {list_some(data.notes, 3)}"))
     return rows
 
 
-def save_grid(look: DataSummary, path: Path) -> None:
+def save_grid(data: DataSummary, path: Path) -> None:
     """Save a picture with a few samples and their classes."""
-    num_rows = -(-len(look.pictures) // GRID_COLUMNS)
+    num_rows = -(-len(data.pictures) // GRID_COLUMNS)
     sheet = Image.new("RGB", (GRID_COLUMNS * (CELL + GAP) + GAP, num_rows * (CELL + BAND + GAP) + GAP), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(13)
-    for number, (caption, picture) in enumerate(look.pictures):
+    for number, (caption, picture) in enumerate(data.pictures):
         row, column = divmod(number, GRID_COLUMNS)
         left, top = GAP + column * (CELL + GAP), GAP + row * (CELL + BAND + GAP)
         sheet.paste(picture.resize((CELL, CELL), Image.Resampling.BILINEAR), (left, top))

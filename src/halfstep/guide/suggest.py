@@ -73,7 +73,7 @@ def make_suggestions(situation: Situation) -> tuple[Suggestion, ...]:
 
 
 def _adapt_to_small_data(preset: str, situation: Situation) -> str:
-    is_small = situation.look is not None and situation.look.num_train < SMALL_SET
+    is_small = situation.data is not None and situation.data.num_train < SMALL_SET
     has_quick = "quick" in KINDS.of(situation.workload).get_schema(situation.workload).presets and not situation.is_demo
     return "quick" if preset == "fast" and is_small and has_quick else preset
 
@@ -85,12 +85,12 @@ def _make_suggestion(situation: Situation, preset: str, planners: Planners) -> S
     facts = [("why", REASONS[preset]), ("precision", _explain_precision(situation, precision))]
     size_fact = _fit_to_pictures(situation, preset, paths)
     start = _build_config(situation, preset, paths)
-    if situation.look is None:
+    if situation.data is None:
         facts.append(("speed", _describe_speed(situation.hardware, precision)))
         paths |= {"data.num_workers": min(OWN_WORKERS, situation.num_cores), "train.auto_batch": True}
         facts.append(("memory", "unknown for a custom model: train.auto_batch halves the batch if necessary"))
     else:
-        cost = predict_step_cost(start, situation.look.store, situation.hardware, precision, planners)
+        cost = predict_step_cost(start, situation.data.store, situation.hardware, precision, planners)
         size, size_facts = choose_batch(situation, preset, start, cost)
         # The batch is known now, so the suggestion can be tried; its rate then decides the number of workers.
         trial, against_fp32 = _try_preset(situation, preset, paths, size["train.batch_size"])
@@ -114,9 +114,9 @@ def _try_preset(
     situation: Situation, preset: str, paths: Mapping[str, Any], batch_size: int
 ) -> tuple[TrialResult | None, str]:
     """Try a config if trials are allowed; return the trial and its speed compared with fp32."""
-    if situation.try_out is None or situation.look is None or KINDS.of(situation.workload).synthetic is None:
+    if situation.try_out is None or situation.data is None or KINDS.of(situation.workload).synthetic is None:
         return None, ""
-    store, precision = situation.look.store, paths["precision"]
+    store, precision = situation.data.store, paths["precision"]
     found = situation.try_out(_build_config(situation, preset, paths), store, batch_size)
     if found is None or precision == "fp32":
         return found, ""
@@ -134,7 +134,7 @@ def _choose_base_settings(situation: Situation, preset: str) -> dict[str, Any]:
         paths |= {key: values[key] for key in HOW_IT_RUNS if key in values}
     if situation.data_dir:
         paths["data.dir"] = situation.data_dir
-    if situation.look is not None and situation.look.on_bad_file == "skip":
+    if situation.data is not None and situation.data.on_bad_file == "skip":
         paths["data.on_bad_file"] = "skip"
     paths |= _choose_smaller(situation)
     if values.get("train.fast") == "compile" and not _may_compile(situation.hardware):
@@ -144,20 +144,20 @@ def _choose_base_settings(situation: Situation, preset: str) -> dict[str, Any]:
 
 def _fit_to_pictures(situation: Situation, preset: str, paths: dict[str, Any]) -> list[tuple[str, str]]:
     """Limit the image size to that of the data, with matching first layers; update `paths`, return the reason."""
-    look, config = situation.look, _build_config(situation, preset, paths)
-    if look is None or look.sides is None or situation.is_demo:
+    data, config = situation.data, _build_config(situation, preset, paths)
+    if data is None or data.sides is None or situation.is_demo:
         return []
     # Rounded up to a multiple, so that no pixel of the data is lost.
-    side = max(LEAST_SIDE, -(-max(look.sides) // SIDE_STEP) * SIDE_STEP)
+    side = max(LEAST_SIDE, -(-max(data.sides) // SIDE_STEP) * SIDE_STEP)
     if side >= config.data.image_size:
         return []
     paths |= KINDS.of(situation.workload).make_guide().suggest_for_side(config, side)
-    width, height = look.sides
+    width, height = data.sides
     return [("image size", f"{side} pixels: the images have {width}×{height}, and upscaling adds nothing")]
 
 
 def _choose_smaller(situation: Situation) -> dict[str, Any]:
-    if situation.hardware.kind != "cpu" or situation.look is None or situation.is_demo:
+    if situation.hardware.kind != "cpu" or situation.data is None or situation.is_demo:
         return {}
     return dict(KINDS.of(situation.workload).make_guide().small_on_cpu)
 
@@ -237,7 +237,7 @@ class Situation:
     goal: str
     hardware: Hardware
     num_cores: int
-    look: DataSummary | None
+    data: DataSummary | None
     """None for a custom workload, whose data only it can read."""
     data_dir: str | None
     device: str | None
@@ -247,7 +247,7 @@ class Situation:
 
     @property
     def is_demo(self) -> bool:
-        return self.look is not None and self.look.source == "demo"
+        return self.data is not None and self.data.source == "demo"
 
     @property
     def memory_bytes(self) -> int:
@@ -258,8 +258,8 @@ def choose_batch(
     situation: Situation, preset: str, start: RunConfig, cost: StepCost
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Choose batch and accumulation: the recipe's samples per step, more for `fast`, limited by data and memory."""
-    assert situation.look is not None
-    num_train, memory = situation.look.num_train, situation.memory_bytes
+    assert situation.data is not None
+    num_train, memory = situation.data.num_train, situation.memory_bytes
     recipe = start.train.batch_size * start.train.accumulate
     fits = _round_to_power_of_two(cost.find_largest_batch(memory)) if memory else recipe
     # A larger batch is not faster on a CPU.
@@ -324,18 +324,18 @@ def choose_learning_rate(start: RunConfig, samples: int) -> tuple[dict[str, Any]
 
 def choose_workers(situation: Situation, start: RunConfig, trained: Rate) -> tuple[dict[str, Any], tuple[str, str]]:
     """Choose as many workers as the training rate needs, at most one per core."""
-    look, cores = situation.look, situation.num_cores
-    assert look is not None
-    reading = f"one process reads {look.decoded_per_s:,.0f} samples/s (measured)"
+    data, cores = situation.data, situation.num_cores
+    assert data is not None
+    reading = f"one process reads {data.decoded_per_s:,.0f} samples/s (measured)"
     if situation.is_demo:
         return {}, ("workers", f"{start.data.num_workers}: the demo is small; {reading}")
     if trained.per_s is None:
         return {"data.num_workers": cores}, ("workers", f"{cores}: one per core; {reading}")
     # Enough processes to read as fast as the device trains.
-    workers = max(1, min(cores, math.ceil(trained.per_s / look.decoded_per_s)))
+    workers = max(1, min(cores, math.ceil(trained.per_s / data.decoded_per_s)))
     fact = f"{workers} of {cores} cores: {reading}, the device {trained.text}"
     # A training step reaches a quarter to a half of the upper limit.
-    if workers * look.decoded_per_s < trained.per_s / (4 if trained.is_limit else 1) and look.counts:
+    if workers * data.decoded_per_s < trained.per_s / (4 if trained.is_limit else 1) and data.counts:
         fact += f"; reading may be the limit: data.cache=true, or `{suggest_command('pack', situation.data_dir)}`"
     return {"data.num_workers": workers}, ("workers", fact)
 
@@ -367,15 +367,15 @@ def estimate_rate(situation: Situation, cost: StepCost, precision: str, trial: T
 
 def estimate_duration(situation: Situation, config: RunConfig, trained: Rate) -> list[tuple[str, str]]:
     """Estimate the time of training, validation and reading; empty if nothing was measured."""
-    look, train = situation.look, config.train
-    if trained.per_s is None or look is None:
+    data, train = situation.data, config.train
+    if trained.per_s is None or data is None:
         return []
-    validated = train.epochs / train.validate_every * look.num_val
-    computing = (train.epochs * look.num_train + validated * FORWARD_SHARE) / trained.per_s
+    validated = train.epochs / train.validate_every * data.num_val
+    computing = (train.epochs * data.num_train + validated * FORWARD_SHARE) / trained.per_s
     on_cpu, readers = situation.hardware.kind == "cpu", config.data.num_workers
     # On a CPU reading and computing share the cores; elsewhere they overlap and the slower one is the limit.
-    rate = look.decoded_per_s * ((situation.num_cores if readers else 1) if on_cpu else max(1, readers))
-    reading = (train.epochs * look.num_train + validated) / rate
+    rate = data.decoded_per_s * ((situation.num_cores if readers else 1) if on_cpu else max(1, readers))
+    reading = (train.epochs * data.num_train + validated) / rate
     seconds = computing + reading if on_cpu else max(computing, reading)
     shown = next(f"{seconds / unit:.1f} {name}" for unit, name in TIME_UNITS if seconds >= unit or unit == 1)
     shown += f" for {format_count(train.epochs, 'epoch')}"

@@ -19,6 +19,7 @@ VERSION = 3
 
 def make_cache_key(hardware: Hardware) -> str:
     """Return the file name: the device kind and a hash of everything a measurement depends on."""
+    # A new driver or torch brings other kernels, and two cards of one model may differ in cooling and power limit.
     identity = (VERSION, hardware.kind, hardware.name, hardware.uuid, hardware.driver, hardware.torch_version)
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     return f"{hardware.kind}-{digest}.json"
@@ -33,6 +34,7 @@ def measure_once(
     if stored is not None:
         return _add_stored_speed(hardware, stored)
     result = measure(hardware)
+    # A device that others use was not measured: store nothing, so that the next call tries again.
     problem = write_json(path, result.to_dict()) if result.source == "measured" else ""
     return dataclasses.replace(result, notes=(*result.notes, *filter(None, (note, problem))))
 

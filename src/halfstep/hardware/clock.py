@@ -56,6 +56,7 @@ class Throughput:
 
     def compute_rate(self) -> float:
         """Return samples per second; zero before the end of the first step."""
+        # Samples up to the first mark came before the window.
         (first_s, first_total), (last_s, last_total) = self._marks[0], self._marks[-1]
         return (last_total - first_total) / (last_s - first_s) if last_s > first_s else 0.0
 

@@ -45,7 +45,7 @@ def _describe_memory(hardware: Hardware) -> str:
 
 def make_format_columns(hardware: Hardware) -> dict[str, list[str]]:
     """Return the cells by column title, one row per format; empty columns are left out."""
-    unit, per_tflops = _choose_unit(hardware.measurements)
+    unit, per_tflops = _choose_unit(hardware.measurements)  # one unit for the whole table
 
     def rates(op: Op) -> list[str]:
         return _make_cells(hardware, op, lambda m: _format_number(m.tflops * per_tflops) + SMALL_MARK * m.small)

@@ -73,6 +73,7 @@ class Hardware:
     def compute_layout_gain(self, format_name: str) -> float | None:
         """Return the speedup of channels_last convolutions in this format; None unless both were timed at one size."""
         nchw, nhwc = self.find_measurement("conv_nchw", format_name), self.find_measurement("conv_nhwc", format_name)
+        # A rate on the small problem cannot be compared with one on the full problem.
         return nhwc.tflops / nchw.tflops if nchw and nhwc and nchw.small == nhwc.small else None
 
     def find_best_measurement(self, format_name: str) -> Measurement | None:
@@ -88,6 +89,7 @@ class Hardware:
         """
         if format_name == "fp32":
             return 1.0
+        # By kind of operation, with the better of the two layouts of a convolution.
         gains: dict[str, float] = {}
         for m in self.measurements:
             if m.format == format_name:

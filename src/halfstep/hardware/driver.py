@@ -40,6 +40,8 @@ OTHERS_BYTES = 2 * 2**30
 UTILISATION_PERIOD_S = 1.0
 """The longest period over which NVML averages utilisation, according to its manual."""
 
+MACOS_FEATURES = ("FEAT_BF16", "FEAT_FHM")
+
 BUSY_PERCENT = 10
 """Utilisation of a GPU on which this process has nothing running; a desktop stays below."""
 
@@ -100,7 +102,7 @@ class Driver:
         return CpuDescription(
             cpuinfo=cpuinfo.read_text() if cpuinfo.exists() else "",
             brand=_read_sysctl("machdep.cpu.brand_string") or platform.processor(),
-            features=_list_macos_features(),
+            features=frozenset(name for name in MACOS_FEATURES if _read_sysctl(f"hw.optional.arm.{name}") == "1"),
             cores=os.cpu_count() or 1,
             memory_total_bytes=_read_page_bytes("SC_PHYS_PAGES") or 0,
             memory_free_bytes=_read_available_bytes(),
@@ -129,6 +131,7 @@ class Driver:
 
         if not device.startswith("cuda"):
             return ""
+        # Our own share is what torch reserved; the CUDA contexts of all processes remain in `others`.
         free, total = torch.cuda.mem_get_info(device)
         others = total - free - torch.cuda.memory_reserved(device)
         percent = _read_utilisation(device)
@@ -154,7 +157,7 @@ class Driver:
         warm_up = self._sample(run, device, 1)  # libraries load, kernels are chosen
         if warm_up > TOO_LONG_S:
             return warm_up
-        once = self._sample(run, device, 1)
+        once = self._sample(run, device, 1)  # warm: decides how many runs make one sample
         repeats = min(50, max(1, round(SAMPLE_S / max(once, 1e-6))))
         if device != "cpu":
             return statistics.median(self._sample(run, device, repeats) for _ in range(SAMPLES))
@@ -166,6 +169,7 @@ class Driver:
         import torch
 
         if device.startswith("cuda"):
+            # Events are timed by the GPU, so launch times of the host do not count.
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             with torch.cuda.device(device):
                 torch.cuda.synchronize()
@@ -186,6 +190,7 @@ class Driver:
 def _describe_cuda(index: int) -> Accelerator:
     import torch
 
+    # torch calls AMD GPUs cuda as well; torch.version.hip tells them apart.
     properties = torch.cuda.get_device_properties(index)
     is_rocm = torch.version.hip is not None
     return Accelerator(
@@ -248,10 +253,6 @@ def _read_sysctl(key: str) -> str:
     return answer.stdout.strip()
 
 
-def _list_macos_features() -> frozenset[str]:
-    return frozenset(name for name in ("FEAT_BF16", "FEAT_FHM") if _read_sysctl(f"hw.optional.arm.{name}") == "1")
-
-
 def _read_page_bytes(name: str) -> int | None:
     """Convert a sysconf page count to bytes; None if the system does not provide it."""
     with contextlib.suppress(AttributeError, ValueError, OSError):
@@ -262,5 +263,6 @@ def _read_page_bytes(name: str) -> int | None:
 def _read_available_bytes() -> int | None:
     meminfo = Path("/proc/meminfo")
     lines = meminfo.read_text().splitlines() if meminfo.exists() else []
+    # MemAvailable counts caches that the kernel can drop; free pages alone are nearly none on a busy machine.
     kib = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
     return kib[0] * 1024 if kib else _read_page_bytes("SC_AVPHYS_PAGES")

@@ -85,6 +85,7 @@ def measure_fp8_gain(
     plain, other = (nn.Linear(in_features, out_features, device=place) for _ in range(2))
     with torch._dynamo.config.patch(recompile_limit=MANY_SHAPES):
         fp8_s = _time_layer(convert_to_float8(other), shape, device, driver, work="linear fp8")
+        # The bf16 layer runs under autocast, as in training: casting its fp32 weight is part of its cost.
         with torch.autocast(place.type, torch.bfloat16):
             bf16_s = _time_layer(plain, shape, device, driver, work="linear bf16")
     return Fp8Gain(fp8_ms=1e3 * fp8_s, bf16_ms=1e3 * bf16_s)

@@ -56,6 +56,7 @@ class KnownGPU:
 
 def read_known() -> Iterator[KnownGPU]:
     """Return every model of the file, in its order."""
+    # An indented line is a model of the family line above it; the head of the file describes the columns.
     family: list[str] = []
     for line in resources.files(__package__).joinpath("known_gpus.txt").read_text().splitlines():
         cells = [cell.strip() for cell in line.split("|")]
@@ -122,6 +123,7 @@ def split_words(name: str) -> frozenset[str]:
     alike."""
     text = re.sub(r"(\d+)\s*gi?b\b", r" \1gb ", name.lower())
     text = re.sub(r"\b(\d+)g\b", r" \1gb ", text)  # `80g`, but no A10G
+    # Split glued words: `rtx4090`, `M2Max`, `4070tisuper`.
     text = re.sub(r"\b(rtx|gtx|rx|arc|tpu|titan|quadro|max)(?=[a-z]?\d)", r"\1 ", text)
     text = re.sub(r"(?<=\d)(ti|super|xtx|xt|pro|max|ultra|ada|pcie|nvl)", r" \1 ", text)
     text = re.sub(r"(?<=\bti)(?=super)", " ", text)
@@ -135,13 +137,14 @@ def find_known(name: str) -> KnownGPU | None:
 
 
 def _find_rows(asked: frozenset[str]) -> list[KnownGPU]:
-    # A longer name than ours, by words that do not make it another model: the row that says most of it.
+    # The name has more words than a row, and those only describe a form factor: take the row that shares most words.
     within = [
         gpu for gpu in KNOWN if split_words(gpu.name) <= asked and _is_only_form_factor(asked - split_words(gpu.name))
     ]
     if within:
         return [max(within, key=lambda gpu: len(split_words(gpu.name)))]
-    # A shorter one: the rows that add least to it. `3080 12gb` is a row of its own.
+    # The name has fewer words than a row: take the rows that add fewest. First with its form factor (`3080 12gb` is a
+    # separate row), then without.
     model = frozenset(word for word in asked if not FORM_FACTOR.fullmatch(word))
     around = _find_rows_around(asked) or _find_rows_around(model) if model else []
     least = min((len(split_words(gpu.name)) for gpu in around), default=0)
@@ -181,6 +184,7 @@ def look_up_gpu(name: str) -> Hardware:
 
 
 def _choose_memory_gb(gpu: KnownGPU, asked: str) -> int:
+    # Without a size in the name, the first one listed counts.
     named = [size for size in gpu.memory_gb if f"{size}gb" in split_words(asked)]
     return (named or [*gpu.memory_gb, 0])[0]
 

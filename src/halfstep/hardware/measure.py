@@ -1,7 +1,7 @@
 """Measure speed and error of each format on a device of this machine, within a few seconds.
 
 Every format starts on a small problem, whose time shows whether the full one fits the budget. If it does not (bf16 on a
-CPU without it is 100 times slower than fp32) the small one is the measurement, and a note says so.
+CPU without it is 100 times slower than fp32) the small one is the measurement, and a note reports it.
 
 Inputs are drawn once in fp32 and cast outside the timed call: a model keeps its activations in the low format too.
 The error is that of the whole path, cast included. Only a slice of the answer is checked against fp64, on the CPU,
@@ -25,6 +25,7 @@ from halfstep.hardware.describe import OP_NAMES, SMALL_MARK, format_rate
 from halfstep.hardware.device_facts import Hardware, Measurement, Op
 from halfstep.hardware.driver import SAMPLES, Driver
 
+# tf32 has no dtype of its own: it is fp32 storage, and set_fp32_mode selects the matrix units.
 DTYPES = {
     "fp32": torch.float32,
     "tf32": torch.float32,
@@ -32,7 +33,7 @@ DTYPES = {
     "fp16": torch.float16,
     "fp8_e4m3": torch.float8_e4m3fn,
 }
-CHECKED_ROWS = 32
+CHECKED_ROWS = 32  # of a product, compared with fp64: all rows would take a CPU seconds
 
 Kernel = Callable[[], torch.Tensor]
 
@@ -50,7 +51,7 @@ class TimedMatmul:
     """A square product, `size` on each side."""
 
     def __init__(self, size: int, place: torch.device) -> None:
-        self.flops = 2.0 * size**3
+        self.flops = 2.0 * size**3  # a multiply-add counts as two
         self.a, self.b = _draw((size, size), place), _draw((size, size), place, seed=1)
         self.answer = self.a[:CHECKED_ROWS].cpu().double() @ self.b.cpu().double()
 
@@ -73,7 +74,7 @@ class TimedConvolution:
     """A 3x3 convolution that keeps `channels`, over `batch` images of `side` pixels."""
 
     def __init__(self, batch: int, channels: int, side: int, place: torch.device, *, channels_last: bool) -> None:
-        self.flops = 2.0 * batch * channels * channels * 9 * side * side
+        self.flops = 2.0 * batch * channels * channels * 9 * side * side  # 9 taps; padding keeps the side
         layout = torch.channels_last if channels_last else torch.contiguous_format
         self.images = _draw((batch, channels, side, side), place).to(memory_format=layout)
         self.weights = _draw((channels, channels, 3, 3), place, seed=1).to(memory_format=layout)
@@ -107,6 +108,7 @@ def _draw(shape: tuple[int, ...], place: torch.device, *, seed: int = 0) -> torc
 
 
 def _scale_to_fp8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    # One scale per tensor, as in training: the largest magnitude becomes the largest number of the format.
     scale = values.abs().amax() / FP8_E4M3.largest
     return (values / scale).to(torch.float8_e4m3fn), scale
 
@@ -224,7 +226,7 @@ class _MeasuringSession:
         except RuntimeError as error:
             self.notes.append(f"memory bandwidth not measured: {summarise_error(error)[:160]}")
             return None
-        return 2 * self.sizes.copy_bytes / seconds / 1e9
+        return 2 * self.sizes.copy_bytes / seconds / 1e9  # each byte is read once and written once
 
     def _measure_op(self, op: Op, place: torch.device) -> Iterator[Measurement]:
         small = make_problem(op, self.sizes.small_matmul, self.sizes.small_image, place)
@@ -237,7 +239,7 @@ class _MeasuringSession:
                 )
                 continue
             if format_name != "fp32" and not fp32_seconds:
-                return  # nothing to compare with; the note on fp32 says why
+                return  # nothing to compare with; the note on fp32 gives the reason
             try:
                 yield self._measure_format(op, format_name, small, full, fp32_seconds)
             except (RuntimeError, ValueError) as error:  # no kernel for it, or no memory: a fact, not a failure
@@ -258,11 +260,13 @@ class _MeasuringSession:
             return seconds
 
         with set_fp32_mode("tf32" if format_name == "tf32" else "ieee"):
+            # fp32 is timed at both sizes: the other formats are compared with it at the size they could afford.
             chosen, seconds = small, time_problem(small)
             if format_name == "fp32" or self._fits(seconds * full.flops / small.flops):
                 chosen, seconds = full, time_problem(full)
             error = chosen.measure_error(chosen.make_kernel(format_name)())
         speedup = fp32_seconds[chosen] / seconds
+        # Rounded inputs with fp32 sums err by less than one spacing; a larger error means that sums are rounded too.
         if format_name != "fp32" and error > find_format(format_name).spacing_at_1:
             self.inexact.setdefault(format_name, []).append(f"{OP_NAMES[op]} errs by {error:.0e}")
         return Measurement(
@@ -276,10 +280,12 @@ class _MeasuringSession:
 
     def _fits(self, expected_s: float) -> bool:
         """True if a warm-up, the samples and the error check fit into a fair share of the budget."""
+        # No format may use more than half of an operation's share, so that later formats get their turn.
         share = self.budget_s / (2 * len(OPS))
         return expected_s * (SAMPLES + 2) < min(share, self.left_s)
 
     def _list_formats(self, op: Op) -> tuple[str, ...]:
+        # torch has no fp8 convolution.
         here = [name for name in ("fp32", "bf16", "fp16") if self.hardware.get_support(name) != "missing"]
         if self.hardware.get_support("tf32") == "native":
             here.insert(1, "tf32")

@@ -76,12 +76,12 @@ class Monitor:
     ) -> None:
         self.file, self.interval_s, self._clock = file, interval_s, clock
         self._nvml: tuple[Any, Any] | None = ask(device, lambda nvml, handle: (nvml, handle))
-        self._before_s = _read_last_elapsed_s(file)
+        self._before_s = _read_last_elapsed_s(file)  # a resumed run continues the time axis
         self._start_s = clock()
         self.latest: Record = {}
         self.num_samples = 0
         self.is_steady = False
-        """Whether steps are compiled and captured: before that, utilization says nothing about a step."""
+        """Whether steps are compiled and captured: before that, utilization does not describe a step."""
         self.num_steady, self.busy_sum = 0, 0.0
         self.spent_s = 0.0
         self.trouble = ""
@@ -121,6 +121,7 @@ class Monitor:
 
     def _watch(self) -> None:
         try:
+            # Unbuffered, one write per record: a killed run loses at most the last line.
             with self.file.open("ab", buffering=0) as out:
                 while not self._is_over.wait(self._choose_pause_s()):
                     out.write(json.dumps(self.record_sample()).encode() + b"\n")
@@ -143,6 +144,7 @@ class Monitor:
 
     def _choose_pause_s(self) -> float:
         """Return the interval, or longer if needed to keep the share of the time."""
+        # pause >= cost / share keeps cost / (cost + pause) below the share.
         looks = max(self.num_samples, 1)
         return max(self.interval_s, self.spent_s / looks / MOST_SHARE)
 

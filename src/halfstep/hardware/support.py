@@ -1,6 +1,6 @@
 """Which formats an architecture has units for, vendor by vendor. Pure facts, no torch.
 
-`torch.cuda.is_bf16_supported()` is not a guide: since torch 2.4 it counts emulation and says yes on a T4.
+`torch.cuda.is_bf16_supported()` is not a guide: since torch 2.4 it counts emulation and returns True on a T4.
 tf32 is listed for NVIDIA alone: it is the only vendor whose switch torch gives by default.
 """
 

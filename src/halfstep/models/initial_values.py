@@ -62,6 +62,7 @@ def draw_normal_(weights: Sequence[tuple[Tensor, float]]) -> None:
 
 
 def _draw_(job: tuple[Tensor, float, tuple[int, ...]]) -> None:
+    """Fill one block of a weight from its own stream."""
     block, deviation, key = job
     generator = np.random.Generator(np.random.SFC64(np.random.SeedSequence(key)))
     is_plain = block.device.type == "cpu" and block.dtype == torch.float32

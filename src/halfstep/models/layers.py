@@ -137,6 +137,7 @@ def has_gain_and_bias(norm: nn.LayerNorm) -> bool:
 
 
 def has_bias(linear: nn.Linear) -> bool:
+    """True if a linear layer has a bias."""
     return linear.bias is not None
 
 
@@ -149,6 +150,7 @@ def convolve_patches(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute a convolution whose stride equals its kernel size as one matmul; the result is channels_last."""
     n, c, height, width = x.shape
     out, _, p, q = weight.shape
+    # Split both axes into (patch, pixel inside the patch).
     grid = x.reshape(n, c, height // p, p, width // q, q)
     if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
         # Keep channels innermost: a row of q pixels with their channels is contiguous.

@@ -83,6 +83,7 @@ class VggDistance(nn.Module):
     def forward(self, one: Tensor, other: Tensor) -> Tensor:
         """Return the distances (N,) in fp32."""
         num, dtype = len(one), next(self.parameters()).dtype
+        # Both images go through VGG as one batch.
         both = (torch.cat([one, other]).float() * self.scale + self.shift).to(dtype)
         distances = []
         for layer, following in zip(self.features, [*self.features[1:], None], strict=True):

@@ -244,10 +244,12 @@ def _has_dropout(block: Run) -> bool:
 
 
 def _keep_expensive(_context: Any, op: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    """Return the policy for an operation: keep what is expensive to recompute."""
     return CheckpointPolicy.MUST_SAVE if _is_expensive(op, args) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _keep_in_partitioner(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Return the policy for an operation in compiled code."""
     read = sum(value.numel() for value in tree_leaves(args) if isinstance(value, Tensor))
     if op in WITH_STATISTICS or read < FEW_VALUES:
         # A preference, not an order: the partitioner keeps the small statistics and recomputes what uses them.
@@ -271,6 +273,7 @@ def _is_expensive(op: Any, args: tuple[Any, ...]) -> bool:
 def _is_expensive_convolution(
     images: Tensor, weight: Tensor, _bias: Any, stride: Any, _p: Any, _d: Any, is_transposed: bool, _o: Any, groups: int
 ) -> bool:
+    """True if a convolution is limited by arithmetic, or if its output is smaller than its input."""
     channels_in = images.shape[1]
     channels_out = weight.shape[1] * groups if is_transposed else weight.shape[0]
     # Output pixels per input pixel, then products per output value.

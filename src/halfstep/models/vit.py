@@ -160,6 +160,7 @@ class Encoder(nn.Module):
     def _run_layers(self, tokens: Tensor) -> Tensor:
         if not (self.training and wants_chain(self.layers, tokens) and self._can_run_chain()):
             return self.layers(tokens)
+        # The chain returns the residual stream and its last branch, not yet added.
         x, branch, bias = self._run_chain(tokens)
         # The last block is compiled instead: of its tokens only one is used, so fused kernels would gain little.
         return self.layers[-1](x if branch is None or bias is None else x + (branch + bias))
@@ -273,6 +274,7 @@ def resize_positions(positions: Tensor, rows: int, columns: int, *, antialias: b
     if (rows, columns) == (side, side):
         return positions
     with fp32_island():
+        # (1, dim, side, side)
         grid = to_fp32(positions[:, 1:]).transpose(1, 2).unflatten(2, (side, side))
         grid = F.interpolate(grid, (rows, columns), mode="bicubic", align_corners=False, antialias=antialias)
         return torch.cat([positions[:, :1], grid.flatten(2).transpose(1, 2).to(positions.dtype)], dim=1)

@@ -56,6 +56,7 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not isinstance(content, Mapping):
         raise ModelError(f"{path} holds a {type(content).__name__}, not a state dict", fix="save model.state_dict()")
     others: dict[str, Any] = {}
+    # Weights may be nested several levels deep, as in {"model": {"state_dict": …}}.
     while nest := next((key for key in NESTS if isinstance(content.get(key), Mapping) and content[key]), None):
         others |= {name: value for name, value in content.items() if name != nest}
         content = content[nest]
@@ -78,6 +79,7 @@ def _load_tensors(path: Path) -> Any:
 def load_weights_(model: nn.Module, weights: Mapping[str, Tensor], *, source: str) -> None:
     """Load weights; raise one ModelError for all that are missing, unknown, of another shape or not finite."""
     own = model.state_dict()
+    # The model may be wrapped by torch.compile or DDP, so compare names without their prefixes.
     named = {strip_torch_prefixes(name): name for name in own}
     # Files from before torch 0.4.1 have no counters; torch accepts that too.
     weights = {name: own[own_name] for name, own_name in named.items() if BATCH_COUNTER in name} | match_names(
@@ -121,6 +123,7 @@ def _list_differences(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) 
 
 
 def _explain_unreadable(path: Path, error: Exception) -> ModelError:
+    """Return an error that says why a file cannot be read."""
     with path.open("rb") as file:
         start = file.read(64).lstrip()
     for beginning, (why, fix) in NOT_WEIGHTS.items():
@@ -247,6 +250,7 @@ def match_names(own: Iterable[str], weights: Mapping[str, Tensor]) -> dict[str, 
     given = {strip_torch_prefixes(name): tensor for name, tensor in weights.items()}
     inner = (given, _strip_wrappers(given), _strip_shared_prefix(given))
     forms = (_rename_by_table(names, table) for names in inner for table in NAME_TABLES)
+    # Of equally good variants the first wins: the names as they are.
     return max(forms, key=lambda form: len(wanted & form.keys()))
 
 
@@ -273,6 +277,7 @@ def _rename_by_table(weights: dict[str, Tensor], table: NameTable) -> dict[str, 
         return weights
     found = {_rename(name, table): tensor for name, tensor in weights.items() if not UNUSED.match(name)}
     for whole in [name.removesuffix("#0") for name in found if name.endswith("#0")]:
+        # Concatenate only complete triples.
         if {f"{whole}#{third}" for third in range(3)} <= found.keys():
             found[whole] = torch.cat([found.pop(f"{whole}#{third}") for third in range(3)])
     return found

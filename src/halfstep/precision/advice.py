@@ -16,6 +16,8 @@ from halfstep.precision.decide import decide
 
 NOUN = {"cpu": "CPU", "tpu": "TPU"}
 
+FROM_TABLE = "from published peaks, which no training reaches: run `halfstep detect` on the device itself"
+
 LAYOUT_GAIN = 1.05  # a layout that gains less than this is within the noise of a few samples
 
 EXAMPLE_SAMPLE_BYTES = 1.29 * 2**30
@@ -26,6 +28,8 @@ USABLE_MEMORY = 0.8  # the rest goes to workspaces, fragmentation and the CUDA c
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvisedSetting:
+    """One setting of the advice, with its reason."""
+
     name: str
     value: str | bool | int
     reason: str
@@ -33,9 +37,11 @@ class AdvisedSetting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareAdvice:
+    """The precision and settings to use on a device, and what they lose compared with fp32."""
+
     precision: str
     headline: str  # one line, such as `use bf16: native, measured 7.1x fp32 on matmul, error 2e-03`
-    reason: str  # the ladder's own words, as a plan would store them
+    reason: str  # the ladder's reason, as a plan stores it
     settings: tuple[AdvisedSetting, ...]
     lost: str
     warnings: tuple[str, ...] = ()
@@ -59,7 +65,7 @@ def advise(hardware: Hardware) -> HardwareAdvice:
             *_advise_batch_size(plan.granted, hardware),
         ),
         lost=describe_loss(plan.granted),
-        warnings=(*plan.warnings, *_warn_of_table(hardware)),
+        warnings=(*plan.warnings, *((FROM_TABLE,) if hardware.source == "table" else ())),
     )
 
 
@@ -170,9 +176,3 @@ def _advise_batch_size(precision: str, hardware: Hardware) -> tuple[AdvisedSetti
             AdvisedSetting(name="batch_size", value=1, reason="even one 512x512 image for a 64-channel U-Net is tight"),
         )
     return (AdvisedSetting(name="batch_size", value=2 ** (fits.bit_length() - 1), reason=reason),)
-
-
-def _warn_of_table(hardware: Hardware) -> tuple[str, ...]:
-    if hardware.source == "table":
-        return ("from published peaks, which no training reaches: run `halfstep detect` on the device itself",)
-    return ()

@@ -72,7 +72,7 @@ def decide(
 
 
 def explain_simulation(request: PrecisionConfig, hardware: Hardware) -> str:
-    """Say why a row of `compare` or `bench` simulates the precision it is named after; empty if the device has it.
+    """Explain why a row of `compare` or `bench` simulates its precision; return "" if the device has it.
 
     One rule for all commands: `strict` refuses a format that the device lacks. Without it, training goes down the
     ladder (`grant`), but a row that did so would show another format's numbers under its own name.

@@ -58,7 +58,7 @@ from halfstep.tune.channels_last import to_channels_last_, wants_channels_last
 from halfstep.tune.choose import find_asked_mode, measure_fp8_gains
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.modes import Mode, Region, compile_region, repeats_blocks
-from halfstep.tune.own_blocks import recompute_blocks_
+from halfstep.tune.repeated_blocks import recompute_blocks_
 from halfstep.tune.trials import count_total_steps
 from halfstep.workloads import KINDS, build
 from halfstep.workloads.base.kind import Unit
@@ -149,13 +149,14 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
     if not workload.phases:
         eager, region, ranks = connect_ranks(world, config, model, (eager, region), device)
     phases = assemble_phases(config, workload, model, plan, setting, length, to_compiled, values, world)
+    ema_options = config.ema.model_dump(exclude={"enabled"})
     step = join_phases(phases) or make_step(
         config,
         model,
         plan,
         setting,
         length,
-        ema=_build_average(config, workload, model),
+        ema=Ema(model, parts=workload.ema_parts, **ema_options) if config.ema.enabled else None,
         values=values,
         groups=workload.groups,
         ranks=ranks,
@@ -216,12 +217,6 @@ def _build_loaders(config: RunConfig, workload: Workload, world: World | None) -
     val_size = config.train.val_batch_size or size
     val = Loader(workload.val_samples, batch_size=val_size, seed=seed, num_workers=workers, shuffle=False, part=part)
     return train, val
-
-
-def _build_average(config: RunConfig, workload: Workload, model: nn.Module) -> Ema | None:
-    if not config.ema.enabled:
-        return None
-    return Ema(model, parts=workload.ema_parts, **config.ema.model_dump(exclude={"enabled"}))
 
 
 def _build_guard(config: RunConfig, plan: Plan, workload: Workload, world: World | None) -> Guard:

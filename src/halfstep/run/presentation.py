@@ -20,7 +20,7 @@ from halfstep.run.frozen_modules import describe_frozen
 from halfstep.run.journal import suggest_faster_data
 from halfstep.run.loop import Loop
 from halfstep.run.stored_state import count_lost_updates, describe_half_weights, warn_of_rounding
-from halfstep.tune.own_blocks import describe_recomputed
+from halfstep.tune.repeated_blocks import describe_recomputed
 
 ON_BAD_STEP: dict[str, str] = {
     "found_inf": "its fused kernel skips bad steps",

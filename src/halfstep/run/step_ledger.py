@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from halfstep.disk import write_atomically
 from halfstep.errors import summarise_error
-from halfstep.evidence.captured import (
+from halfstep.evidence.captured_ledger import (
     COMPUTING,
     LocatedKernel,
     Modules,

@@ -36,8 +36,8 @@ from halfstep.tune.memory_low import (
 )
 from halfstep.tune.mode_search import CachedMode, FoundMode, ModeSearch
 from halfstep.tune.modes import NEEDS_CUDA, Mode
-from halfstep.tune.own_blocks import describe_blocks
 from halfstep.tune.recompute_check import Recomputable, find_recomputable
+from halfstep.tune.repeated_blocks import describe_blocks
 from halfstep.tune.trials import MOST_S, SHARE, Rehearse, TrialTime, count_total_steps, load_first_batch, measure_cost
 from halfstep.workloads.base.workload import Workload
 
@@ -93,6 +93,8 @@ def strip_tuning(plan: Plan, *, keeps_memory: bool) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
+    """The trials of one run: mode, fp8, then memory levers, each added to the plan."""
+
     config: RunConfig
     workload: Workload
     say: Say

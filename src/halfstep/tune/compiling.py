@@ -27,12 +27,14 @@ BatchShape: TypeAlias = tuple[TensorShape, ...]
 
 
 class CompiledShapes:
+    """The batch shapes of a run that have compiled code."""
+
     def __init__(self) -> None:
         self.taken: list[BatchShape] = []  # shapes that have or get compiled code
         self.ready: set[BatchShape] = set()
         """Shapes that ran through compiled forward and backward in this process: later failures are not the
         compiler's."""
-        self._has_said = False
+        self._has_warned = False
 
     def admit(self, batch: Batch) -> bool:
         """True if batches of this shape run compiled; a new shape is added while there is room."""
@@ -43,9 +45,9 @@ class CompiledShapes:
 
     def explain_eager(self, batch: Batch) -> str:
         """Return a message the first time that a shape has no room, else an empty string."""
-        if self._has_said:
+        if self._has_warned:
             return ""
-        self._has_said = True
+        self._has_warned = True
         new = self._describe_new(get_batch_shape(batch))
         return (
             f"batches come in more than {MOST_SHAPES} shapes (now {new}): only the first {MOST_SHAPES} are "
@@ -85,13 +87,10 @@ MOST_CHARACTERS = 400  # of the whole line: C++ templates have very long names
 def explain_compile_error(error: Exception) -> str:
     """Return the first line of an error with its cause: a tool's error line, or the innermost exception."""
     first = summarise_error(error)
-    found = _find_tool_error(str(error)) or summarise_error(_find_root(error))
+    tool_error = next((line.strip() for line in str(error).splitlines() if TOOL_ERROR.search(line)), "")
+    found = tool_error or summarise_error(_find_root(error))
     reason = first if found in first else f"{first}: {found}"
     return reason if len(reason) <= MOST_CHARACTERS else f"{reason[:MOST_CHARACTERS]} ..."
-
-
-def _find_tool_error(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if TOOL_ERROR.search(line)), "")
 
 
 def _find_root(error: BaseException) -> BaseException:

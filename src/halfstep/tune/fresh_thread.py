@@ -48,7 +48,9 @@ class _Errand(threading.Thread, Generic[T]):
     def __init__(self, work: Callable[[], T], device: torch.device) -> None:
         super().__init__(name="halfstep trial", daemon=True)
         self.work = work
-        self._cuda = _get_index(device) if device.type == "cuda" else None
+        self._cuda: int | None = None
+        if device.type == "cuda":
+            self._cuda = torch.cuda.current_device() if device.index is None else device.index
         self.error: BaseException | None = None
         self._ended = threading.Event()
         self._context = contextvars.copy_context()  # torch's compiler keeps its settings per thread
@@ -76,10 +78,6 @@ class _Errand(threading.Thread, Generic[T]):
         """Raise in the thread at its next Python instruction; compiling for a minute is mostly Python."""
         if self.ident is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(KeyboardInterrupt))
-
-
-def _get_index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
 
 
 # --- workarounds for torch 2.11's compiler in threads that end; torch 2.13 needs none of them ---

@@ -63,6 +63,8 @@ NORMAL = MemorySetting()
 
 
 class Cost(NamedTuple):
+    """The time of a step in milliseconds, and its peak memory."""
+
     ms: float
     peak_bytes: int
 
@@ -84,6 +86,8 @@ class NotCaptured(CannotRun):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeverTrial:
+    """One measured setting; `cost` is None if it could not run, and `problem` is the reason."""
+
     setting: MemorySetting
     cost: Cost | None
     problem: str = ""

@@ -49,6 +49,8 @@ WORTH_SEARCHING = 1.01
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundMode:
+    """The result of a search, as stored on disk."""
+
     fields: dict[str, Any]  # of the plan
     eager_ms: float | None  # None if the eager step does not fit
     ms: float
@@ -58,6 +60,8 @@ class FoundMode:
 
 
 class ModeSearch:
+    """One search over candidates, with the best fields so far, the costs measured, and what was left out."""
+
     def __init__(self, config: RunConfig, workload: Workload, plan: Plan, time: TrialTime, rehearse: Rehearse) -> None:
         self.config, self.workload, self.plan, self.time, self.rehearse = config, workload, plan, time, rehearse
         self.fields: dict[str, Any] = {
@@ -247,6 +251,8 @@ MUCH_LONGER = 2.0  # a run longer by this factor than the one that measured trie
 
 
 class CachedMode:
+    """The stored result for one model, shapes, device and versions."""
+
     def __init__(self, config: RunConfig, workload: Workload, plan: Plan) -> None:
         rows = (*plan.rows, *plan.frozen)
         identity = (

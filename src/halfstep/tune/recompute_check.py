@@ -25,7 +25,7 @@ from halfstep.models.recompute import Recompute, Recomputing
 from halfstep.precision.plan import Plan
 from halfstep.step.randomness import read_generators
 from halfstep.tune.memory_low import CannotRun, MemorySetting
-from halfstep.tune.own_blocks import describe_blocks, find_blocks, group_by_kind
+from halfstep.tune.repeated_blocks import describe_blocks, find_blocks, group_by_kind
 from halfstep.tune.trials import Rehearse, Trial
 from halfstep.workloads.base.workload import Workload
 

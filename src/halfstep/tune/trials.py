@@ -63,6 +63,8 @@ class Steps(Protocol):
 
 
 class Rehearsed(Protocol):
+    """The parts of an assembled copy of a run that a trial uses."""
+
     config: RunConfig
     plan: Plan
     model: nn.Module
@@ -73,6 +75,8 @@ class Rehearsed(Protocol):
 
 
 class Capturable(Protocol):
+    """The step of a run; `why_never_captured` is empty if it can become a CUDA graph."""
+
     def why_never_captured(self) -> str: ...
 
 
@@ -96,6 +100,8 @@ def _measure_in(mode: Mode, config: RunConfig, workload: Workload, plan: Plan, r
 
 
 class Trial:
+    """Steps on a copy of the model, always with the same batch; each measurement runs in a fresh thread."""
+
     def __init__(self, parts: Rehearsed, engine: Callable[[Any, Mode, Notice], Steps], batch: Batch) -> None:
         self.parts, self.engine = parts, engine
         self.window = [{name: value.to(parts.device) for name, value in batch.items()}] * parts.config.train.accumulate
@@ -192,6 +198,8 @@ CANDIDATES = 4
 
 
 class TrialTime:
+    """The time that trials have used and may still use."""
+
     def __init__(
         self, num_steps: float = math.inf, *, most_s: float = math.inf, clock: Clock = time.perf_counter
     ) -> None:

@@ -214,5 +214,5 @@ def wrap_trained(model: nn.Module, plan: Plan, report: RunReport) -> TrainedMode
             yield
 
     return TrainedModel(
-        model=model, device=torch.device(plan.device), inside=enter, warn=lambda text: report.notice(text, "warning")
+        model=model, device=torch.device(plan.device), inference=enter, warn=lambda text: report.notice(text, "warning")
     )

@@ -12,14 +12,14 @@ from halfstep_check import files, links
 from halfstep_check.declarations import Reference, Source
 from halfstep_check.dialects import command_line, environment
 from halfstep_check.findings import Finding, Ignores, Place, Severity
-from halfstep_check.hardware_gap import Device, hardware_gaps
-from halfstep_check.reading import FileReading, Progress, read_file, read_found, resolved_links
-from halfstep_check.resolve import Effective, conflicts, effective
-from halfstep_check.rules import RULES, severity_of
-from halfstep_check.runs import runs_of
+from halfstep_check.hardware_gap import Device, find_hardware_gaps
+from halfstep_check.reading import FileReading, Progress, read_file, read_found, resolve_links
+from halfstep_check.resolve import Effective, find_conflicts, resolve_effective
+from halfstep_check.rules import RULES, get_severity
+from halfstep_check.runs import group_runs
 from halfstep_check.shared.config_text import is_import_path
 from halfstep_check.shared.errors import ConfigError, HalfstepError, suggest_nearest
-from halfstep_check.traps import traps
+from halfstep_check.traps import find_traps
 
 MAX_FOLLOWED = 20
 """Files opened because another one names them; a launcher file and its DeepSpeed JSON are two."""
@@ -33,7 +33,7 @@ _PIN = re.compile(
 _LOCKED = re.compile(r'name\s*=\s*"(?:pytorch-)?lightning"\s*\nversion\s*=\s*"(\d+(?:\.\d+)*)"')
 
 LoadOwn = Callable[[Path], object]
-"""Reads a config file of halfstep's own as training would, or raises."""
+"""Reads a halfstep config as training would, or raises."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,9 +45,9 @@ class Report:
     findings: tuple[Finding, ...] = ()
     unreadable: tuple[HalfstepError, ...] = ()
     silent: tuple[str, ...] = ()
-    """Files named by the user that speak no dialect we know."""
+    """Files named by the user in no known dialect."""
     unvalidated: tuple[str, ...] = ()
-    """Configs of halfstep's own that were read without halfstep, so without its schema."""
+    """halfstep configs that were read without halfstep, so without its schema."""
     skipped: tuple[str, ...] = ()
     """Files of a folder or project that could not be read, such as templates: reported, without an exit code."""
     num_scripts: int = 0
@@ -58,7 +58,7 @@ class Report:
         """0 aligned (information alone does not count), 1 findings, 2 input that could not be read."""
         if self.unreadable:
             return 2
-        return int(any(severity_of(finding) is not Severity.INFO for finding in self.findings))
+        return int(any(get_severity(finding) is not Severity.INFO for finding in self.findings))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -102,16 +102,16 @@ def check(
     reading = Reading(load_own=load_own)
     if project is not None and not files.is_folder(project):
         reading.unreadable.append(ConfigError(f"--project {project}: no such folder", fix="check the path"))
-    texts = {path: text for path in named_files(paths) if (text := readable(path, reading)) is not None}
-    below = [path for folder in paths if files.is_folder(folder) for path in files.scripts_below(folder)]
-    below += list(files.project_files(project)) if project else []
+    texts = {path: text for path in list_named_files(paths) if (text := read_if_possible(path, reading)) is not None}
+    below = [path for folder in paths if files.is_folder(folder) for path in files.list_scripts(folder)]
+    below += list(files.list_project_files(project)) if project else []
     found = [path for path in dict.fromkeys(below) if path not in texts]
-    version = pinned_lightning(texts, found)
+    version = find_pinned_lightning(texts, found)
     for path, text in texts.items():
         read_named(path, text, version, reading)
     read_project(found, version, project, reading, progress)
     reading.named += [
-        s for c in commands for s in command_line.sources_of(c, "command line", lightning_version=version)
+        s for c in commands for s in command_line.read_commands(c, "command line", lightning_version=version)
     ]
     reading.named += [environment.read(variables)] if variables is not None else []
     follow(reading, {path.resolve() for path in (*texts, *found)}, version)
@@ -129,15 +129,17 @@ def read_project(
         reading.found += reading.take(path, read)
         names |= read.names
     if project is not None:
-        reading.links = resolved_links(names, links.normal(project), [links.normal(path) for path in found])
+        reading.links = resolve_links(
+            names, links.normalise_path(project), [links.normalise_path(path) for path in found]
+        )
 
 
-def named_files(paths: Sequence[Path]) -> list[Path]:
+def list_named_files(paths: Sequence[Path]) -> list[Path]:
     return [path for path in dict.fromkeys(paths) if not files.is_folder(path)]
 
 
-def readable(path: Path, reading: Reading) -> str | None:
-    """The text of a file that the user named; one that cannot be read goes into the report."""
+def read_if_possible(path: Path, reading: Reading) -> str | None:
+    """Return the text of a file that the user named; one that cannot be read goes into the report."""
     try:
         return files.read_text(path)
     except ConfigError as error:
@@ -145,9 +147,12 @@ def readable(path: Path, reading: Reading) -> str | None:
         return None
 
 
-def pinned_lightning(texts: Mapping[Path, str], found: Sequence[Path]) -> str:
+def find_pinned_lightning(texts: Mapping[Path, str], found: Sequence[Path]) -> str:
     named = [text for path, text in texts.items() if path.name in files.PIN_FILES]
-    pins = [*named, *(text for path in found if path.name in files.PIN_FILES and (text := files.text_or_none(path)))]
+    pins = [
+        *named,
+        *(text for path in found if path.name in files.PIN_FILES and (text := files.read_text_or_none(path))),
+    ]
     return next(filter(None, map(read_lightning_version, pins)), "")
 
 
@@ -159,16 +164,16 @@ def read_named(path: Path, text: str, version: str, reading: Reading) -> None:
         return
     sources = reading.take(path, read)
     reading.named += sources
-    reading.unreadable += refusal(path, read, reading.load_own)
+    reading.unreadable += collect_refusals(path, read, reading.load_own)
     reading.unvalidated += [str(path)] if read.workload and reading.load_own is None else []
     is_quiet = not sources and path.suffix != ".py" and path.name not in files.PIN_FILES
     reading.silent += [str(path)] if is_quiet else []
 
 
-def refusal(path: Path, read: FileReading, load_own: LoadOwn | None) -> list[HalfstepError]:
-    """What training would say of a config of halfstep's own; a user's own workload is not imported to hear it."""
+def collect_refusals(path: Path, read: FileReading, load_own: LoadOwn | None) -> list[HalfstepError]:
+    """Return the error training would raise for a halfstep config; custom workloads are not imported for this."""
     found = [finding for source in read.sources for finding in source.findings]
-    has_findings = any(severity_of(finding) is not Severity.INFO for finding in found)
+    has_findings = any(get_severity(finding) is not Severity.INFO for finding in found)
     may_be_code = is_import_path(read.workload) or "${" in read.workload  # a reference may name an import path
     if load_own is None or has_findings or not read.workload or may_be_code:
         return []
@@ -196,7 +201,7 @@ def follow(reading: Reading, known: set[Path], version: str) -> None:
 
 def follow_one(path: Path, reference: Reference, version: str, reading: Reading) -> list[Reference]:
     before = len(reading.named)
-    text = readable(path, reading)
+    text = read_if_possible(path, reading)
     if text is not None:
         read_named(path, text, version, reading)
     opened = [dataclasses.replace(source, named_by=reference.place) for source in reading.named[before:]]
@@ -205,10 +210,10 @@ def follow_one(path: Path, reference: Reference, version: str, reading: Reading)
 
 
 def report(reading: Reading, device: Device | None, rules: Collection[str] | None) -> Report:
-    runs = runs_of(reading.named, reading.found, reading.links)
+    runs = group_runs(reading.named, reading.found, reading.links)
     findings = [*reading.lint, *(finding for source in reading.named + reading.found for finding in source.findings)]
     for run in runs:
-        findings += [*conflicts(run), *traps(run), *(hardware_gaps(run, device) if device else [])]
+        findings += [*find_conflicts(run), *find_traps(run), *(find_hardware_gaps(run, device) if device else [])]
     if any(keeps_fp32_masters(source) for run in runs for source in run):
         findings = [finding for finding in findings if not finding.unless_accelerate_shards]
     # A line that another finding asks to delete is not aligned as well.
@@ -218,10 +223,10 @@ def report(reading: Reading, device: Device | None, rules: Collection[str] | Non
         for finding in findings
     ]
     selected = [finding for finding in findings if rules is None or finding.rule in rules]
-    kept, num_ignored = without_ignored(selected, reading.ignores)
+    kept, num_ignored = drop_ignored(selected, reading.ignores)
     return Report(
         sources=tuple(source for source in reading.named + reading.found if source.dialect != "script"),
-        effective=effective(runs[0]) if len(runs) == 1 else (),
+        effective=resolve_effective(runs[0]) if len(runs) == 1 else (),
         findings=tuple(kept),
         unreadable=tuple(reading.unreadable),
         silent=tuple(reading.silent),
@@ -233,12 +238,12 @@ def report(reading: Reading, device: Device | None, rules: Collection[str] | Non
 
 
 def keeps_fp32_masters(source: Source) -> bool:
-    """Whether accelerate is configured to shard in mixed precision: prepare() then keeps the weights in fp32."""
+    """Return whether accelerate is configured to shard in mixed precision: prepare() then keeps the weights in fp32."""
     shards = source.dialect.startswith("accelerate") and source.facts.get("strategy") in ("fsdp", "deepspeed")
     return shards and source.value("precision") in ("bf16", "fp16", "fp8")
 
 
-def without_ignored(findings: Iterable[Finding], ignores: Mapping[str, Ignores]) -> tuple[list[Finding], int]:
+def drop_ignored(findings: Iterable[Finding], ignores: Mapping[str, Ignores]) -> tuple[list[Finding], int]:
     unique = sorted(dict.fromkeys(findings), key=lambda f: (f.place, f.rule, f.message))
     kept = [f for f in unique if f.place.path not in ignores or not ignores[f.place.path].silence(f)]
     return kept, len(unique) - len(kept)
@@ -253,13 +258,13 @@ def find_unknown_ignores(path: Path, ignores: Ignores) -> Iterator[Finding]:
 
 
 def find_referenced_file(reference: Reference) -> Path | None:
-    """The file meant: next to the one that names it, or from the working directory, as the frameworks look."""
-    beside = Path(reference.place.path).parent / reference.name
-    return next((path for path in dict.fromkeys((beside, Path(reference.name))) if is_plain_file(path)), None)
+    """Return the file meant: next to the one that names it, or from the working directory, as the frameworks look."""
+    sibling = Path(reference.place.path).parent / reference.name
+    return next((path for path in dict.fromkeys((sibling, Path(reference.name))) if is_plain_file(path)), None)
 
 
 def is_plain_file(path: Path) -> bool:
-    """Pipes and devices would wait forever, folders are not configs."""
+    """Return whether a path is a file: reading a pipe or device would wait forever."""
     try:
         return path.is_file()
     except (OSError, ValueError):  # a name too long for the file system, or with a NUL in it
@@ -271,13 +276,13 @@ def report_missing_file(reference: Reference) -> Finding:
     looked = "in the working directory" if str(folder) == "." else f"in {folder} or the working directory"
     return Finding(
         rule="missing-file",
-        message=f"{reference.spelled}: no such file {looked}, so what it says was not checked",
+        message=f"{reference.spelled}: no such file {looked}, so it was not checked",
         place=reference.place,
         fix="correct the path, or name the file on the command line of check",
     )
 
 
 def read_lightning_version(text: str) -> str:
-    """The Lightning version that a requirements, pyproject or lock file pins; empty when it pins none."""
+    """Return the Lightning version that a requirements, pyproject or lock file pins; empty when it pins none."""
     found = _LOCKED.search(text) or _PIN.search(text)
     return found.group(1) if found else ""

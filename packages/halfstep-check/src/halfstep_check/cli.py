@@ -1,6 +1,6 @@
 """`halfstep-check`: do my configs agree, and is my training script's AMP code right?
 
-halfstep's own `halfstep check` is the same command, made with what only halfstep can do: see `Host`.
+`halfstep check` is the same command with the functions of `Host`, which need halfstep.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ def show_version(asked: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """What only halfstep can do: validate its own configs, and ask this machine's device."""
+    """Functions that need halfstep: validating its configs and probing this machine's device."""
 
     load_own: LoadOwn | None = None
     probe: Callable[[], Device] | None = None
 
 
 def make_command(host: Host = Host()) -> Callable[..., None]:
-    """The function that typer makes a command of."""
+    """Return the function that typer makes a command of."""
 
     def command(
         paths: Annotated[
@@ -102,8 +102,8 @@ def make_command(host: Host = Host()) -> Callable[..., None]:
         ] = None,
         select: Annotated[list[str] | None, option("Apply only these rules: a,b. Repeatable.", metavar="RULE")] = None,
         ignore: Annotated[list[str] | None, option("Leave these rules out: a,b. Repeatable.", metavar="RULE")] = None,
-        gpu: Annotated[str, option("Say what this GPU cannot do: v100, 4090.", metavar="NAME")] = "",
-        hardware: Annotated[bool, option("Say what this machine cannot do.", "--hardware")] = False,
+        gpu: Annotated[str, option("Report what this GPU cannot do: v100, 4090.", metavar="NAME")] = "",
+        hardware: Annotated[bool, option("Report what this machine cannot do.", "--hardware")] = False,
         fix: Annotated[bool, option("Print the aligned files as a patch.", "--fix")] = False,
         write: Annotated[bool, option("Apply the patch to the files named, with backups.", "--write")] = False,
         as_json: Annotated[bool, option("Print JSON.", "--json")] = False,
@@ -135,8 +135,8 @@ def make_command(host: Host = Host()) -> Callable[..., None]:
             raise ConfigError("--json and --sarif are two formats for one output", fix="give one of them")
         if fix and not write and (as_json or as_sarif):
             raise ConfigError("--fix prints a patch, not JSON or SARIF", fix="leave out --fix, or --json and --sarif")
-        device, rules = device_asked(gpu, hardware, host), selected_rules(select or (), ignore or ())
-        run = partial(checked, named, project, commands or (), device, host.load_own, rules, env=env)
+        device, rules = select_device(gpu, hardware, host), select_rules(select or (), ignore or ())
+        run = partial(run_check, named, project, commands or (), device, host.load_own, rules, env=env)
         report = run()
         refuse_nothing_read(named, report)
         if write:
@@ -153,12 +153,12 @@ def make_command(host: Host = Host()) -> Callable[..., None]:
     return command
 
 
-def selected_rules(select: Sequence[str], ignore: Sequence[str]) -> Collection[str]:
-    """The names of the rules asked for; a list may be written with commas."""
-    from halfstep_check.rules import RULES, rule_named
+def select_rules(select: Sequence[str], ignore: Sequence[str]) -> Collection[str]:
+    """Return the names of the rules asked for; a list may be written with commas."""
+    from halfstep_check.rules import RULES, get_rule
 
     def names(said: Sequence[str]) -> set[str]:
-        return {rule_named(name.strip()).name for text in said for name in text.split(",") if name.strip()}
+        return {get_rule(name.strip()).name for text in said for name in text.split(",") if name.strip()}
 
     left = (names(select) or set(RULES)) - names(ignore)
     if not left:
@@ -167,7 +167,7 @@ def selected_rules(select: Sequence[str], ignore: Sequence[str]) -> Collection[s
     return left
 
 
-def checked(
+def run_check(
     named: list[Path],
     project: Path | None,
     commands: Sequence[str],
@@ -197,7 +197,7 @@ def refuse_nothing_read(named: list[Path], report: Report) -> None:
 
 
 MIN_COUNTED = 100
-"""Fewer files are read before anybody wonders."""
+"""Fewer files are read too quickly to need a count."""
 
 
 def count_files() -> Callable[[int, int], None]:
@@ -215,7 +215,7 @@ def count_files() -> Callable[[int, int], None]:
     return show
 
 
-def device_asked(gpu: str, here: bool, host: Host) -> Device | None:
+def select_device(gpu: str, here: bool, host: Host) -> Device | None:
     if not gpu and not here:
         return None
     if gpu and here:
@@ -241,22 +241,22 @@ def print_rules(name: str) -> None:
 
     from rich.console import Console
 
-    from halfstep_check.rules import RULES, rule_named
-    from halfstep_check.view import rule_view, rules_table
+    from halfstep_check.rules import RULES, get_rule
+    from halfstep_check.view import make_rule_view, make_rules_table
 
     if name == "all":
-        Console().print(rules_table((rule.name, rule.severity.value, rule.title) for rule in RULES.values()))
+        Console().print(make_rules_table((rule.name, rule.severity.value, rule.title) for rule in RULES.values()))
         return
-    rule = rule_named(name)
-    Console().print(rule_view(**{**dataclasses.asdict(rule), "severity": rule.severity.value}))
+    rule = get_rule(name)
+    Console().print(make_rule_view(**{**dataclasses.asdict(rule), "severity": rule.severity.value}))
 
 
-def lines_of(finding: Finding) -> FindingLines:
-    from halfstep_check.rules import severity_of
+def format_finding(finding: Finding) -> FindingLines:
+    from halfstep_check.rules import get_severity
     from halfstep_check.view import FindingLines
 
     return FindingLines(
-        severity=severity_of(finding).value,
+        severity=get_severity(finding).value,
         place=str(finding.place),
         rule=finding.rule,
         message=finding.message,
@@ -267,12 +267,12 @@ def lines_of(finding: Finding) -> FindingLines:
 
 
 def print_sources(console: Console, sources: Sequence[Source]) -> None:
-    """Who was read as what, and what all of them say, topic by topic."""
+    """Print how each source was read, and what the sources state for each topic."""
     from rich.console import NewLine
     from rich.text import Text
 
     from halfstep_check.declarations import SHOWN_TOPICS
-    from halfstep_check.view import says_table
+    from halfstep_check.view import make_says_table
 
     for source in sources[:MAX_SOURCES]:
         origin = f", named by {source.named_by}" if source.named_by else ""
@@ -286,21 +286,21 @@ def print_sources(console: Console, sources: Sequence[Source]) -> None:
         for s in source.declarations
         if s.topic == topic
     ]
-    console.print(NewLine(), says_table(said), NewLine()) if said else console.print()
+    console.print(NewLine(), make_says_table(said), NewLine()) if said else console.print()
 
 
 MAX_SKIPPED = 10
 
 
 def print_report(report: Report, num_rules: int) -> None:
-    """Findings first: who has many files would otherwise scroll past the tables to what is wrong."""
+    """Print the findings first, so that users with many files need not scroll past the tables."""
     from rich.console import Console, NewLine
 
     from halfstep_check.rules import RULES
-    from halfstep_check.view import print_findings, runs_table, summary
+    from halfstep_check.view import format_summary, make_runs_table, print_findings
 
     console = Console()
-    lines = [lines_of(finding) for finding in report.findings]
+    lines = [format_finding(finding) for finding in report.findings]
     print_findings(console, lines)
     print_unreadable(report)
     if lines and report.sources:
@@ -308,9 +308,9 @@ def print_report(report: Report, num_rules: int) -> None:
     if report.sources:
         print_sources(console, report.sources)
     if report.sources and report.effective:
-        console.print(runs_table([(e.topic, e.value, e.source, e.reason) for e in report.effective]), NewLine())
+        console.print(make_runs_table([(e.topic, e.value, e.source, e.reason) for e in report.effective]), NewLine())
     for name in report.silent:
-        console.print(f"{name}: says nothing about precision that halfstep knows", style="dim", highlight=False)
+        console.print(f"{name}: states no precision that halfstep-check recognises", style="dim", highlight=False)
     for name in report.unvalidated:
         text = f"{name}: read without halfstep's schema; with halfstep installed, halfstep check validates it"
         console.print(text, style="dim", highlight=False)
@@ -321,7 +321,7 @@ def print_report(report: Report, num_rules: int) -> None:
     counts = {"num_scripts": report.num_scripts, "num_sources": len(report.sources), "num_ignored": report.num_ignored}
     if not report.unreadable or lines:
         by = f", {num_rules} of {len(RULES)} rules" if num_rules < len(RULES) else ""
-        console.print(summary(lines, **counts, by=by))
+        console.print(format_summary(lines, **counts, by=by))
 
 
 def print_unreadable(report: Report) -> None:
@@ -331,10 +331,10 @@ def print_unreadable(report: Report) -> None:
 
 def print_patch(report: Report) -> None:
     from halfstep_check.files import read_text
-    from halfstep_check.fix import changes, patches
+    from halfstep_check.fix import collect_changes, make_patches
 
-    found = changes(report.findings)
-    typer.echo(patches(found.edits, {path: read_text(Path(path)) for path in found.edits}), nl=False)
+    found = collect_changes(report.findings)
+    typer.echo(make_patches(found.edits, {path: read_text(Path(path)) for path in found.edits}), nl=False)
     print_unreadable(report)
     if not found.edits:
         typer.secho("nothing here can be fixed by an edit", err=True)
@@ -342,9 +342,9 @@ def print_patch(report: Report) -> None:
 
 
 def show_written(report: Report, named: list[Path]) -> None:
-    from halfstep_check.fix import BACKUP_SUFFIX, changes, write
+    from halfstep_check.fix import BACKUP_SUFFIX, collect_changes, write
 
-    found = changes(report.findings, {str(path) for path in named})
+    found = collect_changes(report.findings, {str(path) for path in named})
     for name in write(found.edits):
         typer.secho(f"wrote {name}; the old file is {name}{BACKUP_SUFFIX}", err=True)
     print_left(found.left)
@@ -354,7 +354,7 @@ MAX_LEFT = 20
 
 
 def print_left(left: list[tuple[Finding, str]]) -> None:
-    """Which findings no edit was made for, and why."""
+    """Print the findings that were not fixed, with the reason."""
     for finding, reason in left[:MAX_LEFT]:
         typer.secho(f"not applied: {finding.place} [{finding.rule}]: {reason}", err=True)
     if len(left) > MAX_LEFT:

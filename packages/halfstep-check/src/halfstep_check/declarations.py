@@ -49,7 +49,7 @@ class Declaration:
     """Where a number is written, so that any other number can be written there."""
 
     def rewritten(self, value: str) -> tuple[Edit, ...]:
-        """The edits that make this source say `value`; empty when it cannot."""
+        """Return the edits that make this source say `value`; empty when it cannot."""
         if value in self.rewrites:
             return self.rewrites[value]
         return (self.number.rewritten(value),) if self.number is not None else ()
@@ -99,7 +99,7 @@ class Draft:
     def say(self, topic: Topic, value: str, key: str, rewrites: Mapping[str, tuple[Edit, ...]] | None = None) -> None:
         """`key` is where it is written; a topic that follows from another key names that key."""
         node = self.root.get(key)
-        spelled = f"{key}: {shown(node)}" if node is not None else key
+        spelled = f"{key}: {format_value(node)}" if node is not None else key
         place = node.place if node is not None else self.root.place
         self.declarations.append(
             Declaration(topic=topic, value=value, spelled=spelled, place=place, rewrites=rewrites or {})
@@ -111,6 +111,25 @@ class Draft:
         if precision == "fp16":
             self.say("scaling", "dynamic", key)
 
+    def read_word(self, key: str, words: Mapping[str, str], owner: str, word: str = "") -> str | None:
+        """State the precision that the word at `key` names; report a word that the framework does not accept."""
+        node = self.root.get(key)
+        if node is None:
+            return None
+        word = word or str(node.scalar)
+        if word not in words:
+            message = f"{owner} does not know {key} {word!r}"
+            self.find("unknown-value", message, key, fix=f"one of {', '.join(words)}")
+            return None
+        edits = {precision: self.edit(key, name) for name, precision in words.items()}
+        self.say_autocast(words[word], key, {precision: edit for precision, edit in edits.items() if edit})
+        return words[word]
+
+    def say_reduced(self, precision: str, key: str, message: str, *, fix: str, edits: tuple[Edit, ...] = ()) -> None:
+        """State that gradients are reduced in half, and report it."""
+        self.say("reduce", precision, key)
+        self.find("low-precision-reduce", message, key, fix=fix, edits=edits)
+
     def number(self, topic: Topic, key: str) -> None:
         """Say a number if the key holds one; `auto` is passed on as such."""
         node = self.root.get(key)
@@ -119,8 +138,8 @@ class Draft:
             return
         if value == AUTO:
             self.say(topic, AUTO, key)
-        elif (text := as_number(value)) is not None:
-            spelled = f"{key}: {shown(node)}"
+        elif (text := parse_number(value)) is not None:
+            spelled = f"{key}: {format_value(node)}"
             self.declarations.append(
                 Declaration(topic=topic, value=text, spelled=spelled, place=node.place, number=node)
             )
@@ -134,10 +153,10 @@ class Draft:
         """Remember the file that `key` names; what does not look like one (`none`, base64) names none."""
         node = self.root.get(key)
         if node is not None and isinstance(node.value, str) and node.value.endswith(suffixes):
-            self.references.append(Reference(name=node.value, spelled=f"{key}: {shown(node)}", place=node.place))
+            self.references.append(Reference(name=node.value, spelled=f"{key}: {format_value(node)}", place=node.place))
 
     def edit(self, key: str, text: str) -> tuple[Edit, ...]:
-        """Write `text` where `key` stands; no edit where it does not stand."""
+        """Return the edit that writes `text` at `key`; empty if the key is missing."""
         node = self.root.get(key)
         return (node.rewritten(text),) if node is not None and not isinstance(node.value, (dict, list)) else ()
 
@@ -152,8 +171,8 @@ class Draft:
         )
 
 
-def as_number(value: Scalar) -> str | None:
-    """`8`, `8.0` and `"8"` are one number; anything that is none, or not finite, gives None."""
+def parse_number(value: Scalar) -> str | None:
+    """Return one text for `8`, `8.0` and `"8"`; None for anything that is not a finite number."""
     try:
         number = math.nan if value is None or isinstance(value, bool) else float(value)
     except (ValueError, OverflowError):
@@ -161,8 +180,8 @@ def as_number(value: Scalar) -> str | None:
     return f"{number:g}" if math.isfinite(number) else None
 
 
-def shown(node: Node | None) -> str:
-    """A value as its file would show it, cut to a table's width."""
+def format_value(node: Node | None) -> str:
+    """Return a value as its file would show it, cut to a table's width."""
     if node is None:
         return ""
     if isinstance(node.value, (dict, list)):
@@ -172,5 +191,5 @@ def shown(node: Node | None) -> str:
 
 
 def is_on(value: Scalar) -> bool:
-    """Whether a switch is on: true, `"true"`, `"yes"`, 1."""
+    """Return whether a switch is on: true, `"true"`, `"yes"`, 1."""
     return value is True or value == 1 or str(value).lower() in ("true", "yes", "on")

@@ -1,4 +1,4 @@
-"""Config files as trees that remember where every value stands: YAML, JSON and TOML, read without running anything.
+"""Config files as trees that record the position of every value: YAML, JSON and TOML, read without running anything.
 
 JSON is read by the YAML reader (tabs become spaces of the same width first), so that both keep exact positions.
 `tomllib` has no positions: TOML lines are found by scanning for `[section]` and `key =`.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import yaml
 
-from halfstep_check.findings import Edit, Place, lines_of
+from halfstep_check.findings import Edit, Place, split_lines
 from halfstep_check.shared.config_text import MAX_DEPTH, MAX_NODES, compose_node, parse_json, parse_scalar
 from halfstep_check.shared.errors import ConfigError
 
@@ -44,7 +44,7 @@ class Node:
         return None if isinstance(self.value, (dict, list)) else self.value
 
     def get(self, dotted: str) -> Node | None:
-        """The node at `a.b.c`, or None; a literal key with dots in it is found too."""
+        """Return the node at `a.b.c`, or None; a literal key with dots in it is found too."""
         if not isinstance(self.value, dict):
             return None
         if dotted in self.value:
@@ -61,19 +61,19 @@ class Node:
         return all(self.get(key) is not None for key in dotted)
 
     def walk(self, prefix: str = "") -> Iterator[tuple[str, Node]]:
-        """Every node below this one with its dotted path."""
+        """Return every node below this one with its dotted path."""
         if isinstance(self.value, dict):
             for key, child in self.value.items():
                 yield f"{prefix}{key}", child
                 yield from child.walk(f"{prefix}{key}.")
 
     def rewritten(self, text: str) -> Edit:
-        """The edit that writes another scalar here, in the quotes that stand there now."""
+        """Return the edit that writes another scalar here, in the quotes used there now."""
         return Edit(path=self.path, start=self.start, end=self.end, replacement=f"{self.quote}{text}{self.quote}")
 
 
 def read_document(text: str, path: str) -> Node:
-    """The tree of a YAML, JSON or TOML file; what cannot be read is a ConfigError with the line."""
+    """Return the tree of a YAML, JSON or TOML file; what cannot be read is a ConfigError with the line."""
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(
             f"{path}: {len(text):,} characters are too many for a training config",
@@ -98,7 +98,7 @@ def read_json(text: str, path: str) -> Node:
 
 
 def read_yaml(text: str, path: str) -> Node:
-    """The first document of a YAML text: the project's one reader composes, we keep the positions."""
+    """Return the first document of a YAML text: the project's one reader composes, we keep the positions."""
     root = compose_node(text, path)
     if root is None:
         return Node(value=None, path=path, start=(1, 0), end=(1, 0))
@@ -125,15 +125,15 @@ class YamlTree:
         return Node(
             value=value,
             path=self.path,
-            start=position(source.start_mark),
-            end=position(source.end_mark),
+            start=find_position(source.start_mark),
+            end=find_position(source.end_mark),
             quote=source.style if isinstance(source, yaml.ScalarNode) and source.style in ("'", '"') else "",
-            key_start=position(key.start_mark) if key is not None else None,
+            key_start=find_position(key.start_mark) if key is not None else None,
         )
 
     def value(self, source: yaml.Node) -> Scalar | dict[str, Node] | list[Node]:
         if isinstance(source, yaml.ScalarNode):
-            return plain_scalar(source.value) if source.style is None else str(source.value)
+            return read_scalar(source.value) if source.style is None else str(source.value)
         if isinstance(source, yaml.SequenceNode):
             return [self.node(item) for item in source.value]
         return self.mapping(source)
@@ -148,7 +148,7 @@ class YamlTree:
                 merged |= inner if isinstance(inner, dict) else {}
                 continue
             if name in entries:
-                raise self.refuse(key, f"key {name!r} stands twice, first in line {entries[name].place.line}")
+                raise self.refuse(key, f"key {name!r} appears twice, first in line {entries[name].place.line}")
             entries[name] = self.node(child, key)
         return {**merged, **entries}
 
@@ -156,11 +156,11 @@ class YamlTree:
         return ConfigError(f"{self.path}:{source.start_mark.line + 1}: {problem}", fix="correct the file")
 
 
-def position(mark: yaml.Mark) -> tuple[int, int]:
+def find_position(mark: yaml.Mark) -> tuple[int, int]:
     return mark.line + 1, mark.column
 
 
-def plain_scalar(text: str) -> Scalar:
+def read_scalar(text: str) -> Scalar:
     try:
         value = parse_scalar(text)
     except ValueError:  # an integer of thousands of digits
@@ -175,7 +175,7 @@ def read_toml(text: str, path: str) -> Node:
         tree = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not TOML: {error}", fix="correct the file") from error
-    return toml_node(tree, path, toml_positions(text), prefix="")
+    return make_toml_node(tree, path, find_toml_positions(text), prefix="")
 
 
 MAX_TOML_LINE = 500
@@ -184,11 +184,11 @@ SECTION = re.compile(r"\s*\[+\s*([^\[\]]+?)\s*\]+\s*(#.*)?$")
 ENTRY = re.compile(r"""(\s*)([\w."'-]+)\s*=\s*("[^"]*"|'[^']*'|[^#\s]+)""")
 
 
-def toml_positions(text: str) -> dict[str, tuple[int, int, int, int]]:
-    """Dotted key to (line, key column, first and last column of the value)."""
+def find_toml_positions(text: str) -> dict[str, tuple[int, int, int, int]]:
+    """Return a mapping from dotted keys to (line, key column, first and last column of the value)."""
     found: dict[str, tuple[int, int, int, int]] = {}
     section = ""
-    for number, line in enumerate(lines_of(text), start=1):
+    for number, line in enumerate(split_lines(text), start=1):
         if len(line) > MAX_TOML_LINE:
             continue
         if header := SECTION.match(line):
@@ -201,16 +201,16 @@ def toml_positions(text: str) -> dict[str, tuple[int, int, int, int]]:
 Positions = dict[str, tuple[int, int, int, int]]
 
 
-def toml_node(value: object, path: str, positions: Positions, prefix: str, depth: int = 0) -> Node:
+def make_toml_node(value: object, path: str, positions: Positions, prefix: str, depth: int = 0) -> Node:
     line, key_column, first, last = positions.get(prefix, (1, 0, 0, 0))
     if depth > MAX_DEPTH:
         raise ConfigError(f"{path}: nested deeper than {MAX_DEPTH} levels", fix="correct the file")
     inner: Scalar | dict[str, Node] | list[Node]
     if isinstance(value, dict):
         dot = f"{prefix}." if prefix else ""
-        inner = {key: toml_node(item, path, positions, f"{dot}{key}", depth + 1) for key, item in value.items()}
+        inner = {key: make_toml_node(item, path, positions, f"{dot}{key}", depth + 1) for key, item in value.items()}
     elif isinstance(value, list):
-        inner = [toml_node(item, path, positions, prefix, depth + 1) for item in value]
+        inner = [make_toml_node(item, path, positions, prefix, depth + 1) for item in value]
     else:
         inner = value if isinstance(value, (str, int, float, bool)) else str(value)
     return Node(

@@ -9,13 +9,13 @@ from urllib.parse import quote
 from halfstep_check.check import Report
 from halfstep_check.declarations import Source
 from halfstep_check.findings import Finding, Place, Severity
-from halfstep_check.rules import RULES, Rule, severity_of
+from halfstep_check.rules import RULES, Rule, get_severity
 
 LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
 
 
 def export_json(report: Report) -> dict[str, Any]:
-    """Sources, what is in effect, findings and what could not be read."""
+    """Return sources, effective values, findings and what could not be read."""
     return {
         "exit_code": report.exit_code,
         "sources": [describe_source(source) for source in report.sources],
@@ -43,7 +43,7 @@ def describe_source(source: Source) -> dict[str, Any]:
 def describe_finding(finding: Finding) -> dict[str, Any]:
     return {
         "rule": finding.rule,
-        "severity": severity_of(finding).value,
+        "severity": get_severity(finding).value,
         "path": finding.place.path,
         "line": finding.place.line,
         "column": finding.place.column,
@@ -55,7 +55,7 @@ def describe_finding(finding: Finding) -> dict[str, Any]:
 
 
 def export_sarif(findings: Iterable[Finding], version: str) -> dict[str, Any]:
-    """The findings as one SARIF run."""
+    """Return the findings as one SARIF run."""
     listed = list(findings)
     used = sorted({finding.rule for finding in listed})
     driver = {"name": "halfstep", "version": version, "rules": [describe_rule(RULES[name]) for name in used]}
@@ -79,7 +79,7 @@ def describe_result(finding: Finding) -> dict[str, Any]:
     text = finding.message + (f". Fix: {finding.fix}" if finding.fix else "")
     return {
         "ruleId": finding.rule,
-        "level": LEVELS[severity_of(finding)],
+        "level": LEVELS[get_severity(finding)],
         "message": {"text": text},
         "locations": [describe_location(finding.place)],
         **({"relatedLocations": [describe_location(place) for place in finding.related]} if finding.related else {}),

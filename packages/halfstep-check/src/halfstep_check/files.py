@@ -31,7 +31,7 @@ def is_folder(path: Path) -> bool:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, or an error that says what is wrong with it."""
+    """Return the text of a file, or an error that says what is wrong with it."""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ConfigError(
@@ -45,27 +45,27 @@ def read_text(path: Path) -> str:
     return decode_text(data, path)
 
 
-def text_or_none(path: Path) -> str | None:
+def read_text_or_none(path: Path) -> str | None:
     try:
         return read_text(path)
     except ConfigError:
         return None
 
 
-def scripts_below(folder: Path) -> Iterator[Path]:
-    """Python files of a folder, in order; caches, environments and hidden folders are passed over."""
-    yield from (path for path in files_below(folder) if path.suffix == ".py")
+def list_scripts(folder: Path) -> Iterator[Path]:
+    """Yield the Python files of a folder in order, without caches, environments and hidden folders."""
+    yield from (path for path in walk_files(folder) if path.suffix == ".py")
 
 
-def project_files(folder: Path) -> Iterator[Path]:
-    """Scripts, and files small enough to be configs, of a project."""
-    for path in files_below(folder):
-        small = path.suffix in (*CONFIG_SUFFIXES, *SHELL_SUFFIXES) and size_of(path) <= MAX_PROJECT_CONFIG_BYTES
+def list_project_files(folder: Path) -> Iterator[Path]:
+    """Yield the scripts of a project, and files small enough to be configs."""
+    for path in walk_files(folder):
+        small = path.suffix in (*CONFIG_SUFFIXES, *SHELL_SUFFIXES) and get_size(path) <= MAX_PROJECT_CONFIG_BYTES
         if path.suffix == ".py" or small or path.name in PIN_FILES:
             yield path
 
 
-def files_below(folder: Path) -> Iterator[Path]:
+def walk_files(folder: Path) -> Iterator[Path]:
     for root, folders, names in os.walk(folder):
         passed_over = SKIPPED_FOLDERS | FOREIGN_FOLDERS
         visible = (name for name in folders if name not in passed_over and not name.startswith("."))
@@ -74,11 +74,11 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def _is_past_run(folder: Path) -> bool:
-    """What `halfstep train` left behind says how one run went, not how the next one will."""
+    """Match folders of past runs: their configs are not those of the next run."""
     return all((folder / name).is_file() for name in ("config.yaml", "plan.json", "metrics.jsonl"))
 
 
-def size_of(path: Path) -> int:
+def get_size(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError:

@@ -58,13 +58,13 @@ LINE_END = re.compile(r"\r\n|\r|\n")
 """Line ends as parsers count them: `str.splitlines` also breaks at form feeds and other marks."""
 
 
-def lines_of(text: str) -> list[str]:
-    """The lines of a text without their ends; never empty."""
+def split_lines(text: str) -> list[str]:
+    """Return the lines of a text without their ends; never empty."""
     return LINE_END.split(text)
 
 
-def line_starts(text: str) -> list[int]:
-    """Offset of the first character of every line."""
+def find_line_starts(text: str) -> list[int]:
+    """Return offset of the first character of every line."""
     return [0, *(match.end() for match in LINE_END.finditer(text))]
 
 
@@ -81,7 +81,7 @@ class Ignores:
         """Every name with the line of its comment."""
         if "halfstep:" not in text:
             return
-        for number, line in enumerate(lines_of(text), start=1):
+        for number, line in enumerate(split_lines(text), start=1):
             if comment := COMMENT.search(line):
                 names = {name.strip() for name in (comment.group(1) or "*").split(",")}
                 self.written += [(number, name) for name in sorted(names)]

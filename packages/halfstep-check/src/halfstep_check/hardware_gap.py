@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from halfstep_check.declarations import Declaration, Source
 from halfstep_check.findings import Finding
-from halfstep_check.resolve import ranked
+from halfstep_check.resolve import rank_claims
 
 Support = Callable[[str], str]
 
@@ -22,13 +22,13 @@ class Device:
     has: Support
 
 
-def hardware_gaps(sources: Sequence[Source], device: Device) -> list[Finding]:
-    """One finding for every source that asks for a format the device lacks or only emulates."""
-    findings = [gap(said, device) for _, said in ranked(sources, "precision")]
+def find_hardware_gaps(sources: Sequence[Source], device: Device) -> list[Finding]:
+    """Find sources that ask for a format the device lacks or only emulates."""
+    findings = [find_gap(said, device) for _, said in rank_claims(sources, "precision")]
     return [finding for finding in findings if finding is not None]
 
 
-def gap(said: Declaration, device: Device) -> Finding | None:
+def find_gap(said: Declaration, device: Device) -> Finding | None:
     support = device.has(FORMAT_OF.get(said.value, said.value))
     if support == "native":
         return None
@@ -38,12 +38,12 @@ def gap(said: Declaration, device: Device) -> Finding | None:
         rule=rule,
         message=f"{said.spelled} asks for {said.value}, but {device.name} {how}",
         place=said.place,
-        fix=f"use {instead(said.value, device)} on this device",
+        fix=f"use {suggest_format(said.value, device)} on this device",
     )
 
 
-def instead(precision: str, device: Device) -> str:
-    """The nearest format that this device computes in natively."""
+def suggest_format(precision: str, device: Device) -> str:
+    """Return the nearest format that this device computes in natively."""
     words = {"bf16": "bf16", "fp16": "fp16 with loss scaling"}
     native = [word for name, word in words.items() if name != precision and device.has(name) == "native"]
     return native[0] if native and precision in ("bf16", "fp16", "fp8") else "fp32"

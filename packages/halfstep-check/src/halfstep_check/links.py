@@ -25,26 +25,26 @@ HYDRA = re.compile(r"""config_path\s{0,3}=\s{0,3}["']([\w./-]{0,200})["']""")
 HYDRA_NAME = re.compile(r"""config_name\s{0,3}=\s{0,3}["']([\w./-]{1,200})["']""")
 
 
-def names_in_script(text: str) -> list[str]:
-    """Configs that a script names, and modules it imports, as relative paths to look for."""
+def list_names_in_script(text: str) -> list[str]:
+    """Return configs that a script names, and modules it imports, as relative paths to look for."""
     names = CONFIG_NAME.findall(text)
     folder = next(iter(HYDRA.findall(text)), "")
     names += [f"{folder}/{name.removesuffix('.yaml')}.yaml".lstrip("/") for name in HYDRA_NAME.findall(text)]
     for module, imported in FROM_IMPORT.findall(text):
-        here = module_path(module)
+        here = get_module_path(module)
         names += [f"{here}.py", *(f"{here}/{name}.py" for name in re.findall(r"\w+", imported)[:10])]
-    names += [f"{module_path(module)}.py" for module in IMPORT.findall(text)]
+    names += [f"{get_module_path(module)}.py" for module in IMPORT.findall(text)]
     return list(dict.fromkeys(names))[: 5 * MAX_LINKS]
 
 
-def module_path(module: str) -> str:
-    """`..models.unet` as `../models/unet`, from the folder of the file that imports it."""
+def get_module_path(module: str) -> str:
+    """Return `..models.unet` as `../models/unet`, from the folder of the file that imports it."""
     dots = len(module) - len(module.lstrip("."))
     return "../" * max(dots - 1, 0) + module.lstrip(".").replace(".", "/")
 
 
-def names_in_config(root: Node) -> list[str]:
-    """What a config names: Hydra's groups (`defaults: [{trainer: gpu}]`), and values that are config files."""
+def list_names_in_config(root: Node) -> list[str]:
+    """Return what a config names: Hydra's groups (`defaults: [{trainer: gpu}]`), and values that are config files."""
     defaults = root.get("defaults")
     entries = defaults.value if defaults is not None and isinstance(defaults.value, list) else []
     groups = [(key, node.scalar) for e in entries if isinstance(e.value, dict) for key, node in e.value.items()]
@@ -55,8 +55,8 @@ def names_in_config(root: Node) -> list[str]:
     return names[:MAX_LINKS]
 
 
-def names_in_command(words: list[str]) -> list[str]:
-    """The script a command starts and the configs it names."""
+def list_names_in_command(words: list[str]) -> list[str]:
+    """Return the script a command starts and the configs it names."""
     modules = [words[i + 1] for i, word in enumerate(words[:-1]) if word in ("-m", "--module")]
     values = [word.rpartition("=")[2] for word in words]
     files = [value for value in values if value.endswith((".py", ".yaml", ".yml", ".json", ".toml"))]
@@ -64,12 +64,13 @@ def names_in_command(words: list[str]) -> list[str]:
 
 
 def resolve(name: str, start: Path, root: Path, known: Collection[Path]) -> Path | None:
-    """The project file that a name means: from the folder of the file that says it, or from a folder above it."""
+    """Return the project file that a name means: from the folder of the file that says it, or from a folder above
+    it."""
     if PurePosixPath(name).is_absolute():
         return None
     folder = start.parent
     while True:
-        path = normal(folder / name)
+        path = normalise_path(folder / name)
         if path in known:
             return path
         if folder == root or folder == folder.parent:
@@ -77,7 +78,7 @@ def resolve(name: str, start: Path, root: Path, known: Collection[Path]) -> Path
         folder = folder.parent
 
 
-def normal(path: Path) -> Path:
+def normalise_path(path: Path) -> Path:
     parts: list[str] = []
     for part in path.parts:
         if part == ".." and parts and parts[-1] not in ("..", path.anchor):
@@ -87,8 +88,8 @@ def normal(path: Path) -> Path:
     return Path(*parts)
 
 
-def reached(start: Path, links: Mapping[Path, Collection[Path]]) -> list[Path]:
-    """Files joined to `start` by links, itself first, nearest first."""
+def list_reached(start: Path, links: Mapping[Path, Collection[Path]]) -> list[Path]:
+    """Return files joined to `start` by links, itself first, nearest first."""
     found = {start: None}
     frontier = [start]
     for _ in range(MAX_HOPS):

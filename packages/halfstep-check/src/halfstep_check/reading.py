@@ -13,7 +13,7 @@ from pathlib import Path
 
 from halfstep_check import files, links
 from halfstep_check.declarations import Source
-from halfstep_check.dialects import command_line, own, source_of
+from halfstep_check.dialects import command_line, own, read_source
 from halfstep_check.document import read_document
 from halfstep_check.findings import Finding, Ignores
 from halfstep_check.shared.errors import ConfigError, HalfstepError
@@ -33,7 +33,7 @@ class FileReading:
     ignores: Ignores
     is_script: bool = False
     names: dict[str, list[str]] = field(default_factory=dict)
-    """Files it names, by who names them: itself, or `run.sh:12` for a command."""
+    """Files it names, by what names them: the file itself, or `run.sh:12` for a command."""
     workload: str = ""
     """Of halfstep's own YAML configs."""
 
@@ -42,7 +42,7 @@ def read_found(
     paths: Sequence[Path], version: str, progress: Progress | None
 ) -> Iterator[tuple[Path, FileReading | HalfstepError]]:
     """Read files of a folder or project, in order; a file that cannot be read (a template, say) gives its error."""
-    readings = in_pool(partial(read_quietly, version=version), paths)
+    readings = read_in_pool(partial(read_quietly, version=version), paths)
     for number, (path, reading) in enumerate(zip(paths, readings, strict=True), start=1):
         if progress is not None:
             progress(number, len(paths))
@@ -50,7 +50,7 @@ def read_found(
             yield path, reading
 
 
-def in_pool(
+def read_in_pool(
     read: Callable[[Path], FileReading | HalfstepError | None], paths: Sequence[Path]
 ) -> Iterator[FileReading | HalfstepError | None]:
     workers = min(os.cpu_count() or 1, 8)
@@ -70,19 +70,19 @@ def read_quietly(path: Path, version: str) -> FileReading | HalfstepError | None
 
 
 def read_file(path: Path, text: str, version: str, *, lazily: bool = False) -> FileReading:
-    """Everything in one file; `lazily` leaves scripts without anything for us unparsed."""
+    """Read one file; `lazily` skips parsing of scripts without anything relevant."""
     name = str(path)
     reading = FileReading(ignores=Ignores(text))
     if path.suffix == ".py":
         read_script(reading, text, name, version, lazily)
     elif path.suffix in files.SHELL_SUFFIXES:
-        reading.sources = command_line.sources_of(text, name, lightning_version=version)
-        reading.names = {f"{name}:{line}": named for line, named in command_line.files_named(text).items()}
+        reading.sources = command_line.read_commands(text, name, lightning_version=version)
+        reading.names = {f"{name}:{line}": named for line, named in command_line.list_named_files(text).items()}
     elif path.suffix in ("", *files.CONFIG_SUFFIXES):
         root = read_document(text, name)
-        source = source_of(root, lightning_version=version)
+        source = read_source(root, lightning_version=version)
         reading.sources = [source] if source is not None else []
-        reading.names = {name: links.names_in_config(root)}
+        reading.names = {name: links.list_names_in_config(root)}
         if source is not None and source.dialect == own.NAME and path.suffix in (".yaml", ".yml"):
             reading.workload = str(root.scalar_at("workload"))
     elif path.suffix not in (".txt", ".lock"):
@@ -99,12 +99,12 @@ def read_script(reading: FileReading, text: str, name: str, version: str, lazily
     from halfstep_check.lint import RELEVANT, lint_tree
 
     reading.is_script = True
-    reading.names = {name: links.names_in_script(text)}
+    reading.names = {name: links.list_names_in_script(text)}
     if lazily and not RELEVANT.search(text) and not python_calls.RELEVANT.search(text):
         return
     tree = parse_script(text, name)
     reading.lint = lint_tree(tree, text, name)
-    reading.sources = python_calls.sources_of(tree, text, name, lightning_version=version)
+    reading.sources = python_calls.read_script_sources(tree, text, name, lightning_version=version)
 
 
 def parse_script(text: str, name: str) -> ast.Module:
@@ -119,8 +119,8 @@ def parse_script(text: str, name: str) -> ast.Module:
         raise ConfigError(f"{name}: not Python: {error}", fix="correct the file") from error
 
 
-def resolved_links(names: Mapping[str, Sequence[str]], root: Path, known: Sequence[Path]) -> dict[Path, list[Path]]:
-    """The names as files of the project; what is none of them is left out."""
+def resolve_links(names: Mapping[str, Sequence[str]], root: Path, known: Sequence[Path]) -> dict[Path, list[Path]]:
+    """Return the names as files of the project; what is none of them is left out."""
     whole = set(known)
     found: dict[Path, list[Path]] = {}
     for who, wanted in names.items():

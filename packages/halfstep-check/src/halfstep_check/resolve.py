@@ -58,7 +58,7 @@ NAMES: dict[Topic, str] = {"clip": "gradient clipping", "accumulate": "accumulat
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effective:
-    """The value of one topic that will run, who says so, and why that source wins."""
+    """The value of a topic that takes effect, its source, and why that source wins."""
 
     topic: Topic
     value: str
@@ -70,29 +70,33 @@ class Effective:
 Claim = tuple[Source, Declaration]
 
 
-def ranked(sources: Sequence[Source], topic: Topic) -> list[Claim]:
-    """Who states this topic (auto does not count), the winner first."""
+def rank_claims(sources: Sequence[Source], topic: Topic) -> list[Claim]:
+    """Return the claims about a topic (auto does not count), the winner first."""
     order = list(PRECEDENCE)
     claims = [(source, said) for source in sources for said in source.declarations if said.topic == topic]
     stated = [(source, said) for source, said in claims if said.value != AUTO]
     return sorted(stated, key=lambda claim: order.index(claim[0].dialect))
 
 
-def effective(sources: Sequence[Source]) -> tuple[Effective, ...]:
-    """One row per topic that anybody speaks of."""
-    rows = [effective_topic(sources, topic) for topic in TABLE_TOPICS]
+def resolve_effective(sources: Sequence[Source]) -> tuple[Effective, ...]:
+    """Return one row per topic that a source states."""
+    rows = [resolve_topic(sources, topic) for topic in TABLE_TOPICS]
     return tuple(row for row in rows if row is not None)
 
 
-def effective_topic(sources: Sequence[Source], topic: Topic) -> Effective | None:
-    claims = ranked(sources, topic)
-    precision = ranked(sources, "precision")
+def resolve_topic(sources: Sequence[Source], topic: Topic) -> Effective | None:
+    claims = rank_claims(sources, topic)
+    precision = rank_claims(sources, "precision")
     if topic in ("weights", "reduce", "scaling") and precision:
         # These follow from the precision: only the source that decides it can state them.
         winner = precision[0][0]
         claims = [claim for claim in claims if claim[0] is winner]
-        if topic == "weights" and winner.dialect != "deepspeed" and cast_by_deepspeed(sources, precision[0][1].value):
-            return cast_weights_row(sources, precision[0][1].value)
+        if (
+            topic == "weights"
+            and winner.dialect != "deepspeed"
+            and is_cast_by_deepspeed(sources, precision[0][1].value)
+        ):
+            return make_cast_weights_row(sources, precision[0][1].value)
     if not claims:
         return None
     source, said = claims[0]
@@ -104,15 +108,16 @@ def effective_topic(sources: Sequence[Source], topic: Topic) -> Effective | None
     return Effective(topic=topic, value=said.value, source=source.name, spelled=said.spelled, reason=reason)
 
 
-def cast_by_deepspeed(sources: Sequence[Source], precision: str) -> bool:
-    """Whether an engine casts the weights: its JSON leaves the precision open, or nothing but its use is known."""
+def is_cast_by_deepspeed(sources: Sequence[Source], precision: str) -> bool:
+    """Return whether an engine casts the weights: its JSON leaves the precision open, or nothing but its use is
+    known."""
     engines = [source for source in sources if source.dialect == "deepspeed"]
     fills = any(engine.value("precision") == AUTO for engine in engines)
     used = not engines and any(source.facts.get("strategy") == "deepspeed" for source in sources)
     return (fills or used) and precision in ("bf16", "fp16")
 
 
-def cast_weights_row(sources: Sequence[Source], precision: str) -> Effective:
+def make_cast_weights_row(sources: Sequence[Source], precision: str) -> Effective:
     name = next((s.name for s in sources if s.dialect == "deepspeed"), "")
     reason = "DeepSpeed fills its auto with this precision and casts the weights"
     if not name:
@@ -121,19 +126,20 @@ def cast_weights_row(sources: Sequence[Source], precision: str) -> Effective:
     return Effective(topic="weights", value=f"{precision} + fp32 master", source=name, spelled="auto", reason=reason)
 
 
-def conflicts(sources: Sequence[Source]) -> list[Finding]:
-    """One finding for every declaration that disagrees with the one that wins."""
+def find_conflicts(sources: Sequence[Source]) -> list[Finding]:
+    """Find every declaration that disagrees with the one that takes effect."""
     found: list[Finding] = []
     for topic in CONFLICT_RULES:
         # What a script does by hand comes on top of what a framework does; it is not a setting that could lose.
-        claims = [claim for claim in ranked(sources, topic) if claim[0].dialect != "script"]
+        claims = [claim for claim in rank_claims(sources, topic) if claim[0].dialect != "script"]
         if claims:
-            found += [conflict(claims[0], loser) for loser in claims[1:] if disagree(claims[0], loser)]
+            found += [report_conflict(claims[0], loser) for loser in claims[1:] if disagree(claims[0], loser)]
     return found
 
 
 def disagree(winner: Claim, loser: Claim) -> bool:
-    """Two calls of one kind in one script are two uses, training and tuning say, not two declarations of one run."""
+    """Return whether two claims conflict; two calls of one kind in one script are two uses, not two declarations of one
+    run."""
     same_kind = (winner[0].name, winner[0].dialect) == (loser[0].name, loser[0].dialect)
     # fp8 is for matmuls; the engine around it casts parameters to bf16.
     around_fp8 = {winner[1].value, loser[1].value} == {"fp8", "bf16"} and winner[0].dialect in (
@@ -143,7 +149,7 @@ def disagree(winner: Claim, loser: Claim) -> bool:
     return winner[1].value != loser[1].value and not same_kind and not around_fp8
 
 
-def conflict(winner: Claim, loser: Claim) -> Finding:
+def report_conflict(winner: Claim, loser: Claim) -> Finding:
     (winning, wins), (losing, loses) = winner, loser
     refused = REFUSES.get(frozenset((winning.dialect, losing.dialect)), "")
     outcome = refused or f"{wins.value} runs: {PRECEDENCE[winning.dialect]}"

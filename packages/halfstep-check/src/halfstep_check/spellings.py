@@ -78,6 +78,6 @@ DTYPE_WORDS = {
 """Names of dtypes, as torch and configs write them."""
 
 
-def dtype_of(word: object) -> str | None:
-    """`torch.bfloat16`, `bfloat16`, `BF16` and `bf16` are one format."""
+def parse_dtype(word: object) -> str | None:
+    """Return the format that `torch.bfloat16`, `bfloat16`, `BF16` or `bf16` names."""
     return DTYPE_WORDS.get(str(word).lower().removeprefix("torch."))

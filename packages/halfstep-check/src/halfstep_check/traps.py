@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from halfstep_check.declarations import AUTO, Source, Topic
 from halfstep_check.findings import Finding, Place
-from halfstep_check.resolve import ranked
+from halfstep_check.resolve import rank_claims
 
 FILLERS = (
     "transformers",
@@ -23,25 +23,30 @@ CLIPPING = ("deepspeed", "lightning", "lightning call", "lightning flags", "tran
 """Dialects whose framework clips by itself when a value is set."""
 
 
-def traps(sources: Sequence[Source]) -> list[Finding]:
-    alone = [*batch_arithmetic(sources), *unfilled_auto(sources), *tf32_off(sources)]
-    return [*alone, *clipped_by_two(sources), *autocast_around_deepspeed(sources), *idle_optimizer(sources)]
+def find_traps(sources: Sequence[Source]) -> list[Finding]:
+    alone = [*find_batch_arithmetic(sources), *find_unfilled_auto(sources), *find_tf32_off(sources)]
+    return [
+        *alone,
+        *find_double_clipping(sources),
+        *find_autocast_around_deepspeed(sources),
+        *find_idle_optimizer(sources),
+    ]
 
 
-def stated_numbers(sources: Sequence[Source], topic: Topic) -> list[int]:
+def list_stated_numbers(sources: Sequence[Source], topic: Topic) -> list[int]:
     """Return the numbers stated for a topic, the one that takes effect first."""
-    return [int(float(said.value)) for _, said in ranked(sources, topic)]
+    return [int(float(said.value)) for _, said in rank_claims(sources, topic)]
 
 
-def batch_arithmetic(sources: Sequence[Source]) -> list[Finding]:
+def find_batch_arithmetic(sources: Sequence[Source]) -> list[Finding]:
     """Compare the global batch with micro batch × accumulation × processes.
 
     Another rule reports sources that disagree about a factor; here no choice of their values gives the global batch.
     """
     topics: tuple[Topic, ...] = ("batch", "accumulate", "devices")
-    factors = [stated_numbers(sources, topic) or ([1] if topic == "accumulate" else []) for topic in topics]
+    factors = [list_stated_numbers(sources, topic) or ([1] if topic == "accumulate" else []) for topic in topics]
     products = [math.prod(chosen) for chosen in itertools.product(*factors)]
-    whole = ranked(sources, "global batch")
+    whole = rank_claims(sources, "global batch")
     if not whole or not products or min(factors[2]) < 1:
         return []
     said = whole[0][1]
@@ -62,8 +67,8 @@ def batch_arithmetic(sources: Sequence[Source]) -> list[Finding]:
     ]
 
 
-def unfilled_auto(sources: Sequence[Source]) -> list[Finding]:
-    """`auto` is Hugging Face's word: DeepSpeed itself reads it as text and fails."""
+def find_unfilled_auto(sources: Sequence[Source]) -> list[Finding]:
+    """Find `auto` that nothing fills in: DeepSpeed itself reads it as text and fails."""
     # Who could fill it may be in a file that is not here: only a script that starts DeepSpeed itself settles it.
     scripts = [source.facts["imports"].split() for source in sources if "imports" in source.facts]
     bare = any("deepspeed" in names and not set(names) & FILLING_MODULES for names in scripts)
@@ -82,7 +87,7 @@ def unfilled_auto(sources: Sequence[Source]) -> list[Finding]:
     ]
 
 
-def tf32_off(sources: Sequence[Source]) -> list[Finding]:
+def find_tf32_off(sources: Sequence[Source]) -> list[Finding]:
     return [
         Finding(
             rule="tf32-off",
@@ -96,9 +101,9 @@ def tf32_off(sources: Sequence[Source]) -> list[Finding]:
     ]
 
 
-def clipped_by_two(sources: Sequence[Source]) -> list[Finding]:
-    """A framework that clips, and a script that clips as well."""
-    claims = ranked(sources, "clip")
+def find_double_clipping(sources: Sequence[Source]) -> list[Finding]:
+    """Find a framework that clips, and a script that clips as well."""
+    claims = rank_claims(sources, "clip")
     layers = [(source, said) for source, said in claims if source.dialect in CLIPPING and float(said.value) > 0]
     own = [said for source, said in claims if source.dialect == "script"]
     if not layers:
@@ -116,8 +121,8 @@ def clipped_by_two(sources: Sequence[Source]) -> list[Finding]:
     ]
 
 
-def autocast_around_deepspeed(sources: Sequence[Source]) -> list[Finding]:
-    """torch.autocast in the script, while DeepSpeed's engine is told to cast the weights or nothing."""
+def find_autocast_around_deepspeed(sources: Sequence[Source]) -> list[Finding]:
+    """Find torch.autocast in the script, although DeepSpeed's engine casts the weights or nothing."""
     engine = next((source for source in sources if source.dialect == "deepspeed"), None)
     if engine is None or (engine.value("weights") == "fp32" and engine.value("precision") != "fp32"):
         return []
@@ -136,9 +141,10 @@ def autocast_around_deepspeed(sources: Sequence[Source]) -> list[Finding]:
     ]
 
 
-def idle_optimizer(sources: Sequence[Source]) -> list[Finding]:
-    """The Trainer builds no optimizer when DeepSpeed's JSON has one (transformers `integrations/deepspeed.py`)."""
-    claims = ranked(sources, "optimizer state")
+def find_idle_optimizer(sources: Sequence[Source]) -> list[Finding]:
+    """Find an `optim` without effect: the Trainer builds no optimizer when DeepSpeed's JSON has one (transformers
+    `integrations/deepspeed.py`)."""
+    claims = rank_claims(sources, "optimizer state")
     if not claims or claims[0][0].dialect != "deepspeed":
         return []
     wins = claims[0][1]

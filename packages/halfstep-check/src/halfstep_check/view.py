@@ -28,8 +28,8 @@ class FindingLines:
     has_edit: bool = False
 
 
-def says_table(said: Iterable[tuple[str, str, str, str]]) -> Table:
-    """Topic, value in our words, how and where it is written; those about one topic below each other."""
+def make_says_table(said: Iterable[tuple[str, str, str, str]]) -> Table:
+    """Return the table of declarations: topic, value, spelling and place, grouped by topic."""
     table = make_plain_table("topic", "value", "written as", "where")
     table.columns[2].overflow = table.columns[3].overflow = "fold"
     last = ""
@@ -39,8 +39,8 @@ def says_table(said: Iterable[tuple[str, str, str, str]]) -> Table:
     return table
 
 
-def runs_table(rows: Iterable[tuple[str, str, str, str]]) -> Table:
-    """What will run: topic, value, who says so, why that one wins."""
+def make_runs_table(rows: Iterable[tuple[str, str, str, str]]) -> Table:
+    """Return the table of what takes effect: topic, value, source, and why that source wins."""
     table = make_plain_table("in effect", "value", "because of", "why it wins")
     table.columns[2].overflow = "fold"
     for topic, value, source, reason in rows:
@@ -48,8 +48,9 @@ def runs_table(rows: Iterable[tuple[str, str, str, str]]) -> Table:
     return table
 
 
-def finding_view(finding: FindingLines) -> RenderableType:
-    """Severity on the left, the rest beside it; long paths are folded, so nothing leaves the terminal's width."""
+def make_finding_view(finding: FindingLines) -> RenderableType:
+    """Return a finding with its severity on the left and the rest next to it; long paths are folded, so nothing leaves
+    the terminal's width."""
     lines = [Text.assemble((finding.place, "bold"), "  ", (f"[{finding.rule}]", "dim")), Text(finding.message)]
     if finding.fix:
         mark = " (--fix can do this)" if finding.has_edit else ""
@@ -63,10 +64,10 @@ def finding_view(finding: FindingLines) -> RenderableType:
     return grid
 
 
-def summary(
+def format_summary(
     findings: Sequence[FindingLines], *, num_scripts: int, num_sources: int, num_ignored: int, by: str = ""
 ) -> Text:
-    """One line; `by` says which rules were applied, where that were not all."""
+    """Return one line; `by` says which rules were applied, where that were not all."""
     counts = {name: sum(f.severity == name for f in findings) for name in SEVERITY_STYLES}
     looked = (
         f"{num_sources} config source{'s' * (num_sources != 1)}, {num_scripts} script{'s' * (num_scripts != 1)}{by}"
@@ -79,17 +80,17 @@ def summary(
     return Text(f"{found} in {looked}{ignored}. --explain RULE says more", style="bold")
 
 
-def rules_table(rows: Iterable[tuple[str, str, str]]) -> Table:
+def make_rules_table(rows: Iterable[tuple[str, str, str]]) -> Table:
     table = make_plain_table("rule", "severity", "what it finds")
     for row in rows:
         table.add_row(*map(Text, row))
     return table
 
 
-def rule_view(
+def make_rule_view(
     *, name: str, severity: str, title: str, why: str, fix: str, bad: str, good: str, threads: Sequence[str] = ()
 ) -> Group:
-    """The whole explanation of a rule."""
+    """Return the whole explanation of a rule."""
     parts: list[RenderableType] = [
         Text.assemble((name, "bold"), f" ({severity}): {title}"),
         "",
@@ -109,4 +110,4 @@ def rule_view(
 
 def print_findings(console: Console, findings: Iterable[FindingLines]) -> None:
     for finding in findings:
-        console.print(finding_view(finding), soft_wrap=False)
+        console.print(make_finding_view(finding), soft_wrap=False)

@@ -46,7 +46,7 @@ from halfstep.step.optim.by_name import CAPTURABLE
 from halfstep.step.optim.codes import make_signed_table, make_unsigned_table
 from halfstep.tune.channels_last import convolves_images, match_layout
 from halfstep.tune.memory_low import MemorySetting
-from halfstep.tune.own_blocks import find_blocks, recompute_blocks_
+from halfstep.tune.repeated_blocks import find_blocks, recompute_blocks_
 from halfstep.tune.trials import load_first_batch
 from halfstep.workloads import KINDS
 from halfstep.workloads.base.kind import Store

@@ -40,6 +40,7 @@ def import_callable(path: str, *, what: str, form: str) -> Callable[..., Any]:
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         line, text = f"{last.filename}:{last.lineno}", str(error)
+        # The traceback of a SyntaxError ends in importlib, not in the file that has it.
         if isinstance(error, SyntaxError):
             line, text = f"{error.filename}:{error.lineno}", error.msg
         raise ConfigError(
@@ -139,6 +140,7 @@ def _make_key() -> bytes:
         with take_turn(file):
             if not file.is_file():
                 with open_atomic_file(file) as hidden:
+                    # Readable only for this account, so that no other can sign with the key.
                     hidden.touch(mode=0o600)
                     hidden.write_bytes(secrets.token_bytes(32))
     return file.read_bytes()

@@ -185,6 +185,7 @@ class Kind:
             raise ConfigError(
                 f"{config.workload} returns a {type(built).__name__}, not a Workload", fix=f"write {BUILD}"
             )
+        # Fail here with a clear message, not in a worker or at the end of the first epoch.
         for name in ("train_samples", "val_samples"):
             check_samples(getattr(built, name), f"{name} of {config.workload}")
         check_metrics(built.metrics(), config.workload)
@@ -213,7 +214,9 @@ class Kind:
         return load_part(self.foreign)(document, name) if self.foreign else None
 
 
-SYNTHETIC = SyntheticData(store=".build:make_random_store", batch=".build:make_random_batch", over=".build:build_over")
+SYNTHETIC = SyntheticData(
+    store=".build:make_random_store", batch=".build:make_random_batch", over=".build:build_on_samples"
+)
 """The usual function names in a family's `build.py`."""
 
 

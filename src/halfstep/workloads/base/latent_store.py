@@ -30,7 +30,7 @@ from halfstep.disk import open_atomic_file, parse_json, take_turn
 from halfstep.errors import ConfigError, DataError
 from halfstep.islands import fp32_island
 from halfstep.models.posterior import Codec, draw_latent, split_moments
-from halfstep.workloads.base.vae_format import compute_in, pick_training_device
+from halfstep.workloads.base.vae_format import pick_training_device, use_format
 from halfstep.workloads.base.workload import Batch
 
 MOMENTS, CHECKSUM, FINGERPRINT = "moments", "sha256", "fingerprint"
@@ -110,7 +110,7 @@ class Encoding:
                 loaded = torch.stack([samples.sample(k, key=(0, 0, k))[self.column] for k in indices])
                 images = self.to_images(loaded.to(device))
                 views = [images, images.flip(-1)] if self.flips else [images]
-                with compute_in(self.format, device):
+                with use_format(self.format, device):
                     rows = [torch.cat(self.codec.encode(vae, view), dim=1) for view in views]
                 moments = torch.stack(rows, dim=1)
                 if not bool(moments.isfinite().all()):
@@ -287,6 +287,7 @@ class CachedLatents:
         """Return several samples at once, each equal to what `sample` returns."""
         num, views = self.moments.shape[:2]
         is_mirrored = draw_uniform(seed, epoch, indices.numpy(), count=1)[:, 0] < self.flip
+        # Rows of the file are (sample, view); view 1 is the mirror image.
         positions = indices * views + torch.from_numpy(is_mirrored).long()
         rows = gather_images(self.moments.view(num * views, *self.moments.shape[2:]), positions)
         return {MOMENTS: rows} | {name: values[indices] for name, values in self.extra.items()}

@@ -56,6 +56,7 @@ def pick_worst_to_best(ranked: Sequence[tuple[int, float]], each: int) -> list[t
 
     `ranked` holds (index, score), worst first.
     """
+    # If there are few samples, the first half is called worst and the rest best.
     count, half = len(ranked), -(-len(ranked) // 2)
     kinds = {"worst": range(half), "best": range(half, count)}
     if count > 3 * each:

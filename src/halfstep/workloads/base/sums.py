@@ -19,6 +19,7 @@ class Sums:
         """Add to the sums by name, without a host wait."""
         for name, value in more.items():
             known = self.sums.get(name)
+            # Sums loaded from a checkpoint may be on another device.
             self.sums[name] = value if known is None else known.to(value.device) + value
 
     def state_dict(self) -> dict[str, Tensor]:

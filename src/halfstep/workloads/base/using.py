@@ -27,12 +27,12 @@ class TrainedModel:
 
     model: nn.Module
     device: torch.device
-    inside: Callable[[], AbstractContextManager[None]]
+    inference: Callable[[], AbstractContextManager[None]]
     """Return a context with evaluation mode, no gradients and that precision."""
     warn: Callable[[str], None]
 
     def __call__(self, *inputs: Any) -> Any:
-        with self.inside():
+        with self.inference():
             return self.model(*inputs)
 
 

@@ -44,28 +44,28 @@ def choose_vae_format(
     trip: RoundTrip,
     images: Callable[[], Tensor],
     device: torch.device,
-    asked: str,
+    requested: str,
     precision: PrecisionConfig,
 ) -> FormatChoice:
-    """Choose the format for `precision.modules: {vae: asked}` by trying real samples; refuse one that overflows."""
+    """Choose the format for `precision.modules: {vae: requested}` by trying real samples; refuse one that overflows."""
     # TF32 is one switch for the whole process: a run that uses it cannot keep one module in fp32.
     whole = "tf32" if precision.default == "tf32" else "fp32"
-    if asked not in ("auto", *HALF):
-        return FormatChoice(name=asked, why="asked for")
-    if asked == "auto" and device.type == "cpu" and not precision.simulate:
+    if requested not in ("auto", *HALF):
+        return FormatChoice(name=requested, why="requested")
+    if requested == "auto" and device.type == "cpu" and not precision.simulate:
         return FormatChoice(name=whole, why="auto: no half format is fast on a CPU")
     tried = images().to(device)
-    errors = measure_round_trips(vae, trip, tried, tuple(HALF) if asked == "auto" else (asked,))
+    errors = measure_round_trips(vae, trip, tried, tuple(HALF) if requested == "auto" else (requested,))
     finite = {name: error for name, error in errors.items() if error is not None}
-    if asked != "auto" and not finite:
+    if requested != "auto" and not finite:
         raise ConfigError(
-            f"precision.modules: {{vae: {asked}}} overflows",
-            why=f"the VAE gives NaN or infinity for {len(tried)} of your samples in {asked}, not in fp32",
+            f"precision.modules: {{vae: {requested}}} overflows",
+            why=f"the VAE gives NaN or infinity for {len(tried)} of your samples in {requested}, not in fp32",
             fix="set precision.modules={vae: auto}, or bf16 or fp32 instead of auto",
         )
     measured = ", ".join(f"{name} {'overflows' if e is None else f'{e:.2%}'}" for name, e in errors.items())
-    if asked != "auto":
-        return FormatChoice(name=asked, why=f"asked for; error of the round trip: {measured}")
+    if requested != "auto":
+        return FormatChoice(name=requested, why=f"requested; error of the round trip: {measured}")
     best = min(finite, key=lambda name: finite[name], default="")
     if not best or finite[best] > LARGEST_ERROR:
         return FormatChoice(name=whole, why=f"auto: no half format stays below {LARGEST_ERROR:.0%} ({measured})")
@@ -92,7 +92,7 @@ def measure_round_trips(vae: Any, trip: RoundTrip, images: Tensor, formats: tupl
 def _run_in_format(vae: Any, trip: RoundTrip, images: Tensor, format_name: str) -> Tensor:
     """Return the round trip in a format. The oneDNN switch stays as it was."""
     onednn = torch._C._get_mkldnn_enabled()
-    with compute_in(format_name, images.device), warnings.catch_warnings():
+    with use_format(format_name, images.device), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # CPUs without native bf16
         try:
             return trip(vae, images).float()
@@ -102,7 +102,7 @@ def _run_in_format(vae: Any, trip: RoundTrip, images: Tensor, format_name: str) 
             torch._C._set_mkldnn_enabled(onednn)
 
 
-def compute_in(format_name: str, device: torch.device) -> AbstractContextManager[Any]:
+def use_format(format_name: str, device: torch.device) -> AbstractContextManager[Any]:
     """Return a context that computes as frozen modules do during a run: autocast, with norms in fp32."""
     if format_name not in HALF:
         return fp32_island()

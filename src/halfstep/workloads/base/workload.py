@@ -66,6 +66,8 @@ class Sample(Protocol):
 
 
 class MakeMetrics(Protocol):
+    """Create metrics with empty sums."""
+
     def __call__(self) -> Metrics: ...
 
 
@@ -126,6 +128,7 @@ class Workload:
     def __post_init__(self) -> None:
         object.__setattr__(self, "frozen", wrap_frozen_parts(self.frozen))
         check_frozen_apart(self.model, self.frozen)
+        # Names may come from files and contain control characters.
         object.__setattr__(self, "val_names", tuple(make_printable(name) for name in self.val_names))
         object.__setattr__(self, "about", tuple((name, make_printable(value)) for name, value in self.about))
 
@@ -208,6 +211,7 @@ class Phase:
 
     def count_due(self, iterations: int) -> int:
         """Count the iterations, among the first `iterations`, in which the phase runs."""
+        # Ceiling division: due in from_step, from_step + every, ...
         return max(0, -(-(iterations - self.from_step) // self.every))
 
 

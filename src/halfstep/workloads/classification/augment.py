@@ -103,9 +103,11 @@ def mirror_boxes(box: Tensor, flip: Tensor) -> Tensor:
 def resample(image: Tensor, box: Tensor, size: int) -> Tensor:
     """Resize the pixels inside each box to (size, size), without reading pixels outside it."""
     height, width = image.shape[2:]
+    # Readings per output pixel and axis, which are averaged at the end.
     readings = max(1, math.ceil(max(height, width) / (PIXELS_PER_READING * size)))
     steps = (torch.arange(size * readings, device=image.device, dtype=torch.float32) + 0.5) / (size * readings)
     left, top, right, bottom = box.T.unsqueeze(2)
+    # grid_sample expects positions in -1..1.
     x = _spread_positions(left, right, steps) * (2 / width) - 1
     y = _spread_positions(top, bottom, steps) * (2 / height) - 1
     num, side = len(box), size * readings
@@ -129,6 +131,7 @@ def draw_erased(draws: Tensor, size: int, changes: ImageChanges) -> Tensor:
     """Return booleans (N, 1, size, size): true inside the erased rectangle of each image."""
     happens, area, shape, position = draws
     low, high = changes.erase_area
+    # Side of a square with the drawn share of the area, then stretched to the drawn aspect ratio.
     share = (low + area * (high - low)).sqrt()
     flat, tall = (math.log(ratio) / 2 for ratio in changes.erase_ratio)
     stretch = torch.exp(flat + shape * (tall - flat))
@@ -219,6 +222,7 @@ def move(image: Tensor, entries: dict[tuple[int, int], Tensor]) -> Tensor:
 def sharpen(image: Tensor, strength: Tensor) -> Tensor:
     """Sharpen or blur by blending with Pillow's SMOOTH filter, which leaves the outermost pixels unchanged."""
     smooth = image.clone()
+    # The filter is [[1, 1, 1], [1, 5, 1], [1, 1, 1]] / 13.
     around = F.avg_pool2d(image, 3, stride=1) * 9
     smooth[..., 1:-1, 1:-1] = (around + 4 * image[..., 1:-1, 1:-1]) / 13
     return blend(smooth, image, strength)

@@ -60,6 +60,8 @@ def make_workload(
     prepare: Prepare,
     **about: Any,
 ) -> Workload:
+    """Build the workload from its model and samples."""
+
     def compute_loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
         return classification_loss(outputs, batch, smoothing=config.model.label_smoothing), len(outputs)
 
@@ -127,6 +129,7 @@ def load_start_weights_(model: nn.Module, path: str, *, replace_head: bool) -> N
 
 
 def _build_known_model(config: ClassifierConfig, num_classes: int) -> Classifier:
+    """Build a ResNet or ViT."""
     checkpointing = config.train.activation_checkpointing
     if isinstance(config, ResNetConfig):
         shape = config.model
@@ -158,6 +161,7 @@ def _build_known_model(config: ClassifierConfig, num_classes: int) -> Classifier
 
 
 def _build_custom_model(config: ClassifierConfig, num_classes: int) -> nn.Module:
+    """Build the model that `model.path` names, and check its output."""
     settings = config.model
     assert settings.path is not None
     if settings.replace_head:
@@ -222,7 +226,7 @@ def make_random_batch(config: ClassifierConfig, store: Store) -> Batch:
     return {"image": image, "label": label, "index": torch.arange(size)}
 
 
-def build_over(config: ClassifierConfig, store: Store, samples: Samples) -> Workload:
+def build_on_samples(config: ClassifierConfig, store: Store, samples: Samples) -> Workload:
     """Build the workload on given samples, without augmentation, which would cost every framework the same."""
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
@@ -259,16 +263,15 @@ def load_classifier_(model: Classifier, weights: dict[str, Tensor], *, source: s
     own, theirs = head[f"{model.head_name}.weight"], weights.get(f"{model.head_name}.weight")
     if theirs is not None and len(theirs) != len(own):
         raise ModelError(
-            f"the weights of {source} are for {format_count(len(theirs), 'class', 'classes')}, "
-            f"the data have {len(own)}",
+            f"the weights of {source} are for {format_count(len(theirs), 'class', 'classes')}, the data has {len(own)}",
             fix="model.replace_head=true starts with a new head",
         )
     load_weights_(model, weights, source=source)
 
 
 def _fit_positions(model: ViT, positions: Tensor) -> Tensor:
-    """Resample position embeddings to the model's grid. Others than square grids stay, and loading refuses their
-    shape."""
+    """Resample position embeddings to the grid of the model; loading later refuses those of a grid that is not
+    square."""
     num_patches = positions.shape[1] - 1
     is_square = positions.ndim == 3 and math.isqrt(max(num_patches, 0)) ** 2 == num_patches > 0
     return resize_positions(positions, model.grid, model.grid) if is_square else positions

@@ -93,6 +93,7 @@ def open_image_data(
 
 
 def get_evaluation_size(config: ImageDataConfig) -> int:
+    """Return the side of the images in validation, in pixels."""
     return config.eval_size or config.image_size
 
 
@@ -104,6 +105,7 @@ def get_evaluation_share(
 
 
 def _open_stored(kind: StoredKind, path: Path, config: ImageDataConfig, share: float) -> ImageData:
+    """Open a data set of arrays, such as CIFAR-10."""
     classes, train, val = kind.read(path)
     return ImageData(
         classes=classes,
@@ -117,6 +119,7 @@ def _open_stored(kind: StoredKind, path: Path, config: ImageDataConfig, share: f
 
 
 def _open_packed(folder: ImageFolder, config: ImageDataConfig, share: float, *, quiet: bool) -> ImageData:
+    """Open the packed cache of an image folder; write it first if necessary."""
     settings = PackSettings(
         size=config.cache_size,
         limit_gb=config.cache_limit_gb,
@@ -139,6 +142,7 @@ def _open_packed(folder: ImageFolder, config: ImageDataConfig, share: float, *, 
 
 
 def _open_files(folder: ImageFolder, config: ImageDataConfig, share: float) -> ImageData:
+    """Open the image files of a folder."""
     bad_files = BadFiles(config.on_bad_file)
     folder = check_images(folder, bad_files=bad_files)
     return ImageData(

@@ -54,6 +54,7 @@ def draw_image(name: str, rng: np.random.Generator, side: int) -> Array:
     u, v = (dx * np.cos(angle) + dy * np.sin(angle)) * wave, (dy * np.cos(angle) - dx * np.sin(angle)) * wave
     low, high = _draw_two_colours(rng)
     share = (PATTERNS[pattern](u, v)[..., None] + 1) / 2
+    # Uneven light: a linear gradient in a random direction.
     light = 1 + 0.3 * (rng.uniform(-1, 1) * (x - 0.5) + rng.uniform(-1, 1) * (y - 0.5))[..., None]
     image = (low + (high - low) * share) * light + rng.normal(0, 0.06, (side, side, 3))
     return np.asarray((image.clip(0, 1) * 255).round().astype(np.uint8))

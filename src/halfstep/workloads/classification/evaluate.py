@@ -129,6 +129,7 @@ def draw_confusion(counts: Sequence[Sequence[int]], names: Sequence[str], path: 
 
 
 def _label_axes(axes: Axes, names: Sequence[str]) -> None:
+    # Name every n-th class if there are many.
     every = -(-len(names) // NAMED_UP_TO)
     positions = range(0, len(names), every)
     labels = [shorten_name(names[index], NAME_LENGTH) for index in positions]

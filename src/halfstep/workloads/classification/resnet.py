@@ -117,6 +117,7 @@ class ResNet(nn.Module):
         channels = width
         for number, depth in enumerate(blocks):
             inner, outer = width * 2**number, width * 2**number * block.expansion
+            # The first block of a stage changes the width and, except in the first stage, the resolution.
             first = block(channels, inner, stride=1 if number == 0 else 2)
             others = [block(outer, inner, stride=1) for _ in range(depth - 1)]
             named = {str(index): part for index, part in enumerate([first, *others])}
@@ -131,6 +132,7 @@ class ResNet(nn.Module):
         return self.fc(x.mean(dim=(2, 3)))
 
     def _run_layers(self, x: Tensor) -> Tensor:
+        """Run stem and stages layer by layer."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         for stage in self._list_stages():
             x = stage(x)
@@ -150,6 +152,7 @@ class ResNet(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run_chain(self, image: Tensor) -> Tensor:
+        """Run stem and stages as a chain of fused kernels."""
         if not self._can_run_chain():  # compiled code checks only once; a layer may have been hooked since
             return self._run_layers(image)
         blocks = [

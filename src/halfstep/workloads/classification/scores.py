@@ -118,6 +118,7 @@ class ClassificationMetrics(Sums):
         label, rank = batch["label"], compute_ranks(outputs, batch["label"])
         if self.sums["counts"].device != label.device:
             self.sums = {name: send_to_device(count, label.device) for name, count in self.sums.items()}
+        # (3, N): one for the sample, one if it is a top-1 hit, one if it is a top-5 hit.
         facts = torch.stack([torch.ones_like(rank), rank < 1, rank < TOP])
         self.sums["counts"].scatter_add_(1, label.expand(3, -1), facts)
         if "pairs" in self.sums:
@@ -182,5 +183,6 @@ class ClassificationDetails(ClassificationMetrics):
 
 
 def compute_probabilities(logits: Tensor) -> Tensor:
+    """Return the probabilities (N, C) of logits in fp32."""
     with fp32_island():
         return to_fp32(logits).softmax(dim=1)

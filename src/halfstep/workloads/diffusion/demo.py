@@ -44,6 +44,7 @@ def draw_shape(random: np.random.Generator, side: int, shape: str, colour: str) 
     ground = 0.12 + 0.12 * (x * np.cos(angle) + y * np.sin(angle))
     centre_y, centre_x = random.uniform(0.32, 0.68, 2)
     u, v = abs(x - centre_x), abs(y - centre_y)
+    # Distance from the edge of the shape, positive inside.
     depth = {
         "disc": size - np.hypot(u, v),
         "square": 0.85 * size - np.maximum(u, v),

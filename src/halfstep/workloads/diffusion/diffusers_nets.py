@@ -196,6 +196,7 @@ def choose_weight_files(folder: Path) -> dict[str, Any]:
     """
     names = [path.name.split(".") for path in folder.iterdir() if WEIGHT_FILE.fullmatch(path.name)]
     kinds = (("".join(middle).split("-")[0], ending == "bin") for _, *middle, ending in names)
+    # In `model.fp16.safetensors` the variant is fp16. No variant sorts first, and False before True.
     variant, is_pickled = min(kinds, default=("", False))
     return ({"variant": variant} if variant else {}) | ({"use_safetensors": False} if is_pickled else {})
 
@@ -217,6 +218,7 @@ def _format_times(number: int) -> str:
 
 
 def count_halvings(net_config: Mapping[str, Any]) -> int:
+    """Return how often a network halves its input: once per level but the last."""
     return len(net_config["block_out_channels"]) - 1
 
 
@@ -257,6 +259,7 @@ def set_checkpointing(net: Net, on: bool) -> None:
 
 
 def _count_norm_groups(channels: Sequence[int]) -> int:
+    # All levels share one number of groups, which must divide every number of channels.
     groups = math.gcd(LARGEST_NORM_GROUPS, *channels)
     while groups > 1 and min(channels) // groups < FEWEST_IN_GROUP:
         groups //= 2

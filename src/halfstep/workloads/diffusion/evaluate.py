@@ -86,7 +86,7 @@ class DiffusionEvaluation(PlainEvaluation):
             num = int(options["num"] or len(self.workload.val_samples))
             with phase("Sampling", num) as bar:
                 self.distances |= self._compute_distances(sampler, config, trained, features, num, seed, bar)
-        with trained.inside():
+        with trained.inference():
             self.sheet = sampler.draw_sheet(trained.model, Key.for_sampling(seed))
         return None
 
@@ -113,6 +113,7 @@ class DiffusionEvaluation(PlainEvaluation):
         seed: int,
         bar: Bar,
     ) -> dict[str, float]:
+        """Sample `num` images and return their distances to the held-out images."""
         real = load_real_pictures(self.workload, sampler, trained.device)
         if min(num, len(real)) < FEWEST_FOR_FID:
             raise ConfigError(
@@ -122,7 +123,7 @@ class DiffusionEvaluation(PlainEvaluation):
         size = config.train.batch_size
         made = []
         for start in range(0, num, size):
-            with trained.inside():
+            with trained.inference():
                 made.append(
                     sampler.make_images(trained.model, Key.for_sampling(seed, start), min(size, num - start))[0]
                 )
@@ -148,6 +149,7 @@ def load_real_pictures(workload: Workload, sampler: ImageSampler, device: torch.
     found = [samples.sample(k, key=(0, 0, k)) for k in range(len(samples))]
     if "image" in found[0]:
         return torch.stack([one["image"] for one in found])
+    # The first half of the moments is the mean.
     means = torch.stack([one["moments"].chunk(2)[0] for one in found])
     return sampler.decode_means(means.to(device))
 

@@ -48,6 +48,7 @@ def export(model: nn.Module, config: DiffusionConfig, store: Mapping[str, Any], 
 
 
 def _save_pipeline(folder: Path, unet: Net, parts: DiffusionParts, shared: dict[str, Any]) -> None:
+    """Save the pipeline class that fits the model (see the table above)."""
     clips, conditions = parts.vae is None, parts.conditions
     if clips and not conditions.is_conditional:
         scheduler = import_diffusers_class("DDPMScheduler")(**shared, clip_sample=True)

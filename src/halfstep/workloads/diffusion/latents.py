@@ -87,6 +87,7 @@ def open_samples(
     modules = dict(config.precision.modules)
     if store is None:
         choice = choose_format(config, data, parts)
+        # Added again below, unless latents are cached: then the VAE is not a module of the run.
         modules.pop("vae", None)
         about.append(("VAE's format", f"{choice.name}: {choice.why}"))
         form = choice.name
@@ -102,17 +103,20 @@ def open_samples(
 def choose_format(config: DiffusionConfig, data: PictureData, parts: DiffusionParts) -> FormatChoice:
     """Choose the format of the VAE: as requested, else fp32 or TF32 if the run uses it, else the more accurate half
     format."""
-    asked, default = config.precision.modules.get("vae"), config.precision.default
-    if asked is None and default in ("fp32", "tf32"):
+    requested, default = config.precision.modules.get("vae"), config.precision.default
+    if requested is None and default in ("fp32", "tf32"):
         return FormatChoice(name=default, why="the format of the run")
     samples = make_square_samples(data.train, config.data.image_size)
     device, trip = pick_training_device(config), CODEC.decode_means
-    return choose_vae_format(parts.vae, trip, lambda: pick_images(samples), device, asked or "auto", config.precision)
+    return choose_vae_format(
+        parts.vae, trip, lambda: pick_images(samples), device, requested or "auto", config.precision
+    )
 
 
 def _open_cached(
     config: DiffusionConfig, data: PictureData, parts: DiffusionParts, form: str, store: Store | None, tokens: Tokens
 ) -> OpenedSamples:
+    """Open cached latents as samples; refuse another VAE than that of the stored run."""
     own = hash_weights(parts.vae)
     stored = {name: str((store or {}).get(name, "")) for name in ("latents_sha256", "vae_sha256")}
     if stored["vae_sha256"] not in ("", own):

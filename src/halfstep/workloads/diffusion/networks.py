@@ -99,6 +99,7 @@ def build_unet(config: DiffusionConfig, parts: DiffusionParts, store: Mapping[st
 def make_new_unet_config(
     config: DiffusionConfig, shape: tuple[int, int, int], conditions: Conditions
 ) -> dict[str, Any]:
+    """Return the diffusers config of a new U-Net."""
     size = config.model
     return make_unet_config(
         sample_size=shape[1],
@@ -211,6 +212,7 @@ class TextConditions(Conditions):
 
     def __init__(self, encoder: Any, tokenizer: Any) -> None:
         self.encoder, self.tokenizer, self.text_dim = encoder, tokenizer, int(encoder.config.hidden_size)
+        # A tokenizer without a limit reports a huge number.
         self.length = min(int(tokenizer.model_max_length), int(encoder.config.max_position_embeddings))
         self._empty = self.tokenize([""])
         self.about = f"a caption of up to {self.length} tokens"

@@ -62,6 +62,7 @@ class NoiseSchedule:
         return self.alpha_bar.sqrt(), (1 - self.alpha_bar).sqrt()
 
     def _make_betas(self) -> Tensor:
+        """Return the noise variance (num_steps,) that each timestep adds."""
         # Always on the CPU: while costs are estimated, the default device is meta.
         if self.name == "linear":
             return torch.linspace(self.beta_start, self.beta_end, self.num_steps, device="cpu")
@@ -150,6 +151,7 @@ NUM_BUCKETS = 4
 
 
 def make_schedule(config: DiffusionConfig) -> NoiseSchedule:
+    """Return the noise schedule of a config."""
     settings = config.noise
     return NoiseSchedule(
         name=settings.schedule,

@@ -70,7 +70,7 @@ class SamplePredictor:
     def _make_images(
         self, trained: TrainedModel, options: Mapping[str, Any], start: int, num: int
     ) -> tuple[Tensor, list[Tensor]]:
-        with trained.inside():
+        with trained.inference():
             return self.sampler.make_images(
                 trained.model,
                 Key.for_sampling(int(options["seed"]), start),
@@ -116,7 +116,7 @@ class PicturePredictor(FilePredictor):
         assert request.out is not None
         with open_image_file(item.path) as picture:
             pixels = torch.from_numpy(crop_centre(picture, self.config.data.image_size, 1.0)).unsqueeze(0)
-        with trained.inside():
+        with trained.inference():
             image = scale_images({"image": pixels.to(trained.device)}, key=(), flip=0.0)
             found = to_bytes(cast(VaeNet, trained.model).decode_means(image))
         error = (found.double() - pixels.double()).square().mean()

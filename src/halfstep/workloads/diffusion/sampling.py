@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from halfstep.data import noise
 from halfstep.errors import ConfigError
 from halfstep.workloads.base.sheets import Array, arrange_grid
-from halfstep.workloads.base.vae_format import compute_in
+from halfstep.workloads.base.vae_format import use_format
 from halfstep.workloads.base.workload import Batch
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.data import to_bytes
@@ -60,6 +60,7 @@ class ImageSampler:
         steps, guidance = steps or settings.steps, settings.guidance if guidance is None else guidance
         check_steps(steps, self.schedule)
         start = noise.normal(key, num, self.parts.shape, device, stream="start")
+        # Pixels are in -1..1; latents have no such limits.
         clips = self.parts.vae is None
         scheduler = make_scheduler(sampler or settings.sampler, self.schedule, self.config.model.target, clips=clips)
         denoise = make_guided_denoiser(
@@ -92,7 +93,7 @@ class ImageSampler:
         if self.parts.vae is None:
             return to_bytes(samples)
         vae = self.parts.vae.to(samples.device)
-        with torch.no_grad(), compute_in(self._form, samples.device):
+        with torch.no_grad(), use_format(self._form, samples.device):
             images = to_bytes(torch.cat([decode_scaled(vae, part) for part in samples.split(DECODED_AT_ONCE)]))
         if self._form:
             vae.to("cpu")
@@ -148,6 +149,7 @@ def run_sampler(
         warnings.simplefilter("ignore", DeprecationWarning)  # diffusers passes tensors to numpy
         scheduler.set_timesteps(steps, device=start.device)
     state, path = start.float(), []
+    # Numbers of the steps before which the state is kept.
     wanted = {round(k * len(scheduler.timesteps) / max(1, kept)) for k in range(kept)}
     for number, timestep in enumerate(scheduler.timesteps):
         if number in wanted:

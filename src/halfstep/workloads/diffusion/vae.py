@@ -54,6 +54,7 @@ def build(config: VaeConfig, store: Mapping[str, Any] | None = None) -> Workload
 def make_workload(
     config: VaeConfig, model: VaeNet, train: Samples, val: Samples, store: Mapping[str, Any], **about: Any
 ) -> Workload:
+    """Build the workload from its model and samples."""
     trainer = PictureVaeTrainer(config, model.vae)
     return trainer.build_workload(
         model,
@@ -132,6 +133,7 @@ class PictureVaeTrainer(VaeTrainer):
         return {"image": scale_images(batch, key=key, flip=self.flip if training else 0.0)}
 
     def score(self, outputs: Outputs, batch: Batch) -> Tensor:
+        """Return the pixel error, plus the weighted perceptual distance if there is a VGG."""
         with fp32_island():
             difference = to_fp32(outputs["image"]) - batch["image"]
             loss = (difference.abs() if self.settings.loss == "l1" else difference.square()).mean()

@@ -67,6 +67,7 @@ def adopt_settings(config: DiffusionConfig) -> AdoptedSettings:
 
 
 def _apply(config: DiffusionConfig, settled: Mapping[str, Any]) -> DiffusionConfig:
+    """Return the config with adopted settings; refuse combinations that cannot be trained."""
     for path, value in settled.items():
         section, name = path.split(".")
         config = config.replace(**{section: {name: value}})

@@ -67,6 +67,7 @@ def make_workload(
     about: tuple[tuple[str, str], ...] = (),
     notes: tuple[str, ...] = (),
 ) -> Workload:
+    """Build the workload from its model and samples."""
     lengths = _read_byte_lengths(load_stored_tokenizer(store), model.size.vocab)
     return Workload(
         name=config.workload,
@@ -112,6 +113,7 @@ def _make_sampler(store: Mapping[str, Any]) -> Sample | None:
 
 
 def _load_start_weights(config: LanguageConfig, store: Store) -> GPT2:
+    """Build the model and load `model.weights`."""
     assert config.model.weights is not None
     with skip_initialisation():
         model = build_model(config, store)
@@ -138,6 +140,7 @@ def build_model(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2:
 
 
 def get_model_size(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2Size:
+    """Return the size of the model: published, as configured, and with the vocabulary of the tokenizer."""
     settings = config.model
     return get_size(
         get_model_name(config),
@@ -172,6 +175,7 @@ def _check_vocab(config: LanguageConfig, data: LanguageData) -> None:
 
 
 def _check_length(train: Tokens, context: int) -> None:
+    """Refuse a training text that is shorter than one sample."""
     if len(train) <= context:
         shorter = (len(train) - 1) // 8
         raise DataError(
@@ -192,11 +196,13 @@ def make_random_batch(config: LanguageConfig, store: Store) -> Batch:
     return {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous(), "index": torch.arange(size)}
 
 
-def build_over(config: LanguageConfig, store: Store, samples: Samples) -> Workload:
+def build_on_samples(config: LanguageConfig, store: Store, samples: Samples) -> Workload:
+    """Build the workload on given samples."""
     return make_workload(config, store, build_model(config, store), train=samples, val=samples)
 
 
 def make_peer_prepare(device: torch.device) -> Callable[[Batch], Batch]:
+    """Return the preparation that a user of another framework would write."""
     return lambda batch: batch  # token ids need no preparation
 
 

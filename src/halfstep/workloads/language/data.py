@@ -72,6 +72,7 @@ def load_stored_tokenizer(store: Mapping[str, Any] | None) -> Tokenizer | None:
 
 
 def _open_texts(whole: LanguageConfig, root: Path, known: Tokenizer | None) -> LanguageData:
+    """Tokenise texts, or open their cache."""
     config = whole.data
     bad_files = BadFiles(config.on_bad_file)
     texts = find_texts(root, val_fraction=config.val_fraction, bad_files=bad_files)
@@ -107,6 +108,7 @@ def _note_not_read(texts: TextFiles) -> Iterator[str]:
 def _open_ids(
     config: LanguageConfig, root: Path, files: TokenFiles, known: Tokenizer | None, store: Mapping[str, Any] | None
 ) -> LanguageData:
+    """Open files of token ids."""
     folder = root if root.is_dir() else root.parent
     tokenizer = (
         known

@@ -79,6 +79,7 @@ class CausalAttention(nn.Module):
     def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         batch, tokens, dim = x.shape
         qkv = self.c_attn(x).view(batch, tokens, 3, self.heads, dim // self.heads)
+        # Each (N, heads, tokens, head dim).
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         if cache is not None:
             k, v = cache.extend(k, v)
@@ -157,6 +158,7 @@ class Transformer(nn.Module):
     def _run_blocks(self, x: Tensor) -> Tensor:
         if not (self.training and wants_chain(self.h, x) and self._can_run_chain()):
             return self.h(x)
+        # The chain returns the residual stream and its last branch, not yet added.
         x, branch, bias = self._run_chain(x)
         return x if branch is None or bias is None else x + (branch + bias)
 
@@ -225,9 +227,11 @@ class GPT2(nn.Module):
         return self.compute_logits(self.transformer(tokens, caches, past)[:, -1])
 
     def make_caches(self) -> list[KeyValueCache]:
+        """Return an empty cache for each block."""
         return [KeyValueCache() for _ in range(self.size.depth)]
 
     def compute_logits(self, features: Tensor) -> Tensor:
+        """Return logits (..., vocab) of features, without padded rows."""
         all_logits: Tensor = F.linear(features, self.transformer.wte.weight)
         return all_logits[..., : self.size.vocab]
 
@@ -249,6 +253,7 @@ class GPT2(nn.Module):
 
     @torch.no_grad()
     def _initialise(self) -> None:
+        """Initialise the weights as GPT-2 does."""
         deviation, blocks = 0.02, [block for block in self.transformer.h if isinstance(block, Block)]
         # The residual stream sums two branches per block: their last layers start smaller by sqrt(2 depth), as in
         # GPT-2.
@@ -263,6 +268,7 @@ class GPT2(nn.Module):
 
 
 def pad_vocab(vocab: int) -> int:
+    """Round the number of rows up to a multiple of PAD_MULTIPLE."""
     return -(-vocab // PAD_MULTIPLE) * PAD_MULTIPLE
 
 

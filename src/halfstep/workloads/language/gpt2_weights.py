@@ -84,6 +84,7 @@ def to_transformers(model: GPT2) -> dict[str, Tensor]:
 
 
 def _make_config(model: GPT2, ends_at: int | None) -> dict[str, Any]:
+    """Return the config.json of transformers for a model."""
     size = model.size
     return {
         "architectures": ["GPT2LMHeadModel"],
@@ -120,6 +121,7 @@ def _read_any(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
+    """Return config.json of a folder, or an empty dict if there is none of GPT-2."""
     file = folder / "config.json"
     if not file.is_file():
         return {}
@@ -171,6 +173,7 @@ def _refuse_other_function(model: GPT2, description: Mapping[str, Any], path: Pa
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
+    """Read weights that are split into several files."""
     try:
         names = sorted(set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError) as error:
@@ -187,6 +190,7 @@ def _rename(name: str) -> str:
 
 
 def _refuse_other_family(weights: Mapping[str, Tensor], path: Path) -> None:
+    """Raise ModelError if these are no GPT-2 weights."""
     lacking = [name for name in (EMBEDDING, POSITIONS, _find_first_projection(weights)) if name not in weights]
     if lacking:
         raise ModelError(
@@ -209,6 +213,7 @@ def _to_linear_layers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _pad_embedding(embedding: Tensor, vocab: int, path: Path) -> Tensor:
+    """Return the embedding padded to a multiple of 64 rows; refuse that of another tokenizer."""
     rows = len(embedding)
     if not vocab <= rows <= pad_vocab(vocab):
         raise ModelError(
@@ -222,6 +227,7 @@ def _pad_embedding(embedding: Tensor, vocab: int, path: Path) -> Tensor:
 
 
 def _cut_positions(positions: Tensor, context: int, path: Path) -> Tensor:
+    """Return the position embeddings of the context; refuse weights with fewer positions."""
     if len(positions) < context:
         raise ModelError(
             f"model.context={context} is longer than that of {path}, {len(positions)} tokens",

@@ -48,7 +48,7 @@ class Writer:
                 top_p=options["top_p"],
                 seed=options["seed"] + number,
             )
-            with trained.inside():
+            with trained.inference():
                 continuation = continue_text(
                     model,
                     self.tokenizer,

@@ -89,6 +89,7 @@ class Characters:
     def encode(self, text: str, *, source: str = "the text") -> Array:
         codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
         ids = np.searchsorted(self.codes, codes)
+        # searchsorted returns a position for unknown characters too.
         is_known = self.codes[np.minimum(ids, len(self.codes) - 1)] == codes
         if not is_known.all():
             at = int(np.argmin(is_known))
@@ -169,6 +170,7 @@ class Bpe:
         for text, token in self.loaded.get_vocab().items():
             num_bytes = 1 if ONE_BYTE.fullmatch(text) else len(text.replace(SPACE, " ").encode())
             lengths[token] = len(text) if is_byte_level else num_bytes
+        # Special tokens stand for no text.
         for token, added in self.loaded.get_added_tokens_decoder().items():
             lengths[token] = 0 if added.special else len(added.content.encode())
         return lengths
@@ -258,6 +260,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _read_pair(folder: Path) -> Tokenizer:
+    """Read vocab.json and merges.txt of a folder."""
     vocab, merges = (folder / name for name in PAIR)
     if vocab.is_file() and merges.is_file():
         return Bpe.from_vocab_and_merges(vocab, merges)
@@ -269,6 +272,7 @@ def _read_pair(folder: Path) -> Tokenizer:
 
 
 def has_tokenizer(folder: Path) -> bool:
+    """True if a folder holds the files of a tokenizer."""
     names = ("tokenizer.json",), PAIR, (OWN_FILE,)
     return any(all((folder / name).is_file() for name in needed) for needed in names)
 

@@ -64,6 +64,7 @@ class Tokens:
         """Return `count` ids from `start` on, as int64."""
         found = []
         while count > 0:
+            # The array that holds `start`, and the position inside it.
             number = bisect_right(self.ends, start)
             part, inside = self.parts[number], start - (self.ends[number - 1] if number else 0)
             ids = np.asarray(part[inside : inside + count], dtype=np.int64)
@@ -106,6 +107,7 @@ class TokenSamples:
         return int(torch.randint(room, (), generator=make_generator(seed, epoch, PHASE_STREAM)))
 
     def _cut_window(self, start: int) -> dict[str, Tensor]:
+        """Return tokens and targets of the window at `start`, padded at the end of the data."""
         ids = self.tokens.read(start, min(self.context + 1, len(self.tokens) - start))
         refuse_past_vocabulary(ids, self.vocab, start=start)
         missing = self.context + 1 - len(ids)
@@ -192,6 +194,7 @@ def open_ids(path: Path) -> np.ndarray[Any, Any]:
             fix="write it with numpy: np.array(ids, dtype=np.uint16).tofile(path)",
         )
     ids = np.memmap(path, dtype=np.uint16, mode="r")
+    # Recognise common mistakes by the first ids: text, or ids of 32 bits.
     first = np.asarray(ids[:4096])
     if len(first) > 64 and np.isin(first.view(np.uint8), PRINTABLE).mean() > 0.75:  # in ids, every other byte is small
         raise DataError(
@@ -209,6 +212,7 @@ def open_ids(path: Path) -> np.ndarray[Any, Any]:
 
 
 def _open_shard(path: Path, size: int, magic: int, version: int, count: int) -> np.ndarray[Any, Any]:
+    """Memory-map the ids of an llm.c shard after checking its header."""
     known, kind = LLMC[magic]
     begin, itemsize = 4 * HEADER_NUMBERS, np.dtype(kind).itemsize
     if version != known:
@@ -280,6 +284,7 @@ def choose_cache_path(root: Path, tokenizer: Tokenizer) -> Path:
 
 
 def _write_cache(texts: TextFiles, tokenizer: Tokenizer, path: Path, made_from: dict[str, Any]) -> None:
+    """Tokenise texts and write the cache."""
     kind = _choose_dtype(tokenizer)
     with explain_full_disk(path, "the token cache"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -353,6 +358,7 @@ def _encode(texts: TextFiles, tokenizer: Tokenizer, part: str) -> Iterator[np.nd
 
 
 def _split_text(text: str) -> Iterator[str]:
+    """Yield sections of a long text, cut where tokens do not change."""
     start = 0
     while len(text) - start > TOKENISED_AT_ONCE and (cut := CUT.search(text, start + TOKENISED_AT_ONCE)):
         yield text[start : cut.end()]
@@ -361,6 +367,7 @@ def _split_text(text: str) -> Iterator[str]:
 
 
 def _read_header(path: Path) -> dict[str, Any]:
+    """Return the JSON of a cache; raise DataError if the file is not a complete cache."""
     begin = b""
     try:
         with path.open("rb") as file:
@@ -384,6 +391,7 @@ def _read_header(path: Path) -> dict[str, Any]:
 
 
 def _open_cache(path: Path, header: dict[str, Any]) -> tuple[Tokens, Tokens]:
+    """Memory-map the ids of both splits."""
     _check_blocks(path, header)
     kind, (num_train, num_val) = np.dtype(header["dtype"]), header["counts"]
     parts = []
@@ -395,6 +403,7 @@ def _open_cache(path: Path, header: dict[str, Any]) -> tuple[Tokens, Tokens]:
 
 
 def _check_blocks(path: Path, header: dict[str, Any]) -> None:
+    """Compare the CRC of some blocks; raise DataError if one differs."""
     checks: list[int] = header["checks"]
     num = min(len(checks), CHECKED_BLOCKS)
     total = sum(header["counts"]) * np.dtype(header["dtype"]).itemsize

@@ -70,6 +70,7 @@ def write_tokens(model: GPT2, start: Tensor, *, num_tokens: int, sampling: Sampl
     """
     context, caches = model.size.context, model.make_caches()
     seen = start[-context:].tolist()
+    # `fresh` are the tokens whose keys and values are not cached yet.
     fresh = seen
     for number in range(num_tokens):
         if len(seen) > context:

@@ -91,9 +91,9 @@ def build(config: RadioDiffConfig, store: Mapping[str, Any] | None = None) -> Wo
 
 def _choose_scale(config: RadioDiffConfig, vae: RadioVAE, measured: float | None, data: RadioData) -> tuple[float, str]:
     """Return the factor of the latents, and where it comes from."""
-    settings = config.model.scale_factor
-    if settings != "auto":
-        return settings, "model.scale_factor"
+    scale = config.model.scale_factor
+    if scale != "auto":
+        return scale, "model.scale_factor"
     if measured is not None:
         return measured, "1 / their standard deviation, measured by stage 1"
     threshold, source = config.data.threshold, str(config.model.vae)
@@ -124,14 +124,17 @@ def _choose_format(
 
 
 def describe_steps(steps: int, settings: RadioDiffModelConfig) -> str:
+    """Return the number of sampling steps and network calls as text."""
     return f"{format_count(steps, 'step')}, {format_count(steps + int(settings.extra_call), 'call')} of the network"
 
 
 def make_store(config: RadioDiffConfig, sizes: Mapping[str, Any], scale: float) -> dict[str, Any]:
+    """Return the facts that a run stores."""
     return {"sizes": dict(sizes), "scale_factor": scale, "image_size": config.data.image_size}
 
 
 def build_unet(config: RadioDiffConfig, store: Mapping[str, Any]) -> RadioUNet:
+    """Build the U-Net and its condition encoder for the latents of the first stage."""
     settings, reduction = config.model, get_reduction(store["sizes"])
     channels, side, _ = get_latent_shape(store["sizes"], store["image_size"])
     refuse_uneven(store["image_size"], reduction * 2 ** (len(settings.multipliers) - 1))
@@ -250,6 +253,7 @@ def make_workload(
     about: tuple[tuple[str, str], ...] = (),
     settled: Mapping[str, Any] | None = None,
 ) -> Workload:
+    """Build the workload from its model, first stage and data."""
     denoising = Denoising(config, store, cast(RadioVAE, vae.module))
 
     def draw(model: nn.Module, key: tuple[int, ...]) -> dict[str, Any]:
@@ -300,7 +304,7 @@ def make_random_batch(config: RadioConfig, store: Store) -> Batch:
     return {**drawn, "index": torch.arange(size)}
 
 
-def build_over(config: RadioConfig, store: Store, samples: Samples) -> Workload:
+def build_on_samples(config: RadioConfig, store: Store, samples: Samples) -> Workload:
     """Build the workload on given samples. Its first stage has random weights, which cost the same time and memory."""
     data = RadioData(train=samples, val=samples, about=(), notes=())  # type: ignore[arg-type]
     if isinstance(config, RadioVaeConfig):

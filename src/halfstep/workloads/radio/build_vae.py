@@ -54,6 +54,7 @@ def build_vae(config: RadioVaeConfig, store: Mapping[str, Any] | None = None) ->
 
 
 def build_model(config: RadioVaeConfig) -> VaeNet:
+    """Build the autoencoder and, if it takes part in training, its discriminator."""
     sizes = dump_sizes(config.model.first_stage)
     refuse_uneven(config.data.image_size, get_reduction(sizes))
     vae, settings = RadioVAE(**sizes), config.model.discriminator
@@ -89,6 +90,7 @@ def has_critic(config: RadioVaeConfig) -> bool:
 
 
 def make_workload(config: RadioVaeConfig, model: VaeNet, data: RadioData) -> Workload:
+    """Build the workload from its model and data."""
     trainer = MapVaeTrainer(config)
 
     def draw(model: nn.Module, key: tuple[int, ...]) -> dict[str, Any]:

@@ -68,6 +68,7 @@ SPLIT_NAMES = {"radiounet": "RadioUNet", "radiodiff": "RadioDiff"}
 
 
 def open_tree(settings: RadioDataConfig) -> RadioTree:
+    """Open the RadioMapSeer folder at `data.dir` with the configured simulation."""
     assert settings.dir is not None, "a run without data gets its demo before it is built"
     return RadioTree.open(
         Path(settings.dir),
@@ -99,6 +100,7 @@ def choose_split(settings: RadioDataConfig, tree: RadioTree) -> Split:
 
 
 def open_split(settings: RadioDataConfig, tree: RadioTree, split: Split, role: Role, bad_files: BadFiles) -> RadioMaps:
+    """Open the maps of a role (training, validation or test); raise DataError if there are none."""
     numbers = split[role]
     found = check_pictures(tree.list_samples(numbers, most=settings.max_transmitters, bad_files=bad_files), bad_files)
     if not found:

@@ -46,6 +46,7 @@ def write_demo(
 
 
 def _write_map(root: Path, number: int, rng: np.random.Generator, side: int, num_transmitters: int) -> None:
+    """Write all files of one city: buildings, versions with missing buildings, cars, antennas and gains."""
     city, cars = draw_city(rng, side)
     _save(city * 255, root / "png/buildings_complete" / f"{number}.png")
     _save(cars * 255, root / "png/cars" / f"{number}.png")

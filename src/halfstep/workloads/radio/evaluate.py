@@ -39,6 +39,7 @@ class RadioDetails(RadioMetrics):
         self._scored: list[Tensor] = []
 
     def update(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
+        # Score the maps here instead of in the base class, to get the score of each map.
         before = dict(outputs)
         maps = before.pop("map", None)
         super().update(before, batch)
@@ -134,6 +135,6 @@ def sample_maps(
     loaded = default_collate([maps.sample(index, key=(seed, 0, index)) for index in indices])
     placed = {name: value.to(trained.device) for name, value in loaded.items()}
     batch = denoising.prepare(placed, key=Key.for_validation(start), training=False)
-    with trained.inside():
+    with trained.inference():
         unet = cast(RadioUNet, trained.model)
         return {"map": denoising.sample(unet, unet.condition(batch["condition"]), batch)}, batch

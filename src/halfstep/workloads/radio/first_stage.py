@@ -112,6 +112,7 @@ def open_first_stage(config: RadioDiffConfig) -> FirstStage:
 
 
 def _read_facts(path: Path) -> dict[str, Any]:
+    """Read the sizes and the latent scale of an exported first stage."""
     try:
         found = parse_json(path.read_text())
         return {"sizes": dump_sizes(FirstStageConfig(**found["sizes"])), "scale_factor": found["scale_factor"]}
@@ -122,6 +123,7 @@ def _read_facts(path: Path) -> dict[str, Any]:
 
 
 def write_first_stage(vae: RadioVAE, sizes: Mapping[str, Any], scale_factor: float, folder: Path) -> None:
+    """Write weights, sizes and latent scale in the form that `open_first_stage` reads."""
     tensors = {name: value.detach().float().cpu().contiguous() for name, value in vae.state_dict().items()}
     save_file(tensors, folder / WEIGHTS)
     write_atomically(folder / FACTS, json.dumps({"sizes": dict(sizes), "scale_factor": scale_factor}, indent=1))

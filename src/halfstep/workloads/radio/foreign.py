@@ -125,6 +125,7 @@ def translate_config(document: Mapping[str, Any], name: str) -> Foreign | None:
 
 
 def read_stage2(read: ForeignReader) -> Foreign:
+    """Translate a config of stage 2, the diffusion model."""
     for key, built in BUILT.items():
         read.must_be(key, built, why="only this value is implemented; another one is a different method")
     values, notes = read_shared_values(read, "model.first_stage")
@@ -147,7 +148,9 @@ def read_stage2(read: ForeignReader) -> Foreign:
 
 
 def read_stage1(read: ForeignReader) -> Foreign:
+    """Translate a config of stage 1, the autoencoder."""
     values, notes = read_shared_values(read, "model")
+    # The public trainer of stage 1 has another power than that of stage 2.
     values |= read.values(STAGE1) | {"schedule.power": 0.95}
     is_never = read.section("trainer").get("gradient_accumulate_every") == 1
     turns = "there it alternates between the two networks; here both step each time"
@@ -186,6 +189,7 @@ def read_shared_values(read: ForeignReader, first_stage: str) -> tuple[dict[str,
 
 
 def _read_precision(read: ForeignReader) -> tuple[dict[str, str], list[str]]:
+    """Translate `trainer.amp` and `trainer.fp16`; also return notes."""
     amp, fp16 = read("trainer.amp"), read("trainer.fp16")
     if amp is None and fp16 is None:
         return {}, []
@@ -199,6 +203,7 @@ def _read_precision(read: ForeignReader) -> tuple[dict[str, str], list[str]]:
 
 
 def _read_simulation(read: ForeignReader) -> Mapping[str, Any]:
+    """Translate the name of the data set to settings of the RadioMapSeer folder."""
     name = read("data.name", "radio")
     if name not in DATA_NAMES:
         raise ConfigError(

@@ -62,6 +62,7 @@ class ConvNormSilu(nn.Module):
     def forward(self, x: Tensor, scale_shift: tuple[Tensor, Tensor] | None = None) -> Tensor:
         x = self.proj(x)
         if can_fuse_group_norm(x, self.norm):
+            # The fused kernel takes scale and shift as (B, C); None is a bias that it could add.
             between = (None, *(part.flatten(1) for part in scale_shift)) if scale_shift else ()
             return apply_group_norm_silu(self.norm, x, *between)
         x = self.norm(x)
@@ -81,6 +82,7 @@ class TimedBlock(nn.Module):
         self.res_conv = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        # (B, 2 · outputs) as two maps (B, outputs, 1, 1).
         scale, shift = self.mlp(time)[:, :, None, None].chunk(2, dim=1)
         h = self.block2(self.block1(x, (scale, shift)))
         return h + self.res_conv(x)
@@ -100,6 +102,7 @@ class LinearAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, _, height, width = x.shape
+        # Each (B, heads, head dim, positions).
         q, k, v = self.to_qkv(self.norm(x)).view(batch, 3, HEADS, HEAD_DIM, height * width).unbind(1)
         found = linear_attention(q, k, v).to(q.dtype)
         return x + self.to_out(found.reshape(batch, HEADS * HEAD_DIM, height, width))
@@ -130,6 +133,7 @@ class MultiHeadPositionAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, _, height, width = x.shape
         qkv = self.to_qkv(self.norm(x)).view(batch, 3, HEADS, HEAD_DIM, height * width)
+        # Each (B, heads, positions, head dim), as the fused kernel expects.
         q, k, v = qkv.transpose(-2, -1).unbind(1)
         found = F.scaled_dot_product_attention(q, k, v).transpose(-2, -1)
         return x + self.to_out(found.reshape(batch, HEADS * HEAD_DIM, height, width))

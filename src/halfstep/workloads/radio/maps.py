@@ -208,6 +208,7 @@ class RadioTree:
 
 
 def _keep_few_each(pairs: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int]]:
+    """Return at most `most` transmitters of each map."""
     kept: dict[int, list[tuple[int, int]]] = {}
     for pair in pairs:
         kept.setdefault(pair[0], []).append(pair)

@@ -17,6 +17,7 @@ _ATTENTION = (("fn.norm.", "norm."), ("fn.fn.", ""))
 
 
 def _rename_level(match: re.Match[str], prefix: str) -> str:
+    """Return our name for a parameter of a U-Net level."""
     index, part, rest = match.groups()
     if part in _LEVEL:
         return f"{prefix}{index}.{_LEVEL[part]}.{rest}"

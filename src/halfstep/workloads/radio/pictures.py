@@ -42,6 +42,7 @@ def draw_map_sheet(rows: Sequence[MapRow]) -> Image.Image:
 
 
 def _draw_cells(row: MapRow) -> list[Array]:
+    # Only the cells for which there is data.
     city = [] if row.condition is None else [draw_condition(row.condition)]
     cells = [*city, draw_gain(row.predicted)]
     return cells if row.truth is None else [*cells, draw_gain(row.truth), draw_error(row.predicted, row.truth)]
@@ -65,6 +66,7 @@ def draw_condition(condition: Array) -> Array:
 def draw_gain(gain: Array) -> Array:
     """Draw a gain in 0..1 from black over violet and orange to white, with brightness increasing monotonically."""
     stops = np.array([(0, 0, 4), (81, 18, 124), (183, 55, 121), (252, 137, 97), (252, 253, 191)], dtype=np.float64)
+    # Interpolate linearly between the colours of neighbouring stops.
     position = np.clip(gain, 0, 1) * (len(stops) - 1)
     low = np.minimum(position.astype(int), len(stops) - 2)
     part = (position - low)[..., None]

@@ -68,7 +68,7 @@ class MapPredictor(FilePredictor):
         condition = read_condition(files, size)
         batch = {"condition": to_signed(torch.from_numpy(condition)[None].to(trained.device).float() / 255)}
         batch |= denoising.draw_sampling_noise(key, 1, trained.device)
-        with trained.inside():
+        with trained.inference():
             unet = cast(RadioUNet, trained.model)
             found = denoising.sample(unet, unet.condition(batch["condition"]), batch)[0, 0].float().cpu()
         truth = None if files.gain is None else _read_gain(files.gain, size, self.config.data.threshold)
@@ -113,7 +113,7 @@ class GainPredictor(FilePredictor):
 
     def answer_file(self, item: Input, trained: TrainedModel, request: PredictRequest) -> Answer:
         truth = _read_gain(item.path, self.size, self.config.data.threshold)
-        with trained.inside():
+        with trained.inference():
             image = to_signed(torch.from_numpy(truth)[None, None].to(trained.device))
             found = to_unsigned(cast(VaeNet, trained.model).decode_means(image))[0, 0].cpu().numpy()
         row = MapRow(name=item.path.name, condition=None, predicted=found, truth=truth)

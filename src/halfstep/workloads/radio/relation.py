@@ -46,6 +46,7 @@ class WindowMeanAttention(nn.Module):
 
     def forward(self, condition: Tensor, features: Tensor) -> Tensor:
         size = features.shape[2:]
+        # The shortcut sees the condition at full resolution; attention only its window means.
         both = torch.cat([_resize(condition, size), features], dim=1)
         shortcut = self.gn(features + self.concat_conv(both))
         means = _average_windows(condition, self.windows[0])
@@ -55,6 +56,7 @@ class WindowMeanAttention(nn.Module):
 
     def _attend(self, condition_means: Tensor, feature_means: Tensor) -> Tensor:
         queries, keys = _make_tokens(condition_means), _make_tokens(feature_means)
+        # Each (B, heads, tokens, head dim).
         q, k, v = (
             part(tokens).unflatten(-1, (HEADS, -1)).transpose(1, 2)
             for part, tokens in ((self.q_lin, queries), (self.k_lin, keys), (self.v_lin, keys))

@@ -76,6 +76,7 @@ class DenoisingDecoder(Recomputing):
     def forward(
         self, x: Tensor, stem: Tensor, skips: Sequence[Tensor], conditions: Sequence[Tensor], time: Tensor
     ) -> Tensor:
+        # Every encoder level left two maps, which are used in reverse order.
         x, remaining, run = x + self.filter(x), list(skips), choose_block_runner(self.recompute)
         for level, condition in zip(_get_levels(self), reversed(conditions), strict=True):
             x = run(level.block1, torch.cat([x, remaining.pop()], dim=1), time)
@@ -159,6 +160,7 @@ class RadioUNet(Recomputing):
             skips.append(h)
             h = level.end(h)
         h = self.mid_block2(self.mid_attention(self.mid_block1(h, embedded)), embedded)
+        # Both decoders start from the same bottleneck and use the same skips.
         h1, h2 = (decoder(h, stem, skips, conditions, embedded) for decoder in self.decoders)
         return mix_outputs(x, time, h1, h2)
 

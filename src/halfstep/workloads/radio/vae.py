@@ -59,6 +59,7 @@ class PositionAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm(x)
+        # (B, 1, H·W, C): a single head over all positions.
         q, k, v = (part(normed).flatten(2).transpose(1, 2).unsqueeze(1) for part in (self.q, self.k, self.v))
         found = F.scaled_dot_product_attention(q, k, v).squeeze(1).transpose(1, 2)
         return x + self.proj_out(found.reshape(x.shape))
@@ -132,6 +133,7 @@ class Encoder(Recomputing):
         super().__init__()
         first, *levels = widths
         self.conv_in = make_conv3(channels, first)
+        # (input, output) channels of each level.
         pairs = list(zip([first, *levels], levels, strict=False))
         self.down = nn.ModuleList(
             DownLevel(a, b, num_blocks, dropout, is_last=index == len(pairs) - 1) for index, (a, b) in enumerate(pairs)
@@ -154,6 +156,7 @@ class Decoder(Recomputing):
         levels = list(widths[1:])
         self.conv_in = make_conv3(z_channels, levels[-1])
         self.mid = Middle(levels[-1], dropout)
+        # Each level has one block more than in the encoder, as in LDM.
         self.up = nn.ModuleList(
             UpLevel(a, b, num_blocks + 1, dropout, is_last=index == 0)
             for index, (a, b) in enumerate(zip([*levels[1:], levels[-1]], levels, strict=True))

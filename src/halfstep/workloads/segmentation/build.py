@@ -154,6 +154,7 @@ def _resize_store(store: Mapping[str, Any], side: int) -> dict[str, Any]:
 
 
 def make_loss(config: UNetConfig) -> Loss:
+    """Return the loss function: cross-entropy + Dice, with the configured weights."""
     settings = config.model
 
     def compute_loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
@@ -175,6 +176,7 @@ def to_unit_range(pixels: Tensor) -> Tensor:
 
 
 def read_table(store: Mapping[str, Any]) -> MaskTable:
+    """Return the mask table of a stored run."""
     return parse_table(store["mask_values"], ignored=store["ignored_value"])
 
 
@@ -190,15 +192,15 @@ def read_image_format(store: Mapping[str, Any]) -> ImageFormat:
 
 def find_background(config: UNetConfig, table: MaskTable) -> int | None:
     """Return the class that `iou` and `dice` leave out."""
-    asked = config.model.background
-    if asked is None or asked == "first":
-        return None if asked is None else 0
-    if asked not in table.values:
+    background = config.model.background
+    if background is None or background == "first":
+        return None if background is None else 0
+    if background not in table.values:
         raise ConfigError(
-            f"model.background={asked} is not a value of the masks: {list_some(table.values, SHOWN_VALUES)}",
+            f"model.background={background} is not a value of the masks: {list_some(table.values, SHOWN_VALUES)}",
             fix="give a mask value, `first` for the smallest one, or null to count all classes",
         )
-    return table.values.index(asked)
+    return table.values.index(background)
 
 
 def _describe_scoring(table: MaskTable, background: int | None) -> str:
@@ -211,22 +213,23 @@ def _describe_scoring(table: MaskTable, background: int | None) -> str:
 
 
 def _make_store(config: UNetConfig, scan: Scan, table: MaskTable, side: int) -> dict[str, Any]:
-    found, asked = len(table.values), config.model.classes
+    """Return the facts that a run stores; refuse masks that do not fit `model.classes`."""
+    found, classes = len(table.values), config.model.classes
     if found < 2:
         raise DataError(
             f"every mask holds only the value {table.values[0]}",
             why="segmentation needs at least two classes",
             fix="check the masks; a value to ignore is model.ignore_index",
         )
-    if asked not in ("auto", found) and not (asked == 1 and found == 2):
+    if classes not in ("auto", found) and not (classes == 1 and found == 2):
         raise DataError(
-            f"model.classes is {asked}, the masks hold {found} values: {list_some(table.values, SHOWN_VALUES)}",
+            f"model.classes is {classes}, the masks hold {found} values: {list_some(table.values, SHOWN_VALUES)}",
             fix=f"model.classes={found} (or auto), or model.ignore_index for a value that is not a class",
         )
     return {
         "mask_values": [list(value) if isinstance(value, tuple) else value for value in table.values],
         "ignored_value": list(table.ignored) if isinstance(table.ignored, tuple) else table.ignored,
-        "num_classes": found if asked == "auto" else asked,
+        "num_classes": found if classes == "auto" else classes,
         "image_size": side,
         "channels": scan.channels if config.data.channels == "auto" else config.data.channels,
         "is_float": scan.is_float,
@@ -237,6 +240,7 @@ def _make_store(config: UNetConfig, scan: Scan, table: MaskTable, side: int) -> 
 
 
 def _note_many_values(config: UNetConfig, data: FoundPairs, table: MaskTable) -> list[str]:
+    """Return a note if there are so many mask values that they are probably blurred edges."""
     found = len(table.values)
     # No note for known data sets (ADE20K has 150 classes), or if the user set the number of classes.
     if found <= MANY_VALUES or data.ignored is not None or config.model.classes == found:
@@ -297,9 +301,9 @@ def find_ignored_value(
     config: UNetConfig, found: FoundPairs, seen: Collection[MaskValue]
 ) -> tuple[MaskValue | None, str]:
     """Return the mask value to ignore, and the reason if the config leaves it open."""
-    asked = config.model.ignore_index
-    if asked != "auto":
-        return asked, ""
+    ignored = config.model.ignore_index
+    if ignored != "auto":
+        return ignored, ""
     numbers = sorted(value for value in seen if isinstance(value, int))
     if len(numbers) < len(seen) or not numbers or config.model.classes == len(numbers):
         return None, ""
@@ -349,7 +353,7 @@ def make_random_batch(config: UNetConfig, store: Store) -> Batch:
     return {"image": image, "mask": mask, "index": torch.arange(size)}
 
 
-def build_over(config: UNetConfig, store: Store, samples: Samples) -> Workload:
+def build_on_samples(config: UNetConfig, store: Store, samples: Samples) -> Workload:
     """Build the workload on given samples, without augmentation, which would cost every framework the same."""
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:

@@ -132,6 +132,7 @@ def _match_pairs(
     are_masks = set(masks[0].values())  # images and masks may be in the same folder
     pairs = []
     for name, image in images.items():
+        # The first pattern that finds a mask wins. If both are in one folder, an image is not its own mask.
         mask = next((found[name] for found in masks if found.get(name, image) != image), None)
         if mask is not None:
             pairs.append(Pair(id=name, image=image, mask=mask))
@@ -178,6 +179,7 @@ def split_pairs(pairs: Sequence[Pair], split: Split) -> tuple[tuple[Pair, ...], 
 
 
 def _split_by_lists(pairs: Sequence[Pair], split: Split) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
+    """Split by one or both lists; without one of them, the other images form that split."""
     val = _read_list(pairs, split.val_list)
     train = _read_list(pairs, split.train_list)
     if split.val_list is None:
@@ -193,6 +195,7 @@ def _split_by_lists(pairs: Sequence[Pair], split: Split) -> tuple[tuple[Pair, ..
 
 
 def _read_list(pairs: Sequence[Pair], path: Path | None) -> tuple[Pair, ...]:
+    """Return the pairs that a text file lists, by file name or id."""
     if path is None:
         return ()
     if not path.is_file():
@@ -294,6 +297,7 @@ class SegmentationData:
 def read_planes(path: Path, image: ImageFormat) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     """Read one image file as (C, H, W) in the format of the training data."""
     array = read_image(path, channels=image.channels, raw_scale=image.raw_scale)
+    # All images must have the same dtype: bytes become floats in 0..1 if any image is float.
     if not image.is_float:
         array = to_bytes(array)
     elif array.dtype == np.uint8:
@@ -340,6 +344,7 @@ def collect_values(pairs: Sequence[Pair], *, bad_files: BadFiles) -> set[MaskVal
 
 
 def _inspect(pair: Pair) -> ImageFacts:
+    """Return facts about an image; raise DataError if its mask has another size."""
     image, mask = read_image_facts(pair.image), read_mask_facts(pair.mask)
     if image.size != mask.size:
         raise DataError(
@@ -351,6 +356,7 @@ def _inspect(pair: Pair) -> ImageFacts:
 
 
 def _inspect_fully(pair: Pair) -> ImageFacts:
+    """Do the same after decoding image and mask."""
     facts = _inspect(pair)
     read_image(pair.image, channels=facts.channels, raw_scale=1.0)
     read_values(pair.mask)

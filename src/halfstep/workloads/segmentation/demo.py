@@ -39,6 +39,7 @@ def draw_sample(rng: np.random.Generator, side: int) -> tuple[Array, Array]:
     mask = np.zeros((side, side), dtype=bool)
     for _ in range(rng.integers(2, 5)):
         shape = _draw_shape(rng, grid)
+        # Shapes differ from the background by a small offset in either direction.
         lift = rng.choice([-1, 1]) * rng.uniform(0.22, 0.32)
         image[shape & ~mask] += lift
         mask |= shape

@@ -109,6 +109,7 @@ def read_mask(path: Path) -> Array:
         array = move_channels_last(load_array(path), path)
     else:
         with open_image(path) as image:
+            # Gray values and palette indices are used as they are; other modes (CMYK, ...) become RGB.
             direct = image.mode in ("1", "L", "P", "LA", "PA", "RGB", "RGBA", "F") or image.mode[0] == "I"
             array = np.asarray(image if direct else image.convert("RGB"))
         array = array[..., None] if array.ndim == 2 else array

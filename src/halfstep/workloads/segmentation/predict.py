@@ -154,14 +154,11 @@ class _Axis:
 
 def _write_classes(classes: Tensor, logits: Tensor, rows: _Axis, columns: _Axis) -> None:
     """Write the classes of the pixels that a tile determines, some rows at a time to limit memory."""
-    across = logits.shape[1] * max(1, len(columns.positions))
-    for positions, lines in zip(
-        *(
-            part.split(max(1, RESAMPLED_AT_ONCE // across))
-            for part in (rows.positions, torch.arange(len(classes))[rows.own])
-        ),
-        strict=True,
-    ):
+    logits_per_row = logits.shape[1] * max(1, len(columns.positions))
+    num_rows = max(1, RESAMPLED_AT_ONCE // logits_per_row)
+    indices = torch.arange(len(classes))[rows.own]
+    for positions, lines in zip(rows.positions.split(num_rows), indices.split(num_rows), strict=True):
+        # Linear interpolation is separable: first along rows, then along columns.
         resampled = _resample(_resample(logits.float(), positions, 2), columns.positions, 3)
         classes[lines, columns.own] = predict_classes(resampled)[0].to(torch.uint8).cpu()
 
@@ -249,6 +246,7 @@ at this limit."""
 
 
 def _refuse_huge(path: Path, size: tuple[int, int]) -> None:
+    """Raise DataError for images of more than MAX_PIXELS."""
     height, width = size
     if height * width > MAX_PIXELS:
         raise DataError(

@@ -84,7 +84,7 @@ def count_pixels(classes: Tensor, mask: Tensor, num_classes: int) -> Tensor:
     return torch.stack([(truth & predicted).sum(pixels), predicted.sum(pixels), truth.sum(pixels)])
 
 
-def count_images(classes: Tensor, mask: Tensor, num_classes: int) -> Tensor:
+def count_image_pixels(classes: Tensor, mask: Tensor, num_classes: int) -> Tensor:
     """Return the same numbers (3, C) for one image (H, W) on the CPU, with less memory: without a map per class."""
     is_counted = mask != IGNORED
     kinds = (classes[is_counted & (classes == mask)], classes[is_counted], mask[is_counted])
@@ -181,7 +181,7 @@ class SegmentationDetails(SegmentationMetrics):
 
     def add_image(self, classes: Tensor, truth: Tensor, index: int) -> None:
         """Add one image of any size, given as class maps (H, W)."""
-        self._add(count_images(classes, truth, self.num_classes).unsqueeze(1), torch.tensor([index]))
+        self._add(count_image_pixels(classes, truth, self.num_classes).unsqueeze(1), torch.tensor([index]))
 
     def _add(self, counts: Tensor, indices: Tensor) -> None:
         self.add(counts=counts.sum(1))

@@ -85,6 +85,7 @@ class Up(nn.Module):
 
     def forward(self, deep: Tensor, skip: Tensor) -> Tensor:
         x: Tensor = self.up(deep)
+        # An odd side was rounded down by pooling.
         dy, dx = skip.shape[2] - x.shape[2], skip.shape[3] - x.shape[3]
         if dy or dx:
             x = F.pad(x, [dx // 2, dx - dx // 2, dy // 2, dy - dy // 2])
@@ -165,6 +166,7 @@ class UNet(Recomputing):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run_chain(self, x: Tensor) -> Tensor:
+        """Run all levels as a chain of fused kernels."""
         if not self._can_run_chain():  # compiled code checks only once; a layer may have been hooked since
             return self._run_levels(x)
         depths = range(1, self.depth + 1)
@@ -182,6 +184,7 @@ class UNet(Recomputing):
         )
 
     def _run_levels(self, x: Tensor) -> Tensor:
+        """Run the levels module by module."""
         run = choose_block_runner(self.recompute)
         skips = [run(self.inc, x)]
         for level in range(1, self.depth + 1):
@@ -270,12 +273,14 @@ def compute_chained_logits(
     weights = dict(zip(convolutions, cast, strict=True))  # all but the stem's
     level, skips = downs[0], []
     y = compute_first_raw_map(image, level, weights, keep=keep)
+    # Down: normalise and pool the raw map while reading it; its skip connection stays raw until it is used.
     for below in downs[1:]:
         norm, how = level.last_norm, compute_norm(y.detach(), level.last_norm)
         affine = (norm.weight, norm.bias)
         u, promise = PoolConv.apply(y, *affine, weights[below.convolution], how)  # type: ignore[no-untyped-call]
         skips.append((promise, y.detach(), how))
         level, y = below, compute_second_raw_map(u, below, weights, keep=keep)
+    # Up: transposed convolution, concatenation and the first convolution in one operation.
     for up, above in ups:
         norm, how = level.last_norm, compute_norm(y.detach(), level.last_norm)
         deep = (y, norm.weight, norm.bias, up.weight, up.bias)

@@ -99,6 +99,8 @@ IN_SLOTCONTRAST = "encoder.module.backbone.model."
 
 
 def load_backbone_weights_(model: DinoV2, weights: Mapping[str, Tensor], *, source: str) -> None:
+    """Load weights under any known naming, with the position table of the file."""
+    # A checkpoint of SlotContrast contains the backbone; other files are the backbone.
     inside = {name: value for name, value in weights.items() if name.startswith(IN_SLOTCONTRAST)}
     weights = {name.removeprefix(IN_SLOTCONTRAST): value for name, value in (inside or weights).items()}
     own = model.state_dict()

@@ -107,6 +107,7 @@ def build_model(
 
 
 def get_feature_dim(backbone: nn.Module) -> int:
+    """Return the number of channels of the backbone."""
     dim = backbone.dim
     assert isinstance(dim, int)
     return dim
@@ -180,6 +181,8 @@ def make_prepare(config: SlotContrastConfig) -> Prepare:
 
 
 def make_forward(backbone: nn.Module) -> Forward:
+    """Return the forward function: features of the frozen backbone, then the model."""
+
     def forward(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         video = batch["video"]
         with torch.no_grad():
@@ -206,6 +209,7 @@ def make_loss(config: SlotContrastConfig) -> Loss:
 
 
 def make_metrics(config: SlotContrastConfig, store: Mapping[str, Any]) -> SlotMetrics:
+    """Return metrics that treat the background as configured."""
     return SlotMetrics(**_choose_counting(config, bool(store.get("background_is_labelled", True))))
 
 
@@ -218,6 +222,7 @@ def _choose_counting(config: SlotContrastConfig, background_is_labelled: bool) -
 
 
 def _choose_scoring(config: SlotContrastConfig, found: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the main metric, and a description of how scores are computed."""
     if not found["has_masks"]:
         return "loss", "the validation videos have no masks, so the loss is the metric"
     side = config.data.mask_size or config.data.image_size
@@ -256,7 +261,7 @@ def make_random_batch(config: SlotContrastConfig, store: Store) -> Batch:
     }
 
 
-def build_over(config: SlotContrastConfig, store: Store, samples: Samples) -> Workload:
+def build_on_samples(config: SlotContrastConfig, store: Store, samples: Samples) -> Workload:
     """Build the workload on given samples. Without a weights file the backbone is random, at the same cost."""
     if config.model.backbone_weights is None:
         config = config.replace(model={"backbone_weights": RANDOM})

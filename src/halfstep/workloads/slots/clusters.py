@@ -84,9 +84,11 @@ def run_k_means(points: Tensor, k: int, generator: torch.Generator) -> Tensor:
 
 def _run_one_start(points: Tensor, k: int, generator: torch.Generator) -> tuple[Tensor, float]:
     centres = points[torch.randint(len(points), (1,), generator=generator)]
+    # k-means++: draw each further centre with a probability proportional to its squared distance.
     while len(centres) < k:
         distance = torch.cdist(points, centres).amin(1).square()
         centres = torch.cat([centres, points[torch.multinomial(distance, 1, generator=generator)]])
+    # Lloyd's algorithm; a cluster without points keeps its centre.
     for _ in range(ITERATIONS):
         labels = torch.cdist(points, centres).argmin(1)
         centres = torch.stack([points[labels == j].mean(0) if (labels == j).any() else centres[j] for j in range(k)])

@@ -231,9 +231,11 @@ def open_clips(config: VideoDataConfig) -> ClipData:
 
 
 def _make_validation(config: VideoDataConfig, part: VideoSplit) -> ClipSamples:
+    """Return validation clips: chunks of `val_chunk_size`, or whole videos."""
     lengths = [part.videos.videos[index].num_frames for index in part.members] or [1]
     wanted = config.val_chunk_size
     form = ClipForm(
+        # Chunks are not padded, so the shortest video limits their length.
         frames=min(wanted, *lengths, wanted) if wanted else max(lengths),
         size=_choose_size(config, part),
         crop=choose_steady_crop(config.crop),

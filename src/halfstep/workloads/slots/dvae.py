@@ -74,6 +74,7 @@ class DVae(Recomputing):
         position, and gradients are those of the softmax.
         """
         hidden: Tensor = self.encoder[:-1](images)
+        # (N, positions, 64)
         rows = hidden.permute(0, 2, 3, 1).flatten(1, 2)
         embedded = self.embed_softly(rows, tau, soft_noise, hard=hard)
         return DVaeOutput(self.decode(embedded, hidden.shape[2:]), self.draw_words(rows.detach(), word_noise))
@@ -116,6 +117,7 @@ class DVae(Recomputing):
 
     def decode_words(self, words: Tensor, grid: Sequence[int]) -> Tensor:
         """Return the images of words (N, positions)."""
+        # A one-hot vector times the first layer's weight is a row lookup.
         return self.decode(F.embedding(words, self._get_first_convolution().weight.flatten(1).t()), grid)
 
     def _get_first_convolution(self) -> nn.Conv2d:
@@ -206,6 +208,7 @@ class _SoftEmbedding(torch.autograd.Function):
             make_iteration(_embed_chunk_backward, is_compiled=ctx.is_compiled),
             _choose_chunk(rows, rest[-1].shape[1]),
         )
+        # rest: tau, weight, bias, embedding. Gradients of all but tau are computed.
         grad_rows, sums = torch.empty_like(rows), [torch.zeros_like(weight, dtype=torch.float32) for weight in rest[1:]]
         chunks = (part.split(chunk) for part in (grad_rows, grad, rows, noise))
         with fp32_island():

@@ -34,6 +34,7 @@ class SlotDetails(SlotMetrics):
     def update(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
         masks = outputs["masks"]
         is_real = batch.get("is_real", torch.ones(masks.shape[:2], dtype=torch.bool, device=masks.device))
+        # Count pixels at the resolution of the masks.
         side = round(masks.shape[-1] ** 0.5)
         winners = torch.nn.functional.one_hot(label_pixels(masks, (side, side)).flatten(2), masks.shape[2])
         self._shares.append((winners.sum(2) * is_real.unsqueeze(-1)).sum((0, 1)))

@@ -64,6 +64,7 @@ def write_gif(path: Path, frames: Array, slots: Array) -> None:
     """Write frames and their slots side by side as a gif. Large frames are shrunk: computing a palette takes long."""
     height, width = frames.shape[1:3]
     scale = min(1.0, GIF_SIDE / max(height, width))
+    # Nearest-neighbour indices: labels cannot be interpolated.
     down, across = (
         np.arange(max(1, round(side * scale))) * side // max(1, round(side * scale)) for side in (height, width)
     )

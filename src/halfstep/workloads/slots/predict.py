@@ -65,6 +65,7 @@ class SlotPredictor:
         """Yield one answer per source: a folder of frames, a file, or a tar of several videos."""
         assert request.out is not None
         inputs = [item for item in inputs if not is_mask(item.path)] or inputs
+        # Consecutive frames of one folder form a video.
         videos = [list(items) for _, items in groupby(inputs, key=_find_source)]
         bar.total = len(videos)
         for items in videos:
@@ -75,6 +76,7 @@ class SlotPredictor:
                 yield describe_failure(replace(items[0], path=_find_source(items[0])), error)
 
     def _write_video(self, name: Path, frames: Array, trained: TrainedModel, out: Path) -> tuple[Path, list[float]]:
+        """Predict the slots of a video and write gif, sheet and array; return their path and the share of each slot."""
         box = compute_crop_box((frames.shape[1], frames.shape[2]), choose_steady_crop(self.config.data.crop), ())
         frames = np.array(frames[(slice(None), *box)])
         slots = self._predict_slots(torch.from_numpy(frames).movedim(-1, 1), trained)
@@ -92,10 +94,11 @@ class SlotPredictor:
         return path, [float(share) for share in counts / counts.sum()]
 
     def _predict_slots(self, video: Tensor, trained: TrainedModel) -> Array:
+        """Return the slot (T, H, W) of each pixel."""
         batch = {"video": video.unsqueeze(0).to(trained.device)}
         with torch.no_grad():
             prepared = self._prepare(batch, key=(0,), training=False)
-        with trained.inside():
+        with trained.inference():
             outputs = self._forward(trained.model, prepared)
         labels = label_pixels(outputs["masks"], (video.shape[-2], video.shape[-1]))
         return labels[0].cpu().numpy()

@@ -107,6 +107,7 @@ class SlotMetrics(Sums):
         frames = frames * real[..., None, None]
         clips = frames.sum(1)
         scores, counts = [], []
+        # First the tables of clips (B, labels, slots), then those of frames (B, T, labels, slots).
         for table, counted in ((clips, real.any(1)), (frames, real)):
             foreground = table[..., 1:, :]
             has_foreground = counted & (foreground.sum((-1, -2)) > 0)
@@ -118,6 +119,7 @@ class SlotMetrics(Sums):
             ):
                 scores.append(torch.where(valid, value, 0.0).sum())
                 counts.append(valid.sum().double())
+            # The column `empty` has only a count.
             counts.append((counted & ~has_foreground).sum().double())
             scores.append(torch.zeros_like(scores[0]))
         self.add(sums=torch.stack([torch.stack(scores), torch.stack(counts)]))

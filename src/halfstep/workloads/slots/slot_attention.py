@@ -91,6 +91,7 @@ class SlotAttention(nn.Module):
         return slots, shares
 
     def _iterate(self, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return slots and shares after one iteration."""
         state = to_fp32(self.norm_slots(slots))
         queries = self.to_q(state)
         with fp32_island():

@@ -82,6 +82,7 @@ class SlotDecoder(Recomputing):
         return error, masks
 
     def _can_stream(self) -> bool:
+        """True if all layers are as built, so that the streamed computation gives the same result."""
         layers = list(self.mlp.layers)
         return len(layers) > 1 and are_plain((self.mlp, self.mlp.layers, *layers), KNOWN)
 
@@ -91,6 +92,7 @@ class SlotDecoder(Recomputing):
         return self.chunk or choose_even_chunk(len(slots), max(1, HIDDEN_BYTES[self.recompute] // per_frame))
 
     def _decode(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Return reconstruction and masks of a chunk of frames."""
         out = self.mlp(slots.unsqueeze(2) + self.pos_emb)
         with fp32_island():
             recons, alpha = to_fp32(out).split((self.feature_dim, 1), dim=-1)
@@ -108,6 +110,8 @@ class SlotDecoder(Recomputing):
         return torch.stack(errors).sum(), torch.cat(masks)
 
     def _compute_chunk_error(self, slots: Tensor, target: Tensor, *, is_all: bool) -> tuple[Tensor, Tensor]:
+        """Return error and masks of one chunk, with recomputation unless it is the only one."""
+
         def compute(slots: Tensor, target: Tensor) -> Tensor:
             recon, masks = self._decode(slots)
             with fp32_island():

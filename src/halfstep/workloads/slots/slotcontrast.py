@@ -106,6 +106,7 @@ class SlotContrast(nn.Module):
         batch, frames = features.shape[:2]
         sequence = self.processor(to_fp32(self.initializer(batch, draw)), self.encoder(features))
         slots, target = sequence.slots.flatten(0, 1), features.flatten(0, 1)
+        # The streamed form gives only the sum over all frames; with padding, the error of each frame is needed.
         if is_real is None:
             error, masks = self.decoder.compute_squared_error(slots, target)
             error = error / target.numel()

@@ -73,6 +73,7 @@ class GridPositions(nn.Module):
     def __init__(self, dim: int, side: int) -> None:
         super().__init__()
         self.projection = make_convolution(4, dim, 1)
+        # Positions are pixel centres in 0..1.
         edges = torch.linspace(0.0, 1.0, side + 1)
         y, x = torch.meshgrid(*[(edges[:-1] + edges[1:]) / 2] * 2, indexing="ij")
         self.register_buffer("pe", torch.stack([x, y, 1 - x, 1 - y]).unsqueeze(0))
@@ -112,6 +113,7 @@ class SteveEncoder(nn.Module):
     def forward(self, video: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
         """Return slots (B, T, slots, slot_dim) and attention as masks (B, T, slots, rows, columns)."""
         maps = self.pos(self.cnn(video.flatten(0, 1)))
+        # (B · T, positions, channels)
         rows = maps.permute(0, 2, 3, 1).flatten(1, 2)
         features = self.mlp(self.layer_norm(rows)).unflatten(0, video.shape[:2])
         slots, shares = self.savi(features, draw)
@@ -220,6 +222,7 @@ class SlotAttentionVideo(nn.Module):
         """Return slots (B, T, slots, slot_dim) in fp32, and the attention (B, T, positions, slots)."""
         slots = self.slot_mu + torch.exp(self.slot_log_sigma) * draw
         normed = self.norm_inputs(features)
+        # Keys and values of all frames in one product each.
         keys, values = self.project_k(normed) * self.slot_dim**-0.5, self.project_v(normed)
         all_slots, all_shares = [], []
         for keys_now, values_now in zip(keys.unbind(1), values.unbind(1), strict=True):

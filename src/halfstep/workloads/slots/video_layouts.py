@@ -184,6 +184,7 @@ def find_videos(
 ) -> FoundVideos:
     """Find the videos of a folder and split them into training and validation."""
     root = require_folder(root)
+    # Explicit patterns come first, then tars, split folders, and one set of videos.
     if train_shards:
         train = ShardVideos(root, train_shards, bad_files=bad_files)
         val = ShardVideos(root, val_shards, bad_files=bad_files) if val_shards else None
@@ -219,6 +220,7 @@ def open_videos(root: Path, *, bad_files: BadFiles) -> Videos:
 def _find_in_tars(
     root: Path, tars: list[str], val_videos: Sequence[str], val_fraction: float, bad_files: BadFiles
 ) -> FoundVideos:
+    """Split tars by `train` and `val` in their names, or split their videos."""
     train = [name for name in tars if "train" in Path(name).name.lower()]
     rest = [name for name in tars if name not in train]
     val = [name for name in rest if any(word in Path(name).name.lower() for word in VALIDATION_NAMES)]
@@ -239,6 +241,7 @@ def _use_all(videos: Videos) -> VideoSplit:
 def _split_videos(
     videos: Videos, val_videos: Sequence[str], val_fraction: float, layout: str, bad_files: BadFiles
 ) -> FoundVideos:
+    """Split a set by name patterns, or use its last videos for validation."""
     names = [video.name for video in videos.videos]
     if val_videos:
         held = [index for index, name in enumerate(names) if any(fnmatchcase(name, pattern) for pattern in val_videos)]
@@ -371,6 +374,7 @@ def find_frames(path: Path) -> FrameFolder | None:
 
 
 def _find_steve_frames(path: Path, frames: dict[str, Path], pictures: list[Path]) -> FrameFolder:
+    """Match frames and masks of one video by their numbers."""
     objects: dict[str, dict[int, Path]] = {}
     for file in pictures:
         if found := STEVE_MASK.search(file.stem):
@@ -396,6 +400,7 @@ def _merge_objects(objects: dict[int, Path], size: tuple[int, int]) -> Array:
 
 
 def _read_labels(path: Path, size: tuple[int, int]) -> Array:
+    """Read a label image (H, W) as int64; colours become numbers."""
     with open_image(path) as image:
         values = np.asarray(image)
     if values.ndim == 3:  # one label per colour; black is 0

@@ -126,6 +126,7 @@ class ShardVideos:
         stored = self._arrays[index][1]
         assert stored is not None, "masks were requested of a video without any"
         rows = stored.read_rows(first, count)
+        # Either one mask per object (YTVIS) or one label per pixel.
         if rows.ndim == 4 and rows.shape[3] > 1:
             return merge_planes(rows, self._videos[index].name)
         return renumber_labels(rows.reshape(rows.shape[:3]), self._videos[index].name)
@@ -135,6 +136,7 @@ class ShardVideos:
 
 
 def _check_masks(masks: StoredArray, frames: tuple[int, ...], where: str) -> None:
+    """Raise DataError if the masks of a video do not fit its frames."""
     if len(masks.shape) not in (3, 4) or masks.shape[:3] != frames[:3] or masks.dtype.kind not in "uib":
         raise DataError(
             f"{where}: masks are {masks.dtype} {masks.shape}, its frames {frames}",
@@ -193,6 +195,7 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def _expand_choices(inner: str, pattern: str) -> list[str]:
+    """Return the alternatives of one pair of braces."""
     if "," in inner:
         return inner.split(",")
     found = RANGE.fullmatch(inner)
@@ -268,6 +271,7 @@ def index_shard(path: Path, *, bad_files: BadFiles) -> list[ShardSample]:
 
 
 def _iterate_members(path: Path) -> Iterator[tuple[str, ByteRange]]:
+    """Yield the name and byte range of each file in a tar; raise ReadError if the tar is incomplete."""
     with tarfile.open(path, "r:") as shard:
         for member in shard:
             if member.isreg():
@@ -326,6 +330,7 @@ def read_array_header(location: ByteRange, name: str) -> StoredArray:
     try:
         with location.path.open("rb") as file:
             file.seek(location.offset)
+            # np.load would read the whole array; only its header is needed.
             version = np.lib.format.read_magic(file)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, is_fortran, dtype = read(file)

@@ -243,6 +243,7 @@ class WordDecoder(nn.Module):
 
     def forward(self, words: Tensor, slots: Tensor) -> Tensor:
         """Return vectors (N, positions, dim), each from earlier words and the slots; `head` turns them into logits."""
+        # Inputs are shifted by one position: the start vector, then all words but the last.
         before = torch.cat([self.bos.expand(len(words), -1, -1), self.dict(words[:, :-1])], dim=1)
         return self.tf(self.pos(before), slots)
 

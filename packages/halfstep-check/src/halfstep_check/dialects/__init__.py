@@ -30,15 +30,15 @@ DIALECTS: tuple[tuple[Callable[[Node], bool], Callable[[Node], Source]], ...] = 
 """In this order: the first that recognises a file reads it. Lightning comes last: it needs the pinned version."""
 
 
-def source_of(root: Node, *, lightning_version: str = "") -> Source | None:
-    """What this config says, or None when it speaks no dialect we know."""
+def read_source(root: Node, *, lightning_version: str = "") -> Source | None:
+    """Read a config in the first dialect that recognises it; None if none does."""
     if not isinstance(root.value, dict):
         return None
     if lightning.is_trainer_group(root):
         return lightning.read(root, version=lightning_version, section="")
     if root.has("trainer.precision") and not root.has("workload"):
         return lightning.read(root, version=lightning_version)
-    if (section := lightning.nested_section(root)) is not None:
+    if (section := lightning.find_nested_section(root)) is not None:
         return lightning.read(root, version=lightning_version, section=section)
     for recognises, read in DIALECTS:
         if recognises(root):

@@ -26,7 +26,8 @@ def recognises(root: Node) -> bool:
 
 
 def is_minimal(root: Node) -> bool:
-    """A file of `mixed_precision` with a launcher's keys and nothing else: many trainers have a key of that name."""
+    """Match a file of `mixed_precision` with a launcher's keys and nothing else: many trainers have a key of that
+    name."""
     return root.has("mixed_precision") and isinstance(root.value, dict) and root.value.keys() <= LAUNCHER_KEYS
 
 
@@ -62,26 +63,25 @@ def read_precision(draft: Draft) -> None:
     draft.say_autocast(precision, key, words if key == "mixed_precision" else None)
     cast = draft.facts["strategy"] == "deepspeed" and precision in ("bf16", "fp16")
     draft.say("weights", f"{precision} + fp32 master" if cast else "fp32", key)
-    if cast and precision == "bf16" and not deepspeed_file(draft.root):
+    if cast and precision == "bf16" and not find_deepspeed_file(draft.root):
         message = "with DEEPSPEED bf16 casts the weights (and keeps an fp32 master): it is not autocast"
         draft.find("deepspeed-bf16-weights", message, key, fix="for fp32 weights use another distributed_type")
     if draft.facts["strategy"] == "fsdp" and precision in ("bf16", "fp16"):
-        draft.say("reduce", precision, key)
         # FullyShardedDataParallelPlugin.set_mixed_precision: param, reduce and buffer dtype are all this one.
         message = f"FSDP with mixed_precision {precision} also reduces gradients in {precision}"
         fix = "give FullyShardedDataParallelPlugin a mixed_precision_policy with reduce_dtype float32"
-        draft.find("low-precision-reduce", message, key, fix=fix)
+        draft.say_reduced(precision, key, message, fix=fix)
 
 
-def deepspeed_file(root: Node) -> str:
-    """The DeepSpeed JSON that this file names; `none` is accelerate's own word for none."""
+def find_deepspeed_file(root: Node) -> str:
+    """Return the DeepSpeed JSON that this file names; `none` is accelerate's own word for none."""
     name = root.scalar_at("deepspeed_config.deepspeed_config_file")
     return "" if name in (None, "none") else str(name)
 
 
 def read_deepspeed(draft: Draft) -> None:
     prefix = "deepspeed_config."
-    file = deepspeed_file(draft.root)
+    file = find_deepspeed_file(draft.root)
     if not file:
         draft.number("accumulate", prefix + "gradient_accumulation_steps")
         draft.number("clip", prefix + "gradient_clipping")
@@ -104,12 +104,10 @@ def find_keys_without_effect(draft: Draft, strategy: str) -> None:
     if is_on(root.scalar_at("downcast_bf16")) and strategy != "TPU" and strategy != "XLA":
         message = f"downcast_bf16 acts on TPUs alone; distributed_type is {strategy}"
         draft.find("ignored-key", message, "downcast_bf16", fix="set it to 'no'")
-    if root.has("deepspeed_config") and strategy != "DEEPSPEED" and is_filled(root.get("deepspeed_config")):
-        message = f"deepspeed_config has no effect: distributed_type is {strategy}"
-        draft.find("ignored-key", message, "deepspeed_config", fix="set distributed_type: DEEPSPEED, or delete it")
-    if is_filled(root.get("fsdp_config")) and strategy != "FSDP":
-        message = f"fsdp_config has no effect: distributed_type is {strategy}"
-        draft.find("ignored-key", message, "fsdp_config", fix="set distributed_type: FSDP, or delete the block")
+    for block, owner in (("deepspeed_config", "DEEPSPEED"), ("fsdp_config", "FSDP")):
+        if is_filled(root.get(block)) and strategy != owner:
+            message = f"{block} has no effect: distributed_type is {strategy}"
+            draft.find("ignored-key", message, block, fix=f"set distributed_type: {owner}, or delete the block")
     if is_filled(root.get("fp8_config")) and root.scalar_at("mixed_precision") != "fp8":
         message = f"fp8_config has no effect: mixed_precision is {root.scalar_at('mixed_precision')}"
         draft.find("ignored-key", message, "fp8_config", fix="set mixed_precision: fp8, or delete the block")

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 from halfstep_check.declarations import Draft, Source, is_on
 from halfstep_check.dialects import lightning, torchtitan, transformers
-from halfstep_check.document import Node, plain_scalar
-from halfstep_check.links import names_in_command
-from halfstep_check.spellings import ACCELERATE_WORDS, dtype_of
+from halfstep_check.document import Node, read_scalar
+from halfstep_check.links import list_names_in_command
+from halfstep_check.spellings import ACCELERATE_WORDS, parse_dtype
 
 COMMAND = re.compile(r"\b(python3?|torchrun|accelerate|deepspeed|composer)\b")
 FORMAT_FLAGS = ("precision", "dtype", "model_dtype", "amp_dtype")
@@ -28,31 +28,31 @@ COMMAND_LINE = "command_line"
 HF_FLAGS = ("output_dir", "per_device_train_batch_size", "half_precision_backend", "tf32", "max_grad_norm", "optim")
 
 
-def sources_of(text: str, path: str, *, lightning_version: str = "") -> list[Source]:
-    """What each training command in this text says."""
+def read_commands(text: str, path: str, *, lightning_version: str = "") -> list[Source]:
+    """Return what each training command in this text says."""
     return [
         dataclasses.replace(source, facts={**source.facts, COMMAND_LINE: str(line)})
-        for line, words in commands(text)
-        for part in parts(words)
-        if (source := source_of(part, path, line, lightning_version)) is not None
+        for line, words in split_commands(text)
+        for part in split_launcher(words)
+        if (source := read_command(part, path, line, lightning_version)) is not None
     ]
 
 
-def files_named(text: str) -> dict[int, list[str]]:
-    """Scripts and configs that each command names, by its line."""
-    return {line: names_in_command(words) for line, words in commands(text)}
+def list_named_files(text: str) -> dict[int, list[str]]:
+    """Return the scripts and configs that each command names, by its line."""
+    return {line: list_names_in_command(words) for line, words in split_commands(text)}
 
 
-def parts(words: list[str]) -> list[list[str]]:
-    """`accelerate launch` has flags of its own before the script, and the script's after it; others are one part."""
+def split_launcher(words: list[str]) -> list[list[str]]:
+    """Split `accelerate launch` into the launcher's flags and, after the script, the script's; others are one part."""
     if "accelerate" not in words or "launch" not in words:
         return [words]
     script = next((i for i, word in enumerate(words) if word.endswith(".py") or word in ("-m", "--module")), len(words))
     return [words[:script], words[script:]]
 
 
-def commands(text: str) -> Iterator[tuple[int, list[str]]]:
-    """(line, words) of every command that starts a Python program; continued lines are joined."""
+def split_commands(text: str) -> Iterator[tuple[int, list[str]]]:
+    """Return (line, words) of every command that starts a Python program; continued lines are joined."""
     line = 1
     # A backslash at the very end continues nothing.
     whole = text.rstrip().rstrip("\\")
@@ -67,13 +67,13 @@ def commands(text: str) -> Iterator[tuple[int, list[str]]]:
         line += 1 + logical.count("\x00")
 
 
-def source_of(words: list[str], path: str, line: int, lightning_version: str) -> Source | None:
-    root = tree(words, path, line)
+def read_command(words: list[str], path: str, line: int, lightning_version: str) -> Source | None:
+    root = parse_flags(words, path, line)
     if "accelerate" in words and "launch" in words:
         return read_accelerate_launch(root)
     if root.has("training.mixed_precision_param"):
         return dataclasses.replace(torchtitan.read(root), dialect="torchtitan flags")
-    by_word = accelerate_precision(root) or flag_format(root)
+    by_word = read_accelerate_precision(root) or find_format_flag(root)
     if by_word and not root.has("bf16") and not root.has("fp16") and not root.has("precision_type"):
         return read_bare_flag(root)
     if any(root.has(flag) for flag in HF_FLAGS) and not root.has("use_fp16") and not root.has("use_bf16"):
@@ -85,8 +85,8 @@ def source_of(words: list[str], path: str, line: int, lightning_version: str) ->
     return read_bare_flag(root) if any(map(root.has, BARE)) else None
 
 
-def tree(words: list[str], path: str, line: int) -> Node:
-    """`--a.b 1 --flag key.sub=2` as nested nodes; flags are spelled with underscores."""
+def parse_flags(words: list[str], path: str, line: int) -> Node:
+    """Parse `--a.b 1 --flag key.sub=2` into nested nodes; flags are spelled with underscores."""
     nested: dict[str, Node] = {}
     position = 0
     while position < len(words):
@@ -98,14 +98,14 @@ def tree(words: list[str], path: str, line: int) -> Node:
             if not equals and not is_bare and position < len(words) and not words[position].startswith("-"):
                 # `--fp16 train.py`: the value of a switch is a word of its own only when it is one.
                 value, position = words[position], position + 1
-            put(nested, key.replace("-", "_"), value or "true", path, line)
+            put_nested(nested, key.replace("-", "_"), value or "true", path, line)
         elif re.fullmatch(r"[\w.]+=\S*", word):
             key, _, value = word.partition("=")
-            put(nested, key, value, path, line)
+            put_nested(nested, key, value, path, line)
     return Node(value=nested, path=path, start=(line, 0), end=(line, 0))
 
 
-def put(nested: dict[str, Node], dotted: str, text: str, path: str, line: int) -> None:
+def put_nested(nested: dict[str, Node], dotted: str, text: str, path: str, line: int) -> None:
     *parents, last = dotted.split(".")
     for parent in parents[:8]:
         child = nested.get(parent)
@@ -113,22 +113,22 @@ def put(nested: dict[str, Node], dotted: str, text: str, path: str, line: int) -
             child = nested[parent] = Node(value={}, path=path, start=(line, 0), end=(line, 0))
         assert isinstance(child.value, dict)
         nested = child.value
-    nested[last] = Node(value=plain_scalar(text), path=path, start=(line, 0), end=(line, 0))
+    nested[last] = Node(value=read_scalar(text), path=path, start=(line, 0), end=(line, 0))
 
 
 def is_switch(node: Node | None) -> bool:
-    """A flag that was given bare, or followed by something that is not a precision and no `no`."""
+    """Match a flag that was given bare, or followed by something that is not a precision and no `no`."""
     word = None if node is None else node.scalar
-    return word not in (None, False) and str(word).lower() not in ACCELERATE_WORDS and dtype_of(word) is None
+    return word not in (None, False) and str(word).lower() not in ACCELERATE_WORDS and parse_dtype(word) is None
 
 
-def flag_format(root: Node) -> str:
-    """The flag that names a format for training: `--dtype bf16`."""
-    return next((key for key in FORMAT_FLAGS if dtype_of(root.scalar_at(key)) in ("fp16", "bf16")), "")
+def find_format_flag(root: Node) -> str:
+    """Return the flag that names a format for training: `--dtype bf16`."""
+    return next((key for key in FORMAT_FLAGS if parse_dtype(root.scalar_at(key)) in ("fp16", "bf16")), "")
 
 
-def accelerate_precision(root: Node) -> str | None:
-    """What `--mixed_precision WORD` asks for; an unquoted `no` was read as a bool."""
+def read_accelerate_precision(root: Node) -> str | None:
+    """Return what `--mixed_precision WORD` asks for; an unquoted `no` was read as a bool."""
     word = root.scalar_at("mixed_precision")
     return ACCELERATE_WORDS.get("no" if word is False else str(word).lower())
 
@@ -139,19 +139,16 @@ def read_accelerate_launch(root: Node) -> Source:
     draft.refer("config_file", (".yaml", ".yml", ".json"))
     draft.refer("deepspeed_config_file", (".json",))
     word = root.scalar_at("mixed_precision")
-    precision = accelerate_precision(root)
-    if precision is not None:
-        draft.say_autocast(precision, "mixed_precision")
-    elif word is not None:
-        message = f"accelerate launch --mixed_precision {word}: no such choice"
-        draft.find("unknown-value", message, "mixed_precision", fix=f"one of {', '.join(ACCELERATE_WORDS)}")
+    draft.read_word(
+        "mixed_precision", ACCELERATE_WORDS, "accelerate launch", "no" if word is False else str(word).lower()
+    )
     draft.number("devices", "num_processes")
     return draft.source()
 
 
 def read_precision_type(root: Node) -> Source:
     draft = Draft(root, "mixed_precision/precision_type flags")
-    dtype = dtype_of(root.scalar_at("precision_type") or "bf16")
+    dtype = parse_dtype(root.scalar_at("precision_type") or "bf16")
     if is_switch(root.get("mixed_precision")):
         draft.say("precision", dtype or "bf16", "mixed_precision")
         draft.say("weights", "fp32", "mixed_precision")
@@ -172,10 +169,10 @@ def read_bare_flag(root: Node) -> Source:
         draft.find("two-precisions", "--fp16 and --bf16 in one command", "bf16", fix="keep one of them")
     elif on:
         draft.say("precision", on[0][-4:], on[0])
-    elif precision := accelerate_precision(root):
+    elif precision := read_accelerate_precision(root):
         draft.say("precision", precision, "mixed_precision")
-    elif key := flag_format(root):
-        draft.say("precision", dtype_of(root.scalar_at(key)) or "", key)
+    elif key := find_format_flag(root):
+        draft.say("precision", parse_dtype(root.scalar_at(key)) or "", key)
     elif given:
         draft.say("precision", "fp32", given[0])
     draft.number("batch", "batch_size")

@@ -27,21 +27,13 @@ def read(root: Node) -> Source:
 
 
 def read_precision(draft: Draft, fsdp: Node | None) -> None:
-    word = str(draft.root.scalar_at("precision"))
-    precision = COMPOSER_WORDS.get(word)
-    if precision is None:
-        message = f"Composer does not know precision {word!r}"
-        draft.find("unknown-value", message, "precision", fix=f"one of {', '.join(COMPOSER_WORDS)}")
+    precision = draft.read_word("precision", COMPOSER_WORDS, "Composer")
+    if fsdp is None or precision not in ("bf16", "fp16"):
         return
-    rewrites = {p: draft.edit("precision", name) for name, p in COMPOSER_WORDS.items()}
-    draft.say_autocast(precision, "precision", rewrites)
-    policy = str(fsdp.scalar_at("mixed_precision") if fsdp is not None else "").upper()
-    if fsdp is not None and policy == "PURE" and precision in ("bf16", "fp16"):
-        block = "fsdp_config" if draft.root.has("fsdp_config") else "parallelism_config.fsdp"
-        key = f"{block}.mixed_precision"
-        draft.say("reduce", precision, key)
-        message = f"mixed_precision PURE also reduces gradients in {precision}"
-        fix = "DEFAULT reduces in fp32"
-        draft.find("low-precision-reduce", message, key, fix=fix, edits=draft.edit(key, "DEFAULT"))
-    elif fsdp is not None and precision in ("bf16", "fp16"):
+    if str(fsdp.scalar_at("mixed_precision")).upper() != "PURE":
         draft.say("reduce", "fp32", "precision")
+        return
+    block = "fsdp_config" if draft.root.has("fsdp_config") else "parallelism_config.fsdp"
+    key = f"{block}.mixed_precision"
+    message = f"mixed_precision PURE also reduces gradients in {precision}"
+    draft.say_reduced(precision, key, message, fix="DEFAULT reduces in fp32", edits=draft.edit(key, "DEFAULT"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from halfstep_check.declarations import AUTO, Draft, Source, is_on
 from halfstep_check.document import Node
 from halfstep_check.findings import Edit
-from halfstep_check.spellings import dtype_of
+from halfstep_check.spellings import parse_dtype
 
 MARKS = ("train_micro_batch_size_per_gpu", "zero_optimization", "zero_allow_untested_optimizer", "steps_per_print")
 SCALER_KEYS = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
@@ -42,7 +42,7 @@ def read_precision(draft: Draft) -> None:
     elif on:
         say_cast_weights(draft, on[0], switches)
     elif autocast:
-        dtype = dtype_of(root.scalar_at("torch_autocast.dtype") or "bfloat16")
+        dtype = parse_dtype(root.scalar_at("torch_autocast.dtype") or "bfloat16")
         draft.say("precision", dtype or "bf16", "torch_autocast.enabled")
         draft.say("weights", "fp32", "torch_autocast.enabled")
         if dtype == "fp16":  # its ZeRO optimizers and the plain engine then keep a torch GradScaler
@@ -52,7 +52,7 @@ def read_precision(draft: Draft) -> None:
         draft.say("precision", AUTO, key)
     elif any(root.has(key) for key in switches.values()):
         key = next(key for key in switches.values() if root.has(key))
-        draft.say("precision", "fp32", key, rewrites(draft, switches))
+        draft.say("precision", "fp32", key, list_rewrites(draft, switches))
     if on and autocast:
         message = f"torch_autocast and {on[0]} are both on: {on[0]} already casts the weights"
         draft.find("two-precisions", message, "torch_autocast.enabled", fix=f"disable {on[0]} to keep fp32 weights")
@@ -61,8 +61,8 @@ def read_precision(draft: Draft) -> None:
         draft.find("unknown-value", message, "amp.enabled", fix="use bf16, or torch_autocast for fp32 weights")
 
 
-def rewrites(draft: Draft, switches: dict[str, str]) -> dict[str, tuple[Edit, ...]]:
-    """Only switches that stand in the file can be turned; a precision without its block cannot be said."""
+def list_rewrites(draft: Draft, switches: dict[str, str]) -> dict[str, tuple[Edit, ...]]:
+    """Return the edits that select each precision; only switches that the file contains can be changed."""
     found = {}
     for precision in ("fp16", "bf16", "fp32"):
         if precision == "fp32" or draft.root.has(switches[precision]):
@@ -73,7 +73,7 @@ def rewrites(draft: Draft, switches: dict[str, str]) -> dict[str, tuple[Edit, ..
 
 def say_cast_weights(draft: Draft, precision: str, switches: dict[str, str]) -> None:
     key = switches[precision]
-    draft.say("precision", precision, key, rewrites(draft, switches))
+    draft.say("precision", precision, key, list_rewrites(draft, switches))
     draft.say("weights", f"{precision} + fp32 master", key)
     block = key.removesuffix(".enabled")
     if precision == "fp16":

@@ -12,27 +12,21 @@ NAME = "environment"
 
 
 def read(environment: Mapping[str, str]) -> Source:
-    """What the variables of this environment say."""
-    nodes = {key: variable(text) for key, text in environment.items()}
+    """Return what the variables of this environment say."""
+    nodes = {key: make_node(text) for key, text in environment.items()}
     draft = Draft(Node(value=nodes, path=NAME, start=(0, 0), end=(0, 0)), "environment")
     read_accelerate(draft)
     read_tf32(draft)
     return draft.source()
 
 
-def variable(text: str) -> Node:
+def make_node(text: str) -> Node:
     return Node(value=text, path=NAME, start=(0, 0), end=(0, 0))
 
 
 def read_accelerate(draft: Draft) -> None:
     key = "ACCELERATE_MIXED_PRECISION"
-    word = draft.root.scalar_at(key)
-    if word is not None:
-        precision = ACCELERATE_WORDS.get(str(word).lower())
-        if precision is None:
-            draft.find("unknown-value", f"{key}={word}", key, fix=f"one of {', '.join(ACCELERATE_WORDS)}")
-        else:
-            draft.say_autocast(precision, key)
+    draft.read_word(key, ACCELERATE_WORDS, "accelerate", str(draft.root.scalar_at(key)).lower())
     draft.number("accumulate", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
 
 

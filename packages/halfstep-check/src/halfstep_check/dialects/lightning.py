@@ -16,19 +16,19 @@ def recognises(root: Node) -> bool:
 
 
 def is_trainer_group(root: Node) -> bool:
-    """A Hydra group, `configs/trainer/gpu.yaml`: the Trainer's arguments stand at the top."""
+    """Match a Hydra group such as `configs/trainer/gpu.yaml`, with the Trainer's arguments at the top level."""
     target = str(root.scalar_at("_target_") or "")
     return "lightning" in target and target.endswith("Trainer")
 
 
 def speaks_at_the_top(root: Node) -> bool:
-    """`precision: bf16-mixed` without a target: a word that only Lightning has."""
+    """Match `precision: bf16-mixed` without a target: a word that only Lightning has."""
     word = str(root.scalar_at("precision"))
     return word in LIGHTNING_2_WORDS and "-" in word
 
 
-def nested_section(root: Node) -> str | None:
-    """`training.lightning.` and the like: a block with a precision word and two other arguments of a Trainer."""
+def find_nested_section(root: Node) -> str | None:
+    """Return `training.lightning.` or similar: a block with a precision word and two other arguments of a Trainer."""
     for key, node in root.walk():
         section = key.removesuffix("precision")
         is_word = key.endswith(".precision") and str(node.scalar) in LIGHTNING_2_WORDS
@@ -45,7 +45,7 @@ def read(root: Node, *, version: str = "", section: str = "trainer.") -> Source:
 
 def read_trainer(draft: Draft, prefix: str, version: str) -> None:
     """The arguments of a Trainer, below `prefix`, for the version given (`1.x`, `2.x` or unknown)."""
-    strategy = strategy_of(draft.root.get(prefix + "strategy"))
+    strategy = read_strategy(draft.root.get(prefix + "strategy"))
     draft.facts |= {"strategy": strategy, "version": version}
     draft.number("clip", prefix + "gradient_clip_val")
     draft.number("accumulate", prefix + "accumulate_grad_batches")
@@ -63,8 +63,8 @@ def read_trainer(draft: Draft, prefix: str, version: str) -> None:
         say_precision(draft, key, precision, strategy, version)
 
 
-def strategy_of(node: Node | None) -> str:
-    """`fsdp`, `deepspeed` or nothing; the strategy may be a name or a block with a class_path."""
+def read_strategy(node: Node | None) -> str:
+    """Return `fsdp`, `deepspeed` or nothing; the strategy may be a name or a block with a class_path."""
     if node is None:
         return ""
     class_path = node.scalar_at("class_path")
@@ -98,11 +98,10 @@ def say_precision(draft: Draft, key: str, precision: str, strategy: str, version
     if precision == "fp16":
         draft.say("scaling", "dynamic", key)
     if strategy == "fsdp" and precision in ("bf16", "fp16"):
-        draft.say("reduce", precision, key)
         # fabric/plugins/precision/fsdp.py: reduce_dtype follows the precision string.
         message = f"FSDP with {draft.root.scalar_at(key)!r} also reduces gradients in {precision}"
         fix = "give FSDPStrategy a MixedPrecision(reduce_dtype=torch.float32)"
-        draft.find("low-precision-reduce", message, key, fix=fix)
+        draft.say_reduced(precision, key, message, fix=fix)
     if precision in ("fp16-true", "bf16-true"):
         half = precision.removesuffix("-true")
         scaled = " and no loss scaling" if half == "fp16" else ""

@@ -6,7 +6,7 @@ from halfstep_check.declarations import Draft, Source, Topic, is_on
 from halfstep_check.document import Node
 from halfstep_check.shared.errors import ConfigError
 from halfstep_check.shared.precision_names import PRECISIONS, normalise_precision
-from halfstep_check.spellings import dtype_of
+from halfstep_check.spellings import parse_dtype
 
 NAME = "halfstep"
 
@@ -43,13 +43,13 @@ SWITCHES = ("use_amp", "use_mixed_precision", "fp16", "bf16", "use_fp16", "use_b
 
 
 def recognises_flat(root: Node) -> bool:
-    return flat_section(root) is not None
+    return find_flat_section(root) is not None
 
 
-def flat_section(root: Node) -> str | None:
-    """Where `use_amp` or `mixed_precision` stands: at the top, in a usual section, or in the only one."""
+def find_flat_section(root: Node) -> str | None:
+    """Return the section with `use_amp` or `mixed_precision`: the top level, a usual section, or the only one."""
     known = next((s for s in SECTIONS if root.has(s + "use_amp") or root.has(s + "mixed_precision")), None)
-    known = known if known is not None else next((s for s in SECTIONS[1:] if format_key(root, s)), None)
+    known = known if known is not None else next((s for s in SECTIONS[1:] if find_format_key(root, s)), None)
     if known is not None:
         return known
     found = {key.rpartition(".")[0] + "." for key, node in root.walk() if "." in key and is_switch(key, node)}
@@ -58,28 +58,28 @@ def flat_section(root: Node) -> str | None:
 
 def is_switch(key: str, node: Node) -> bool:
     name = key.rpartition(".")[2]
-    named = name == "precision" and isinstance(node.value, str) and dtype_of(node.value) is not None
+    named = name == "precision" and isinstance(node.value, str) and parse_dtype(node.value) is not None
     return named or name in SWITCHES and isinstance(node.value, bool)
 
 
-def format_key(root: Node, section: str) -> str:
-    """`train.precision: bf16` or `training.fp16: true`: the key of a section that names one format."""
+def find_format_key(root: Node, section: str) -> str:
+    """Return the key of a section that names one format: `train.precision: bf16` or `training.fp16: true`."""
     for key in (section + "precision", section + "precision.dtype"):
-        if dtype_of(root.scalar_at(key)) is not None:
+        if parse_dtype(root.scalar_at(key)) is not None:
             return key
     on = [section + name for name in SWITCHES[2:] if root.scalar_at(section + name) is True]
     return on[0] if len(on) == 1 else ""
 
 
 def names_format(root: Node) -> bool:
-    """`precision: bf16` or `precision.dtype: bfloat16` at the top; a metric of that name is a number."""
-    return any(dtype_of(root.scalar_at(key)) is not None for key in ("precision", "precision.dtype"))
+    """Match `precision: bf16` or `precision.dtype: bfloat16` at the top; a metric of that name is a number."""
+    return any(parse_dtype(root.scalar_at(key)) is not None for key in ("precision", "precision.dtype"))
 
 
 def read_flat(root: Node) -> Source:
-    """`use_amp` and its dtype are one declaration, `mixed_precision: bf16` is one by itself."""
+    """Read a flat config: `use_amp` and its dtype are one declaration, `mixed_precision: bf16` is one by itself."""
     draft = Draft(root, "use_amp/amp_dtype")
-    section = flat_section(root) or ""
+    section = find_flat_section(root) or ""
     switched = root.scalar_at(section + "mixed_precision") is True and root.has(section + "mixed_precision_dtype")
     if root.has(section + "use_amp") or switched:
         say_flat(draft, section, "use_amp" if root.has(section + "use_amp") else "mixed_precision")
@@ -89,10 +89,10 @@ def read_flat(root: Node) -> Source:
         say_word(draft, section + "mixed_precision")
     elif root.has(section + "use_mixed_precision"):
         say_word(draft, section + "use_mixed_precision")
-    elif section and (key := format_key(root, section)).endswith("16"):
+    elif section and (key := find_format_key(root, section)).endswith("16"):
         draft.say("precision", key[-4:], key)
     else:
-        say_word(draft, format_key(root, section) or section + "precision")
+        say_word(draft, find_format_key(root, section) or section + "precision")
     for topic, keys in FLAT_NUMBERS.items():
         draft.number(topic, next((section + key for key in keys if root.has(section + key)), section + keys[0]))
     return draft.source()
@@ -106,9 +106,9 @@ FLAT_NUMBERS: dict[Topic, tuple[str, ...]] = {
 
 
 def say_word(draft: Draft, key: str) -> None:
-    """A bare `true` names no format: which one, the script decides."""
+    """State the precision of a word such as `bf16`; a bare `true` names none."""
     word = draft.root.scalar_at(key)
-    precision = "fp32" if word is False or str(word).lower() in ("no", "none") else dtype_of(word)
+    precision = "fp32" if word is False or str(word).lower() in ("no", "none") else parse_dtype(word)
     if precision is None:
         return
     draft.say("precision", precision, key, {name: draft.edit(key, name) for name in ("fp16", "bf16")})
@@ -120,7 +120,7 @@ def say_block(draft: Draft, block: str) -> None:
     if is_on(draft.root.scalar_at(block + "enabled")):
         if draft.root.has(block + "dtype"):
             say_word(draft, block + "dtype")
-        elif key := format_key(draft.root, block):
+        elif key := find_format_key(draft.root, block):
             draft.say("precision", key[-4:], key)
     else:
         draft.say("precision", "fp32", block + "enabled")
@@ -129,10 +129,10 @@ def say_block(draft: Draft, block: str) -> None:
 def say_flat(draft: Draft, section: str, name: str) -> None:
     switch = section + name
     named = (k for k in DTYPE_KEYS if draft.root.has(section + k))
-    named = (k for k in named if k != "mixed_precision" or dtype_of(draft.root.scalar_at(section + k)) is not None)
+    named = (k for k in named if k != "mixed_precision" or parse_dtype(draft.root.scalar_at(section + k)) is not None)
     key = section + next(named, "amp_dtype")
     word = draft.root.scalar_at(key)
-    dtype = dtype_of(word if word is not None else "float16")
+    dtype = parse_dtype(word if word is not None else "float16")
     if dtype not in ("fp16", "bf16"):
         if key.endswith("amp_dtype"):
             message = f"amp_dtype {word!r} is not a format autocast computes in"

@@ -1,6 +1,6 @@
 """What a training script itself passes: `Trainer(…)`, `TrainingArguments(…)`, `Accelerator(…)`, FSDP policies, dicts.
 
-Only literals are believed; an argument that is computed is not a declaration.
+Only literals count; a computed argument is not a declaration.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import ast
 import dataclasses
 import re
 
-from halfstep_check.declarations import Declaration, Draft, Source, as_number
+from halfstep_check.declarations import Declaration, Draft, Source, parse_number
 from halfstep_check.dialects import lightning, own, transformers
 from halfstep_check.document import Node, Scalar
-from halfstep_check.findings import Finding, lines_of
-from halfstep_check.spellings import ACCELERATE_WORDS, dtype_of
+from halfstep_check.findings import Finding, split_lines
+from halfstep_check.spellings import ACCELERATE_WORDS, parse_dtype
 
 RELEVANT = re.compile(
     r"Trainer\(|Fabric\(|TrainingArguments|Config\(|Accelerator\(|MixedPrecision|use_amp|clip_grad_|native_amp"
@@ -28,7 +28,7 @@ class Literals:
     """Turns literal Python expressions into nodes with positions in characters."""
 
     def __init__(self, text: str, path: str) -> None:
-        self.lines = lines_of(text)
+        self.lines = split_lines(text)
         self.path = path
         # A module of policies alone is used by another that may scale.
         self.may_scale = "GradScaler" in text or "scaler" in text or ".backward(" not in text
@@ -50,7 +50,7 @@ class Literals:
     def literal(self, value: ast.expr) -> tuple[Scalar, str] | None:
         if isinstance(value, ast.Constant) and isinstance(value.value, (str, int, float, bool)):
             return value.value, self.quote(value) if isinstance(value.value, str) else ""
-        if isinstance(value, ast.Attribute) and dtype_of(value.attr):
+        if isinstance(value, ast.Attribute) and parse_dtype(value.attr):
             return value.attr, ""
         return None
 
@@ -60,7 +60,7 @@ class Literals:
         return mark if mark in ("'", '"') else '"'
 
     def position(self, line: int, byte_column: int) -> tuple[int, int]:
-        """`ast` counts bytes of UTF-8, edits count characters."""
+        """Convert a position of `ast`, which counts UTF-8 bytes, to characters."""
         text = self.lines[line - 1] if line <= len(self.lines) else ""
         return line, len(text.encode()[:byte_column].decode(errors="ignore"))
 
@@ -78,25 +78,25 @@ class Literals:
         return self.mapping([(name, v, k) for name, v, k in named], value)
 
 
-def sources_of(tree: ast.Module, text: str, path: str, *, lightning_version: str = "") -> list[Source]:
-    """Every framework call and config dict of this script that states a precision."""
+def read_script_sources(tree: ast.Module, text: str, path: str, *, lightning_version: str = "") -> list[Source]:
+    """Return every framework call and config dict of this script that states a precision."""
     if not RELEVANT.search(text):
         return []
     literals = Literals(text, path)
     found: list[Source | None] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            found.append(from_call(node, literals, lightning_version))
-        elif isinstance(node, ast.Dict) and "use_amp" in keys_of(node):
-            found.append(from_dict(literals.dictionary(node)))
-    found += [script_clipping(tree, literals), overwritten_amp(tree, literals), script_engine(tree, literals)]
+            found.append(read_call(node, literals, lightning_version))
+        elif isinstance(node, ast.Dict) and "use_amp" in {getattr(key, "value", None) for key in node.keys}:
+            found.append(read_dict(literals.dictionary(node)))
+    found += [find_clipping(tree, literals), find_overwritten_amp(tree, literals), read_engine(tree, literals)]
     said = (source for source in found if source is not None)
     return [source for source in said if source.declarations or source.findings or IMPORTS in source.facts]
 
 
-def script_engine(tree: ast.Module, literals: Literals) -> Source | None:
-    """Which frameworks a script that starts DeepSpeed imports, and where it opens autocast itself: the engine minds."""
-    names = imported_modules(tree)
+def read_engine(tree: ast.Module, literals: Literals) -> Source | None:
+    """Return the imports of a script that starts DeepSpeed, and the line where it opens autocast itself."""
+    names = list_imported_modules(tree)
     if "deepspeed" not in names:
         return None
     facts = {IMPORTS: " ".join(sorted(names))}
@@ -107,28 +107,28 @@ def script_engine(tree: ast.Module, literals: Literals) -> Source | None:
     return Source(name=literals.path, dialect="script", facts=facts)
 
 
-def imported_modules(tree: ast.Module) -> set[str]:
-    """Top-level names of all modules that are imported anywhere in the script."""
+def list_imported_modules(tree: ast.Module) -> set[str]:
+    """Return the top-level names of all imported modules."""
     nodes = list(ast.walk(tree))
     plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     parts = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level}
     return {name.split(".")[0] for name in plain | parts}
 
 
-def script_clipping(tree: ast.Module, literals: Literals) -> Source | None:
-    """The script's own clip_grad_norm_: what a framework clips as well is clipped twice."""
+def find_clipping(tree: ast.Module, literals: Literals) -> Source | None:
+    """Return the script's own clip_grad_norm_: what a framework clips as well is clipped twice."""
     for call in filter(is_torch_clip, ast.walk(tree)):
         assert isinstance(call, ast.Call)
         literal = literals.literal(call.args[1]) if len(call.args) > 1 else None
-        limit = as_number(literal[0]) if literal is not None else None
+        limit = parse_number(literal[0]) if literal is not None else None
         place = literals.mapping([], call).place
         said = Declaration(topic="clip", value=limit or "set", spelled=f"{ast.unparse(call.func)}(…)", place=place)
         return Source(name=literals.path, dialect="script", declarations=(said,))
     return None
 
 
-def overwritten_amp(tree: ast.Module, literals: Literals) -> Source | None:
-    """`accelerator.native_amp = amp`: guide 4's trainers switch autocast on behind Accelerate's back."""
+def find_overwritten_amp(tree: ast.Module, literals: Literals) -> Source | None:
+    """Find `accelerator.native_amp = amp`, with which guide 4's trainers bypass Accelerate's setting."""
     for node in ast.walk(tree):
         target = node.targets[0] if isinstance(node, ast.Assign) else None
         # timm's `args.native_amp` is a flag; Accelerate's attribute is a switch.
@@ -156,28 +156,24 @@ def is_torch_clip(node: ast.AST) -> bool:
     return node.func.attr in ("clip_grad_norm_", "clip_grad_value_") and ast.unparse(node.func.value).endswith("utils")
 
 
-def from_dict(root: Node) -> Source | None:
-    """Guide 0's config; a dict that merely has such keys (names of options, say) is none."""
+def read_dict(root: Node) -> Source | None:
+    """Read guide 0's config dict; a dict that merely has such keys (names of options) is not one."""
     return own.read_flat(root) if isinstance(root.scalar_at("use_amp"), bool) else None
 
 
-def keys_of(node: ast.Dict) -> set[object]:
-    return {key.value for key in node.keys if isinstance(key, ast.Constant)}
-
-
-def from_call(call: ast.Call, literals: Literals, lightning_version: str) -> Source | None:
+def read_call(call: ast.Call, literals: Literals, lightning_version: str) -> Source | None:
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     names = {keyword.arg for keyword in call.keywords}
     if name == "Trainer" and names & {"precision", "strategy", "gradient_clip_val", "accumulate_grad_batches"}:
-        return lightning_call(literals.keywords(call), lightning_version)
+        return read_lightning_call(literals.keywords(call), lightning_version)
     if name == "Fabric" and "precision" in names:
-        return lightning_call(literals.keywords(call), lightning_version)
+        return read_lightning_call(literals.keywords(call), lightning_version)
     if name in HF_CLASSES:
         return renamed(transformers.read(literals.keywords(call)), "transformers call")
     if name == "Accelerator":
-        return accelerator_call(literals.keywords(call))
+        return read_accelerator_call(literals.keywords(call))
     if name in ("MixedPrecision", "MixedPrecisionPolicy") and "param_dtype" in names:
-        return fsdp_policy(literals.keywords(call), may_scale=literals.may_scale)
+        return read_fsdp_policy(literals.keywords(call), may_scale=literals.may_scale)
     return None
 
 
@@ -185,32 +181,25 @@ def renamed(source: Source, dialect: str) -> Source:
     return dataclasses.replace(source, dialect=dialect)
 
 
-def lightning_call(arguments: Node, version: str) -> Source:
+def read_lightning_call(arguments: Node, version: str) -> Source:
     draft = Draft(arguments, "lightning call")
     lightning.read_trainer(draft, "", version)
     return draft.source()
 
 
-def accelerator_call(arguments: Node) -> Source:
+def read_accelerator_call(arguments: Node) -> Source:
     draft = Draft(arguments, "Accelerator call")
-    word = arguments.scalar_at("mixed_precision")
-    if word is not None:
-        precision = ACCELERATE_WORDS.get(str(word).lower())
-        if precision is None:
-            message = f"accelerate does not know mixed_precision {word!r}"
-            draft.find("unknown-value", message, "mixed_precision", fix=f"one of {', '.join(ACCELERATE_WORDS)}")
-        else:
-            rewrites = {p: draft.edit("mixed_precision", w) for w, p in ACCELERATE_WORDS.items()}
-            draft.say_autocast(precision, "mixed_precision", rewrites)
-            draft.say("weights", "fp32", "mixed_precision")
+    word = str(arguments.scalar_at("mixed_precision")).lower()
+    if draft.read_word("mixed_precision", ACCELERATE_WORDS, "accelerate", word) is not None:
+        draft.say("weights", "fp32", "mixed_precision")
     draft.number("accumulate", "gradient_accumulation_steps")
     return draft.source()
 
 
-def fsdp_policy(arguments: Node, *, may_scale: bool) -> Source:
+def read_fsdp_policy(arguments: Node, *, may_scale: bool) -> Source:
     draft = Draft(arguments, "FSDP policy")
     draft.facts["strategy"] = "fsdp"
-    compute = dtype_of(arguments.scalar_at("param_dtype"))
+    compute = parse_dtype(arguments.scalar_at("param_dtype"))
     if compute is None:
         return draft.source()
     draft.say("precision", compute, "param_dtype")
@@ -218,7 +207,7 @@ def fsdp_policy(arguments: Node, *, may_scale: bool) -> Source:
         message = "FSDP computes in fp16, and this script has no GradScaler"
         fix = "use ShardedGradScaler, or param_dtype=torch.bfloat16"
         draft.find("fp16-without-scaling", message, "param_dtype", fix=fix)
-    reduce = dtype_of(arguments.scalar_at("reduce_dtype")) or compute
+    reduce = parse_dtype(arguments.scalar_at("reduce_dtype")) or compute
     key = "reduce_dtype" if arguments.has("reduce_dtype") else "param_dtype"
     draft.say("reduce", reduce, key)
     if reduce in ("bf16", "fp16"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from halfstep_check.declarations import Draft, Source
 from halfstep_check.document import Node
-from halfstep_check.spellings import TITAN_WORDS, dtype_of
+from halfstep_check.spellings import TITAN_WORDS, parse_dtype
 
 
 def recognises(root: Node) -> bool:
@@ -15,14 +15,10 @@ def recognises(root: Node) -> bool:
 def read(root: Node) -> Source:
     draft = Draft(root, "torchtitan")
     key = "training.mixed_precision_param"
-    word = str(root.scalar_at(key) or "bfloat16")
-    if word not in TITAN_WORDS:
-        message = f"torchtitan has no mixed_precision_param {word!r}: it trains without loss scaling"
-        draft.find("unknown-value", message, key, fix=f"one of {', '.join(TITAN_WORDS)}")
-    else:
-        rewrites = {precision: draft.edit(key, name) for name, precision in TITAN_WORDS.items()}
-        draft.say("precision", TITAN_WORDS[word], key, {p: e for p, e in rewrites.items() if e})
-        draft.say("weights", dtype_of(root.scalar_at("training.dtype") or "float32") or "fp32", key)
+    if not root.has(key):
+        draft.say("precision", "bf16", key)  # torchtitan's default
+    if not root.has(key) or draft.read_word(key, TITAN_WORDS, "torchtitan") is not None:
+        draft.say("weights", parse_dtype(root.scalar_at("training.dtype") or "float32") or "fp32", key)
     read_reduction(draft)
     draft.number("clip", "training.max_norm")
     draft.number("batch", "training.local_batch_size")
@@ -37,7 +33,7 @@ def read_reduction(draft: Draft) -> None:
     if word is None:
         draft.say("reduce", "fp32", key)
         return
-    reduce = dtype_of(word)
+    reduce = parse_dtype(word)
     if reduce is not None:
         draft.say("reduce", reduce, key)
     if reduce != "fp32":

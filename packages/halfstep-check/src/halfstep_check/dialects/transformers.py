@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from halfstep_check.declarations import Draft, Source, is_on
+from halfstep_check.dialects.accelerate import is_filled
 from halfstep_check.document import Node
-from halfstep_check.spellings import HF_OPTIMIZERS, dtype_of
+from halfstep_check.spellings import HF_OPTIMIZERS, parse_dtype
 
 MARKS = (
     "per_device_train_batch_size",
@@ -21,7 +22,7 @@ MARKS = (
 def recognises(root: Node) -> bool:
     flags = any(isinstance(root.scalar_at(key), bool) for key in ("fp16", "bf16", "tf32"))
     marks = sum(root.has(mark) for mark in MARKS)
-    # A model's own config.json has a torch_dtype too, and says nothing about training.
+    # A model's config.json has a torch_dtype too, and is not about training.
     return flags or marks >= 2 or (marks == 1 and root.has("torch_dtype") and not root.has("architectures"))
 
 
@@ -43,7 +44,7 @@ def read_arguments(draft: Draft, prefix: str) -> None:
     draft.number("accumulate", prefix + "gradient_accumulation_steps")
     draft.number("batch", prefix + "per_device_train_batch_size")
     draft.refer(prefix + "deepspeed", (".json",))
-    if not draft.facts["strategy"] and (root.scalar_at(prefix + "fsdp") or is_block(root.get(prefix + "fsdp_config"))):
+    if not draft.facts["strategy"] and (root.scalar_at(prefix + "fsdp") or is_filled(root.get(prefix + "fsdp_config"))):
         draft.facts["strategy"] = "fsdp"
     read_optimizer(draft, prefix + "optim")
     if root.has(prefix + "tf32"):
@@ -58,7 +59,7 @@ def read_arguments(draft: Draft, prefix: str) -> None:
 
 
 def read_optimizer(draft: Draft, key: str) -> None:
-    """What the optimizer keeps beside the weights; a name that is not known here says nothing."""
+    """State how the optimizer stores its state; unknown names state nothing."""
     word = str(draft.root.scalar_at(key) or "")
     if HF_OPTIMIZERS.get(word):
         draft.say("optimizer state", HF_OPTIMIZERS[word], key)
@@ -78,14 +79,10 @@ def say_precision(draft: Draft, prefix: str, precision: str) -> None:
 
 def say_weights(draft: Draft, prefix: str, precision: str) -> None:
     """fp32, unless DeepSpeed casts them or the model is loaded in another dtype."""
-    loaded = dtype_of(draft.root.scalar_at(prefix + "torch_dtype"))
+    loaded = parse_dtype(draft.root.scalar_at(prefix + "torch_dtype"))
     if draft.facts["strategy"] == "deepspeed":
         draft.say("weights", f"{precision} + fp32 master", prefix + "deepspeed")
     elif loaded is not None:
         draft.say("weights", loaded, prefix + "torch_dtype")
     else:
         draft.say("weights", "fp32", prefix + precision)
-
-
-def is_block(node: Node | None) -> bool:
-    return node is not None and isinstance(node.value, dict) and bool(node.value)

@@ -23,7 +23,7 @@ from halfstep_check.lint import (
     weights,
 )
 from halfstep_check.lint.amp import Amp
-from halfstep_check.lint.linking import with_imports
+from halfstep_check.lint.linking import append_imports
 from halfstep_check.lint.script import Script
 from halfstep_check.shared.errors import ConfigError
 
@@ -62,12 +62,12 @@ RELEVANT = re.compile(
 
 
 def lint_tree(tree: ast.Module, text: str, path: str) -> list[Finding]:
-    """All findings of one script, each once."""
+    """Return all findings of one script, each once."""
     if not RELEVANT.search(text):
         return []
     try:
         alone = Amp(Script(tree=tree, text=text, path=path))
-        whole, linked_text = with_imports(tree, text, path)
+        whole, linked_text = append_imports(tree, text, path)
         linked = alone if whole is tree else Amp(Script(tree=whole, text=linked_text, path=path))
         found = [f for find in LINE_RULES for f in find(alone)]
         found += [f for find in FLOW_RULES for f in find(linked)]

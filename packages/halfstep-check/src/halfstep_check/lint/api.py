@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from halfstep_check.findings import Edit, Finding
 from halfstep_check.lint.amp import Amp, is_scaled_backward
 from halfstep_check.lint.flow import Trace
-from halfstep_check.lint.regions import format_of
+from halfstep_check.lint.regions import read_format
 from halfstep_check.lint.script import (
     Script,
     argument,
     dotted_name,
     is_constant,
     keyword,
-    last,
+    last_name,
     leaves,
-    paired,
+    pair_assignments,
 )
 
 OLD_MODULES = ("torch.cuda.amp", "torch.cpu.amp")
@@ -27,38 +27,36 @@ MOVED = {"autocast", "GradScaler", "custom_fwd", "custom_bwd"}
 
 
 def find_old_names(amp: Amp) -> Iterator[Finding]:
-    yield from deprecated(amp.script)
-
-
-def deprecated(script: Script) -> Iterator[Finding]:
-    """One finding a file, at the first old name; code that serves old and new torch alike is right as it is."""
+    """Find old names of torch.amp, once per file; code that supports old and new torch is left alone."""
+    script = amp.script
     imports = [n for n in script.nodes if isinstance(n, ast.ImportFrom) and n.module in OLD_MODULES]
     imports = [node for node in imports if any(alias.name in MOVED for alias in node.names)]
-    calls = [(call, found) for call in script.calls if (found := old_attribute(call.func, script))]
+    calls = [(call, found) for call in script.calls if (found := match_old_attribute(call.func, script))]
     uses: list[ast.ImportFrom | ast.Call] = [*imports, *(call for call, _ in calls)]
     first = min(uses, key=lambda node: node.lineno, default=None)
     if first is None or serves_two_versions(script):
         return
-    # All places are edited or none: half an edit would leave both names in the file. Uses of imported names can be
-    # told apart only if a single import brings them in.
-    parts = [attribute_edits(script, call, *found) for call, found in calls]
-    parts += [import_edits(script, imports[0]) if len(imports) == 1 else ()] if imports else []
+    # Edit all occurrences or none: half an edit would leave both names in the file. Uses of imported names are
+    # unambiguous only if a single import provides them.
+    parts = [make_attribute_edits(script, call, *found) for call, found in calls]
+    parts += [make_import_edits(script, imports[0]) if len(imports) == 1 else ()] if imports else []
     edits = [edit for part in parts for edit in part] if all(parts) else []
     old = imports[0].module or "" if imports else calls[0][1][0]
     places = len(imports) + len(calls)
-    message = f"{old} is deprecated since torch 2.4" + (f" ({places} places)" if places > 1 else "")
+    message = f"{old} is deprecated since torch 2.4" + (f" ({places} times)" if places > 1 else "")
     device = old.split(".")[1]
     fix = f'torch.amp, with the device first: torch.amp.autocast("{device}", …), torch.amp.GradScaler("{device}", …)'
-    yield script.finding("deprecated-amp", first, message, fix=fix, edits=tuple(edits))
+    yield script.report("deprecated-amp", first, message, fix=fix, edits=tuple(edits))
 
 
 def serves_two_versions(script: Script) -> bool:
-    """`try: from torch.amp … except ImportError: from torch.cuda.amp …`, or a test of torch's version around it."""
+    """Match `try: from torch.amp … except ImportError: from torch.cuda.amp …`, or a test of torch's version around
+    it."""
     modules = {node.module for node in script.nodes if isinstance(node, ast.ImportFrom)}
     if modules & {"torch.amp"} and modules & set(OLD_MODULES):
         return True
     guards = [n for n in script.nodes if isinstance(n, ast.Try) or isinstance(n, ast.If) and asks_version(n.test)]
-    return any(uses_old_name(node, script) for guard in guards for node in script.below(guard))
+    return any(uses_old_name(node, script) for guard in guards for node in script.walk_below(guard))
 
 
 def asks_version(test: ast.expr) -> bool:
@@ -73,28 +71,31 @@ def uses_old_name(node: ast.AST, script: Script) -> bool:
 
 
 def asks_old(node: ast.Attribute, script: Script) -> bool:
-    return node.attr in MOVED and script.name_of(node.value) in OLD_MODULES
+    return node.attr in MOVED and script.resolve_name(node.value) in OLD_MODULES
 
 
-def attribute_edits(script: Script, call: ast.Call, module: str, name: str) -> tuple[Edit, ...]:
-    """Only where the module is written out; through an alias such as `amp.autocast` the import would have to change."""
-    line, column = script.position(call.func.lineno, call.func.col_offset)
+def make_attribute_edits(script: Script, call: ast.Call, module: str, name: str) -> tuple[Edit, ...]:
+    """Return the edits of a call that writes the module out; through an alias such as `amp.autocast` the import would
+    have to change."""
+    line, column = script.find_position(call.func.lineno, call.func.col_offset)
     if not script.lines[line - 1].startswith(module, column):
         return ()
-    arguments = call_edits(script, call, module, name)
+    arguments = make_call_edits(script, call, module, name)
     start, end = (line, column), (line, column + len(module))
     return (Edit(path=script.path, start=start, end=end, replacement="torch.amp"), *arguments) if arguments else ()
 
 
-def old_attribute(node: ast.expr, script: Script) -> tuple[str, str] | None:
-    """(module, name) of `torch.cuda.amp.autocast` written out; a name imported from there is reported at its import."""
+def match_old_attribute(node: ast.expr, script: Script) -> tuple[str, str] | None:
+    """Return (module, name) of `torch.cuda.amp.autocast` written out; a name imported from there is reported at its
+    import."""
     if not isinstance(node, ast.Attribute) or not asks_old(node, script):
         return None
-    return script.name_of(node.value), node.attr
+    return script.resolve_name(node.value), node.attr
 
 
-def import_edits(script: Script, node: ast.ImportFrom) -> tuple[Edit, ...]:
-    """The import and every use of what it imports, or nothing when one of them cannot be rewritten for certain."""
+def make_import_edits(script: Script, node: ast.ImportFrom) -> tuple[Edit, ...]:
+    """Return the import and every use of what it imports, or nothing when one of them cannot be rewritten for
+    certain."""
     module = node.module or ""
     if module not in script.lines[node.lineno - 1] or any(a.name not in MOVED or a.asname for a in node.names):
         return ()
@@ -107,28 +108,29 @@ def import_edits(script: Script, node: ast.ImportFrom) -> tuple[Edit, ...]:
         if isinstance(use, ast.Name) and use.id in names:
             if id(use) not in calls:
                 return ()
-            rewritten = call_edits(script, calls[id(use)], module, use.id)
+            rewritten = make_call_edits(script, calls[id(use)], module, use.id)
             if not rewritten:
                 return ()
             edits += rewritten
     return tuple(edits)
 
 
-def call_edits(script: Script, call: ast.Call, module: str, name: str) -> tuple[Edit, ...]:
-    """`autocast(True)` becomes `autocast("cuda", enabled=True)`; no edit where the meaning is not certain."""
+def make_call_edits(script: Script, call: ast.Call, module: str, name: str) -> tuple[Edit, ...]:
+    """Return the edits that turn `autocast(True)` into `autocast("cuda", enabled=True)`; none if the meaning is
+    uncertain."""
     device = module.split(".")[1]
     if len(call.args) > 1 and name == "autocast" or any(isinstance(a, ast.Starred) for a in call.args):
         return ()
     if any(isinstance(a, ast.Constant) and isinstance(a.value, str) for a in call.args) or keyword(call, "device"):
         return ()  # written for torch.amp already
-    line, column = script.position(call.func.end_lineno or 0, call.func.end_col_offset or 0)
+    line, column = script.find_position(call.func.end_lineno or 0, call.func.end_col_offset or 0)
     if script.lines[line - 1][column : column + 1] != "(":
         return ()
     word = f'device_type="{device}"' if name.startswith("custom") else f'"{device}"'
     comma = ", " if call.args or call.keywords else ""
     edits = [Edit(path=script.path, start=(line, column + 1), end=(line, column + 1), replacement=word + comma)]
     if name == "autocast" and call.args:
-        at = script.position(call.args[0].lineno, call.args[0].col_offset)
+        at = script.find_position(call.args[0].lineno, call.args[0].col_offset)
         # Same spot as the device where the first argument follows directly: one edit must say both.
         if at == (line, column + 1):
             return (Edit(path=script.path, start=at, end=at, replacement=f"{word}, enabled="),)
@@ -174,62 +176,62 @@ def find_refused_arguments(amp: Amp) -> Iterator[Finding]:
     script = amp.script
     if not serves_two_versions(script):
         for call in script.calls:
-            yield from broken_contracts(script, call)
-            yield from missing_device(script, call)
+            yield from find_broken_contracts(script, call)
+            yield from find_missing_device(script, call)
 
 
-def broken_contracts(script: Script, call: ast.Call) -> Iterator[Finding]:
-    name = script.name_of(call.func)
+def find_broken_contracts(script: Script, call: ast.Call) -> Iterator[Finding]:
+    name = script.resolve_name(call.func)
     for contract in CONTRACTS:
         value = argument(call, contract.position, contract.argument) if name in contract.names else None
         by_position = len(call.args) > contract.position
-        if value is not None and kind_of(script, value, by_name=by_position) in contract.refused:
-            message = f"{last(name)}() gets `{ast.unparse(value)}` where it wants {contract.wants}"
-            yield script.finding("launch-refused", call, message, fix=contract.fix)
+        if value is not None and infer_kind(script, value, by_name=by_position) in contract.refused:
+            message = f"{last_name(name)}() gets `{ast.unparse(value)}` where it wants {contract.wants}"
+            yield script.report("launch-refused", call, message, fix=contract.fix)
 
 
-def missing_device(script: Script, call: ast.Call) -> Iterator[Finding]:
-    """`from torch.amp import autocast` and `autocast()`: there the device comes first, and has no default."""
+def find_missing_device(script: Script, call: ast.Call) -> Iterator[Finding]:
+    """Find `from torch.amp import autocast` and `autocast()`: there the device comes first, and has no default."""
     given = call.args or any(item.arg in (None, "device_type") for item in call.keywords)
-    if script.name_of(call.func) in NEW_AUTOCASTS and not given:
+    if script.resolve_name(call.func) in NEW_AUTOCASTS and not given:
         message = "torch.amp.autocast() without a device_type is a TypeError; only torch.cuda.amp's has a default"
-        yield script.finding("launch-refused", call, message, fix='autocast("cuda")')
-    elif script.name_of(call.func) == "torch.cuda.amp.autocast" and keyword(call, "device_type") is not None:
+        yield script.report("launch-refused", call, message, fix='autocast("cuda")')
+    elif script.resolve_name(call.func) == "torch.cuda.amp.autocast" and keyword(call, "device_type") is not None:
         message = "torch.cuda.amp.autocast() takes no device_type: a TypeError"
-        yield script.finding("launch-refused", call, message, fix="torch.amp.autocast(…)")
-    elif script.name_of(call.func) in (*OLD_SCALERS, *NEW_SCALERS) and keyword(call, "device_type") is not None:
-        yield script.finding("launch-refused", call, "GradScaler() takes device, not device_type", fix='device="cuda"')
+        yield script.report("launch-refused", call, message, fix="torch.amp.autocast(…)")
+    elif script.resolve_name(call.func) in (*OLD_SCALERS, *NEW_SCALERS) and keyword(call, "device_type") is not None:
+        yield script.report("launch-refused", call, "GradScaler() takes device, not device_type", fix='device="cuda"')
 
 
-def kind_of(script: Script, node: ast.expr, *, by_name: bool = False) -> str:
-    """bool, str, device or dtype, where the script leaves no doubt; `by_name`, a flag's name counts as bool."""
-    asked, node = node, script.constant(node) or node
+def infer_kind(script: Script, node: ast.expr, *, by_name: bool = False) -> str:
+    """Return bool, str, device or dtype, where the script leaves no doubt; `by_name`, a flag's name counts as bool."""
+    asked, node = node, script.read_constant(node) or node
     if isinstance(node, ast.Constant):
         return {bool: "bool", str: "str"}.get(type(node.value), "")
     if isinstance(node, ast.Compare) or isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         return "bool"
     if isinstance(node, ast.Call):
-        name = script.name_of(node.func)
+        name = script.resolve_name(node.func)
         return {"torch.device": "device", "torch.cuda.is_available": "bool"}.get(name, "")
-    if format_of(node, script):
+    if read_format(node, script):
         return "dtype"
-    values = script.values(dotted_name(asked))
-    made = {kind_of(script, value) for value in values if isinstance(value, ast.Call | ast.Constant | ast.Compare)}
+    values = script.list_values(dotted_name(asked))
+    made = {infer_kind(script, value) for value in values if isinstance(value, ast.Call | ast.Constant | ast.Compare)}
     if len(made) == 1 and len(values) == len(
         [v for v in values if isinstance(v, ast.Call | ast.Constant | ast.Compare)]
     ):
         return made.pop()
-    return "bool" if by_name and not values and FLAG.search(last(dotted_name(asked))) else ""
+    return "bool" if by_name and not values and FLAG.search(last_name(dotted_name(asked))) else ""
 
 
 def find_misused_scalers(amp: Amp) -> Iterator[Finding]:
     for trace in amp.traces:
-        yield from updated_twice(amp, trace)
-    yield from asked_for_result(amp)
-    yield from missing_attribute(amp)
-    yield from called_as_function(amp)
-    yield from scaled_for_nothing(amp)
-    yield from loaded_into_none(amp)
+        yield from find_double_updates(amp, trace)
+    yield from find_tested_results(amp)
+    yield from find_missing_attributes(amp)
+    yield from find_called_scalers(amp)
+    yield from find_dropped_scaling(amp)
+    yield from find_loads_into_none(amp)
 
 
 SCALER_API = {
@@ -242,8 +244,9 @@ SCALER_API = {
 }
 
 
-def missing_attribute(amp: Amp) -> Iterator[Finding]:
-    """`scaler.clip_grad_norm_(…)`: GradScaler has no such thing, unless the script asks first or sets it itself."""
+def find_missing_attributes(amp: Amp) -> Iterator[Finding]:
+    """Find `scaler.clip_grad_norm_(…)`: GradScaler has no such thing, unless the script asks first or sets it
+    itself."""
     set_here = {n.attr for n in amp.script.nodes if isinstance(n, ast.Attribute) and not isinstance(n.ctx, ast.Load)}
     asked = {n.value for n in amp.script.nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
     known = SCALER_API | set_here | asked
@@ -252,48 +255,50 @@ def missing_attribute(amp: Amp) -> Iterator[Finding]:
         if unknown and isinstance(node, ast.Attribute) and is_scaler(amp, node.value) and node.attr[:2] != "__":
             message = f"GradScaler has no `{node.attr}`: an AttributeError when this line runs"
             fix = "unscale_(optimizer), then torch.nn.utils.clip_grad_norm_; step() skips what is not finite"
-            yield amp.script.finding("scaler-misused", node, message, fix=fix)
+            yield amp.script.report("scaler-misused", node, message, fix=fix)
 
 
-def called_as_function(amp: Amp) -> Iterator[Finding]:
-    """`scaler(loss).backward()`; timm's wrapper is called so, and has no step() and update() of its own."""
+def find_called_scalers(amp: Amp) -> Iterator[Finding]:
+    """Find `scaler(loss).backward()`; timm's wrapper is called so, and has no step() and update() of its own."""
     used = {dotted_name(call.func) for call in amp.script.calls}
     for call in amp.script.calls:
         name = dotted_name(call.func)
-        own = "scaler" in last(name).lower() and amp.script.class_of(name) is None
+        own = "scaler" in last_name(name).lower() and amp.script.find_class(name) is None
         if (
             own
             and call.args
             and {f"{name}.step", f"{name}.update"} <= used
-            and last(name) not in amp.script.local_names
+            and last_name(name) not in amp.script.local_names
         ):
             message = f"a GradScaler is not called: `{ast.unparse(call)}` is a TypeError"
             fix = f"{name}.scale({ast.unparse(call.args[0])})"
-            yield amp.script.finding("scaler-misused", call, message, fix=fix)
+            yield amp.script.report("scaler-misused", call, message, fix=fix)
 
 
-def scaled_for_nothing(amp: Amp) -> Iterator[Finding]:
-    """`scaler.scale(loss)` as a line of its own: the product is dropped, and nothing goes backward."""
+def find_dropped_scaling(amp: Amp) -> Iterator[Finding]:
+    """Find `scaler.scale(loss)` as a line of its own: the product is dropped, and nothing goes backward."""
     for node in (n for n in amp.script.nodes if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)):
         call = node.value
         func = call.func if isinstance(call, ast.Call) else None
-        named = isinstance(func, ast.Attribute) and func.attr == "scale" and "scal" in last(dotted_name(func.value))
+        named = (
+            isinstance(func, ast.Attribute) and func.attr == "scale" and "scal" in last_name(dotted_name(func.value))
+        )
         if named and isinstance(call, ast.Call) and len(call.args) == 1:
             message = f"what {ast.unparse(call)} returns is dropped: no backward() runs, and the step has no gradients"
-            yield amp.script.finding("step-without-backward", call, message, fix=f"{ast.unparse(call)}.backward()")
+            yield amp.script.report("step-without-backward", call, message, fix=f"{ast.unparse(call)}.backward()")
 
 
-def loaded_into_none(amp: Amp) -> Iterator[Finding]:
-    """`scaler = GradScaler() if amp else None`, and load_state_dict() on it that no test guards."""
+def find_loads_into_none(amp: Amp) -> Iterator[Finding]:
+    """Find `scaler = GradScaler() if amp else None` with a load_state_dict() on it that no test guards."""
     script = amp.script
     for call in (c for c in script.calls if getattr(c.func, "attr", "") == "load_state_dict"):
         target = call.func.value  # type: ignore[attr-defined]
         name = dotted_name(target)
-        uses = script.handed(name) if name and script.is_taken(target) else [target]
-        off = [u for u in uses if any(map(is_none_without_amp(amp), script.values(dotted_name(u))))]
-        if off and not any(is_guarded(script, node, last(name)) for node in (call, *off)):
-            message = f"{last(name)} is None without AMP: this is an AttributeError at every resume"
-            yield amp.script.finding("scaler-misused", call, message, fix=f"if {name} is not None: …")
+        uses = script.list_passed_values(name) if name and script.is_taken(target) else [target]
+        off = [u for u in uses if any(map(is_none_without_amp(amp), script.list_values(dotted_name(u))))]
+        if off and not any(is_guarded(script, node, last_name(name)) for node in (call, *off)):
+            message = f"{last_name(name)} is None without AMP: this is an AttributeError at every resume"
+            yield amp.script.report("scaler-misused", call, message, fix=f"if {name} is not None: …")
 
 
 def is_none_without_amp(amp: Amp) -> Callable[[ast.expr], bool]:
@@ -305,53 +310,54 @@ def is_none_without_amp(amp: Amp) -> Callable[[ast.expr], bool]:
 
 
 def is_guarded(script: Script, node: ast.AST, name: str) -> bool:
-    """Whether a test, or a try, in the function around a node looks at the scaler, at AMP, or at the checkpoint."""
+    """Return whether a test, or a try, in the function around a node looks at the scaler, at AMP, or at the
+    checkpoint."""
     home = script.owners.get(id(node), script.tree)
     kinds = ast.If | ast.IfExp | ast.Try | ast.BoolOp
-    around = [n for n in script.below(home) if isinstance(n, kinds) and node in script.below(n)]
+    around = [n for n in script.walk_below(home) if isinstance(n, kinds) and node in script.walk_below(n)]
     tests = [n.test if isinstance(n, ast.If | ast.IfExp) else n for n in around]
-    left = [n.test for n in script.below(home) if isinstance(n, ast.If) and leaves(n.body)]
+    left = [n.test for n in script.walk_below(home) if isinstance(n, ast.If) and leaves(n.body)]
     words = re.compile(rf"\b{name}\b|scaler|amp\b|fp16|mixed|half|precision|cuda|enable")
     return any(isinstance(t, ast.Try) or words.search(ast.unparse(t)) for t in (*tests, *left))
 
 
-def updated_twice(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """update() and update() again with no step between: no inf was looked for since, and GradScaler raises."""
-    scaled = {last(made.key) for made in amp.scalers if made.enabled is not False}
-    updates = [e for e in trace.calls("update") if last(e.receiver) in scaled]
+def find_double_updates(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """Find update() and update() again with no step between: no inf was looked for since, and GradScaler raises."""
+    scaled = {last_name(made.key) for made in amp.scalers if made.enabled is not False}
+    updates = [e for e in trace.calls("update") if last_name(e.receiver) in scaled]
     for first, second in zip(updates, updates[1:], strict=False):
         between = trace.events[first.index + 1 : second.index]
         same = first.receiver == second.receiver and first.loops == second.loops
         same = same and first.conditions == second.conditions and first.node is not second.node
         if same and not any(e.method in ("step", "unscale_") for e in between):
             message = "update() a second time after one step: GradScaler raises, no inf check was recorded since"
-            yield amp.script.finding("scaler-misused", second.node, message, fix="update once", related=first.node)
+            yield amp.script.report("scaler-misused", second.node, message, fix="update once", related=first.node)
 
 
 def is_scaler(amp: Amp, node: ast.expr) -> bool:
-    """Whether a name is a GradScaler made here (or None) and nothing else, in its own class or function."""
+    """Return whether a name is a GradScaler made here (or None) and nothing else, in its own class or function."""
     name = dotted_name(node)
-    if last(name) not in {last(made.key) for made in amp.scalers}:
+    if last_name(name) not in {last_name(made.key) for made in amp.scalers}:
         return False
     home = amp.script.owners.get(id(node))
     if "." not in name and home is not None and name in {a.arg for a in ast.walk(home.args) if isinstance(a, ast.arg)}:
         return False
-    own = [c for c in amp.script.classes if node in amp.script.below(c)] if name.startswith("self.") else []
+    own = [c for c in amp.script.classes if node in amp.script.walk_below(c)] if name.startswith("self.") else []
     places: list[ast.AST] = [*own] or [amp.script.tree]
-    stores = [n for place in places for n in amp.script.below(place) if isinstance(n, ast.Assign)]
+    stores = [n for place in places for n in amp.script.walk_below(place) if isinstance(n, ast.Assign)]
     values = [
         v
         for n in stores
-        for t, v in paired(n)
-        if last(dotted_name(t)) == last(name) and ("." in dotted_name(t)) == ("." in name)
+        for t, v in pair_assignments(n)
+        if last_name(dotted_name(t)) == last_name(name) and ("." in dotted_name(t)) == ("." in name)
     ]
     return bool(values) and all(is_constant(v, None) or any(True for _ in amp.made_scalers(v)) for v in values)
 
 
-def asked_for_result(amp: Amp) -> Iterator[Finding]:
-    """`stepped = scaler.step(optimizer)` and a test of it: without a closure it is None, skipped or not."""
-    keys = {last(made.key) for made in amp.scalers}
-    keys |= {last(e.scaled_by) for t in amp.traces for e in t.events if is_scaled_backward(e)}
+def find_tested_results(amp: Amp) -> Iterator[Finding]:
+    """Find `stepped = scaler.step(optimizer)` and a test of it: without a closure it is None, skipped or not."""
+    keys = {last_name(made.key) for made in amp.scalers}
+    keys |= {last_name(e.scaled_by) for t in amp.traces for e in t.events if is_scaled_backward(e)}
     results: dict[str, ast.Call] = {}
     for name, values in amp.script.assigned.items():
         call = values[0] if len(values) == 1 else None
@@ -360,18 +366,18 @@ def asked_for_result(amp: Amp) -> Iterator[Finding]:
     for node in amp.script.nodes:
         if not isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert):
             continue
-        for inner in amp.script.below(node.test):
+        for inner in amp.script.walk_below(node.test):
             call = results.get(dotted_name(inner))
             if isinstance(inner, ast.Call) and is_bare_step(inner, keys):
                 call = inner
             if call is not None:
                 message = "the result of scaler.step() does not tell a skip: without a closure it is None either way"
                 fix = "compare scaler.get_scale() before and after update()"
-                yield amp.script.finding("step-result-tested", node.test, message, fix=fix, related=call)
+                yield amp.script.report("step-result-tested", node.test, message, fix=fix, related=call)
                 break
 
 
 def is_bare_step(call: ast.Call, scalers: set[str]) -> bool:
-    """`scaler.step(optimizer)` without a closure."""
+    """Match `scaler.step(optimizer)` without a closure."""
     owner = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "step" else None
-    return last(dotted_name(owner)) in scalers and len(call.args) == 1 and not call.keywords
+    return last_name(dotted_name(owner)) in scalers and len(call.args) == 1 and not call.keywords

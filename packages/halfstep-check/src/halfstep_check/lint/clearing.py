@@ -7,10 +7,17 @@ import re
 from collections.abc import Iterator
 
 from halfstep_check.findings import Finding
-from halfstep_check.lint.accumulation import ACCUMULATION_WORDS, is_cleared_when_due, loss_chain, modulus, windows
-from halfstep_check.lint.amp import Amp, is_plain_backward, is_scaled_backward, passed, plain, same_object
+from halfstep_check.lint.accumulation import find_windows, get_modulus, is_cleared_when_due
+from halfstep_check.lint.amp import (
+    Amp,
+    is_plain_backward,
+    is_same_object,
+    is_scaled_backward,
+    list_passed_names,
+    strip_function,
+)
 from halfstep_check.lint.flow import Event, Trace
-from halfstep_check.lint.script import dotted_name, is_constant, keyword, last, names_in, parameters_of
+from halfstep_check.lint.script import dotted_name, is_constant, keyword, last_name, list_names, list_parameters
 
 CLEARS = re.compile(
     r"zero_?_?grad|clear_?grad|reset_grad|grad_?zero|closure|\.grad(\.data)?\s*(-?=[^=]|\.(zero|fill|copy|sub|set|mul)_\()",
@@ -29,66 +36,69 @@ WINDOW_WORDS = ("accum", "micro", "virtual", "update_freq", "iter_size", "grad")
 
 def find_uncleared_gradients(amp: Amp) -> Iterator[Finding]:
     for trace in amp.traces:
-        yield from never_cleared(amp, trace)
-        yield from cleared_on_one_path(amp, trace)
-        yield from cleared_within(amp, trace)
-        yield from stepped_within(amp, trace)
-    yield from cleared_at_head(amp)
+        yield from find_never_cleared(amp, trace)
+        yield from find_one_sided_clearing(amp, trace)
+        yield from find_clearing_within_window(amp, trace)
+        yield from find_steps_within_window(amp, trace)
+    yield from find_clearing_at_head(amp)
 
 
-def never_cleared(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """backward and step in one loop, and nothing that runs in it clears a gradient."""
+def find_never_cleared(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """Find a loop with backward and step in which nothing clears the gradients."""
     backwards = [e for e in trace.events if e.loops and (is_plain_backward(e) or is_scaled_backward(e))]
     for step in trace.calls("step"):
         depth = len(step.loops)  # the micro-batches of a window may have a loop of their own
         inside = [e for e in backwards if depth and e.loops[:depth] == step.loops]
         before = any(e.index < step.index and not e.excludes(step) for e in inside)
         if before and steps_alone(amp, trace, step) and not may_be_cleared(amp, trace, step):
-            name = last(step.optimizer)
+            name = last_name(step.optimizer)
             message = f"nothing in this loop clears the gradients that {name} steps with: each step adds to the last"
-            yield amp.script.finding(
+            yield amp.script.report(
                 "gradients-not-cleared", step.node, message, fix=f"{name}.zero_grad() after the step"
             )
             return
 
 
 def may_be_cleared(amp: Amp, trace: Trace, step: Event) -> bool:
-    """Whether anything in the loop could clear what an optimizer steps with, other optimizers' zero_grad() aside."""
-    around = reached_from_loop(amp, step)
+    """Return whether anything in the loop could clear what an optimizer steps with, other optimizers' zero_grad()
+    aside."""
+    around = list_reached_code(amp, step)
     text = "\n".join(ast.unparse(node) for node in around)
     calls = (c for node in around for c in amp.script.calls_below(node))
     written = {id(c) for c in calls if getattr(c.func, "attr", "") == "zero_grad"}
     followed = {id(e.node) for e in trace.calls("zero_grad")}
     effective = {id(e.node) for e in trace.calls("zero_grad") if clears_for(amp, e, step)}
+    # Ignore zero_grad() calls that are known to clear other optimizers.
     if written and written <= followed - effective:
         text = re.sub(r"[\w.]+\.zero_grad\(", "", text)
     return CLEARS.search(text) is not None
 
 
 def clears_for(amp: Amp, event: Event, step: Event) -> bool:
-    """Whether a zero_grad() is this optimizer's, and more than once in a loop: not `if i == 0:` alone."""
-    looped = {name for n in amp.script.nodes if isinstance(n, ast.For) for name in names_in(n.target)}
-    one = amp.script.is_optimizer(event.receiver) and len(amp.script.values(event.receiver)) < 2
-    other = one and last(event.receiver) != last(step.optimizer) and event.receiver not in looped
+    """Return whether a zero_grad() is this optimizer's, and more than once in a loop: not `if i == 0:` alone."""
+    looped = {name for n in amp.script.nodes if isinstance(n, ast.For) for name in list_names(n.target)}
+    one = amp.script.is_optimizer(event.receiver) and len(amp.script.list_values(event.receiver)) < 2
+    other = one and last_name(event.receiver) != last_name(step.optimizer) and event.receiver not in looped
     asked = (text for text, holds in event.conditions - step.conditions if holds)
     once = any((first := FIRST.fullmatch(text)) is not None and first[1] in looped for text in asked)
     return not other and not once
 
 
-def reached_from_loop(amp: Amp, step: Event) -> list[ast.AST]:
-    """The loop around a step and all functions of this file that it may call."""
+def list_reached_code(amp: Amp, step: Event) -> list[ast.AST]:
+    """Return the loop around a step and all functions of this file that it may call."""
+    # By name, so that a helper of any class counts: silence is better than a false finding.
     found: list[ast.AST] = [n for n in amp.script.nodes if id(n) == step.loops[-1]]
     for node in found:  # grows as it goes
         names = {
-            last(dotted_name(call.func)) or getattr(call.func, "attr", "") for call in amp.script.calls_below(node)
+            last_name(dotted_name(call.func)) or getattr(call.func, "attr", "") for call in amp.script.calls_below(node)
         }
         called = [f for name in names for f in amp.script.named_functions.get(name, [])]
         found += [function for function in called if function not in found]
     return found
 
 
-def cleared_on_one_path(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """One branch clears, the other one steps on all gradients so far."""
+def find_one_sided_clearing(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """Find a branch that steps without the zero_grad() that only the other branch has."""
     clears = list(trace.calls("zero_grad"))
     everywhere = {dotted_name(call.func) for call in amp.script.calls}
     for step in trace.calls("step"):
@@ -100,56 +110,60 @@ def cleared_on_one_path(amp: Amp, trace: Trace) -> Iterator[Finding]:
             text.endswith(".zero_grad") and text != f"{name}.zero_grad" for text in everywhere if "optim" not in text
         )
         if name and computed and own and all(e.excludes(step) for e in own) and not elsewhere and not by_model:
-            message = f"{last(name)}.zero_grad() runs only on the other path: here each step adds to the last"
-            fix = f"{last(name)}.zero_grad() on this path too"
-            yield amp.script.finding("gradients-not-cleared", step.node, message, fix=fix, related=own[0].node)
+            message = f"{last_name(name)}.zero_grad() runs only on the other path: here each step adds to the last"
+            fix = f"{last_name(name)}.zero_grad() on this path too"
+            yield amp.script.report("gradients-not-cleared", step.node, message, fix=fix, related=own[0].node)
             return
 
 
 def steps_alone(amp: Amp, trace: Trace, step: Event) -> bool:
-    """Whether torch.optim made the optimizer, or the caller hands it over, and nobody else in the loop has it."""
+    """Return whether torch.optim made the optimizer, or the caller hands it over, and no other call in the loop gets
+    it."""
     name = step.optimizer
     own = {"step", "unscale_", "zero_grad", "clip_grad_norm_", "clip_grad_value_"}
     inside = [e for e in trace.events if e.loops[: len(step.loops)] == step.loops and e.method not in own]
-    handed = name in parameters_of(trace.root)
+    handed = name in list_parameters(trace.root)
     unknown = any(is_unknown_method(amp, e) or MAY_CLEAR.search(e.method) for e in inside)
-    alone = not unknown and not any(name in passed(e) and not ONLY_READS.search(e.method) for e in inside)
-    # A scaler takes torch's optimizers alone, whoever makes them.
-    taken = bool(step.arguments) and is_scaler(amp, step.receiver) and bool(amp.script.values(name))
-    return bool(name) and alone and (handed or taken or made_by_torch(amp, name))
+    alone = not unknown and not any(name in list_passed_names(e) and not ONLY_READS.search(e.method) for e in inside)
+    # A scaler steps only torch optimizers, wherever they are made.
+    taken = bool(step.arguments) and is_scaler(amp, step.receiver) and bool(amp.script.list_values(name))
+    return bool(name) and alone and (handed or taken or is_made_by_torch(amp, name))
 
 
 def is_scaler(amp: Amp, key: str) -> bool:
-    return any(same_object(made.key, key) for made in amp.scalers) or "scaler" in last(key).lower()
+    return any(is_same_object(made.key, key) for made in amp.scalers) or "scaler" in last_name(key).lower()
 
 
 def is_unknown_method(amp: Amp, event: Event) -> bool:
-    """`self.prepare()` of a base in another file; `self.model(x)` calls what an attribute holds."""
-    held = amp.script.values(event.called) or event.method in amp.script.model_names
-    return event.receiver == "self" and not held and amp.script.function_named(event.method) is None
+    """Match methods of a base in another file, `self.prepare()`; `self.model(x)` calls an attribute."""
+    held = amp.script.list_values(event.called) or event.method in amp.script.model_names
+    return event.receiver == "self" and not held and amp.script.find_function(event.method) is None
 
 
-def made_by_torch(amp: Amp, name: str) -> bool:
-    """By torch.optim, here or in a function of this file, also wrapped: `Lookahead(optimizer)`."""
-    return bool(amp.script.values(name)) and all(is_torch_optimizer(amp, value) for value in amp.script.values(name))
+def is_made_by_torch(amp: Amp, name: str) -> bool:
+    """Match optimizers that torch.optim makes, here or in a function of this file, also wrapped:
+    `Lookahead(optimizer)`."""
+    return bool(amp.script.list_values(name)) and all(
+        is_torch_optimizer(amp, value) for value in amp.script.list_values(name)
+    )
 
 
 def is_torch_optimizer(amp: Amp, value: ast.expr | None) -> bool:
     if not isinstance(value, ast.Call):
         return False
-    called = amp.script.name_of(value.func)
-    own = amp.script.function_named(called.removeprefix("self."))
-    ends = [n.value for n in amp.script.below(own) if isinstance(n, ast.Return)] if own is not None else []
+    called = amp.script.resolve_name(value.func)
+    own = amp.script.find_function(called.removeprefix("self."))
+    ends = [n.value for n in amp.script.walk_below(own) if isinstance(n, ast.Return)] if own is not None else []
     if ends:
-        return all(is_torch_optimizer(amp, amp.script.constant(end)) for end in ends)
+        return all(is_torch_optimizer(amp, amp.script.read_constant(end)) for end in ends)
     wraps = [dotted_name(argument) for argument in value.args[:1]]
-    inner = [v for name in wraps if amp.script.is_optimizer(name) for v in amp.script.values(name)]
+    inner = [v for name in wraps if amp.script.is_optimizer(name) for v in amp.script.list_values(name)]
     return called.startswith("torch.optim.") or any(is_torch_optimizer(amp, v) for v in inner if v is not value)
 
 
-def cleared_within(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """zero_grad at every micro-batch while the step waits for the window's end: only the last one counts."""
-    for window in windows(trace):
+def find_clearing_within_window(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """Find zero_grad at every micro-batch while the step waits for the window's end: only the last one counts."""
+    for window in find_windows(trace):
         optimizer = window.step.optimizer
         around = [e for e in trace.events if e.loops[: len(window.step.loops)] == window.step.loops]
         inside = [e for e in around if e.loops == window.step.loops or drops_gradient(e)]
@@ -157,26 +171,26 @@ def cleared_within(amp: Amp, trace: Trace) -> Iterator[Finding]:
         if not any(word in window.length.lower() for word in WINDOW_WORDS) and len(stepped) > 1:
             continue
         for event in inside:
-            same = last(event.receiver) == last(optimizer) or last(event.receiver) in amp.script.model_names
+            same = (
+                last_name(event.receiver) == last_name(optimizer) or last_name(event.receiver) in amp.script.model_names
+            )
             cleared = event.method == "zero_grad" and same or drops_gradient(event)
             due = is_cleared_when_due(trace, window, event)
             if cleared and (due or event.conditions <= window.backward.conditions):
                 message = f"gradients are cleared at every micro-batch: of {window.length} only the last one counts"
                 fix = "clear them where the optimizer steps"
-                yield amp.script.finding(
-                    "cleared-within-window", event.node, message, fix=fix, related=window.step.node
-                )
+                yield amp.script.report("cleared-within-window", event.node, message, fix=fix, related=window.step.node)
                 break
 
 
-def cleared_at_head(amp: Amp) -> Iterator[Finding]:
-    """zero_grad() before backward in accumulate(): it acts on the last micro-batch alone, and wipes the others."""
+def find_clearing_at_head(amp: Amp) -> Iterator[Finding]:
+    """Find zero_grad() before backward in accumulate(): it acts on the last micro-batch alone, and wipes the others."""
     for node in (n for n in amp.script.nodes if isinstance(n, ast.With)):
         opened = [i.context_expr for i in node.items if isinstance(i.context_expr, ast.Call)]
         owners = [dotted_name(c.func).removesuffix(".accumulate") for c in opened]
         owner = next((name for name, c in zip(owners, opened, strict=True) if name != dotted_name(c.func)), "")
-        made = [v for v in amp.script.values(owner) if isinstance(v, ast.Call)]
-        lengths = [v for c in made for v in map(amp.script.default, (keyword(c, key) for key in GATHERS)) if v]
+        made = [v for v in amp.script.list_values(owner) if isinstance(v, ast.Call)]
+        lengths = [v for c in made for v in map(amp.script.read_default, (keyword(c, key) for key in GATHERS)) if v]
         alone = made and all(is_constant(length, 1) for length in lengths)
         calls = [c for c in amp.script.calls_below(node) if isinstance(c.func, ast.Attribute)]
         calls = sorted(calls, key=lambda c: (c.lineno, c.col_offset))
@@ -185,57 +199,32 @@ def cleared_at_head(amp: Amp) -> Iterator[Finding]:
         early = [c for c, name in zip(calls[:first], names, strict=False) if name == "zero_grad"]
         if owner and early and not alone and "step" in names[first:]:
             message = "zero_grad() acts on a window's last micro-batch alone, before its backward: the others are wiped"
-            yield amp.script.finding("cleared-within-window", early[0], message, fix="clear them after the step")
+            yield amp.script.report("cleared-within-window", early[0], message, fix="clear them after the step")
 
 
 def drops_gradient(event: Event) -> bool:
-    """`p.grad = None`."""
+    """Match `p.grad = None`."""
     value = event.node.value if isinstance(event.node, ast.Assign) else None
     return value is not None and is_constant(value, None) and any(target.endswith(".grad") for target in event.targets)
 
 
-def stepped_within(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """step() at every micro-batch while zero_grad waits for the window's end: gradients are used again and again."""
+def find_steps_within_window(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """Find step() at every micro-batch while zero_grad waits for the window's end: gradients are used again and
+    again."""
     clears = list(trace.calls("zero_grad"))
     for clear in clears:
         gates = {(text, holds) for text, holds in clear.conditions if holds and text in trace.windows}
-        gates = {gate for gate in gates if any(word in modulus(gate[0]).lower() for word in WINDOW_WORDS)}
+        gates = {gate for gate in gates if any(word in get_modulus(gate[0]).lower() for word in WINDOW_WORDS)}
         if not gates or any(e.loops == clear.loops and not gates & e.conditions for e in clears):
             continue
         for step in trace.calls("step"):
-            same = step.optimizer and last(step.optimizer) == last(clear.receiver)
+            same = step.optimizer and last_name(step.optimizer) == last_name(clear.receiver)
             gated = any(text in trace.windows for text, _ in step.conditions)
             if same and step.loops == clear.loops and not gated and not step.excludes(clear):
                 message = f"step() runs at every micro-batch, zero_grad() only where `{next(iter(gates))[0]}`"
                 fix = "step, and update the scaler, where the gradients are cleared"
-                yield amp.script.finding("stepped-within-window", step.node, message, fix=fix, related=clear.node)
+                yield amp.script.report("stepped-within-window", step.node, message, fix=fix, related=clear.node)
                 return
-
-
-def divided(amp: Amp, trace: Trace, backward: Event) -> Iterator[tuple[Event, set[str], str]]:
-    """Divisions by a number of micro-batches on the way to backward, first to last: where, of what, by what."""
-    chain = [e for e in loss_chain(trace, backward) if not e.excludes(backward)]
-    for event in (*reversed(chain), backward):
-        for of, by in (*divisions_in(event.node), *divisions_of_callee(amp, event.node)):
-            if any(word in last(by).lower() for word in ACCUMULATION_WORDS):
-                yield event, of, last(by)
-
-
-def divisions_in(node: ast.AST) -> Iterator[tuple[set[str], str]]:
-    """Names that are divided, and the divisor, of `loss / n` and `loss /= n`."""
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Div):
-            yield names_in(inner.left), dotted_name(inner.right)
-    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
-        yield names_in(node.target), dotted_name(node.value)
-
-
-def divisions_of_callee(amp: Amp, node: ast.AST) -> Iterator[tuple[set[str], str]]:
-    """What a function of this file divides in its `return`: what it hands over is divided already."""
-    call = node.value if isinstance(node, ast.Assign) else None
-    own = amp.script.function_named(last(dotted_name(call.func))) if isinstance(call, ast.Call) else None
-    for end in (n for n in amp.script.below(own) if isinstance(n, ast.Return)) if own is not None else ():
-        yield from ((set(), by) for _, by in divisions_in(end))
 
 
 Loop = ast.For | ast.While
@@ -243,23 +232,23 @@ Loop = ast.For | ast.While
 
 def find_repeated_backward(amp: Amp) -> Iterator[Finding]:
     walked = [n.target for n in amp.script.nodes if isinstance(n, ast.For | ast.comprehension)]
-    taken = {name for target in walked for name in names_in(target)}  # `for loss in losses:` is a new one each time
+    taken = {name for target in walked for name in list_names(target)}  # `for loss in losses:` is a new one each time
     for trace in amp.traces:
         runs = [e for e in trace.events if is_plain_backward(e) or is_scaled_backward(e)]
         kept = any("retain_graph" in ast.unparse(e.node) for e in runs)
         for number, run in enumerate(runs if not kept else ()):
-            name = loss_name(run)
+            name = get_loss_name(run)
             made = [e for e in trace.events[: run.index] if name in e.targets and e.function == run.function]
             again = any(is_spent(name, earlier, run, made) for earlier in runs[:number])
             if made and name not in taken and (again or repeats(amp, trace, run, made[-1], name)):
                 message = f"backward() a second time on one {name}: its graph is gone, and torch raises"
-                fix = "compute the loss anew before each backward()"
-                yield amp.script.finding("backward-again", run.node, message, fix=fix, related=made[-1].node)
+                fix = "compute the loss again before each backward()"
+                yield amp.script.report("backward-again", run.node, message, fix=fix, related=made[-1].node)
                 break
 
 
-def loss_name(run: Event) -> str:
-    """`loss` of `loss.backward()`, `(loss / n).backward()` and `scaler.scale(loss).backward()`, where it is one.
+def get_loss_name(run: Event) -> str:
+    """Return `loss` for `loss.backward()`, `(loss / n).backward()` and `scaler.scale(loss).backward()`, if unique.
 
     `losses[0]` and `losses[1]` are two, as are two calls of one `loss_fn`."""
     func = run.node.func if isinstance(run.node, ast.Call) else None
@@ -267,22 +256,22 @@ def loss_name(run: Event) -> str:
     several = {id(n.func) for n in inside if isinstance(n, ast.Call)}
     several |= {id(n.value) for n in inside if isinstance(n, ast.Subscript)}
     names = {n.id for n in inside if isinstance(n, ast.Name) and id(n) not in several}
-    found = sorted(name for name in names if "loss" in name.lower() and name != last(run.scaled_by))
-    return found[0] if len(found) == 1 and "." not in plain(run.receiver) else ""
+    found = sorted(name for name in names if "loss" in name.lower() and name != last_name(run.scaled_by))
+    return found[0] if len(found) == 1 and "." not in strip_function(run.receiver) else ""
 
 
 def is_spent(name: str, earlier: Event, run: Event, made: list[Event]) -> bool:
-    """Whether an earlier backward on the same path used this very loss."""
-    same = loss_name(earlier) == name and earlier.conditions == run.conditions and earlier.loops == run.loops
+    """Return whether an earlier backward on the same path used this very loss."""
+    same = get_loss_name(earlier) == name and earlier.conditions == run.conditions and earlier.loops == run.loops
     return same and earlier.function == run.function and not any(e.index > earlier.index for e in made)
 
 
 def repeats(amp: Amp, trace: Trace, run: Event, made: Event, name: str) -> bool:
-    """Whether a loop runs backward at every turn on a loss made before it, or in its first turn only."""
+    """Return whether a loop runs backward at every turn on a loss made before it, or in its first turn only."""
     loop = next((n for n in amp.script.nodes if run.loops and id(n) == run.loops[-1]), None)
-    if not isinstance(loop, Loop) or any(isinstance(n, ast.Break | ast.Return) for n in amp.script.below(loop)):
+    if not isinstance(loop, Loop) or any(isinstance(n, ast.Break | ast.Return) for n in amp.script.walk_below(loop)):
         return False
-    counters = names_in(loop.target) if isinstance(loop, ast.For) else set()
+    counters = list_names(loop.target) if isinstance(loop, ast.For) else set()
     first = {(f"{counter} == 0", True) for counter in counters}
     inside = [e for e in trace.events if name in e.targets and e.loops[: len(run.loops)] == run.loops]
     return all(e.conditions & first - run.conditions for e in inside) and run.conditions <= made.conditions

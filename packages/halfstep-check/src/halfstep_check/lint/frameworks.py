@@ -6,28 +6,28 @@ import ast
 from collections.abc import Iterator
 
 from halfstep_check.findings import Finding
-from halfstep_check.lint.amp import Amp, same_object
+from halfstep_check.lint.amp import Amp, is_same_object
 from halfstep_check.lint.flow import Trace
-from halfstep_check.lint.script import Function, dotted_name, keyword, last, methods_of
+from halfstep_check.lint.script import Function, dotted_name, keyword, last_name, list_methods
 
 RULE = "framework-bypassed"
 
 
 def find_bypassed_frameworks(amp: Amp) -> Iterator[Finding]:
-    yield from backward_in_compute_loss(amp)
-    yield from apex_without_scaling(amp)
-    yield from wrapped_before_apex(amp)
+    yield from find_backward_in_compute_loss(amp)
+    yield from find_unscaled_apex(amp)
+    yield from find_wrapping_before_apex(amp)
     for trace in amp.traces:
-        yield from stepped_by_own_scaler(amp, trace)
+        yield from find_foreign_scaler_step(amp, trace)
 
 
-def backwards_in(amp: Amp, function: ast.AST) -> list[ast.Call]:
+def list_backwards(amp: Amp, function: ast.AST) -> list[ast.Call]:
     calls = amp.script.calls_below(function)
     return [c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "backward"]
 
 
-def backward_in_compute_loss(amp: Amp) -> Iterator[Finding]:
-    """A Trainer's compute_loss() that runs backward: training_step() runs it again, on a graph that is gone."""
+def find_backward_in_compute_loss(amp: Amp) -> Iterator[Finding]:
+    """Find a Trainer's compute_loss() that runs backward: training_step() runs it again, on a graph that is gone."""
     script = amp.script
     given = {
         dotted_name(n.value)
@@ -36,79 +36,73 @@ def backward_in_compute_loss(amp: Amp) -> Iterator[Finding]:
     }
     functions = [n for n in script.nodes if isinstance(n, Function) and n.name in given - {""}]
     for node in script.classes:
-        bases = [last(script.name_of(base)) for base in node.bases]
+        bases = [last_name(script.resolve_name(base)) for base in node.bases]
         if any(base.endswith("Trainer") and base not in script.class_by_name for base in bases):
-            functions += [m for name, m in methods_of(node).items() if name == "compute_loss" and takes_inputs(m)]
+            functions += [m for name, m in list_methods(node).items() if name == "compute_loss" and takes_inputs(m)]
     for function in functions:
-        for call in backwards_in(amp, function)[:1]:
+        for call in list_backwards(amp, function)[:1]:
             message = "Trainer runs backward() on what compute_loss() returns: the graph is gone by then, and it raises"
-            yield script.finding(RULE, call, message, fix="return the loss, and let training_step() run backward")
+            yield script.report(RULE, call, message, fix="return the loss, and let training_step() run backward")
 
 
 def takes_inputs(function: Function) -> bool:
     return [a.arg for a in function.args.args][:2] == ["self", "model"]
 
 
-def stepped_by_own_scaler(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """scaler.step(optimizer) of an optimizer that belongs to DeepSpeed, or to an Accelerator that scales itself."""
+def find_foreign_scaler_step(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """Find scaler.step(optimizer) of an optimizer that belongs to DeepSpeed, or to an Accelerator that scales
+    itself."""
     for step in (e for e in trace.calls("step") if e.optimizer and e.arguments and not amp.is_disabled(e.receiver)):
-        if not any(same_object(made.key, step.receiver) for made in amp.scalers):
+        if not any(is_same_object(made.key, step.receiver) for made in amp.scalers):
             continue
-        # Given to it on every path that leads here: who has a branch for DeepSpeed may have another one.
+        # Only if every path here prepares it: a script with a branch for DeepSpeed may have another one.
         given = [e for e in trace.events[: step.index] if e.conditions <= step.conditions]
         stores = (e.node for e in given if step.optimizer in e.targets)
-        owners = (owned_by(amp, node.value) for node in stores if isinstance(node, ast.Assign))
+        owners = (find_owner(amp, node.value) for node in stores if isinstance(node, ast.Assign))
         owner = next(filter(None, owners), "")
         if owner:
             scaled = [e for e in trace.calls("backward") if e.scaled_by == step.receiver and not e.excludes(step)]
-            message = f"{last(step.optimizer)} is {owner}'s, which scales by itself: your GradScaler goes round it"
+            message = f"{last_name(step.optimizer)} is {owner}'s, which scales by itself: your GradScaler bypasses it"
             fix = f"{owner}'s backward() and step(), and no GradScaler"
-            yield amp.script.finding(RULE, (scaled or [step])[-1].node, message, fix=fix, related=step.node)
+            yield amp.script.report(RULE, (scaled or [step])[-1].node, message, fix=fix, related=step.node)
             return
 
 
-def owned_by(amp: Amp, value: ast.expr) -> str:
-    """`deepspeed` of deepspeed.initialize(…), `accelerator` of prepare(…) where it has fp16 or a plugin that scales."""
+def find_owner(amp: Amp, value: ast.expr) -> str:
+    """Return `deepspeed` of deepspeed.initialize(…), `accelerator` of prepare(…) where it has fp16 or a plugin that
+    scales."""
     if not isinstance(value, ast.Call):
         return ""
-    name = amp.script.name_of(value.func)
+    name = amp.script.resolve_name(value.func)
     owner = dotted_name(value.func).removesuffix(".prepare")
-    made = [v for v in amp.script.values(owner) if isinstance(v, ast.Call)]
+    made = [v for v in amp.script.list_values(owner) if isinstance(v, ast.Call)]
     plugged = any(keyword(v, word) is not None for v in made for word in ("deepspeed_plugin", "fsdp_plugin"))
     if owner in amp.accelerators and name.endswith(".prepare"):
-        return last(owner) if plugged or amp.accelerators[owner] == "fp16" else ""
+        return last_name(owner) if plugged or amp.accelerators[owner] == "fp16" else ""
     return "deepspeed" if name == "deepspeed.initialize" else ""
 
 
-def wrapped_before_apex(amp: Amp) -> Iterator[Finding]:
-    """`net = DataParallel(net)` and then amp.initialize(net): apex refuses wrapped models."""
-    for call in (c for c in amp.script.calls if amp.script.name_of(c.func) == "apex.amp.initialize" and c.args):
-        made = [c for v in amp.script.values(dotted_name(call.args[0])) for c in amp.script.calls_below(v)]
-        wraps = [c for c in made if last(dotted_name(c.func)) in ("DataParallel", "DistributedDataParallel", "DDP")]
+def find_wrapping_before_apex(amp: Amp) -> Iterator[Finding]:
+    """Find `net = DataParallel(net)` and then amp.initialize(net): apex refuses wrapped models."""
+    for call in (c for c in amp.script.calls if amp.script.resolve_name(c.func) == "apex.amp.initialize" and c.args):
+        made = [c for v in amp.script.list_values(dotted_name(call.args[0])) for c in amp.script.calls_below(v)]
+        wraps = [
+            c for c in made if last_name(dotted_name(c.func)) in ("DataParallel", "DistributedDataParallel", "DDP")
+        ]
         for wrap in (v for v in wraps if amp.script.share_scope(v, call) and v.lineno < call.lineno):
-            message = f"apex's initialize() gets a model inside {last(dotted_name(wrap.func))}, and raises"
-            yield amp.script.finding("launch-refused", call, message, fix="wrap the model after it", related=wrap)
+            message = f"apex's initialize() gets a model inside {last_name(dotted_name(wrap.func))}, and raises"
+            yield amp.script.report("launch-refused", call, message, fix="wrap the model after it", related=wrap)
             return
 
 
-def engines(amp: Amp) -> set[str]:
-    """`engine` of `engine, optimizer, … = deepspeed.initialize(…)`."""
-    found = set()
-    for node in (n for n in amp.script.nodes if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call)):
-        if isinstance(node.value, ast.Call) and amp.script.name_of(node.value.func) == "deepspeed.initialize":
-            target = node.targets[0]
-            first = target.elts[0] if isinstance(target, ast.Tuple) and target.elts else target
-            found.add(dotted_name(first))
-    return found - {""}
-
-
-def apex_without_scaling(amp: Amp) -> Iterator[Finding]:
-    """amp.initialize(…, loss_scale=1.0): fp16 whose gradients are not scaled, and whose overflows are not noticed."""
-    for call in (c for c in amp.script.calls if amp.script.name_of(c.func) == "apex.amp.initialize"):
-        level, scale = (amp.script.default(keyword(call, name)) for name in ("opt_level", "loss_scale"))
+def find_unscaled_apex(amp: Amp) -> Iterator[Finding]:
+    """Find amp.initialize(…, loss_scale=1.0): fp16 whose gradients are not scaled, and whose overflows are not
+    noticed."""
+    for call in (c for c in amp.script.calls if amp.script.resolve_name(c.func) == "apex.amp.initialize"):
+        level, scale = (amp.script.read_default(keyword(call, name)) for name in ("opt_level", "loss_scale"))
         off = isinstance(level, ast.Constant) and level.value == "O0"
         if isinstance(scale, ast.Constant) and scale.value in (1, "1", "1.0") and not off:
             message = "loss_scale=1 scales nothing: fp16 gradients below 6e-8 become zero, and no overflow is noticed"
-            yield amp.script.finding(
+            yield amp.script.report(
                 "fp16-without-scaler", keyword(call, "loss_scale") or call, message, fix='loss_scale="dynamic"'
             )

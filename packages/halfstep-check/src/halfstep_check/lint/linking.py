@@ -1,4 +1,4 @@
-"""What a script imports from files beside it, as if it stood at the script's end.
+"""Appends what a script imports from neighbouring files to the script.
 
 A trainer that scales through a helper of another file is judged with that helper: its classes and functions are
 appended, and the calls are followed into them. Findings in appended lines belong to the other file, and are left to it.
@@ -20,22 +20,25 @@ MAX_PARENTS = 5
 """Folders above the script where a package may start."""
 
 
-def with_imports(tree: ast.Module, text: str, path: str) -> tuple[ast.Module, str]:
-    """The script and its text, with the definitions that it imports from files beside it and that scale or step."""
+def append_imports(tree: ast.Module, text: str, path: str) -> tuple[ast.Module, str]:
+    """Return the script and its text, with the definitions that it imports from neighbouring files and that scale or
+    step."""
     own = {node.name for node in tree.body if isinstance(node, Function | ast.ClassDef)}
     parts: list[str] = []
     for node in (n for n in tree.body if isinstance(n, ast.ImportFrom)):
-        file = file_of(node, Path(path))
+        file = find_imported_file(node, Path(path))
         names = frozenset(alias.name for alias in node.names if alias.asname in (None, alias.name)) - own
-        parts += definitions(file, names) if file is not None and names else []
+        parts += extract_definitions(file, names) if file is not None and names else []
     if not parts or sum(map(len, parts)) > MAX_CHARACTERS:
         return tree, text
+    # Line numbers of the script itself stay valid; those after its end belong to other files.
     whole = "\n".join([text, *dict.fromkeys(parts), ""])
     return ast.parse(whole), whole
 
 
-def file_of(node: ast.ImportFrom, path: Path) -> Path | None:
-    """The file that `from .amp import …` or `from training.amp import …` means, from the script's folder upwards."""
+def find_imported_file(node: ast.ImportFrom, path: Path) -> Path | None:
+    """Return the file that `from .amp import …` or `from training.amp import …` means, from the script's folder
+    upwards."""
     parts = (node.module or "").split(".")
     folders = list(path.resolve().parents)
     starts = folders[node.level - 1 : node.level] if node.level else folders[:MAX_PARENTS]
@@ -47,8 +50,8 @@ def file_of(node: ast.ImportFrom, path: Path) -> Path | None:
 
 
 @lru_cache(maxsize=256)
-def definitions(file: Path, names: frozenset[str]) -> list[str]:
-    """The imported classes and functions, what they use of their own file, and its imports from torch."""
+def extract_definitions(file: Path, names: frozenset[str]) -> list[str]:
+    """Return the imported classes and functions, what they use of their own file, and its imports from torch."""
     try:
         text = file.read_text(encoding="utf-8")
         tree = ast.parse(text) if SCALES.search(text) and len(text) < MAX_CHARACTERS else ast.Module([], [])

@@ -12,14 +12,14 @@ from halfstep_check.lint.amp import (
     Amp,
     ScalerMade,
     is_plain_backward,
+    is_same_object,
     is_scaled_backward,
     runs_without_amp,
-    same_object,
 )
 from halfstep_check.lint.flow import Event, Trace
-from halfstep_check.lint.regions import format_of, may_be_fp16, region_of
-from halfstep_check.lint.script import AUTOCASTS, argument, dotted_name, is_constant, keyword, last, names_in
-from halfstep_check.spellings import dtype_of
+from halfstep_check.lint.regions import may_be_fp16, read_format, read_region
+from halfstep_check.lint.script import AUTOCASTS, argument, dotted_name, is_constant, keyword, last_name, list_names
+from halfstep_check.spellings import parse_dtype
 
 ABOUT_PRECISION = re.compile(
     r"amp|16|32|half|mixed|scale|precision|dtype|cuda|cpu|device|gpu|autocast|apex|deepspeed|enable", re.IGNORECASE
@@ -29,37 +29,38 @@ BF16 = re.compile(r"bfloat16|bf16", re.IGNORECASE)
 
 def find_unscaled_fp16(amp: Amp) -> Iterator[Finding]:
     for trace in amp.traces if amp.steps else ():
-        yield from backward_in_autocast(amp, trace)
-        yield from fp16_without_scaler(amp, trace)
-    yield from fp16_in_a_model(amp)
-    yield from scaler_with_bf16(amp)
-    yield from scaler_beside_bf16(amp)
-    yield from inverted_scaler(amp)
-    yield from scaler_of_another_device(amp)
-    yield from sharded_in_fp16(amp)
-    yield from unscaled_fallback(amp)
-    yield from unscaled_bf16_branch(amp)
+        yield from find_backward_in_autocast(amp, trace)
+        yield from find_fp16_without_scaler(amp, trace)
+    yield from find_fp16_in_model(amp)
+    yield from find_scaler_with_bf16(amp)
+    yield from find_scaler_made_for_bf16(amp)
+    yield from find_inverted_scaler(amp)
+    yield from find_scaler_of_other_device(amp)
+    yield from find_unscaled_fsdp(amp)
+    yield from find_unscaled_fallback(amp)
+    yield from find_unscaled_bf16_branch(amp)
 
 
-def backward_in_autocast(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """Once for a function, with the other lines as related ones."""
+def find_backward_in_autocast(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """Find backward() inside autocast, once per function, with the other lines as related ones."""
     seen: dict[str, list[Event]] = {}
     for event in trace.calls("backward"):
         if event.region is not None and event.region.may_be_on and (is_plain_backward(event) or event.scaled_by):
             seen.setdefault(event.function, []).append(event)
     for first, *others in seen.values():
         message = "backward() inside autocast: its ops already run in the dtype of the forward"
-        found = amp.script.finding("backward-in-autocast", first.node, message, fix="move it out of the with block")
-        yield dataclasses.replace(found, related=tuple(amp.script.place(event.node) for event in others))
+        found = amp.script.report("backward-in-autocast", first.node, message, fix="move it out of the with block")
+        yield dataclasses.replace(found, related=tuple(amp.script.get_place(event.node) for event in others))
 
 
-def fp16_without_scaler(amp: Amp, trace: Trace) -> Iterator[Finding]:
+def find_fp16_without_scaler(amp: Amp, trace: Trace) -> Iterator[Finding]:
     for backward in trace.calls("backward"):
-        framework = amp.script.canonical(backward.receiver) in amp.plain_accelerators
+        framework = amp.script.canonicalise(backward.receiver) in amp.plain_accelerators
         if not framework and not is_plain_backward(backward):
             continue
-        forward = origin(trace, backward) or model_under_its_own(amp, trace, backward)
+        forward = find_origin(trace, backward) or find_model_with_own_autocast(amp, trace, backward)
         region = forward.region if forward is not None else None
+        # `else:` branches without scaler are right for runs without AMP, unless they open fp16 themselves.
         chosen = forward is not None and opens_fp16_itself(forward, backward)
         if forward is None or region is None or forward.grad_off or runs_without_amp(backward) and not chosen:
             continue
@@ -76,20 +77,20 @@ def fp16_without_scaler(amp: Amp, trace: Trace) -> Iterator[Finding]:
         how = how if region.dtype == "fp16" else " on one of its paths"
         message = f"the loss comes from fp16 autocast{how}, and nothing scales it: small gradients become zero"
         fix = "use a GradScaler, or autocast with dtype=torch.bfloat16"
-        found = amp.script.finding("fp16-without-scaler", backward.node, message, fix=fix, related=forward.node)
+        found = amp.script.report("fp16-without-scaler", backward.node, message, fix=fix, related=forward.node)
         yield found if region.dtype == "fp16" else dataclasses.replace(found, severity=Severity.WARNING)
 
 
 def opens_fp16_itself(forward: Event, backward: Event) -> bool:
-    """`else:` of a branch with a scaler that opens autocast(dtype=torch.float16) all the same, on the same device."""
+    """Match `else:` of a branch with a scaler that still opens autocast(dtype=torch.float16), on the same device."""
     region, off = forward.region, {text for text, holds in backward.conditions if not holds and "scaler" in text}
     fixed = region is not None and region.enabled is True and region.explicit_dtype and region.dtype == "fp16"
     same = bool(off) and off <= {text for text, holds in forward.conditions if not holds}
     return fixed and same and not any(re.search(r"cuda|cpu|device|gpu", text) for text in off)
 
 
-def fp16_in_a_model(amp: Amp) -> Iterator[Finding]:
-    """An fp16 autocast in the forward() of a module, a plain backward and step beside it, and nothing that scales."""
+def find_fp16_in_model(amp: Amp) -> Iterator[Finding]:
+    """Find an fp16 autocast in the forward() of a module, with a plain backward and step, and nothing that scales."""
     inside = [e for t in amp.traces for e in t.events if e.function == "forward" and e.region and not e.grad_off]
     certain = [e for e in inside if e.region and e.region.dtype == "fp16" and e.region.may_be_on]
     if not certain or amp.may_scale or any(e.regions and e.function != "forward" for t in amp.traces for e in t.events):
@@ -100,30 +101,29 @@ def fp16_in_a_model(amp: Amp) -> Iterator[Finding]:
             if any(e.index > backward.index and not e.excludes(backward) for e in steps):
                 message = "the model runs in fp16 autocast, and nothing scales its loss: small gradients become zero"
                 fix = "use a GradScaler, or autocast with dtype=torch.bfloat16"
-                yield amp.script.finding(
-                    "fp16-without-scaler", backward.node, message, fix=fix, related=certain[0].node
-                )
+                yield amp.script.report("fp16-without-scaler", backward.node, message, fix=fix, related=certain[0].node)
                 return
 
 
-def model_under_its_own(amp: Amp, trace: Trace, backward: Event) -> Event | None:
-    """The model's call before a backward, as one under the autocast that the model's own forward() opens."""
+def find_model_with_own_autocast(amp: Amp, trace: Trace, backward: Event) -> Event | None:
+    """Return the model's call before a backward, as one under the autocast that the model's own forward() opens."""
     for event in reversed(trace.events[: backward.index]):
-        owner = amp.script.class_of(event.called) if event.called and event.loops == backward.loops else None
-        forward = amp.script.methods(owner).get("forward") if owner is not None else None
+        owner = amp.script.find_class(event.called) if event.called and event.loops == backward.loops else None
+        forward = amp.script.list_methods(owner).get("forward") if owner is not None else None
         if forward is not None and not event.regions and not event.grad_off:
             items = [i.context_expr for n in forward.body if isinstance(n, ast.With) for i in n.items]
-            opened = [region_of(node, amp.script) for node in (*forward.decorator_list, *items)]
+            opened = [read_region(node, amp.script) for node in (*forward.decorator_list, *items)]
             regions = tuple(region for region in opened if region is not None and region.may_be_on)
             return dataclasses.replace(event, regions=regions) if regions else None
     return None
 
 
 def may_be_scaled(amp: Amp, trace: Trace, backward: Event) -> bool:
-    """Whether a scaler could be at work: nothing certain, unless this loop scales another loss and forgets this one."""
+    """Return whether a scaler could be at work: nothing certain, unless this loop scales another loss and forgets this
+    one."""
     scaled = [e for e in trace.events if is_scaled_backward(e) and not amp.is_disabled(e.scaled_by)]
-    beside = [e for e in scaled if e.loops == backward.loops and not e.excludes(backward)]
-    forgotten = bool(beside) and backward.conditions == beside[0].conditions
+    together = [e for e in scaled if e.loops == backward.loops and not e.excludes(backward)]
+    forgotten = bool(together) and backward.conditions == together[0].conditions
     # `if meta: … backward(), step()` and `else: scaler.scale(…)`: what is asked has nothing to do with AMP.
     branches = [e for e in scaled if e.loops == backward.loops and e.excludes(backward)]
     asked = {text for e in branches for text, holds in e.conditions if (text, not holds) in backward.conditions}
@@ -131,93 +131,94 @@ def may_be_scaled(amp: Amp, trace: Trace, backward: Event) -> bool:
     return amp.may_scale and not forgotten
 
 
-def origin(trace: Trace, backward: Event) -> Event | None:
-    """The assignment under autocast that the loss of this backward is made from, however many steps back."""
+def find_origin(trace: Trace, backward: Event) -> Event | None:
+    """Return the assignment under autocast that the loss of this backward is made from, however many steps back."""
     given = {backward.receiver} if is_plain_backward(backward) else set(backward.arguments)
-    wanted = given if backward.receiver else computed_from(backward)
+    wanted = given if backward.receiver else list_loss_names(backward)
     for event in reversed(trace.events[: backward.index]):
         if not wanted.intersection(event.targets) or event.excludes(backward):
             continue
-        event = returned_under(trace, event)
+        event = add_helper_region(trace, event)
         if event.regions:
-            return event if not is_lifted(event) else None
+            # An inner `autocast(enabled=False)` switches the outer one off again.
+            return event if event.region is not None and event.region.may_be_on else None
+        # Follow the loss back through its inputs until an assignment under autocast is met.
         wanted |= {name for name in event.uses if "." not in name}
     return None
 
 
-def returned_under(trace: Trace, event: Event) -> Event:
-    """An assignment of what a function of this file returns from inside its `with autocast(…):`, as one under it."""
+def add_helper_region(trace: Trace, event: Event) -> Event:
+    """Return an assignment of what a function of this file returns from inside its `with autocast(…):`, as one under
+    it."""
     call = event.node.value if isinstance(event.node, ast.Assign) else None
-    name = last(dotted_name(call.func)) if isinstance(call, ast.Call) else ""
-    own = trace.script.function_named(name) if name and not event.regions else None
-    blocks = [n for n in trace.script.below(own) if isinstance(n, ast.With)] if own is not None else []
-    ends = [n for n in blocks if any(isinstance(i, ast.Return) for i in trace.script.below(n))]
-    opened = [region_of(item.context_expr, trace.script) for block in ends for item in block.items]
-    opened += [region_of(node, trace.script) for node in own.decorator_list] if own is not None else []
+    name = last_name(dotted_name(call.func)) if isinstance(call, ast.Call) else ""
+    own = trace.script.find_function(name) if name and not event.regions else None
+    blocks = [n for n in trace.script.walk_below(own) if isinstance(n, ast.With)] if own is not None else []
+    ends = [n for n in blocks if any(isinstance(i, ast.Return) for i in trace.script.walk_below(n))]
+    opened = [read_region(item.context_expr, trace.script) for block in ends for item in block.items]
+    opened += [read_region(node, trace.script) for node in own.decorator_list] if own is not None else []
     regions = tuple(region for region in opened if region is not None)
     return dataclasses.replace(event, regions=regions) if regions else event
 
 
-def computed_from(backward: Event) -> set[str]:
-    """`loss` of `(loss / n).backward()`, as the walk names it."""
+def list_loss_names(backward: Event) -> set[str]:
+    """Return `loss` for `(loss / n).backward()`, as the walk names it."""
     func = backward.node.func if isinstance(backward.node, ast.Call) else None
-    names = names_in(func.value) if isinstance(func, ast.Attribute) else set()
+    names = list_names(func.value) if isinstance(func, ast.Attribute) else set()
     return names | {f"{backward.function}:{name}" for name in names}
 
 
-def is_lifted(event: Event) -> bool:
-    """Whether an inner `autocast(enabled=False)` switches the outer one off again."""
-    return event.region is not None and not event.region.may_be_on
-
-
-def scaler_of_another_device(amp: Amp) -> Iterator[Finding]:
-    """GradScaler() is CUDA's: beside autocast on mps it finds no GPU and switches itself off."""
+def find_scaler_of_other_device(amp: Amp) -> Iterator[Finding]:
+    """Find a CUDA GradScaler() next to autocast on mps, where it finds no GPU and disables itself."""
     if not amp.regions or not all(region.device == "mps" and region.may_be_fp16 for region in amp.regions):
         return
     for made in amp.scalers:
         device = argument(made.call, 0, "device")
         if made.enabled is not False and (device is None or getattr(device, "value", "") == "cuda"):
-            message = f"{last(made.key)} is CUDA's, and switches itself off on mps: fp16 gradients are not scaled"
-            yield amp.script.finding("fp16-without-scaler", made.call, message, fix='torch.amp.GradScaler("mps")')
+            message = f"{last_name(made.key)} is CUDA's, and switches itself off on mps: fp16 gradients are not scaled"
+            yield amp.script.report("fp16-without-scaler", made.call, message, fix='torch.amp.GradScaler("mps")')
 
 
-def inverted_scaler(amp: Amp) -> Iterator[Finding]:
-    """A loss that is scaled where autocast is off, or a scaler that is on for bf16 and off for fp16."""
-    switches = autocast_switches(amp)
+def find_inverted_scaler(amp: Amp) -> Iterator[Finding]:
+    """Find a loss that is scaled where autocast is off, or a scaler that is on for bf16 and off for fp16."""
+    switches = list_autocast_switches(amp)
     for trace in amp.traces:
         for event in filter(is_scaled_backward, trace.events):
             if any(text in switches and not holds for text, holds in event.conditions):
                 message = "the loss is scaled where autocast is off, and not where it is on"
-                yield amp.script.finding("fp16-without-scaler", event.node, message, fix="swap the two branches")
+                yield amp.script.report("fp16-without-scaler", event.node, message, fix="swap the two branches")
     for made in amp.scalers:
-        condition = scaler_condition(amp, made)
+        condition = get_scaler_condition(amp, made)
         # One flag for autocast and scaler, whatever its name says, switches both on together.
         shared = condition is not None and ast.unparse(condition) in switches
         if condition is not None and is_for_bf16(condition) and not amp.certainly_bf16 and not shared:
-            message = f"{last(made.key)} is on where {ast.unparse(condition)}: bf16 gets a scaler, fp16 gets none"
+            message = f"{last_name(made.key)} is on where {ast.unparse(condition)}: bf16 gets a scaler, fp16 gets none"
             fix = "turn the condition around: fp16 needs loss scaling, bf16 does not"
-            yield amp.script.finding("fp16-without-scaler", made.call, message, fix=fix)
+            yield amp.script.report("fp16-without-scaler", made.call, message, fix=fix)
 
 
-def sharded_in_fp16(amp: Amp) -> Iterator[Finding]:
-    """MixedPrecision(param_dtype=torch.float16) of FSDP, a plain backward, and nothing that could scale."""
+def find_unscaled_fsdp(amp: Amp) -> Iterator[Finding]:
+    """Find MixedPrecision(param_dtype=torch.float16) of FSDP, a plain backward, and nothing that could scale."""
     plain = any(is_plain_backward(e) for t in amp.traces for e in t.events)
     for call in amp.script.calls if plain and amp.steps and not amp.may_scale else ():
-        policy = last(amp.script.name_of(call.func)) in ("MixedPrecision", "MixedPrecisionPolicy")
+        policy = last_name(amp.script.resolve_name(call.func)) in ("MixedPrecision", "MixedPrecisionPolicy")
         dtype = keyword(call, "param_dtype") if policy else None
-        certain = format_of(dtype, amp.script) == "fp16"
+        certain = read_format(dtype, amp.script) == "fp16"
         if certain or may_be_fp16(dtype, amp.script):
             message = "FSDP computes in fp16 by this policy, and nothing scales the loss: small gradients become zero"
-            found = amp.script.finding("fp16-without-scaler", call, message, fix="ShardedGradScaler, or bf16")
+            found = amp.script.report("fp16-without-scaler", call, message, fix="ShardedGradScaler, or bf16")
             yield found if certain else dataclasses.replace(found, severity=Severity.WARNING)
 
 
-def unscaled_fallback(amp: Amp) -> Iterator[Finding]:
-    """Where bf16 is not there the dtype falls back to fp16, and the flag that makes the scaler stays off."""
+def find_unscaled_fallback(amp: Amp) -> Iterator[Finding]:
+    """Find a fallback from bf16 to fp16 that leaves the flag for the scaler off."""
     guards = [
-        n for n in amp.script.nodes if isinstance(n, ast.If) and any(m.call in amp.script.below(n) for m in amp.scalers)
+        n
+        for n in amp.script.nodes
+        if isinstance(n, ast.If) and any(m.call in amp.script.walk_below(n) for m in amp.scalers)
     ]
     flags = {dotted_name(guard.test) for guard in guards} - {""}
+    # Every statement list, so that assignments next to each other can be compared.
     blocks = [
         b
         for n in amp.script.nodes
@@ -225,18 +226,18 @@ def unscaled_fallback(amp: Amp) -> Iterator[Finding]:
         if isinstance(b, list)
     ]
     for block in blocks:
-        off = [s for s in block if isinstance(s, ast.Assign) and is_constant(s.value, False) and targets(s) & flags]
-        inner = [n for s in block for n in amp.script.below(s) if isinstance(n, ast.Assign)]
-        chosen = {format_of(n.value, amp.script) for n in inner}
-        if off and "fp16" in chosen and not any(is_constant(n.value, True) and targets(n) & flags for n in inner):
-            message = (
-                f"{last(dotted_name(off[0].targets[0]))} stays off although fp16 may be chosen here: no loss scaling"
-            )
-            yield amp.script.finding("fp16-without-scaler", off[0], message, fix="turn it on with fp16")
+        off = [
+            s for s in block if isinstance(s, ast.Assign) and is_constant(s.value, False) and list_targets(s) & flags
+        ]
+        inner = [n for s in block for n in amp.script.walk_below(s) if isinstance(n, ast.Assign)]
+        chosen = {read_format(n.value, amp.script) for n in inner}
+        if off and "fp16" in chosen and not any(is_constant(n.value, True) and list_targets(n) & flags for n in inner):
+            message = f"{min(list_targets(off[0]))} stays off although fp16 may be chosen here: no loss scaling"
+            yield amp.script.report("fp16-without-scaler", off[0], message, fix="turn it on with fp16")
 
 
-def unscaled_bf16_branch(amp: Amp) -> Iterator[Finding]:
-    """`if amp and not is_bf16: scale … else: backward()` beside an autocast without a dtype: fp16 for bf16 too."""
+def find_unscaled_bf16_branch(amp: Amp) -> Iterator[Finding]:
+    """Find `if amp and not is_bf16: scale … else: backward()` with an autocast without a dtype: fp16 for bf16 too."""
     if not amp.regions or any(region.explicit_dtype or region.dtype != "fp16" for region in amp.regions):
         return
     for trace in amp.traces:
@@ -249,74 +250,76 @@ def unscaled_bf16_branch(amp: Amp) -> Iterator[Finding]:
             if any(BF16.search(ast.unparse(part)) for part in asked):
                 message = "bf16 takes the branch without scaler, but autocast has no dtype and is fp16 there too"
                 fix = "autocast(…, dtype=torch.bfloat16) where bf16 is asked for"
-                yield amp.script.finding("fp16-without-scaler", backward.node, message, fix=fix)
+                yield amp.script.report("fp16-without-scaler", backward.node, message, fix=fix)
                 return
 
 
-def targets(node: ast.Assign) -> set[str]:
+def list_targets(node: ast.Assign) -> set[str]:
     return {dotted_name(target) for target in node.targets}
 
 
-def autocast_switches(amp: Amp) -> set[str]:
-    """What decides whether autocast is on, as the script writes it: `self.use_amp`."""
-    calls = [call for call in amp.script.calls if amp.script.name_of(call.func) in AUTOCASTS]
+def list_autocast_switches(amp: Amp) -> set[str]:
+    """Return what decides whether autocast is on, as the script writes it: `self.use_amp`."""
+    calls = [call for call in amp.script.calls if amp.script.resolve_name(call.func) in AUTOCASTS]
     values = [value for call in calls if (value := keyword(call, "enabled")) is not None]
     return {ast.unparse(value) for value in values if isinstance(value, ast.Name | ast.Attribute)}
 
 
-def scaler_condition(amp: Amp, made: ScalerMade) -> ast.expr | None:
-    """What `enabled=` says, or the test of `GradScaler() if test else None`."""
+def get_scaler_condition(amp: Amp, made: ScalerMade) -> ast.expr | None:
+    """Return what `enabled=` says, or the test of `GradScaler() if test else None`."""
     enabled = keyword(made.call, "enabled")
     if enabled is not None:
-        return amp.script.constant(enabled)
+        return amp.script.read_constant(enabled)
     choices = [v for values in amp.script.assigned.values() for v in values if isinstance(v, ast.IfExp)]
     return next((choice.test for choice in choices if choice.body is made.call), None)
 
 
 def is_for_bf16(test: ast.expr) -> bool:
-    """`dtype == torch.bfloat16`, `precision != "fp16"`, `args.bf16`: true for bf16, false for fp16."""
+    """Match `dtype == torch.bfloat16`, `precision != "fp16"`, `args.bf16`: true for bf16, false for fp16."""
     if isinstance(test, ast.Name | ast.Attribute):
-        return bool(re.fullmatch(r"(use_?|enable_?|is_?)?(bf16|bfloat16)", last(dotted_name(test)), re.IGNORECASE))
+        return bool(re.fullmatch(r"(use_?|enable_?|is_?)?(bf16|bfloat16)", last_name(dotted_name(test)), re.IGNORECASE))
     if not isinstance(test, ast.Compare) or len(test.ops) != 1:
         return False
     word = test.comparators[0]
     name = word.value if isinstance(word, ast.Constant) else getattr(word, "attr", "")
-    wanted = {"bf16": ast.Eq | ast.Is, "fp16": ast.NotEq | ast.IsNot}.get(dtype_of(name) or "")
+    wanted = {"bf16": ast.Eq | ast.Is, "fp16": ast.NotEq | ast.IsNot}.get(parse_dtype(name) or "")
     return wanted is not None and isinstance(test.ops[0], wanted)
 
 
-def scaler_with_bf16(amp: Amp) -> Iterator[Finding]:
-    """A scaler that is on wherever it is there, in a loop whose every region is certainly bf16."""
+def find_scaler_with_bf16(amp: Amp) -> Iterator[Finding]:
+    """Find an enabled scaler in a loop whose regions are all certainly bf16."""
     if not amp.regions or any(region.dtype != "bf16" or region.device == "cpu" for region in amp.regions):
         return
     scaled = [e for t in amp.traces if any(e.regions for e in t.events) for e in t.events if is_scaled_backward(e)]
     for made in amp.scalers:
         condition = keyword(made.call, "enabled")
         # On wherever autocast is, by the same switch.
-        shared = condition is not None and ast.unparse(condition) in autocast_switches(amp)
+        shared = condition is not None and ast.unparse(condition) in list_autocast_switches(amp)
         on = made.enabled or made.enabled is None and (shared or not made.call.keywords)
-        if on and any(same_object(made.key, e.scaled_by) and reaches(amp, made, e) for e in scaled):
-            message = f"{last(made.key)} scales a loss computed in bf16, which has fp32's range and needs no scaling"
+        if on and any(is_same_object(made.key, e.scaled_by) and reaches(amp, made, e) for e in scaled):
+            message = (
+                f"{last_name(made.key)} scales a loss computed in bf16, which has fp32's range and needs no scaling"
+            )
             fix = "drop the scaler: loss.backward(), optimizer.step()"
-            yield amp.script.finding("scaler-with-bf16", made.call, message, fix=fix)
+            yield amp.script.report("scaler-with-bf16", made.call, message, fix=fix)
 
 
-def scaler_beside_bf16(amp: Amp) -> Iterator[Finding]:
-    """`elif precision == "bf16": scaler = GradScaler(); dtype = torch.bfloat16`: made for bf16 alone."""
+def find_scaler_made_for_bf16(amp: Amp) -> Iterator[Finding]:
+    """Find `elif precision == "bf16": scaler = GradScaler(); dtype = torch.bfloat16`: made for bf16 alone."""
     for node in (n for n in amp.script.nodes if isinstance(n, ast.If)):
         stored = [s for s in node.body if isinstance(s, ast.Assign)]
-        formats = {format_of(s.value, amp.script) for s in stored if isinstance(s.value, ast.Attribute)}
+        formats = {read_format(s.value, amp.script) for s in stored if isinstance(s.value, ast.Attribute)}
         for made in amp.scalers:
             if formats == {"bf16"} and made.enabled and any(s.value is made.call for s in stored):
-                message = f"{last(made.key)} is made for bf16, which has fp32's range and needs no scaling"
-                yield amp.script.finding("scaler-with-bf16", made.call, message, fix="no scaler in this branch")
+                message = f"{last_name(made.key)} is made for bf16, which has fp32's range and needs no scaling"
+                yield amp.script.report("scaler-with-bf16", made.call, message, fix="no scaler in this branch")
 
 
 def reaches(amp: Amp, made: ScalerMade, event: Event) -> bool:
-    """Whether the scaler of an event can be the one made here: an attribute, the same scope, or a parameter."""
+    """Return whether the scaler of an event can be the one made here: an attribute, the same scope, or a parameter."""
     owner = amp.script.owners.get(id(event.node))
     given = owner is not None and any(
-        last(event.scaled_by) == a.arg for a in ast.walk(owner.args) if isinstance(a, ast.arg)
+        last_name(event.scaled_by) == a.arg for a in ast.walk(owner.args) if isinstance(a, ast.arg)
     )
     return "." in made.key or given or amp.script.share_scope(made.call, event.node)
 
@@ -327,89 +330,93 @@ NO_SWITCH = re.compile(r"bf16|bfloat16|float16|dtype|is_available|device|cuda", 
 
 
 def find_disagreements(amp: Amp) -> Iterator[Finding]:
-    scalers = switches(amp)
-    yield from asked_for_scaler(amp, scalers)
-    yield from never_there(amp)
+    scalers = list_switched_scalers(amp)
+    yield from find_tests_for_scaler(amp, scalers)
+    yield from find_tests_for_none(amp)
     for trace in amp.traces if amp.scalers else ():
-        yield from always_on(amp, trace, scalers)
+        yield from find_unswitched_autocast(amp, trace, scalers)
 
 
-def switches(amp: Amp) -> dict[str, ast.expr]:
-    """Scalers that are always there and only sometimes on, `GradScaler(enabled=args.amp)`, with what switches them."""
+def list_switched_scalers(amp: Amp) -> dict[str, ast.expr]:
+    """Return scalers that always exist but are only sometimes on, `GradScaler(enabled=args.amp)`, with what switches
+    them."""
     found: dict[str, ast.expr] = {}
     for made in amp.scalers:
-        values = [v for key, given in amp.script.assigned.items() if last(key) == last(made.key) for v in given]
+        values = [
+            v for key, given in amp.script.assigned.items() if last_name(key) == last_name(made.key) for v in given
+        ]
         condition = keyword(made.call, "enabled")
         always_there = all(any(v is other.call for other in amp.scalers) for v in values)
         if condition is not None and made.enabled is None and always_there and is_switch(amp, condition):
-            found[last(made.key)] = condition
+            found[last_name(made.key)] = condition
     return found
 
 
 def is_switch(amp: Amp, condition: ast.expr) -> bool:
-    """Whether somebody turns AMP off with it, on a machine that has a GPU."""
-    asked = amp.script.constant(condition) or condition
+    """Return whether it is the switch that turns AMP off on a machine with a GPU."""
+    asked = amp.script.read_constant(condition) or condition
     parts = asked.values if isinstance(asked, ast.BoolOp) and isinstance(asked.op, ast.And) else [asked]
     texts = [ast.unparse(part) for part in (condition, *parts)]
+    # `use_amp and torch.cuda.is_available()` is a switch; a test for the GPU alone is not.
     named = [text for text in texts if SWITCH.search(text) and not NO_SWITCH.search(text)]
     return bool(named) and not all(NO_SWITCH.search(ast.unparse(part)) for part in parts)
 
 
-def asked_for_scaler(amp: Amp, scalers: dict[str, ast.expr]) -> Iterator[Finding]:
-    """autocast on where `scaler is not None`, and the scaler is an object with or without AMP."""
-    for test, call in autocast_tests(amp) if scalers else ():
-        name = asked_object(amp, test)
-        region = region_of(call, amp.script)
+def find_tests_for_scaler(amp: Amp, scalers: dict[str, ast.expr]) -> Iterator[Finding]:
+    """Find autocast that is on where `scaler is not None`, although the scaler exists without AMP, too."""
+    for test, call in list_autocast_tests(amp) if scalers else ():
+        name = get_tested_name(amp, test)
+        region = read_region(call, amp.script)
         fp16 = region is not None and region.dtype == "fp16" and region.device != "cpu"
         if name in scalers and fp16:
             flag = ast.unparse(scalers[name])
             message = f"`{ast.unparse(test)}` holds without {flag} too: autocast stays fp16, the scaler scales nothing"
-            yield amp.script.finding("amp-switch-stuck", call, message, fix=f"enabled={name}.is_enabled()")
+            yield amp.script.report("amp-switch-stuck", call, message, fix=f"enabled={name}.is_enabled()")
 
 
-def never_there(amp: Amp) -> Iterator[Finding]:
-    """autocast on where `scaler is not None`, and nothing ever makes one."""
-    for test, call in autocast_tests(amp):
-        name = asked_object(amp, test)
-        values = [v for key, given in amp.script.assigned.items() if last(key) == name for v in given]
-        asked = isinstance(amp.script.constant(test) or test, ast.Compare)
+def find_tests_for_none(amp: Amp) -> Iterator[Finding]:
+    """Find autocast that is on where `scaler is not None`, although nothing ever makes one."""
+    for test, call in list_autocast_tests(amp):
+        name = get_tested_name(amp, test)
+        values = [v for key, given in amp.script.assigned.items() if last_name(key) == name for v in given]
+        asked = isinstance(amp.script.read_constant(test) or test, ast.Compare)
         if asked and values and all(is_constant(v, None) for v in values) and name not in amp.script.parameters:
-            message = f"`{ast.unparse(test)}` never holds, {name} is None throughout: autocast is off for good"
-            yield amp.script.finding("amp-switch-stuck", call, message, fix="enabled by the flag that asks for AMP")
+            message = f"`{ast.unparse(test)}` never holds, {name} is always None: autocast is always off"
+            yield amp.script.report("amp-switch-stuck", call, message, fix="enabled by the flag that asks for AMP")
 
 
-def autocast_tests(amp: Amp) -> Iterator[tuple[ast.expr, ast.Call]]:
-    """What decides on an autocast: `enabled=`, and the test of an `if` around one without it."""
-    for call in (c for c in amp.script.calls if amp.script.name_of(c.func) in AUTOCASTS):
+def list_autocast_tests(amp: Amp) -> Iterator[tuple[ast.expr, ast.Call]]:
+    """Return what decides on an autocast: `enabled=`, and the test of an `if` around one without it."""
+    for call in (c for c in amp.script.calls if amp.script.resolve_name(c.func) in AUTOCASTS):
         if (enabled := keyword(call, "enabled")) is not None:
             yield enabled, call
     for node in (n for n in amp.script.nodes if isinstance(n, ast.If | ast.IfExp)):
         for part in node.body if isinstance(node, ast.If) else [node.body]:
             for call in amp.script.calls_below(part):
-                if amp.script.name_of(call.func) in AUTOCASTS and keyword(call, "enabled") is None:
+                if amp.script.resolve_name(call.func) in AUTOCASTS and keyword(call, "enabled") is None:
                     yield node.test, call
 
 
-def asked_object(amp: Amp, test: ast.expr) -> str:
-    """`scaler` of `scaler`, `bool(scaler)` and `scaler is not None`, also by a name given that value."""
-    test = amp.script.constant(test) or test
+def get_tested_name(amp: Amp, test: ast.expr) -> str:
+    """Return `scaler` for `scaler`, `bool(scaler)` and `scaler is not None`, also by a name given that value."""
+    test = amp.script.read_constant(test) or test
     if isinstance(test, ast.Call) and dotted_name(test.func) == "bool" and test.args:
         test = test.args[0]
     compared = test if isinstance(test, ast.Compare) and is_constant(test.comparators[0], None) else None
     if compared is not None and isinstance(compared.ops[0], ast.IsNot | ast.NotEq):
         test = compared.left
-    return last(dotted_name(test))
+    return last_name(dotted_name(test))
 
 
-def always_on(amp: Amp, trace: Trace, scalers: dict[str, ast.expr]) -> Iterator[Finding]:
-    """autocast without a condition, and a loss that is scaled only where AMP is asked for."""
+def find_unswitched_autocast(amp: Amp, trace: Trace, scalers: dict[str, ast.expr]) -> Iterator[Finding]:
+    """Find autocast without a condition, and a loss that is scaled only where AMP is asked for."""
     for backward in (
         trace.calls("backward") if any(trace.calls("step")) else ()
     ):  # a loop that only times steps no weight
-        flag = scalers.get(last(backward.scaled_by)) if is_scaled_backward(backward) else None
+        flag = scalers.get(last_name(backward.scaled_by)) if is_scaled_backward(backward) else None
         if is_plain_backward(backward):
-            flag = unscaled_where(amp, trace, backward)
-        forward = origin(trace, backward) if flag is not None else None
+            flag = find_unscaled_switch(amp, trace, backward)
+        forward = find_origin(trace, backward) if flag is not None else None
         region = forward.region if forward is not None else None
         if flag is None or forward is None or region is None or forward.grad_off:
             continue
@@ -417,17 +424,17 @@ def always_on(amp: Amp, trace: Trace, scalers: dict[str, ast.expr]) -> Iterator[
         if region.enabled is True and not asked and region.dtype == "fp16" and region.device != "cpu":
             message = f"autocast is fp16 without {ast.unparse(flag)} too, and then nothing scales the loss"
             fix = f"autocast(…, enabled={ast.unparse(flag)})"
-            yield amp.script.finding("fp16-without-scaler", forward.node, message, fix=fix, related=backward.node)
+            yield amp.script.report("fp16-without-scaler", forward.node, message, fix=fix, related=backward.node)
             return
 
 
-def unscaled_where(amp: Amp, trace: Trace, backward: Event) -> ast.expr | None:
-    """The switch of `if use_amp: scaler.scale(loss).backward() else: loss.backward()`, for the second branch."""
+def find_unscaled_switch(amp: Amp, trace: Trace, backward: Event) -> ast.expr | None:
+    """Return the switch of `if use_amp: scaler.scale(loss).backward() else: loss.backward()`, for the second branch."""
     scaled = [e for e in trace.events if is_scaled_backward(e) and e.excludes(backward)]
     for guard in backward.guards if scaled else ():
         test = guard.test
-        held = [made for made in amp.scalers if last(made.key) == asked_object(amp, test)]
-        asked = scaler_condition(amp, held[0]) if held else test
+        held = [made for made in amp.scalers if last_name(made.key) == get_tested_name(amp, test)]
+        asked = get_scaler_condition(amp, held[0]) if held else test
         if asked is not None and guard in scaled[0].guards and is_switch(amp, asked):
             return asked
     return None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
-from halfstep_check.lint.script import AUTOCASTS, Function, Script, argument, dotted_name, is_constant, last
-from halfstep_check.spellings import dtype_of
+from halfstep_check.lint.script import AUTOCASTS, Function, Script, argument, dotted_name, is_constant, last_name
+from halfstep_check.spellings import parse_dtype
 
 DEFAULT_DTYPE = {"cuda": "fp16", "cpu": "bf16", "mps": "fp16"}
 """What autocast computes in without a dtype (aten/src/ATen/autocast_mode.cpp)."""
@@ -33,59 +33,61 @@ class Region:
         return self.enabled is not False
 
 
+PARTIALS = ("functools.partial", "partial")
 MAX_ALIASES = 4
 """Names for names: `ctx = make_ctx`, `make_ctx = partial(autocast, …)`."""
 
 
-def region_of(node: ast.expr, script: Script, depth: int = 0) -> Region | None:
-    """The region a `with` item or decorator opens, or None when it is not an autocast."""
+def read_region(node: ast.expr, script: Script, depth: int = 0) -> Region | None:
+    """Return the region a `with` item or decorator opens, or None when it is not an autocast."""
     if depth > MAX_ALIASES:
         return None
     if isinstance(node, ast.Name | ast.Attribute):
-        return one_of([region_of(value, script, depth + 1) for value in script.values(dotted_name(node))])
+        return merge_choices([read_region(value, script, depth + 1) for value in script.list_values(dotted_name(node))])
     if isinstance(node, ast.IfExp):
-        return one_of([region_of(value, script, depth + 1) for value in (node.body, node.orelse)])
+        return merge_choices([read_region(value, script, depth + 1) for value in (node.body, node.orelse)])
     if not isinstance(node, ast.Call):
         return None
-    name = script.name_of(node.func)
+    name = script.resolve_name(node.func)
     if name in AUTOCASTS:
-        return read_call(node, name, script)
-    own = script.function_named(last(name)) if name.startswith("self.") or name in script.local_names else None
-    makers = [*script.values(dotted_name(node.func)), *handed_out(own, script)]
-    return one_of([made_region(maker, node, script, depth + 1) for maker in makers])
+        return read_autocast_call(node, name, script)
+    # A helper of this file, or a name that holds autocast, a partial or a lambda, may make the context.
+    own = script.find_function(last_name(name)) if name.startswith("self.") or name in script.local_names else None
+    makers = [*script.list_values(dotted_name(node.func)), *list_helper_contexts(own, script)]
+    return merge_choices([read_made_region(maker, node, script, depth + 1) for maker in makers])
 
 
-def handed_out(function: Function | None, script: Script) -> list[ast.expr]:
-    """What a helper returns, `return torch.autocast(…)`, or opens around its yield; None for a yield in the open."""
-    inside = script.below(function) if function is not None else []
+def list_helper_contexts(function: Function | None, script: Script) -> list[ast.expr]:
+    """Return what a helper returns, `return torch.autocast(…)`, or opens around its yield; None for a yield in the
+    open."""
+    inside = script.walk_below(function) if function is not None else []
     ends = [n.value for n in inside if isinstance(n, ast.Return) and n.value is not None]
+    # `@contextmanager`: what is open around the yield is open in the caller's block.
     yields = {n for n in inside if isinstance(n, ast.Yield)}
     opened = [n for n in inside if isinstance(n, ast.With) and yields.intersection(ast.walk(n))]
     bare: list[ast.expr] = [ast.Constant(None)] if yields.difference(*map(ast.walk, opened)) else []
     return [*ends, *(item.context_expr for block in opened for item in block.items), *bare]
 
 
-def made_region(maker: ast.expr, call: ast.Call, script: Script, depth: int) -> Region | None:
-    """What `call` opens when the thing called is `maker`: autocast itself, a partial, a lambda, or a choice of them."""
+def read_made_region(maker: ast.expr, call: ast.Call, script: Script, depth: int) -> Region | None:
+    """Return what `call` opens when the thing called is `maker`: autocast itself, a partial, a lambda, or a choice of
+    them."""
     if isinstance(maker, ast.IfExp):
-        return one_of([made_region(value, call, script, depth) for value in (maker.body, maker.orelse)])
+        return merge_choices([read_made_region(value, call, script, depth) for value in (maker.body, maker.orelse)])
     if isinstance(maker, ast.Lambda):
-        return region_of(maker.body, script, depth)
-    if isinstance(maker, ast.Name | ast.Attribute) and script.name_of(maker) in AUTOCASTS:
-        return read_call(call, script.name_of(maker), script)
+        return read_region(maker.body, script, depth)
+    if isinstance(maker, ast.Name | ast.Attribute) and script.resolve_name(maker) in AUTOCASTS:
+        return read_autocast_call(call, script.resolve_name(maker), script)
     bound = maker.args[0] if isinstance(maker, ast.Call) and maker.args else None
-    if isinstance(maker, ast.Call) and is_partial(maker, script) and bound is not None:
+    if isinstance(maker, ast.Call) and script.resolve_name(maker.func) in PARTIALS and bound is not None:
+        # partial(autocast, "cuda")(enabled=x) is autocast("cuda", enabled=x).
         whole = ast.Call(func=bound, args=[*maker.args[1:], *call.args], keywords=[*maker.keywords, *call.keywords])
-        return made_region(bound, whole, script, depth)
-    return region_of(maker, script, depth)
+        return read_made_region(bound, whole, script, depth)
+    return read_region(maker, script, depth)
 
 
-def is_partial(call: ast.Call, script: Script) -> bool:
-    return script.name_of(call.func) in ("functools.partial", "partial")
-
-
-def one_of(choices: list[Region | None]) -> Region | None:
-    """The region when all choices are one; a choice that may be a null context is autocast only sometimes."""
+def merge_choices(choices: list[Region | None]) -> Region | None:
+    """Return the region when all choices are one; a choice that may be a null context is autocast only sometimes."""
     regions = [region for region in choices if region is not None]
     if not regions or len(choices) == 1:
         return regions[0] if regions else None
@@ -94,6 +96,7 @@ def one_of(choices: list[Region | None]) -> Region | None:
     dtypes = {region.dtype for region in regions}
     explicit = all(region.explicit_dtype for region in regions)
     dtype = dtypes.pop() if len(dtypes) == 1 else ""
+    # Different dtypes: the region has none for certain, but fp16 may be one of them.
     on_a_path = not dtype and any(region.may_be_fp16 and region.device != "mps" for region in regions)
     return Region(
         device=regions[0].device, dtype=dtype, enabled=None, explicit_dtype=explicit, fp16_on_a_path=on_a_path
@@ -101,41 +104,43 @@ def one_of(choices: list[Region | None]) -> Region | None:
 
 
 def may_be_fp16(node: ast.expr | None, script: Script, depth: int = 0) -> bool:
-    """`torch.float16` as one arm of a choice, in a table of dtypes, or one of the values that a name is given."""
+    """Match `torch.float16` as one arm of a choice, in a table of dtypes, or one of the values that a name is given."""
     name = dotted_name(node)
-    handed = script.handed(name) if script.is_taken(node) else []
-    values = [*handed, *(script.values(name) if handed or not script.is_taken(node) else [])]
-    choices = [arm for v in values or ([node] if node else []) for arm in arms(v, script)]
+    # A parameter's values are what calls in this file pass; without such calls nothing is known.
+    handed = script.list_passed_values(name) if script.is_taken(node) else []
+    values = [*handed, *(script.list_values(name) if handed or not script.is_taken(node) else [])]
+    choices = [arm for v in values or ([node] if node else []) for arm in list_choices(v, script)]
     # `self.dtype = dtype`, which the caller chose.
     passed_on = [a for a in choices if depth < MAX_ALIASES and isinstance(a, ast.Name) and a is not node]
-    return any(format_of(arm, script) == "fp16" for arm in choices) or any(
+    return any(read_format(arm, script) == "fp16" for arm in choices) or any(
         may_be_fp16(arm, script, depth + 1) for arm in passed_on
     )
 
 
-def arms(node: ast.expr | None, script: Script, depth: int = 0) -> list[ast.expr]:
-    """What a choice chooses from: `a if test else b`, `{"fp16": a, "bf16": b}[name]`, `table.get(name, c)`."""
+def list_choices(node: ast.expr | None, script: Script, depth: int = 0) -> list[ast.expr]:
+    """Return what a choice chooses from: `a if test else b`, `{"fp16": a, "bf16": b}[name]`, `table.get(name, c)`."""
     if isinstance(node, ast.IfExp):
-        return [*arms(node.body, script, depth), *arms(node.orelse, script, depth)]
+        return [*list_choices(node.body, script, depth), *list_choices(node.orelse, script, depth)]
     getter = node.func if isinstance(node, ast.Call) else None
     table = node.value if isinstance(node, ast.Subscript) else None
     if isinstance(getter, ast.Attribute) and getter.attr == "get":
         table = getter.value
-    table = script.constant(table)
+    table = script.read_constant(table)
     if isinstance(table, ast.Dict):
-        key = script.constant(node.slice) if isinstance(node, ast.Subscript) else None
+        key = script.read_constant(node.slice) if isinstance(node, ast.Subscript) else None
         entries = zip(table.keys, table.values, strict=True)
         fixed = [value for k, value in entries if isinstance(key, ast.Constant) and getattr(k, "value", k) == key.value]
         return fixed or table.values
-    own = script.functions.get(dotted_name(getter)) if getter is not None else script.property_named(node)
+    own = script.functions.get(dotted_name(getter)) if getter is not None else script.find_property(node)
     if own is not None and depth < MAX_ALIASES:  # `def pick_dtype(): return torch.bfloat16 if … else torch.float16`
-        ends = (n.value for n in script.below(own) if isinstance(n, ast.Return) and n.value is not None)
-        return [arm for end in ends if not isinstance(end, ast.Call) for arm in arms(end, script, depth + 1)]
+        ends = (n.value for n in script.walk_below(own) if isinstance(n, ast.Return) and n.value is not None)
+        return [arm for end in ends if not isinstance(end, ast.Call) for arm in list_choices(end, script, depth + 1)]
     return [node] if node is not None else []
 
 
-def read_call(call: ast.Call, name: str, script: Script) -> Region:
+def read_autocast_call(call: ast.Call, name: str, script: Script) -> Region:
     device_first = bool(call.args) and isinstance(call.args[0], ast.Constant) and isinstance(call.args[0].value, str)
+    # torch.cuda.amp.autocast(enabled, dtype) has the device in its name; torch.autocast takes it first.
     legacy = name.startswith(("torch.cuda.amp", "torch.cpu.amp")) and not device_first
     if legacy:
         device = name.split(".")[1]
@@ -143,47 +148,47 @@ def read_call(call: ast.Call, name: str, script: Script) -> Region:
     else:
         first = argument(call, 0, "device_type")
         # A bare `autocast()` without any import is the old torch.cuda.amp one.
-        device = device_of(first, script) if first is not None else ("cuda" if name == "autocast" else "")
+        device = read_device(first, script) if first is not None else ("cuda" if name == "autocast" else "")
         dtype, enabled = argument(call, 1, "dtype"), argument(call, 2, "enabled")
     if any(item.arg is None for item in call.keywords):
         return Region(device=device, enabled=None)
     explicit = dtype is not None and not is_constant(dtype, None)
     # Of a device that is computed, `device.type`, the GPU is what autocast is there for.
     computed = "" if isinstance(call.args[0] if call.args else None, ast.Constant) else "fp16"
-    known = format_of(dtype, script) if explicit else DEFAULT_DTYPE.get(device, computed)
+    known = read_format(dtype, script) if explicit else DEFAULT_DTYPE.get(device, computed)
     on_a_path = explicit and not known and may_be_fp16(dtype, script)
-    on = switch(enabled, script)
+    on = read_switch(enabled, script)
     return Region(device=device, dtype=known, enabled=on, explicit_dtype=explicit, fp16_on_a_path=on_a_path)
 
 
-def switch(node: ast.expr | None, script: Script) -> bool | None:
-    """Whether `enabled=` is on; None where that is decided at run time."""
+def read_switch(node: ast.expr | None, script: Script) -> bool | None:
+    """Return whether `enabled=` is on; None where that is decided at run time."""
     if node is None:
         return True
-    node = script.constant(node)
+    node = script.read_constant(node)
     if node is not None and compares_dtype_with_text(node, script):
         return False
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, bool) else None
 
 
 def compares_dtype_with_text(test: ast.expr, script: Script) -> bool:
-    """Whether a test is `dtype == "float16"` where dtype holds a torch.dtype: never true."""
+    """Return whether a test is `dtype == "float16"` where dtype holds a torch.dtype: never true."""
     if not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.ops[0], ast.Eq):
         return False
     text = test.comparators[0]
     is_text = isinstance(text, ast.Constant) and isinstance(text.value, str)
-    values = [arm for value in script.values(dotted_name(test.left)) for arm in arms(value, script)]
-    certain = bool(values) and not script.is_taken(test.left) and all(written_format(v, script) for v in values)
+    values = [arm for value in script.list_values(dotted_name(test.left)) for arm in list_choices(value, script)]
+    certain = bool(values) and not script.is_taken(test.left) and all(read_written_format(v, script) for v in values)
     return is_text and certain
 
 
-def device_of(node: ast.expr | None, script: Script) -> str:
-    """`cuda` or `cpu` when the script fixes it; a choice by is_available() means the GPU when there is one."""
-    node = script.constant(node)
+def read_device(node: ast.expr | None, script: Script) -> str:
+    """Return `cuda` or `cpu` when the script fixes it; a choice by is_available() means the GPU when there is one."""
+    node = script.read_constant(node)
     if isinstance(node, ast.Attribute) and node.attr == "type":
-        node = script.constant(node.value)
-    if isinstance(node, ast.Call) and script.name_of(node.func) == "torch.device" and node.args:
-        node = script.constant(node.args[0])
+        node = script.read_constant(node.value)
+    if isinstance(node, ast.Call) and script.resolve_name(node.func) == "torch.device" and node.args:
+        node = script.read_constant(node.args[0])
     if isinstance(node, ast.IfExp) and "is_available" in ast.unparse(node.test):
         node = node.body
         if isinstance(node, ast.Call) and node.args:
@@ -192,28 +197,28 @@ def device_of(node: ast.expr | None, script: Script) -> str:
     return text.split(":")[0] if text.split(":")[0] in DEFAULT_DTYPE else ""
 
 
-def format_of(node: ast.expr | None, script: Script) -> str:
-    """fp16, bf16, … for `torch.bfloat16` or a name that is that and nothing else."""
-    node = script.constant(node)
+def read_format(node: ast.expr | None, script: Script) -> str:
+    """Return fp16, bf16, … for `torch.bfloat16` or a name that is that and nothing else."""
+    node = script.read_constant(node)
     if isinstance(node, ast.IfExp):  # half where AMP is on, fp32 (no cast at all) where it is off
-        half = {written_format(node.body, script), written_format(node.orelse, script)} - {"fp32"}
+        half = {read_written_format(node.body, script), read_written_format(node.orelse, script)} - {"fp32"}
         return half.pop() if len(half) == 1 else ""
-    return written_format(node, script)
+    return read_written_format(node, script)
 
 
-def written_format(node: ast.expr | None, script: Script) -> str:
-    """fp16, bf16, … where it is written out as `torch.bfloat16`, or `getattr(torch, "bfloat16")`."""
+def read_written_format(node: ast.expr | None, script: Script) -> str:
+    """Return fp16, bf16, … where it is written out as `torch.bfloat16`, or `getattr(torch, "bfloat16")`."""
     if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr" and len(node.args) > 1:
-        word = script.default(node.args[1]) if script.name_of(node.args[0]) == "torch" else None
-        return dtype_of(word.value) or "" if isinstance(word, ast.Constant) and isinstance(word.value, str) else ""
-    known = isinstance(node, ast.Attribute) and script.name_of(node).startswith("torch.")
-    return dtype_of(node.attr) or "" if known and isinstance(node, ast.Attribute) else ""
+        word = script.read_default(node.args[1]) if script.resolve_name(node.args[0]) == "torch" else None
+        return parse_dtype(word.value) or "" if isinstance(word, ast.Constant) and isinstance(word.value, str) else ""
+    known = isinstance(node, ast.Attribute) and script.resolve_name(node).startswith("torch.")
+    return parse_dtype(node.attr) or "" if known and isinstance(node, ast.Attribute) else ""
 
 
 def is_no_grad(node: ast.expr, script: Script) -> bool:
-    """`torch.no_grad()`, `inference_mode()` or `set_grad_enabled(False)`, as a context or a decorator."""
+    """Match `torch.no_grad()`, `inference_mode()` or `set_grad_enabled(False)`, as a context or a decorator."""
     target = node.func if isinstance(node, ast.Call) else node
-    name = script.name_of(target)
+    name = script.resolve_name(target)
     if name.endswith("set_grad_enabled"):
         return isinstance(node, ast.Call) and bool(node.args) and is_constant(node.args[0], False)
     return name.endswith(("no_grad", "inference_mode"))

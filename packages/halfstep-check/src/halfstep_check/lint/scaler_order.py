@@ -14,70 +14,75 @@ from halfstep_check.lint.amp import (
     Amp,
     is_clip,
     is_plain_backward,
+    is_same_object,
     is_scaled_backward,
     is_scaler_step,
     rescales_gradients,
     runs_without_amp,
-    same_object,
 )
 from halfstep_check.lint.flow import Event, Trace
-from halfstep_check.lint.script import dotted_name, keyword, last, names_in
+from halfstep_check.lint.script import dotted_name, keyword, last_name, list_names
 
 
 def find_wrong_order(amp: Amp) -> Iterator[Finding]:
     for trace in amp.traces:
         scaled = [e for e in trace.events if is_scaled_backward(e) and not amp.is_disabled(e.scaled_by)]
-        helped = helper_backwards(amp, trace)
-        yield from clip_before_unscale(amp, trace, sorted([*scaled, *helped], key=lambda e: e.index))
+        helped = list_helper_backwards(amp, trace)
+        yield from find_clip_before_unscale(amp, trace, sorted([*scaled, *helped], key=lambda e: e.index))
         if scaled:
-            yield from bypassed_scaler(amp, trace, scaled)
-            yield from updated_between_steps(amp, trace)
-        yield from clip_beside_accelerate(amp, trace)
-    yield from step_without_update(amp)
-    yield from clip_inside_apex(amp)
+            yield from find_bypassed_scaler(amp, trace, scaled)
+            yield from find_updates_between_steps(amp, trace)
+        yield from find_clip_after_accelerate(amp, trace)
+    yield from find_steps_without_update(amp)
+    yield from find_clip_inside_apex(amp)
 
 
-def clip_inside_apex(amp: Amp) -> Iterator[Finding]:
-    """A clip inside `with amp.scale_loss(…)`: apex unscales where the block ends."""
+def find_clip_inside_apex(amp: Amp) -> Iterator[Finding]:
+    """Find a clip inside `with amp.scale_loss(…)`: apex unscales where the block ends."""
     for node in amp.script.nodes:
         calls = [item.context_expr for item in node.items] if isinstance(node, ast.With) else []
-        if not any(isinstance(c, ast.Call) and amp.script.name_of(c.func) == "apex.amp.scale_loss" for c in calls):
+        if not any(isinstance(c, ast.Call) and amp.script.resolve_name(c.func) == "apex.amp.scale_loss" for c in calls):
             continue
         for call in amp.script.calls_below(node):
-            if CLIPS.fullmatch(last(dotted_name(call.func))):
+            if CLIPS.fullmatch(last_name(dotted_name(call.func))):
                 message = "gradients are clipped while still multiplied by apex's loss scale"
                 fix = "clip after the with block, which unscales them"
-                yield amp.script.finding("clip-before-unscale", call, message, fix=fix, related=node)
+                yield amp.script.report("clip-before-unscale", call, message, fix=fix, related=node)
 
 
-def clip_beside_accelerate(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """torch's clipping after accelerator.backward(): fp16's scale is still in the gradients."""
+def find_clip_after_accelerate(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """Find torch's clipping after accelerator.backward(): fp16's scale is still in the gradients."""
     for clip in filter(is_clip, trace.events):
         between = [e for e in trace.events[: clip.index] if shares_loop(e, clip) and not e.excludes(clip)]
         changed = [e for e in between if e.method in ("backward", "step", "unscale_gradients")]
         backward = changed[-1] if changed and changed[-1].method == "backward" else None
-        owner = amp.script.canonical(backward.receiver) if backward is not None else ""
+        owner = amp.script.canonicalise(backward.receiver) if backward is not None else ""
         if backward is not None and (amp.accelerators.get(owner) == "fp16" or is_fp16_fabric(amp, owner)):
-            owner = last(backward.receiver)
+            owner = last_name(backward.receiver)
             message = f"gradients are clipped while still multiplied by {owner}'s loss scale"
             fix = f"{owner}'s own clipping, which unscales first"
-            yield amp.script.finding("clip-before-unscale", clip.node, message, fix=fix, related=backward.node)
+            yield amp.script.report("clip-before-unscale", clip.node, message, fix=fix, related=backward.node)
             return
 
 
 def is_fp16_fabric(amp: Amp, name: str) -> bool:
-    """Lightning's Fabric(precision="16-mixed")."""
-    made = [v for v in amp.script.values(name) if isinstance(v, ast.Call) and last(dotted_name(v.func)) == "Fabric"]
-    words = [amp.script.default(keyword(call, "precision")) for call in made]
+    """Match Lightning's Fabric(precision="16-mixed")."""
+    made = [
+        v
+        for v in amp.script.list_values(name)
+        if isinstance(v, ast.Call) and last_name(dotted_name(v.func)) == "Fabric"
+    ]
+    words = [amp.script.read_default(keyword(call, "precision")) for call in made]
     return any(isinstance(word, ast.Constant) and word.value in ("16-mixed", 16, "16") for word in words)
 
 
-def clip_before_unscale(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Finding]:
+def find_clip_before_unscale(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Finding]:
     for clip in filter(is_clip, trace.events):
         later = [e for e in trace.events[clip.index :] if not e.excludes(clip)]
         # In between a helper may run a backward of its own, through a scaler that steps nothing.
         stepping = [e for e in scaled if shares_loop(e, clip) and any(steps_through(s, e.scaled_by) for s in later)]
-        backward = latest_before(stepping, clip)
+        # The gradients that are clipped come from the latest scaled backward on this path.
+        backward = find_latest_before(stepping, clip)
         if backward is None or runs_without_amp(clip):
             continue
         between = trace.events[backward.index + 1 : clip.index]
@@ -87,25 +92,28 @@ def clip_before_unscale(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator
             and not is_optional(e, clip, backward)
             for e in between
         )
+        # A step in between ends the iteration of that backward.
         stepped = any(e.method == "step" and not e.excludes(clip) for e in between)
         if not unscaled and not stepped:
-            message = f"gradients are clipped while still multiplied by {last(backward.scaled_by)}'s scale"
-            fix = f"call {last(backward.scaled_by)}.unscale_(optimizer) before clipping"
-            yield amp.script.finding("clip-before-unscale", clip.node, message, fix=fix, related=backward.node)
+            message = f"gradients are clipped while still multiplied by {last_name(backward.scaled_by)}'s scale"
+            fix = f"call {last_name(backward.scaled_by)}.unscale_(optimizer) before clipping"
+            yield amp.script.report("clip-before-unscale", clip.node, message, fix=fix, related=backward.node)
 
 
 def unscales_what_steps(amp: Amp, trace: Trace, event: Event, clip: Event) -> bool:
-    """`unscale_(opt_d)` where opt_d steps after the clip; another network's optimizer is no help."""
+    """Match `unscale_(opt_d)` where opt_d steps after the clip; another network's optimizer is no help."""
     if not event.method.startswith("unscale"):
         return False
     later = trace.events[clip.index :]
+    # Steps after the next backward belong to other gradients.
     until = next((e.index for e in later if e.method == "backward" and not e.excludes(clip)), len(trace.events))
     steps = [e for e in later if e.index < until and steps_through(e, event.receiver) and not e.excludes(clip)]
     return not steps or any(unscales(amp, event, e.arguments[0]) for e in steps)
 
 
 def is_optional(unscale: Event, clip: Event, backward: Event) -> bool:
-    """Whether the clip runs on every path, and the unscale only where something else is asked for: `if log_norms:`."""
+    """Return whether the clip runs on every path, and the unscale only where something else is asked for: `if
+    log_norms:`."""
     extra = [text for text, _ in unscale.conditions - clip.conditions - backward.conditions]
     always = clip.conditions <= backward.conditions
     return always and bool(extra) and unscale.method == "unscale_" and not any(map(ABOUT_AMP.search, extra))
@@ -115,107 +123,116 @@ ABOUT_AMP = re.compile(r"amp|fp16|half|mixed|scaler|precision|enabled|clip|norm|
 AMP_HELPER = re.compile(r"(^|_)(amp|mp|mixed|mixed_precision|precision|scaler|fp16)(_|$)", re.IGNORECASE)
 
 
-def helper_backwards(amp: Amp, trace: Trace) -> Iterator[Event]:
-    """`self.amp.backward(loss)` of a helper from another file; who scales is told by its name, or by who steps."""
-    made = {last(made.key) for made in amp.scalers if made.enabled is not False}
+def list_helper_backwards(amp: Amp, trace: Trace) -> Iterator[Event]:
+    """Return `self.amp.backward(loss)` of a helper from another file; its name, or the object that steps, shows which
+    scaler it uses."""
+    made = {last_name(made.key) for made in amp.scalers if made.enabled is not False}
     for event in (e for e in trace.events if "backward" in e.method and e.arguments and not e.scaled_by):
-        if amp.script.canonical(event.receiver) in amp.accelerators or last(event.receiver) in map(last, FRAMEWORKS):
+        if amp.script.canonicalise(event.receiver) in amp.accelerators or last_name(event.receiver) in map(
+            last_name, FRAMEWORKS
+        ):
             continue
         steps = [e.receiver for e in trace.calls("step") if e.optimizer and e.arguments and not e.excludes(event)]
-        owners = [o for o in (event.receiver, *steps) if AMP_HELPER.search(last(o)) or last(o) in made]
+        owners = [o for o in (event.receiver, *steps) if AMP_HELPER.search(last_name(o)) or last_name(o) in made]
         if owners:
             yield dataclasses.replace(event, scaled_by=owners[0])
 
 
 def steps_through(event: Event, scaler: str) -> bool:
-    """`scaler.step(optimizer)`, and a helper's `step_optimizer(optimizer)`."""
+    """Match `scaler.step(optimizer)`, and a helper's `step_optimizer(optimizer)`."""
     return "step" in event.method and len(event.arguments) >= 1 and bool(scaler) and event.receiver == scaler
 
 
-def latest_before(events: list[Event], event: Event) -> Event | None:
+def find_latest_before(events: list[Event], event: Event) -> Event | None:
     before = [e for e in events if e.index < event.index and not e.excludes(event)]
     return before[-1] if before else None
 
 
 def shares_loop(one: Event, other: Event) -> bool:
-    """In the same loop, or one in a loop inside the other's: `for micro in window: backward` and then clip."""
+    """Return whether two events share a loop, or one is in a loop inside the other's: `for micro in window: backward`
+    and then clip."""
     shorter = min(len(one.loops), len(other.loops))
     return one.loops[:shorter] == other.loops[:shorter]
 
 
-def bypassed_scaler(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Finding]:
+def find_bypassed_scaler(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Finding]:
     through = {argument for e in trace.calls("step") for argument in e.arguments[:1] if argument}
     for step in trace.calls("step"):
-        optimizer = last(step.receiver)
-        if step.arguments or not step.optimizer or wrapped_elsewhere(amp, optimizer):
+        optimizer = last_name(step.receiver)
+        if step.arguments or not step.optimizer or is_wrapped_elsewhere(amp, optimizer):
             continue
-        backward = latest_before(scaled, step)
-        if backward is None or not shares_loop(backward, step) or not follows_always(step, backward):
+        backward = find_latest_before(scaled, step)
+        if backward is None or not shares_loop(backward, step) or not always_follows(step, backward):
             continue
         between = trace.events[backward.index : step.index]
-        if any(is_plain_backward(e) and not e.excludes(backward) for e in pending(trace, step)):
+        if any(is_plain_backward(e) and not e.excludes(backward) for e in list_pending(trace, step)):
             continue  # an optimizer that steps on unscaled gradients, rightly
-        if any(is_scaler_step(e, backward.scaled_by) and same_object(optimizer, e.arguments[0]) for e in between):
-            message = f"{optimizer}.step() right after {last(backward.scaled_by)}.step({optimizer}): a second update"
+        if any(is_scaler_step(e, backward.scaled_by) and is_same_object(optimizer, e.arguments[0]) for e in between):
+            message = (
+                f"{optimizer}.step() right after {last_name(backward.scaled_by)}.step({optimizer}): a second update"
+            )
             message += ", also where the scaler skipped one because of inf"
             fix = f"delete {optimizer}.step()"
-            yield amp.script.finding("step-bypasses-scaler", step.node, message, fix=fix, related=backward.node)
+            yield amp.script.report("step-bypasses-scaler", step.node, message, fix=fix, related=backward.node)
             continue
         unscaled = any(unscales(amp, e, optimizer) and e.method == "unscale_" for e in between)
         by_hand = any(unscales(amp, e, optimizer) and e.method != "unscale_" for e in between)
         by_hand = by_hand or any(e.method == "get_scale" or rescales_gradients(e) for e in between)
-        if by_hand or unscaled and looks_for_inf(amp, step, between):
+        if by_hand or unscaled and tests_for_inf(amp, step, between):
             continue
-        if not any(same_object(optimizer, other) for other in through):
+        if not any(is_same_object(optimizer, other) for other in through):
             scale = amp.initial_scale(backward.scaled_by)
             message = f"{optimizer}.step() on gradients that are still scaled: steps {scale} times too long at first"
             if unscaled:
                 message = f"{optimizer}.step() steps on inf too: after unscale_() only the scaler's step() skips it"
-            fix = f"{last(backward.scaled_by)}.step({optimizer}), then {last(backward.scaled_by)}.update()"
-            yield amp.script.finding("step-bypasses-scaler", step.node, message, fix=fix, related=backward.node)
+            fix = f"{last_name(backward.scaled_by)}.step({optimizer}), then {last_name(backward.scaled_by)}.update()"
+            yield amp.script.report("step-bypasses-scaler", step.node, message, fix=fix, related=backward.node)
 
 
 LOOKS_FOR_INF = re.compile(r"isfinite|isinf|isnan|finite|found_inf|overflow|nan_to_num|_check_inf|skip", re.IGNORECASE)
 
 
-def looks_for_inf(amp: Amp, step: Event, between: list[Event]) -> bool:
-    """Whether somebody asks for inf by hand between unscale_() and a plain step."""
+def tests_for_inf(amp: Amp, step: Event, between: list[Event]) -> bool:
+    """Return whether the script tests for inf by hand between unscale_() and a plain step."""
     texts = [*(text for text, _ in step.conditions), *(ast.unparse(e.node) for e in between)]
-    named = [ast.unparse(v) for text, _ in step.conditions for v in amp.script.values(text)]
+    named = [ast.unparse(v) for text, _ in step.conditions for v in amp.script.list_values(text)]
     return any(map(LOOKS_FOR_INF.search, (*texts, *named)))
 
 
-def follows_always(step: Event, backward: Event) -> bool:
-    """Whether the step runs whenever the backward does; that there is an optimizer at all is no condition."""
+def always_follows(step: Event, backward: Event) -> bool:
+    """Return whether the step runs whenever the backward does; that there is an optimizer at all is no condition."""
     asked = {(text, holds) for text, holds in step.conditions if not (holds and text == step.receiver)}
     return dataclasses.replace(step, conditions=frozenset(asked)).implied_by(backward)
 
 
-def pending(trace: Trace, step: Event) -> list[Event]:
-    """What happens before a step and is not another optimizer's, which stepped in between."""
+def list_pending(trace: Trace, step: Event) -> list[Event]:
+    """Return what happens before a step and is not another optimizer's, which stepped in between."""
     inside = [e for e in trace.events[: step.index] if shares_loop(e, step) and not e.excludes(step)]
     direct = [e.index for e in inside if e.method == "step" and not e.arguments]
     return [e for e in inside if not any(e.index < index for index in direct)]
 
 
 def unscales(amp: Amp, event: Event, optimizer: str) -> bool:
-    """`unscale_(optimizer)`; another optimizer's gradients stay as they are."""
+    """Match `unscale_(optimizer)`; another optimizer's gradients stay as they are."""
     named = event.arguments[0] if event.method == "unscale_" and event.arguments else ""
-    return event.method.startswith("unscale") and (not amp.script.is_optimizer(named) or same_object(named, optimizer))
+    return event.method.startswith("unscale") and (
+        not amp.script.is_optimizer(named) or is_same_object(named, optimizer)
+    )
 
 
-def updated_between_steps(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """step(a), update(), step(b) after one backward: b's gradients carry the old scale, the new one divides them."""
+def find_updates_between_steps(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """Find step(a), update(), step(b) after one backward: b's gradients carry the old scale, the new one divides
+    them."""
     steps = [e for e in trace.calls("step") if e.arguments and e.arguments[0] and e.receiver]
     for step in steps:
-        name = last(step.optimizer)
-        loops = (n for n in amp.script.nodes if isinstance(n, ast.For) and name in names_in(n.target))
-        within = next((below for n in loops if step.node in (below := amp.script.below(n))), [])
+        name = last_name(step.optimizer)
+        loops = (n for n in amp.script.nodes if isinstance(n, ast.For) and name in list_names(n.target))
+        within = next((below for n in loops if step.node in (below := amp.script.walk_below(n))), [])
         inside = [e for e in trace.calls("update", "backward") if e.node in within]
         if within and [e.method for e in inside if e.method == "backward" or e.receiver == step.receiver] == ["update"]:
             message = "update() after the step of each optimizer: the next one's gradients carry the old scale"
             fix = "step all optimizers, then update() once, after the loop"
-            yield amp.script.finding("update-between-steps", inside[0].node, message, fix=fix, related=step.node)
+            yield amp.script.report("update-between-steps", inside[0].node, message, fix=fix, related=step.node)
             return
     for first, second in zip(steps, steps[1:], strict=False):
         same_scaler = first.receiver == second.receiver and first.arguments[0] != second.arguments[0]
@@ -224,24 +241,26 @@ def updated_between_steps(amp: Amp, trace: Trace) -> Iterator[Finding]:
         )
         between = trace.events[first.index + 1 : second.index]
         updates = [e for e in between if e.method == "update" and e.receiver == first.receiver]
+        # A backward or unscale_ in between gives the second step gradients with the new scale.
         renewed = any(e.method in ("backward", "unscale_") for e in between)
         if same_scaler and together and updates and (not renewed or accumulates(trace, second)):
-            scaler = last(first.receiver)
+            scaler = last_name(first.receiver)
             message = (
-                f"{scaler}.update() before {scaler}.step({last(second.arguments[0])}): it divides by another scale"
+                f"{scaler}.update() before {scaler}.step({last_name(second.arguments[0])}): it divides by another scale"
             )
             fix = f"call {scaler}.update() once, after all steps"
-            yield amp.script.finding("update-between-steps", updates[0].node, message, fix=fix, related=second.node)
+            yield amp.script.report("update-between-steps", updates[0].node, message, fix=fix, related=second.node)
 
 
 def is_walked_twice(amp: Amp, first: Event, second: Event) -> bool:
-    """Whether two events are one line in a loop whose function is called twice: two loops, not one iteration."""
+    """Return whether two events are one line in a loop whose function is called twice: two loops, not one iteration."""
     loop = next((node for node in amp.script.nodes if first.loops and id(node) == first.loops[-1]), None)
-    return first.node is second.node and loop is not None and first.node in amp.script.below(loop)
+    return first.node is second.node and loop is not None and first.node in amp.script.walk_below(loop)
 
 
 def accumulates(trace: Trace, step: Event) -> bool:
-    """Whether a step waits for a window's end, so that it uses gradients of earlier, otherwise scaled iterations."""
+    """Return whether a step waits for a window's end, so that it uses gradients of earlier, otherwise scaled
+    iterations."""
     gates = {text for text, holds in step.conditions if holds and text in trace.windows}
     inside = [e for e in trace.events if e.loops == step.loops and not e.excludes(step)]
     backward = next((e for e in reversed(inside) if is_scaled_backward(e) and e.index < step.index), None)
@@ -250,31 +269,32 @@ def accumulates(trace: Trace, step: Event) -> bool:
     return bool(gates) and free and all(any(text in trace.windows for text, _ in e.conditions) for e in mine)
 
 
-def wrapped_elsewhere(amp: Amp, optimizer: str) -> bool:
-    """`model, optimizer = msamp.initialize(…)`: a framework's optimizer, whose step() may do anything."""
-    makers = [dotted_name(v.func) for v in amp.script.values(optimizer) if isinstance(v, ast.Call)]
-    return any(last(maker) in ("initialize", "prepare", "setup") for maker in makers)
+def is_wrapped_elsewhere(amp: Amp, optimizer: str) -> bool:
+    """Match `model, optimizer = msamp.initialize(…)`: a framework's optimizer, whose step() may do anything."""
+    makers = [dotted_name(v.func) for v in amp.script.list_values(optimizer) if isinstance(v, ast.Call)]
+    return any(last_name(maker) in ("initialize", "prepare", "setup") for maker in makers)
 
 
-def step_without_update(amp: Amp) -> Iterator[Finding]:
+def find_steps_without_update(amp: Amp) -> Iterator[Finding]:
     scalers = {e.scaled_by for t in amp.traces for e in t.events if is_scaled_backward(e)}
     for scaler in sorted(scalers):
         steps = [e for t in amp.traces for e in t.events if is_scaler_step(e, scaler)]
         called = {dotted_name(call.func) for call in amp.script.calls}
-        updated = any(name.endswith(f"{last(scaler)}.update") for name in called)
-        updated = updated or any(same_object(e.receiver, scaler) for t in amp.traces for e in t.calls("update"))
-        hidden = any(same_object(scaler, name) for name in amp.escaped) or inherits(amp, scaler)
+        updated = any(name.endswith(f"{last_name(scaler)}.update") for name in called)
+        updated = updated or any(is_same_object(e.receiver, scaler) for t in amp.traces for e in t.calls("update"))
+        hidden = any(is_same_object(scaler, name) for name in amp.escaped) or inherits(amp, scaler)
         if steps and not updated and not hidden and not amp.is_disabled(scaler):
-            message = f"{last(scaler)}.step() without {last(scaler)}.update(): the scale never changes, skips never end"
-            yield amp.script.finding(
-                "step-without-update", steps[0].node, message, fix=f"call {last(scaler)}.update() after it"
+            name = last_name(scaler)
+            message = f"{name}.step() without {name}.update(): the scale never changes, skips never end"
+            yield amp.script.report(
+                "step-without-update", steps[0].node, message, fix=f"call {last_name(scaler)}.update() after it"
             )
 
 
 def inherits(amp: Amp, scaler: str) -> bool:
-    """`self.scaler` of a class with a base may be updated in the base."""
+    """Return whether `self.scaler` may be updated in a base class of another file."""
     known = {"object", "ABC", "nn.Module", "Module", "torch.nn.Module", *amp.script.class_by_name}
-    bases = {amp.script.name_of(base) for node in amp.script.classes for base in node.bases}
+    bases = {amp.script.resolve_name(base) for node in amp.script.classes for base in node.bases}
     return scaler.startswith("self.") and bool(bases - known)
 
 
@@ -286,30 +306,30 @@ EMA_METHODS = ("update", "step", "update_parameters", "update_ema")
 def find_ignored_skips(amp: Amp) -> Iterator[Finding]:
     for trace in amp.traces:
         scalers = {e.scaled_by for e in trace.events if is_scaled_backward(e) and not amp.is_disabled(e.scaled_by)}
-        if not scalers or knows_of_skips(trace) or only_bf16(amp):
+        if not scalers or handles_skips(trace) or uses_only_bf16(amp):
             continue
         steps = [e for e in trace.events for scaler in scalers if is_scaler_step(e, scaler)]
         for step in steps[:1]:
-            yield from blind_followers(amp, trace, step, scalers)
+            yield from find_blind_followers(amp, trace, step, scalers)
 
 
-def only_bf16(amp: Amp) -> bool:
-    """Another rule speaks of a scaler with bf16; nothing is skipped there."""
+def uses_only_bf16(amp: Amp) -> bool:
+    """Return whether all regions are bf16, where nothing is skipped; scaler-with-bf16 covers that."""
     return bool(amp.regions) and all(region.dtype == "bf16" for region in amp.regions)
 
 
-def knows_of_skips(trace: Trace) -> bool:
-    """The scale is looked at, or something named after a skip decides."""
+def handles_skips(trace: Trace) -> bool:
+    """Return whether the loop reads the scale, or tests something named after a skip."""
     texts = {text for event in trace.events for text, _ in event.conditions}
     return any(trace.calls("get_scale")) or any(SKIP_WORDS.search(text) for text in texts)
 
 
-def blind_followers(amp: Amp, trace: Trace, step: Event, scalers: set[str]) -> Iterator[Finding]:
+def find_blind_followers(amp: Amp, trace: Trace, step: Event, scalers: set[str]) -> Iterator[Finding]:
     seen: set[str] = set()
     for event in trace.events:
         if event.loops != step.loops or event.excludes(step) or event.receiver in scalers:
             continue
-        if not follows(event, step):
+        if not runs_with_step(event, step):
             continue
         rule = (
             "scheduler-ignores-skip" if is_scheduler_step(event, amp) else "ema-ignores-skip" if is_ema(event) else ""
@@ -317,32 +337,34 @@ def blind_followers(amp: Amp, trace: Trace, step: Event, scalers: set[str]) -> I
         if rule and rule not in seen:
             seen.add(rule)
             moves = "the schedule advances" if rule.startswith("sched") else "the average moves"
-            message = f"{moves} even when {last(step.receiver)}.step() skipped the update"
+            message = f"{moves} even when {last_name(step.receiver)}.step() skipped the update"
             fix = "step it only if scaler.get_scale() did not fall in update()"
-            yield amp.script.finding(rule, event.node, message, fix=fix, related=step.node)
+            yield amp.script.report(rule, event.node, message, fix=fix, related=step.node)
 
 
-def follows(event: Event, step: Event) -> bool:
-    """Whether it runs whenever the scaler steps; `if scheduler is not None` asks about itself and does not count."""
-    own = last(event.receiver)
+def runs_with_step(event: Event, step: Event) -> bool:
+    """Return whether it runs whenever the scaler steps; `if scheduler is not None` asks about itself and does not
+    count."""
+    own = last_name(event.receiver)
     about_itself = {c for c in event.conditions if own in c[0] or "sched" in c[0].lower() or "%" in c[0]}
     return event.conditions - about_itself <= step.conditions
 
 
 def is_scheduler_step(event: Event, amp: Amp) -> bool:
-    """By its name, or by what made it: `torch.optim.lr_scheduler.…`, `get_cosine_schedule_with_warmup(…)`."""
-    name = last(event.receiver).lower()
-    # A schedule that is told its step counts by itself.
+    """Match schedulers by their name, or by what made them: `torch.optim.lr_scheduler.…`,
+    `get_cosine_schedule_with_warmup(…)`."""
+    name = last_name(event.receiver).lower()
+    # A schedule that is given its step does its own counting.
     counts = isinstance(event.node, ast.Call) and bool(event.node.args or event.node.keywords)
     if event.method != "step" or counts or "noise" in name or amp.script.is_optimizer(name) or "scaler" in name:
         return False
-    made = amp.script.values(event.receiver)
-    makers = [amp.script.name_of(value.func) for value in made if isinstance(value, ast.Call)]
-    by_maker = any("lr_scheduler" in maker or "schedule" in last(maker).lower() for maker in makers)
+    made = amp.script.list_values(event.receiver)
+    makers = [amp.script.resolve_name(value.func) for value in made if isinstance(value, ast.Call)]
+    by_maker = any("lr_scheduler" in maker or "schedule" in last_name(maker).lower() for maker in makers)
     return by_maker or any(word in name for word in ("sched", "schdr", "schd", "lr_sch"))
 
 
 def is_ema(event: Event) -> bool:
-    name = last(event.receiver).lower()
+    name = last_name(event.receiver).lower()
     named = name == "ema" or name.startswith("ema_") or name.endswith("_ema") or "model_ema" in name
     return named and event.method in EMA_METHODS or event.method in ("update_ema", "ema_update")

@@ -8,18 +8,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from halfstep_check.findings import Edit, Finding, Place, lines_of
+from halfstep_check.findings import Edit, Finding, Place, split_lines
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def last(key: str) -> str:
-    """`scaler` of `self.scaler` and of `train:scaler`."""
+def last_name(key: str) -> str:
+    """Return `scaler` for `self.scaler` and of `train:scaler`."""
     return key.rsplit(".", 1)[-1].rsplit(":", 1)[-1]
 
 
 def dotted_name(node: ast.AST | None) -> str:
-    """`a.b.c` of a chain of attributes, or an empty string."""
+    """Return `a.b.c` of a chain of attributes, or an empty string."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -29,8 +29,8 @@ def dotted_name(node: ast.AST | None) -> str:
     return ".".join([node.id, *reversed(parts)])
 
 
-def paired(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Targets with their values; `a, b = f(), g()` is two assignments."""
+def pair_assignments(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yield targets with their values; `a, b = f(), g()` is two assignments."""
     for target in node.targets:
         if (
             isinstance(target, ast.Tuple)
@@ -47,7 +47,7 @@ def keyword(call: ast.Call, name: str) -> ast.expr | None:
 
 
 def argument(call: ast.Call, position: int, name: str) -> ast.expr | None:
-    """An argument by position or by name."""
+    """Return an argument by position or by name."""
     return call.args[position] if len(call.args) > position else keyword(call, name)
 
 
@@ -72,20 +72,21 @@ def read_number(node: ast.expr | None) -> float | None:
     return None
 
 
-def names_in(node: ast.AST) -> set[str]:
+def list_names(node: ast.AST) -> set[str]:
     return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
 
 
-def methods_of(class_node: ast.ClassDef) -> dict[str, Function]:
+def list_methods(class_node: ast.ClassDef) -> dict[str, Function]:
     return {node.name: node for node in class_node.body if isinstance(node, Function)}
 
 
-def parameters_of(root: ast.AST) -> set[str]:
+def list_parameters(root: ast.AST) -> set[str]:
     return {a.arg for a in ast.walk(root.args) if isinstance(a, ast.arg)} if isinstance(root, Function) else set()
 
 
-def passed_by(statement: ast.stmt) -> Iterator[tuple[ast.expr, bool]]:
-    """Tests whose answer is known after a statement, because the other one leaves; those inside its blocks too."""
+def list_passed_tests(statement: ast.stmt) -> Iterator[tuple[ast.expr, bool]]:
+    """Return tests whose answer is known after a statement, because the other one leaves; those inside its blocks
+    too."""
     if isinstance(statement, ast.If):
         if leaves(statement.body):
             yield statement.test, False
@@ -95,11 +96,11 @@ def passed_by(statement: ast.stmt) -> Iterator[tuple[ast.expr, bool]]:
         handlers = getattr(statement, "handlers", [])
         parts = [statement.body, getattr(statement, "orelse", []), *(handler.body for handler in handlers)]
         for inner in (inner for part in parts if not leaves(part) for inner in part):
-            yield from passed_by(inner)
+            yield from list_passed_tests(inner)
 
 
-def ends_window(test: ast.expr) -> ast.expr | None:
-    """`i % n == 0` for `i % n != 0` and for `i % n` alone, which hold where it does not."""
+def normalise_window_test(test: ast.expr) -> ast.expr | None:
+    """Return `i % n == 0` for `i % n != 0` and for `i % n` alone, which hold where it does not."""
     unequal = isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.NotEq) and len(test.ops) == 1
     left = test.left if unequal and isinstance(test, ast.Compare) else test
     zero = test.comparators[0] if unequal and isinstance(test, ast.Compare) else ast.Constant(value=0)
@@ -109,12 +110,12 @@ def ends_window(test: ast.expr) -> ast.expr | None:
 
 
 def leaves(body: list[ast.stmt]) -> bool:
-    """Whether a block never falls through to what follows it."""
+    """Return whether a block never falls through to what follows it."""
     return bool(body) and isinstance(body[-1], ast.Return | ast.Continue | ast.Break | ast.Raise)
 
 
 MARKS = ast.expr_context | ast.operator | ast.unaryop | ast.cmpop | ast.boolop
-"""Nodes that stand for a word, not for code; `ast` uses one object for all of a kind."""
+"""Nodes for single tokens, without code of their own; `ast` uses one object for all of a kind."""
 
 AUTOCASTS = {
     *("torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast", "autocast"),
@@ -155,7 +156,8 @@ class Script:
 
     @cached_property
     def layout(self) -> tuple[list[ast.AST], dict[int, tuple[int, int]]]:
-        """All nodes, each before those below it, and where those stand, by identity: a subtree is then a slice."""
+        """All nodes, each before those below it, and their spans by identity: a subtree is then a slice."""
+        # Rules ask for subtrees thousands of times; slices of one pre-order list replace repeated walks.
         spans: dict[int, tuple[int, int]] = {}
         order: list[ast.AST] = []
 
@@ -175,13 +177,13 @@ class Script:
     def nodes(self) -> list[ast.AST]:
         return self.layout[0]
 
-    def below(self, node: ast.AST) -> list[ast.AST]:
-        """A node of this script and all below it, outer ones first; nodes made elsewhere are walked."""
+    def walk_below(self, node: ast.AST) -> list[ast.AST]:
+        """Return a node of this script and all below it, outer ones first; nodes made elsewhere are walked."""
         span = self.layout[1].get(id(node))
         return self.nodes[span[0] : span[1]] if span is not None else list(ast.walk(node))
 
     def calls_below(self, node: ast.AST) -> Iterator[ast.Call]:
-        return (inner for inner in self.below(node) if isinstance(inner, ast.Call))
+        return (inner for inner in self.walk_below(node) if isinstance(inner, ast.Call))
 
     @cached_property
     def calls(self) -> list[ast.Call]:
@@ -192,10 +194,10 @@ class Script:
         """Functions of the module level by name."""
         return {node.name: node for node in self.tree.body if isinstance(node, Function)}
 
-    def nested_in(self, function: ast.AST) -> dict[str, Function]:
-        """Functions defined directly inside another one's body, by name."""
+    def list_nested(self, function: ast.AST) -> dict[str, Function]:
+        """Return functions defined directly inside another one's body, by name."""
         if id(function) not in self.nested:
-            inner = self.below(function)[1:] if isinstance(function, Function) else []
+            inner = self.walk_below(function)[1:] if isinstance(function, Function) else []
             self.nested[id(function)] = {node.name: node for node in inner if isinstance(node, Function)}
         return self.nested[id(function)]
 
@@ -207,9 +209,10 @@ class Script:
     def class_by_name(self) -> dict[str, ast.ClassDef]:
         return {node.name: node for node in self.classes}
 
-    def parents(self, class_node: ast.ClassDef) -> list[ast.ClassDef]:
-        """The bases that this module defines, nearest first."""
+    def list_parents(self, class_node: ast.ClassDef) -> list[ast.ClassDef]:
+        """Return the bases that this module defines, nearest first."""
         found: list[ast.ClassDef] = []
+        # Breadth first, so that nearer bases override farther ones.
         waiting = [class_node]
         while waiting:
             bases = (self.class_by_name.get(dotted_name(base)) for base in waiting.pop(0).bases)
@@ -217,24 +220,27 @@ class Script:
             found, waiting = [*found, *new], [*waiting, *new]
         return found
 
-    def methods(self, class_node: ast.ClassDef) -> dict[str, Function]:
-        """Methods of a class, those of its bases in this module included."""
+    def list_methods(self, class_node: ast.ClassDef) -> dict[str, Function]:
+        """Return methods of a class, those of its bases in this module included."""
         found: dict[str, Function] = {}
-        for node in reversed([class_node, *self.parents(class_node)]):
-            found |= methods_of(node)
+        for node in reversed([class_node, *self.list_parents(class_node)]):
+            found |= list_methods(node)
         return found
 
-    def class_of(self, key: str) -> ast.ClassDef | None:
-        """The class of this module whose instance a name holds, where it holds nothing else (None aside)."""
+    def find_class(self, key: str) -> ast.ClassDef | None:
+        """Return the class of this module whose instance a name holds, where it holds nothing else (None aside)."""
         if key not in self.held:
+            # Guards against cycles before the values are followed.
             self.held[key] = None  # a name that is made from itself
-            arms = [arm for v in self.values(key) for arm in ([v.body, v.orelse] if isinstance(v, ast.IfExp) else [v])]
-            made = {self.class_made(arm) for arm in arms if not is_constant(arm, None)}
+            arms = [
+                arm for v in self.list_values(key) for arm in ([v.body, v.orelse] if isinstance(v, ast.IfExp) else [v])
+            ]
+            made = {self.find_made_class(arm) for arm in arms if not is_constant(arm, None)}
             made = made or {self.annotated.get(key.rsplit(":", 1)[-1])}
             self.held[key] = made.pop() if len(made) == 1 else None
         return self.held[key]
 
-    def class_made(self, value: ast.expr) -> ast.ClassDef | None:
+    def find_made_class(self, value: ast.expr) -> ast.ClassDef | None:
         while isinstance(value, ast.Call):
             if (found := self.class_by_name.get(dotted_name(value.func))) is not None:
                 return found
@@ -243,19 +249,19 @@ class Script:
             # `Net().cuda()` and `DDP(net)` hold a Net.
             value = value.args[0] if wraps else value.func.value if chained else ast.Constant(value=None)  # type: ignore[attr-defined]
         name = dotted_name(value)
-        return self.class_of(name) if name else None
+        return self.find_class(name) if name else None
 
-    def origins(self, key: str, seen: frozenset[str] = frozenset()) -> list[ast.expr]:
-        """What the values of a name come from, `FSDP(net)` for `model = sharded.to(device)`; names followed."""
+    def trace_origins(self, key: str, seen: frozenset[str] = frozenset()) -> list[ast.expr]:
+        """Return what the values of a name come from, `FSDP(net)` for `model = sharded.to(device)`; names followed."""
         found: list[ast.expr] = []
         seen |= {key}
-        for value in self.values(key):
+        for value in self.list_values(key):
             while isinstance(value, ast.Call) and getattr(value.func, "attr", "") in ("to", "cuda", "train", "eval"):
                 value = value.func.value  # type: ignore[attr-defined]
-            for end in self.ends(value) or [value]:
+            for end in self.list_returns(value) or [value]:
                 name = dotted_name(end)
                 if name not in seen:  # `loss = loss.to(device)` is made from itself
-                    found += (self.origins(name, seen) if name else []) or [end]
+                    found += (self.trace_origins(name, seen) if name else []) or [end]
         return found
 
     @cached_property
@@ -277,43 +283,43 @@ class Script:
     def local_names(self) -> set[str]:
         """Names of this module's functions, also with an object of this module before them: `amp.context`."""
         dotted = {dotted_name(call.func) for call in self.calls}
-        held = {n for n in dotted if "." in n and self.class_of(n.rpartition(".")[0]) is not None}
+        held = {n for n in dotted if "." in n and self.find_class(n.rpartition(".")[0]) is not None}
         return held | {node.name for node in self.nodes if isinstance(node, Function)}
 
-    def function_named(self, name: str) -> Function | None:
-        """The function or method of this name, when there is one alone."""
+    def find_function(self, name: str) -> Function | None:
+        """Return the function or method of this name, when there is one alone."""
         found = self.named_functions.get(name, [])
         return found[0] if len(found) == 1 else None
 
-    def property_named(self, node: ast.AST | None) -> Function | None:
-        """`def dtype(self)` under @property, for `cfg.dtype`."""
-        found = self.function_named(node.attr) if isinstance(node, ast.Attribute) else None
+    def find_property(self, node: ast.AST | None) -> Function | None:
+        """Return `def dtype(self)` under @property, for `cfg.dtype`."""
+        found = self.find_function(node.attr) if isinstance(node, ast.Attribute) else None
         return found if found is not None and "property" in map(dotted_name, found.decorator_list) else None
 
-    def name_of(self, node: ast.AST) -> str:
-        """The full dotted name an expression means after imports, or an empty string."""
+    def resolve_name(self, node: ast.AST) -> str:
+        """Return the full dotted name an expression means after imports, or an empty string."""
         dotted = dotted_name(node)
         head, _, rest = dotted.partition(".")
         full = self.imports.get(head, head)
         return f"{full}.{rest}" if rest else full
 
-    def place(self, node: ast.AST) -> Place:
+    def get_place(self, node: ast.AST) -> Place:
         return Place(path=self.path, line=getattr(node, "lineno", 1), column=getattr(node, "col_offset", 0))
 
     @cached_property
     def lines(self) -> list[str]:
-        return lines_of(self.text)
+        return split_lines(self.text)
 
     @cached_property
     def code(self) -> str:
         """The text without its comments."""
         return re.sub(r"(^|\s)#.*", "", self.text)
 
-    def position(self, line: int, byte_column: int) -> tuple[int, int]:
-        """`ast` counts bytes of UTF-8, edits count characters."""
+    def find_position(self, line: int, byte_column: int) -> tuple[int, int]:
+        """Convert a position of `ast`, which counts UTF-8 bytes, to characters."""
         return line, len(self.lines[line - 1].encode()[:byte_column].decode(errors="ignore"))
 
-    def finding(
+    def report(
         self,
         rule: str,
         node: ast.AST,
@@ -323,8 +329,8 @@ class Script:
         related: ast.AST | None = None,
         edits: tuple[Edit, ...] = (),
     ) -> Finding:
-        others = (self.place(related),) if related is not None else ()
-        return Finding(rule=rule, message=message, place=self.place(node), fix=fix, related=others, edits=edits)
+        others = (self.get_place(related),) if related is not None else ()
+        return Finding(rule=rule, message=message, place=self.get_place(node), fix=fix, related=others, edits=edits)
 
     @cached_property
     def assigned(self) -> dict[str, list[ast.expr]]:
@@ -332,9 +338,9 @@ class Script:
         found: dict[str, list[ast.expr]] = {}
         for node in self.nodes:
             if isinstance(node, ast.Assign):
-                for target, value in paired(node):
+                for target, value in pair_assignments(node):
                     parts = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
-                    given = self.returned(value, len(parts)) if len(parts) > 1 else []
+                    given = self.list_returned_tuples(value, len(parts)) if len(parts) > 1 else []
                     for number, part in enumerate(parts):
                         if name := dotted_name(part):
                             # `a, b = f()`: what a function of this file returns there, or something that f gave.
@@ -343,36 +349,37 @@ class Script:
                 found.setdefault(dotted_name(node.target), []).append(node.value)
         return found
 
-    def ends(self, value: ast.expr) -> list[ast.expr]:
-        """What a function of this file may return to a call."""
-        own = self.function_named(last(dotted_name(value.func))) if isinstance(value, ast.Call) else None
-        inside = self.below(own) if own is not None else []
+    def list_returns(self, value: ast.expr) -> list[ast.expr]:
+        """Return what a function of this file may return to a call."""
+        own = self.find_function(last_name(dotted_name(value.func))) if isinstance(value, ast.Call) else None
+        inside = self.walk_below(own) if own is not None else []
         return [n.value for n in inside if isinstance(n, ast.Return) and n.value is not None]
 
-    def returned(self, value: ast.expr, length: int) -> list[list[ast.expr]]:
-        """The tuples of this length that a function of this file may return to a call."""
-        ends = self.ends(value)
+    def list_returned_tuples(self, value: ast.expr, length: int) -> list[list[ast.expr]]:
+        """Return the tuples of this length that a function of this file may return to a call."""
+        ends = self.list_returns(value)
         tuples = [end.elts for end in ends if isinstance(end, ast.Tuple) and len(end.elts) == length]
         return tuples if len(tuples) == len(ends) else []
 
-    def values(self, key: str) -> list[ast.expr]:
-        """What a name is ever given; a walk into a function writes its local names as `function:name`."""
-        return self.assigned.get(self.canonical(key), [])
+    def list_values(self, key: str) -> list[ast.expr]:
+        """Return what a name is ever given; a walk into a function writes its local names as `function:name`."""
+        return self.assigned.get(self.canonicalise(key), [])
 
-    def canonical(self, key: str) -> str:
-        """A name as the code that gives it a value writes it: `self.scaler` for `trainer.scaler`."""
+    def canonicalise(self, key: str) -> str:
+        """Return a name as the code that gives it a value writes it: `self.scaler` for `trainer.scaler`."""
         name = key.rsplit(":", 1)[-1]
         owner, _, attribute = name.rpartition(".")
         if name in self.assigned or owner in ("", "self"):
             return name
-        return f"self.{attribute}" if attribute in self.attributes_of(self.class_of(owner)) else name
+        return f"self.{attribute}" if attribute in self.list_attributes(self.find_class(owner)) else name
 
-    def attributes_of(self, class_node: ast.ClassDef | None) -> frozenset[str]:
-        """What the methods of a class, and of its bases here, set on `self`; `config.device` is not the trainer's."""
+    def list_attributes(self, class_node: ast.ClassDef | None) -> frozenset[str]:
+        """Return what the methods of a class, and of its bases here, set on `self`; `config.device` is not the
+        trainer's."""
         if class_node is None:
             return frozenset()
         if id(class_node) not in self.stored:
-            inside = (n for c in (class_node, *self.parents(class_node)) for n in self.below(c))
+            inside = (n for c in (class_node, *self.list_parents(class_node)) for n in self.walk_below(c))
             stores = (n for n in inside if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
             self.stored[id(class_node)] = frozenset(n.attr for n in stores if dotted_name(n.value) == "self")
         return self.stored[id(class_node)]
@@ -383,11 +390,11 @@ class Script:
         found: dict[int, Function] = {}
         for function in (node for node in self.nodes if isinstance(node, Function)):
             # Outer functions come first in `nodes`, so inner ones win.
-            found |= {id(inner): function for statement in function.body for inner in self.below(statement)}
+            found |= {id(inner): function for statement in function.body for inner in self.walk_below(statement)}
         return found
 
     def share_scope(self, one: ast.AST, other: ast.AST) -> bool:
-        """Whether two nodes can speak of the same local names: one function, or module level for either."""
+        """Return whether two nodes can share local names: one function, or module level for either."""
         first, second = self.owners.get(id(one)), self.owners.get(id(other))
         return first is second or first is None or second is None
 
@@ -399,8 +406,9 @@ class Script:
         return {dotted_name(model).rsplit(".", 1)[-1] for model in models} - {""}
 
     def is_optimizer(self, key: str) -> bool:
-        """By its name, `optimizer`, `optim_g`, `self.opt`, `optD`, or by what it is made from or handed to."""
-        name = last(key)
+        """Match optimizers by name, `optimizer`, `optim_g`, `self.opt`, `optD`, or by what it is made from or handed
+        to."""
+        name = last_name(key)
         low = name.lower()
         named = "optim" in low or low == "opt" or low.startswith("opt_") or low.endswith("_opt")
         return named or bool(re.match(r"opt[A-Z]", name)) or name in self.optimizer_names
@@ -409,17 +417,17 @@ class Script:
     def scaler_names(self) -> set[str]:
         """Last names, in lower case, of what is given a GradScaler."""
         made = ((n, v) for n, values in self.assigned.items() for v in values if isinstance(v, ast.Call))
-        return {last(name).lower() for name, value in made if self.name_of(value.func) in SCALERS}
+        return {last_name(name).lower() for name, value in made if self.resolve_name(value.func) in SCALERS}
 
     @cached_property
     def optimizer_names(self) -> set[str]:
-        """Last names of what torch.optim makes here, and of what somebody unscales the gradients of."""
+        """Last names of what torch.optim makes here, and of what unscale_() is called with."""
         made = {n for n, values in self.assigned.items() if any(map(self.makes_optimizer, values))}
         unscaled = {dotted_name(c.args[0]) for c in self.calls if getattr(c.func, "attr", "") == "unscale_" and c.args}
-        return {last(name) for name in made | unscaled} - {""}
+        return {last_name(name) for name in made | unscaled} - {""}
 
     def makes_optimizer(self, value: ast.expr) -> bool:
-        name = self.name_of(value.func) if isinstance(value, ast.Call) else ""
+        name = self.resolve_name(value.func) if isinstance(value, ast.Call) else ""
         return name.startswith("torch.optim.") and "lr_scheduler" not in name
 
     @cached_property
@@ -428,36 +436,38 @@ class Script:
         ups = {dotted_name(n.target) for n in self.nodes if isinstance(n, ast.AugAssign) and isinstance(n.op, ast.Add)}
         found: set[int] = set()
         for node in (n for n in self.nodes if isinstance(n, ast.If)):
-            stores = [s for inner in node.body for s in self.below(inner) if isinstance(s, ast.Assign)]
+            stores = [s for inner in node.body for s in self.walk_below(inner) if isinstance(s, ast.Assign)]
             zeroed = {dotted_name(t) for s in stores if getattr(s.value, "value", 1) == 0 for t in s.targets}
-            tests = [n for n in self.below(node.test) if isinstance(n, ast.Compare) and len(n.ops) == 1]
+            tests = [n for n in self.walk_below(node.test) if isinstance(n, ast.Compare) and len(n.ops) == 1]
             grows = (n for n in tests if isinstance(n.ops[0], ast.Eq | ast.GtE))
             found |= {id(n) for n in grows if dotted_name(n.left) in ups & zeroed}
         return found
 
     @cached_property
     def parameters(self) -> set[str]:
-        """Names of any function's parameters: their value is the caller's business."""
+        """Names of any function's parameters: the caller decides their value."""
         return {node.arg for node in self.nodes if isinstance(node, ast.arg)}
 
     def is_taken(self, node: ast.AST | None) -> bool:
-        """Whether a name is a parameter of a function around it: its value is the caller's business."""
+        """Return whether a name is a parameter of a function around it: the caller decides its value."""
         name, around = dotted_name(node), self.owners.get(id(node))
         while name and around is not None:
-            if name in parameters_of(around):
+            if name in list_parameters(around):
                 return True
             around = self.owners.get(id(around))
         return False
 
-    def handed(self, name: str) -> list[ast.expr]:
-        """What calls of this file give to the parameter of this name, a class's `__init__()` included."""
+    def list_passed_values(self, name: str) -> list[ast.expr]:
+        """Return what calls of this file give to the parameter of this name, a class's `__init__()` included."""
         found: list[ast.expr] = []
-        for function in (n for n in self.nodes if isinstance(n, Function) and name in parameters_of(n)):
+        for function in (n for n in self.nodes if isinstance(n, Function) and name in list_parameters(n)):
             owner = next((c.name for c in self.classes if function in c.body), "")
             taken = [a.arg for a in (*function.args.posonlyargs, *function.args.args) if a.arg != "self"]
             called = owner if function.name == "__init__" else function.name
             place = taken.index(name) if name in taken else len(taken)
-            found += [v for c in self.calls if last(dotted_name(c.func)) == called and (v := argument(c, place, name))]
+            found += [
+                v for c in self.calls if last_name(dotted_name(c.func)) == called and (v := argument(c, place, name))
+            ]
         return found
 
     @cached_property
@@ -469,25 +479,25 @@ class Script:
     @cached_property
     def ends_lifted(self) -> bool:
         """Whether a module of this script returns a softmax."""
-        layers = [method for node in self.classes if (method := methods_of(node).get("forward")) is not None]
-        ends = [n.value for layer in layers for n in self.below(layer) if isinstance(n, ast.Return) and n.value]
+        layers = [method for node in self.classes if (method := list_methods(node).get("forward")) is not None]
+        ends = [n.value for layer in layers for n in self.walk_below(layer) if isinstance(n, ast.Return) and n.value]
         calls = (call for end in ends for call in self.calls_below(end))
         return any("softmax" in (getattr(c.func, "attr", "") or getattr(c.func, "id", "")) for c in calls)
 
     def mentions_autocast(self, value: ast.expr) -> bool:
-        names = (node for node in self.below(value) if isinstance(node, ast.Name | ast.Attribute))
-        return any(self.name_of(node) in AUTOCASTS for node in names)
+        names = (node for node in self.walk_below(value) if isinstance(node, ast.Name | ast.Attribute))
+        return any(self.resolve_name(node) in AUTOCASTS for node in names)
 
-    def stored_names(self, function: Function) -> frozenset[str]:
-        """Names a function assigns."""
+    def list_stored_names(self, function: Function) -> frozenset[str]:
+        """Return names a function assigns."""
         if id(function) not in self.stored:
-            stores = (n for n in self.below(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+            stores = (n for n in self.walk_below(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
             self.stored[id(function)] = frozenset(node.id for node in stores)
         return self.stored[id(function)]
 
     @cached_property
     def defaults(self) -> dict[str, list[ast.expr]]:
-        """What a setting is unless somebody says otherwise: `add_argument("--dtype", default=…)`, a class's fields."""
+        """Defaults of settings: `add_argument("--dtype", default=…)`, a class's fields."""
         found: dict[str, list[ast.expr]] = {}
         for call in self.calls:
             flags = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
@@ -499,14 +509,14 @@ class Script:
             found.setdefault(dotted_name(target), []).append(node.value)  # type: ignore[arg-type]
         return found
 
-    def default(self, node: ast.expr | None) -> ast.expr | None:
-        """The default of `args.dtype`, where the file has one alone; anything else stays as it is."""
-        fixed = self.constant(node)
+    def read_default(self, node: ast.expr | None) -> ast.expr | None:
+        """Return the default of `args.dtype`, where the file has one alone; anything else stays as it is."""
+        fixed = self.read_constant(node)
         values = self.defaults.get(fixed.attr, []) if isinstance(fixed, ast.Attribute) else []
         return values[0] if len(values) == 1 else fixed
 
-    def constant(self, node: ast.expr | None) -> ast.expr | None:
-        """The expression a name stands for when it is assigned exactly once; anything else stays as it is."""
+    def read_constant(self, node: ast.expr | None) -> ast.expr | None:
+        """Return the expression a name has when it is assigned exactly once; anything else is returned unchanged."""
         for _ in range(4):
             name = dotted_name(node)
             values = self.assigned.get(name, [])

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from halfstep_check.findings import Finding, Severity
 from halfstep_check.lint.amp import Amp
 from halfstep_check.lint.regions import compares_dtype_with_text, may_be_fp16
-from halfstep_check.lint.script import AUTOCASTS, SCALERS, Script, dotted_name, is_constant, keyword, last
-from halfstep_check.spellings import dtype_of
+from halfstep_check.lint.script import AUTOCASTS, SCALERS, Script, dotted_name, is_constant, keyword, last_name
+from halfstep_check.spellings import parse_dtype
 
 AMP_FLAG = re.compile(r"(^|[-_.])(use|enable)?(amp|fp16|bf16|half|mixed|autocast|precision)($|[-_])", re.IGNORECASE)
 BF16 = re.compile(r"bfloat16|bf16", re.IGNORECASE)
@@ -19,20 +19,20 @@ FP16 = re.compile(r"(?<!b)float16|(?<!b)fp16|\.half\b", re.IGNORECASE)
 
 
 def find_stuck_switches(amp: Amp) -> Iterator[Finding]:
-    yield from bool_flags(amp.script)
-    for test in amp_tests(amp.script):
-        yield from fixed(amp.script, test)
-    yield from low_capability(amp.script)
-    yield from always_on(amp.script)
-    yield from chosen_word(amp.script)
-    yield from accelerate_bool(amp)
+    yield from find_bool_flags(amp.script)
+    for test in list_amp_tests(amp.script):
+        yield from find_fixed_tests(amp.script, test)
+    yield from find_low_capability(amp.script)
+    yield from find_always_on(amp.script)
+    yield from find_or_of_strings(amp.script)
+    yield from find_accelerate_bool(amp)
     if amp.goes_backward:
-        yield from only_announced(amp.script)
-        yield from never_clips(amp.script)
+        yield from find_announced_flags(amp.script)
+        yield from find_missing_clip(amp.script)
 
 
-def bool_flags(script: Script) -> Iterator[Finding]:
-    """`add_argument("--amp", type=bool)`: bool("False") is True."""
+def find_bool_flags(script: Script) -> Iterator[Finding]:
+    """Find `add_argument("--amp", type=bool)`: bool("False") is True."""
     for call in script.calls:
         kind = keyword(call, "type")
         if getattr(call.func, "attr", "") != "add_argument" or not isinstance(kind, ast.Name) or kind.id != "bool":
@@ -42,7 +42,7 @@ def bool_flags(script: Script) -> Iterator[Finding]:
         if flag is not None:
             message = f"type=bool makes every value true: `{flag} False` turns it on"
             fix = "action=argparse.BooleanOptionalAction"
-            yield script.finding("amp-switch-stuck", call, message, fix=fix)
+            yield script.report("amp-switch-stuck", call, message, fix=fix)
 
 
 ASKS_AMP = re.compile(r"(use|enable|with)?_?(amp|mixed_precision|fp16|bf16|autocast)(_enabled)?", re.IGNORECASE)
@@ -51,19 +51,19 @@ LOW_PRECISION = re.compile(
 )
 
 
-def only_announced(script: Script) -> Iterator[Finding]:
-    """`self.use_amp` is set and logged, and nothing in a file that trains computes in another precision."""
+def find_announced_flags(script: Script) -> Iterator[Finding]:
+    """Find `self.use_amp` that is set and logged in a file that trains in fp32 only."""
     foreign = {dotted_name(b) for c in script.classes for b in c.bases} - {*script.class_by_name, "object", "ABC"}
-    flags = {name: values for name, values in script.assigned.items() if ASKS_AMP.fullmatch(last(name))}
+    flags = {name: values for name, values in script.assigned.items() if ASKS_AMP.fullmatch(last_name(name))}
     for name, values in flags.items() if not foreign and not LOW_PRECISION.search(script.code) else ():
         tests = [n.test for n in script.nodes if isinstance(n, ast.If) and announces(script, n, name)]
         logs = [c for c in script.calls if is_log(c)]
-        quiet = {id(n) for part in (*tests, *logs) for n in script.below(part)}
+        quiet = {id(n) for part in (*tests, *logs) for n in script.walk_below(part)}
         loads = (n for n in script.nodes if isinstance(getattr(n, "ctx", None), ast.Load) and dotted_name(n) == name)
         reads = list(loads)
         if reads and all(id(n) in quiet for n in reads):
             message = f"{name} is announced, and nothing else reads it: training runs in fp32"
-            yield script.finding("amp-switch-stuck", values[0], message, fix="autocast(…, enabled=…), or drop it")
+            yield script.report("amp-switch-stuck", values[0], message, fix="autocast(…, enabled=…), or drop it")
 
 
 def is_log(call: ast.Call) -> bool:
@@ -71,30 +71,30 @@ def is_log(call: ast.Call) -> bool:
 
 
 def announces(script: Script, node: ast.If, name: str) -> bool:
-    """Whether an `if` only logs, and sets the flag that it asks for."""
-    inner = [n for statement in node.body for n in script.below(statement)]
+    """Return whether an `if` only logs, and sets the flag that it asks for."""
+    inner = [n for statement in node.body for n in script.walk_below(statement)]
     stores = {dotted_name(t) for n in inner if isinstance(n, ast.Assign) for t in n.targets}
     calls = (n for n in inner if isinstance(n, ast.Call))
     jumps = any(isinstance(n, ast.Return | ast.Raise | ast.Continue | ast.Break) for n in inner)
     return all(map(is_log, calls)) and stores <= {name} and not jumps
 
 
-def never_clips(script: Script) -> Iterator[Finding]:
-    """`if args.clip_grad: scaler.unscale_(optimizer)`, and no clip after it."""
+def find_missing_clip(script: Script) -> Iterator[Finding]:
+    """Find `if args.clip_grad: scaler.unscale_(optimizer)`, and no clip after it."""
     for node in (n for n in script.nodes if isinstance(n, ast.If) and "clip" in ast.unparse(n.test)):
         only = [s.value for s in node.body if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call)]
         unscales = len(only) == len(node.body) and all(getattr(c.func, "attr", "") == "unscale_" for c in only)
-        around = script.below(script.owners.get(id(node), script.tree))
-        tests = {id(n) for i in around if isinstance(i, ast.If) for n in script.below(i.test)}
+        around = script.walk_below(script.owners.get(id(node), script.tree))
+        tests = {id(n) for i in around if isinstance(i, ast.If) for n in script.walk_below(i.test)}
         words = [getattr(n, "attr", "") or getattr(n, "id", "") for n in around if id(n) not in tests]
         if unscales and not any("clip" in word.lower() or word == "clamp_" for word in words):
             message = f"`{ast.unparse(node.test)}` only unscales: no gradient is ever clipped"
             fix = "torch.nn.utils.clip_grad_norm_(…) after unscale_()"
-            yield script.finding("amp-switch-stuck", node, message, fix=fix)
+            yield script.report("amp-switch-stuck", node, message, fix=fix)
 
 
-def always_on(script: Script) -> Iterator[Finding]:
-    """`add_argument("--amp", action="store_true", default=True)`: nothing turns it off."""
+def find_always_on(script: Script) -> Iterator[Finding]:
+    """Find `add_argument("--amp", action="store_true", default=True)`: nothing turns it off."""
     for call in script.calls:
         action, flags = keyword(call, "action"), [a.value for a in call.args if isinstance(a, ast.Constant)]
         flag = next((f for f in flags if isinstance(f, str) and AMP_FLAG.search(f)), "")
@@ -108,48 +108,50 @@ def always_on(script: Script) -> Iterator[Finding]:
             message = f"{flag} is a store_true with default=True: no command line turns it off"
             fix = "action=argparse.BooleanOptionalAction"
             yield dataclasses.replace(
-                script.finding("amp-switch-stuck", call, message, fix=fix), severity=Severity.WARNING
+                script.report("amp-switch-stuck", call, message, fix=fix), severity=Severity.WARNING
             )
 
 
-def chosen_word(script: Script) -> Iterator[Finding]:
-    """`precision in ["bf16" or "bfloat16"]` is `precision in ["bf16"]`."""
+def find_or_of_strings(script: Script) -> Iterator[Finding]:
+    """Find `precision in ["bf16" or "bfloat16"]`, which is `precision in ["bf16"]`."""
     for node in script.nodes:
         parts = [n for c in node.comparators for n in ast.walk(c)] if isinstance(node, ast.Compare) else []
         words = [n.values[0] for n in parts if isinstance(n, ast.BoolOp) and isinstance(n.op, ast.Or)]
-        if any(isinstance(w, ast.Constant) and isinstance(w.value, str) and dtype_of(w.value) for w in words):
+        if any(isinstance(w, ast.Constant) and isinstance(w.value, str) and parse_dtype(w.value) for w in words):
             message = f"`{ast.unparse(node)}` knows the first word only: `a or b` of two strings is a"
-            yield script.finding("amp-switch-stuck", node, message, fix="x in ('a', 'b')")
+            yield script.report("amp-switch-stuck", node, message, fix="x in ('a', 'b')")
         elif isinstance(node, ast.BoolOp) and is_word_list(node) and asks_precision(node.values[0]):
-            yield always_true(script, node)
+            yield report_always_true(script, node)
 
 
 def asks_precision(node: ast.expr) -> bool:
-    return isinstance(node, ast.Compare) and bool(AMP_FLAG.search(last(dotted_name(node.left))))
+    return isinstance(node, ast.Compare) and bool(AMP_FLAG.search(last_name(dotted_name(node.left))))
 
 
-def always_true(script: Script, test: ast.BoolOp) -> Finding:
+def report_always_true(script: Script, test: ast.BoolOp) -> Finding:
     message = f"`{ast.unparse(test)}` is always true: a string alone counts as true"
-    return script.finding("amp-switch-stuck", test, message, fix="x in ('a', 'b')")
+    return script.report("amp-switch-stuck", test, message, fix="x in ('a', 'b')")
 
 
-def accelerate_bool(amp: Amp) -> Iterator[Finding]:
-    """Accelerator(mixed_precision=True): it takes a word, and refuses everything else."""
-    flags = {f for c in amp.script.calls if getattr(c.func, "attr", "") == "add_argument" for f in boolean_flags(c)}
+def find_accelerate_bool(amp: Amp) -> Iterator[Finding]:
+    """Find Accelerator(mixed_precision=True): it takes a word, and refuses everything else."""
+    flags = {
+        f for c in amp.script.calls if getattr(c.func, "attr", "") == "add_argument" for f in list_boolean_flags(c)
+    }
     for call in amp.script.calls:
         value = keyword(call, "mixed_precision")
-        if value is None or last(amp.script.name_of(call.func)) != "Accelerator":
+        if value is None or last_name(amp.script.resolve_name(call.func)) != "Accelerator":
             continue
         is_bool = isinstance(value, ast.Constant) and isinstance(value.value, bool)
         by_flag = isinstance(value, ast.Attribute) and value.attr in flags
         if is_bool or by_flag:
             message = f"mixed_precision={ast.unparse(value)} is true or false: Accelerator raises ValueError"
             fix = 'mixed_precision="fp16" if … else "no"'
-            yield amp.script.finding("launch-refused", value, message, fix=fix)
+            yield amp.script.report("launch-refused", value, message, fix=fix)
 
 
-def boolean_flags(call: ast.Call) -> list[str]:
-    """Names of a flag that argparse reads as true or false."""
+def list_boolean_flags(call: ast.Call) -> list[str]:
+    """Return names of a flag that argparse reads as true or false."""
     kind, action = keyword(call, "type"), keyword(call, "action")
     is_bool = kind is not None and "bool" in ast.unparse(kind)
     is_bool = is_bool or isinstance(action, ast.Constant) and action.value in ("store_true", "store_false")
@@ -157,10 +159,11 @@ def boolean_flags(call: ast.Call) -> list[str]:
     return [word.lstrip("-").replace("-", "_") for word in words] if is_bool else []
 
 
-def amp_tests(script: Script) -> Iterator[ast.expr]:
-    """What decides on autocast or a scaler: `enabled=`, the test around it, and the value of `use_amp` and the like."""
+def list_amp_tests(script: Script) -> Iterator[ast.expr]:
+    """Return what decides on autocast or a scaler: `enabled=`, the test around it, and the value of `use_amp` and the
+    like."""
     for call in script.calls:
-        if script.name_of(call.func) in AUTOCASTS | SCALERS and (enabled := keyword(call, "enabled")) is not None:
+        if script.resolve_name(call.func) in AUTOCASTS | SCALERS and (enabled := keyword(call, "enabled")) is not None:
             yield enabled
     for name, values in script.assigned.items():
         if AMP_FLAG.search(name.rsplit(".", 1)[-1]):
@@ -172,34 +175,34 @@ def amp_tests(script: Script) -> Iterator[ast.expr]:
 
 
 def makes_amp(script: Script, node: ast.AST) -> bool:
-    return any(script.name_of(call.func) in AUTOCASTS | SCALERS for call in script.calls_below(node))
+    return any(script.resolve_name(call.func) in AUTOCASTS | SCALERS for call in script.calls_below(node))
 
 
-def fixed(script: Script, test: ast.expr) -> Iterator[Finding]:
-    """The parts of a test that are the same in every run."""
+def find_fixed_tests(script: Script, test: ast.expr) -> Iterator[Finding]:
+    """Find the parts of a test that are the same in every run."""
     if isinstance(test, ast.BoolOp):
         if is_word_list(test):
-            yield always_true(script, test)
+            yield report_always_true(script, test)
         for part in test.values:
-            yield from fixed(script, part)
+            yield from find_fixed_tests(script, part)
     elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        yield from fixed(script, test.operand)
-    elif isinstance(test, ast.Attribute) and script.name_of(test) == "torch.cuda.is_available":
+        yield from find_fixed_tests(script, test.operand)
+    elif isinstance(test, ast.Attribute) and script.resolve_name(test) == "torch.cuda.is_available":
         message = "is_available is a function and is not called here: always true"
-        yield script.finding("amp-switch-stuck", test, message, fix="torch.cuda.is_available()")
+        yield script.report("amp-switch-stuck", test, message, fix="torch.cuda.is_available()")
     elif isinstance(test, ast.Compare) and compares_dtype_with_text(test, script) and may_be_fp16(test.left, script):
         message = f"`{ast.unparse(test)}` is never true: a torch.dtype is compared with a string"
-        yield script.finding("amp-switch-stuck", test, message, fix="compare with torch.float16")
+        yield script.report("amp-switch-stuck", test, message, fix="compare with torch.float16")
 
 
 def is_word_list(test: ast.BoolOp) -> bool:
-    """`x == "fp16" or "bf16"`."""
+    """Match `x == "fp16" or "bf16"`."""
     words = [v for v in test.values[1:] if isinstance(v, ast.Constant) and isinstance(v.value, str) and v.value]
     return isinstance(test.op, ast.Or) and isinstance(test.values[0], ast.Compare) and bool(words)
 
 
-def low_capability(script: Script) -> Iterator[Finding]:
-    """bf16 for compute capability 7: Volta and Turing have no bf16 units."""
+def find_low_capability(script: Script) -> Iterator[Finding]:
+    """Find bf16 for compute capability 7: Volta and Turing have no bf16 units."""
     for node in script.nodes:
         if isinstance(node, ast.If | ast.IfExp):
             chosen = " ".join(map(ast.unparse, node.body if isinstance(node, ast.If) else [node.body]))
@@ -216,16 +219,16 @@ def low_capability(script: Script) -> Iterator[Finding]:
         ):
             message = f"`{ast.unparse(test)}` holds on Volta and Turing, which have no bf16 units"
             fix = "torch.cuda.get_device_capability() >= (8, 0)"
-            yield script.finding("bf16-check-too-low", test, message, fix=fix)
+            yield script.report("bf16-check-too-low", test, message, fix=fix)
 
 
 def asks_for_seven(script: Script, test: ast.expr) -> bool:
-    """A comparison with capability 7 that nothing beside it narrows."""
+    """Match a comparison with capability 7 that no other test narrows."""
     if not isinstance(test, ast.Compare) or len(test.ops) != 1:
         parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else []
         return not BF16.search(ast.unparse(test)) and any(asks_for_seven(script, part) for part in parts)
     left = test.left.value if isinstance(test.left, ast.Subscript) else test.left
-    values = [left, *script.values(dotted_name(left))]
+    values = [left, *script.list_values(dotted_name(left))]
     if not any("get_device_capability" in ast.unparse(value) for value in values):
         return False
     limit = test.comparators[0]

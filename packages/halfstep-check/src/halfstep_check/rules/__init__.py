@@ -15,12 +15,12 @@ __all__ = ["RULES", "Rule", "rule_named", "severity_of"]
 RULES: dict[str, Rule] = {rule.name: rule for rule in (*CONFIG_RULES, *SCALER_RULES, *LOOP_RULES, *NUMERIC_RULES)}
 
 
-def severity_of(finding: Finding) -> Severity:
+def get_severity(finding: Finding) -> Severity:
     return finding.severity or RULES[finding.rule].severity
 
 
-def rule_named(name: str) -> Rule:
-    """The rule of this name, or an error with the nearest ones."""
+def get_rule(name: str) -> Rule:
+    """Return the rule of this name, or an error with the nearest ones."""
     if name not in RULES:
         raise ConfigError(f"unknown rule {name!r}", fix=suggest_nearest(name, RULES))
     return RULES[name]

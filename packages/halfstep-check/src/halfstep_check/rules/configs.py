@@ -10,8 +10,8 @@ CONFIG_RULES = (
         name="precision-conflict",
         severity=Severity.ERROR,
         title="two sources ask for different precisions",
-        why="One of them wins in silence, or the launcher refuses. Whoever reads the other file believes in a run that "
-        "never happened: a report can claim bf16 while fp16 ran.",
+        why="One of them wins in silence, or the launcher refuses. The other file then describes a run that never "
+        "happened: a report can claim bf16 while fp16 ran.",
         fix="State the precision in one place and leave it out of the others.",
         bad="""
             # accelerate.yaml
@@ -176,7 +176,7 @@ CONFIG_RULES = (
         severity=Severity.WARNING,
         title="loss scaling is configured for bf16",
         why="bf16 has the range of fp32, so nothing underflows that scaling could save. Older DeepSpeed "
-        "drops the keys, 0.17 refuses the config; who reads them expects overflow handling that is not there.",
+        "drops the keys, 0.17 refuses the config; readers expect overflow handling that does not exist.",
         fix="Delete the loss-scale keys.",
         bad="""
             # ds.json

@@ -289,7 +289,7 @@ LOOP_RULES = (
         title="backward runs a second time on one graph",
         why="backward() frees the graph it walked. A second one on the same loss raises, at once or in the second "
         "micro-batch.",
-        fix="Compute the loss anew before each backward().",
+        fix="Compute the loss again before each backward().",
         bad="""
             for x in loader:
                 optimizer.zero_grad()

@@ -23,14 +23,14 @@ class Rule:
     good: str
     """The same, corrected."""
     threads: tuple[str, ...] = ()
-    """Public issue threads where this cost somebody a run, as owner/repository#number."""
+    """Public issue threads about this mistake, as owner/repository#number."""
 
     def __post_init__(self) -> None:
         for name in ("bad", "good"):
             object.__setattr__(self, name, textwrap.dedent(getattr(self, name)).strip())
 
 
-def example_files(example: str) -> dict[str, str]:
-    """The files of an example by name: each begins with `# NAME`, and what has no name is a script."""
+def split_example(example: str) -> dict[str, str]:
+    """Return the files of an example by name: each begins with `# NAME`, and what has no name is a script."""
     first, *parts = re.split(r"^# ([\w-]+\.\w+)\n", example + "\n", flags=re.MULTILINE)
     return dict(zip(parts[::2], parts[1::2], strict=True)) or {"train.py": first}

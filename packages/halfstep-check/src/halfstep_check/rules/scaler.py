@@ -381,7 +381,7 @@ SCALER_RULES = (
     Rule(
         name="framework-bypassed",
         severity=Severity.ERROR,
-        title="backward or step goes round the framework that scales the loss",
+        title="backward or step bypasses the framework that scales the loss",
         why="Trainer, Accelerate, DeepSpeed and apex scale in their own backward and unscale in their own step. A "
         "plain call next to them leaves the loss unscaled, or runs backward twice.",
         fix="Call the framework's own backward and step.",

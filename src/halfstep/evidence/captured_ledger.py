@@ -78,7 +78,7 @@ def locate_kernels(events: Sequence[Event], owners: Mapping[int, Modules], code:
 
 
 def _locate(one: LaunchedKernel, owners: Mapping[int, Modules], site: Modules | None) -> LaunchPurpose | None:
-    # Backward runs in a thread of its own, where the range of the main thread is not on the stack.
+    # Backward runs in its own thread, where the range of the main thread is not on the stack.
     if not any(event["name"] == COMPUTING for event in one.within) and not _is_backward(one):
         return LaunchPurpose((GUARDING,), "step")
     direction: Direction = "backward" if _is_backward(one) else "forward"
