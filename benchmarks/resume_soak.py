@@ -30,7 +30,7 @@ from recording import store
 
 FORKED = multiprocessing.get_context("forkserver")
 # The optimizers' first call would import the compiler, which takes longer than the loop.
-FORKED.set_forkserver_preload(["torch._dynamo", "public_loops"])
+FORKED.set_forkserver_preload(["torch._dynamo", "public_loops", "halfstep.own_loop.save_and_load"])
 
 
 def write_checksum(loop: Callable[..., Any], path: Path, result: Path) -> None:

@@ -345,6 +345,19 @@ def test_a_state_stored_before_the_step_is_warned_about() -> None:
         step.state_dict()
 
 
+def test_a_state_stored_before_epoch_ended_is_warned_about() -> None:
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+    schedule = hs.per_epoch(torch.optim.lr_scheduler.ConstantLR(optimizer))
+    step = hs.Step(model, optimizer, "fp32", schedule=schedule)
+    for window in step.windows([torch.ones(2, 4)]):
+        step(lambda batch: model(batch).square().mean(), window)
+    with pytest.warns(UserWarning, match="before step.epoch_ended"):
+        step.state_dict()
+    step.epoch_ended()
+    step.state_dict()
+
+
 def test_two_passes_at_once_are_warned_about() -> None:
     step, model, loader = make_loop(0)
     for a, _ in zip(step.windows(loader), step.windows(loader), strict=True):

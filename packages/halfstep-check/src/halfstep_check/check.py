@@ -264,7 +264,7 @@ def find_referenced_file(reference: Reference) -> Path | None:
 
 
 def is_plain_file(path: Path) -> bool:
-    """Match Pipes and devices would wait forever, folders are not configs."""
+    """Return whether a path is a file: reading a pipe or device would wait forever."""
     try:
         return path.is_file()
     except (OSError, ValueError):  # a name too long for the file system, or with a NUL in it

@@ -172,7 +172,7 @@ class Draft:
 
 
 def parse_number(value: Scalar) -> str | None:
-    """Return `8`, `8.0` and `"8"` are one number; anything that is none, or not finite, gives None."""
+    """Return one text for `8`, `8.0` and `"8"`; None for anything that is not a finite number."""
     try:
         number = math.nan if value is None or isinstance(value, bool) else float(value)
     except (ValueError, OverflowError):

@@ -68,7 +68,7 @@ def find_batch_arithmetic(sources: Sequence[Source]) -> list[Finding]:
 
 
 def find_unfilled_auto(sources: Sequence[Source]) -> list[Finding]:
-    """Find `auto` is Hugging Face's word: DeepSpeed itself reads it as text and fails."""
+    """Find `auto` that nothing fills in: DeepSpeed itself reads it as text and fails."""
     # Who could fill it may be in a file that is not here: only a script that starts DeepSpeed itself settles it.
     scripts = [source.facts["imports"].split() for source in sources if "imports" in source.facts]
     bare = any("deepspeed" in names and not set(names) & FILLING_MODULES for names in scripts)
@@ -142,7 +142,8 @@ def find_autocast_around_deepspeed(sources: Sequence[Source]) -> list[Finding]:
 
 
 def find_idle_optimizer(sources: Sequence[Source]) -> list[Finding]:
-    """Find the Trainer builds no optimizer when DeepSpeed's JSON has one (transformers `integrations/deepspeed.py`)."""
+    """Find an `optim` without effect: the Trainer builds no optimizer when DeepSpeed's JSON has one (transformers
+    `integrations/deepspeed.py`)."""
     claims = rank_claims(sources, "optimizer state")
     if not claims or claims[0][0].dialect != "deepspeed":
         return []

@@ -39,13 +39,12 @@ def read_commands(text: str, path: str, *, lightning_version: str = "") -> list[
 
 
 def list_named_files(text: str) -> dict[int, list[str]]:
-    """Return Scripts and configs that each command names, by its line."""
+    """Return the scripts and configs that each command names, by its line."""
     return {line: list_names_in_command(words) for line, words in split_commands(text)}
 
 
 def split_launcher(words: list[str]) -> list[list[str]]:
-    """Return `accelerate launch` has flags of its own before the script, and the script's after it; others are one
-    part."""
+    """Split `accelerate launch` into the launcher's flags and, after the script, the script's; others are one part."""
     if "accelerate" not in words or "launch" not in words:
         return [words]
     script = next((i for i, word in enumerate(words) if word.endswith(".py") or word in ("-m", "--module")), len(words))
@@ -87,7 +86,7 @@ def read_command(words: list[str], path: str, line: int, lightning_version: str)
 
 
 def parse_flags(words: list[str], path: str, line: int) -> Node:
-    """Return `--a.b 1 --flag key.sub=2` as nested nodes; flags are spelled with underscores."""
+    """Parse `--a.b 1 --flag key.sub=2` into nested nodes; flags are spelled with underscores."""
     nested: dict[str, Node] = {}
     position = 0
     while position < len(words):

@@ -28,7 +28,7 @@ def speaks_at_the_top(root: Node) -> bool:
 
 
 def find_nested_section(root: Node) -> str | None:
-    """Return `training.lightning.` and the like: a block with a precision word and two other arguments of a Trainer."""
+    """Return `training.lightning.` or similar: a block with a precision word and two other arguments of a Trainer."""
     for key, node in root.walk():
         section = key.removesuffix("precision")
         is_word = key.endswith(".precision") and str(node.scalar) in LIGHTNING_2_WORDS

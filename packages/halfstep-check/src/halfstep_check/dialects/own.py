@@ -63,7 +63,7 @@ def is_switch(key: str, node: Node) -> bool:
 
 
 def find_format_key(root: Node, section: str) -> str:
-    """Return `train.precision: bf16` or `training.fp16: true`: the key of a section that names one format."""
+    """Return the key of a section that names one format: `train.precision: bf16` or `training.fp16: true`."""
     for key in (section + "precision", section + "precision.dtype"):
         if parse_dtype(root.scalar_at(key)) is not None:
             return key
@@ -77,7 +77,7 @@ def names_format(root: Node) -> bool:
 
 
 def read_flat(root: Node) -> Source:
-    """Return `use_amp` and its dtype are one declaration, `mixed_precision: bf16` is one by itself."""
+    """Read a flat config: `use_amp` and its dtype are one declaration, `mixed_precision: bf16` is one by itself."""
     draft = Draft(root, "use_amp/amp_dtype")
     section = find_flat_section(root) or ""
     switched = root.scalar_at(section + "mixed_precision") is True and root.has(section + "mixed_precision_dtype")

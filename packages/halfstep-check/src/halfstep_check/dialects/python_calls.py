@@ -60,7 +60,7 @@ class Literals:
         return mark if mark in ("'", '"') else '"'
 
     def position(self, line: int, byte_column: int) -> tuple[int, int]:
-        """Return `ast` counts bytes of UTF-8, edits count characters."""
+        """Convert a position of `ast`, which counts UTF-8 bytes, to characters."""
         text = self.lines[line - 1] if line <= len(self.lines) else ""
         return line, len(text.encode()[:byte_column].decode(errors="ignore"))
 
@@ -87,7 +87,7 @@ def read_script_sources(tree: ast.Module, text: str, path: str, *, lightning_ver
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             found.append(read_call(node, literals, lightning_version))
-        elif isinstance(node, ast.Dict) and "use_amp" in list_keys(node):
+        elif isinstance(node, ast.Dict) and "use_amp" in {getattr(key, "value", None) for key in node.keys}:
             found.append(read_dict(literals.dictionary(node)))
     found += [find_clipping(tree, literals), find_overwritten_amp(tree, literals), read_engine(tree, literals)]
     said = (source for source in found if source is not None)
@@ -108,7 +108,7 @@ def read_engine(tree: ast.Module, literals: Literals) -> Source | None:
 
 
 def list_imported_modules(tree: ast.Module) -> set[str]:
-    """Return Top-level names of all modules that are imported anywhere in the script."""
+    """Return the top-level names of all imported modules."""
     nodes = list(ast.walk(tree))
     plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     parts = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level}
@@ -128,7 +128,7 @@ def find_clipping(tree: ast.Module, literals: Literals) -> Source | None:
 
 
 def find_overwritten_amp(tree: ast.Module, literals: Literals) -> Source | None:
-    """Return `accelerator.native_amp = amp`: guide 4's trainers switch autocast on behind Accelerate's back."""
+    """Find `accelerator.native_amp = amp`, with which guide 4's trainers bypass Accelerate's setting."""
     for node in ast.walk(tree):
         target = node.targets[0] if isinstance(node, ast.Assign) else None
         # timm's `args.native_amp` is a flag; Accelerate's attribute is a switch.
@@ -157,12 +157,8 @@ def is_torch_clip(node: ast.AST) -> bool:
 
 
 def read_dict(root: Node) -> Source | None:
-    """Return Guide 0's config; a dict that merely has such keys (names of options, say) is none."""
+    """Read guide 0's config dict; a dict that merely has such keys (names of options) is not one."""
     return own.read_flat(root) if isinstance(root.scalar_at("use_amp"), bool) else None
-
-
-def list_keys(node: ast.Dict) -> set[object]:
-    return {key.value for key in node.keys if isinstance(key, ast.Constant)}
 
 
 def read_call(call: ast.Call, literals: Literals, lightning_version: str) -> Source | None:
