@@ -124,9 +124,9 @@ def find_double_clipping(sources: Sequence[Source]) -> list[Finding]:
 def find_autocast_around_deepspeed(sources: Sequence[Source]) -> list[Finding]:
     """Find torch.autocast in the script, although DeepSpeed's engine casts the weights or nothing."""
     engine = next((source for source in sources if source.dialect == "deepspeed"), None)
-    if engine is None or (engine.value("weights") == "fp32" and engine.value("precision") != "fp32"):
+    if engine is None or (engine.get_value("weights") == "fp32" and engine.get_value("precision") != "fp32"):
         return []
-    said = engine.says("precision")
+    said = engine.get_declaration("precision")
     return [
         Finding(
             rule="autocast-around-deepspeed",

@@ -87,7 +87,7 @@ def read_script_sources(tree: ast.Module, text: str, path: str, *, lightning_ver
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             found.append(read_call(node, literals, lightning_version))
-        elif isinstance(node, ast.Dict) and "use_amp" in list_keys(node):
+        elif isinstance(node, ast.Dict) and "use_amp" in {getattr(key, "value", None) for key in node.keys}:
             found.append(read_dict(literals.dictionary(node)))
     found += [find_clipping(tree, literals), find_overwritten_amp(tree, literals), read_engine(tree, literals)]
     said = (source for source in found if source is not None)
@@ -161,10 +161,6 @@ def read_dict(root: Node) -> Source | None:
     return own.read_flat(root) if isinstance(root.scalar_at("use_amp"), bool) else None
 
 
-def list_keys(node: ast.Dict) -> set[object]:
-    return {key.value for key in node.keys if isinstance(key, ast.Constant)}
-
-
 def read_call(call: ast.Call, literals: Literals, lightning_version: str) -> Source | None:
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     names = {keyword.arg for keyword in call.keywords}
@@ -188,7 +184,7 @@ def renamed(source: Source, dialect: str) -> Source:
 def read_lightning_call(arguments: Node, version: str) -> Source:
     draft = Draft(arguments, "lightning call")
     lightning.read_trainer(draft, "", version)
-    return draft.source()
+    return draft.freeze()
 
 
 def read_accelerator_call(arguments: Node) -> Source:
@@ -196,8 +192,8 @@ def read_accelerator_call(arguments: Node) -> Source:
     word = str(arguments.scalar_at("mixed_precision")).lower()
     if draft.read_word("mixed_precision", ACCELERATE_WORDS, "accelerate", word) is not None:
         draft.say("weights", "fp32", "mixed_precision")
-    draft.number("accumulate", "gradient_accumulation_steps")
-    return draft.source()
+    draft.say_number("accumulate", "gradient_accumulation_steps")
+    return draft.freeze()
 
 
 def read_fsdp_policy(arguments: Node, *, may_scale: bool) -> Source:
@@ -205,7 +201,7 @@ def read_fsdp_policy(arguments: Node, *, may_scale: bool) -> Source:
     draft.facts["strategy"] = "fsdp"
     compute = parse_dtype(arguments.scalar_at("param_dtype"))
     if compute is None:
-        return draft.source()
+        return draft.freeze()
     draft.say("precision", compute, "param_dtype")
     if compute == "fp16" and not may_scale:
         message = "FSDP computes in fp16, and this script has no GradScaler"
@@ -218,4 +214,4 @@ def read_fsdp_policy(arguments: Node, *, may_scale: bool) -> Source:
         follows = "" if key == "reduce_dtype" else ": reduce_dtype follows param_dtype"
         message = f"gradients are reduced in {reduce}{follows}"
         draft.find("low-precision-reduce", message, key, fix="reduce_dtype=torch.float32")
-    return draft.source()
+    return draft.freeze()

@@ -139,9 +139,8 @@ def find_missing_accumulate(amp: Amp, trace: Trace) -> Iterator[Finding]:
         for backward in (e for e in trace.calls("backward") if amp.script.canonicalise(e.receiver) == name and e.loops):
             steps = [e for e in trace.calls("step") if e.optimizer and e.loops == backward.loops]
             if any(e.conditions <= backward.conditions for e in steps):
-                message = (
-                    f"the loss is divided by {last_name(ast.unparse(length))}, and nothing gathers: each batch steps"
-                )
+                number = last_name(ast.unparse(length))
+                message = f"the loss is divided by {number}, but nothing accumulates: every batch steps"
                 fix = f"with {last_name(name)}.accumulate(model): around the batch"
                 yield amp.script.report("stepped-within-window", backward.node, message, fix=fix, related=call)
                 return
@@ -330,7 +329,8 @@ def find_dropped_tail(amp: Amp, trace: Trace, window: Window) -> Iterator[Findin
         message = "batches after the last full window are computed and then dropped"
         if not any(e.conditions <= window.step.conditions for e in before):
             message = (
-                "the epoch ends within a window: its gradients leak into the next epoch's first step, the last are lost"
+                "the epoch ends within a window: its gradients leak into the next epoch's first step, "
+                "and the last ones are lost"
             )
         fix = "also step when the batch is the last one, or after the loop"
         yield amp.script.report("accumulation-drops-tail", window.step.node, message, fix=fix)
@@ -384,14 +384,14 @@ def find_unreduced_gradients(amp: Amp) -> Iterator[Finding]:
 def find_unsynced(script: Script, node: ast.AST) -> list[ast.With]:
     """Match `with model.no_sync():`; a choice between that and nullcontext() is decided at run time."""
     blocks = [n for n in script.walk_below(node) if isinstance(n, ast.With)]
-    return [n for n in blocks if any(is_no_sync(item.context_expr) for item in n.items)]
+    return [
+        n
+        for n in blocks
+        if any(getattr(getattr(item.context_expr, "func", None), "attr", "") == "no_sync" for item in n.items)
+    ]
 
 
-def is_no_sync(context: ast.expr) -> bool:
-    return isinstance(context, ast.Call) and getattr(context.func, "attr", "") == "no_sync"
-
-
-def is_named(script: Script, node: ast.AST, method: str) -> list[ast.Call]:
+def list_named_calls(script: Script, node: ast.AST, method: str) -> list[ast.Call]:
     return [c for c in script.calls_below(node) if getattr(c.func, "attr", "") == method]
 
 
@@ -400,11 +400,13 @@ def find_never_reduced(script: Script) -> Iterator[Finding]:
     for function in (n for n in script.nodes if isinstance(n, Function)):
         chosen = {id(n) for i in script.walk_below(function) if isinstance(i, ast.If) for n in script.walk_below(i)}
         blocks = [b for b in find_unsynced(script, function) if id(b) not in chosen]
-        inside = {id(c) for block in blocks for c in is_named(script, block, "backward")}
+        inside = {id(c) for block in blocks for c in list_named_calls(script, block, "backward")}
         steps = [
-            c for c in is_named(script, function, "step") if script.is_optimizer(dotted_name(c.func)[: -len(".step")])
+            c
+            for c in list_named_calls(script, function, "step")
+            if script.is_optimizer(dotted_name(c.func)[: -len(".step")])
         ]
-        if inside and steps and all(id(c) in inside for c in is_named(script, function, "backward")):
+        if inside and steps and all(id(c) in inside for c in list_named_calls(script, function, "backward")):
             message = "every backward() before the step is in no_sync(): each rank steps on its own gradients"
             yield script.report(RULE, blocks[0], message, fix=FIX, related=steps[0])
 
@@ -418,7 +420,7 @@ def find_wrong_micro_batch(script: Script) -> Iterator[Finding]:
             test, block = ast.unparse(choice.test), find_unsynced(script, choice)
             holds = any(b in script.walk_below(s) for b in block for s in choice.body)
             due = [(i, n) for i, n in choices if i >= place and ast.unparse(n.test) == test]
-            due = [(i, n) for i, n in due if any(is_named(script, s, "step") for s in n.body)]
+            due = [(i, n) for i, n in due if any(list_named_calls(script, s, "step") for s in n.body)]
             moved = due and counts(loop.body[place + 1 : due[0][0]], choice.test)
             if "%" in test and block and due and holds != bool(moved):
                 message = f"no_sync() also covers the last micro-batch before the step where `{test}`"

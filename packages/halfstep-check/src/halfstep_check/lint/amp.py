@@ -205,10 +205,6 @@ def strip_function(key: str) -> str:
     return key.rsplit(":", 1)[-1]
 
 
-def is_constant_true(node: ast.expr | None) -> bool:
-    return isinstance(node, ast.Constant) and node.value is True
-
-
 def runs_without_amp(event: Event) -> bool:
     """Return whether the event is in a branch for runs without mixed precision: `if not scaler.is_enabled():`."""
     words = ("amp", "fp16", "half", "mixed", "scaler", "precision")

@@ -27,11 +27,8 @@ MOVED = {"autocast", "GradScaler", "custom_fwd", "custom_bwd"}
 
 
 def find_old_names(amp: Amp) -> Iterator[Finding]:
-    yield from find_deprecated_names(amp.script)
-
-
-def find_deprecated_names(script: Script) -> Iterator[Finding]:
     """Find old names of torch.amp, once per file; code that supports old and new torch is left alone."""
+    script = amp.script
     imports = [n for n in script.nodes if isinstance(n, ast.ImportFrom) and n.module in OLD_MODULES]
     imports = [node for node in imports if any(alias.name in MOVED for alias in node.names)]
     calls = [(call, found) for call in script.calls if (found := match_old_attribute(call.func, script))]

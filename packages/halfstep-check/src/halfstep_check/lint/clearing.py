@@ -7,13 +7,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep_check.findings import Finding
-from halfstep_check.lint.accumulation import (
-    ACCUMULATION_WORDS,
-    find_windows,
-    get_modulus,
-    is_cleared_when_due,
-    trace_loss,
-)
+from halfstep_check.lint.accumulation import find_windows, get_modulus, is_cleared_when_due
 from halfstep_check.lint.amp import (
     Amp,
     is_plain_backward,
@@ -231,32 +225,6 @@ def find_steps_within_window(amp: Amp, trace: Trace) -> Iterator[Finding]:
                 fix = "step, and update the scaler, where the gradients are cleared"
                 yield amp.script.report("stepped-within-window", step.node, message, fix=fix, related=clear.node)
                 return
-
-
-def list_divisions(amp: Amp, trace: Trace, backward: Event) -> Iterator[tuple[Event, set[str], str]]:
-    """Return divisions by a number of micro-batches on the way to backward, first to last: where, of what, by what."""
-    chain = [e for e in trace_loss(trace, backward) if not e.excludes(backward)]
-    for event in (*reversed(chain), backward):
-        for of, by in (*list_divisions_in(event.node), *list_divisions_of_callee(amp, event.node)):
-            if any(word in last_name(by).lower() for word in ACCUMULATION_WORDS):
-                yield event, of, last_name(by)
-
-
-def list_divisions_in(node: ast.AST) -> Iterator[tuple[set[str], str]]:
-    """Return names that are divided, and the divisor, of `loss / n` and `loss /= n`."""
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Div):
-            yield list_names(inner.left), dotted_name(inner.right)
-    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
-        yield list_names(node.target), dotted_name(node.value)
-
-
-def list_divisions_of_callee(amp: Amp, node: ast.AST) -> Iterator[tuple[set[str], str]]:
-    """Return what a function of this file divides in its `return`: what it hands over is divided already."""
-    call = node.value if isinstance(node, ast.Assign) else None
-    own = amp.script.find_function(last_name(dotted_name(call.func))) if isinstance(call, ast.Call) else None
-    for end in (n for n in amp.script.walk_below(own) if isinstance(n, ast.Return)) if own is not None else ():
-        yield from ((set(), by) for _, by in list_divisions_in(end))
 
 
 Loop = ast.For | ast.While

@@ -76,7 +76,7 @@ def find_bf16_flag_without_dtype(amp: Amp) -> Iterator[Finding]:
             continue
         region = read_region(call, amp.script)
         if region is not None and region.dtype == "fp16" and re.search(r"\.?(bf16|bfloat16)\b", ast.unparse(asked)):
-            message = f"autocast is on where {ast.unparse(asked)}, and without a dtype it is fp16"
+            message = f"autocast is on with {ast.unparse(asked)}, but without a dtype it is fp16"
             fix = "dtype=torch.bfloat16 where bf16 is asked for"
             yield amp.script.report("autocast-dtype-differs", call, message, fix=fix)
             return
@@ -177,7 +177,7 @@ def find_switched_off_autocast(amp: Amp) -> ast.Call | None:
 
 def list_models_run(amp: Amp, event: Event) -> list[str]:
     """Return the model a call runs, itself or in a method of this file."""
-    if is_forward(amp, event):
+    if is_model(amp, event) and not event.grad_off and not event.regions:
         return [event.called]
     inner = amp.script.find_function(event.method) if isinstance(event.node, ast.Call) else None
     calls = amp.script.calls_below(inner) if inner is not None and not event.grad_off else ()
@@ -232,7 +232,3 @@ def is_known_model(amp: Amp, name: str) -> bool:
 
 def is_model(amp: Amp, event: Event) -> bool:
     return isinstance(event.node, ast.Call) and last_name(event.called) in amp.script.model_names
-
-
-def is_forward(amp: Amp, event: Event) -> bool:
-    return is_model(amp, event) and not event.grad_off and not event.regions

@@ -95,17 +95,6 @@ def find_wrapping_before_apex(amp: Amp) -> Iterator[Finding]:
             return
 
 
-def list_engines(amp: Amp) -> set[str]:
-    """Return `engine` for `engine, optimizer, … = deepspeed.initialize(…)`."""
-    found = set()
-    for node in (n for n in amp.script.nodes if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call)):
-        if isinstance(node.value, ast.Call) and amp.script.resolve_name(node.value.func) == "deepspeed.initialize":
-            target = node.targets[0]
-            first = target.elts[0] if isinstance(target, ast.Tuple) and target.elts else target
-            found.add(dotted_name(first))
-    return found - {""}
-
-
 def find_unscaled_apex(amp: Amp) -> Iterator[Finding]:
     """Find amp.initialize(…, loss_scale=1.0): fp16 whose gradients are not scaled, and whose overflows are not
     noticed."""

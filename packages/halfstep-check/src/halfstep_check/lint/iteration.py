@@ -9,17 +9,9 @@ import re
 from collections.abc import Iterable, Iterator
 
 from halfstep_check.findings import Finding
-from halfstep_check.lint.amp import (
-    Amp,
-    is_clip,
-    is_constant_true,
-    is_same_object,
-    is_scaled_backward,
-    is_scaler_step,
-    strip_function,
-)
+from halfstep_check.lint.amp import Amp, is_clip, is_same_object, is_scaled_backward, is_scaler_step, strip_function
 from halfstep_check.lint.flow import Condition, Event, Trace
-from halfstep_check.lint.script import dotted_name, keyword, last_name, list_names
+from halfstep_check.lint.script import dotted_name, is_constant, keyword, last_name, list_names
 
 MAY_TRAIN = re.compile(r"back|grad|closure|train|step|optim|scal|fit", re.IGNORECASE)
 """In the name of a function that may run backward itself."""
@@ -179,7 +171,7 @@ def find_skipped_update(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator
             seen.add(scaler)
             texts = {strip_function(text) for text, _ in missing if BAD_GRADIENT.search(text)}
             tests = [n for n in amp.script.nodes if isinstance(n, ast.If) and ast.unparse(n.test) in texts]
-            message = f"gradients that are not finite leave {name}.update() out: the scale that caused them stays"
+            message = f"non-finite gradients skip {name}.update(): the scale that caused them stays"
             yield amp.script.report("update-skipped", tests[0] if tests else event.node, message, fix=fix)
 
 
@@ -241,7 +233,7 @@ def find_raising_overflow(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterat
         places = [n for n in amp.script.walk_below(home) if isinstance(n, ast.If | ast.Call) and n.lineno in between]
         clips = {id(e.node) for e in trace.events if is_clip(e)}
         for node in places:
-            strict = id(node) in clips and is_constant_true(keyword(node, "error_if_nonfinite"))  # type: ignore[arg-type]
+            strict = id(node) in clips and is_constant(keyword(node, "error_if_nonfinite"), True)  # type: ignore[arg-type]
             if strict or isinstance(node, ast.If) and raises_on_bad_gradient(amp, node):
                 message = "an overflow ends the run here: the scaler would skip the step and lower its scale"
                 fix = f"let {last_name(backward.scaled_by)}.step() decide, and stop only after many skips in a row"
@@ -269,10 +261,12 @@ def find_steps_never_due(amp: Amp, trace: Trace) -> Iterator[Finding]:
                     for e in trace.events
                     if counter in map(strip_function, e.targets) and e.loops[:1] == step.loops[:1]
                 ]
-                everywhere = [n for n in amp.script.nodes if is_move(n, counter)]
+                everywhere = [
+                    n for n in amp.script.nodes if isinstance(n, ast.AugAssign) and dotted_name(n.target) == counter
+                ]
                 if moves and len(everywhere) <= len(moves) and all(waits(amp, e, gate) for e in moves):
                     message = (
-                        f"{counter} moves only with a step, and the step waits for `{gate}`: it is never due again"
+                        f"{counter} changes only with a step, and the step waits for `{gate}`: it never runs again"
                     )
                     fix = "count batches for the window, and steps separately"
                     yield amp.script.report("step-never-due", moves[0].node, message, fix=fix, related=step.node)
@@ -286,10 +280,6 @@ def list_counters(gate: str) -> set[str]:
     left = [mod.left for mod in mods if not (isinstance(mod.right, ast.Constant) and mod.right.value == 1)]
     parts = [n.left if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Add) else n for n in left]
     return {name for part in parts if (name := dotted_name(part))}
-
-
-def is_move(node: ast.AST, counter: str) -> bool:
-    return isinstance(node, ast.AugAssign) and dotted_name(node.target) == counter
 
 
 def waits(amp: Amp, move: Event, gate: str) -> bool:
@@ -312,7 +302,7 @@ def find_steps_without_backward(amp: Amp, trace: Trace) -> Iterator[Finding]:
         has_loss = any("loss" in target and e.conditions >= step.conditions for e in mine for target in e.targets)
         plain_step = step.optimizer and not step.arguments and step.conditions
         if plain_step and has_loss and not helped and (others or later):
-            message = f"{last_name(step.receiver)}.step() on a path without backward(): it trains nothing"
+            message = f"{last_name(step.receiver)}.step() on a path without backward(): it changes nothing"
             fix = "loss.backward() before it, as in the other branch"
             yield amp.script.report(
                 "step-without-backward", step.node, message, fix=fix, related=(others or later)[0].node

@@ -49,7 +49,7 @@ def find_lost_values(amp: Amp) -> Iterator[Finding]:
             found.extend(find_overflowing_fills(amp.script, node, types))
             follow_loss_function(amp.script, node, types)
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-            found.extend(find_tiny_denominators(amp.script, node, types))
+            found.extend(find_tiny_addends(amp.script, node.right, types))
 
     for body in list_function_bodies(amp.script):
         Inference(script=amp.script, visit=visit).run(body)
@@ -176,10 +176,6 @@ def find_vanishing_addends(script: Script, node: ast.Call, types: Inference) -> 
     name = getattr(node.func, "attr", "")
     if name in ("log", "sqrt", "rsqrt", "log2", "log10"):
         yield from find_tiny_addends(script, get_tensor_argument(node, script), types)
-
-
-def find_tiny_denominators(script: Script, node: ast.BinOp, types: Inference) -> Iterator[Finding]:
-    yield from find_tiny_addends(script, node.right, types)
 
 
 def find_tiny_addends(script: Script, node: ast.expr, types: Inference) -> Iterator[Finding]:

@@ -33,6 +33,7 @@ class Region:
         return self.enabled is not False
 
 
+PARTIALS = ("functools.partial", "partial")
 MAX_ALIASES = 4
 """Names for names: `ctx = make_ctx`, `make_ctx = partial(autocast, …)`."""
 
@@ -78,15 +79,11 @@ def read_made_region(maker: ast.expr, call: ast.Call, script: Script, depth: int
     if isinstance(maker, ast.Name | ast.Attribute) and script.resolve_name(maker) in AUTOCASTS:
         return read_autocast_call(call, script.resolve_name(maker), script)
     bound = maker.args[0] if isinstance(maker, ast.Call) and maker.args else None
-    if isinstance(maker, ast.Call) and is_partial(maker, script) and bound is not None:
+    if isinstance(maker, ast.Call) and script.resolve_name(maker.func) in PARTIALS and bound is not None:
         # partial(autocast, "cuda")(enabled=x) is autocast("cuda", enabled=x).
         whole = ast.Call(func=bound, args=[*maker.args[1:], *call.args], keywords=[*maker.keywords, *call.keywords])
         return read_made_region(bound, whole, script, depth)
     return read_region(maker, script, depth)
-
-
-def is_partial(call: ast.Call, script: Script) -> bool:
-    return script.resolve_name(call.func) in ("functools.partial", "partial")
 
 
 def merge_choices(choices: list[Region | None]) -> Region | None:
