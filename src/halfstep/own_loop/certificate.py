@@ -3,7 +3,7 @@
 From one state, kept aside, the same window runs twice uncaptured and once as a replay. A tensor that both uncaptured
 runs leave with the same bits must have them after the replay, too. One that differs between them (atomic additions)
 may differ by at most `NOISE` times as much. The first window of a step is also compared with the eager step of the
-user's Python code, in the same way.
+user's Python code, in the same way, except that it may differ by `ROUNDING`.
 
 This cannot see a Python value that was frozen while the certificate was made. Guards prevent that (traced.py); the
 side check (fast.py) looks for it later.
@@ -23,6 +23,9 @@ from halfstep.step.step import Step
 
 NOISE = 3.0
 """How much further a replay may be from an uncaptured run than two of those are from each other."""
+ROUNDING = 2.0**-20
+"""How far the traced code may be from the eager step, relative to the largest number of a tensor: it runs the same
+kernels, but autograd may add up gradients in another order."""
 ROOM = 6
 """Copies of the state stay on the device while it has room for this many; otherwise they go to host memory."""
 
@@ -87,15 +90,20 @@ class StepState:
         run()
         return self.copy()
 
-    def compare(self, found: StateCopy, first: StateCopy, second: StateCopy) -> tuple[int, list[str]]:
-        """Return how many tensors are bit-equal, and the names of noisy ones. Raise Differs if one is neither."""
+    def compare(
+        self, found: StateCopy, first: StateCopy, second: StateCopy, *, rounding: float = 0.0
+    ) -> tuple[int, list[str]]:
+        """Return how many tensors are bit-equal, and the names of noisy ones. Raise Differs if one is neither.
+
+        `rounding` is a difference that counts as noise, relative to the largest number of a tensor."""
         exact, noisy = 0, []
         for name, value, one, other in zip(self.names, found.tensors, first.tensors, second.tensors, strict=True):
             if have_same_bits(value, one):
                 exact += 1
                 continue
             noise, distance = find_distance(one, other), min(find_distance(value, one), find_distance(value, other))
-            if not distance <= NOISE * noise:
+            largest = float(one.abs().max()) if rounding else 0.0
+            if not distance <= NOISE * noise + rounding * largest:
                 raise Differs(f"{name} differs by {distance:.3g}, where two uncaptured runs differ by {noise:.3g}")
             noisy.append(name)
         return exact, noisy

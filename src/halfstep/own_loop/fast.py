@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules import module as module_hooks
 
+from halfstep.own_loop.certificate import ROUNDING as GRADIENT_ORDER
 from halfstep.own_loop.certificate import Certificate, Differs, StepState
 from halfstep.own_loop.loss import split_result
 from halfstep.own_loop.traced import Call, Compiler, Entry, NotTraced, TracedLoss, list_tensors
@@ -416,7 +417,7 @@ class FastPath:
         if facts.read().is_bad:
             return facts  # a dropped step shows nothing
         try:
-            state.compare(after, *runs)
+            _, rounded = state.compare(after, *runs, rounding=GRADIENT_ORDER)
         except Differs as error:
             if is_pure:
                 self._stay_eager(f"the traced code does not equal the eager step: {error}")
@@ -427,7 +428,7 @@ class FastPath:
             level.is_compared = level.num_tried > 1
             return facts
         level.is_compared = True
-        level.certificate.add("the eager step")
+        level.certificate.add("the eager step" + (" up to rounding" if rounded else ""))
         return facts
 
     # --- Inductor's code in place of torch's kernels ---

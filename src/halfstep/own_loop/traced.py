@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -43,6 +45,9 @@ PURE = {"aten", "prims", "prim", "higher_order", "rngprims", "inductor", "induct
 RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial", "exponential", "uniform", "philox")
 MAX_STREAK = 3  # new entries in a row for batches of one shape: some value changes at every step
 MAX_ENTRIES = 64  # of one loss function: shapes and combinations of Python values
+
+
+NUMBERS = itertools.count()
 
 
 class NotTraced(Exception):
@@ -106,7 +111,9 @@ class TracedLoss:
         # `optimize` is what torch.compile calls; it also reports which guard failed.
         context: Any = torch._dynamo.optimize(self._compile, nopython=True, guard_fail_fn=self._note_cause)
         self._callback = context.callback = TraceCallback(context.callback, plan)
-        self._call = context(_call)
+        # Its own code object: Dynamo keeps the entries of all tracers with the code, and tries each one's guards.
+        name = f"_call_{next(NUMBERS)}"
+        self._call = context(FunctionType(_call.__code__.replace(co_name=name), globals(), name))
 
     def __call__(self, loss_fn: Callable[[Any], Any], batch: Any) -> Call:
         """Run the Python of a loss function, and promise its tensors. Raise NotTraced where it cannot be traced."""
@@ -246,7 +253,25 @@ def find_library_logs() -> set[Any]:
         if name.startswith(("transformers", "diffusers")) and isinstance(logger, logging.Logger)
     ]
     names = ("debug", "info", "warning", "warning_once", "info_once", "warning_advice")
-    return {method for logger in loggers for name in names if (method := getattr(logger, name, None)) is not None}
+    methods = (getattr(logger, name, None) for logger in loggers for name in names)
+    return {LogMethod(method) for method in methods if method is not None}
+
+
+class LogMethod(str):
+    """A method that equals itself in a set, and can be sorted and written as JSON: torch logs its settings so."""
+
+    method: Any
+
+    def __new__(cls, method: Any) -> LogMethod:
+        self = super().__new__(cls, repr(method))
+        self.method = method
+        return self
+
+    def __hash__(self) -> int:
+        return hash(self.method)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.method == (other.method if isinstance(other, LogMethod) else other))
 
 
 def list_tensors(batch: Any) -> list[Tensor]:
