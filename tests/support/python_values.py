@@ -582,13 +582,20 @@ def train(name: str, device: torch.device, fast: Any) -> Trained:
     return Trained([one.loss for one in outcomes], weights, noted, modes, step._fast.why_eager)
 
 
+EAGER_ON_GPU = ("item", "temperature_attribute", "checkpointed_dropout")
+"""Cases that a GPU does not capture: a number read from a tensor and a division by a number give other roundings, and
+the generators of recomputed dropout are not captured."""
+
+
 def assert_same(name: str, device: torch.device) -> None:
     eager, fast = train(name, device, "off"), train(name, device, "graph")
     assert fast.losses == eager.losses
     assert all(torch.equal(one, other) for one, other in zip(fast.weights, eager.weights, strict=True))
     assert fast.noted == eager.noted
     expected = CASES[name](device).why_eager
-    if expected:
+    if device.type == "cuda" and name in EAGER_ON_GPU:
+        assert fast.why_eager
+    elif expected:
         assert expected in fast.why_eager
     else:
         assert fast.why_eager == ""

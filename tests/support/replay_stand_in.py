@@ -38,12 +38,13 @@ class StandIn:
         same = all(own is now for own, now in zip(self.tables, list_tables(self.step), strict=True))
         return self.generation == self.step.generation and same
 
-    def __call__(self, window: list[dict[str, Tensor]]) -> Facts:
+    def __call__(self, window: list[dict[str, Tensor]], ids: tuple[Tensor, ...] = ()) -> Facts:
         for own, batch in zip(self.inputs, window, strict=True):
             for name, value in batch.items():
                 own[name].copy_(value)
         self.num_replays += 1
         facts = self.step.compute(self.loss_fn, self.inputs)
+        facts.ids = ids
         self.step.commit(facts)
         return facts
 

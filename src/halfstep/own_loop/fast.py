@@ -36,7 +36,7 @@ from torch.nn.modules import module as module_hooks
 from halfstep.own_loop.certificate import ROUNDING as GRADIENT_ORDER
 from halfstep.own_loop.certificate import Certificate, Differs, StepState
 from halfstep.own_loop.loss import split_result
-from halfstep.own_loop.traced import Call, Compiler, Entry, NotTraced, TracedLoss, list_tensors
+from halfstep.own_loop.traced import Call, Compiler, Entry, NotTraced, Outdated, TracedLoss, list_tensors
 from halfstep.precision.plan import Plan
 from halfstep.step.batches import Batch, Weight, read_sample_ids
 from halfstep.step.facts import Facts
@@ -70,7 +70,7 @@ class Replay(Protocol):
     @property
     def is_valid(self) -> bool: ...
 
-    def __call__(self, window: list[dict[str, Tensor]]) -> Facts: ...
+    def __call__(self, window: list[dict[str, Tensor]], ids: tuple[Tensor, ...] = ()) -> Facts: ...
 
 
 Capture = Callable[[Step, LossFn, list[dict[str, Tensor]], Any], Replay]
@@ -230,13 +230,17 @@ class FastPath:
         traced = TracedWindow([], [], [], [], [])
         try:
             facts = self._run_traced(level, traced, loss_fn, window)
+        except Outdated:
+            level.tracers.clear()
+            level.graphs.clear()
+            level.ran.clear()
+            return self._run_rest(traced, loss_fn, eager)
         except NotTraced as error:
             if level is self.trial:
                 self._drop_trial(str(error))
                 return self.run(loss_fn, window, eager) if not traced.calls else self._run_rest(traced, loss_fn, eager)
             self._stay_eager(str(error))
             return self._run_rest(traced, loss_fn, eager)
-        facts.ids = read_sample_ids(window)
         return facts
 
     def _run_traced(self, level: Level, traced: TracedWindow, loss_fn: LossFn, window: list[Batch]) -> Facts:
@@ -279,7 +283,7 @@ class FastPath:
     def _replay(self, graph: Graph, traced: TracedWindow) -> Facts:
         self.step.look_ahead()
         self.rates.write()
-        facts = graph.replay(graph.select(traced))
+        facts = graph.replay(graph.select(traced), read_sample_ids(traced.batches))
         for call, outputs in zip(traced.calls, graph.outputs[-len(traced.calls) :], strict=True):
             call.fulfil(outputs)
         return facts
@@ -290,6 +294,7 @@ class FastPath:
         """Make a plain step of the traced code. Its backward is compiled only now, so its graph is scanned after it."""
         outputs: list[Sequence[Any]] = []
         facts = self.step.compute(run_calls(traced, outputs), traced.calls)
+        facts.ids = read_sample_ids(traced.batches)
         self.step.commit(facts)
         for call, found in zip(traced.calls, outputs, strict=True):
             call.fulfil(found)
@@ -401,8 +406,8 @@ class FastPath:
         if traced is not None and is_pure:
             try:
                 self._trace(level.find_tracer(self.step.plan), traced, loss_fn, window)
-            except NotTraced as error:
-                self._stay_eager(str(error))
+            except (NotTraced, Outdated) as error:
+                self._stay_eager(str(error) or "requires_grad of a weight has changed")
                 return eager(loss_fn)
         if traced is None or not is_pure and last.reads_numbers:
             level.num_tried += 1
@@ -627,6 +632,14 @@ def is_watched(step: Step) -> bool:
     return step.observed is not contextlib.nullcontext
 
 
+NOT_SETTINGS = ("params", "lr", "initial_lr", "param_names", "swa_lr")
+
+
+def id_of_tensor(rate: object) -> object:
+    """Return what identifies a rate in a key: a tensor, which a graph reads, by its identity."""
+    return id(rate) if isinstance(rate, Tensor) else rate
+
+
 class HandRates:
     """Learning rates that the user's loop writes into `param_groups`, and the other settings of optimizers.
 
@@ -637,7 +650,8 @@ class HandRates:
         self.step = step
         self.tensors: dict[int, Tensor] = {}
         self.written: dict[int, float] = {}
-        self.start: list[float] | None = None
+        self.start: list[object] | None = None
+        self.names: dict[int, list[str]] = {}  # of the settings in a group, by their number
         self.have_changed = False
 
     def _list_groups(self) -> list[dict[str, Any]]:
@@ -645,23 +659,24 @@ class HandRates:
 
     @property
     def key(self) -> Key:
+        """Return everything about the optimizers that a graph has frozen."""
         settings: list[object] = []
-        rates: list[float] = []
+        rates: list[object] = []
         for optimizer in self.step.optimizers:
             # A hook, or a replaced step(), is code that a replay would not run.
             settings += (len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks))
             settings.append(vars(optimizer).get("step"))
             for group in optimizer.param_groups:
-                for name, value in group.items():
-                    if name == "lr":
-                        if isinstance(value, float | int):
-                            rates.append(value)
-                    elif name not in ("params", "initial_lr") and not isinstance(value, list | Tensor):
-                        settings.append(value)
+                names = self.names.get(len(group))
+                if names is None:
+                    names = self.names[len(group)] = [name for name in group if name not in NOT_SETTINGS]
+                settings += map(group.get, names)
+                rates.append(group.get("lr"))
         if self.start is None or len(self.start) != len(rates):  # at first, and after a group was added
             self.start = rates
-        self.have_changed = self.have_changed or rates != self.start
-        return (*settings, *(() if self.have_changed else rates))
+        if not self.have_changed and not any(isinstance(rate, Tensor) for rate in rates):
+            self.have_changed = rates != self.start
+        return (*settings, *(() if self.have_changed else map(id_of_tensor, rates)))
 
     def write(self) -> None:
         """Copy numbers that have changed into the tensors that graphs read."""

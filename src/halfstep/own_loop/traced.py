@@ -15,13 +15,12 @@ AOTAutograd turns a float that changes into a tensor input, which a replay reads
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, Literal
 
@@ -35,7 +34,7 @@ from torch._guards import TracingContext
 from torch.fx import GraphModule, Node
 
 from halfstep.backend_flags import WANTED
-from halfstep.precision.contexts import get_autocast_dtype
+from halfstep.precision.contexts import get_autocast_dtype, use_sound_attention
 from halfstep.precision.plan import Plan
 
 Compiler = Literal["aten", "inductor"]
@@ -54,6 +53,11 @@ class NotTraced(Exception):
     """The loss function cannot be captured; the message says why in one line."""
 
 
+class Outdated(Exception):
+    """An input requires a gradient and did not when the code was traced, or the other way round: torch 2.11 does not
+    guard that for parameters."""
+
+
 @dataclass(eq=False)
 class Entry:
     """One combination of Python values and shapes: the code for it, and what was found in its graph."""
@@ -67,6 +71,7 @@ class Entry:
     moved: frozenset[int] = frozenset()  # CPU inputs that the graph only copies to the device
     num_nodes: int = 0
     is_random: bool = False
+    requires_grad: list[bool] = field(default_factory=list)  # of each input
     was_called: bool = False
     has_numbers: bool = False  # whether an input is no tensor
     has_side_effects: bool = True  # whether the Python code changes an object, such as a list or an attribute
@@ -120,9 +125,10 @@ class TracedLoss:
         self._last = None
         self._callback.batch = batch
         try:
-            # Guards compare the state of autocast and the precision of matmuls. Setting all flags of the plan takes
-            # longer than a small model's step, so that is left to the callback, which runs only for a new entry.
-            with self._autocast if self._has_matmul_precision() else self._all_flags():
+            # Guards compare the state of autocast, the attention function and the precision of matmuls. Setting all
+            # flags of the plan takes longer than a small model's step: that is left to the callback, for new entries.
+            flags = use_sound_attention(self.plan.device) if self._has_matmul_precision() else self.plan.backend()
+            with self._autocast, flags:
                 result = self._call(loss_fn, batch)
         except TorchDynamoException as error:
             raise NotTraced(explain(error)) from None
@@ -138,11 +144,6 @@ class TracedLoss:
         except RuntimeError:  # torch's old and new flags disagree
             return False
         return bool(now == WANTED["tf32" if self.plan.compute == "tf32" else "ieee"].matmul_precision)
-
-    @contextlib.contextmanager
-    def _all_flags(self) -> Iterator[None]:
-        with self.plan.backend(), self._autocast:
-            yield
 
     def _compile(self, module: GraphModule, examples: list[Any]) -> Callable[..., Sequence[Any]]:
         """Compile Dynamo's graph (this is the backend that torch.compile calls), and note each call of it."""
@@ -179,6 +180,7 @@ class TracedLoss:
             # A hit in AOTAutograd's cache would not pass through `keep`, and nothing would be scanned.
             with torch._functorch.config.patch(enable_autograd_cache=False):
                 entry.code = compile_fx(module, examples, inner_compile=keep)  # type: ignore[assignment]
+        entry.requires_grad = [isinstance(one, Tensor) and one.requires_grad for one in examples]
         entry.has_side_effects = has_side_effects()
         entry.has_numbers = not all(isinstance(example, Tensor) for example in examples)
         self.entries.append(entry)
@@ -194,6 +196,8 @@ class TracedLoss:
 
     def _refuse(self, entry: Entry, inputs: Sequence[Any]) -> None:
         """Raise NotTraced for a call that a replay would not repeat as the user's code does."""
+        if [isinstance(one, Tensor) and one.requires_grad for one in inputs] != entry.requires_grad:
+            raise Outdated
         if entry.why_not:
             raise NotTraced(entry.why_not)
         if not entry.was_called and any(

@@ -76,8 +76,8 @@ class GraphedStep:
         same = all(own is now for own, now in zip(self.tables, list_tables(self.step), strict=True))
         return self.generation == self.step.generation and same
 
-    def __call__(self, window: list[Batch]) -> Facts:
-        """Make one step by a replay, without a wait."""
+    def __call__(self, window: list[Batch], ids: tuple[Tensor, ...] = ()) -> Facts:
+        """Make one step by a replay, without a wait. Sample ids are those of the window, unless given."""
         step = self.step
         rng = read_rng_state(step.device)
         for own, batch in zip(self.inputs, window, strict=True):
@@ -85,7 +85,7 @@ class GraphedStep:
                 own[name].copy_(value, non_blocking=True)
         self.graph.replay()
         facts = self.facts.copy_for_replay(step.attempted)
-        facts.ids, facts.rng = read_sample_ids(window), rng
+        facts.ids, facts.rng = ids or read_sample_ids(window), rng
         step.attempted += 1
         facts.send()
         return facts
