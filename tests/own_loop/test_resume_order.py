@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from torch.utils.data import (
 import halfstep as hs
 from halfstep.errors import CheckpointError, DataError
 from halfstep.own_loop.data_position import DataPosition
-from resumed_loops import NUM_SAMPLES, Drawing, Loop, Plain, assert_continues
+from resumed_loops import NUM_SAMPLES, Drawing, Loop, Plain, assert_continues, close
 
 WEIGHTS = [1.0 + k % 3 for k in range(NUM_SAMPLES)]
 
@@ -307,6 +308,7 @@ def make_loop(workers: int) -> tuple[hs.Step, torch.nn.Module, Any]:
 def test_a_pass_left_by_break_goes_on_or_ends_as_asked(tmp_path: Path, workers: int) -> None:
     step, model, loader = make_loop(workers)
     rest = torch.cat([*train(step, model, loader, 6)])[8:]  # the whole pass, without a break in between
+    close(loader)
     step, model, loader = make_loop(workers)
     train(step, model, loader, 2)
     hs.save(tmp_path / "left", step, model)
@@ -316,6 +318,7 @@ def test_a_pass_left_by_break_goes_on_or_ends_as_asked(tmp_path: Path, workers: 
     hs.save(tmp_path / "second", step, model)
     last = train(step, model, loader, 6)
 
+    close(loader)
     step, model, loader = make_loop(workers)
     hs.load(tmp_path / "left", step, model)
     assert step.epoch == 0
@@ -323,16 +326,19 @@ def test_a_pass_left_by_break_goes_on_or_ends_as_asked(tmp_path: Path, workers: 
         assert torch.equal(torch.cat(train(step, model, loader, 6)), rest)
     assert step.epoch == 1
 
+    close(loader)
     step, model, loader = make_loop(workers)
     hs.load(tmp_path / "ended", step, model)
     assert step.epoch == 1
     assert torch.equal(torch.cat(train(step, model, loader, 3)), torch.cat(again))
 
+    close(loader)
     step, model, loader = make_loop(workers)
     hs.load(tmp_path / "second", step, model)
     step.end_pass()
     assert step.epoch == 2
     assert torch.equal(torch.cat(train(step, model, loader, 6)), torch.cat(last))
+    close(loader)
 
 
 def test_a_state_stored_before_the_step_is_warned_about() -> None:
@@ -394,6 +400,15 @@ def test_data_that_have_become_fewer_are_an_error(tmp_path: Path) -> None:
         pytest.raises(CheckpointError, match="the data end after 3 batches, and 5 are to be skipped"),
     ):
         next(step.windows(iter([torch.ones(2, 4)] * 3)))
+
+
+def test_a_step_does_not_keep_the_loader_alive() -> None:
+    step, model, loader = make_loop(0)
+    train(step, model, loader, 2)
+    alive = weakref.ref(loader)
+    del loader
+    assert alive() is None
+    assert step.state_dict()["position"]["pass"]["num_yielded"] == 2
 
 
 def test_a_state_without_its_position_leaves_the_generators_and_begins_a_new_pass() -> None:
