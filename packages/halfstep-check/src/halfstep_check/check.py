@@ -240,7 +240,7 @@ def report(reading: Reading, device: Device | None, rules: Collection[str] | Non
 def keeps_fp32_masters(source: Source) -> bool:
     """Return whether accelerate is configured to shard in mixed precision: prepare() then keeps the weights in fp32."""
     shards = source.dialect.startswith("accelerate") and source.facts.get("strategy") in ("fsdp", "deepspeed")
-    return shards and source.value("precision") in ("bf16", "fp16", "fp8")
+    return shards and source.get_value("precision") in ("bf16", "fp16", "fp8")
 
 
 def drop_ignored(findings: Iterable[Finding], ignores: Mapping[str, Ignores]) -> tuple[list[Finding], int]:

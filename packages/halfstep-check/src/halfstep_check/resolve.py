@@ -112,7 +112,7 @@ def is_cast_by_deepspeed(sources: Sequence[Source], precision: str) -> bool:
     """Return whether an engine casts the weights: its JSON leaves the precision open, or nothing but its use is
     known."""
     engines = [source for source in sources if source.dialect == "deepspeed"]
-    fills = any(engine.value("precision") == AUTO for engine in engines)
+    fills = any(engine.get_value("precision") == AUTO for engine in engines)
     used = not engines and any(source.facts.get("strategy") == "deepspeed" for source in sources)
     return (fills or used) and precision in ("bf16", "fp16")
 

@@ -11,11 +11,7 @@ from halfstep_check.findings import Finding, Place
 from halfstep_check.resolve import rank_claims
 
 FILLERS = (
-    "transformers",
-    "transformers call",
-    "transformers flags",
-    "accelerate",
-    "Accelerator call",
+    *("transformers", "transformers call", "transformers flags", "accelerate", "Accelerator call"),
     "accelerate launch",
 )
 FILLING_MODULES = {"transformers", "accelerate", "lightning", "pytorch_lightning", "trl"}
@@ -124,9 +120,9 @@ def find_double_clipping(sources: Sequence[Source]) -> list[Finding]:
 def find_autocast_around_deepspeed(sources: Sequence[Source]) -> list[Finding]:
     """Find torch.autocast in the script, although DeepSpeed's engine casts the weights or nothing."""
     engine = next((source for source in sources if source.dialect == "deepspeed"), None)
-    if engine is None or (engine.value("weights") == "fp32" and engine.value("precision") != "fp32"):
+    if engine is None or (engine.get_value("weights") == "fp32" and engine.get_value("precision") != "fp32"):
         return []
-    said = engine.says("precision")
+    said = engine.get_declaration("precision")
     return [
         Finding(
             rule="autocast-around-deepspeed",

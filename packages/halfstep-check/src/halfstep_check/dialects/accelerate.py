@@ -39,10 +39,10 @@ def read(root: Node) -> Source:
     if draft.facts["strategy"] == "deepspeed":
         read_deepspeed(draft)
     else:
-        draft.number("accumulate", "gradient_accumulation_steps")
-    draft.number("devices", "num_processes")
+        draft.say_number("accumulate", "gradient_accumulation_steps")
+    draft.say_number("devices", "num_processes")
     find_keys_without_effect(draft, strategy)
-    return draft.source()
+    return draft.freeze()
 
 
 def read_precision(draft: Draft) -> None:
@@ -83,8 +83,8 @@ def read_deepspeed(draft: Draft) -> None:
     prefix = "deepspeed_config."
     file = find_deepspeed_file(draft.root)
     if not file:
-        draft.number("accumulate", prefix + "gradient_accumulation_steps")
-        draft.number("clip", prefix + "gradient_clipping")
+        draft.say_number("accumulate", prefix + "gradient_accumulation_steps")
+        draft.say_number("clip", prefix + "gradient_clipping")
         return
     draft.refer(prefix + "deepspeed_config_file", (".json",))
     for key in filter(draft.root.has, (*(prefix + key for key in DEEPSPEED_FILE_OWNS), "mixed_precision")):

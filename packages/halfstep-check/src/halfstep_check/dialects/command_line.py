@@ -142,8 +142,8 @@ def read_accelerate_launch(root: Node) -> Source:
     draft.read_word(
         "mixed_precision", ACCELERATE_WORDS, "accelerate launch", "no" if word is False else str(word).lower()
     )
-    draft.number("devices", "num_processes")
-    return draft.source()
+    draft.say_number("devices", "num_processes")
+    return draft.freeze()
 
 
 def read_precision_type(root: Node) -> Source:
@@ -156,9 +156,9 @@ def read_precision_type(root: Node) -> Source:
         draft.say("precision", "fp32", "precision_type")
         message = f"--precision_type {root.scalar_at('precision_type')} without --mixed_precision: trains in fp32"
         draft.find("ignored-key", message, "precision_type", fix="add --mixed_precision")
-    draft.number("accumulate", "accumulation_steps")
-    draft.number("batch", "batch_size")
-    return draft.source()
+    draft.say_number("accumulate", "accumulation_steps")
+    draft.say_number("batch", "batch_size")
+    return draft.freeze()
 
 
 def read_bare_flag(root: Node) -> Source:
@@ -175,6 +175,6 @@ def read_bare_flag(root: Node) -> Source:
         draft.say("precision", parse_dtype(root.scalar_at(key)) or "", key)
     elif given:
         draft.say("precision", "fp32", given[0])
-    draft.number("batch", "batch_size")
-    draft.number("accumulate", "gradient_accumulation_steps")
-    return draft.source()
+    draft.say_number("batch", "batch_size")
+    draft.say_number("accumulate", "gradient_accumulation_steps")
+    return draft.freeze()

@@ -20,10 +20,10 @@ def read(root: Node) -> Source:
     key = "precision.default" if root.has("precision.default") else "precision"
     if root.has(key):
         say_precision(draft, key)
-    draft.number("clip", "train.clip_norm")
-    draft.number("accumulate", "train.accumulate")
-    draft.number("batch", "train.batch_size")
-    return draft.source()
+    draft.say_number("clip", "train.clip_norm")
+    draft.say_number("accumulate", "train.accumulate")
+    draft.say_number("batch", "train.batch_size")
+    return draft.freeze()
 
 
 def say_precision(draft: Draft, key: str) -> None:
@@ -94,8 +94,8 @@ def read_flat(root: Node) -> Source:
     else:
         say_word(draft, find_format_key(root, section) or section + "precision")
     for topic, keys in FLAT_NUMBERS.items():
-        draft.number(topic, next((section + key for key in keys if root.has(section + key)), section + keys[0]))
-    return draft.source()
+        draft.say_number(topic, next((section + key for key in keys if root.has(section + key)), section + keys[0]))
+    return draft.freeze()
 
 
 FLAT_NUMBERS: dict[Topic, tuple[str, ...]] = {

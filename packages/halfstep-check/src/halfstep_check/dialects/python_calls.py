@@ -184,7 +184,7 @@ def renamed(source: Source, dialect: str) -> Source:
 def read_lightning_call(arguments: Node, version: str) -> Source:
     draft = Draft(arguments, "lightning call")
     lightning.read_trainer(draft, "", version)
-    return draft.source()
+    return draft.freeze()
 
 
 def read_accelerator_call(arguments: Node) -> Source:
@@ -192,8 +192,8 @@ def read_accelerator_call(arguments: Node) -> Source:
     word = str(arguments.scalar_at("mixed_precision")).lower()
     if draft.read_word("mixed_precision", ACCELERATE_WORDS, "accelerate", word) is not None:
         draft.say("weights", "fp32", "mixed_precision")
-    draft.number("accumulate", "gradient_accumulation_steps")
-    return draft.source()
+    draft.say_number("accumulate", "gradient_accumulation_steps")
+    return draft.freeze()
 
 
 def read_fsdp_policy(arguments: Node, *, may_scale: bool) -> Source:
@@ -201,7 +201,7 @@ def read_fsdp_policy(arguments: Node, *, may_scale: bool) -> Source:
     draft.facts["strategy"] = "fsdp"
     compute = parse_dtype(arguments.scalar_at("param_dtype"))
     if compute is None:
-        return draft.source()
+        return draft.freeze()
     draft.say("precision", compute, "param_dtype")
     if compute == "fp16" and not may_scale:
         message = "FSDP computes in fp16, and this script has no GradScaler"
@@ -214,4 +214,4 @@ def read_fsdp_policy(arguments: Node, *, may_scale: bool) -> Source:
         follows = "" if key == "reduce_dtype" else ": reduce_dtype follows param_dtype"
         message = f"gradients are reduced in {reduce}{follows}"
         draft.find("low-precision-reduce", message, key, fix="reduce_dtype=torch.float32")
-    return draft.source()
+    return draft.freeze()

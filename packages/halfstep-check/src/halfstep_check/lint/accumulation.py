@@ -139,9 +139,8 @@ def find_missing_accumulate(amp: Amp, trace: Trace) -> Iterator[Finding]:
         for backward in (e for e in trace.calls("backward") if amp.script.canonicalise(e.receiver) == name and e.loops):
             steps = [e for e in trace.calls("step") if e.optimizer and e.loops == backward.loops]
             if any(e.conditions <= backward.conditions for e in steps):
-                message = (
-                    f"the loss is divided by {last_name(ast.unparse(length))}, and nothing gathers: each batch steps"
-                )
+                number = last_name(ast.unparse(length))
+                message = f"the loss is divided by {number}, but nothing accumulates: every batch steps"
                 fix = f"with {last_name(name)}.accumulate(model): around the batch"
                 yield amp.script.report("stepped-within-window", backward.node, message, fix=fix, related=call)
                 return
@@ -330,7 +329,8 @@ def find_dropped_tail(amp: Amp, trace: Trace, window: Window) -> Iterator[Findin
         message = "batches after the last full window are computed and then dropped"
         if not any(e.conditions <= window.step.conditions for e in before):
             message = (
-                "the epoch ends within a window: its gradients leak into the next epoch's first step, the last are lost"
+                "the epoch ends within a window: its gradients leak into the next epoch's first step, "
+                "and the last ones are lost"
             )
         fix = "also step when the batch is the last one, or after the loop"
         yield amp.script.report("accumulation-drops-tail", window.step.node, message, fix=fix)

@@ -44,7 +44,7 @@ def find_unloaded_apex(amp: Amp) -> Iterator[Finding]:
     loads = [call for call in amp.script.calls if is_optimizer_load(amp, call)]
     handed = any("amp" in list_passed_names(e) for t in amp.traces for e in t.events)
     if scales and loads and not handed and not any(name == "apex.amp.load_state_dict" for _, name in named):
-        message = "resume loads the optimizer but not apex's amp: the loss scale starts at 65536 again"
+        message = "resume loads the optimizer but not apex's amp: the loss scale restarts at 65536"
         yield amp.script.report("scaler-not-loaded", loads[0], message, fix="also call amp.load_state_dict(…)")
 
 
@@ -54,7 +54,7 @@ def find_unloaded(amp: Amp, live: dict[str, ast.AST], loaded: set[str]) -> Itera
     if not loaded & live.keys() and any(amp.script.is_optimizer(name) for name in loaded):
         first = next(call for call in amp.script.calls if is_optimizer_load(amp, call))
         scaler = sorted(live)[0]
-        message = f"resume loads the optimizer but not {scaler}: the scale starts at {amp.initial_scale(scaler)} again"
+        message = f"resume loads the optimizer but not {scaler}: the scale restarts at {amp.initial_scale(scaler)}"
         yield amp.script.report("scaler-not-loaded", first, message, fix=f"also call {scaler}.load_state_dict(…)")
 
 
@@ -101,7 +101,9 @@ def find_unsaved(amp: Amp, live: dict[str, ast.AST]) -> Iterator[Finding]:
             if None in keys:
                 return  # **extra may hold it
             scale = amp.initial_scale(here[0])
-            message = f"the checkpoint holds the optimizer but not {here[0]}: resume starts at scale {scale} again"
+            message = (
+                f"the checkpoint has the optimizer but not {here[0]}: the scale restarts at {scale} after a resume"
+            )
             fix = f'add "scaler": {here[0]}.state_dict(), and load it'
             found = amp.script.report("scaler-not-saved", node, message, fix=fix)
             yield found if resumes(amp) else dataclasses.replace(found, severity=Severity.INFO)
@@ -223,7 +225,7 @@ def find_remade(amp: Amp, trace: Trace) -> Iterator[Finding]:
         if scaled and not made.conditions - scaled[0].conditions and is_repeated(amp, trace, made, scaled[0]):
             name = last_name(scaled[0].scaled_by)
             scale = amp.initial_scale(name)
-            message = f"{name} is made again {describe_repeat(made, scaled[0])}: its scale starts at {scale} again"
+            message = f"{name} is created again {describe_repeat(made, scaled[0])}: its scale restarts at {scale}"
             fix = "make it once, before the loop over epochs, and pass it on"
             yield amp.script.report("scaler-remade", made.node, message, fix=fix, related=scaled[0].node)
 

@@ -76,7 +76,7 @@ def find_bf16_flag_without_dtype(amp: Amp) -> Iterator[Finding]:
             continue
         region = read_region(call, amp.script)
         if region is not None and region.dtype == "fp16" and re.search(r"\.?(bf16|bfloat16)\b", ast.unparse(asked)):
-            message = f"autocast is on where {ast.unparse(asked)}, and without a dtype it is fp16"
+            message = f"autocast is on with {ast.unparse(asked)}, but without a dtype it is fp16"
             fix = "dtype=torch.bfloat16 where bf16 is asked for"
             yield amp.script.report("autocast-dtype-differs", call, message, fix=fix)
             return

@@ -34,15 +34,15 @@ def find_replaced_nans(amp: Amp) -> Iterator[Finding]:
             yield amp.script.report("nan-hidden", call, "nan_to_num on a loss or gradient trains on garbage", fix=fix)
     for node in amp.script.nodes:
         if isinstance(node, ast.If) and leaves_out_of_evaluation(amp, node):
-            message = "batches whose loss is not finite are left out of the evaluation: it looks better than it is"
+            message = "the evaluation skips batches with a non-finite loss: it looks better than it is"
             yield amp.script.report("nan-hidden", node, message, fix="let the mean be NaN, or count and report them")
         elif isinstance(node, ast.If) and tests_finite(node.test, amp.script):
             for statement in node.body:
                 if replaces_loss(statement) or zeroes_gradient(statement):
-                    message = "a loss or gradient that is not finite is replaced, and training goes on"
+                    message = "a non-finite loss or gradient is replaced, and training continues"
                     yield amp.script.report("nan-hidden", statement, message, fix=fix)
         elif isinstance(node, ast.Assign) and masks_gradient(node):
-            yield amp.script.report("nan-hidden", node, "gradient entries that are not finite are zeroed", fix=fix)
+            yield amp.script.report("nan-hidden", node, "non-finite gradient entries are set to zero", fix=fix)
 
 
 def leaves_out_of_evaluation(amp: Amp, node: ast.If) -> bool:

@@ -171,7 +171,7 @@ def find_skipped_update(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator
             seen.add(scaler)
             texts = {strip_function(text) for text, _ in missing if BAD_GRADIENT.search(text)}
             tests = [n for n in amp.script.nodes if isinstance(n, ast.If) and ast.unparse(n.test) in texts]
-            message = f"gradients that are not finite leave {name}.update() out: the scale that caused them stays"
+            message = f"non-finite gradients skip {name}.update(): the scale that caused them stays"
             yield amp.script.report("update-skipped", tests[0] if tests else event.node, message, fix=fix)
 
 
@@ -266,7 +266,7 @@ def find_steps_never_due(amp: Amp, trace: Trace) -> Iterator[Finding]:
                 ]
                 if moves and len(everywhere) <= len(moves) and all(waits(amp, e, gate) for e in moves):
                     message = (
-                        f"{counter} moves only with a step, and the step waits for `{gate}`: it is never due again"
+                        f"{counter} changes only with a step, and the step waits for `{gate}`: it never runs again"
                     )
                     fix = "count batches for the window, and steps separately"
                     yield amp.script.report("step-never-due", moves[0].node, message, fix=fix, related=step.node)
@@ -302,7 +302,7 @@ def find_steps_without_backward(amp: Amp, trace: Trace) -> Iterator[Finding]:
         has_loss = any("loss" in target and e.conditions >= step.conditions for e in mine for target in e.targets)
         plain_step = step.optimizer and not step.arguments and step.conditions
         if plain_step and has_loss and not helped and (others or later):
-            message = f"{last_name(step.receiver)}.step() on a path without backward(): it trains nothing"
+            message = f"{last_name(step.receiver)}.step() on a path without backward(): it changes nothing"
             fix = "loss.backward() before it, as in the other branch"
             yield amp.script.report(
                 "step-without-backward", step.node, message, fix=fix, related=(others or later)[0].node

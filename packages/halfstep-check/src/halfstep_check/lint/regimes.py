@@ -175,7 +175,7 @@ def find_scaler_of_other_device(amp: Amp) -> Iterator[Finding]:
     for made in amp.scalers:
         device = argument(made.call, 0, "device")
         if made.enabled is not False and (device is None or getattr(device, "value", "") == "cuda"):
-            message = f"{last_name(made.key)} is CUDA's, and switches itself off on mps: fp16 gradients are not scaled"
+            message = f"{last_name(made.key)} is for CUDA and disables itself on mps: fp16 gradients are not scaled"
             yield amp.script.report("fp16-without-scaler", made.call, message, fix='torch.amp.GradScaler("mps")')
 
 
@@ -192,7 +192,7 @@ def find_inverted_scaler(amp: Amp) -> Iterator[Finding]:
         # One flag for autocast and scaler, whatever its name says, switches both on together.
         shared = condition is not None and ast.unparse(condition) in switches
         if condition is not None and is_for_bf16(condition) and not amp.certainly_bf16 and not shared:
-            message = f"{last_name(made.key)} is on where {ast.unparse(condition)}: bf16 gets a scaler, fp16 gets none"
+            message = f"{last_name(made.key)} is on with {ast.unparse(condition)}: bf16 gets a scaler, fp16 gets none"
             fix = "turn the condition around: fp16 needs loss scaling, bf16 does not"
             yield amp.script.report("fp16-without-scaler", made.call, message, fix=fix)
 
@@ -248,7 +248,7 @@ def find_unscaled_bf16_branch(amp: Amp) -> Iterator[Finding]:
             off = [v for test in tests for v in (test.values if isinstance(test, ast.BoolOp) else [test])]
             asked = [v.operand for v in off if isinstance(v, ast.UnaryOp) and isinstance(v.op, ast.Not)]
             if any(BF16.search(ast.unparse(part)) for part in asked):
-                message = "bf16 takes the branch without scaler, but autocast has no dtype and is fp16 there too"
+                message = "bf16 runs in the branch without scaler, but autocast has no dtype and is fp16 there, too"
                 fix = "autocast(…, dtype=torch.bfloat16) where bf16 is asked for"
                 yield amp.script.report("fp16-without-scaler", backward.node, message, fix=fix)
                 return
@@ -370,7 +370,9 @@ def find_tests_for_scaler(amp: Amp, scalers: dict[str, ast.expr]) -> Iterator[Fi
         fp16 = region is not None and region.dtype == "fp16" and region.device != "cpu"
         if name in scalers and fp16:
             flag = ast.unparse(scalers[name])
-            message = f"`{ast.unparse(test)}` holds without {flag} too: autocast stays fp16, the scaler scales nothing"
+            message = (
+                f"`{ast.unparse(test)}` is also true without {flag}: autocast stays fp16, and the scaler scales nothing"
+            )
             yield amp.script.report("amp-switch-stuck", call, message, fix=f"enabled={name}.is_enabled()")
 
 
@@ -422,7 +424,7 @@ def find_unswitched_autocast(amp: Amp, trace: Trace, scalers: dict[str, ast.expr
             continue
         asked = any(SWITCH.search(text) or "scaler" in text for text, _ in forward.conditions)
         if region.enabled is True and not asked and region.dtype == "fp16" and region.device != "cpu":
-            message = f"autocast is fp16 without {ast.unparse(flag)} too, and then nothing scales the loss"
+            message = f"autocast is fp16 also without {ast.unparse(flag)}, where nothing scales the loss"
             fix = f"autocast(…, enabled={ast.unparse(flag)})"
             yield amp.script.report("fp16-without-scaler", forward.node, message, fix=fix, related=backward.node)
             return

@@ -62,7 +62,7 @@ def find_announced_flags(script: Script) -> Iterator[Finding]:
         loads = (n for n in script.nodes if isinstance(getattr(n, "ctx", None), ast.Load) and dotted_name(n) == name)
         reads = list(loads)
         if reads and all(id(n) in quiet for n in reads):
-            message = f"{name} is announced, and nothing else reads it: training runs in fp32"
+            message = f"{name} is logged, and nothing else reads it: training runs in fp32"
             yield script.report("amp-switch-stuck", values[0], message, fix="autocast(…, enabled=…), or drop it")
 
 
@@ -118,7 +118,7 @@ def find_or_of_strings(script: Script) -> Iterator[Finding]:
         parts = [n for c in node.comparators for n in ast.walk(c)] if isinstance(node, ast.Compare) else []
         words = [n.values[0] for n in parts if isinstance(n, ast.BoolOp) and isinstance(n.op, ast.Or)]
         if any(isinstance(w, ast.Constant) and isinstance(w.value, str) and parse_dtype(w.value) for w in words):
-            message = f"`{ast.unparse(node)}` knows the first word only: `a or b` of two strings is a"
+            message = f"`{ast.unparse(node)}` tests the first word only: `a or b` of two strings is a"
             yield script.report("amp-switch-stuck", node, message, fix="x in ('a', 'b')")
         elif isinstance(node, ast.BoolOp) and is_word_list(node) and asks_precision(node.values[0]):
             yield report_always_true(script, node)
