@@ -33,7 +33,7 @@ LINES: dict[str, int] = {}
 def record_checks() -> dict[tuple[str, int], str]:
     """Make every finding leave the name of the function that reports it, by rule and line."""
     reported: dict[tuple[str, int], str] = {}
-    original = Script.finding
+    original = Script.report
 
     def finding(self: Script, rule: str, *given: Any, **options: Any) -> Finding:
         code = sys._getframe(1).f_code
@@ -43,7 +43,7 @@ def record_checks() -> dict[tuple[str, int], str]:
         reported[rule, made.place.line] = name
         return made
 
-    Script.finding = finding  # type: ignore[method-assign]
+    Script.report = finding  # type: ignore[method-assign]
     return reported
 
 

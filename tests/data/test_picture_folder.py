@@ -13,7 +13,7 @@ from PIL import Image
 
 from halfstep.data.image_folder import FolderLayout
 from halfstep.errors import DataError
-from halfstep.workloads.diffusion.data import find_captioned, find_classes, find_pictures
+from halfstep.workloads.diffusion.data import find_captioned_images, find_classes, find_pictures
 
 LAYOUT = FolderLayout(val_fraction=0.25)
 
@@ -58,7 +58,7 @@ def test_captions_belong_to_their_pictures_and_bare_pictures_are_counted(tmp_pat
     for k in range(5):
         picture(tmp_path / f"{k}.png")
     table(tmp_path, [{"file_name": f"{k}.png", "text": f"number {k}"} for k in range(4)])
-    found = find_captioned(tmp_path, LAYOUT, "text")
+    found = find_captioned_images(tmp_path, LAYOUT, "text")
     assert {path.name: text for path, text in found.captions.items()} == {f"{k}.png": f"number {k}" for k in range(4)}
     assert len(found.images.train) + len(found.images.val) == 4
     assert found.notes == ("left out: 1 image without a caption",)
@@ -68,20 +68,20 @@ def test_captions_without_files_or_without_text_are_named(tmp_path: Path) -> Non
     for k in range(2):
         picture(tmp_path / f"{k}.png")
     with pytest.raises(DataError, match=r"metadata\.jsonl"):
-        find_captioned(tmp_path, LAYOUT, "text")
+        find_captioned_images(tmp_path, LAYOUT, "text")
     table(tmp_path, [{"file_name": "0.png", "text": "zero"}, {"file_name": "7.png", "text": "seven"}])
     with pytest.raises(DataError, match=r"line 2 names 7\.png"):
-        find_captioned(tmp_path, LAYOUT, "text")
+        find_captioned_images(tmp_path, LAYOUT, "text")
     table(tmp_path, [{"file_name": "0.png", "text": "zero"}])
     with pytest.raises(DataError, match="1 image with a caption"):
-        find_captioned(tmp_path, LAYOUT, "text")
+        find_captioned_images(tmp_path, LAYOUT, "text")
     table(tmp_path, [{"file_name": "0.png", "caption": "zero"}])
     with pytest.raises(DataError, match=r"data\.text_column"):
-        find_captioned(tmp_path, LAYOUT, "text")
+        find_captioned_images(tmp_path, LAYOUT, "text")
     for caption in (None, ["zero", "nought"]):
         table(tmp_path, [{"file_name": "0.png", "text": caption}])
         with pytest.raises(DataError, match="line 1: text is") as refused:
-            find_captioned(tmp_path, LAYOUT, "text")
+            find_captioned_images(tmp_path, LAYOUT, "text")
         assert "a caption must be a string" in refused.value.why
 
 
@@ -90,7 +90,7 @@ def test_a_picture_that_two_rows_name_is_refused(tmp_path: Path) -> None:
         picture(tmp_path / f"{k}.png")
     names = ("0.png", "1.png", "2.png", "./0.png")
     table(tmp_path, [{"file_name": name, "text": f"number {k}", "label": k % 2} for k, name in enumerate(names)])
-    for find in (partial(find_captioned, column="text"), partial(find_classes, class_file=None)):
+    for find in (partial(find_captioned_images, column="text"), partial(find_classes, class_file=None)):
         with pytest.raises(DataError, match=r"line 4 names \./0\.png again") as refused:
             find(tmp_path, LAYOUT)
         assert "line 1" in refused.value.why

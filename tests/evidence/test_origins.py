@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import halfstep as hs
 from halfstep.evidence import causes
-from halfstep.evidence.ranges import FOREIGN, Operation, RangeTrace
+from halfstep.evidence.ranges import FOREIGN, Operation, Range, RangeTrace
 
 
 def half_bad() -> Tensor:
@@ -100,3 +100,11 @@ def test_files_of_every_room_but_models_and_workloads_are_halfstep_s(room: str) 
     assert str(root / room / "any.py").startswith(FOREIGN)
     assert not str(root / "workloads" / "segmentation" / "unet.py").startswith(FOREIGN)
     assert not str(root / "models" / "vit.py").startswith(FOREIGN)
+
+
+@pytest.mark.parametrize(
+    ("high", "shown"), [(0.0, "float16 without a finite nonzero value (3 inf)"), (2.0, "float16 1 to 2 (3 inf)")]
+)
+def test_a_range_without_finite_numbers_is_not_shown_as_0_to_0(high: float, shown: str) -> None:
+    low = min(high, 1.0)
+    assert str(Range(low=low, high=high, num_zero=0, num_nan=0, num_inf=3, numel=3, dtype="float16")) == shown

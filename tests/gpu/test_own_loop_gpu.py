@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,23 +18,25 @@ pytestmark = pytest.mark.gpu
 TORCH = torch.optim.lr_scheduler
 
 
+@pytest.mark.parametrize("fast", ["off", "graph"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_schedules_and_logs_make_no_host_synchronisation(precision: str) -> None:
+def test_schedules_and_logs_make_no_host_synchronisation(precision: str, fast: Any) -> None:
     model = make_model(device="cuda")
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
     seen: list[float] = []
     step = hs.Step(
         model, optimizer, precision, schedule=TORCH.CosineAnnealingLR(optimizer, 10_000), clip_norm=1.0,
-        on_outcome=lambda outcome: seen.append(outcome.lr),
+        on_outcome=lambda outcome: seen.append(outcome.lr), fast=fast,
     )  # fmt: skip
     batches, loss_fn = [batch(k, device="cuda") for k in range(10)], loss_of(model)
-    for k in range(4):  # the first commit is decided on the host, and a new loss function is looked at closely
+    for k in range(10):  # the first commit is decided on the host, a new loss function is looked at and captured
         step(loss_fn, [batches[k]])
+    assert step.mode == ("eager" if fast == "off" else "graph")
     with no_host_wait():
         for k in range(300):  # longer than a user's schedule is asked for ahead
             step(loss_fn, [batches[k % 10]])
     step.finish()
-    assert len(seen) == 304
+    assert len(seen) == 310
     assert seen == sorted(seen, reverse=True)
 
 

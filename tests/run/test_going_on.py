@@ -25,7 +25,7 @@ def test_a_finished_run_says_so_and_how_to_go_on(tmp_path: Path, capsys: pytest.
     capsys.readouterr()
     main_exits_with(0, "train", "--resume", str(folder))
     said = capsys.readouterr().out
-    assert said == f"{folder} is finished after 2 of 2 epochs; to train on, add train.epochs=4 to the command\n"
+    assert said == f"{folder} is finished after 2 of 2 epochs; to continue, add train.epochs=4 to the command\n"
     resume(folder, "train.epochs=4")
     assert newest(folder).state["step"]["attempted"] == 24
 
@@ -41,11 +41,11 @@ def main_exits_with(code: int, *words: str) -> None:
     [
         (
             {"train.max_steps": 3, "train.epochs": 100},
-            "finished after 3 of 3 steps; to train on, add train.max_steps=6 to the command, or 0 for all 100 epochs",
+            "finished after 3 of 3 steps; to continue, add train.max_steps=6 to the command, or 0 for all 100 epochs",
         ),
         (
             {"train.early_stopping_patience": 1, "optimizer.lr": 1e-12},
-            "finished by early stopping after 2 of 100 epochs; to train on, add train.early_stopping_patience=0",
+            "finished by early stopping after 2 of 100 epochs; to continue, add train.early_stopping_patience=0",
         ),
     ],
 )

@@ -75,5 +75,5 @@ def test_routine_overflow_of_fp16_does_not_hold(tmp_path: Path) -> None:
 
 
 def test_phases_refuse_it_with_the_reason(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"guard\.hold with phases"):
+    with pytest.raises(ConfigError, match=r"guard\.hold=true does not work with phases"):
         run(tmp_path / "run", {"guard.hold": True}, "phased_workload:build")

@@ -59,7 +59,7 @@ def test_a_step_shows_few_names_and_its_docstring_explains_every_argument() -> N
 
 def test_a_step_shows_what_it_is() -> None:
     _, step = made(accumulate=2)
-    assert repr(step) == "Step(Linear, SGD, fp32 on cpu, accumulate=2, 0 steps made)"
+    assert repr(step) == "Step(Linear, SGD, fp32 on cpu, accumulate=2, eager, 0 steps made)"
 
 
 def test_an_outcome_tells_loss_gradient_rate_and_scale() -> None:

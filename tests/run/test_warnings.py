@@ -24,5 +24,5 @@ def test_quiet_does_not_hide_what_was_left_out_or_taken_otherwise(
     train(load("unet", flags={"precision_type": "fp16", "quiet": True}, overrides=overrides), out=tmp_path / "run")
     said = capsys.readouterr()
     assert f"warning: left out: cannot read {bad}" in said.err
-    assert "warning: `--precision-type fp16` is taken as precision=fp16" in said.err
+    assert "warning: `--precision-type fp16` is read as precision=fp16" in said.err
     assert "warning" not in said.out

@@ -300,5 +300,5 @@ def test_a_model_that_does_not_fit_is_no_traceback_of_a_trial(demo: Path, monkey
         raise torch.OutOfMemoryError("Tried to allocate 2 GiB")
 
     monkeypatch.setattr("halfstep.run.engine.assemble", does_not_fit)
-    with pytest.raises(DoesNotFit, match="out of memory"), rehearse_run(*made(demo)):
+    with pytest.raises(DoesNotFit, match="does not fit into memory"), rehearse_run(*made(demo)):
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from halfstep.evidence.proofs import check_clipping, check_nan_is_dropped, check
 from halfstep.report.page.read_run import read_run
 from halfstep.run.train import train
 from halfstep.step.clip import Clip
-from halfstep.use.verify import _check_skipped
+from halfstep.use.verify import _check_gpu, _check_skipped
 from halfstep.workloads import load
 from tiny_training import batch, loss_of, make_step
 
@@ -167,3 +168,17 @@ def test_a_run_that_faults_ended_counts_the_steps_it_tried(tmp_path: Path) -> No
     assert _check_skipped(read_run(tmp_path)).text.startswith(
         "5 of 10 steps skipped, 1 fp16 overflow; the last at step 8"
     )
+
+
+@pytest.mark.parametrize(
+    ("utilization", "start_s", "holds"), [(95.0, 5.0, True), (40.0, 5.0, False), (95.0, 55.0, None), (40.0, 55.0, None)]
+)
+def test_a_gpu_is_judged_by_its_use_after_the_start_and_not_where_that_is_too_short(
+    clean: Path, utilization: float, start_s: float, holds: bool | None
+) -> None:
+    times = {"elapsed_s": 60.0, "trained_s": 58.0, "waited_s": 1.0, "start_s": start_s, "start_waited_s": 0.0}
+    record = read_run(clean)
+    record = dataclasses.replace(
+        record, monitor=[{"steady": True, "utilization": utilization}], summary={**record.summary, **times}
+    )
+    assert _check_gpu(record).holds is holds

@@ -164,7 +164,7 @@ def test_official_weights_need_a_new_head_for_other_classes(folder: Path, tmp_pa
     theirs = build_resnet("resnet18", blocks=(1, 1), width=4, stem="small", num_classes=1000)
     torch.save(theirs.state_dict(), tmp_path / "resnet18.pth")
     words = [*TINY, f"model.weights={tmp_path / 'resnet18.pth'}"]
-    with pytest.raises(ModelError, match="1,000 classes, the data have 3"):
+    with pytest.raises(ModelError, match="1,000 classes, the data has 3"):
         built(folder, *words)
     model = built(folder, *words, "model.replace_head=true").model
     assert isinstance(model, ResNet)

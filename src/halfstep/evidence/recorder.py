@@ -84,12 +84,17 @@ class Recorder:
     @contextmanager
     def watch(self, window: Sequence[Any]) -> Iterator[None]:
         """Keep the window of the step that runs inside, and record the step if the user's code raises."""
-        self._windows.append((self.step.attempted, list(window)))
+        self.keep(self.step.attempted, window)
         try:
             yield
         except Exception as error:
             self._record_exception(error, window)
             raise
+
+    def keep(self, attempted: int, window: Sequence[Any]) -> None:
+        """Keep the window of a step until its outcome is known; once, however often it is called."""
+        if not self._windows or self._windows[-1][0] != attempted:
+            self._windows.append((attempted, list(window)))
 
     def find_window(self, reading: Reading) -> Sequence[Any] | None:
         """Return the batches of a step: kept ones, or loaded again; None if neither is possible."""

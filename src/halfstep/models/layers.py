@@ -137,6 +137,7 @@ def has_gain_and_bias(norm: nn.LayerNorm) -> bool:
 
 
 def has_bias(linear: nn.Linear) -> bool:
+    """True if a linear layer has a bias."""
     return linear.bias is not None
 
 

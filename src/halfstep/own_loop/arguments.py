@@ -17,12 +17,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.errors import ConfigError, ModelError, PrecisionError, suggest_nearest
+from halfstep.models.recompute import Recomputing
+from halfstep.own_loop.user_warnings import warn_user
 from halfstep.precision.apply import STORAGE_DTYPES
 from halfstep.precision.plan import ROOT, Plan
 from halfstep.step.batches import Batch
 from halfstep.step.forward_writes import TensorSlots, refuse_uninitialised
 from halfstep.step.guard import GuardOptions
 from halfstep.step.scaler import ScalerOptions
+from halfstep.tune.repeated_blocks import describe_recomputed, find_blocks, recompute_blocks_
 
 BY_DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -95,6 +98,23 @@ def check_count(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ConfigError(f"{name}={value!r} is not an integer of at least 1", fix=f"{name}=1 is plain training")
     return int(value)
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
+    if isinstance(value, str) and value in choices:
+        return value
+    raise ConfigError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}", fix=f"{name}={choices[0]!r}")
+
+
+def recompute_repeated_blocks(model: nn.Module) -> None:
+    """Recompute the repeated blocks of a model in backward, instead of keeping their activations."""
+    names = find_blocks(model)
+    recompute_blocks_(model, "blocks", names)
+    if not describe_recomputed(model) and not any(isinstance(module, Recomputing) for module in model.modules()):
+        warn_user(
+            f'memory="low" found no repeated blocks in {type(model).__name__}: nothing is recomputed, and memory stays '
+            "as it is"
+        )
 
 
 def refuse_uncallable(**hooks: object) -> None:

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from halfstep.errors import ConfigError, TrainingStopped
 from halfstep.hardware.probe import probe
 from halfstep.own_loop.arguments import (
+    check_choice,
     check_count,
     check_folder,
     check_model_and_optimizers,
@@ -26,6 +27,7 @@ from halfstep.own_loop.arguments import (
     make_scaler_options,
     read_precision,
     read_window,
+    recompute_repeated_blocks,
     refuse_no_function,
     refuse_non_finite_settings,
     refuse_recast,
@@ -33,8 +35,10 @@ from halfstep.own_loop.arguments import (
     refuse_unknown,
     refuse_unrelated_optimizers,
 )  # fmt: skip
+from halfstep.own_loop.certificate import Certificate
 from halfstep.own_loop.data_position import DataPosition
 from halfstep.own_loop.evidence import make_recorder
+from halfstep.own_loop.fast import Fast, FastPath
 from halfstep.own_loop.loss import ExplainedErrors, LossChecker, UnguardedNetworks, suggest_ways
 from halfstep.own_loop.schedule_argument import LoopSchedules, Paced
 from halfstep.own_loop.user_warnings import DroppedSteps, warn_user
@@ -59,7 +63,7 @@ OneSchedule = LRScheduler | Schedule | Paced
 
 
 class Step:
-    """One optimizer step of your loop: chooses the precision, drops bad steps as a whole, stops after several in a row.
+    """One optimizer step of your loop: chooses the precision, drops bad steps completely, stops after several in a row.
 
     It replaces autocast, GradScaler, unscale_, clip_grad_norm_, zero_grad, optimizer.step and scheduler.step::
 
@@ -80,43 +84,51 @@ class Step:
 
     A step is bad when its loss, its gradient norm or anything that forward writes, such as BatchNorm statistics, is not
     finite; with skip_spikes also when its loss is a spike. A bad step changes nothing: weights, buffers, optimizer
-    state, average and schedule keep their bits. In fp16 an overflow halves the loss scale; in other precisions five bad
-    steps in a row raise hs.TrainingStopped.
+    state, average and schedule stay bit-identical. In fp16 an overflow halves the loss scale; in other precisions five
+    bad steps in a row raise hs.TrainingStopped.
 
-    A call left over from the old loop, such as optimizer.step(), is warned about once, and training goes on with it;
-    backward() inside loss_fn is refused.
+    On a GPU the first steps run eagerly; then the whole step is captured as a CUDA graph, if `loss_fn` can be traced,
+    and later compiled, if that pays. One line on stderr says what runs, `step.mode` too, and `step.certificate` what it
+    was compared with.
+
+    A call left over from the old loop, such as optimizer.step(), gives one warning and still takes effect; backward()
+    inside loss_fn is refused.
 
     Arguments:
         model: what is trained, already on its device and in its dtype. Several modules: torch.nn.ModuleList([a, b]).
         optimizer: one of torch.optim or your own, or a list of them. fused=True makes skipping free.
         precision: "auto", "bf16", "fp16", "tf32", "fp32", "fp8" or a torch dtype. If the device lacks it, the next best
             is used, with a warning; `print(step.plan)` shows what runs and why.
-        modules: parts with a precision of their own by name or pattern, {"decoder.head": "fp32"}.
+        fast: "auto" captures and compiles as described above; "graph" captures torch's own kernels, "compile" those of
+            Inductor at once; "off" runs eagerly.
+        num_steps: how many steps the training has, if known: it decides sooner whether compiling pays.
+        max_graphs: captured graphs that are kept, one for each shape of a window; the least recently used is dropped.
+        memory: "low" recomputes the repeated blocks of the model in backward instead of keeping their activations.
+        modules: submodules that run in another precision, by name or pattern: {"decoder.head": "fp32"}.
         strict: refuse a precision that the device lacks instead of using the next best.
         simulate: the numerics of a precision that this device lacks, such as fp16 on a laptop: for tests, not speed.
-        force: run fp8 in every layer that takes it; without it fp8 runs only where it was measured to pay, by
-            `halfstep train`.
+        force: run fp8 in every layer that supports it. Without force, fp8 runs only in layers that `halfstep train` has
+            measured to be faster.
         clip_norm: limit of the gradient norm; 0 or None turns clipping off.
         clip_type: "l2" or "inf" norm over all gradients, or "value" for each entry.
-        accumulate: batches in one optimizer step. Each counts by its number of samples, or by the weight that
+        accumulate: batches in one optimizer step. Each is weighted by its number of samples, or by the weight that
             loss_fn returns.
-        schedule: of the learning rate. `hs.per_step(scheduler)`, `hs.per_epoch(scheduler)` with `epoch_ended()`,
+        schedule: the learning-rate schedule: `hs.per_step(scheduler)`, `hs.per_epoch(scheduler)` with `epoch_ended()`,
             ReduceLROnPlateau with `validated(metric)`, a function of the step that returns a multiplier, or a list with
-            one of them, or None, for each optimizer. A torch scheduler alone counts as per step. Without schedule= the
-            learning rate is yours: step your own scheduler, or write into param_groups.
+            one of them, or None, for each optimizer. A torch scheduler alone counts as per step. Without schedule= you
+            control the learning rate: step your own scheduler, or write into param_groups.
         ema_decay: between 0 and 1: keeps an average of the weights for `averaged()`; 0 or None keeps none.
-        guard: {"max_consecutive": 5} bad steps in a row raise; {"on_fault": "rollback"} goes back instead, to one of
-            the copies it takes in host memory every "snapshot_every" steps, with the learning rate times "lr_cut".
-        scaler: of fp16's loss scale, {"init_scale": 65536, "growth_interval": 2000}, or a GradScaler, whose settings
-            and scale are taken over. Other precisions have no scale and leave it unused.
+        guard: {"max_consecutive": 5} bad steps in a row raise; {"on_fault": "rollback"} returns to a snapshot instead,
+            taken in host memory every "snapshot_every" steps, and multiplies the learning rate by "lr_cut".
+        scaler: settings of fp16's loss scale, {"init_scale": 65536, "growth_interval": 2000}, or a GradScaler, whose
+            settings and scale are taken over. Other precisions ignore it.
         skip_spikes: also drop steps whose loss is far above the last 64.
         also: a module or tensor, or several, that loss_fn writes into although this step does not train them, such as a
             generator while its discriminator is trained. A bad step puts them back, too.
-        on_gradients: called with the model once its gradients are unscaled, before they are judged and clipped: the
-            place to edit them.
+        on_gradients: called with the model to edit its gradients: they are unscaled, and not yet checked and clipped.
         on_commit: called with the model once the optimizers have stepped, to move a teacher or a target network. Name
-            those in also=: what it writes there is put back where the step is bad, without a wait.
-        capsules: a folder that keeps the step of a fault, or of an exception in loss_fn, with batches and weights;
+            those networks in also=, so that a bad step restores them.
+        capsules: a folder for the batches and weights of a bad step, or of one in which loss_fn raised;
             `hs.replay(capsule, model, loss_fn)` names the cause.
         on_outcome: called with the Outcome of each step two steps later, when reading it costs no wait: for logging.
     """
@@ -127,6 +139,10 @@ class Step:
         optimizer: Optimizer | Iterable[Optimizer],
         precision: str | torch.dtype = "auto",
         *,
+        fast: Fast = "auto",
+        num_steps: int | None = None,
+        max_graphs: int = 8,
+        memory: Literal["normal", "low"] = "normal",
         modules: Mapping[str, str] | None = None,
         strict: bool = False,
         simulate: bool = False,
@@ -158,6 +174,9 @@ class Step:
         )  # fmt: skip
         refuse_uncallable(on_gradients=on_gradients, on_commit=on_commit, on_outcome=on_outcome)
         refuse_recast(model, plan)
+        check_choice("fast", fast, ("auto", "graph", "compile", "off"))
+        if check_choice("memory", memory, ("normal", "low")) == "low":
+            recompute_repeated_blocks(model)
         refuse_unrelated_optimizers(model, optimizers)
         self._schedules = LoopSchedules(schedule, optimizers, device)
         self._step = GuardedStep(
@@ -184,6 +203,10 @@ class Step:
         self._loss = LossChecker(self._step)
         self._strangers = UnguardedNetworks(self._step.writes)
         self._passes = 0
+        self._fast = FastPath(
+            self._step, fast, num_steps=None if num_steps is None else check_count("num_steps", num_steps),
+            max_graphs=check_count("max_graphs", max_graphs),
+        )  # fmt: skip
         world = self._step.ranks.world if self._step.ranks is not None else None
         self._position = DataPosition(world.rank, world.size) if world is not None else DataPosition()
         self._attempted_untrained = -1
@@ -223,19 +246,37 @@ class Step:
     def __call__(self, loss_fn: LossFn, window: Iterable[Batch]) -> Outcome:
         """Compute, judge and commit one window. `loss_fn(batch)` returns the loss, or (loss, weight)."""
         with self._step.signals.delay():  # but not in forward and backward, which can be undone
-            facts = self.compute(loss_fn, window)
-            self.commit(facts)
+            batches = self._check(loss_fn, window)
+
+            def run_eagerly(function: LossFn) -> Facts:
+                facts = self._compute(function, batches)
+                self._commit(facts)
+                return facts
+
+            if self._loss.is_new(loss_fn):
+                facts = run_eagerly(loss_fn)
+            else:
+                facts = self._fast.run(loss_fn, batches, run_eagerly)
+            if self._recorder is not None:
+                self._recorder.keep(facts.attempted, batches)
+            self._act_on(self._guard.watch(facts))
         return Outcome(facts)
 
     def compute(self, loss_fn: LossFn, window: Iterable[Batch]) -> Facts:
         """Run forward, backward and verdict, the first half of a call. Nothing is committed yet."""
+        return self._compute(loss_fn, self._check(loss_fn, window))
+
+    def _check(self, loss_fn: LossFn, window: Iterable[Batch]) -> list[Batch]:
         self._schedules.refuse_other_hands()
         refuse_non_finite_settings(self._step.optimizers)
         refuse_no_function(loss_fn)
         batches = read_window(window, self._step.accumulate)
-        checked = self._loss.wrap(loss_fn, is_alone=len(batches) == 1)
         if self._rollback is not None:
             self._rollback.keep_if_due()
+        return batches
+
+    def _compute(self, loss_fn: LossFn, batches: list[Batch]) -> Facts:
+        checked = self._loss.wrap(loss_fn, is_alone=len(batches) == 1)
         is_new = self._loss.is_new(loss_fn)
         with ExplainedErrors():
             if self._recorder is None and not is_new:
@@ -253,16 +294,19 @@ class Step:
 
     def commit(self, facts: Facts) -> None:
         """Commit: the optimizers step, or everything stays as it was. The second half of a call."""
-        before = self.attempted
         with self._step.signals.delay():
-            try:
-                with ExplainedErrors():
-                    self._step.commit(facts)
-            except BaseException:
-                if self.attempted > before:  # the step is made, and `on_commit` raised
-                    self._guard.pending.append(facts)
-                raise
+            self._commit(facts)
             self._act_on(self._guard.watch(facts))
+
+    def _commit(self, facts: Facts) -> None:
+        before = self.attempted
+        try:
+            with ExplainedErrors():
+                self._step.commit(facts)
+        except BaseException:
+            if self.attempted > before:  # the step is made, and `on_commit` raised
+                self._guard.pending.append(facts)
+            raise
 
     def grad(
         self,
@@ -335,6 +379,16 @@ class Step:
         return int(self._step.committed)
 
     @property
+    def mode(self) -> str:
+        """Return how steps run now: "eager", "graph", or "compile+graph"."""
+        return self._fast.mode
+
+    @property
+    def certificate(self) -> Certificate:
+        """Return what captured steps were compared with, and what came out."""
+        return self._fast.certificate
+
+    @property
     def epoch(self) -> int:
         """Return the number of passes over the data that have ended: `for epoch in range(step.epoch, epochs)`."""
         return self._position.epoch
@@ -382,7 +436,7 @@ class Step:
         names = ", ".join(committer.name for committer in self._step.committers)
         return (
             f"Step({type(self._step.model).__name__}, {names}, {self.plan.granted} on {self._step.device}, "
-            f"accumulate={self._step.accumulate}, {self.attempted} steps made)"
+            f"accumulate={self._step.accumulate}, {self.mode}, {self.attempted} steps made)"
         )
 
     # --- inside ---

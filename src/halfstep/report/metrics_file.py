@@ -84,7 +84,7 @@ def cut_back(path: Path, num_records: int) -> None:
 
 
 def _iterate_records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield each line with its record; skip a last line that a kill cut short."""
+    """Yield each line with its record; skip an incomplete last line, which a killed run may leave."""
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     for number, line in enumerate(lines, start=1):
         try:

@@ -149,13 +149,14 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
     if not workload.phases:
         eager, region, ranks = connect_ranks(world, config, model, (eager, region), device)
     phases = assemble_phases(config, workload, model, plan, setting, length, to_compiled, values, world)
+    ema_options = config.ema.model_dump(exclude={"enabled"})
     step = join_phases(phases) or make_step(
         config,
         model,
         plan,
         setting,
         length,
-        ema=_build_average(config, workload, model),
+        ema=Ema(model, parts=workload.ema_parts, **ema_options) if config.ema.enabled else None,
         values=values,
         groups=workload.groups,
         ranks=ranks,
@@ -216,12 +217,6 @@ def _build_loaders(config: RunConfig, workload: Workload, world: World | None) -
     val_size = config.train.val_batch_size or size
     val = Loader(workload.val_samples, batch_size=val_size, seed=seed, num_workers=workers, shuffle=False, part=part)
     return train, val
-
-
-def _build_average(config: RunConfig, workload: Workload, model: nn.Module) -> Ema | None:
-    if not config.ema.enabled:
-        return None
-    return Ema(model, parts=workload.ema_parts, **config.ema.model_dump(exclude={"enabled"}))
 
 
 def _build_guard(config: RunConfig, plan: Plan, workload: Workload, world: World | None) -> Guard:

@@ -83,7 +83,13 @@ def build_optimizer(
     """Build the optimizer over the parameters in `parts`, and its schedule or one schedule per parameter group."""
     o = config.optimizer
     if o.moment_bits == 8:
-        setting = dataclasses.replace(setting, optimizer_bits=_eight_for(o.name))
+        if o.name != "adamw":
+            raise ConfigError(
+                f"optimizer.moment_bits=8 does not work with {o.name}",
+                why="8-bit moments exist only for adamw",
+                fix="optimizer.name=adamw, or optimizer.moment_bits=32",
+            )
+        setting = dataclasses.replace(setting, optimizer_bits=8)
     peak_lr = o.compute_peak_lr(config.train.batch_size * config.train.accumulate)
     own_groups: list[dict[str, Any]] = []
     schedules: list[Schedule] = []
@@ -160,16 +166,6 @@ def _change_section(section: Section, changes: Mapping[str, Any], where: str) ->
         raise ConfigError(
             f"{where}: {key} is {first['input']!r}", why=first["msg"], fix="correct it where the workload defines it"
         ) from error
-
-
-def _eight_for(optimizer_name: str) -> Literal[8]:
-    if optimizer_name != "adamw":
-        raise ConfigError(
-            f"optimizer.moment_bits=8 with {optimizer_name}",
-            why="8-bit moments exist only for adamw",
-            fix="optimizer.name=adamw, or optimizer.moment_bits=32",
-        )
-    return 8
 
 
 def _make_schedule_options(config: RunConfig, length: Length) -> ScheduleOptions:

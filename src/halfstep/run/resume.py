@@ -201,17 +201,17 @@ def explain_finished(config: RunConfig, state: Mapping[str, Any]) -> str:
     if epochs >= train.epochs:
         again = f"train.epochs={2 * epochs}"
         return (
-            f"finished after {epochs} of {format_count(train.epochs, 'epoch')}; to train on, add {again} to the command"
+            f"finished after {epochs} of {format_count(train.epochs, 'epoch')}; to continue, add {again} to the command"
         )
     if 0 < train.max_steps <= steps:
         whole = "" if train.epochs == WITHOUT_END else f", or 0 for all {format_count(train.epochs, 'epoch')}"
         return (
-            f"finished after {steps} of {format_count(train.max_steps, 'step')}; to train on, add "
+            f"finished after {steps} of {format_count(train.max_steps, 'step')}; to continue, add "
             f"train.max_steps={2 * steps} to the command{whole}"
         )
     if 0 < train.early_stopping_patience <= state["stopping"]["num_since"]:
         return (
-            f"finished by early stopping after {epochs} of {format_count(train.epochs, 'epoch')}; to train on, add "
+            f"finished by early stopping after {epochs} of {format_count(train.epochs, 'epoch')}; to continue, add "
             "train.early_stopping_patience=0 to the command"
         )
     return ""

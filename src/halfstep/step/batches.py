@@ -30,8 +30,8 @@ def count_samples(batch: Batch) -> int:
 def find_first_array(batch: Batch) -> Tensor | np.ndarray[Any, Any] | None:
     if isinstance(batch, (Tensor, np.ndarray)):
         return batch
-    if isinstance(batch, (Mapping, list, tuple)):
-        for part in batch.values() if isinstance(batch, Mapping) else batch:
+    if isinstance(batch, (list, tuple, Mapping)):  # in this order: a look at an abstract class takes long
+        for part in batch if isinstance(batch, (list, tuple)) else batch.values():
             if (found := find_first_array(part)) is not None:
                 return found
     return None

@@ -208,11 +208,11 @@ class Committer:
     def copy(self, way: CommitWay) -> CommitUndo:
         return CommitUndo(self.optimizer, list(self._with_grad()), by_host=way.by_host)
 
-    def commit(self, way: CommitWay, bad: Tensor, factor: Tensor | None) -> None:
+    def commit(self, way: CommitWay, bad: Tensor, factor: Tensor | None, found_inf: Tensor | None = None) -> None:
         """Step the optimizer with gradients times `factor`. If `bad` is set, the kernel or the host leaves everything
         unchanged; `commit_all` undoes what `select` writes."""
         if way.method == "found_inf" and not way.by_host:
-            return self._commit_in_kernel(bad, factor)
+            return self._commit_in_kernel(bad, factor, bad.float() if found_inf is None else found_inf)
         if factor is not None:
             torch._foreach_mul_([get_stored_values(p.grad) for p in self._with_grad() if p.grad is not None], factor)
         return self._commit_by_host(bad) if way.by_host else self._step()
@@ -279,12 +279,12 @@ class Committer:
                     first = p.grad * (group["dampening"] / group["momentum"])
                     self.optimizer.state[p]["momentum_buffer"] = first
 
-    def _commit_in_kernel(self, bad: Tensor, factor: Tensor | None) -> None:
+    def _commit_in_kernel(self, bad: Tensor, factor: Tensor | None, found_inf: Tensor) -> None:
         if self.single_pass is not None and self.single_pass.fits_gradients:
             return self.single_pass.record(bad, factor)
         # torch's GradScaler sets these attributes for fused optimizers, whose kernels skip if found_inf is 1, divide by
         # grad_scale, and write the gradient back.
-        said = {"found_inf": bad.float()}
+        said = {"found_inf": found_inf}
         if factor is not None:
             said["grad_scale"] = factor.float().reciprocal()
         if self._fused_adam is not None and self._fused_adam.fits():
@@ -338,7 +338,7 @@ class FusedAdam:
         return is_sized_alike and all(map(self._takes_group, self.groups, self.parameters))
 
     def _takes_group(self, group: dict[str, Any], parameters: list[Tensor]) -> bool:
-        if not parameters or not group["fused"] or group["differentiable"] or torch.is_tensor(group["betas"][0]):
+        if not parameters or not group["fused"] or group["differentiable"] or isinstance(group["betas"][0], Tensor):
             return not parameters
         tensors, lr = [*parameters, *map(get_gradient, parameters)], group["lr"]
         is_one_kind = len(set(map(get_dtype, tensors))) == len(set(map(Tensor.get_device, tensors))) == 1
@@ -350,7 +350,9 @@ class FusedAdam:
                 continue
             has_max = group["amsgrad"]
             steps = [state["step"] for state in states]
-            torch._foreach_add_(steps, 1)
+            # torch adds 1 and subtracts the flag after the kernel, which does not read the count of a bad step. A list:
+            # a single tensor is taken for a number, and the host would wait for it.
+            torch._foreach_add_(steps, [1 - found_inf] * len(steps))
             kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
             kernel(
                 parameters, list(map(get_gradient, parameters)), [state["exp_avg"] for state in states],
@@ -359,11 +361,13 @@ class FusedAdam:
                 weight_decay=group["weight_decay"], eps=group["eps"], maximize=group["maximize"],
                 grad_scale=grad_scale, found_inf=found_inf,
             )  # fmt: skip
-            torch._foreach_sub_(steps, [found_inf] * len(steps))
 
 
-def commit_all(committers: Sequence[Committer], bad: Tensor, factor: Tensor | None) -> Tensor:
-    """Step all optimizers or none. Return the verdict: `bad`, or an optimizer wrote non-finite numbers.
+def commit_all(
+    committers: Sequence[Committer], bad: Tensor, factor: Tensor | None, found_inf: Tensor | None = None
+) -> Tensor:
+    """Step all optimizers or none. Return the verdict: `bad`, or an optimizer wrote non-finite numbers. `found_inf` is
+    `bad` as a number, if the caller has it.
 
     An optimizer that raises may have stepped some of its groups. Copying all weights at every step to restore those
     would cost more than resuming from a checkpoint, so a note on the error says it. Optimizers that stepped before it
@@ -375,11 +379,12 @@ def commit_all(committers: Sequence[Committer], bad: Tensor, factor: Tensor | No
         if way.is_undone or any(later.can_fail for later in ways[number + 1 :]):
             copies.append(committer.copy(way))
         try:
-            committer.commit(way, bad, factor)
+            committer.commit(way, bad, factor, found_inf)
             spoiled = committer.left_non_finite() if way.method != "found_inf" else None
             if spoiled is not None and not way.is_undone:
                 _refuse_spoiled(committer, spoiled & ~bad)
-            bad = bad if spoiled is None else bad | spoiled
+            if spoiled is not None:
+                bad, found_inf = bad | spoiled, None
         except BaseException as error:
             for undo in earlier:
                 undo.restore()

@@ -215,7 +215,8 @@ class Step:
         if self.rates is not None:
             self.rates.refresh(self.committed)
         lr = self._read_first_rate()
-        verdict = commit_all(self.committers, facts.bad, facts.factor)
+        facts.found_inf = facts.bad.float()
+        verdict = commit_all(self.committers, facts.bad, facts.factor, facts.found_inf)
         if verdict is not facts.bad:
             facts.spoil(verdict)
         try:

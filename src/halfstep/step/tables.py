@@ -36,6 +36,7 @@ class Tabulated:
         """Call users' functions at most `chunk` steps ahead: they may be slow, or end with the training."""
         self.functions, self.chunk = list(functions), chunk
         self.table = torch.empty((len(self.functions), 0), dtype=dtype, device=device)
+        self._num_filled = 0
         self.end: ConfigError | None = None
         """The error for steps after the table's last column; None while the functions have not ended."""
         self.cover(0, torch.zeros((), dtype=torch.int64))
@@ -43,10 +44,10 @@ class Tabulated:
     def cover(self, attempted: int, committed: Tensor) -> None:
         """Make the table long enough. Committed steps are at most `attempted`, which the host knows; it waits for
         `committed` only past the end of a function."""
-        known = self.table.shape[1]
+        known = self._count_known()
         if attempted >= known and self.end is None:
             self._extend(known, attempted)
-            known = self.table.shape[1]
+            known = self._count_known()
         if attempted >= known and self.end is not None and int(committed) >= known:
             raise self.end
 
@@ -68,7 +69,20 @@ class Tabulated:
         more = torch.tensor(columns, dtype=self.table.dtype).T.contiguous()
         if self.table.is_cuda:
             more = more.pin_memory()
-        self.table = torch.cat([self.table, more.to(self.table.device, non_blocking=True)], dim=1)
+        more = more.to(self.table.device, non_blocking=True)
+        if self.chunk is None:
+            self.table = torch.cat([self.table, more], dim=1)
+            return
+        # Short pieces go into free columns: a new table would have to be captured again.
+        self._num_filled = known + more.shape[1]
+        if self._num_filled > self.table.shape[1]:
+            spare = more.new_full((len(more), max(TABLE_CHUNK, self._num_filled)), math.nan)
+            self.table = torch.cat([self.table[:, :known], more, spare], dim=1)
+        else:
+            self.table[:, known : self._num_filled] = more
+
+    def _count_known(self) -> int:
+        return self.table.shape[1] if self.chunk is None else self._num_filled
 
     def _compute_columns(self, known: int, attempted: int) -> list[list[float]]:
         """Compute the values of the next steps. A function may end (a list, torch's OneCycleLR, a formula for the steps

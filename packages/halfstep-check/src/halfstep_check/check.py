@@ -240,7 +240,7 @@ def report(reading: Reading, device: Device | None, rules: Collection[str] | Non
 def keeps_fp32_masters(source: Source) -> bool:
     """Return whether accelerate is configured to shard in mixed precision: prepare() then keeps the weights in fp32."""
     shards = source.dialect.startswith("accelerate") and source.facts.get("strategy") in ("fsdp", "deepspeed")
-    return shards and source.value("precision") in ("bf16", "fp16", "fp8")
+    return shards and source.get_value("precision") in ("bf16", "fp16", "fp8")
 
 
 def drop_ignored(findings: Iterable[Finding], ignores: Mapping[str, Ignores]) -> tuple[list[Finding], int]:
@@ -264,7 +264,7 @@ def find_referenced_file(reference: Reference) -> Path | None:
 
 
 def is_plain_file(path: Path) -> bool:
-    """Match Pipes and devices would wait forever, folders are not configs."""
+    """Return whether a path is a file: reading a pipe or device would wait forever."""
     try:
         return path.is_file()
     except (OSError, ValueError):  # a name too long for the file system, or with a NUL in it

@@ -78,16 +78,16 @@ class Source:
     named_by: Place | None = None
     """Who names this file, when the user did not."""
 
-    def says(self, topic: Topic) -> Declaration | None:
+    def get_declaration(self, topic: Topic) -> Declaration | None:
         return next((s for s in self.declarations if s.topic == topic), None)
 
-    def value(self, topic: Topic) -> str:
-        declaration = self.says(topic)
+    def get_value(self, topic: Topic) -> str:
+        declaration = self.get_declaration(topic)
         return declaration.value if declaration else ""
 
 
 class Draft:
-    """A source in the making: readers add what they find, `source()` freezes it."""
+    """A source in the making: readers add what they find, `freeze()` returns it."""
 
     def __init__(self, root: Node, dialect: str) -> None:
         self.root, self.dialect = root, dialect
@@ -130,7 +130,7 @@ class Draft:
         self.say("reduce", precision, key)
         self.find("low-precision-reduce", message, key, fix=fix, edits=edits)
 
-    def number(self, topic: Topic, key: str) -> None:
+    def say_number(self, topic: Topic, key: str) -> None:
         """Say a number if the key holds one; `auto` is passed on as such."""
         node = self.root.get(key)
         value = None if node is None else node.scalar
@@ -160,7 +160,7 @@ class Draft:
         node = self.root.get(key)
         return (node.rewritten(text),) if node is not None and not isinstance(node.value, (dict, list)) else ()
 
-    def source(self) -> Source:
+    def freeze(self) -> Source:
         return Source(
             name=self.root.path,
             dialect=self.dialect,
@@ -172,7 +172,7 @@ class Draft:
 
 
 def parse_number(value: Scalar) -> str | None:
-    """Return `8`, `8.0` and `"8"` are one number; anything that is none, or not finite, gives None."""
+    """Return one text for `8`, `8.0` and `"8"`; None for anything that is not a finite number."""
     try:
         number = math.nan if value is None or isinstance(value, bool) else float(value)
     except (ValueError, OverflowError):

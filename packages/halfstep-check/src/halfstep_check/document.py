@@ -185,7 +185,7 @@ ENTRY = re.compile(r"""(\s*)([\w."'-]+)\s*=\s*("[^"]*"|'[^']*'|[^#\s]+)""")
 
 
 def find_toml_positions(text: str) -> dict[str, tuple[int, int, int, int]]:
-    """Return Dotted key to (line, key column, first and last column of the value)."""
+    """Return a mapping from dotted keys to (line, key column, first and last column of the value)."""
     found: dict[str, tuple[int, int, int, int]] = {}
     section = ""
     for number, line in enumerate(split_lines(text), start=1):

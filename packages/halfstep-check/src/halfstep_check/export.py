@@ -15,7 +15,7 @@ LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "
 
 
 def export_json(report: Report) -> dict[str, Any]:
-    """Return Sources, what is in effect, findings and what could not be read."""
+    """Return sources, effective values, findings and what could not be read."""
     return {
         "exit_code": report.exit_code,
         "sources": [describe_source(source) for source in report.sources],

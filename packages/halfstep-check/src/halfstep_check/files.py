@@ -53,12 +53,12 @@ def read_text_or_none(path: Path) -> str | None:
 
 
 def list_scripts(folder: Path) -> Iterator[Path]:
-    """Return Python files of a folder, in order; caches, environments and hidden folders are passed over."""
+    """Yield the Python files of a folder in order, without caches, environments and hidden folders."""
     yield from (path for path in walk_files(folder) if path.suffix == ".py")
 
 
 def list_project_files(folder: Path) -> Iterator[Path]:
-    """Return Scripts, and files small enough to be configs, of a project."""
+    """Yield the scripts of a project, and files small enough to be configs."""
     for path in walk_files(folder):
         small = path.suffix in (*CONFIG_SUFFIXES, *SHELL_SUFFIXES) and get_size(path) <= MAX_PROJECT_CONFIG_BYTES
         if path.suffix == ".py" or small or path.name in PIN_FILES:
@@ -74,7 +74,7 @@ def walk_files(folder: Path) -> Iterator[Path]:
 
 
 def _is_past_run(folder: Path) -> bool:
-    """Match what `halfstep train` left behind says how one run went, not how the next one will."""
+    """Match folders of past runs: their configs are not those of the next run."""
     return all((folder / name).is_file() for name in ("config.yaml", "plan.json", "metrics.jsonl"))
 
 

@@ -23,7 +23,7 @@ class Device:
 
 
 def find_hardware_gaps(sources: Sequence[Source], device: Device) -> list[Finding]:
-    """Find one finding for every source that asks for a format the device lacks or only emulates."""
+    """Find sources that ask for a format the device lacks or only emulates."""
     findings = [find_gap(said, device) for _, said in rank_claims(sources, "precision")]
     return [finding for finding in findings if finding is not None]
 

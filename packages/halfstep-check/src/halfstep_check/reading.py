@@ -70,7 +70,7 @@ def read_quietly(path: Path, version: str) -> FileReading | HalfstepError | None
 
 
 def read_file(path: Path, text: str, version: str, *, lazily: bool = False) -> FileReading:
-    """Return Everything in one file; `lazily` leaves scripts without anything for us unparsed."""
+    """Read one file; `lazily` skips parsing of scripts without anything relevant."""
     name = str(path)
     reading = FileReading(ignores=Ignores(text))
     if path.suffix == ".py":

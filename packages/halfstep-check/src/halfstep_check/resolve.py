@@ -71,7 +71,7 @@ Claim = tuple[Source, Declaration]
 
 
 def rank_claims(sources: Sequence[Source], topic: Topic) -> list[Claim]:
-    """Return who states this topic (auto does not count), the winner first."""
+    """Return the claims about a topic (auto does not count), the winner first."""
     order = list(PRECEDENCE)
     claims = [(source, said) for source in sources for said in source.declarations if said.topic == topic]
     stated = [(source, said) for source, said in claims if said.value != AUTO]
@@ -112,7 +112,7 @@ def is_cast_by_deepspeed(sources: Sequence[Source], precision: str) -> bool:
     """Return whether an engine casts the weights: its JSON leaves the precision open, or nothing but its use is
     known."""
     engines = [source for source in sources if source.dialect == "deepspeed"]
-    fills = any(engine.value("precision") == AUTO for engine in engines)
+    fills = any(engine.get_value("precision") == AUTO for engine in engines)
     used = not engines and any(source.facts.get("strategy") == "deepspeed" for source in sources)
     return (fills or used) and precision in ("bf16", "fp16")
 
@@ -127,7 +127,7 @@ def make_cast_weights_row(sources: Sequence[Source], precision: str) -> Effectiv
 
 
 def find_conflicts(sources: Sequence[Source]) -> list[Finding]:
-    """Find one finding for every declaration that disagrees with the one that wins."""
+    """Find every declaration that disagrees with the one that takes effect."""
     found: list[Finding] = []
     for topic in CONFLICT_RULES:
         # What a script does by hand comes on top of what a framework does; it is not a setting that could lose.
@@ -138,7 +138,7 @@ def find_conflicts(sources: Sequence[Source]) -> list[Finding]:
 
 
 def disagree(winner: Claim, loser: Claim) -> bool:
-    """Match two calls of one kind in one script are two uses, training and tuning say, not two declarations of one
+    """Return whether two claims conflict; two calls of one kind in one script are two uses, not two declarations of one
     run."""
     same_kind = (winner[0].name, winner[0].dialect) == (loser[0].name, loser[0].dialect)
     # fp8 is for matmuls; the engine around it casts parameters to bf16.

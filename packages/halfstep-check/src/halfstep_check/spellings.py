@@ -79,5 +79,5 @@ DTYPE_WORDS = {
 
 
 def parse_dtype(word: object) -> str | None:
-    """Return `torch.bfloat16`, `bfloat16`, `BF16` and `bf16` are one format."""
+    """Return the format that `torch.bfloat16`, `bfloat16`, `BF16` or `bf16` names."""
     return DTYPE_WORDS.get(str(word).lower().removeprefix("torch."))

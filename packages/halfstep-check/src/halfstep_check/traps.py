@@ -11,11 +11,7 @@ from halfstep_check.findings import Finding, Place
 from halfstep_check.resolve import rank_claims
 
 FILLERS = (
-    "transformers",
-    "transformers call",
-    "transformers flags",
-    "accelerate",
-    "Accelerator call",
+    *("transformers", "transformers call", "transformers flags", "accelerate", "Accelerator call"),
     "accelerate launch",
 )
 FILLING_MODULES = {"transformers", "accelerate", "lightning", "pytorch_lightning", "trl"}
@@ -68,7 +64,7 @@ def find_batch_arithmetic(sources: Sequence[Source]) -> list[Finding]:
 
 
 def find_unfilled_auto(sources: Sequence[Source]) -> list[Finding]:
-    """Find `auto` is Hugging Face's word: DeepSpeed itself reads it as text and fails."""
+    """Find `auto` that nothing fills in: DeepSpeed itself reads it as text and fails."""
     # Who could fill it may be in a file that is not here: only a script that starts DeepSpeed itself settles it.
     scripts = [source.facts["imports"].split() for source in sources if "imports" in source.facts]
     bare = any("deepspeed" in names and not set(names) & FILLING_MODULES for names in scripts)
@@ -124,9 +120,9 @@ def find_double_clipping(sources: Sequence[Source]) -> list[Finding]:
 def find_autocast_around_deepspeed(sources: Sequence[Source]) -> list[Finding]:
     """Find torch.autocast in the script, although DeepSpeed's engine casts the weights or nothing."""
     engine = next((source for source in sources if source.dialect == "deepspeed"), None)
-    if engine is None or (engine.value("weights") == "fp32" and engine.value("precision") != "fp32"):
+    if engine is None or (engine.get_value("weights") == "fp32" and engine.get_value("precision") != "fp32"):
         return []
-    said = engine.says("precision")
+    said = engine.get_declaration("precision")
     return [
         Finding(
             rule="autocast-around-deepspeed",
@@ -142,7 +138,8 @@ def find_autocast_around_deepspeed(sources: Sequence[Source]) -> list[Finding]:
 
 
 def find_idle_optimizer(sources: Sequence[Source]) -> list[Finding]:
-    """Find the Trainer builds no optimizer when DeepSpeed's JSON has one (transformers `integrations/deepspeed.py`)."""
+    """Find an `optim` without effect: the Trainer builds no optimizer when DeepSpeed's JSON has one (transformers
+    `integrations/deepspeed.py`)."""
     claims = rank_claims(sources, "optimizer state")
     if not claims or claims[0][0].dialect != "deepspeed":
         return []

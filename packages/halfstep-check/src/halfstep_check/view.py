@@ -29,7 +29,7 @@ class FindingLines:
 
 
 def make_says_table(said: Iterable[tuple[str, str, str, str]]) -> Table:
-    """Return Topic, value in our words, how and where it is written; those about one topic below each other."""
+    """Return the table of declarations: topic, value, spelling and place, grouped by topic."""
     table = make_plain_table("topic", "value", "written as", "where")
     table.columns[2].overflow = table.columns[3].overflow = "fold"
     last = ""

@@ -60,6 +60,7 @@ def measure_median_size(total: int, size_of: Callable[[int], tuple[int, int]]) -
 
 
 def read_size(path: Path) -> tuple[int, int]:
+    """Return width and height of an image file, in pixels."""
     with open_image_file(path) as picture:
         return picture.size
 

@@ -214,7 +214,9 @@ class Kind:
         return load_part(self.foreign)(document, name) if self.foreign else None
 
 
-SYNTHETIC = SyntheticData(store=".build:make_random_store", batch=".build:make_random_batch", over=".build:build_over")
+SYNTHETIC = SyntheticData(
+    store=".build:make_random_store", batch=".build:make_random_batch", over=".build:build_on_samples"
+)
 """The usual function names in a family's `build.py`."""
 
 

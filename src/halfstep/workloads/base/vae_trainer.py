@@ -42,6 +42,7 @@ class VaeNet(nn.Module):
         return self.codec.reconstruct(self.vae, image, posterior_noise)
 
     def decode_means(self, image: Tensor) -> Tensor:
+        """Return reconstructions from the means of the latents, without random draws."""
         return self.codec.decode_means(self.vae, image)
 
 
@@ -122,6 +123,7 @@ class VaeTrainer:
         return self._add_kl(score, outputs) + term, len(batch["image"])
 
     def _add_kl(self, score: Tensor, outputs: Outputs) -> Tensor:
+        """Return the reconstruction loss plus the weighted KL divergence."""
         with fp32_island():
             return score + self.kl_weight * outputs["kl"].mean()
 
@@ -162,6 +164,7 @@ def hinge_discriminator_loss(real: Tensor, fake: Tensor) -> Tensor:
 
 @in_fp32
 def hinge_generator_loss(fake: Tensor) -> Tensor:
+    """Return the generator's hinge loss of the discriminator's logits."""
     return -fake.mean()
 
 

@@ -226,7 +226,7 @@ def make_random_batch(config: ClassifierConfig, store: Store) -> Batch:
     return {"image": image, "label": label, "index": torch.arange(size)}
 
 
-def build_over(config: ClassifierConfig, store: Store, samples: Samples) -> Workload:
+def build_on_samples(config: ClassifierConfig, store: Store, samples: Samples) -> Workload:
     """Build the workload on given samples, without augmentation, which would cost every framework the same."""
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
@@ -263,8 +263,7 @@ def load_classifier_(model: Classifier, weights: dict[str, Tensor], *, source: s
     own, theirs = head[f"{model.head_name}.weight"], weights.get(f"{model.head_name}.weight")
     if theirs is not None and len(theirs) != len(own):
         raise ModelError(
-            f"the weights of {source} are for {format_count(len(theirs), 'class', 'classes')}, "
-            f"the data have {len(own)}",
+            f"the weights of {source} are for {format_count(len(theirs), 'class', 'classes')}, the data has {len(own)}",
             fix="model.replace_head=true starts with a new head",
         )
     load_weights_(model, weights, source=source)

@@ -175,6 +175,7 @@ VIT_DEMO: Preset = {**DEMO, **SMALL_VIT, "optimizer.lr": 1e-3, "optimizer.lr_per
 
 
 def check_order(bounds: tuple[float, float]) -> tuple[float, float]:
+    """Raise ValueError if a range does not start with the smaller number."""
     if bounds[0] > bounds[1]:
         raise ValueError(f"the range {bounds[0]:g}, {bounds[1]:g} must start with the smaller number")
     return bounds

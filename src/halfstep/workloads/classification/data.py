@@ -93,6 +93,7 @@ def open_image_data(
 
 
 def get_evaluation_size(config: ImageDataConfig) -> int:
+    """Return the side of the images in validation, in pixels."""
     return config.eval_size or config.image_size
 
 

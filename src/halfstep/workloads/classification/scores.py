@@ -183,5 +183,6 @@ class ClassificationDetails(ClassificationMetrics):
 
 
 def compute_probabilities(logits: Tensor) -> Tensor:
+    """Return the probabilities (N, C) of logits in fp32."""
     with fp32_island():
         return to_fp32(logits).softmax(dim=1)

@@ -58,7 +58,7 @@ VAE = Kind.from_package(
     task="autoencoder",
     export=".export:export_vae",
     sample=PICTURE,
-    synthetic=replace(SYNTHETIC, over=".build:build_vae_over"),
+    synthetic=replace(SYNTHETIC, over=".build:build_vae_on_samples"),
     evaluate=EvaluateCommand(".evaluate:VaeEvaluation"),
     predict=PredictCommand(".predict:PicturePredictor", writes_files=True),
     guide=GuideEntry(

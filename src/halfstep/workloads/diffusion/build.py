@@ -173,10 +173,12 @@ def make_random_batch(config: DiffusionConfig | VaeConfig, store: Store) -> Batc
     return batch
 
 
-def build_vae_over(config: VaeConfig, store: Store, samples: Samples) -> Workload:
+def build_vae_on_samples(config: VaeConfig, store: Store, samples: Samples) -> Workload:
+    """Build the workload of a VAE on given samples."""
     return autoencoder.make_workload(config, autoencoder.build_model(config), samples, samples, store)
 
 
-def build_over(config: DiffusionConfig, store: Store, samples: Samples) -> Workload:
+def build_on_samples(config: DiffusionConfig, store: Store, samples: Samples) -> Workload:
+    """Build the workload of a diffusion model on given samples."""
     parts = open_parts(config, tuple(store["classes"]))
     return make_workload(config, parts, build_unet(config, parts), samples, samples, store)

@@ -92,7 +92,7 @@ def _find_images(config: PictureDataConfig, conditioning: Conditioning) -> Capti
     assert isinstance(config, DiffusionDataConfig)
     if conditioning == "class":
         return find_classes(root, layout, Path(config.class_file) if config.class_file else None)
-    return find_captioned(root, layout, config.text_column)
+    return find_captioned_images(root, layout, config.text_column)
 
 
 def make_square_samples(listing: Listing, size: int) -> EvaluationFiles:
@@ -145,7 +145,7 @@ def find_pictures(root: Path, layout: FolderLayout) -> CaptionedFolder:
     return CaptionedFolder(images=_divide(root, train, val, layout, divided=bool(val_folders)))
 
 
-def find_captioned(root: Path, layout: FolderLayout, column: str) -> CaptionedFolder:
+def find_captioned_images(root: Path, layout: FolderLayout, column: str) -> CaptionedFolder:
     """Return the images that have a caption in a metadata table."""
     require_folder(root)
     train_folders, val_folders = find_split_folders(root, layout)

@@ -218,6 +218,7 @@ def _format_times(number: int) -> str:
 
 
 def count_halvings(net_config: Mapping[str, Any]) -> int:
+    """Return how often a network halves its input: once per level but the last."""
     return len(net_config["block_out_channels"]) - 1
 
 

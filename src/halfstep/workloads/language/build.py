@@ -196,11 +196,13 @@ def make_random_batch(config: LanguageConfig, store: Store) -> Batch:
     return {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous(), "index": torch.arange(size)}
 
 
-def build_over(config: LanguageConfig, store: Store, samples: Samples) -> Workload:
+def build_on_samples(config: LanguageConfig, store: Store, samples: Samples) -> Workload:
+    """Build the workload on given samples."""
     return make_workload(config, store, build_model(config, store), train=samples, val=samples)
 
 
 def make_peer_prepare(device: torch.device) -> Callable[[Batch], Batch]:
+    """Return the preparation that a user of another framework would write."""
     return lambda batch: batch  # token ids need no preparation
 
 

@@ -227,9 +227,11 @@ class GPT2(nn.Module):
         return self.compute_logits(self.transformer(tokens, caches, past)[:, -1])
 
     def make_caches(self) -> list[KeyValueCache]:
+        """Return an empty cache for each block."""
         return [KeyValueCache() for _ in range(self.size.depth)]
 
     def compute_logits(self, features: Tensor) -> Tensor:
+        """Return logits (..., vocab) of features, without padded rows."""
         all_logits: Tensor = F.linear(features, self.transformer.wte.weight)
         return all_logits[..., : self.size.vocab]
 
@@ -266,6 +268,7 @@ class GPT2(nn.Module):
 
 
 def pad_vocab(vocab: int) -> int:
+    """Round the number of rows up to a multiple of PAD_MULTIPLE."""
     return -(-vocab // PAD_MULTIPLE) * PAD_MULTIPLE
 
 

@@ -260,6 +260,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _read_pair(folder: Path) -> Tokenizer:
+    """Read vocab.json and merges.txt of a folder."""
     vocab, merges = (folder / name for name in PAIR)
     if vocab.is_file() and merges.is_file():
         return Bpe.from_vocab_and_merges(vocab, merges)
@@ -271,6 +272,7 @@ def _read_pair(folder: Path) -> Tokenizer:
 
 
 def has_tokenizer(folder: Path) -> bool:
+    """True if a folder holds the files of a tokenizer."""
     names = ("tokenizer.json",), PAIR, (OWN_FILE,)
     return any(all((folder / name).is_file() for name in needed) for needed in names)
 

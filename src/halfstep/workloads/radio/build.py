@@ -124,10 +124,12 @@ def _choose_format(
 
 
 def describe_steps(steps: int, settings: RadioDiffModelConfig) -> str:
+    """Return the number of sampling steps and network calls as text."""
     return f"{format_count(steps, 'step')}, {format_count(steps + int(settings.extra_call), 'call')} of the network"
 
 
 def make_store(config: RadioDiffConfig, sizes: Mapping[str, Any], scale: float) -> dict[str, Any]:
+    """Return the facts that a run stores."""
     return {"sizes": dict(sizes), "scale_factor": scale, "image_size": config.data.image_size}
 
 
@@ -302,7 +304,7 @@ def make_random_batch(config: RadioConfig, store: Store) -> Batch:
     return {**drawn, "index": torch.arange(size)}
 
 
-def build_over(config: RadioConfig, store: Store, samples: Samples) -> Workload:
+def build_on_samples(config: RadioConfig, store: Store, samples: Samples) -> Workload:
     """Build the workload on given samples. Its first stage has random weights, which cost the same time and memory."""
     data = RadioData(train=samples, val=samples, about=(), notes=())  # type: ignore[arg-type]
     if isinstance(config, RadioVaeConfig):

@@ -176,6 +176,7 @@ def to_unit_range(pixels: Tensor) -> Tensor:
 
 
 def read_table(store: Mapping[str, Any]) -> MaskTable:
+    """Return the mask table of a stored run."""
     return parse_table(store["mask_values"], ignored=store["ignored_value"])
 
 
@@ -352,7 +353,7 @@ def make_random_batch(config: UNetConfig, store: Store) -> Batch:
     return {"image": image, "mask": mask, "index": torch.arange(size)}
 
 
-def build_over(config: UNetConfig, store: Store, samples: Samples) -> Workload:
+def build_on_samples(config: UNetConfig, store: Store, samples: Samples) -> Workload:
     """Build the workload on given samples, without augmentation, which would cost every framework the same."""
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:

@@ -246,6 +246,7 @@ at this limit."""
 
 
 def _refuse_huge(path: Path, size: tuple[int, int]) -> None:
+    """Raise DataError for images of more than MAX_PIXELS."""
     height, width = size
     if height * width > MAX_PIXELS:
         raise DataError(

@@ -24,13 +24,13 @@ KIND = slot_kind(
 STEVE = slot_kind(
     builder=".steve_build:build",
     config=SteveConfig,
-    synthetic=replace(SYNTHETIC, over=".steve_build:build_over"),
+    synthetic=replace(SYNTHETIC, over=".steve_build:build_on_samples"),
     predict=PredictCommand(".predict:StevePredictor", writes_files=True),
 )
 
 WITH_WORDS = slot_kind(
     builder=".steve_build:build_with_words",
     config=WordsConfig,
-    synthetic=replace(SYNTHETIC, over=".steve_build:build_over_with_words"),
+    synthetic=replace(SYNTHETIC, over=".steve_build:build_with_words_on_samples"),
     predict=PredictCommand(".predict:WordsPredictor", writes_files=True),
 )

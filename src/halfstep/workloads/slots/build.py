@@ -107,6 +107,7 @@ def build_model(
 
 
 def get_feature_dim(backbone: nn.Module) -> int:
+    """Return the number of channels of the backbone."""
     dim = backbone.dim
     assert isinstance(dim, int)
     return dim
@@ -208,6 +209,7 @@ def make_loss(config: SlotContrastConfig) -> Loss:
 
 
 def make_metrics(config: SlotContrastConfig, store: Mapping[str, Any]) -> SlotMetrics:
+    """Return metrics that treat the background as configured."""
     return SlotMetrics(**_choose_counting(config, bool(store.get("background_is_labelled", True))))
 
 
@@ -259,7 +261,7 @@ def make_random_batch(config: SlotContrastConfig, store: Store) -> Batch:
     }
 
 
-def build_over(config: SlotContrastConfig, store: Store, samples: Samples) -> Workload:
+def build_on_samples(config: SlotContrastConfig, store: Store, samples: Samples) -> Workload:
     """Build the workload on given samples. Without a weights file the backbone is random, at the same cost."""
     if config.model.backbone_weights is None:
         config = config.replace(model={"backbone_weights": RANDOM})

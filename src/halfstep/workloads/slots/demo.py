@@ -51,6 +51,7 @@ def write_shard(path: Path, clips: Sequence[tuple[Array, Array | None]], *, firs
 
 
 def add_array(shard: tarfile.TarFile, name: str, array: Array) -> None:
+    """Add an array to a tar as a `.npy` file."""
     content = io.BytesIO()
     np.save(content, array)
     member = tarfile.TarInfo(name)

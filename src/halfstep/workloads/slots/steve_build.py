@@ -51,7 +51,7 @@ def _drop_masks(weights: Weights) -> Weights:
     return {name: value for name, value in weights.items() if not name.endswith(THEIR_MASKS)}
 
 
-def build_over(config: SteveConfig, store: Store, samples: Samples) -> Workload:
+def build_on_samples(config: SteveConfig, store: Store, samples: Samples) -> Workload:
     """Build the workload on given samples."""
     return _make_workload(config, samples, samples)
 
@@ -134,8 +134,9 @@ def build_with_words(config: WordsConfig, store: Mapping[str, Any] | None = None
     return workload
 
 
-def build_over_with_words(config: WordsConfig, store: Store, samples: Samples) -> Workload:
-    return add_words(slotcontrast.build_over(config, store, samples), config)
+def build_with_words_on_samples(config: WordsConfig, store: Store, samples: Samples) -> Workload:
+    """Build the workload of SlotContrast with words on given samples."""
+    return add_words(slotcontrast.build_on_samples(config, store, samples), config)
 
 
 def add_words(plain: Workload, config: WordsConfig) -> Workload:

@@ -39,10 +39,10 @@ def read(root: Node) -> Source:
     if draft.facts["strategy"] == "deepspeed":
         read_deepspeed(draft)
     else:
-        draft.number("accumulate", "gradient_accumulation_steps")
-    draft.number("devices", "num_processes")
+        draft.say_number("accumulate", "gradient_accumulation_steps")
+    draft.say_number("devices", "num_processes")
     find_keys_without_effect(draft, strategy)
-    return draft.source()
+    return draft.freeze()
 
 
 def read_precision(draft: Draft) -> None:
@@ -83,8 +83,8 @@ def read_deepspeed(draft: Draft) -> None:
     prefix = "deepspeed_config."
     file = find_deepspeed_file(draft.root)
     if not file:
-        draft.number("accumulate", prefix + "gradient_accumulation_steps")
-        draft.number("clip", prefix + "gradient_clipping")
+        draft.say_number("accumulate", prefix + "gradient_accumulation_steps")
+        draft.say_number("clip", prefix + "gradient_clipping")
         return
     draft.refer(prefix + "deepspeed_config_file", (".json",))
     for key in filter(draft.root.has, (*(prefix + key for key in DEEPSPEED_FILE_OWNS), "mixed_precision")):
@@ -104,12 +104,10 @@ def find_keys_without_effect(draft: Draft, strategy: str) -> None:
     if is_on(root.scalar_at("downcast_bf16")) and strategy != "TPU" and strategy != "XLA":
         message = f"downcast_bf16 acts on TPUs alone; distributed_type is {strategy}"
         draft.find("ignored-key", message, "downcast_bf16", fix="set it to 'no'")
-    if root.has("deepspeed_config") and strategy != "DEEPSPEED" and is_filled(root.get("deepspeed_config")):
-        message = f"deepspeed_config has no effect: distributed_type is {strategy}"
-        draft.find("ignored-key", message, "deepspeed_config", fix="set distributed_type: DEEPSPEED, or delete it")
-    if is_filled(root.get("fsdp_config")) and strategy != "FSDP":
-        message = f"fsdp_config has no effect: distributed_type is {strategy}"
-        draft.find("ignored-key", message, "fsdp_config", fix="set distributed_type: FSDP, or delete the block")
+    for block, owner in (("deepspeed_config", "DEEPSPEED"), ("fsdp_config", "FSDP")):
+        if is_filled(root.get(block)) and strategy != owner:
+            message = f"{block} has no effect: distributed_type is {strategy}"
+            draft.find("ignored-key", message, block, fix=f"set distributed_type: {owner}, or delete the block")
     if is_filled(root.get("fp8_config")) and root.scalar_at("mixed_precision") != "fp8":
         message = f"fp8_config has no effect: mixed_precision is {root.scalar_at('mixed_precision')}"
         draft.find("ignored-key", message, "fp8_config", fix="set mixed_precision: fp8, or delete the block")

@@ -39,13 +39,12 @@ def read_commands(text: str, path: str, *, lightning_version: str = "") -> list[
 
 
 def list_named_files(text: str) -> dict[int, list[str]]:
-    """Return Scripts and configs that each command names, by its line."""
+    """Return the scripts and configs that each command names, by its line."""
     return {line: list_names_in_command(words) for line, words in split_commands(text)}
 
 
 def split_launcher(words: list[str]) -> list[list[str]]:
-    """Return `accelerate launch` has flags of its own before the script, and the script's after it; others are one
-    part."""
+    """Split `accelerate launch` into the launcher's flags and, after the script, the script's; others are one part."""
     if "accelerate" not in words or "launch" not in words:
         return [words]
     script = next((i for i, word in enumerate(words) if word.endswith(".py") or word in ("-m", "--module")), len(words))
@@ -87,7 +86,7 @@ def read_command(words: list[str], path: str, line: int, lightning_version: str)
 
 
 def parse_flags(words: list[str], path: str, line: int) -> Node:
-    """Return `--a.b 1 --flag key.sub=2` as nested nodes; flags are spelled with underscores."""
+    """Parse `--a.b 1 --flag key.sub=2` into nested nodes; flags are spelled with underscores."""
     nested: dict[str, Node] = {}
     position = 0
     while position < len(words):
@@ -143,8 +142,8 @@ def read_accelerate_launch(root: Node) -> Source:
     draft.read_word(
         "mixed_precision", ACCELERATE_WORDS, "accelerate launch", "no" if word is False else str(word).lower()
     )
-    draft.number("devices", "num_processes")
-    return draft.source()
+    draft.say_number("devices", "num_processes")
+    return draft.freeze()
 
 
 def read_precision_type(root: Node) -> Source:
@@ -157,9 +156,9 @@ def read_precision_type(root: Node) -> Source:
         draft.say("precision", "fp32", "precision_type")
         message = f"--precision_type {root.scalar_at('precision_type')} without --mixed_precision: trains in fp32"
         draft.find("ignored-key", message, "precision_type", fix="add --mixed_precision")
-    draft.number("accumulate", "accumulation_steps")
-    draft.number("batch", "batch_size")
-    return draft.source()
+    draft.say_number("accumulate", "accumulation_steps")
+    draft.say_number("batch", "batch_size")
+    return draft.freeze()
 
 
 def read_bare_flag(root: Node) -> Source:
@@ -176,6 +175,6 @@ def read_bare_flag(root: Node) -> Source:
         draft.say("precision", parse_dtype(root.scalar_at(key)) or "", key)
     elif given:
         draft.say("precision", "fp32", given[0])
-    draft.number("batch", "batch_size")
-    draft.number("accumulate", "gradient_accumulation_steps")
-    return draft.source()
+    draft.say_number("batch", "batch_size")
+    draft.say_number("accumulate", "gradient_accumulation_steps")
+    return draft.freeze()

@@ -20,10 +20,10 @@ def read(root: Node) -> Source:
     if root.has("precision"):
         read_precision(draft, fsdp)
     if root.has("algorithms.gradient_clipping.clipping_threshold"):
-        draft.number("clip", "algorithms.gradient_clipping.clipping_threshold")
-    draft.number("batch", "device_train_microbatch_size")
-    draft.number("global batch", "global_train_batch_size")
-    return draft.source()
+        draft.say_number("clip", "algorithms.gradient_clipping.clipping_threshold")
+    draft.say_number("batch", "device_train_microbatch_size")
+    draft.say_number("global batch", "global_train_batch_size")
+    return draft.freeze()
 
 
 def read_precision(draft: Draft, fsdp: Node | None) -> None:

@@ -22,12 +22,12 @@ def read(root: Node) -> Source:
     read_precision(draft)
     if root.has("optimizer.type"):
         draft.say("optimizer state", f"DeepSpeed's {root.scalar_at('optimizer.type')}", "optimizer.type")
-    draft.number("clip", "gradient_clipping")
-    draft.number("accumulate", "gradient_accumulation_steps")
-    draft.number("batch", "train_micro_batch_size_per_gpu")
-    draft.number("global batch", "train_batch_size")
+    draft.say_number("clip", "gradient_clipping")
+    draft.say_number("accumulate", "gradient_accumulation_steps")
+    draft.say_number("batch", "train_micro_batch_size_per_gpu")
+    draft.say_number("global batch", "train_batch_size")
     find_batch_arithmetic(draft)
-    return draft.source()
+    return draft.freeze()
 
 
 def read_precision(draft: Draft) -> None:

@@ -27,9 +27,9 @@ def read(root: Node) -> Source:
     draft.say("precision", precision, key, rewrites)
     draft.say("weights", "fp32", key)
     draft.say("scaling", "dynamic" if fp16 else "none", "trainer.fp16" if root.has("trainer.fp16") else key)
-    draft.number("clip", "trainer.max_grad_norm")
-    draft.number("accumulate", "trainer.gradient_accumulate_every")
-    draft.number("batch", "data.batch_size")
+    draft.say_number("clip", "trainer.max_grad_norm")
+    draft.say_number("accumulate", "trainer.gradient_accumulate_every")
+    draft.say_number("batch", "data.batch_size")
     if amp and not fp16:
         message = "amp without fp16 enters autocast with no dtype: float16 on CUDA, and no GradScaler is made"
         fix = "set fp16: True for fp16 with loss scaling; for bf16 the trainer must pass mixed_precision='bf16' itself"
@@ -37,4 +37,4 @@ def read(root: Node) -> Source:
     if fp16 and not amp and root.has("trainer.amp"):
         message = "fp16 without amp: the scaler runs, but autocast is switched off, so all computes in fp32"
         draft.find("ignored-key", message, "trainer.fp16", fix="set amp: True as well")
-    return draft.source()
+    return draft.freeze()

@@ -17,7 +17,7 @@ def read(environment: Mapping[str, str]) -> Source:
     draft = Draft(Node(value=nodes, path=NAME, start=(0, 0), end=(0, 0)), "environment")
     read_accelerate(draft)
     read_tf32(draft)
-    return draft.source()
+    return draft.freeze()
 
 
 def make_node(text: str) -> Node:
@@ -27,7 +27,7 @@ def make_node(text: str) -> Node:
 def read_accelerate(draft: Draft) -> None:
     key = "ACCELERATE_MIXED_PRECISION"
     draft.read_word(key, ACCELERATE_WORDS, "accelerate", str(draft.root.scalar_at(key)).lower())
-    draft.number("accumulate", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+    draft.say_number("accumulate", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
 
 
 def read_tf32(draft: Draft) -> None:

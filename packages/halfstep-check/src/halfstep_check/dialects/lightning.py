@@ -28,7 +28,7 @@ def speaks_at_the_top(root: Node) -> bool:
 
 
 def find_nested_section(root: Node) -> str | None:
-    """Return `training.lightning.` and the like: a block with a precision word and two other arguments of a Trainer."""
+    """Return `training.lightning.` or similar: a block with a precision word and two other arguments of a Trainer."""
     for key, node in root.walk():
         section = key.removesuffix("precision")
         is_word = key.endswith(".precision") and str(node.scalar) in LIGHTNING_2_WORDS
@@ -40,16 +40,16 @@ def find_nested_section(root: Node) -> str | None:
 def read(root: Node, *, version: str = "", section: str = "trainer.") -> Source:
     draft = Draft(root, "lightning")
     read_trainer(draft, section, version)
-    return draft.source()
+    return draft.freeze()
 
 
 def read_trainer(draft: Draft, prefix: str, version: str) -> None:
     """The arguments of a Trainer, below `prefix`, for the version given (`1.x`, `2.x` or unknown)."""
     strategy = read_strategy(draft.root.get(prefix + "strategy"))
     draft.facts |= {"strategy": strategy, "version": version}
-    draft.number("clip", prefix + "gradient_clip_val")
-    draft.number("accumulate", prefix + "accumulate_grad_batches")
-    draft.number("devices", prefix + "devices")
+    draft.say_number("clip", prefix + "gradient_clip_val")
+    draft.say_number("accumulate", prefix + "accumulate_grad_batches")
+    draft.say_number("devices", prefix + "devices")
     key = prefix + "precision"
     node = draft.root.get(key)
     if node is None:

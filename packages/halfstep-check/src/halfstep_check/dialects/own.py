@@ -20,10 +20,10 @@ def read(root: Node) -> Source:
     key = "precision.default" if root.has("precision.default") else "precision"
     if root.has(key):
         say_precision(draft, key)
-    draft.number("clip", "train.clip_norm")
-    draft.number("accumulate", "train.accumulate")
-    draft.number("batch", "train.batch_size")
-    return draft.source()
+    draft.say_number("clip", "train.clip_norm")
+    draft.say_number("accumulate", "train.accumulate")
+    draft.say_number("batch", "train.batch_size")
+    return draft.freeze()
 
 
 def say_precision(draft: Draft, key: str) -> None:
@@ -63,7 +63,7 @@ def is_switch(key: str, node: Node) -> bool:
 
 
 def find_format_key(root: Node, section: str) -> str:
-    """Return `train.precision: bf16` or `training.fp16: true`: the key of a section that names one format."""
+    """Return the key of a section that names one format: `train.precision: bf16` or `training.fp16: true`."""
     for key in (section + "precision", section + "precision.dtype"):
         if parse_dtype(root.scalar_at(key)) is not None:
             return key
@@ -77,7 +77,7 @@ def names_format(root: Node) -> bool:
 
 
 def read_flat(root: Node) -> Source:
-    """Return `use_amp` and its dtype are one declaration, `mixed_precision: bf16` is one by itself."""
+    """Read a flat config: `use_amp` and its dtype are one declaration, `mixed_precision: bf16` is one by itself."""
     draft = Draft(root, "use_amp/amp_dtype")
     section = find_flat_section(root) or ""
     switched = root.scalar_at(section + "mixed_precision") is True and root.has(section + "mixed_precision_dtype")
@@ -94,8 +94,8 @@ def read_flat(root: Node) -> Source:
     else:
         say_word(draft, find_format_key(root, section) or section + "precision")
     for topic, keys in FLAT_NUMBERS.items():
-        draft.number(topic, next((section + key for key in keys if root.has(section + key)), section + keys[0]))
-    return draft.source()
+        draft.say_number(topic, next((section + key for key in keys if root.has(section + key)), section + keys[0]))
+    return draft.freeze()
 
 
 FLAT_NUMBERS: dict[Topic, tuple[str, ...]] = {

@@ -60,7 +60,7 @@ class Literals:
         return mark if mark in ("'", '"') else '"'
 
     def position(self, line: int, byte_column: int) -> tuple[int, int]:
-        """Return `ast` counts bytes of UTF-8, edits count characters."""
+        """Convert a position of `ast`, which counts UTF-8 bytes, to characters."""
         text = self.lines[line - 1] if line <= len(self.lines) else ""
         return line, len(text.encode()[:byte_column].decode(errors="ignore"))
 
@@ -87,7 +87,7 @@ def read_script_sources(tree: ast.Module, text: str, path: str, *, lightning_ver
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             found.append(read_call(node, literals, lightning_version))
-        elif isinstance(node, ast.Dict) and "use_amp" in list_keys(node):
+        elif isinstance(node, ast.Dict) and "use_amp" in {getattr(key, "value", None) for key in node.keys}:
             found.append(read_dict(literals.dictionary(node)))
     found += [find_clipping(tree, literals), find_overwritten_amp(tree, literals), read_engine(tree, literals)]
     said = (source for source in found if source is not None)
@@ -108,7 +108,7 @@ def read_engine(tree: ast.Module, literals: Literals) -> Source | None:
 
 
 def list_imported_modules(tree: ast.Module) -> set[str]:
-    """Return Top-level names of all modules that are imported anywhere in the script."""
+    """Return the top-level names of all imported modules."""
     nodes = list(ast.walk(tree))
     plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     parts = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level}
@@ -128,7 +128,7 @@ def find_clipping(tree: ast.Module, literals: Literals) -> Source | None:
 
 
 def find_overwritten_amp(tree: ast.Module, literals: Literals) -> Source | None:
-    """Return `accelerator.native_amp = amp`: guide 4's trainers switch autocast on behind Accelerate's back."""
+    """Find `accelerator.native_amp = amp`, with which guide 4's trainers bypass Accelerate's setting."""
     for node in ast.walk(tree):
         target = node.targets[0] if isinstance(node, ast.Assign) else None
         # timm's `args.native_amp` is a flag; Accelerate's attribute is a switch.
@@ -157,12 +157,8 @@ def is_torch_clip(node: ast.AST) -> bool:
 
 
 def read_dict(root: Node) -> Source | None:
-    """Return Guide 0's config; a dict that merely has such keys (names of options, say) is none."""
+    """Read guide 0's config dict; a dict that merely has such keys (names of options) is not one."""
     return own.read_flat(root) if isinstance(root.scalar_at("use_amp"), bool) else None
-
-
-def list_keys(node: ast.Dict) -> set[object]:
-    return {key.value for key in node.keys if isinstance(key, ast.Constant)}
 
 
 def read_call(call: ast.Call, literals: Literals, lightning_version: str) -> Source | None:
@@ -188,7 +184,7 @@ def renamed(source: Source, dialect: str) -> Source:
 def read_lightning_call(arguments: Node, version: str) -> Source:
     draft = Draft(arguments, "lightning call")
     lightning.read_trainer(draft, "", version)
-    return draft.source()
+    return draft.freeze()
 
 
 def read_accelerator_call(arguments: Node) -> Source:
@@ -196,8 +192,8 @@ def read_accelerator_call(arguments: Node) -> Source:
     word = str(arguments.scalar_at("mixed_precision")).lower()
     if draft.read_word("mixed_precision", ACCELERATE_WORDS, "accelerate", word) is not None:
         draft.say("weights", "fp32", "mixed_precision")
-    draft.number("accumulate", "gradient_accumulation_steps")
-    return draft.source()
+    draft.say_number("accumulate", "gradient_accumulation_steps")
+    return draft.freeze()
 
 
 def read_fsdp_policy(arguments: Node, *, may_scale: bool) -> Source:
@@ -205,7 +201,7 @@ def read_fsdp_policy(arguments: Node, *, may_scale: bool) -> Source:
     draft.facts["strategy"] = "fsdp"
     compute = parse_dtype(arguments.scalar_at("param_dtype"))
     if compute is None:
-        return draft.source()
+        return draft.freeze()
     draft.say("precision", compute, "param_dtype")
     if compute == "fp16" and not may_scale:
         message = "FSDP computes in fp16, and this script has no GradScaler"
@@ -218,4 +214,4 @@ def read_fsdp_policy(arguments: Node, *, may_scale: bool) -> Source:
         follows = "" if key == "reduce_dtype" else ": reduce_dtype follows param_dtype"
         message = f"gradients are reduced in {reduce}{follows}"
         draft.find("low-precision-reduce", message, key, fix="reduce_dtype=torch.float32")
-    return draft.source()
+    return draft.freeze()

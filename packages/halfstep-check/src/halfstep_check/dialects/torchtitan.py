@@ -20,11 +20,11 @@ def read(root: Node) -> Source:
     if not root.has(key) or draft.read_word(key, TITAN_WORDS, "torchtitan") is not None:
         draft.say("weights", parse_dtype(root.scalar_at("training.dtype") or "float32") or "fp32", key)
     read_reduction(draft)
-    draft.number("clip", "training.max_norm")
-    draft.number("batch", "training.local_batch_size")
+    draft.say_number("clip", "training.max_norm")
+    draft.say_number("batch", "training.local_batch_size")
     if root.scalar_at("training.global_batch_size") != -1:
-        draft.number("global batch", "training.global_batch_size")
-    return draft.source()
+        draft.say_number("global batch", "training.global_batch_size")
+    return draft.freeze()
 
 
 def read_reduction(draft: Draft) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from halfstep_check.declarations import Draft, Source, is_on
+from halfstep_check.dialects.accelerate import is_filled
 from halfstep_check.document import Node
 from halfstep_check.spellings import HF_OPTIMIZERS, parse_dtype
 
@@ -28,7 +29,7 @@ def recognises(root: Node) -> bool:
 def read(root: Node) -> Source:
     draft = Draft(root, "transformers")
     read_arguments(draft, "")
-    return draft.source()
+    return draft.freeze()
 
 
 def read_arguments(draft: Draft, prefix: str) -> None:
@@ -39,11 +40,11 @@ def read_arguments(draft: Draft, prefix: str) -> None:
         draft.find("two-precisions", "fp16 and bf16 are both on: transformers refuses", prefix + "bf16", fix="keep one")
     elif fp16 or bf16:
         say_precision(draft, prefix, "fp16" if fp16 else "bf16")
-    draft.number("clip", prefix + "max_grad_norm")
-    draft.number("accumulate", prefix + "gradient_accumulation_steps")
-    draft.number("batch", prefix + "per_device_train_batch_size")
+    draft.say_number("clip", prefix + "max_grad_norm")
+    draft.say_number("accumulate", prefix + "gradient_accumulation_steps")
+    draft.say_number("batch", prefix + "per_device_train_batch_size")
     draft.refer(prefix + "deepspeed", (".json",))
-    if not draft.facts["strategy"] and (root.scalar_at(prefix + "fsdp") or is_block(root.get(prefix + "fsdp_config"))):
+    if not draft.facts["strategy"] and (root.scalar_at(prefix + "fsdp") or is_filled(root.get(prefix + "fsdp_config"))):
         draft.facts["strategy"] = "fsdp"
     read_optimizer(draft, prefix + "optim")
     if root.has(prefix + "tf32"):
@@ -85,7 +86,3 @@ def say_weights(draft: Draft, prefix: str, precision: str) -> None:
         draft.say("weights", loaded, prefix + "torch_dtype")
     else:
         draft.say("weights", "fp32", prefix + precision)
-
-
-def is_block(node: Node | None) -> bool:
-    return node is not None and isinstance(node.value, dict) and bool(node.value)

@@ -51,7 +51,7 @@ def find_undivided_windows(amp: Amp) -> Iterator[Finding]:
             if chain and not divided and not fills_nominal_batch(amp, window):
                 message = f"the loss is not divided by {window.length}: the gradient is that many times too large"
                 fix = f"loss = loss / {window.length} before backward"
-                yield amp.script.finding("accumulation-not-divided", window.backward.node, message, fix=fix)
+                yield amp.script.report("accumulation-not-divided", window.backward.node, message, fix=fix)
             if window.test:
                 yield from find_dropped_tail(amp, trace, window)
 
@@ -69,7 +69,7 @@ def is_cleared_when_due(trace: Trace, window: Window, clear: Event) -> bool:
 
 def fills_nominal_batch(amp: Amp, window: Window) -> bool:
     """Return whether N is `64 / batch_size`, as in YOLO's trainers: their loss is a sum over the batch, not a mean."""
-    return any("batch" in ast.unparse(by) for v in amp.script.values(window.length) for by in list_divisors(v))
+    return any("batch" in ast.unparse(by) for v in amp.script.list_values(window.length) for by in list_divisors(v))
 
 
 def divides_itself(amp: Amp, backward: Event) -> bool:
@@ -77,7 +77,7 @@ def divides_itself(amp: Amp, backward: Event) -> bool:
     none."""
     if not isinstance(backward.node, ast.Call) or not backward.node.args:
         return False
-    made = [v for v in amp.script.values(backward.receiver) if isinstance(v, ast.Call)]
+    made = [v for v in amp.script.list_values(backward.receiver) if isinstance(v, ast.Call)]
     plain = [
         last_name(dotted_name(v.func)) in ("Accelerator", "Fabric") and "accumulation" not in ast.unparse(v)
         for v in made
@@ -89,7 +89,9 @@ def find_gated_engine(amp: Amp, trace: Trace) -> Iterator[Finding]:
     """Find `engine.step()` at the window's end: DeepSpeed counts micro-batches in step() itself."""
     engines = {e.receiver for e in trace.calls("backward")}  # not its optimizer or scheduler, which step too
     for step in (e for e in trace.calls("step") if e.receiver in engines):
-        makers = [amp.script.name_of(v.func) for v in amp.script.values(step.receiver) if isinstance(v, ast.Call)]
+        makers = [
+            amp.script.resolve_name(v.func) for v in amp.script.list_values(step.receiver) if isinstance(v, ast.Call)
+        ]
         gates = [text for text, holds in step.conditions if holds and text in trace.windows]
         if (
             "deepspeed.initialize" in makers
@@ -100,7 +102,7 @@ def find_gated_engine(amp: Amp, trace: Trace) -> Iterator[Finding]:
                 f"{last_name(step.receiver)}.step() only where `{gates[0]}`: the engine counts the window in step()"
             )
             fix = "call it after every backward; gradient_accumulation_steps in the config is the window"
-            yield amp.script.finding("engine-step-gated", step.node, message, fix=fix)
+            yield amp.script.report("engine-step-gated", step.node, message, fix=fix)
             return
 
 
@@ -110,7 +112,7 @@ def find_double_division(amp: Amp, trace: Trace) -> Iterator[Finding]:
     made = {name: v for name, values in amp.script.assigned.items() for v in values if isinstance(v, ast.Call)}
     given = {n: keyword(v, "gradient_accumulation_steps") for n, v in made.items() if n in amp.accelerators}
     for backward in trace.calls("backward"):
-        length = given.get(amp.script.canonical(backward.receiver))
+        length = given.get(amp.script.canonicalise(backward.receiver))
         if length is None or is_constant(length, 1) or not isinstance(backward.node, ast.Call):
             continue
         name = backward.arguments[0] if backward.arguments else ""
@@ -121,7 +123,7 @@ def find_double_division(amp: Amp, trace: Trace) -> Iterator[Finding]:
             if any(last_name(ast.unparse(by)) == last_name(ast.unparse(length)) for by in list_divisors(node)):
                 owner, number = last_name(backward.receiver), last_name(ast.unparse(length))
                 message = f"{owner}.backward() divides by {number} itself: the loss is divided twice"
-                yield amp.script.finding("accumulation-divided-twice", node, message, fix="hand it the loss undivided")
+                yield amp.script.report("accumulation-divided-twice", node, message, fix="hand it the loss undivided")
                 return
 
 
@@ -130,18 +132,17 @@ def find_missing_accumulate(amp: Amp, trace: Trace) -> Iterator[Finding]:
     time."""
     if re.search(r"\.accumulate\(|\.no_sync\(|sync_gradients|gradient_state", amp.script.code):
         return
-    for name, call in ((n, v) for n in amp.accelerators for v in amp.script.values(n) if isinstance(v, ast.Call)):
+    for name, call in ((n, v) for n in amp.accelerators for v in amp.script.list_values(n) if isinstance(v, ast.Call)):
         length = keyword(call, "gradient_accumulation_steps")
         if length is None or is_constant(length, 1):
             continue
-        for backward in (e for e in trace.calls("backward") if amp.script.canonical(e.receiver) == name and e.loops):
+        for backward in (e for e in trace.calls("backward") if amp.script.canonicalise(e.receiver) == name and e.loops):
             steps = [e for e in trace.calls("step") if e.optimizer and e.loops == backward.loops]
             if any(e.conditions <= backward.conditions for e in steps):
-                message = (
-                    f"the loss is divided by {last_name(ast.unparse(length))}, and nothing gathers: each batch steps"
-                )
+                number = last_name(ast.unparse(length))
+                message = f"the loss is divided by {number}, but nothing accumulates: every batch steps"
                 fix = f"with {last_name(name)}.accumulate(model): around the batch"
-                yield amp.script.finding("stepped-within-window", backward.node, message, fix=fix, related=call)
+                yield amp.script.report("stepped-within-window", backward.node, message, fix=fix, related=call)
                 return
 
 
@@ -162,6 +163,7 @@ def find_windows(trace: Trace) -> Iterator[Window]:
         backwards = [
             e for e in trace.calls("backward") if e.loops[: len(step.loops)] == step.loops and e.index < step.index
         ]
+        # The backward of the same path whose gradients the step uses.
         latest = next((e for e in reversed(backwards) if not e.excludes(step)), None)
         length = get_modulus(tests[0])
         # `with model.no_sync(): …backward()` of the micro-batches before the last one, which has a branch of its own.
@@ -175,8 +177,8 @@ def find_windows(trace: Trace) -> Iterator[Window]:
 
 
 def find_inner_windows(amp: Amp, trace: Trace) -> Iterator[Window]:
-    """Return `for _ in range(accumulation_steps):` or `for micro in batch.chunk(n):` around backward, and a step after
-    it."""
+    """Find windows that an inner loop counts, `for _ in range(accumulation_steps):` or `for micro in batch.chunk(n):`
+    around backward, and a step after it."""
     loops = {id(node): node for node in amp.script.nodes if isinstance(node, ast.For | ast.While)}
     seen: set[int] = set()
     for backward in trace.calls("backward"):
@@ -184,6 +186,7 @@ def find_inner_windows(amp: Amp, trace: Trace) -> Iterator[Window]:
         length = get_loop_length(loop, amp.script)
         if loop is None or not length or id(loop) in seen or recomputes(amp, loop):
             continue
+        # A window needs a step after the inner loop, and none inside it.
         inside = [e for e in trace.events if e.loops[: len(backward.loops)] == backward.loops]
         after = [e for e in trace.calls("step") if e.loops == backward.loops[:-1] and e.index > inside[-1].index]
         steps = [e for e in after if e.optimizer]
@@ -193,8 +196,8 @@ def find_inner_windows(amp: Amp, trace: Trace) -> Iterator[Window]:
 
 
 def counts_micro_batches(length: ast.expr, script: Script) -> bool:
-    """Match By its name, `accum_steps`, or by what it is made from: `n_inner = batch_size // microbatch`."""
-    texts = [ast.unparse(length), *map(ast.unparse, script.values(dotted_name(length)))]
+    """Match counts of micro-batches by name, `accum_steps`, or by value: `n_inner = batch_size // microbatch`."""
+    texts = [ast.unparse(length), *map(ast.unparse, script.list_values(dotted_name(length)))]
     return any(word in text.lower() for text in texts for word in ACCUMULATION_WORDS)
 
 
@@ -243,6 +246,7 @@ def trace_loss(trace: Trace, backward: Event) -> list[Event]:
     inner |= {name for value in given for name in list_names(value)}  # `fabric.backward(loss)`
     # In a function walked in place of its call, local names carry the function's name.
     inner |= {f"{backward.function}:{name}" for name in inner}
+    # Walk back through assignments, adding the losses that each is made from.
     wanted, chain = ({backward.receiver} | inner) - {"", backward.scaled_by}, []
     for event in reversed(trace.events[: backward.index]):
         if event.targets and wanted.intersection(event.targets) and event.loops == backward.loops:
@@ -274,7 +278,7 @@ def may_be_length(amp: Amp, node: ast.expr, window: Window) -> bool:
     if isinstance(node, ast.Constant) or not isinstance(node, ast.Name | ast.Attribute):
         counts = "len(" in text and not window.test  # the micro-batches of an inner loop
         return counts or isinstance(node, ast.Constant) and str(node.value) in re.findall(r"\w+", window.length)
-    values = [v for v in amp.script.values(dotted_name(node)) if v is not node]
+    values = [v for v in amp.script.list_values(dotted_name(node)) if v is not node]
     if window.test and WEIGHT.search(last_name(text)):
         return False
     return not values or any(
@@ -304,10 +308,12 @@ def is_divided_elsewhere(amp: Amp, window: Window) -> bool:
 
 
 def find_dropped_tail(amp: Amp, trace: Trace, window: Window) -> Iterator[Finding]:
-    """Find gradients of a last, partial window are thrown away by a zero_grad before the next epoch's first batch."""
+    """Find a last, partial window whose gradients are cleared, or leak into the next epoch."""
     tree = ast.parse(window.test, mode="eval").body
     plain = isinstance(tree, ast.Compare) and "len(" not in window.test
-    if any(isinstance(node, ast.Continue) for loop in get_step_loop(amp, window) for node in amp.script.below(loop)):
+    if any(
+        isinstance(node, ast.Continue) for loop in get_step_loop(amp, window) for node in amp.script.walk_below(loop)
+    ):
         return  # it may leave the partial window out before anything is computed
     if not plain or not any(
         isinstance(loop, ast.For) and iterates_batches(loop.iter) for loop in get_step_loop(amp, window)
@@ -323,10 +329,11 @@ def find_dropped_tail(amp: Amp, trace: Trace, window: Window) -> Iterator[Findin
         message = "batches after the last full window are computed and then dropped"
         if not any(e.conditions <= window.step.conditions for e in before):
             message = (
-                "the epoch ends within a window: its gradients leak into the next epoch's first step, the last are lost"
+                "the epoch ends within a window: its gradients leak into the next epoch's first step, "
+                "and the last ones are lost"
             )
         fix = "also step when the batch is the last one, or after the loop"
-        yield amp.script.finding("accumulation-drops-tail", window.step.node, message, fix=fix)
+        yield amp.script.report("accumulation-drops-tail", window.step.node, message, fix=fix)
 
 
 def counts_from_zero(amp: Amp, window: Window) -> bool:
@@ -340,7 +347,7 @@ def counts_from_zero(amp: Amp, window: Window) -> bool:
     function = amp.script.owners.get(id(loop))
     epochs = len(window.step.loops) > 1 or function is not None and "epoch" in function.name.lower()
     # `step += epoch * len(loader)`: the count, and so the window, goes on in the next epoch.
-    moved = any(isinstance(n, ast.AugAssign) and dotted_name(n.target) == index for n in amp.script.below(loop))
+    moved = any(isinstance(n, ast.AugAssign) and dotted_name(n.target) == index for n in amp.script.walk_below(loop))
     return (
         named
         and epochs
@@ -375,46 +382,49 @@ def find_unreduced_gradients(amp: Amp) -> Iterator[Finding]:
 
 
 def find_unsynced(script: Script, node: ast.AST) -> list[ast.With]:
-    """Return `with model.no_sync():`; a choice between that and nullcontext() is decided at run time."""
-    blocks = [n for n in script.below(node) if isinstance(n, ast.With)]
-    return [n for n in blocks if any(is_no_sync(item.context_expr) for item in n.items)]
+    """Match `with model.no_sync():`; a choice between that and nullcontext() is decided at run time."""
+    blocks = [n for n in script.walk_below(node) if isinstance(n, ast.With)]
+    return [
+        n
+        for n in blocks
+        if any(getattr(getattr(item.context_expr, "func", None), "attr", "") == "no_sync" for item in n.items)
+    ]
 
 
-def is_no_sync(context: ast.expr) -> bool:
-    return isinstance(context, ast.Call) and getattr(context.func, "attr", "") == "no_sync"
-
-
-def is_named(script: Script, node: ast.AST, method: str) -> list[ast.Call]:
+def list_named_calls(script: Script, node: ast.AST, method: str) -> list[ast.Call]:
     return [c for c in script.calls_below(node) if getattr(c.func, "attr", "") == method]
 
 
 def find_never_reduced(script: Script) -> Iterator[Finding]:
-    """Find every backward() of a function that steps is in no_sync()."""
+    """Find a function that steps with every backward() in no_sync()."""
     for function in (n for n in script.nodes if isinstance(n, Function)):
-        chosen = {id(n) for i in script.below(function) if isinstance(i, ast.If) for n in script.below(i)}
+        chosen = {id(n) for i in script.walk_below(function) if isinstance(i, ast.If) for n in script.walk_below(i)}
         blocks = [b for b in find_unsynced(script, function) if id(b) not in chosen]
-        inside = {id(c) for block in blocks for c in is_named(script, block, "backward")}
+        inside = {id(c) for block in blocks for c in list_named_calls(script, block, "backward")}
         steps = [
-            c for c in is_named(script, function, "step") if script.is_optimizer(dotted_name(c.func)[: -len(".step")])
+            c
+            for c in list_named_calls(script, function, "step")
+            if script.is_optimizer(dotted_name(c.func)[: -len(".step")])
         ]
-        if inside and steps and all(id(c) in inside for c in is_named(script, function, "backward")):
+        if inside and steps and all(id(c) in inside for c in list_named_calls(script, function, "backward")):
             message = "every backward() before the step is in no_sync(): each rank steps on its own gradients"
-            yield script.finding(RULE, blocks[0], message, fix=FIX, related=steps[0])
+            yield script.report(RULE, blocks[0], message, fix=FIX, related=steps[0])
 
 
 def find_wrong_micro_batch(script: Script) -> Iterator[Finding]:
-    """Find no_sync() at the micro-batch whose backward the step waits for, as its test and the counter's place tell."""
+    """Find no_sync() at the micro-batch whose backward the step waits for, judging by its test and the position of the
+    counter."""
     for loop in (n for n in script.nodes if isinstance(n, ast.For | ast.While)):
         choices = [(i, n) for i, n in enumerate(loop.body) if isinstance(n, ast.If)]
         for place, choice in choices:
             test, block = ast.unparse(choice.test), find_unsynced(script, choice)
-            holds = any(b in script.below(s) for b in block for s in choice.body)
+            holds = any(b in script.walk_below(s) for b in block for s in choice.body)
             due = [(i, n) for i, n in choices if i >= place and ast.unparse(n.test) == test]
-            due = [(i, n) for i, n in due if any(is_named(script, s, "step") for s in n.body)]
+            due = [(i, n) for i, n in due if any(list_named_calls(script, s, "step") for s in n.body)]
             moved = due and counts(loop.body[place + 1 : due[0][0]], choice.test)
             if "%" in test and block and due and holds != bool(moved):
                 message = f"no_sync() also covers the last micro-batch before the step where `{test}`"
-                yield script.finding(RULE, block[0], message, fix=FIX, related=due[0][1])
+                yield script.report(RULE, block[0], message, fix=FIX, related=due[0][1])
                 break
 
 

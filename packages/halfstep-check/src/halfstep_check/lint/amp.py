@@ -24,13 +24,7 @@ from halfstep_check.lint.script import (
 )
 
 FRAMEWORKS = (
-    "accelerator",
-    "fabric",
-    "engine",
-    "model_engine",
-    "trainer",
-    "self.accelerator",
-    "self.fabric",
+    *("accelerator", "fabric", "engine", "model_engine", "trainer", "self.accelerator", "self.fabric"),
     "booster",
 )
 """Receivers whose backward, step and clipping unscale by themselves."""
@@ -68,7 +62,7 @@ class Amp:
         """Return GradScalers a value may be: the call itself, or one branch of `GradScaler() if amp else None`."""
         if isinstance(value, ast.IfExp):
             yield from ((call, None) for part in (value.body, value.orelse) for call, _ in self.made_scalers(part))
-        elif isinstance(value, ast.Call) and self.script.name_of(value.func) in SCALERS:
+        elif isinstance(value, ast.Call) and self.script.resolve_name(value.func) in SCALERS:
             yield value, read_enabled(value, self.script)
 
     @cached_property
@@ -76,7 +70,9 @@ class Amp:
         """Accelerators made here and the precision they are given: fp16 where it may be, empty where none is."""
         made = {name: v for name, values in self.script.assigned.items() for v in values if isinstance(v, ast.Call)}
         calls = {
-            n: v for n, v in made.items() if self.script.name_of(v.func) in ("accelerate.Accelerator", "Accelerator")
+            n: v
+            for n, v in made.items()
+            if self.script.resolve_name(v.func) in ("accelerate.Accelerator", "Accelerator")
         }
         return {
             name: read_accelerator_precision(keyword(call, "mixed_precision"), self.script)
@@ -89,7 +85,7 @@ class Amp:
         found = set()
         for name, values in self.script.assigned.items():
             for call in (v for v in values if name in self.accelerators and isinstance(v, ast.Call)):
-                word = self.script.default(keyword(call, "mixed_precision"))
+                word = self.script.read_default(keyword(call, "mixed_precision"))
                 found |= {name} if isinstance(word, ast.Constant) and word.value == "no" else set()
         return found
 
@@ -104,6 +100,7 @@ class Amp:
         }
         words = ("scaler", "accelerat", "loss_scale", "grad_scale")
         # An import that is never used scales nothing, and a StandardScaler scales data.
+        # Names are all there is for scalers from other files, so any name that suggests one counts.
         imported = {name for name, full in self.script.imports.items() if full not in SCALERS}
         names = {name for name in {*names, *imported} if not self.scales_data(name)}
         # `loss_scaled = loss / n` is a loss, not a scale.
@@ -114,7 +111,7 @@ class Amp:
         if self.script.imports.get(name, "").startswith("sklearn."):
             return True
         values = [v for key, given in self.script.assigned.items() if last_name(key) == name for v in given]
-        makers = [self.script.name_of(value.func) if isinstance(value, ast.Call) else "" for value in values]
+        makers = [self.script.resolve_name(value.func) if isinstance(value, ast.Call) else "" for value in values]
         return bool(makers) and all(maker.startswith("sklearn.") for maker in makers)
 
     @cached_property
@@ -144,6 +141,7 @@ class Amp:
     @cached_property
     def escaped(self) -> set[str]:
         """Names handed to calls that are not followed; what happens there is not known."""
+        # Inlined calls leave no event of their own: what remains are calls into other files.
         followed = {event for trace in self.traces for event in trace.events}
         return {argument for event in followed for argument in list_passed_names(event) if argument}
 
@@ -151,9 +149,9 @@ class Amp:
         """Return the scale a GradScaler starts at, as a number or as the script writes it; 65536 by default."""
         for made in (made for made in self.scalers if is_same_object(made.key, key)):
             # torch.amp's takes the device first, torch.cuda.amp's the scale.
-            position = 0 if self.script.name_of(made.call.func).startswith(("torch.cuda.", "torch.cpu.")) else 1
+            position = 0 if self.script.resolve_name(made.call.func).startswith(("torch.cuda.", "torch.cpu.")) else 1
             if (given := argument(made.call, position, "init_scale")) is not None:
-                value = read_number(self.script.constant(given))
+                value = read_number(self.script.read_constant(given))
                 return f"{value:.12g}" if value is not None else ast.unparse(given)
         return "65536"
 
@@ -174,7 +172,7 @@ def read_accelerator_precision(value: ast.expr | None, script: Script) -> str:
     """Return `mixed_precision=` of an Accelerator; what is decided at run time may be fp16."""
     if value is None:
         return ""
-    fixed = script.constant(value)
+    fixed = script.read_constant(value)
     return str(fixed.value) if isinstance(fixed, ast.Constant) else "fp16"
 
 
@@ -199,10 +197,6 @@ def is_same_object(one: str, other: str) -> bool:
 def strip_function(key: str) -> str:
     """Return a name as its own function writes it."""
     return key.rsplit(":", 1)[-1]
-
-
-def is_constant_true(node: ast.expr | None) -> bool:
-    return isinstance(node, ast.Constant) and node.value is True
 
 
 def runs_without_amp(event: Event) -> bool:
@@ -269,7 +263,7 @@ STEPPED_WORDS = ("scaler", "optim", "sched", "ema", "opt")
 
 def trains(function: ast.AST, script: Script) -> bool:
     """Return whether a function does any part of a training or evaluation step itself."""
-    for node in script.below(function):
+    for node in script.walk_below(function):
         name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
         if name in STEP_WORDS or name in script.autocast_names:
             return True
@@ -288,6 +282,7 @@ def find_training_functions(script: Script) -> frozenset[int]:
         id(f): {getattr(c.func, "attr", "") or getattr(c.func, "id", "") for c in script.calls_below(f)}
         for f in functions
     }
+    # Propagate from steps to their callers, one call level per round, as deep as calls are followed.
     for _ in range(MAX_INLINED):
         names = {node.name for node in functions if id(node) in found}
         found |= {id(node) for node in functions if called[id(node)] & names}
@@ -310,8 +305,9 @@ def make_traces(script: Script) -> list[Trace]:
     traces += [
         Trace(script, method, node, trainers=trainers)
         for node in script.classes
-        for name, method in script.methods(node).items()
+        for name, method in script.list_methods(node).items()
         if id(method) in trainers and name not in list_methods(node) and calls_any(script, method, list_methods(node))
     ]
+    # A function that another trace walked in place of its call is judged there, with the caller's context.
     inlined = {function for trace in traces for function in trace.inlined}
     return [trace for trace in traces if id(trace.root) not in inlined]

@@ -27,11 +27,8 @@ MOVED = {"autocast", "GradScaler", "custom_fwd", "custom_bwd"}
 
 
 def find_old_names(amp: Amp) -> Iterator[Finding]:
-    yield from find_deprecated_names(amp.script)
-
-
-def find_deprecated_names(script: Script) -> Iterator[Finding]:
-    """Find one finding a file, at the first old name; code that serves old and new torch alike is right as it is."""
+    """Find old names of torch.amp, once per file; code that supports old and new torch is left alone."""
+    script = amp.script
     imports = [n for n in script.nodes if isinstance(n, ast.ImportFrom) and n.module in OLD_MODULES]
     imports = [node for node in imports if any(alias.name in MOVED for alias in node.names)]
     calls = [(call, found) for call in script.calls if (found := match_old_attribute(call.func, script))]
@@ -49,7 +46,7 @@ def find_deprecated_names(script: Script) -> Iterator[Finding]:
     message = f"{old} is deprecated since torch 2.4" + (f" ({places} times)" if places > 1 else "")
     device = old.split(".")[1]
     fix = f'torch.amp, with the device first: torch.amp.autocast("{device}", …), torch.amp.GradScaler("{device}", …)'
-    yield script.finding("deprecated-amp", first, message, fix=fix, edits=tuple(edits))
+    yield script.report("deprecated-amp", first, message, fix=fix, edits=tuple(edits))
 
 
 def serves_two_versions(script: Script) -> bool:
@@ -59,7 +56,7 @@ def serves_two_versions(script: Script) -> bool:
     if modules & {"torch.amp"} and modules & set(OLD_MODULES):
         return True
     guards = [n for n in script.nodes if isinstance(n, ast.Try) or isinstance(n, ast.If) and asks_version(n.test)]
-    return any(uses_old_name(node, script) for guard in guards for node in script.below(guard))
+    return any(uses_old_name(node, script) for guard in guards for node in script.walk_below(guard))
 
 
 def asks_version(test: ast.expr) -> bool:
@@ -74,13 +71,13 @@ def uses_old_name(node: ast.AST, script: Script) -> bool:
 
 
 def asks_old(node: ast.Attribute, script: Script) -> bool:
-    return node.attr in MOVED and script.name_of(node.value) in OLD_MODULES
+    return node.attr in MOVED and script.resolve_name(node.value) in OLD_MODULES
 
 
 def make_attribute_edits(script: Script, call: ast.Call, module: str, name: str) -> tuple[Edit, ...]:
-    """Return only where the module is written out; through an alias such as `amp.autocast` the import would have to
-    change."""
-    line, column = script.position(call.func.lineno, call.func.col_offset)
+    """Return the edits of a call that writes the module out; through an alias such as `amp.autocast` the import would
+    have to change."""
+    line, column = script.find_position(call.func.lineno, call.func.col_offset)
     if not script.lines[line - 1].startswith(module, column):
         return ()
     arguments = make_call_edits(script, call, module, name)
@@ -93,7 +90,7 @@ def match_old_attribute(node: ast.expr, script: Script) -> tuple[str, str] | Non
     import."""
     if not isinstance(node, ast.Attribute) or not asks_old(node, script):
         return None
-    return script.name_of(node.value), node.attr
+    return script.resolve_name(node.value), node.attr
 
 
 def make_import_edits(script: Script, node: ast.ImportFrom) -> tuple[Edit, ...]:
@@ -119,20 +116,21 @@ def make_import_edits(script: Script, node: ast.ImportFrom) -> tuple[Edit, ...]:
 
 
 def make_call_edits(script: Script, call: ast.Call, module: str, name: str) -> tuple[Edit, ...]:
-    """Return `autocast(True)` becomes `autocast("cuda", enabled=True)`; no edit where the meaning is not certain."""
+    """Return the edits that turn `autocast(True)` into `autocast("cuda", enabled=True)`; none if the meaning is
+    uncertain."""
     device = module.split(".")[1]
     if len(call.args) > 1 and name == "autocast" or any(isinstance(a, ast.Starred) for a in call.args):
         return ()
     if any(isinstance(a, ast.Constant) and isinstance(a.value, str) for a in call.args) or keyword(call, "device"):
         return ()  # written for torch.amp already
-    line, column = script.position(call.func.end_lineno or 0, call.func.end_col_offset or 0)
+    line, column = script.find_position(call.func.end_lineno or 0, call.func.end_col_offset or 0)
     if script.lines[line - 1][column : column + 1] != "(":
         return ()
     word = f'device_type="{device}"' if name.startswith("custom") else f'"{device}"'
     comma = ", " if call.args or call.keywords else ""
     edits = [Edit(path=script.path, start=(line, column + 1), end=(line, column + 1), replacement=word + comma)]
     if name == "autocast" and call.args:
-        at = script.position(call.args[0].lineno, call.args[0].col_offset)
+        at = script.find_position(call.args[0].lineno, call.args[0].col_offset)
         # Same spot as the device where the first argument follows directly: one edit must say both.
         if at == (line, column + 1):
             return (Edit(path=script.path, start=at, end=at, replacement=f"{word}, enabled="),)
@@ -183,41 +181,41 @@ def find_refused_arguments(amp: Amp) -> Iterator[Finding]:
 
 
 def find_broken_contracts(script: Script, call: ast.Call) -> Iterator[Finding]:
-    name = script.name_of(call.func)
+    name = script.resolve_name(call.func)
     for contract in CONTRACTS:
         value = argument(call, contract.position, contract.argument) if name in contract.names else None
         by_position = len(call.args) > contract.position
         if value is not None and infer_kind(script, value, by_name=by_position) in contract.refused:
             message = f"{last_name(name)}() gets `{ast.unparse(value)}` where it wants {contract.wants}"
-            yield script.finding("launch-refused", call, message, fix=contract.fix)
+            yield script.report("launch-refused", call, message, fix=contract.fix)
 
 
 def find_missing_device(script: Script, call: ast.Call) -> Iterator[Finding]:
     """Find `from torch.amp import autocast` and `autocast()`: there the device comes first, and has no default."""
     given = call.args or any(item.arg in (None, "device_type") for item in call.keywords)
-    if script.name_of(call.func) in NEW_AUTOCASTS and not given:
+    if script.resolve_name(call.func) in NEW_AUTOCASTS and not given:
         message = "torch.amp.autocast() without a device_type is a TypeError; only torch.cuda.amp's has a default"
-        yield script.finding("launch-refused", call, message, fix='autocast("cuda")')
-    elif script.name_of(call.func) == "torch.cuda.amp.autocast" and keyword(call, "device_type") is not None:
+        yield script.report("launch-refused", call, message, fix='autocast("cuda")')
+    elif script.resolve_name(call.func) == "torch.cuda.amp.autocast" and keyword(call, "device_type") is not None:
         message = "torch.cuda.amp.autocast() takes no device_type: a TypeError"
-        yield script.finding("launch-refused", call, message, fix="torch.amp.autocast(…)")
-    elif script.name_of(call.func) in (*OLD_SCALERS, *NEW_SCALERS) and keyword(call, "device_type") is not None:
-        yield script.finding("launch-refused", call, "GradScaler() takes device, not device_type", fix='device="cuda"')
+        yield script.report("launch-refused", call, message, fix="torch.amp.autocast(…)")
+    elif script.resolve_name(call.func) in (*OLD_SCALERS, *NEW_SCALERS) and keyword(call, "device_type") is not None:
+        yield script.report("launch-refused", call, "GradScaler() takes device, not device_type", fix='device="cuda"')
 
 
 def infer_kind(script: Script, node: ast.expr, *, by_name: bool = False) -> str:
     """Return bool, str, device or dtype, where the script leaves no doubt; `by_name`, a flag's name counts as bool."""
-    asked, node = node, script.constant(node) or node
+    asked, node = node, script.read_constant(node) or node
     if isinstance(node, ast.Constant):
         return {bool: "bool", str: "str"}.get(type(node.value), "")
     if isinstance(node, ast.Compare) or isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         return "bool"
     if isinstance(node, ast.Call):
-        name = script.name_of(node.func)
+        name = script.resolve_name(node.func)
         return {"torch.device": "device", "torch.cuda.is_available": "bool"}.get(name, "")
     if read_format(node, script):
         return "dtype"
-    values = script.values(dotted_name(asked))
+    values = script.list_values(dotted_name(asked))
     made = {infer_kind(script, value) for value in values if isinstance(value, ast.Call | ast.Constant | ast.Compare)}
     if len(made) == 1 and len(values) == len(
         [v for v in values if isinstance(v, ast.Call | ast.Constant | ast.Compare)]
@@ -257,7 +255,7 @@ def find_missing_attributes(amp: Amp) -> Iterator[Finding]:
         if unknown and isinstance(node, ast.Attribute) and is_scaler(amp, node.value) and node.attr[:2] != "__":
             message = f"GradScaler has no `{node.attr}`: an AttributeError when this line runs"
             fix = "unscale_(optimizer), then torch.nn.utils.clip_grad_norm_; step() skips what is not finite"
-            yield amp.script.finding("scaler-misused", node, message, fix=fix)
+            yield amp.script.report("scaler-misused", node, message, fix=fix)
 
 
 def find_called_scalers(amp: Amp) -> Iterator[Finding]:
@@ -265,7 +263,7 @@ def find_called_scalers(amp: Amp) -> Iterator[Finding]:
     used = {dotted_name(call.func) for call in amp.script.calls}
     for call in amp.script.calls:
         name = dotted_name(call.func)
-        own = "scaler" in last_name(name).lower() and amp.script.class_of(name) is None
+        own = "scaler" in last_name(name).lower() and amp.script.find_class(name) is None
         if (
             own
             and call.args
@@ -274,7 +272,7 @@ def find_called_scalers(amp: Amp) -> Iterator[Finding]:
         ):
             message = f"a GradScaler is not called: `{ast.unparse(call)}` is a TypeError"
             fix = f"{name}.scale({ast.unparse(call.args[0])})"
-            yield amp.script.finding("scaler-misused", call, message, fix=fix)
+            yield amp.script.report("scaler-misused", call, message, fix=fix)
 
 
 def find_dropped_scaling(amp: Amp) -> Iterator[Finding]:
@@ -287,20 +285,20 @@ def find_dropped_scaling(amp: Amp) -> Iterator[Finding]:
         )
         if named and isinstance(call, ast.Call) and len(call.args) == 1:
             message = f"what {ast.unparse(call)} returns is dropped: no backward() runs, and the step has no gradients"
-            yield amp.script.finding("step-without-backward", call, message, fix=f"{ast.unparse(call)}.backward()")
+            yield amp.script.report("step-without-backward", call, message, fix=f"{ast.unparse(call)}.backward()")
 
 
 def find_loads_into_none(amp: Amp) -> Iterator[Finding]:
-    """Find `scaler = GradScaler() if amp else None`, and load_state_dict() on it that no test guards."""
+    """Find `scaler = GradScaler() if amp else None` with a load_state_dict() on it that no test guards."""
     script = amp.script
     for call in (c for c in script.calls if getattr(c.func, "attr", "") == "load_state_dict"):
         target = call.func.value  # type: ignore[attr-defined]
         name = dotted_name(target)
-        uses = script.handed(name) if name and script.is_taken(target) else [target]
-        off = [u for u in uses if any(map(is_none_without_amp(amp), script.values(dotted_name(u))))]
+        uses = script.list_passed_values(name) if name and script.is_taken(target) else [target]
+        off = [u for u in uses if any(map(is_none_without_amp(amp), script.list_values(dotted_name(u))))]
         if off and not any(is_guarded(script, node, last_name(name)) for node in (call, *off)):
             message = f"{last_name(name)} is None without AMP: this is an AttributeError at every resume"
-            yield amp.script.finding("scaler-misused", call, message, fix=f"if {name} is not None: …")
+            yield amp.script.report("scaler-misused", call, message, fix=f"if {name} is not None: …")
 
 
 def is_none_without_amp(amp: Amp) -> Callable[[ast.expr], bool]:
@@ -316,9 +314,9 @@ def is_guarded(script: Script, node: ast.AST, name: str) -> bool:
     checkpoint."""
     home = script.owners.get(id(node), script.tree)
     kinds = ast.If | ast.IfExp | ast.Try | ast.BoolOp
-    around = [n for n in script.below(home) if isinstance(n, kinds) and node in script.below(n)]
+    around = [n for n in script.walk_below(home) if isinstance(n, kinds) and node in script.walk_below(n)]
     tests = [n.test if isinstance(n, ast.If | ast.IfExp) else n for n in around]
-    left = [n.test for n in script.below(home) if isinstance(n, ast.If) and leaves(n.body)]
+    left = [n.test for n in script.walk_below(home) if isinstance(n, ast.If) and leaves(n.body)]
     words = re.compile(rf"\b{name}\b|scaler|amp\b|fp16|mixed|half|precision|cuda|enable")
     return any(isinstance(t, ast.Try) or words.search(ast.unparse(t)) for t in (*tests, *left))
 
@@ -333,7 +331,7 @@ def find_double_updates(amp: Amp, trace: Trace) -> Iterator[Finding]:
         same = same and first.conditions == second.conditions and first.node is not second.node
         if same and not any(e.method in ("step", "unscale_") for e in between):
             message = "update() a second time after one step: GradScaler raises, no inf check was recorded since"
-            yield amp.script.finding("scaler-misused", second.node, message, fix="update once", related=first.node)
+            yield amp.script.report("scaler-misused", second.node, message, fix="update once", related=first.node)
 
 
 def is_scaler(amp: Amp, node: ast.expr) -> bool:
@@ -344,9 +342,9 @@ def is_scaler(amp: Amp, node: ast.expr) -> bool:
     home = amp.script.owners.get(id(node))
     if "." not in name and home is not None and name in {a.arg for a in ast.walk(home.args) if isinstance(a, ast.arg)}:
         return False
-    own = [c for c in amp.script.classes if node in amp.script.below(c)] if name.startswith("self.") else []
+    own = [c for c in amp.script.classes if node in amp.script.walk_below(c)] if name.startswith("self.") else []
     places: list[ast.AST] = [*own] or [amp.script.tree]
-    stores = [n for place in places for n in amp.script.below(place) if isinstance(n, ast.Assign)]
+    stores = [n for place in places for n in amp.script.walk_below(place) if isinstance(n, ast.Assign)]
     values = [
         v
         for n in stores
@@ -368,14 +366,14 @@ def find_tested_results(amp: Amp) -> Iterator[Finding]:
     for node in amp.script.nodes:
         if not isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert):
             continue
-        for inner in amp.script.below(node.test):
+        for inner in amp.script.walk_below(node.test):
             call = results.get(dotted_name(inner))
             if isinstance(inner, ast.Call) and is_bare_step(inner, keys):
                 call = inner
             if call is not None:
                 message = "the result of scaler.step() does not tell a skip: without a closure it is None either way"
                 fix = "compare scaler.get_scale() before and after update()"
-                yield amp.script.finding("step-result-tested", node.test, message, fix=fix, related=call)
+                yield amp.script.report("step-result-tested", node.test, message, fix=fix, related=call)
                 break
 
 

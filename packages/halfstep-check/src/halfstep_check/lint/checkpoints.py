@@ -38,32 +38,33 @@ def find_unsaved_scalers(amp: Amp) -> Iterator[Finding]:
 
 
 def find_unloaded_apex(amp: Amp) -> Iterator[Finding]:
-    """Find apex keeps its loss scale in amp.state_dict()."""
-    named = [(call, amp.script.name_of(call.func)) for call in amp.script.calls]
+    """Find resumes that load the optimizer but not apex's loss scale, which is in amp.state_dict()."""
+    named = [(call, amp.script.resolve_name(call.func)) for call in amp.script.calls]
     scales = any(name == "apex.amp.initialize" and "'O0'" not in ast.unparse(call) for call, name in named)
     loads = [call for call in amp.script.calls if is_optimizer_load(amp, call)]
     handed = any("amp" in list_passed_names(e) for t in amp.traces for e in t.events)
     if scales and loads and not handed and not any(name == "apex.amp.load_state_dict" for _, name in named):
-        message = "resume loads the optimizer but not apex's amp: the loss scale starts at 65536 again"
-        yield amp.script.finding("scaler-not-loaded", loads[0], message, fix="also call amp.load_state_dict(…)")
+        message = "resume loads the optimizer but not apex's amp: the loss scale restarts at 65536"
+        yield amp.script.report("scaler-not-loaded", loads[0], message, fix="also call amp.load_state_dict(…)")
 
 
 def find_unloaded(amp: Amp, live: dict[str, ast.AST], loaded: set[str]) -> Iterator[Finding]:
-    """Find Resume loads the optimizer and leaves the scaler; where nothing is saved here, another script wrote the
+    """Find a resume that loads the optimizer but not the scaler; where nothing is saved here, another script wrote the
     file."""
     if not loaded & live.keys() and any(amp.script.is_optimizer(name) for name in loaded):
         first = next(call for call in amp.script.calls if is_optimizer_load(amp, call))
         scaler = sorted(live)[0]
-        message = f"resume loads the optimizer but not {scaler}: the scale starts at {amp.initial_scale(scaler)} again"
-        yield amp.script.finding("scaler-not-loaded", first, message, fix=f"also call {scaler}.load_state_dict(…)")
+        message = f"resume loads the optimizer but not {scaler}: the scale restarts at {amp.initial_scale(scaler)}"
+        yield amp.script.report("scaler-not-loaded", first, message, fix=f"also call {scaler}.load_state_dict(…)")
 
 
 def list_live_scalers(amp: Amp) -> dict[str, ast.AST]:
-    """Return Scalers that scale here, or are made here and passed to code that scales, by last name, with a node of
+    """Return scalers that scale here, or are made here and passed to code that scales, by last name, with a node of
     their scope."""
     scaling = {last_name(e.scaled_by): e.node for t in amp.traces for e in t.events if is_scaled_backward(e)}
     named = {name: node for name, node in scaling.items() if "scaler" in name.lower()}
     made = {last_name(m.key): m.call for m in amp.scalers if last_name(m.key) in scaling or is_handed_over(amp, m)}
+    # A scaler that is passed to code that saves or loads may be in the checkpoint.
     hidden = {last_name(name) for t in amp.traces for e in t.events if keeps_state(e) for name in list_passed_names(e)}
     return {k: v for k, v in {**named, **made}.items() if not amp.is_disabled(k) and k not in hidden}
 
@@ -87,22 +88,24 @@ def list_receivers(amp: Amp, method: str) -> set[str]:
 
 
 def find_unsaved(amp: Amp, live: dict[str, ast.AST]) -> Iterator[Finding]:
-    """Find what holds the optimizer's state is a checkpoint to resume from; the scaler belongs into it."""
+    """Find checkpoints with the optimizer's state but without the scaler's."""
     for node in amp.script.nodes:
         keys, values = list_entries(node)
         if not any(
             is_optimizer_state(amp, value) and may_be_scaled(amp, value) for value in values
         ) and not saves_optimizer(amp, node):
             continue
-        mentioned = {last_name(dotted_name(n)) for n in amp.script.below(node)}  # `scaler if use_amp else None`
+        mentioned = {last_name(dotted_name(n)) for n in amp.script.walk_below(node)}  # `scaler if use_amp else None`
         here = [name for name, owner in live.items() if reaches(amp, name, owner, node) and name not in mentioned]
         if here and not (isinstance(node, ast.Assign) and loads_nearby(amp, node)):
             if None in keys:
                 return  # **extra may hold it
             scale = amp.initial_scale(here[0])
-            message = f"the checkpoint holds the optimizer but not {here[0]}: resume starts at scale {scale} again"
+            message = (
+                f"the checkpoint has the optimizer but not {here[0]}: the scale restarts at {scale} after a resume"
+            )
             fix = f'add "scaler": {here[0]}.state_dict(), and load it'
-            found = amp.script.finding("scaler-not-saved", node, message, fix=fix)
+            found = amp.script.report("scaler-not-saved", node, message, fix=fix)
             yield found if resumes(amp) else dataclasses.replace(found, severity=Severity.INFO)
             return
 
@@ -129,6 +132,7 @@ def reaches(amp: Amp, name: str, owner: ast.AST, node: ast.AST) -> bool:
     is_attribute = any("." in made.key for made in amp.scalers if last_name(made.key) == name)
     if is_attribute or amp.script.share_scope(owner, node):
         return True
+    # Functions that call each other belong to one run.
     writer, trainer = amp.script.owners.get(id(node)), amp.script.owners.get(id(owner))
     if writer is None or trainer is None:
         return False
@@ -221,9 +225,9 @@ def find_remade(amp: Amp, trace: Trace) -> Iterator[Finding]:
         if scaled and not made.conditions - scaled[0].conditions and is_repeated(amp, trace, made, scaled[0]):
             name = last_name(scaled[0].scaled_by)
             scale = amp.initial_scale(name)
-            message = f"{name} is made again {describe_repeat(made, scaled[0])}: its scale starts at {scale} again"
+            message = f"{name} is created again {describe_repeat(made, scaled[0])}: its scale restarts at {scale}"
             fix = "make it once, before the loop over epochs, and pass it on"
-            yield amp.script.finding("scaler-remade", made.node, message, fix=fix, related=scaled[0].node)
+            yield amp.script.report("scaler-remade", made.node, message, fix=fix, related=scaled[0].node)
 
 
 def list_fetched_scalers(amp: Amp, trace: Trace) -> Iterator[Event]:
@@ -233,10 +237,10 @@ def list_fetched_scalers(amp: Amp, trace: Trace) -> Iterator[Event]:
         call = event.node.value if isinstance(event.node, ast.Assign) else None
         if not isinstance(call, ast.Call) or not any("scaler" in last_name(target).lower() for target in event.targets):
             continue
-        helper = amp.script.name_of(call.func)
+        helper = amp.script.resolve_name(call.func)
         own = amp.script.functions.get(helper)
         inside = amp.script.calls_below(own) if own is not None else ()
-        makes = any(amp.script.name_of(inner.func) in SCALERS for inner in inside)
+        makes = any(amp.script.resolve_name(inner.func) in SCALERS for inner in inside)
         if makes or own is None and helper not in SCALERS and MAKES_SCALER.search(last_name(helper)):
             yield event
 
@@ -252,7 +256,8 @@ def describe_repeat(made: Event, scaled: Event) -> str:
 
 
 def is_repeated(amp: Amp, trace: Trace, made: Event, scaled: Event) -> bool:
-    """Match In the loop over epochs or batches, or in a function that runs one epoch; folds are runs of their own."""
+    """Match scalers made in the loop over epochs or batches, or in a function for one epoch; folds are separate
+    runs."""
     if made.loops:
         loop = next((node for node in amp.script.nodes if id(node) == made.loops[-1]), None)
         header = (
@@ -278,16 +283,17 @@ def is_outlived_by_optimizer(amp: Amp, trace: Trace, made: Event, scaled: Event)
     """Return whether the optimizer that the scaler steps was made before the loop, and not again in it: a run goes
     on."""
     stepped = {e.optimizer for e in trace.calls("step") if is_scaler_step(e, scaled.scaled_by)} - {""}
+    # A loop over folds or configurations makes a new optimizer each time: separate runs.
     born = [e for e in trace.events if stepped.intersection(e.targets) and e.index < made.index]
     around = [e for e in trace.events if e.loops[: len(made.loops)] == made.loops]
     if not born:  # in __init__(), where no object of this file is made in the loop
         new = any(e.name in amp.script.class_by_name for e in around)
-        return not new and any("." in name and amp.script.values(name) for name in stepped)
+        return not new and any("." in name and amp.script.list_values(name) for name in stepped)
     return all(len(e.loops) < len(made.loops) and e.loops == made.loops[: len(e.loops)] for e in born)
 
 
 def find_unsharded_scalers(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """Find torch's plain scaler judges the shard of its own rank: one rank skips, the others step."""
+    """Find a plain scaler with FSDP: it checks only its rank's shard, so one rank skips and the others step."""
     wrapped = [event for event in trace.events if event.name in FSDP]
     if not wrapped or "ShardedGradScaler" in amp.script.text:
         return
@@ -298,16 +304,16 @@ def find_unsharded_scalers(amp: Amp, trace: Trace) -> Iterator[Finding]:
         if together and used and on and made.conditions <= together[0].conditions:
             message = "a plain GradScaler looks for inf in this rank's shard alone: ranks skip different steps"
             fix = "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler()"
-            yield amp.script.finding("scaler-not-sharded", made.node, message, fix=fix, related=together[0].node)
+            yield amp.script.report("scaler-not-sharded", made.node, message, fix=fix, related=together[0].node)
 
 
 def find_clips_by_shard(amp: Amp, trace: Trace) -> Iterator[Finding]:
     """Find torch's clip_grad_norm_ on FSDP's parameters: every rank clips by the norm of its own shard."""
-    wrapped = {last_name(n) for n in amp.script.assigned if any(is_fsdp(amp, v) for v in amp.script.origins(n))}
+    wrapped = {last_name(n) for n in amp.script.assigned if any(is_fsdp(amp, v) for v in amp.script.trace_origins(n))}
     # `model = FSDP(model)`, returned to a caller in another file that also calls the training function.
     called = {last_name(dotted_name(call.func)) for call in amp.script.calls}
     builders = (f for name, f in amp.script.functions.items() if name not in called)
-    ends = (n.value for f in builders for n in amp.script.below(f) if isinstance(n, ast.Return))
+    ends = (n.value for f in builders for n in amp.script.walk_below(f) if isinstance(n, ast.Return))
     built = wrapped & {dotted_name(end) for end in ends}
     # Who takes the sharded scaler trains a sharded model, wherever that was wrapped.
     sharded = any(last_name(event.name) == "ShardedGradScaler" for event in trace.events)
@@ -323,11 +329,11 @@ def find_clips_by_shard(amp: Amp, trace: Trace) -> Iterator[Finding]:
         if by_torch and known and not runs_without_fsdp(clip):
             message = "every rank clips by the norm of its own shard: the ranks scale one gradient differently"
             fix = f"{min(models)}.clip_grad_norm_(max_norm), FSDP's own"
-            yield amp.script.finding("clip-not-sharded", clip.node, message, fix=fix)
+            yield amp.script.report("clip-not-sharded", clip.node, message, fix=fix)
 
 
 def is_fsdp(amp: Amp, value: ast.expr) -> bool:
-    return isinstance(value, ast.Call) and amp.script.name_of(value.func) in FSDP
+    return isinstance(value, ast.Call) and amp.script.resolve_name(value.func) in FSDP
 
 
 def runs_without_fsdp(event: Event) -> bool:

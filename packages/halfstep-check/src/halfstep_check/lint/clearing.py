@@ -7,13 +7,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep_check.findings import Finding
-from halfstep_check.lint.accumulation import (
-    ACCUMULATION_WORDS,
-    find_windows,
-    get_modulus,
-    is_cleared_when_due,
-    trace_loss,
-)
+from halfstep_check.lint.accumulation import find_windows, get_modulus, is_cleared_when_due
 from halfstep_check.lint.amp import (
     Amp,
     is_plain_backward,
@@ -50,7 +44,7 @@ def find_uncleared_gradients(amp: Amp) -> Iterator[Finding]:
 
 
 def find_never_cleared(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """Find backward and step in one loop, and nothing that runs in it clears a gradient."""
+    """Find a loop with backward and step in which nothing clears the gradients."""
     backwards = [e for e in trace.events if e.loops and (is_plain_backward(e) or is_scaled_backward(e))]
     for step in trace.calls("step"):
         depth = len(step.loops)  # the micro-batches of a window may have a loop of their own
@@ -59,7 +53,7 @@ def find_never_cleared(amp: Amp, trace: Trace) -> Iterator[Finding]:
         if before and steps_alone(amp, trace, step) and not may_be_cleared(amp, trace, step):
             name = last_name(step.optimizer)
             message = f"nothing in this loop clears the gradients that {name} steps with: each step adds to the last"
-            yield amp.script.finding(
+            yield amp.script.report(
                 "gradients-not-cleared", step.node, message, fix=f"{name}.zero_grad() after the step"
             )
             return
@@ -74,6 +68,7 @@ def may_be_cleared(amp: Amp, trace: Trace, step: Event) -> bool:
     written = {id(c) for c in calls if getattr(c.func, "attr", "") == "zero_grad"}
     followed = {id(e.node) for e in trace.calls("zero_grad")}
     effective = {id(e.node) for e in trace.calls("zero_grad") if clears_for(amp, e, step)}
+    # Ignore zero_grad() calls that are known to clear other optimizers.
     if written and written <= followed - effective:
         text = re.sub(r"[\w.]+\.zero_grad\(", "", text)
     return CLEARS.search(text) is not None
@@ -82,7 +77,7 @@ def may_be_cleared(amp: Amp, trace: Trace, step: Event) -> bool:
 def clears_for(amp: Amp, event: Event, step: Event) -> bool:
     """Return whether a zero_grad() is this optimizer's, and more than once in a loop: not `if i == 0:` alone."""
     looped = {name for n in amp.script.nodes if isinstance(n, ast.For) for name in list_names(n.target)}
-    one = amp.script.is_optimizer(event.receiver) and len(amp.script.values(event.receiver)) < 2
+    one = amp.script.is_optimizer(event.receiver) and len(amp.script.list_values(event.receiver)) < 2
     other = one and last_name(event.receiver) != last_name(step.optimizer) and event.receiver not in looped
     asked = (text for text, holds in event.conditions - step.conditions if holds)
     once = any((first := FIRST.fullmatch(text)) is not None and first[1] in looped for text in asked)
@@ -91,6 +86,7 @@ def clears_for(amp: Amp, event: Event, step: Event) -> bool:
 
 def list_reached_code(amp: Amp, step: Event) -> list[ast.AST]:
     """Return the loop around a step and all functions of this file that it may call."""
+    # By name, so that a helper of any class counts: silence is better than a false finding.
     found: list[ast.AST] = [n for n in amp.script.nodes if id(n) == step.loops[-1]]
     for node in found:  # grows as it goes
         names = {
@@ -102,7 +98,7 @@ def list_reached_code(amp: Amp, step: Event) -> list[ast.AST]:
 
 
 def find_one_sided_clearing(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """Find one branch clears, the other one steps on all gradients so far."""
+    """Find a branch that steps without the zero_grad() that only the other branch has."""
     clears = list(trace.calls("zero_grad"))
     everywhere = {dotted_name(call.func) for call in amp.script.calls}
     for step in trace.calls("step"):
@@ -116,7 +112,7 @@ def find_one_sided_clearing(amp: Amp, trace: Trace) -> Iterator[Finding]:
         if name and computed and own and all(e.excludes(step) for e in own) and not elsewhere and not by_model:
             message = f"{last_name(name)}.zero_grad() runs only on the other path: here each step adds to the last"
             fix = f"{last_name(name)}.zero_grad() on this path too"
-            yield amp.script.finding("gradients-not-cleared", step.node, message, fix=fix, related=own[0].node)
+            yield amp.script.report("gradients-not-cleared", step.node, message, fix=fix, related=own[0].node)
             return
 
 
@@ -130,7 +126,7 @@ def steps_alone(amp: Amp, trace: Trace, step: Event) -> bool:
     unknown = any(is_unknown_method(amp, e) or MAY_CLEAR.search(e.method) for e in inside)
     alone = not unknown and not any(name in list_passed_names(e) and not ONLY_READS.search(e.method) for e in inside)
     # A scaler steps only torch optimizers, wherever they are made.
-    taken = bool(step.arguments) and is_scaler(amp, step.receiver) and bool(amp.script.values(name))
+    taken = bool(step.arguments) and is_scaler(amp, step.receiver) and bool(amp.script.list_values(name))
     return bool(name) and alone and (handed or taken or is_made_by_torch(amp, name))
 
 
@@ -139,26 +135,29 @@ def is_scaler(amp: Amp, key: str) -> bool:
 
 
 def is_unknown_method(amp: Amp, event: Event) -> bool:
-    """Match `self.prepare()` of a base in another file; `self.model(x)` calls what an attribute holds."""
-    held = amp.script.values(event.called) or event.method in amp.script.model_names
-    return event.receiver == "self" and not held and amp.script.function_named(event.method) is None
+    """Match methods of a base in another file, `self.prepare()`; `self.model(x)` calls an attribute."""
+    held = amp.script.list_values(event.called) or event.method in amp.script.model_names
+    return event.receiver == "self" and not held and amp.script.find_function(event.method) is None
 
 
 def is_made_by_torch(amp: Amp, name: str) -> bool:
-    """Match By torch.optim, here or in a function of this file, also wrapped: `Lookahead(optimizer)`."""
-    return bool(amp.script.values(name)) and all(is_torch_optimizer(amp, value) for value in amp.script.values(name))
+    """Match optimizers that torch.optim makes, here or in a function of this file, also wrapped:
+    `Lookahead(optimizer)`."""
+    return bool(amp.script.list_values(name)) and all(
+        is_torch_optimizer(amp, value) for value in amp.script.list_values(name)
+    )
 
 
 def is_torch_optimizer(amp: Amp, value: ast.expr | None) -> bool:
     if not isinstance(value, ast.Call):
         return False
-    called = amp.script.name_of(value.func)
-    own = amp.script.function_named(called.removeprefix("self."))
-    ends = [n.value for n in amp.script.below(own) if isinstance(n, ast.Return)] if own is not None else []
+    called = amp.script.resolve_name(value.func)
+    own = amp.script.find_function(called.removeprefix("self."))
+    ends = [n.value for n in amp.script.walk_below(own) if isinstance(n, ast.Return)] if own is not None else []
     if ends:
-        return all(is_torch_optimizer(amp, amp.script.constant(end)) for end in ends)
+        return all(is_torch_optimizer(amp, amp.script.read_constant(end)) for end in ends)
     wraps = [dotted_name(argument) for argument in value.args[:1]]
-    inner = [v for name in wraps if amp.script.is_optimizer(name) for v in amp.script.values(name)]
+    inner = [v for name in wraps if amp.script.is_optimizer(name) for v in amp.script.list_values(name)]
     return called.startswith("torch.optim.") or any(is_torch_optimizer(amp, v) for v in inner if v is not value)
 
 
@@ -180,9 +179,7 @@ def find_clearing_within_window(amp: Amp, trace: Trace) -> Iterator[Finding]:
             if cleared and (due or event.conditions <= window.backward.conditions):
                 message = f"gradients are cleared at every micro-batch: of {window.length} only the last one counts"
                 fix = "clear them where the optimizer steps"
-                yield amp.script.finding(
-                    "cleared-within-window", event.node, message, fix=fix, related=window.step.node
-                )
+                yield amp.script.report("cleared-within-window", event.node, message, fix=fix, related=window.step.node)
                 break
 
 
@@ -192,8 +189,8 @@ def find_clearing_at_head(amp: Amp) -> Iterator[Finding]:
         opened = [i.context_expr for i in node.items if isinstance(i.context_expr, ast.Call)]
         owners = [dotted_name(c.func).removesuffix(".accumulate") for c in opened]
         owner = next((name for name, c in zip(owners, opened, strict=True) if name != dotted_name(c.func)), "")
-        made = [v for v in amp.script.values(owner) if isinstance(v, ast.Call)]
-        lengths = [v for c in made for v in map(amp.script.default, (keyword(c, key) for key in GATHERS)) if v]
+        made = [v for v in amp.script.list_values(owner) if isinstance(v, ast.Call)]
+        lengths = [v for c in made for v in map(amp.script.read_default, (keyword(c, key) for key in GATHERS)) if v]
         alone = made and all(is_constant(length, 1) for length in lengths)
         calls = [c for c in amp.script.calls_below(node) if isinstance(c.func, ast.Attribute)]
         calls = sorted(calls, key=lambda c: (c.lineno, c.col_offset))
@@ -202,7 +199,7 @@ def find_clearing_at_head(amp: Amp) -> Iterator[Finding]:
         early = [c for c, name in zip(calls[:first], names, strict=False) if name == "zero_grad"]
         if owner and early and not alone and "step" in names[first:]:
             message = "zero_grad() acts on a window's last micro-batch alone, before its backward: the others are wiped"
-            yield amp.script.finding("cleared-within-window", early[0], message, fix="clear them after the step")
+            yield amp.script.report("cleared-within-window", early[0], message, fix="clear them after the step")
 
 
 def drops_gradient(event: Event) -> bool:
@@ -226,34 +223,8 @@ def find_steps_within_window(amp: Amp, trace: Trace) -> Iterator[Finding]:
             if same and step.loops == clear.loops and not gated and not step.excludes(clear):
                 message = f"step() runs at every micro-batch, zero_grad() only where `{next(iter(gates))[0]}`"
                 fix = "step, and update the scaler, where the gradients are cleared"
-                yield amp.script.finding("stepped-within-window", step.node, message, fix=fix, related=clear.node)
+                yield amp.script.report("stepped-within-window", step.node, message, fix=fix, related=clear.node)
                 return
-
-
-def list_divisions(amp: Amp, trace: Trace, backward: Event) -> Iterator[tuple[Event, set[str], str]]:
-    """Return divisions by a number of micro-batches on the way to backward, first to last: where, of what, by what."""
-    chain = [e for e in trace_loss(trace, backward) if not e.excludes(backward)]
-    for event in (*reversed(chain), backward):
-        for of, by in (*list_divisions_in(event.node), *list_divisions_of_callee(amp, event.node)):
-            if any(word in last_name(by).lower() for word in ACCUMULATION_WORDS):
-                yield event, of, last_name(by)
-
-
-def list_divisions_in(node: ast.AST) -> Iterator[tuple[set[str], str]]:
-    """Return names that are divided, and the divisor, of `loss / n` and `loss /= n`."""
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Div):
-            yield list_names(inner.left), dotted_name(inner.right)
-    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
-        yield list_names(node.target), dotted_name(node.value)
-
-
-def list_divisions_of_callee(amp: Amp, node: ast.AST) -> Iterator[tuple[set[str], str]]:
-    """Return what a function of this file divides in its `return`: what it hands over is divided already."""
-    call = node.value if isinstance(node, ast.Assign) else None
-    own = amp.script.function_named(last_name(dotted_name(call.func))) if isinstance(call, ast.Call) else None
-    for end in (n for n in amp.script.below(own) if isinstance(n, ast.Return)) if own is not None else ():
-        yield from ((set(), by) for _, by in list_divisions_in(end))
 
 
 Loop = ast.For | ast.While
@@ -272,7 +243,7 @@ def find_repeated_backward(amp: Amp) -> Iterator[Finding]:
             if made and name not in taken and (again or repeats(amp, trace, run, made[-1], name)):
                 message = f"backward() a second time on one {name}: its graph is gone, and torch raises"
                 fix = "compute the loss again before each backward()"
-                yield amp.script.finding("backward-again", run.node, message, fix=fix, related=made[-1].node)
+                yield amp.script.report("backward-again", run.node, message, fix=fix, related=made[-1].node)
                 break
 
 
@@ -298,7 +269,7 @@ def is_spent(name: str, earlier: Event, run: Event, made: list[Event]) -> bool:
 def repeats(amp: Amp, trace: Trace, run: Event, made: Event, name: str) -> bool:
     """Return whether a loop runs backward at every turn on a loss made before it, or in its first turn only."""
     loop = next((n for n in amp.script.nodes if run.loops and id(n) == run.loops[-1]), None)
-    if not isinstance(loop, Loop) or any(isinstance(n, ast.Break | ast.Return) for n in amp.script.below(loop)):
+    if not isinstance(loop, Loop) or any(isinstance(n, ast.Break | ast.Return) for n in amp.script.walk_below(loop)):
         return False
     counters = list_names(loop.target) if isinstance(loop, ast.For) else set()
     first = {(f"{counter} == 0", True) for counter in counters}

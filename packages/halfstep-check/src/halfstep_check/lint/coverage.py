@@ -64,21 +64,21 @@ def find_idle_scaler(amp: Amp) -> Iterator[Finding]:
             message = f"{last_name(made.key)} scales nothing, and there is no autocast: everything runs in fp32"
             fix = "autocast around the model, and scale, step and update through it; or drop it"
             where = runs[0] if runs else made.call
-            yield amp.script.finding("model-outside-autocast", where, message, fix=fix, related=made.call)
+            yield amp.script.report("model-outside-autocast", where, message, fix=fix, related=made.call)
             return
 
 
 def find_bf16_flag_without_dtype(amp: Amp) -> Iterator[Finding]:
-    """Find `autocast(enabled=args.bf16)` without a dtype is fp16."""
+    """Find `autocast(enabled=args.bf16)` without a dtype, which runs in fp16."""
     for call in amp.script.calls:
         asked = keyword(call, "enabled")
-        if amp.script.name_of(call.func) not in AUTOCASTS or asked is None or keyword(call, "dtype") is not None:
+        if amp.script.resolve_name(call.func) not in AUTOCASTS or asked is None or keyword(call, "dtype") is not None:
             continue
         region = read_region(call, amp.script)
         if region is not None and region.dtype == "fp16" and re.search(r"\.?(bf16|bfloat16)\b", ast.unparse(asked)):
-            message = f"autocast is on where {ast.unparse(asked)}, and without a dtype it is fp16"
+            message = f"autocast is on with {ast.unparse(asked)}, but without a dtype it is fp16"
             fix = "dtype=torch.bfloat16 where bf16 is asked for"
-            yield amp.script.finding("autocast-dtype-differs", call, message, fix=fix)
+            yield amp.script.report("autocast-dtype-differs", call, message, fix=fix)
             return
 
 
@@ -93,12 +93,12 @@ def find_other_dtype(amp: Amp, trace: Trace, in_bf16: set[str]) -> Iterator[Find
                 f"{last_name(event.called)} is bf16, autocast without a dtype is fp16: values above 65504 become inf"
             )
             fix = "autocast('cuda', dtype=torch.bfloat16)"
-            yield amp.script.finding("autocast-dtype-differs", event.node, message, fix=fix)
+            yield amp.script.report("autocast-dtype-differs", event.node, message, fix=fix)
             return
 
 
 def find_uncovered(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """Find the loss is scaled and computed under autocast, the model that it comes from ran before."""
+    """Find a scaled loss that is computed under autocast from a model that ran outside it."""
     layers = [method for node in amp.script.classes if (method := list_methods(node).get("forward")) is not None]
     if any("autocast" in ast.unparse(n) for layer in layers for n in (layer, *layer.decorator_list)):
         return
@@ -107,6 +107,7 @@ def find_uncovered(amp: Amp, trace: Trace) -> Iterator[Finding]:
             e for e in trace.events[: backward.index] if e.loops == backward.loops != () and not e.excludes(backward)
         ]
         forwards = [e for e in before if not e.regions and list_models_run(amp, e)]
+        # The model must run before the loss, in the same iteration, outside every region.
         depth = len(backward.loops)  # evaluation's own autocast covers nothing here
         inside = [e for e in trace.events if e.regions and not e.grad_off and e.loops[:depth] == backward.loops]
         covered = any(is_model(amp, e) or list_models_run(amp, e) for e in inside)
@@ -117,15 +118,14 @@ def find_uncovered(amp: Amp, trace: Trace) -> Iterator[Finding]:
                 f"{last_name(forwards[-1].called)} runs outside autocast, only the loss inside: it computes in fp32"
             )
             fix = "call the model inside the with block"
-            yield amp.script.finding(
+            yield amp.script.report(
                 "model-outside-autocast", forwards[-1].node, message, fix=fix, related=backward.node
             )
             return
 
 
 def find_missing_autocast(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """Find the loss is scaled, and nothing in the file runs in half: not the loop, and not the model, which is
-    known."""
+    """Find a scaled loss where nothing in the file runs in half: not the loop, and not the model, which is known."""
     used = {getattr(n, "attr", "") or getattr(n, "id", "") for n in amp.script.nodes}
     mentioned = any("autocast" in name for name in used) or bool(OTHER_HALF.search(amp.script.text))
     off = find_switched_off_autocast(amp)
@@ -138,7 +138,7 @@ def find_missing_autocast(amp: Amp, trace: Trace) -> Iterator[Finding]:
             message = f"{last_name(backward.scaled_by)} scales the loss of a model outside autocast: it runs in fp32"
             message += ", autocast(enabled=False) switches it off" if off is not None else ""
             fix = "call the model and the loss inside torch.autocast('cuda', dtype=torch.float16)"
-            yield amp.script.finding("model-outside-autocast", off or backward.node, message, fix=fix)
+            yield amp.script.report("model-outside-autocast", off or backward.node, message, fix=fix)
             return
 
 
@@ -161,10 +161,12 @@ def runs_part_of_model(amp: Amp, event: Event) -> bool:
 
 def find_switched_off_autocast(amp: Amp) -> ast.Call | None:
     """Return the autocast around a model, if every autocast of the file has enabled=False."""
-    calls = [call for call in amp.script.calls if amp.script.name_of(call.func) in AUTOCASTS]
+    calls = [call for call in amp.script.calls if amp.script.resolve_name(call.func) in AUTOCASTS]
     if not calls or not all(is_constant(keyword(call, "enabled"), False) for call in calls):
         return None
-    blocks = [n for n in amp.script.nodes if isinstance(n, ast.With) and any(c in amp.script.below(n) for c in calls)]
+    blocks = [
+        n for n in amp.script.nodes if isinstance(n, ast.With) and any(c in amp.script.walk_below(n) for c in calls)
+    ]
     runs = (
         last_name(dotted_name(c.func)) in amp.script.model_names
         for block in blocks
@@ -175,9 +177,9 @@ def find_switched_off_autocast(amp: Amp) -> ast.Call | None:
 
 def list_models_run(amp: Amp, event: Event) -> list[str]:
     """Return the model a call runs, itself or in a method of this file."""
-    if is_forward(amp, event):
+    if is_model(amp, event) and not event.grad_off and not event.regions:
         return [event.called]
-    inner = amp.script.function_named(event.method) if isinstance(event.node, ast.Call) else None
+    inner = amp.script.find_function(event.method) if isinstance(event.node, ast.Call) else None
     calls = amp.script.calls_below(inner) if inner is not None and not event.grad_off else ()
     return [name for c in calls if last_name(name := dotted_name(c.func)) in amp.script.model_names]
 
@@ -188,7 +190,7 @@ def find_bypassed_wrapper(amp: Amp, trace: Trace) -> Iterator[Finding]:
     if (
         not halves
         or "autocast" in amp.script.code
-        or not any(amp.script.canonical(e.receiver) in halves for e in trace.calls("backward"))
+        or not any(amp.script.canonicalise(e.receiver) in halves for e in trace.calls("backward"))
     ):
         return
     prepared = {n for n, values in amp.script.assigned.items() if any(is_prepare(v, halves) for v in values)}
@@ -196,13 +198,13 @@ def find_bypassed_wrapper(amp: Amp, trace: Trace) -> Iterator[Finding]:
         func = event.node.func if isinstance(event.node, ast.Call) else None
         owner = ""
         if isinstance(func, ast.Attribute) and event.method.startswith(OWN_METHODS):
-            given = amp.script.values(dotted_name(func.value))
+            given = amp.script.list_values(dotted_name(func.value))
             owner = next((name for part in (func.value, *given) if (name := get_unwrapped_name(part)) in prepared), "")
         trained = last_name(owner) in amp.script.model_names and owner in prepared
         if trained and event.loops and not event.grad_off and not any(e.called == owner for e in trace.events):
             message = f"{event.method}() bypasses the forward() that accelerate runs under autocast: it runs in fp32"
             fix = "with accelerator.autocast(): around it"
-            yield amp.script.finding("model-outside-autocast", event.node, message, fix=fix)
+            yield amp.script.report("model-outside-autocast", event.node, message, fix=fix)
             return
 
 
@@ -221,16 +223,12 @@ def get_unwrapped_name(node: ast.expr) -> str:
 
 
 def is_known_model(amp: Amp, name: str) -> bool:
-    """Match Made from a class of this file or a library whose models open no autocast; another module's might."""
+    """Match models of this file or of a library whose models open no autocast; another module's might."""
     own = {node.name for node in amp.script.classes}
     values = [v for key, given in amp.script.assigned.items() if last_name(key) == last_name(name) for v in given]
-    makers = [amp.script.name_of(v.func) for v in values if isinstance(v, ast.Call)]
+    makers = [amp.script.resolve_name(v.func) for v in values if isinstance(v, ast.Call)]
     return any(maker in own or maker.startswith(LIBRARIES) for maker in makers)
 
 
 def is_model(amp: Amp, event: Event) -> bool:
     return isinstance(event.node, ast.Call) and last_name(event.called) in amp.script.model_names
-
-
-def is_forward(amp: Amp, event: Event) -> bool:
-    return is_model(amp, event) and not event.grad_off and not event.regions

@@ -32,35 +32,14 @@ LOWERED = {
     *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention"),
 }
 KEEPERS = {
-    *(
-        "sigmoid",
-        "tanh",
-        "relu",
-        "gelu",
-        "silu",
-        "leaky_relu",
-        "elu",
-        "abs",
-        "neg",
-        "sqrt",
-        "clamp",
-        "clamp_min",
-        "mean",
-    ),
+    *("sigmoid", "tanh", "relu", "gelu", "silu", "leaky_relu", "elu"),
+    *("abs", "neg", "sqrt", "clamp", "clamp_min", "mean"),
     *("view", "reshape", "flatten", "squeeze", "unsqueeze", "permute", "transpose", "contiguous", "detach", "clone"),
     *("max", "min", "amax", "amin", "square", "mul", "add", "sub", "div", "expand", "expand_as", "repeat", "chunk"),
     *("cpu", "cuda", "normalize", "interpolate", "dropout", "relu_", "masked_fill", "t", "gather", "upsample"),
 }
 MODEL_WORDS = (
-    "model",
-    "net",
-    "unet",
-    "network",
-    "generator",
-    "discriminator",
-    "encoder",
-    "decoder",
-    "backbone",
+    *("model", "net", "unet", "network", "generator", "discriminator", "encoder", "decoder", "backbone"),
     "netg",
 )
 
@@ -79,12 +58,13 @@ class Inference:
 
     def run(self, body: list[ast.stmt]) -> None:
         for statement in body:
-            self.statement(statement)
+            self.walk_statement(statement)
 
-    def statement(self, node: ast.stmt) -> None:
+    def walk_statement(self, node: ast.stmt) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             return
         if isinstance(node, ast.With | ast.AsyncWith):
+            # The innermost region counts; it ends with its block.
             before = self.region
             for item in node.items:
                 opened = read_region(item.context_expr, self.script)
@@ -97,13 +77,15 @@ class Inference:
                 self.look(child)
         if isinstance(node, ast.Assign):
             self.note_cast(node)
-            dtypes = [(target, self.dtype(value)) for target, value in pair_assignments(node)]
+            dtypes = [(target, self.infer_dtype(value)) for target, value in pair_assignments(node)]
             for target, dtype in dtypes:
                 several = isinstance(target, ast.Tuple | ast.List)
                 for part in target.elts if several else [target]:  # type: ignore[attr-defined]
                     self.assign([part], dtype if not self.may_be_lifted(part, node.value, several) else UNKNOWN)
         elif isinstance(node, ast.AugAssign):
-            self.assign([node.target], self.combined([self.dtype(node.target), self.dtype(node.value)]))
+            self.assign(
+                [node.target], self.combine_dtypes([self.infer_dtype(node.target), self.infer_dtype(node.value)])
+            )
         elif isinstance(node, ast.For):
             self.iterate(node.target, node.iter)
         for part in ("body", "orelse", "finalbody"):
@@ -120,7 +102,7 @@ class Inference:
         elif isinstance(over, ast.Call) and name == "enumerate" and isinstance(target, ast.Tuple) and over.args:
             self.iterate(target.elts[-1], over.args[0])
         elif isinstance(over, ast.Name | ast.Attribute):
-            self.assign([target], self.dtype(over))
+            self.assign([target], self.infer_dtype(over))
 
     def may_be_lifted(self, target: ast.expr, value: ast.expr, several: bool) -> bool:
         """Return whether a model may end in a softmax or a loss, which autocast runs in fp32: probabilities, other
@@ -160,7 +142,7 @@ class Inference:
             self.region if self.region is not None and self.region.may_be_on and self.region.device != "cpu" else None
         )
 
-    def dtype(self, node: ast.expr) -> str:
+    def infer_dtype(self, node: ast.expr) -> str:
         """Return fp16, bf16, fp32, a neutral number, or unknown."""
         if isinstance(node, ast.Constant):
             return NEUTRAL if isinstance(node.value, int | float) else UNKNOWN
@@ -173,39 +155,42 @@ class Inference:
             return (
                 known
                 if known is not None
-                else (self.dtype(node.value) if node.attr in ("logits", "sample") else UNKNOWN)
+                else (self.infer_dtype(node.value) if node.attr in ("logits", "sample") else UNKNOWN)
             )
         if isinstance(node, ast.Subscript):
-            return self.dtype(node.value)
+            return self.infer_dtype(node.value)
         if isinstance(node, ast.BinOp):
-            return self.binary(node)
+            return self.infer_binary(node)
         if isinstance(node, ast.UnaryOp):
-            return self.dtype(node.operand)
-        return self.call(node) if isinstance(node, ast.Call) else UNKNOWN
+            return self.infer_dtype(node.operand)
+        return self.infer_call(node) if isinstance(node, ast.Call) else UNKNOWN
 
-    def binary(self, node: ast.BinOp) -> str:
+    def infer_binary(self, node: ast.BinOp) -> str:
         if isinstance(node.op, ast.MatMult) and self.active:
             return self.active.dtype
-        both = self.combined([self.dtype(node.left), self.dtype(node.right)])
+        # Type promotion: half with fp32 is fp32, a Python number changes nothing.
+        both = self.combine_dtypes([self.infer_dtype(node.left), self.infer_dtype(node.right)])
         return "fp32" if isinstance(node.op, ast.Pow) and self.active and both not in (UNKNOWN, NEUTRAL) else both
 
-    def combined(self, dtypes: list[str]) -> str:
+    def combine_dtypes(self, dtypes: list[str]) -> str:
         tensors = {dtype for dtype in dtypes if dtype != NEUTRAL}
+        # One fp32 operand is enough; an unknown one leaves the result unknown.
         if "fp32" in tensors:
             return "fp32"
         return tensors.pop() if len(tensors) == 1 else (UNKNOWN if tensors else NEUTRAL)
 
-    def call(self, node: ast.Call) -> str:
+    def infer_call(self, node: ast.Call) -> str:
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         cast = get_cast_dtype(node, self.script)
         if cast:
             return cast
         if self.active and (name in LOWERED or is_model_call(node, self.script)):
             return self.active.dtype
+        # Autocast's lists decide before the argument's own dtype does.
         if self.active and name in LIFTED:
             return "fp32"
         if name in LIFTED or name in KEEPERS:
-            return self.dtype(get_tensor_argument(node, self.script))
+            return self.infer_dtype(get_tensor_argument(node, self.script))
         return UNKNOWN
 
 
@@ -217,13 +202,13 @@ def is_number(node: ast.expr, script: Script) -> bool:
     width."""
     if isinstance(node, ast.Call):
         sized = getattr(node.func, "attr", "") == "size" or getattr(node.func, "id", "") in ("len", "float", "int")
-        return sized or script.name_of(node.func).startswith(("math.", "numpy."))
+        return sized or script.resolve_name(node.func).startswith(("math.", "numpy."))
     if isinstance(node, ast.Subscript):
         return getattr(node.value, "attr", "") == "shape"
     if is_power(node) and isinstance(node, ast.BinOp):
         return isinstance(node.left, ast.Attribute | ast.Name) and getattr(node.right, "value", None) == 0.5
     if isinstance(node, ast.Attribute):
-        values = script.values(dotted_name(node))
+        values = script.list_values(dotted_name(node))
         held = [v for v in values if isinstance(v, ast.Call) and is_number(v, script) or is_power(v)]
         return bool(SIZES.search(node.attr)) or bool(values) and held == values
     return False
@@ -249,7 +234,7 @@ def get_cast_dtype(node: ast.Call, script: Script) -> str:
 
 def get_tensor_argument(node: ast.Call, script: Script) -> ast.expr:
     """Return what an op works on: its receiver for a method, its first argument for torch.f and F.f."""
-    is_method = isinstance(node.func, ast.Attribute) and not script.name_of(node.func).startswith("torch.")
+    is_method = isinstance(node.func, ast.Attribute) and not script.resolve_name(node.func).startswith("torch.")
     if is_method and isinstance(node.func, ast.Attribute):
         return node.func.value
     return node.args[0] if node.args else node.func

@@ -93,7 +93,7 @@ class Scope:
     depth: int = 0
     site: ast.Call | None = None
 
-    def inside(self, **changes: object) -> Scope:
+    def derive(self, **changes: object) -> Scope:
         return Scope(**{**self.__dict__, **changes})
 
 
@@ -128,195 +128,207 @@ class Trace:
         self.active: list[ast.AST] = []
         self.root_name = root.name if isinstance(root, Function) else "<module>"
         scope = Scope(function=self.root_name, class_node=class_node)
-        self.enter(root, scope)
+        self.walk_function(root, scope)
 
     def calls(self, *methods: str) -> Iterator[Event]:
         return (event for event in self.events if event.method in methods)
 
-    def enter(self, function: Function | ast.Module, scope: Scope) -> None:
+    def walk_function(self, function: Function | ast.Module, scope: Scope) -> None:
         self.active.append(function)
         if isinstance(function, Function):
             for decorator in function.decorator_list:
-                scope = self.opened(decorator, scope)
-        self.block(function.body, scope)
+                scope = self.open_context(decorator, scope)
+        self.walk_block(function.body, scope)
         self.active.pop()
 
-    def block(self, body: list[ast.stmt], scope: Scope) -> None:
+    def walk_block(self, body: list[ast.stmt], scope: Scope) -> None:
         for statement in body:
             if len(self.events) > MAX_EVENTS:
                 return
-            self.statement(statement, scope)
+            self.walk_statement(statement, scope)
+            # After `if bad: continue` everything that follows in the block runs where `bad` is false.
             for test, holds in list_passed_tests(statement):
-                scope = scope.inside(conditions=scope.conditions | self.conditions(test, holds, scope))
+                scope = scope.derive(conditions=scope.conditions | self.read_conditions(test, holds, scope))
 
-    def statement(self, node: ast.stmt, scope: Scope) -> None:
+    def walk_statement(self, node: ast.stmt, scope: Scope) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             return
         if isinstance(node, ast.If):
-            self.expression(node.test, scope)
-            guarded = scope.inside(guards=(*scope.guards, node))
+            self.walk_expression(node.test, scope)
+            guarded = scope.derive(guards=(*scope.guards, node))
             for body, holds in ((node.body, True), (node.orelse, False)):
-                known = self.conditions(node.test, holds, scope)
-                self.block(body, guarded.inside(conditions=scope.conditions | known))
+                known = self.read_conditions(node.test, holds, scope)
+                self.walk_block(body, guarded.derive(conditions=scope.conditions | known))
+            # A path that raises ends the run: rules about forgotten calls need not consider it.
             if node.body and isinstance(node.body[-1], ast.Raise):
-                self.fatal |= {text for holds in (True, False) for text, _ in self.conditions(node.test, holds, scope)}
+                self.fatal |= {
+                    text for holds in (True, False) for text, _ in self.read_conditions(node.test, holds, scope)
+                }
         elif isinstance(node, ast.For | ast.AsyncFor | ast.While):
-            self.expression(node.test if isinstance(node, ast.While) else node.iter, scope)
+            self.walk_expression(node.test if isinstance(node, ast.While) else node.iter, scope)
             # `for optimizer in optimizers:` is one step of all of them, no iteration of training.
             over = dotted_name(node.target) if isinstance(node, ast.For) else ""
             steps = bool(over) and self.script.is_optimizer(over)
-            self.block(node.body, scope if steps else scope.inside(loops=(*scope.loops, id(node))))
-            self.block(node.orelse, scope)
+            # Loops are compared by identity: two events share an iteration if they have the same loops.
+            self.walk_block(node.body, scope if steps else scope.derive(loops=(*scope.loops, id(node))))
+            self.walk_block(node.orelse, scope)
         elif isinstance(node, ast.With | ast.AsyncWith):
             for item in node.items:
-                self.expression(item.context_expr, scope)
-                scope = self.opened(item.context_expr, scope)
-            self.block(node.body, scope)
+                self.walk_expression(item.context_expr, scope)
+                scope = self.open_context(item.context_expr, scope)
+            self.walk_block(node.body, scope)
         elif isinstance(node, ast.Try | ast.TryStar):
-            self.block(node.body, scope)
+            self.walk_block(node.body, scope)
             for handler in node.handlers:
                 failed = (f"except at line {handler.lineno}", True)
-                self.block(handler.body, scope.inside(conditions=scope.conditions | {failed}))
-            self.block([*node.orelse, *node.finalbody], scope)
+                self.walk_block(handler.body, scope.derive(conditions=scope.conditions | {failed}))
+            self.walk_block([*node.orelse, *node.finalbody], scope)
         elif isinstance(node, ast.Match):
-            self.match(node, scope)
+            self.walk_match(node, scope)
+        # `x: Tensor = f()` is walked as the plain assignment it is.
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
             plain = ast.Assign(targets=[node.target], value=node.value)
-            self.statement(ast.copy_location(plain, node), scope)
+            self.walk_statement(ast.copy_location(plain, node), scope)
         elif isinstance(node, ast.Assign | ast.AugAssign):
-            self.expression(node.value, scope)
-            self.assignment(node, scope)
+            self.walk_expression(node.value, scope)
+            self.walk_assignment(node, scope)
         else:
             for child in ast.iter_child_nodes(node):
                 if isinstance(child, ast.expr):
-                    self.expression(child, scope)
+                    self.walk_expression(child, scope)
 
-    def match(self, node: ast.Match, scope: Scope) -> None:
+    def walk_match(self, node: ast.Match, scope: Scope) -> None:
         """Every case excludes the others."""
         subject = ast.unparse(node.subject)
         names = [f"{subject} is case {number}" for number in range(len(node.cases))]
         for case, own in zip(node.cases, names, strict=True):
             known = {(name, name == own) for name in names}
-            self.block(case.body, scope.inside(conditions=scope.conditions | known))
+            self.walk_block(case.body, scope.derive(conditions=scope.conditions | known))
 
-    def opened(self, context: ast.expr, scope: Scope) -> Scope:
+    def open_context(self, context: ast.expr, scope: Scope) -> Scope:
         region = read_region(context, self.script)
         if region is not None:
-            return scope.inside(regions=(*scope.regions, region))
-        return scope.inside(grad_off=True) if is_no_grad(context, self.script) else scope
+            return scope.derive(regions=(*scope.regions, region))
+        return scope.derive(grad_off=True) if is_no_grad(context, self.script) else scope
 
-    def conditions(self, test: ast.expr, holds: bool, scope: Scope) -> frozenset[Condition]:
+    def read_conditions(self, test: ast.expr, holds: bool, scope: Scope) -> frozenset[Condition]:
         """Return what is known where `test` holds (or not): negations and `is None` are brought to one form."""
         if is_constant(test, True) and holds:
             return frozenset()
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            return self.conditions(test.operand, not holds, scope)
+            return self.read_conditions(test.operand, not holds, scope)
         if isinstance(test, ast.Compare) and len(test.ops) == 1 and is_constant(test.comparators[0], None):
             is_not = isinstance(test.ops[0], ast.IsNot | ast.NotEq)
-            return self.conditions(test.left, holds if is_not else not holds, scope)
+            return self.read_conditions(test.left, holds if is_not else not holds, scope)
         if (due := normalise_window_test(test)) is not None:
-            return self.conditions(due, not holds, scope)
-        known = {(self.key_text(test, scope), holds)}
+            return self.read_conditions(due, not holds, scope)
+        known = {(self.get_key_text(test, scope), holds)}
+        # `a and b` that holds tells that a and b hold; `a or b` that fails tells that both fail.
         splits = isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And if holds else ast.Or)
         if splits and isinstance(test, ast.BoolOp):
             for part in test.values:
-                known |= self.conditions(part, holds, scope)
+                known |= self.read_conditions(part, holds, scope)
+        # A modulo in a condition is how scripts write accumulation windows.
         self.windows |= {text for text, _ in known if "%" in text}
         return frozenset(known)
 
-    def key_text(self, node: ast.expr, scope: Scope) -> str:
+    def get_key_text(self, node: ast.expr, scope: Scope) -> str:
         """Return the text of an expression, its parameters renamed; `do_step` for a modulo keeps the modulo."""
         if isinstance(node, ast.Name):
-            values = self.script.values(node.id)
+            values = self.script.list_values(node.id)
             if len(values) == 1 and any(
-                isinstance(i, ast.BinOp) and isinstance(i.op, ast.Mod) for i in self.script.below(values[0])
+                isinstance(i, ast.BinOp) and isinstance(i.op, ast.Mod) for i in self.script.walk_below(values[0])
             ):
                 return ast.unparse(values[0])
-        asked = self.script.function_named(last_name(dotted_name(node.func if isinstance(node, ast.Call) else node)))
+        asked = self.script.find_function(last_name(dotted_name(node.func if isinstance(node, ast.Call) else node)))
         ends = [n.value for n in asked.body if isinstance(n, ast.Return) and n.value] if asked is not None else []
         if len(ends) == 1 and any(isinstance(i, ast.Mod) for i in ast.walk(ends[0])):
             return ast.unparse(ends[0])  # `if self.is_due(step):` asks what it returns
         if isinstance(node, ast.Compare) and id(node) in self.script.restarts:
             # A counter that starts again at N is a window of N, as a modulo is.
             return f"{ast.unparse(node.left)} % {ast.unparse(node.comparators[0])} == 0"
-        key = self.key(node, scope)
+        key = self.get_key(node, scope)
         return key or ast.unparse(node)
 
-    def key(self, node: ast.AST | None, scope: Scope) -> str:
+    def get_key(self, node: ast.AST | None, scope: Scope) -> str:
         """Return a name for the object an expression denotes, the same in caller and callee; empty for computed
         values."""
         if isinstance(node, ast.Name):
             if node.id in scope.renamed:
                 return scope.renamed[node.id]
+            # Local names of an inlined function must not collide with the caller's.
             return f"{scope.function}:{node.id}" if scope.depth and node.id in scope.local else node.id
         if isinstance(node, ast.Attribute):
-            base = self.key(node.value, scope)
+            base = self.get_key(node.value, scope)
             return f"{base}.{node.attr}" if base else ""
         if isinstance(node, ast.Subscript):
-            base = self.key(node.value, scope)
+            base = self.get_key(node.value, scope)
             return f"{base}[{ast.unparse(node.slice)}]" if base else ""
         return ""
 
-    def expression(self, node: ast.expr, scope: Scope) -> None:
+    def walk_expression(self, node: ast.expr, scope: Scope) -> None:
         """Calls inside an expression, innermost first, as Python evaluates them."""
         if isinstance(node, Comprehension):
-            self.comprehension(node, scope)
+            self.walk_comprehension(node, scope)
             return
         if isinstance(node, ast.IfExp):  # `loss.backward() if scaler is None else scaler.scale(loss).backward()`
-            self.expression(node.test, scope)
+            self.walk_expression(node.test, scope)
             for arm, holds in ((node.body, True), (node.orelse, False)):
-                known = self.conditions(node.test, holds, scope)
-                self.expression(arm, scope.inside(conditions=scope.conditions | known))
+                known = self.read_conditions(node.test, holds, scope)
+                self.walk_expression(arm, scope.derive(conditions=scope.conditions | known))
             return
+        # Arguments are evaluated before the call itself.
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr):
-                self.expression(child, scope)
+                self.walk_expression(child, scope)
             elif isinstance(child, ast.keyword):
-                self.expression(child.value, scope)
+                self.walk_expression(child.value, scope)
         if isinstance(node, ast.Call):
-            self.call(node, scope)
+            self.walk_call(node, scope)
 
-    def comprehension(self, node: Comprehension, scope: Scope) -> None:
+    def walk_comprehension(self, node: Comprehension, scope: Scope) -> None:
         """`[self.step(b) for b in loader]` is a loop like any other."""
-        self.expression(node.generators[0].iter, scope)
-        inner = scope.inside(loops=(*scope.loops, id(node)))
+        self.walk_expression(node.generators[0].iter, scope)
+        inner = scope.derive(loops=(*scope.loops, id(node)))
         for number, generator in enumerate(node.generators):
             for part in (*((generator.iter,) if number else ()), *generator.ifs):
-                self.expression(part, inner)
+                self.walk_expression(part, inner)
         for part in (node.key, node.value) if isinstance(node, ast.DictComp) else (node.elt,):
-            self.expression(part, inner)
+            self.walk_expression(part, inner)
 
-    def call(self, node: ast.Call, scope: Scope) -> None:
-        callee = self.callee(node, scope)
+    def walk_call(self, node: ast.Call, scope: Scope) -> None:
+        callee = self.find_callee(node, scope)
         if (
             callee is not None
             and id(callee.function) in self.trainers
             and scope.depth < MAX_INLINED
             and callee.function not in self.active
         ):
+            # The callee's events take the place of the call, under the caller's conditions, loops and regions.
             self.inlined.add(id(callee.function))
-            self.enter(callee.function, self.callee_scope(callee, node, scope))
+            self.walk_function(callee.function, self.make_callee_scope(callee, node, scope))
             return
         owner = node.func.value if isinstance(node.func, ast.Attribute) else None
-        receiver = self.key(owner, scope)
+        receiver = self.get_key(owner, scope)
         method = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        arguments = tuple(self.key(argument, scope) for argument in node.args)
+        arguments = tuple(self.get_key(argument, scope) for argument in node.args)
+        # `scaler.step(optimizer)` steps its argument, `optimizer.step()` its receiver.
         stepped = (arguments[0] if arguments else receiver) if method == "step" else ""
         self.events.append(
-            self.event(
+            self.make_event(
                 node,
                 scope,
-                name=self.script.name_of(node.func),
+                name=self.script.resolve_name(node.func),
                 receiver=receiver,
                 method=method,
-                called=self.key(node.func, scope),
+                called=self.get_key(node.func, scope),
                 arguments=arguments,
                 optimizer=stepped if self.script.is_optimizer(stepped) else "",
-                scaled_by=self.scaler_of(owner, scope),
+                scaled_by=self.find_scaler(owner, scope),
             )
         )
 
-    def event(self, node: ast.Call | ast.Assign | ast.AugAssign, scope: Scope, **known: object) -> Event:
+    def make_event(self, node: ast.Call | ast.Assign | ast.AugAssign, scope: Scope, **known: object) -> Event:
         return Event(
             node=node,
             index=len(self.events),
@@ -330,53 +342,55 @@ class Trace:
             **{"name": "", **known},  # type: ignore[arg-type]
         )
 
-    def callee(self, node: ast.Call, scope: Scope) -> Callee | None:
+    def find_callee(self, node: ast.Call, scope: Scope) -> Callee | None:
         """Return the function of this module, or the method of a class of it, that a call runs, when that is
         certain."""
         func = node.func
         if isinstance(func, ast.Name) and func.id not in scope.local:
             for function in reversed(self.active):
-                if (nested := self.script.nested_in(function).get(func.id)) is not None:
+                if (nested := self.script.list_nested(function).get(func.id)) is not None:
                     return Callee(function=nested, class_node=scope.class_node, inherits=scope.renamed)
             if (plain := self.script.functions.get(func.id)) is not None:
                 return Callee(function=plain)
         if isinstance(func, ast.Attribute):
-            found = self.method(func, scope)
+            found = self.find_method(func, scope)
             if found is not None:
                 return found
-        held = self.key(func, scope)
-        owner = self.script.class_of(held) if held else None
-        return self.bound("__call__", owner, held) if owner is not None else None
+        held = self.get_key(func, scope)
+        owner = self.script.find_class(held) if held else None
+        return self.bind_method("__call__", owner, held) if owner is not None else None
 
-    def method(self, func: ast.Attribute, scope: Scope) -> Callee | None:
+    def find_method(self, func: ast.Attribute, scope: Scope) -> Callee | None:
         """Return `self.step`, `super().step` and `self.amp.step`, where the class is in this module."""
         own = scope.class_node
         if isinstance(func.value, ast.Name) and func.value.id == "self":
-            return self.bound(func.attr, own, scope.renamed.get("self", "self")) if own is not None else None
+            return self.bind_method(func.attr, own, scope.renamed.get("self", "self")) if own is not None else None
         if isinstance(func.value, ast.Call) and getattr(func.value.func, "id", "") == "super" and own is not None:
-            above = next((c for c in self.script.parents(own) if func.attr in list_methods(c)), None)
-            found = self.bound(func.attr, above, scope.renamed.get("self", "self")) if above is not None else None
+            above = next((c for c in self.script.list_parents(own) if func.attr in list_methods(c)), None)
+            found = self.bind_method(func.attr, above, scope.renamed.get("self", "self")) if above is not None else None
             return replace(found, class_node=own) if found is not None else None
-        key = self.key(func.value, scope)
-        owner = self.script.class_of(key) if key else None
-        return self.bound(func.attr, owner, key) if owner is not None else None
+        key = self.get_key(func.value, scope)
+        owner = self.script.find_class(key) if key else None
+        return self.bind_method(func.attr, owner, key) if owner is not None else None
 
-    def bound(self, name: str, owner: ast.ClassDef, key: str) -> Callee | None:
-        function = self.script.methods(owner).get(name)
+    def bind_method(self, name: str, owner: ast.ClassDef, key: str) -> Callee | None:
+        function = self.script.list_methods(owner).get(name)
         return Callee(function=function, class_node=owner, inherits={"self": key}) if function is not None else None
 
-    def callee_scope(self, callee: Callee, call: ast.Call, scope: Scope) -> Scope:
+    def make_callee_scope(self, callee: Callee, call: ast.Call, scope: Scope) -> Scope:
         function = callee.function
         parameters = [p.arg for p in (*function.args.posonlyargs, *function.args.args)]
         if parameters[:1] == ["self"]:
             parameters = parameters[1:]
         passed = dict(zip(parameters, call.args, strict=False)) | {k.arg: k.value for k in call.keywords if k.arg}
-        renamed = {name: self.key(value, scope) or f"{function.name}:{name}" for name, value in passed.items()}
-        stored = self.script.stored_names(function)
+        renamed = {name: self.get_key(value, scope) or f"{function.name}:{name}" for name, value in passed.items()}
+        stored = self.script.list_stored_names(function)
         every = {p.arg for p in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)} - {"self"}
+        # A parameter that the function assigns anew no longer denotes the caller's object.
         kept = {name: text for name, text in renamed.items() if name not in stored or name == text}
+        # A closure sees the names of the function around it, unless it has its own.
         outer = {name: text for name, text in callee.inherits.items() if name not in stored | every}
-        return scope.inside(
+        return scope.derive(
             function=function.name,
             class_node=callee.class_node,
             renamed={**outer, **kept},
@@ -385,30 +399,32 @@ class Trace:
             site=scope.site or call,
         )
 
-    def scaler_of(self, owner: ast.expr | None, scope: Scope) -> str:
+    def find_scaler(self, owner: ast.expr | None, scope: Scope) -> str:
         """Return the scaler behind `scaler.scale(loss)`, a helper that returns it, or a name that holds its result."""
         if isinstance(owner, ast.IfExp):
-            return self.scaler_of(owner.body, scope) or self.scaler_of(owner.orelse, scope)
+            return self.find_scaler(owner.body, scope) or self.find_scaler(owner.orelse, scope)
         if isinstance(owner, ast.Call):
-            callee = self.callee(owner, scope) if scope.depth < MAX_INLINED else None
+            callee = self.find_callee(owner, scope) if scope.depth < MAX_INLINED else None
             if callee is not None and callee.function not in self.active:
-                inner = self.callee_scope(callee, owner, scope)
-                ends = (n.value for n in self.script.below(callee.function) if isinstance(n, ast.Return))
-                return next(filter(None, (self.scaler_of(end, inner) for end in ends)), "")
+                inner = self.make_callee_scope(callee, owner, scope)
+                ends = (n.value for n in self.script.walk_below(callee.function) if isinstance(n, ast.Return))
+                return next(filter(None, (self.find_scaler(end, inner) for end in ends)), "")
             if isinstance(owner.func, ast.Attribute) and owner.func.attr == "scale" and len(owner.args) == 1:
-                return self.key(owner.func.value, scope)
+                return self.get_key(owner.func.value, scope)
             return ""
-        return self.scaled.get(self.key(owner, scope), "") if owner is not None else ""
+        return self.scaled.get(self.get_key(owner, scope), "") if owner is not None else ""
 
-    def assignment(self, node: ast.Assign | ast.AugAssign, scope: Scope) -> None:
+    def walk_assignment(self, node: ast.Assign | ast.AugAssign, scope: Scope) -> None:
         raw = node.targets if isinstance(node, ast.Assign) else [node.target]
         flat = [e for t in raw for e in (t.elts if isinstance(t, ast.Tuple | ast.List) else [t])]
-        targets = tuple(key for target in flat if (key := self.key(target, scope)))
+        targets = tuple(key for target in flat if (key := self.get_key(target, scope)))
         for target in targets:
             self.scaled.pop(target, None)
-            if scaler := self.scaler_of(node.value, scope):
+            if scaler := self.find_scaler(node.value, scope):
                 self.scaled[target] = scaler
         uses = frozenset(
-            self.key(n, scope) for n in self.script.below(node.value) if isinstance(n, ast.Name | ast.Attribute)
+            self.get_key(n, scope)
+            for n in self.script.walk_below(node.value)
+            if isinstance(n, ast.Name | ast.Attribute)
         )
-        self.events.append(self.event(node, scope, targets=targets, uses=uses))
+        self.events.append(self.make_event(node, scope, targets=targets, uses=uses))

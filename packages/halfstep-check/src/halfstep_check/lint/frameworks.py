@@ -36,13 +36,13 @@ def find_backward_in_compute_loss(amp: Amp) -> Iterator[Finding]:
     }
     functions = [n for n in script.nodes if isinstance(n, Function) and n.name in given - {""}]
     for node in script.classes:
-        bases = [last_name(script.name_of(base)) for base in node.bases]
+        bases = [last_name(script.resolve_name(base)) for base in node.bases]
         if any(base.endswith("Trainer") and base not in script.class_by_name for base in bases):
             functions += [m for name, m in list_methods(node).items() if name == "compute_loss" and takes_inputs(m)]
     for function in functions:
         for call in list_backwards(amp, function)[:1]:
             message = "Trainer runs backward() on what compute_loss() returns: the graph is gone by then, and it raises"
-            yield script.finding(RULE, call, message, fix="return the loss, and let training_step() run backward")
+            yield script.report(RULE, call, message, fix="return the loss, and let training_step() run backward")
 
 
 def takes_inputs(function: Function) -> bool:
@@ -64,7 +64,7 @@ def find_foreign_scaler_step(amp: Amp, trace: Trace) -> Iterator[Finding]:
             scaled = [e for e in trace.calls("backward") if e.scaled_by == step.receiver and not e.excludes(step)]
             message = f"{last_name(step.optimizer)} is {owner}'s, which scales by itself: your GradScaler bypasses it"
             fix = f"{owner}'s backward() and step(), and no GradScaler"
-            yield amp.script.finding(RULE, (scaled or [step])[-1].node, message, fix=fix, related=step.node)
+            yield amp.script.report(RULE, (scaled or [step])[-1].node, message, fix=fix, related=step.node)
             return
 
 
@@ -73,9 +73,9 @@ def find_owner(amp: Amp, value: ast.expr) -> str:
     scales."""
     if not isinstance(value, ast.Call):
         return ""
-    name = amp.script.name_of(value.func)
+    name = amp.script.resolve_name(value.func)
     owner = dotted_name(value.func).removesuffix(".prepare")
-    made = [v for v in amp.script.values(owner) if isinstance(v, ast.Call)]
+    made = [v for v in amp.script.list_values(owner) if isinstance(v, ast.Call)]
     plugged = any(keyword(v, word) is not None for v in made for word in ("deepspeed_plugin", "fsdp_plugin"))
     if owner in amp.accelerators and name.endswith(".prepare"):
         return last_name(owner) if plugged or amp.accelerators[owner] == "fp16" else ""
@@ -84,36 +84,25 @@ def find_owner(amp: Amp, value: ast.expr) -> str:
 
 def find_wrapping_before_apex(amp: Amp) -> Iterator[Finding]:
     """Find `net = DataParallel(net)` and then amp.initialize(net): apex refuses wrapped models."""
-    for call in (c for c in amp.script.calls if amp.script.name_of(c.func) == "apex.amp.initialize" and c.args):
-        made = [c for v in amp.script.values(dotted_name(call.args[0])) for c in amp.script.calls_below(v)]
+    for call in (c for c in amp.script.calls if amp.script.resolve_name(c.func) == "apex.amp.initialize" and c.args):
+        made = [c for v in amp.script.list_values(dotted_name(call.args[0])) for c in amp.script.calls_below(v)]
         wraps = [
             c for c in made if last_name(dotted_name(c.func)) in ("DataParallel", "DistributedDataParallel", "DDP")
         ]
         for wrap in (v for v in wraps if amp.script.share_scope(v, call) and v.lineno < call.lineno):
             message = f"apex's initialize() gets a model inside {last_name(dotted_name(wrap.func))}, and raises"
-            yield amp.script.finding("launch-refused", call, message, fix="wrap the model after it", related=wrap)
+            yield amp.script.report("launch-refused", call, message, fix="wrap the model after it", related=wrap)
             return
-
-
-def list_engines(amp: Amp) -> set[str]:
-    """Return `engine` for `engine, optimizer, … = deepspeed.initialize(…)`."""
-    found = set()
-    for node in (n for n in amp.script.nodes if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call)):
-        if isinstance(node.value, ast.Call) and amp.script.name_of(node.value.func) == "deepspeed.initialize":
-            target = node.targets[0]
-            first = target.elts[0] if isinstance(target, ast.Tuple) and target.elts else target
-            found.add(dotted_name(first))
-    return found - {""}
 
 
 def find_unscaled_apex(amp: Amp) -> Iterator[Finding]:
     """Find amp.initialize(…, loss_scale=1.0): fp16 whose gradients are not scaled, and whose overflows are not
     noticed."""
-    for call in (c for c in amp.script.calls if amp.script.name_of(c.func) == "apex.amp.initialize"):
-        level, scale = (amp.script.default(keyword(call, name)) for name in ("opt_level", "loss_scale"))
+    for call in (c for c in amp.script.calls if amp.script.resolve_name(c.func) == "apex.amp.initialize"):
+        level, scale = (amp.script.read_default(keyword(call, name)) for name in ("opt_level", "loss_scale"))
         off = isinstance(level, ast.Constant) and level.value == "O0"
         if isinstance(scale, ast.Constant) and scale.value in (1, "1", "1.0") and not off:
             message = "loss_scale=1 scales nothing: fp16 gradients below 6e-8 become zero, and no overflow is noticed"
-            yield amp.script.finding(
+            yield amp.script.report(
                 "fp16-without-scaler", keyword(call, "loss_scale") or call, message, fix='loss_scale="dynamic"'
             )

@@ -31,18 +31,18 @@ def find_replaced_nans(amp: Amp) -> Iterator[Finding]:
     for call in amp.script.calls:
         name = getattr(call.func, "attr", "") or getattr(call.func, "id", "")
         if name in ("nan_to_num", "nan_to_num_") and replaces_result(amp, call):
-            yield amp.script.finding("nan-hidden", call, "nan_to_num on a loss or gradient trains on garbage", fix=fix)
+            yield amp.script.report("nan-hidden", call, "nan_to_num on a loss or gradient trains on garbage", fix=fix)
     for node in amp.script.nodes:
         if isinstance(node, ast.If) and leaves_out_of_evaluation(amp, node):
-            message = "batches whose loss is not finite are left out of the evaluation: it looks better than it is"
-            yield amp.script.finding("nan-hidden", node, message, fix="let the mean be NaN, or count and report them")
+            message = "the evaluation skips batches with a non-finite loss: it looks better than it is"
+            yield amp.script.report("nan-hidden", node, message, fix="let the mean be NaN, or count and report them")
         elif isinstance(node, ast.If) and tests_finite(node.test, amp.script):
             for statement in node.body:
                 if replaces_loss(statement) or zeroes_gradient(statement):
-                    message = "a loss or gradient that is not finite is replaced, and training goes on"
-                    yield amp.script.finding("nan-hidden", statement, message, fix=fix)
+                    message = "a non-finite loss or gradient is replaced, and training continues"
+                    yield amp.script.report("nan-hidden", statement, message, fix=fix)
         elif isinstance(node, ast.Assign) and masks_gradient(node):
-            yield amp.script.finding("nan-hidden", node, "gradient entries that are not finite are zeroed", fix=fix)
+            yield amp.script.report("nan-hidden", node, "non-finite gradient entries are set to zero", fix=fix)
 
 
 def leaves_out_of_evaluation(amp: Amp, node: ast.If) -> bool:
@@ -54,9 +54,10 @@ def leaves_out_of_evaluation(amp: Amp, node: ast.If) -> bool:
         getattr(call.func, "attr", "") == "backward" for call in inner
     ):
         return False
-    loops = [n for n in amp.script.below(function or node) if isinstance(n, ast.For)]
-    if "loss" not in ast.unparse(node.test).lower() or not any(node in amp.script.below(loop) for loop in loops):
+    loops = [n for n in amp.script.walk_below(function or node) if isinstance(n, ast.For)]
+    if "loss" not in ast.unparse(node.test).lower() or not any(node in amp.script.walk_below(loop) for loop in loops):
         return False
+    # Two spellings: skip the bad batch, or count only the good ones.
     skips = len(node.body) == 1 and isinstance(node.body[0], ast.Continue) and tests_finite(node.test, amp.script)
     negated = node.test.operand if isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not) else None
     good = (
@@ -71,12 +72,12 @@ def leaves_out_of_evaluation(amp: Amp, node: ast.If) -> bool:
 def replaces_result(amp: Amp, call: ast.Call) -> bool:
     """Return whether nan_to_num works on a loss, a gradient, or what the model just put out; cleaning input data is
     fine."""
-    if amp.script.name_of(call.func).startswith("numpy."):
+    if amp.script.resolve_name(call.func).startswith("numpy."):
         return False  # a number to log: nothing goes backward through NumPy
     taken = (n.attr for n in amp.script.nodes if isinstance(n, ast.Attribute) and n.value is call)
     if any(name in ("detach", "item") for name in taken):
         return False  # likewise
-    method = isinstance(call.func, ast.Attribute) and not amp.script.name_of(call.func).startswith("torch.")
+    method = isinstance(call.func, ast.Attribute) and not amp.script.resolve_name(call.func).startswith("torch.")
     first = call.args[0] if call.args else call.func
     target = call.func.value if method and isinstance(call.func, ast.Attribute) else first
     text = ast.unparse(target).lower()
@@ -156,7 +157,7 @@ def find_double_clipping(amp: Amp, trace: Trace) -> Iterator[Finding]:
         restarted = any(e.method in ("step", "backward", "zero_grad") for e in between)
         if same and first.loops == second.loops and first.implied_by(second) and not restarted:
             message = "gradients are clipped a second time before the step"
-            yield amp.script.finding("clip-twice", second.node, message, fix="keep one of them", related=first.node)
+            yield amp.script.report("clip-twice", second.node, message, fix="keep one of them", related=first.node)
 
 
 def find_clipping_within_window(amp: Amp, trace: Trace) -> Iterator[Finding]:
@@ -171,19 +172,19 @@ def find_clipping_within_window(amp: Amp, trace: Trace) -> Iterator[Finding]:
             unscaled = any(not e.excludes(clip) for e in plain)  # a scaled one is clip-before-unscale's
             if unscaled and not clip.conditions & gated and not clip.excludes(window.step):
                 message = f"the sum is clipped after each of {window.length} micro-batches, not once before the step"
-                yield amp.script.finding("clip-twice", clip.node, message, fix="clip where the optimizer steps")
+                yield amp.script.report("clip-twice", clip.node, message, fix="clip where the optimizer steps")
                 return
 
 
 def find_clipping_at_every_sync(amp: Amp, window: Window, inside: list[Event]) -> Iterator[Finding]:
     """Find `if accelerator.sync_gradients: clip` of an Accelerator without a window, which syncs at every batch."""
     for clip in (e for e in inside if e.method in ("clip_grad_norm_", "clip_grad_value_")):
-        owner = amp.script.canonical(clip.receiver)
+        owner = amp.script.canonicalise(clip.receiver)
         asked = {text for text, _ in clip.conditions - window.backward.conditions}
         if owner in amp.accelerators and not counts_window(amp, owner) and all("sync_gradients" in t for t in asked):
             message = f"the sum is clipped after each of {window.length} micro-batches: the Accelerator has no window"
             fix = "Accelerator(gradient_accumulation_steps=…), and step at every batch under accumulate()"
-            yield amp.script.finding("clip-twice", clip.node, message, fix=fix, related=window.step.node)
+            yield amp.script.report("clip-twice", clip.node, message, fix=fix, related=window.step.node)
             return
 
 
@@ -196,15 +197,15 @@ def find_clipping_within_accumulate(amp: Amp, trace: Trace) -> Iterator[Finding]
         if owner is not None and owner.loops == clip.loops and owner.index < clip.index and not gated:
             message = "gradients are clipped, and unscaled in fp16, at every micro-batch: the second unscale_() raises"
             fix = f"if {last_name(clip.receiver)}.sync_gradients: before it"
-            yield amp.script.finding("clip-twice", clip.node, message, fix=fix, related=owner.node)
+            yield amp.script.report("clip-twice", clip.node, message, fix=fix, related=owner.node)
             return
 
 
 def counts_window(amp: Amp, accelerator: str) -> bool:
     """Return whether an Accelerator is made here with a window that may be longer than one."""
-    made = [v for v in amp.script.values(accelerator) if isinstance(v, ast.Call)]
+    made = [v for v in amp.script.list_values(accelerator) if isinstance(v, ast.Call)]
     words = ("gradient_accumulation_steps", "gradient_accumulation_plugin")
-    lengths = [amp.script.constant(keyword(call, word)) for call in made for word in words]
+    lengths = [amp.script.read_constant(keyword(call, word)) for call in made for word in words]
     return any(length is not None and getattr(length, "value", None) != 1 for length in lengths)
 
 

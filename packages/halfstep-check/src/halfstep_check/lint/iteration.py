@@ -9,17 +9,9 @@ import re
 from collections.abc import Iterable, Iterator
 
 from halfstep_check.findings import Finding
-from halfstep_check.lint.amp import (
-    Amp,
-    is_clip,
-    is_constant_true,
-    is_same_object,
-    is_scaled_backward,
-    is_scaler_step,
-    strip_function,
-)
+from halfstep_check.lint.amp import Amp, is_clip, is_same_object, is_scaled_backward, is_scaler_step, strip_function
 from halfstep_check.lint.flow import Condition, Event, Trace
-from halfstep_check.lint.script import dotted_name, keyword, last_name, list_names
+from halfstep_check.lint.script import dotted_name, is_constant, keyword, last_name, list_names
 
 MAY_TRAIN = re.compile(r"back|grad|closure|train|step|optim|scal|fit", re.IGNORECASE)
 """In the name of a function that may run backward itself."""
@@ -47,7 +39,7 @@ def find_replaced_step(amp: Amp) -> Iterator[Finding]:
         owner, _, name = dotted_name(node.targets[0]).rpartition(".")
         if name == "step" and amp.script.is_optimizer(owner):
             message = f"{owner}.step is replaced permanently: no later step changes a weight"
-            yield amp.script.finding("step-never-due", node, message, fix="leave the step out this once: continue")
+            yield amp.script.report("step-never-due", node, message, fix="leave the step out this once: continue")
 
 
 def find_unscaled_penalty(amp: Amp, trace: Trace) -> Iterator[Finding]:
@@ -63,7 +55,7 @@ def find_unscaled_penalty(amp: Amp, trace: Trace) -> Iterator[Finding]:
         if (inner or is_penalty(amp, trace, event)) and "scale" not in text and "float()" not in text:
             message = "the inner gradient comes from fp16 autocast and is not scaled: small entries of it become zero"
             fix = "grad(scaler.scale(out), …), then divide by scaler.get_scale(); or compute the penalty in fp32"
-            yield amp.script.finding("penalty-unscaled", event.node, message, fix=fix)
+            yield amp.script.report("penalty-unscaled", event.node, message, fix=fix)
             return
 
 
@@ -98,7 +90,7 @@ def find_clipping_after_step(amp: Amp, trace: Trace, step: Event) -> Iterator[Fi
         if clips and event.conditions >= step.conditions and not used:
             message = f"gradients are clipped after {last_name(step.optimizer)}.step(): the step took them as they were"
             fix = "clip before the step, after unscale_() where a scaler is used"
-            yield amp.script.finding("clip-after-step", event.node, message, fix=fix, related=step.node)
+            yield amp.script.report("clip-after-step", event.node, message, fix=fix, related=step.node)
             return
 
 
@@ -114,7 +106,7 @@ def find_clipping_before_backward(amp: Amp, trace: Trace, step: Event) -> Iterat
         if cleared is not None and not computed and later and later[0].method == "backward" and len(later) == 1:
             message = "gradients are clipped before backward() computes them: the step takes them as they come"
             fix = "clip after backward(), and after unscale_() where a scaler is used"
-            yield amp.script.finding("clip-after-step", clip.node, message, fix=fix, related=later[0].node)
+            yield amp.script.report("clip-after-step", clip.node, message, fix=fix, related=later[0].node)
             return
 
 
@@ -141,7 +133,7 @@ def find_lone_update(amp: Amp, trace: Trace) -> Iterator[Finding]:
         if update.loops and live and others and all(e.excludes(update) for e in own):
             message = "update() on a path without step() or unscale_(): without an inf check GradScaler raises"
             fix = "leave update() out where nothing is stepped"
-            yield amp.script.finding("scaler-misused", update.node, message, fix=fix, related=others[0].node)
+            yield amp.script.report("scaler-misused", update.node, message, fix=fix, related=others[0].node)
             return
 
 
@@ -174,13 +166,13 @@ def find_skipped_update(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator
         if event.method == "unscale_":
             seen.add(scaler)
             message = f"unscale_() runs, {name}.update() only where {when}: otherwise the next unscale_() raises"
-            yield amp.script.finding("update-skipped", event.node, message, fix=fix)
+            yield amp.script.report("update-skipped", event.node, message, fix=fix)
         elif any(BAD_GRADIENT.search(text) for text, _ in missing):
             seen.add(scaler)
             texts = {strip_function(text) for text, _ in missing if BAD_GRADIENT.search(text)}
             tests = [n for n in amp.script.nodes if isinstance(n, ast.If) and ast.unparse(n.test) in texts]
-            message = f"gradients that are not finite leave {name}.update() out: the scale that caused them stays"
-            yield amp.script.finding("update-skipped", tests[0] if tests else event.node, message, fix=fix)
+            message = f"non-finite gradients skip {name}.update(): the scale that caused them stays"
+            yield amp.script.report("update-skipped", tests[0] if tests else event.node, message, fix=fix)
 
 
 def format_condition(text: str, holds: bool) -> str:
@@ -199,12 +191,13 @@ def get_missing_conditions(trace: Trace, event: Event, scaler: str) -> frozenset
         )
         for u in updates
     ]
+    # Updates in opposite branches cover both paths.
     both = any(one.excludes(other) for one, other in itertools.combinations(updates, 2))
     return None if both or frozenset() in more else min(more, key=len)
 
 
 def drop_parts(conditions: Iterable[Condition]) -> frozenset[Condition]:
-    """Return `a and b` says a and b too; the whole is enough."""
+    """Return the conditions without the parts of an `a and b` that is among them."""
     known = set(conditions)
     whole = [ast.parse(text, mode="eval").body for text, holds in known if holds and " and " in text]
     parts = {ast.unparse(v) for n in whole if isinstance(n, ast.BoolOp) and isinstance(n.op, ast.And) for v in n.values}
@@ -214,6 +207,7 @@ def drop_parts(conditions: Iterable[Condition]) -> frozenset[Condition]:
 def list_new_conditions(trace: Trace, event: Event, later: Event) -> set[Condition]:
     """Return conditions of a later event that are new, or tested again after one of their names changed."""
     changed = {strip_function(target) for e in trace.events[event.index : later.index] for target in e.targets}
+    # `if not torch.isfinite(norm):` is a new question after norm was computed again.
     anew = [list_names(guard.test) & changed for guard in later.guards if guard not in event.guards]
     again = {c for c in later.conditions if any(re.search(rf"\b{name}\b", c[0]) for names in anew for name in names)}
     return {*(later.conditions - event.conditions), *again}
@@ -229,33 +223,33 @@ def is_implied(condition: Condition, event: Event) -> bool:
 
 
 def find_raising_overflow(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Finding]:
-    """Find a gradient that is not finite ends the run, where the scaler would skip the step and lower its scale."""
+    """Find a run that ends at a non-finite gradient, where the scaler would skip the step and lower its scale."""
     for step in (e for e in trace.calls("step") if any(is_scaler_step(e, b.scaled_by) for b in scaled)):
         backward = max((b for b in scaled if b.index < step.index), key=lambda b: b.index, default=None)
         if backward is None or backward.function != step.function:
             continue
         home = amp.script.owners.get(id(step.node), amp.script.tree)
         between = range(backward.node.lineno, step.node.lineno)
-        places = [n for n in amp.script.below(home) if isinstance(n, ast.If | ast.Call) and n.lineno in between]
+        places = [n for n in amp.script.walk_below(home) if isinstance(n, ast.If | ast.Call) and n.lineno in between]
         clips = {id(e.node) for e in trace.events if is_clip(e)}
         for node in places:
-            strict = id(node) in clips and is_constant_true(keyword(node, "error_if_nonfinite"))  # type: ignore[arg-type]
+            strict = id(node) in clips and is_constant(keyword(node, "error_if_nonfinite"), True)  # type: ignore[arg-type]
             if strict or isinstance(node, ast.If) and raises_on_bad_gradient(amp, node):
                 message = "an overflow ends the run here: the scaler would skip the step and lower its scale"
                 fix = f"let {last_name(backward.scaled_by)}.step() decide, and stop only after many skips in a row"
-                yield amp.script.finding("overflow-raises", node, message, fix=fix, related=step.node)
+                yield amp.script.report("overflow-raises", node, message, fix=fix, related=step.node)
                 return
 
 
 def raises_on_bad_gradient(amp: Amp, node: ast.If) -> bool:
     if not isinstance(node.body[-1], ast.Raise) or "loss" in ast.unparse(node.test).lower():
         return False
-    values = [v for name in list_names(node.test) for v in amp.script.values(name)]
+    values = [v for name in list_names(node.test) for v in amp.script.list_values(name)]
     return any(BAD_GRADIENT.search(ast.unparse(part)) for part in (node.test, *values))
 
 
 def find_steps_never_due(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """Find the step waits for a counter that only the step moves."""
+    """Find a step that waits for a counter that only the step moves."""
     targets = (n.target for n in amp.script.nodes if isinstance(n, ast.For | ast.comprehension))
     counted = {name for target in targets for name in list_names(target)}
     for step in trace.calls("step"):
@@ -267,39 +261,38 @@ def find_steps_never_due(amp: Amp, trace: Trace) -> Iterator[Finding]:
                     for e in trace.events
                     if counter in map(strip_function, e.targets) and e.loops[:1] == step.loops[:1]
                 ]
-                everywhere = [n for n in amp.script.nodes if is_move(n, counter)]
+                everywhere = [
+                    n for n in amp.script.nodes if isinstance(n, ast.AugAssign) and dotted_name(n.target) == counter
+                ]
                 if moves and len(everywhere) <= len(moves) and all(waits(amp, e, gate) for e in moves):
                     message = (
-                        f"{counter} moves only with a step, and the step waits for `{gate}`: it is never due again"
+                        f"{counter} changes only with a step, and the step waits for `{gate}`: it never runs again"
                     )
                     fix = "count batches for the window, and steps separately"
-                    yield amp.script.finding("step-never-due", moves[0].node, message, fix=fix, related=step.node)
+                    yield amp.script.report("step-never-due", moves[0].node, message, fix=fix, related=step.node)
                     return
 
 
 def list_counters(gate: str) -> set[str]:
     """Return `self.step` for `(self.step + 1) % n == 0`."""
     mods = (n for n in ast.walk(ast.parse(gate, mode="eval")) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod))
+    # `i % 1` is always due.
     left = [mod.left for mod in mods if not (isinstance(mod.right, ast.Constant) and mod.right.value == 1)]
     parts = [n.left if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Add) else n for n in left]
     return {name for part in parts if (name := dotted_name(part))}
-
-
-def is_move(node: ast.AST, counter: str) -> bool:
-    return isinstance(node, ast.AugAssign) and dotted_name(node.target) == counter
 
 
 def waits(amp: Amp, move: Event, gate: str) -> bool:
     """Return whether a counter moves where the gate is open, `if gate:` or `+= int(gate)`."""
     value = move.node.value if isinstance(move.node, ast.AugAssign) else None
     inner = value.args[0] if isinstance(value, ast.Call) and dotted_name(value.func) == "int" and value.args else None
-    given = amp.script.values(dotted_name(inner)) if inner is not None else []
+    given = amp.script.list_values(dotted_name(inner)) if inner is not None else []
     by_gate = any(ast.unparse(part) == gate for part in (*([inner] if inner is not None else []), *given))
     return isinstance(move.node, ast.AugAssign) and (by_gate or (gate, True) in move.conditions)
 
 
 def find_steps_without_backward(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """Find one branch runs backward and steps, the other only steps."""
+    """Find a branch that steps without the backward that the other branch runs."""
     for step in trace.calls("step"):
         inside = [e for e in trace.events if e.loops == step.loops != () and e.index < step.index]
         mine = [e for e in inside if not e.excludes(step)]
@@ -309,9 +302,9 @@ def find_steps_without_backward(amp: Amp, trace: Trace) -> Iterator[Finding]:
         has_loss = any("loss" in target and e.conditions >= step.conditions for e in mine for target in e.targets)
         plain_step = step.optimizer and not step.arguments and step.conditions
         if plain_step and has_loss and not helped and (others or later):
-            message = f"{last_name(step.receiver)}.step() on a path without backward(): it trains nothing"
+            message = f"{last_name(step.receiver)}.step() on a path without backward(): it changes nothing"
             fix = "loss.backward() before it, as in the other branch"
-            yield amp.script.finding(
+            yield amp.script.report(
                 "step-without-backward", step.node, message, fix=fix, related=(others or later)[0].node
             )
             return

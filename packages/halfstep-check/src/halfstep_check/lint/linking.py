@@ -31,6 +31,7 @@ def append_imports(tree: ast.Module, text: str, path: str) -> tuple[ast.Module, 
         parts += extract_definitions(file, names) if file is not None and names else []
     if not parts or sum(map(len, parts)) > MAX_CHARACTERS:
         return tree, text
+    # Line numbers of the script itself stay valid; those after its end belong to other files.
     whole = "\n".join([text, *dict.fromkeys(parts), ""])
     return ast.parse(whole), whole
 

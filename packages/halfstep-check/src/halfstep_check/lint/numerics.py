@@ -49,7 +49,7 @@ def find_lost_values(amp: Amp) -> Iterator[Finding]:
             found.extend(find_overflowing_fills(amp.script, node, types))
             follow_loss_function(amp.script, node, types)
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-            found.extend(find_tiny_denominators(amp.script, node, types))
+            found.extend(find_tiny_addends(amp.script, node.right, types))
 
     for body in list_function_bodies(amp.script):
         Inference(script=amp.script, visit=visit).run(body)
@@ -61,7 +61,8 @@ def find_lost_values(amp: Amp) -> Iterator[Finding]:
 def follow_loss_function(script: Script, node: ast.Call, types: Inference) -> None:
     """Walk a loss function of this module with the dtypes it is given, one level deep."""
     callee = get_loss_function(script, node)
-    dtypes = [types.dtype(value) for value in node.args]
+    dtypes = [types.infer_dtype(value) for value in node.args]
+    # One level is enough for custom losses, and keeps the walk linear.
     if callee is None or types.depth or not FORMATS.keys() & set(dtypes):
         return
     parameters = [p.arg for p in callee.args.args if p.arg != "self"]
@@ -74,7 +75,7 @@ def get_loss_function(script: Script, node: ast.Call) -> Function | None:
     name = dotted_name(node.func)
     if name in script.functions:
         return script.functions[name]
-    made = script.values(name)
+    made = script.list_values(name)
     maker = dotted_name(made[0].func) if len(made) == 1 and isinstance(made[0], ast.Call) else ""
     owner = next((c for c in script.classes if c.name == maker), None)
     return list_methods(owner).get("forward") if owner is not None else None
@@ -85,34 +86,34 @@ def find_half_sums(script: Script, node: ast.Call, types: Inference) -> Iterator
     name = getattr(node.func, "attr", "")
     if name != "sum" or types.active or keyword(node, "dtype") is not None or not sums_much(node, script):
         return
-    dtype = types.dtype(get_tensor_argument(node, script))
+    dtype = types.infer_dtype(get_tensor_argument(node, script))
     if dtype not in FORMATS:
         return
     harm = "overflows beyond 65504" if dtype == "fp16" else "keeps 8 significant bits"
     message = f"a sum over a {dtype} tensor outside autocast stays {dtype} and {harm}"
-    yield script.finding("half-loss-sum", node, message, fix="call .float() on the tensor before it is summed")
+    yield script.report("half-loss-sum", node, message, fix="call .float() on the tensor before it is summed")
 
 
 def find_half_losses(script: Script, node: ast.Call, types: Inference) -> Iterator[Finding]:
     """Find a CTC loss of half log-probabilities, or a mean square of two half tensors, where autocast lifts neither."""
-    made = [v for v in script.values(dotted_name(node.func)) if isinstance(v, ast.Call)]
+    made = [v for v in script.list_values(dotted_name(node.func)) if isinstance(v, ast.Call)]
     names = {last_name(dotted_name(call.func)) for call in (node, *made)}
-    dtypes = [types.dtype(value) for value in node.args[:2]]
+    dtypes = [types.infer_dtype(value) for value in node.args[:2]]
     if types.active or len(dtypes) < 2 or dtypes[0] not in FORMATS or get_loss_function(script, node) is not None:
         return
-    by_torch = made or script.name_of(node.func).startswith("torch.")
+    by_torch = made or script.resolve_name(node.func).startswith("torch.")
     # Another file's `criterion.ctc_loss` under autocast(enabled=False) is likely to cast by itself.
     if names & {"ctc_loss", "CTCLoss"} and (by_torch or types.region is None):
         message = f"a CTC loss of {dtypes[0]} outside autocast: torch has no half kernel for it, and raises"
-        yield script.finding("half-loss-sum", node, message, fix="call .float() on the log-probabilities")
+        yield script.report("half-loss-sum", node, message, fix="call .float() on the log-probabilities")
     elif names & {"mse_loss", "MSELoss"} and dtypes[0] == dtypes[1] == "fp16":
         message = "a mean square of two fp16 tensors outside autocast stays fp16: errors above 255 become inf"
-        yield script.finding("half-loss-sum", node, message, fix="call .float() on both")
+        yield script.report("half-loss-sum", node, message, fix="call .float() on both")
 
 
 def sums_much(node: ast.Call, script: Script) -> bool:
-    """Match Over everything, or over several dimensions."""
-    is_function = script.name_of(node.func).startswith("torch.")
+    """Match sums over everything, or over several dimensions."""
+    is_function = script.resolve_name(node.func).startswith("torch.")
     dim = argument(node, 1 if is_function else 0, "dim")
     return dim is None or isinstance(dim, ast.Tuple | ast.List) and len(dim.elts) > 1
 
@@ -120,10 +121,11 @@ def sums_much(node: ast.Call, script: Script) -> bool:
 def read_setting(script: Script, node: ast.expr | None) -> float | None:
     """Return the number behind an expression: a literal, a constant, or a parameter's default that no call
     overrides."""
-    node = script.constant(node)
+    node = script.read_constant(node)
     owner = script.owners.get(id(node)) if isinstance(node, ast.Name) else None
-    if owner is None or not isinstance(node, ast.Name) or node.id in script.stored_names(owner):
+    if owner is None or not isinstance(node, ast.Name) or node.id in script.list_stored_names(owner):
         return read_number(node)
+    # A parameter counts as its default only if no call in this file overrides it.
     positional = [p.arg for p in (*owner.args.posonlyargs, *owner.args.args)]
     defaults = dict(zip(reversed(positional), reversed(owner.args.defaults), strict=False))
     pairs = zip(owner.args.kwonlyargs, owner.args.kw_defaults, strict=True)
@@ -147,28 +149,26 @@ def vanishes(value: float | None, fmt: Format) -> bool:
 def find_vanishing_eps(script: Script, node: ast.Call, types: Inference) -> Iterator[Finding]:
     name = getattr(node.func, "attr", "") or getattr(node.func, "id", "")
     fmt = (
-        FORMATS.get(types.dtype(get_tensor_argument(node, script)))
+        FORMATS.get(types.infer_dtype(get_tensor_argument(node, script)))
         if name in ("normalize", "clamp", "clamp_min")
         else None
     )
     if fmt is None:
         return
-    if name == "normalize" and not types.active and script.name_of(node.func).endswith("functional.normalize"):
+    if name == "normalize" and not types.active and script.resolve_name(node.func).endswith("functional.normalize"):
         eps = keyword(node, "eps")
         if vanishes(1e-12 if eps is None else read_setting(script, eps), fmt):
             message = f"F.normalize's eps is zero in {fmt.name}: a zero row becomes 0/0 = NaN"
-            yield script.finding("eps-vanishes", node, message, fix="normalize(x.float()), or eps=1e-4")
+            yield script.report("eps-vanishes", node, message, fix="normalize(x.float()), or eps=1e-4")
     elif name in ("clamp", "clamp_min"):
-        offset = 1 if script.name_of(node.func).startswith("torch.") else 0
+        offset = 1 if script.resolve_name(node.func).startswith("torch.") else 0
         low = read_setting(script, argument(node, offset, "min"))
         high = read_setting(script, argument(node, offset + 1, "max"))
         if vanishes(low, fmt):
-            yield script.finding(
-                "eps-vanishes", node, f"clamp's min {low:g} is zero in {fmt.name}", fix="clamp in fp32"
-            )
+            yield script.report("eps-vanishes", node, f"clamp's min {low:g} is zero in {fmt.name}", fix="clamp in fp32")
         elif high is not None and 0 < high < 1 and round_value(high, fmt) == 1.0:
             message = f"clamp's max {high!r} rounds to 1 in {fmt.name}: it limits nothing"
-            yield script.finding("eps-vanishes", node, message, fix="clamp in fp32")
+            yield script.report("eps-vanishes", node, message, fix="clamp in fp32")
 
 
 def find_vanishing_addends(script: Script, node: ast.Call, types: Inference) -> Iterator[Finding]:
@@ -178,22 +178,18 @@ def find_vanishing_addends(script: Script, node: ast.Call, types: Inference) -> 
         yield from find_tiny_addends(script, get_tensor_argument(node, script), types)
 
 
-def find_tiny_denominators(script: Script, node: ast.BinOp, types: Inference) -> Iterator[Finding]:
-    yield from find_tiny_addends(script, node.right, types)
-
-
 def find_tiny_addends(script: Script, node: ast.expr, types: Inference) -> Iterator[Finding]:
     if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add):
         return
     for value, eps in ((node.left, read_setting(script, node.right)), (node.right, read_setting(script, node.left))):
-        fmt = FORMATS.get(types.dtype(value))
+        fmt = FORMATS.get(types.infer_dtype(value))
         if fmt is not None and vanishes(eps, fmt):
             message = f"{eps:g} is zero in {fmt.name}: adding it protects nothing"
-            yield script.finding("eps-vanishes", node, message, fix="compute this in fp32: .float() first")
+            yield script.report("eps-vanishes", node, message, fix="compute this in fp32: .float() first")
 
 
 def find_overflow_in_layers(amp: Amp) -> Iterator[Finding]:
-    """Find Layers of this script run under its autocast; where every region is fp16, so are their matmuls."""
+    """Find overflows in layers of this script; where every region is fp16, so are their matmuls."""
     kinds = {(region.dtype, region.device == "cpu") for region in amp.regions}
     if kinds != {("fp16", False)} or "masked_fill" not in amp.script.text:
         return
@@ -219,11 +215,11 @@ def find_overflowing_fills(script: Script, node: ast.Call, types: Inference) -> 
     if (
         value is not None
         and FP16.largest < abs(value) < math.inf
-        and types.dtype(get_tensor_argument(node, script)) == "fp16"
+        and types.infer_dtype(get_tensor_argument(node, script)) == "fp16"
     ):
         message = f"masked_fill with {value:g} on an fp16 tensor: fp16 ends at 65504, and torch raises"
         fix = "torch.finfo(x.dtype).min, or float('-inf')"
-        yield script.finding("fp16-overflow", node, message, fix=fix)
+        yield script.report("fp16-overflow", node, message, fix=fix)
 
 
 def find_manual_casts(script: Script, node: ast.Call, types: Inference) -> Iterator[Finding]:
@@ -236,13 +232,13 @@ def find_manual_casts(script: Script, node: ast.Call, types: Inference) -> Itera
             message = (
                 "an input is cast to half by hand under autocast: ops that autocast keeps in fp32 get a rounded input"
             )
-            yield script.finding("manual-cast", value, message, fix="drop the cast, autocast does it where it helps")
+            yield script.report("manual-cast", value, message, fix="drop the cast, autocast does it where it helps")
 
 
 def find_refused_bce(amp: Amp) -> Iterator[Finding]:
     kinds: dict[str, list[bool]] = {}
     for name in amp.script.assigned:
-        kinds.setdefault(last_name(name), []).extend(is_bce_loss(v, amp.script) for v in amp.script.origins(name))
+        kinds.setdefault(last_name(name), []).extend(is_bce_loss(v, amp.script) for v in amp.script.trace_origins(name))
     # A name that is also given another loss may be that one here.
     made = {name for name, found in kinds.items() if found and all(found)}
     for trace in amp.traces:
@@ -255,23 +251,23 @@ def find_refused_bce(amp: Amp) -> Iterator[Finding]:
             if by_function or by_loss or is_in_loss_module(amp, event):
                 message = "binary_cross_entropy raises under CUDA autocast: its gradient can leave fp16's range"
                 fix = "use binary_cross_entropy_with_logits (BCEWithLogitsLoss) on the logits"
-                yield amp.script.finding("bce-under-autocast", event.node, message, fix=fix)
+                yield amp.script.report("bce-under-autocast", event.node, message, fix=fix)
 
 
 def is_in_loss_module(amp: Amp, event: Event) -> bool:
     """Return whether the loss that is called is a class of this file whose forward() runs binary_cross_entropy."""
-    owner = amp.script.class_of(event.called) if event.called else None
-    forward = amp.script.methods(owner).get("forward") if owner is not None else None
+    owner = amp.script.find_class(event.called) if event.called else None
+    forward = amp.script.list_methods(owner).get("forward") if owner is not None else None
     if forward is None or "autocast" in ast.unparse(forward) or "cuda.amp" in ast.unparse(forward):
         return False
-    names = [amp.script.name_of(call.func) for call in amp.script.calls_below(forward)]
-    held = {name: amp.script.origins(name) for name in amp.script.assigned if name.startswith("self.")}
+    names = [amp.script.resolve_name(call.func) for call in amp.script.calls_below(forward)]
+    held = {name: amp.script.trace_origins(name) for name in amp.script.assigned if name.startswith("self.")}
     own = {name for name, made in held.items() if made and all(is_bce_loss(v, amp.script) for v in made)}
     return any(name.endswith("functional.binary_cross_entropy") or name in own for name in names)
 
 
 def is_bce_loss(value: ast.expr, script: Script) -> bool:
-    return isinstance(value, ast.Call) and script.name_of(value.func).endswith("nn.BCELoss")
+    return isinstance(value, ast.Call) and script.resolve_name(value.func).endswith("nn.BCELoss")
 
 
 def find_host_waits(amp: Amp) -> Iterator[Finding]:
@@ -286,7 +282,7 @@ def find_waits_every_step(amp: Amp, trace: Trace) -> Iterator[Finding]:
     for event in trace.calls("item"):
         if event.loops in trained and not event.conditions and "loss" in last_name(event.receiver).lower():
             message = "loss.item() makes the CPU wait for the GPU at every step"
-            yield amp.script.finding(
+            yield amp.script.report(
                 "item-every-step", event.node, message, fix="keep the tensor, read it every N steps"
             )
             return

@@ -42,24 +42,25 @@ def find_unscaled_fp16(amp: Amp) -> Iterator[Finding]:
 
 
 def find_backward_in_autocast(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """Find Once for a function, with the other lines as related ones."""
+    """Find backward() inside autocast, once per function, with the other lines as related ones."""
     seen: dict[str, list[Event]] = {}
     for event in trace.calls("backward"):
         if event.region is not None and event.region.may_be_on and (is_plain_backward(event) or event.scaled_by):
             seen.setdefault(event.function, []).append(event)
     for first, *others in seen.values():
         message = "backward() inside autocast: its ops already run in the dtype of the forward"
-        found = amp.script.finding("backward-in-autocast", first.node, message, fix="move it out of the with block")
-        yield dataclasses.replace(found, related=tuple(amp.script.place(event.node) for event in others))
+        found = amp.script.report("backward-in-autocast", first.node, message, fix="move it out of the with block")
+        yield dataclasses.replace(found, related=tuple(amp.script.get_place(event.node) for event in others))
 
 
 def find_fp16_without_scaler(amp: Amp, trace: Trace) -> Iterator[Finding]:
     for backward in trace.calls("backward"):
-        framework = amp.script.canonical(backward.receiver) in amp.plain_accelerators
+        framework = amp.script.canonicalise(backward.receiver) in amp.plain_accelerators
         if not framework and not is_plain_backward(backward):
             continue
         forward = find_origin(trace, backward) or find_model_with_own_autocast(amp, trace, backward)
         region = forward.region if forward is not None else None
+        # `else:` branches without scaler are right for runs without AMP, unless they open fp16 themselves.
         chosen = forward is not None and opens_fp16_itself(forward, backward)
         if forward is None or region is None or forward.grad_off or runs_without_amp(backward) and not chosen:
             continue
@@ -76,7 +77,7 @@ def find_fp16_without_scaler(amp: Amp, trace: Trace) -> Iterator[Finding]:
         how = how if region.dtype == "fp16" else " on one of its paths"
         message = f"the loss comes from fp16 autocast{how}, and nothing scales it: small gradients become zero"
         fix = "use a GradScaler, or autocast with dtype=torch.bfloat16"
-        found = amp.script.finding("fp16-without-scaler", backward.node, message, fix=fix, related=forward.node)
+        found = amp.script.report("fp16-without-scaler", backward.node, message, fix=fix, related=forward.node)
         yield found if region.dtype == "fp16" else dataclasses.replace(found, severity=Severity.WARNING)
 
 
@@ -100,17 +101,15 @@ def find_fp16_in_model(amp: Amp) -> Iterator[Finding]:
             if any(e.index > backward.index and not e.excludes(backward) for e in steps):
                 message = "the model runs in fp16 autocast, and nothing scales its loss: small gradients become zero"
                 fix = "use a GradScaler, or autocast with dtype=torch.bfloat16"
-                yield amp.script.finding(
-                    "fp16-without-scaler", backward.node, message, fix=fix, related=certain[0].node
-                )
+                yield amp.script.report("fp16-without-scaler", backward.node, message, fix=fix, related=certain[0].node)
                 return
 
 
 def find_model_with_own_autocast(amp: Amp, trace: Trace, backward: Event) -> Event | None:
     """Return the model's call before a backward, as one under the autocast that the model's own forward() opens."""
     for event in reversed(trace.events[: backward.index]):
-        owner = amp.script.class_of(event.called) if event.called and event.loops == backward.loops else None
-        forward = amp.script.methods(owner).get("forward") if owner is not None else None
+        owner = amp.script.find_class(event.called) if event.called and event.loops == backward.loops else None
+        forward = amp.script.list_methods(owner).get("forward") if owner is not None else None
         if forward is not None and not event.regions and not event.grad_off:
             items = [i.context_expr for n in forward.body if isinstance(n, ast.With) for i in n.items]
             opened = [read_region(node, amp.script) for node in (*forward.decorator_list, *items)]
@@ -141,7 +140,9 @@ def find_origin(trace: Trace, backward: Event) -> Event | None:
             continue
         event = add_helper_region(trace, event)
         if event.regions:
-            return event if not is_lifted(event) else None
+            # An inner `autocast(enabled=False)` switches the outer one off again.
+            return event if event.region is not None and event.region.may_be_on else None
+        # Follow the loss back through its inputs until an assignment under autocast is met.
         wanted |= {name for name in event.uses if "." not in name}
     return None
 
@@ -151,9 +152,9 @@ def add_helper_region(trace: Trace, event: Event) -> Event:
     it."""
     call = event.node.value if isinstance(event.node, ast.Assign) else None
     name = last_name(dotted_name(call.func)) if isinstance(call, ast.Call) else ""
-    own = trace.script.function_named(name) if name and not event.regions else None
-    blocks = [n for n in trace.script.below(own) if isinstance(n, ast.With)] if own is not None else []
-    ends = [n for n in blocks if any(isinstance(i, ast.Return) for i in trace.script.below(n))]
+    own = trace.script.find_function(name) if name and not event.regions else None
+    blocks = [n for n in trace.script.walk_below(own) if isinstance(n, ast.With)] if own is not None else []
+    ends = [n for n in blocks if any(isinstance(i, ast.Return) for i in trace.script.walk_below(n))]
     opened = [read_region(item.context_expr, trace.script) for block in ends for item in block.items]
     opened += [read_region(node, trace.script) for node in own.decorator_list] if own is not None else []
     regions = tuple(region for region in opened if region is not None)
@@ -167,20 +168,15 @@ def list_loss_names(backward: Event) -> set[str]:
     return names | {f"{backward.function}:{name}" for name in names}
 
 
-def is_lifted(event: Event) -> bool:
-    """Return whether an inner `autocast(enabled=False)` switches the outer one off again."""
-    return event.region is not None and not event.region.may_be_on
-
-
 def find_scaler_of_other_device(amp: Amp) -> Iterator[Finding]:
-    """Find GradScaler() is CUDA's: next to autocast on mps it finds no GPU and disables itself."""
+    """Find a CUDA GradScaler() next to autocast on mps, where it finds no GPU and disables itself."""
     if not amp.regions or not all(region.device == "mps" and region.may_be_fp16 for region in amp.regions):
         return
     for made in amp.scalers:
         device = argument(made.call, 0, "device")
         if made.enabled is not False and (device is None or getattr(device, "value", "") == "cuda"):
-            message = f"{last_name(made.key)} is CUDA's, and switches itself off on mps: fp16 gradients are not scaled"
-            yield amp.script.finding("fp16-without-scaler", made.call, message, fix='torch.amp.GradScaler("mps")')
+            message = f"{last_name(made.key)} is for CUDA and disables itself on mps: fp16 gradients are not scaled"
+            yield amp.script.report("fp16-without-scaler", made.call, message, fix='torch.amp.GradScaler("mps")')
 
 
 def find_inverted_scaler(amp: Amp) -> Iterator[Finding]:
@@ -190,36 +186,39 @@ def find_inverted_scaler(amp: Amp) -> Iterator[Finding]:
         for event in filter(is_scaled_backward, trace.events):
             if any(text in switches and not holds for text, holds in event.conditions):
                 message = "the loss is scaled where autocast is off, and not where it is on"
-                yield amp.script.finding("fp16-without-scaler", event.node, message, fix="swap the two branches")
+                yield amp.script.report("fp16-without-scaler", event.node, message, fix="swap the two branches")
     for made in amp.scalers:
         condition = get_scaler_condition(amp, made)
         # One flag for autocast and scaler, whatever its name says, switches both on together.
         shared = condition is not None and ast.unparse(condition) in switches
         if condition is not None and is_for_bf16(condition) and not amp.certainly_bf16 and not shared:
-            message = f"{last_name(made.key)} is on where {ast.unparse(condition)}: bf16 gets a scaler, fp16 gets none"
+            message = f"{last_name(made.key)} is on with {ast.unparse(condition)}: bf16 gets a scaler, fp16 gets none"
             fix = "turn the condition around: fp16 needs loss scaling, bf16 does not"
-            yield amp.script.finding("fp16-without-scaler", made.call, message, fix=fix)
+            yield amp.script.report("fp16-without-scaler", made.call, message, fix=fix)
 
 
 def find_unscaled_fsdp(amp: Amp) -> Iterator[Finding]:
     """Find MixedPrecision(param_dtype=torch.float16) of FSDP, a plain backward, and nothing that could scale."""
     plain = any(is_plain_backward(e) for t in amp.traces for e in t.events)
     for call in amp.script.calls if plain and amp.steps and not amp.may_scale else ():
-        policy = last_name(amp.script.name_of(call.func)) in ("MixedPrecision", "MixedPrecisionPolicy")
+        policy = last_name(amp.script.resolve_name(call.func)) in ("MixedPrecision", "MixedPrecisionPolicy")
         dtype = keyword(call, "param_dtype") if policy else None
         certain = read_format(dtype, amp.script) == "fp16"
         if certain or may_be_fp16(dtype, amp.script):
             message = "FSDP computes in fp16 by this policy, and nothing scales the loss: small gradients become zero"
-            found = amp.script.finding("fp16-without-scaler", call, message, fix="ShardedGradScaler, or bf16")
+            found = amp.script.report("fp16-without-scaler", call, message, fix="ShardedGradScaler, or bf16")
             yield found if certain else dataclasses.replace(found, severity=Severity.WARNING)
 
 
 def find_unscaled_fallback(amp: Amp) -> Iterator[Finding]:
-    """Find where bf16 is not there the dtype falls back to fp16, and the flag that makes the scaler stays off."""
+    """Find a fallback from bf16 to fp16 that leaves the flag for the scaler off."""
     guards = [
-        n for n in amp.script.nodes if isinstance(n, ast.If) and any(m.call in amp.script.below(n) for m in amp.scalers)
+        n
+        for n in amp.script.nodes
+        if isinstance(n, ast.If) and any(m.call in amp.script.walk_below(n) for m in amp.scalers)
     ]
     flags = {dotted_name(guard.test) for guard in guards} - {""}
+    # Every statement list, so that assignments next to each other can be compared.
     blocks = [
         b
         for n in amp.script.nodes
@@ -230,11 +229,11 @@ def find_unscaled_fallback(amp: Amp) -> Iterator[Finding]:
         off = [
             s for s in block if isinstance(s, ast.Assign) and is_constant(s.value, False) and list_targets(s) & flags
         ]
-        inner = [n for s in block for n in amp.script.below(s) if isinstance(n, ast.Assign)]
+        inner = [n for s in block for n in amp.script.walk_below(s) if isinstance(n, ast.Assign)]
         chosen = {read_format(n.value, amp.script) for n in inner}
         if off and "fp16" in chosen and not any(is_constant(n.value, True) and list_targets(n) & flags for n in inner):
             message = f"{min(list_targets(off[0]))} stays off although fp16 may be chosen here: no loss scaling"
-            yield amp.script.finding("fp16-without-scaler", off[0], message, fix="turn it on with fp16")
+            yield amp.script.report("fp16-without-scaler", off[0], message, fix="turn it on with fp16")
 
 
 def find_unscaled_bf16_branch(amp: Amp) -> Iterator[Finding]:
@@ -249,9 +248,9 @@ def find_unscaled_bf16_branch(amp: Amp) -> Iterator[Finding]:
             off = [v for test in tests for v in (test.values if isinstance(test, ast.BoolOp) else [test])]
             asked = [v.operand for v in off if isinstance(v, ast.UnaryOp) and isinstance(v.op, ast.Not)]
             if any(BF16.search(ast.unparse(part)) for part in asked):
-                message = "bf16 takes the branch without scaler, but autocast has no dtype and is fp16 there too"
+                message = "bf16 runs in the branch without scaler, but autocast has no dtype and is fp16 there, too"
                 fix = "autocast(…, dtype=torch.bfloat16) where bf16 is asked for"
-                yield amp.script.finding("fp16-without-scaler", backward.node, message, fix=fix)
+                yield amp.script.report("fp16-without-scaler", backward.node, message, fix=fix)
                 return
 
 
@@ -261,7 +260,7 @@ def list_targets(node: ast.Assign) -> set[str]:
 
 def list_autocast_switches(amp: Amp) -> set[str]:
     """Return what decides whether autocast is on, as the script writes it: `self.use_amp`."""
-    calls = [call for call in amp.script.calls if amp.script.name_of(call.func) in AUTOCASTS]
+    calls = [call for call in amp.script.calls if amp.script.resolve_name(call.func) in AUTOCASTS]
     values = [value for call in calls if (value := keyword(call, "enabled")) is not None]
     return {ast.unparse(value) for value in values if isinstance(value, ast.Name | ast.Attribute)}
 
@@ -270,7 +269,7 @@ def get_scaler_condition(amp: Amp, made: ScalerMade) -> ast.expr | None:
     """Return what `enabled=` says, or the test of `GradScaler() if test else None`."""
     enabled = keyword(made.call, "enabled")
     if enabled is not None:
-        return amp.script.constant(enabled)
+        return amp.script.read_constant(enabled)
     choices = [v for values in amp.script.assigned.values() for v in values if isinstance(v, ast.IfExp)]
     return next((choice.test for choice in choices if choice.body is made.call), None)
 
@@ -288,7 +287,7 @@ def is_for_bf16(test: ast.expr) -> bool:
 
 
 def find_scaler_with_bf16(amp: Amp) -> Iterator[Finding]:
-    """Find a scaler that is on wherever it is there, in a loop whose every region is certainly bf16."""
+    """Find an enabled scaler in a loop whose regions are all certainly bf16."""
     if not amp.regions or any(region.dtype != "bf16" or region.device == "cpu" for region in amp.regions):
         return
     scaled = [e for t in amp.traces if any(e.regions for e in t.events) for e in t.events if is_scaled_backward(e)]
@@ -302,7 +301,7 @@ def find_scaler_with_bf16(amp: Amp) -> Iterator[Finding]:
                 f"{last_name(made.key)} scales a loss computed in bf16, which has fp32's range and needs no scaling"
             )
             fix = "drop the scaler: loss.backward(), optimizer.step()"
-            yield amp.script.finding("scaler-with-bf16", made.call, message, fix=fix)
+            yield amp.script.report("scaler-with-bf16", made.call, message, fix=fix)
 
 
 def find_scaler_made_for_bf16(amp: Amp) -> Iterator[Finding]:
@@ -313,7 +312,7 @@ def find_scaler_made_for_bf16(amp: Amp) -> Iterator[Finding]:
         for made in amp.scalers:
             if formats == {"bf16"} and made.enabled and any(s.value is made.call for s in stored):
                 message = f"{last_name(made.key)} is made for bf16, which has fp32's range and needs no scaling"
-                yield amp.script.finding("scaler-with-bf16", made.call, message, fix="no scaler in this branch")
+                yield amp.script.report("scaler-with-bf16", made.call, message, fix="no scaler in this branch")
 
 
 def reaches(amp: Amp, made: ScalerMade, event: Event) -> bool:
@@ -339,7 +338,7 @@ def find_disagreements(amp: Amp) -> Iterator[Finding]:
 
 
 def list_switched_scalers(amp: Amp) -> dict[str, ast.expr]:
-    """Return Scalers that are always there and only sometimes on, `GradScaler(enabled=args.amp)`, with what switches
+    """Return scalers that always exist but are only sometimes on, `GradScaler(enabled=args.amp)`, with what switches
     them."""
     found: dict[str, ast.expr] = {}
     for made in amp.scalers:
@@ -355,51 +354,54 @@ def list_switched_scalers(amp: Amp) -> dict[str, ast.expr]:
 
 def is_switch(amp: Amp, condition: ast.expr) -> bool:
     """Return whether it is the switch that turns AMP off on a machine with a GPU."""
-    asked = amp.script.constant(condition) or condition
+    asked = amp.script.read_constant(condition) or condition
     parts = asked.values if isinstance(asked, ast.BoolOp) and isinstance(asked.op, ast.And) else [asked]
     texts = [ast.unparse(part) for part in (condition, *parts)]
+    # `use_amp and torch.cuda.is_available()` is a switch; a test for the GPU alone is not.
     named = [text for text in texts if SWITCH.search(text) and not NO_SWITCH.search(text)]
     return bool(named) and not all(NO_SWITCH.search(ast.unparse(part)) for part in parts)
 
 
 def find_tests_for_scaler(amp: Amp, scalers: dict[str, ast.expr]) -> Iterator[Finding]:
-    """Find autocast on where `scaler is not None`, and the scaler is an object with or without AMP."""
+    """Find autocast that is on where `scaler is not None`, although the scaler exists without AMP, too."""
     for test, call in list_autocast_tests(amp) if scalers else ():
         name = get_tested_name(amp, test)
         region = read_region(call, amp.script)
         fp16 = region is not None and region.dtype == "fp16" and region.device != "cpu"
         if name in scalers and fp16:
             flag = ast.unparse(scalers[name])
-            message = f"`{ast.unparse(test)}` holds without {flag} too: autocast stays fp16, the scaler scales nothing"
-            yield amp.script.finding("amp-switch-stuck", call, message, fix=f"enabled={name}.is_enabled()")
+            message = (
+                f"`{ast.unparse(test)}` is also true without {flag}: autocast stays fp16, and the scaler scales nothing"
+            )
+            yield amp.script.report("amp-switch-stuck", call, message, fix=f"enabled={name}.is_enabled()")
 
 
 def find_tests_for_none(amp: Amp) -> Iterator[Finding]:
-    """Find autocast on where `scaler is not None`, and nothing ever makes one."""
+    """Find autocast that is on where `scaler is not None`, although nothing ever makes one."""
     for test, call in list_autocast_tests(amp):
         name = get_tested_name(amp, test)
         values = [v for key, given in amp.script.assigned.items() if last_name(key) == name for v in given]
-        asked = isinstance(amp.script.constant(test) or test, ast.Compare)
+        asked = isinstance(amp.script.read_constant(test) or test, ast.Compare)
         if asked and values and all(is_constant(v, None) for v in values) and name not in amp.script.parameters:
             message = f"`{ast.unparse(test)}` never holds, {name} is always None: autocast is always off"
-            yield amp.script.finding("amp-switch-stuck", call, message, fix="enabled by the flag that asks for AMP")
+            yield amp.script.report("amp-switch-stuck", call, message, fix="enabled by the flag that asks for AMP")
 
 
 def list_autocast_tests(amp: Amp) -> Iterator[tuple[ast.expr, ast.Call]]:
     """Return what decides on an autocast: `enabled=`, and the test of an `if` around one without it."""
-    for call in (c for c in amp.script.calls if amp.script.name_of(c.func) in AUTOCASTS):
+    for call in (c for c in amp.script.calls if amp.script.resolve_name(c.func) in AUTOCASTS):
         if (enabled := keyword(call, "enabled")) is not None:
             yield enabled, call
     for node in (n for n in amp.script.nodes if isinstance(n, ast.If | ast.IfExp)):
         for part in node.body if isinstance(node, ast.If) else [node.body]:
             for call in amp.script.calls_below(part):
-                if amp.script.name_of(call.func) in AUTOCASTS and keyword(call, "enabled") is None:
+                if amp.script.resolve_name(call.func) in AUTOCASTS and keyword(call, "enabled") is None:
                     yield node.test, call
 
 
 def get_tested_name(amp: Amp, test: ast.expr) -> str:
     """Return `scaler` for `scaler`, `bool(scaler)` and `scaler is not None`, also by a name given that value."""
-    test = amp.script.constant(test) or test
+    test = amp.script.read_constant(test) or test
     if isinstance(test, ast.Call) and dotted_name(test.func) == "bool" and test.args:
         test = test.args[0]
     compared = test if isinstance(test, ast.Compare) and is_constant(test.comparators[0], None) else None
@@ -422,9 +424,9 @@ def find_unswitched_autocast(amp: Amp, trace: Trace, scalers: dict[str, ast.expr
             continue
         asked = any(SWITCH.search(text) or "scaler" in text for text, _ in forward.conditions)
         if region.enabled is True and not asked and region.dtype == "fp16" and region.device != "cpu":
-            message = f"autocast is fp16 without {ast.unparse(flag)} too, and then nothing scales the loss"
+            message = f"autocast is fp16 also without {ast.unparse(flag)}, where nothing scales the loss"
             fix = f"autocast(…, enabled={ast.unparse(flag)})"
-            yield amp.script.finding("fp16-without-scaler", forward.node, message, fix=fix, related=backward.node)
+            yield amp.script.report("fp16-without-scaler", forward.node, message, fix=fix, related=backward.node)
             return
 
 

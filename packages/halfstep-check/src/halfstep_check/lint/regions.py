@@ -33,6 +33,7 @@ class Region:
         return self.enabled is not False
 
 
+PARTIALS = ("functools.partial", "partial")
 MAX_ALIASES = 4
 """Names for names: `ctx = make_ctx`, `make_ctx = partial(autocast, …)`."""
 
@@ -42,24 +43,26 @@ def read_region(node: ast.expr, script: Script, depth: int = 0) -> Region | None
     if depth > MAX_ALIASES:
         return None
     if isinstance(node, ast.Name | ast.Attribute):
-        return merge_choices([read_region(value, script, depth + 1) for value in script.values(dotted_name(node))])
+        return merge_choices([read_region(value, script, depth + 1) for value in script.list_values(dotted_name(node))])
     if isinstance(node, ast.IfExp):
         return merge_choices([read_region(value, script, depth + 1) for value in (node.body, node.orelse)])
     if not isinstance(node, ast.Call):
         return None
-    name = script.name_of(node.func)
+    name = script.resolve_name(node.func)
     if name in AUTOCASTS:
         return read_autocast_call(node, name, script)
-    own = script.function_named(last_name(name)) if name.startswith("self.") or name in script.local_names else None
-    makers = [*script.values(dotted_name(node.func)), *list_helper_contexts(own, script)]
+    # A helper of this file, or a name that holds autocast, a partial or a lambda, may make the context.
+    own = script.find_function(last_name(name)) if name.startswith("self.") or name in script.local_names else None
+    makers = [*script.list_values(dotted_name(node.func)), *list_helper_contexts(own, script)]
     return merge_choices([read_made_region(maker, node, script, depth + 1) for maker in makers])
 
 
 def list_helper_contexts(function: Function | None, script: Script) -> list[ast.expr]:
     """Return what a helper returns, `return torch.autocast(…)`, or opens around its yield; None for a yield in the
     open."""
-    inside = script.below(function) if function is not None else []
+    inside = script.walk_below(function) if function is not None else []
     ends = [n.value for n in inside if isinstance(n, ast.Return) and n.value is not None]
+    # `@contextmanager`: what is open around the yield is open in the caller's block.
     yields = {n for n in inside if isinstance(n, ast.Yield)}
     opened = [n for n in inside if isinstance(n, ast.With) and yields.intersection(ast.walk(n))]
     bare: list[ast.expr] = [ast.Constant(None)] if yields.difference(*map(ast.walk, opened)) else []
@@ -73,17 +76,14 @@ def read_made_region(maker: ast.expr, call: ast.Call, script: Script, depth: int
         return merge_choices([read_made_region(value, call, script, depth) for value in (maker.body, maker.orelse)])
     if isinstance(maker, ast.Lambda):
         return read_region(maker.body, script, depth)
-    if isinstance(maker, ast.Name | ast.Attribute) and script.name_of(maker) in AUTOCASTS:
-        return read_autocast_call(call, script.name_of(maker), script)
+    if isinstance(maker, ast.Name | ast.Attribute) and script.resolve_name(maker) in AUTOCASTS:
+        return read_autocast_call(call, script.resolve_name(maker), script)
     bound = maker.args[0] if isinstance(maker, ast.Call) and maker.args else None
-    if isinstance(maker, ast.Call) and is_partial(maker, script) and bound is not None:
+    if isinstance(maker, ast.Call) and script.resolve_name(maker.func) in PARTIALS and bound is not None:
+        # partial(autocast, "cuda")(enabled=x) is autocast("cuda", enabled=x).
         whole = ast.Call(func=bound, args=[*maker.args[1:], *call.args], keywords=[*maker.keywords, *call.keywords])
         return read_made_region(bound, whole, script, depth)
     return read_region(maker, script, depth)
-
-
-def is_partial(call: ast.Call, script: Script) -> bool:
-    return script.name_of(call.func) in ("functools.partial", "partial")
 
 
 def merge_choices(choices: list[Region | None]) -> Region | None:
@@ -96,6 +96,7 @@ def merge_choices(choices: list[Region | None]) -> Region | None:
     dtypes = {region.dtype for region in regions}
     explicit = all(region.explicit_dtype for region in regions)
     dtype = dtypes.pop() if len(dtypes) == 1 else ""
+    # Different dtypes: the region has none for certain, but fp16 may be one of them.
     on_a_path = not dtype and any(region.may_be_fp16 and region.device != "mps" for region in regions)
     return Region(
         device=regions[0].device, dtype=dtype, enabled=None, explicit_dtype=explicit, fp16_on_a_path=on_a_path
@@ -105,8 +106,9 @@ def merge_choices(choices: list[Region | None]) -> Region | None:
 def may_be_fp16(node: ast.expr | None, script: Script, depth: int = 0) -> bool:
     """Match `torch.float16` as one arm of a choice, in a table of dtypes, or one of the values that a name is given."""
     name = dotted_name(node)
-    handed = script.handed(name) if script.is_taken(node) else []
-    values = [*handed, *(script.values(name) if handed or not script.is_taken(node) else [])]
+    # A parameter's values are what calls in this file pass; without such calls nothing is known.
+    handed = script.list_passed_values(name) if script.is_taken(node) else []
+    values = [*handed, *(script.list_values(name) if handed or not script.is_taken(node) else [])]
     choices = [arm for v in values or ([node] if node else []) for arm in list_choices(v, script)]
     # `self.dtype = dtype`, which the caller chose.
     passed_on = [a for a in choices if depth < MAX_ALIASES and isinstance(a, ast.Name) and a is not node]
@@ -123,21 +125,22 @@ def list_choices(node: ast.expr | None, script: Script, depth: int = 0) -> list[
     table = node.value if isinstance(node, ast.Subscript) else None
     if isinstance(getter, ast.Attribute) and getter.attr == "get":
         table = getter.value
-    table = script.constant(table)
+    table = script.read_constant(table)
     if isinstance(table, ast.Dict):
-        key = script.constant(node.slice) if isinstance(node, ast.Subscript) else None
+        key = script.read_constant(node.slice) if isinstance(node, ast.Subscript) else None
         entries = zip(table.keys, table.values, strict=True)
         fixed = [value for k, value in entries if isinstance(key, ast.Constant) and getattr(k, "value", k) == key.value]
         return fixed or table.values
-    own = script.functions.get(dotted_name(getter)) if getter is not None else script.property_named(node)
+    own = script.functions.get(dotted_name(getter)) if getter is not None else script.find_property(node)
     if own is not None and depth < MAX_ALIASES:  # `def pick_dtype(): return torch.bfloat16 if … else torch.float16`
-        ends = (n.value for n in script.below(own) if isinstance(n, ast.Return) and n.value is not None)
+        ends = (n.value for n in script.walk_below(own) if isinstance(n, ast.Return) and n.value is not None)
         return [arm for end in ends if not isinstance(end, ast.Call) for arm in list_choices(end, script, depth + 1)]
     return [node] if node is not None else []
 
 
 def read_autocast_call(call: ast.Call, name: str, script: Script) -> Region:
     device_first = bool(call.args) and isinstance(call.args[0], ast.Constant) and isinstance(call.args[0].value, str)
+    # torch.cuda.amp.autocast(enabled, dtype) has the device in its name; torch.autocast takes it first.
     legacy = name.startswith(("torch.cuda.amp", "torch.cpu.amp")) and not device_first
     if legacy:
         device = name.split(".")[1]
@@ -162,7 +165,7 @@ def read_switch(node: ast.expr | None, script: Script) -> bool | None:
     """Return whether `enabled=` is on; None where that is decided at run time."""
     if node is None:
         return True
-    node = script.constant(node)
+    node = script.read_constant(node)
     if node is not None and compares_dtype_with_text(node, script):
         return False
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, bool) else None
@@ -174,18 +177,18 @@ def compares_dtype_with_text(test: ast.expr, script: Script) -> bool:
         return False
     text = test.comparators[0]
     is_text = isinstance(text, ast.Constant) and isinstance(text.value, str)
-    values = [arm for value in script.values(dotted_name(test.left)) for arm in list_choices(value, script)]
+    values = [arm for value in script.list_values(dotted_name(test.left)) for arm in list_choices(value, script)]
     certain = bool(values) and not script.is_taken(test.left) and all(read_written_format(v, script) for v in values)
     return is_text and certain
 
 
 def read_device(node: ast.expr | None, script: Script) -> str:
     """Return `cuda` or `cpu` when the script fixes it; a choice by is_available() means the GPU when there is one."""
-    node = script.constant(node)
+    node = script.read_constant(node)
     if isinstance(node, ast.Attribute) and node.attr == "type":
-        node = script.constant(node.value)
-    if isinstance(node, ast.Call) and script.name_of(node.func) == "torch.device" and node.args:
-        node = script.constant(node.args[0])
+        node = script.read_constant(node.value)
+    if isinstance(node, ast.Call) and script.resolve_name(node.func) == "torch.device" and node.args:
+        node = script.read_constant(node.args[0])
     if isinstance(node, ast.IfExp) and "is_available" in ast.unparse(node.test):
         node = node.body
         if isinstance(node, ast.Call) and node.args:
@@ -196,7 +199,7 @@ def read_device(node: ast.expr | None, script: Script) -> str:
 
 def read_format(node: ast.expr | None, script: Script) -> str:
     """Return fp16, bf16, … for `torch.bfloat16` or a name that is that and nothing else."""
-    node = script.constant(node)
+    node = script.read_constant(node)
     if isinstance(node, ast.IfExp):  # half where AMP is on, fp32 (no cast at all) where it is off
         half = {read_written_format(node.body, script), read_written_format(node.orelse, script)} - {"fp32"}
         return half.pop() if len(half) == 1 else ""
@@ -206,16 +209,16 @@ def read_format(node: ast.expr | None, script: Script) -> str:
 def read_written_format(node: ast.expr | None, script: Script) -> str:
     """Return fp16, bf16, … where it is written out as `torch.bfloat16`, or `getattr(torch, "bfloat16")`."""
     if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr" and len(node.args) > 1:
-        word = script.default(node.args[1]) if script.name_of(node.args[0]) == "torch" else None
+        word = script.read_default(node.args[1]) if script.resolve_name(node.args[0]) == "torch" else None
         return parse_dtype(word.value) or "" if isinstance(word, ast.Constant) and isinstance(word.value, str) else ""
-    known = isinstance(node, ast.Attribute) and script.name_of(node).startswith("torch.")
+    known = isinstance(node, ast.Attribute) and script.resolve_name(node).startswith("torch.")
     return parse_dtype(node.attr) or "" if known and isinstance(node, ast.Attribute) else ""
 
 
 def is_no_grad(node: ast.expr, script: Script) -> bool:
     """Match `torch.no_grad()`, `inference_mode()` or `set_grad_enabled(False)`, as a context or a decorator."""
     target = node.func if isinstance(node, ast.Call) else node
-    name = script.name_of(target)
+    name = script.resolve_name(target)
     if name.endswith("set_grad_enabled"):
         return isinstance(node, ast.Call) and bool(node.args) and is_constant(node.args[0], False)
     return name.endswith(("no_grad", "inference_mode"))

@@ -41,13 +41,13 @@ def find_clip_inside_apex(amp: Amp) -> Iterator[Finding]:
     """Find a clip inside `with amp.scale_loss(…)`: apex unscales where the block ends."""
     for node in amp.script.nodes:
         calls = [item.context_expr for item in node.items] if isinstance(node, ast.With) else []
-        if not any(isinstance(c, ast.Call) and amp.script.name_of(c.func) == "apex.amp.scale_loss" for c in calls):
+        if not any(isinstance(c, ast.Call) and amp.script.resolve_name(c.func) == "apex.amp.scale_loss" for c in calls):
             continue
         for call in amp.script.calls_below(node):
             if CLIPS.fullmatch(last_name(dotted_name(call.func))):
                 message = "gradients are clipped while still multiplied by apex's loss scale"
                 fix = "clip after the with block, which unscales them"
-                yield amp.script.finding("clip-before-unscale", call, message, fix=fix, related=node)
+                yield amp.script.report("clip-before-unscale", call, message, fix=fix, related=node)
 
 
 def find_clip_after_accelerate(amp: Amp, trace: Trace) -> Iterator[Finding]:
@@ -56,21 +56,23 @@ def find_clip_after_accelerate(amp: Amp, trace: Trace) -> Iterator[Finding]:
         between = [e for e in trace.events[: clip.index] if shares_loop(e, clip) and not e.excludes(clip)]
         changed = [e for e in between if e.method in ("backward", "step", "unscale_gradients")]
         backward = changed[-1] if changed and changed[-1].method == "backward" else None
-        owner = amp.script.canonical(backward.receiver) if backward is not None else ""
+        owner = amp.script.canonicalise(backward.receiver) if backward is not None else ""
         if backward is not None and (amp.accelerators.get(owner) == "fp16" or is_fp16_fabric(amp, owner)):
             owner = last_name(backward.receiver)
             message = f"gradients are clipped while still multiplied by {owner}'s loss scale"
             fix = f"{owner}'s own clipping, which unscales first"
-            yield amp.script.finding("clip-before-unscale", clip.node, message, fix=fix, related=backward.node)
+            yield amp.script.report("clip-before-unscale", clip.node, message, fix=fix, related=backward.node)
             return
 
 
 def is_fp16_fabric(amp: Amp, name: str) -> bool:
     """Match Lightning's Fabric(precision="16-mixed")."""
     made = [
-        v for v in amp.script.values(name) if isinstance(v, ast.Call) and last_name(dotted_name(v.func)) == "Fabric"
+        v
+        for v in amp.script.list_values(name)
+        if isinstance(v, ast.Call) and last_name(dotted_name(v.func)) == "Fabric"
     ]
-    words = [amp.script.default(keyword(call, "precision")) for call in made]
+    words = [amp.script.read_default(keyword(call, "precision")) for call in made]
     return any(isinstance(word, ast.Constant) and word.value in ("16-mixed", 16, "16") for word in words)
 
 
@@ -79,6 +81,7 @@ def find_clip_before_unscale(amp: Amp, trace: Trace, scaled: list[Event]) -> Ite
         later = [e for e in trace.events[clip.index :] if not e.excludes(clip)]
         # In between a helper may run a backward of its own, through a scaler that steps nothing.
         stepping = [e for e in scaled if shares_loop(e, clip) and any(steps_through(s, e.scaled_by) for s in later)]
+        # The gradients that are clipped come from the latest scaled backward on this path.
         backward = find_latest_before(stepping, clip)
         if backward is None or runs_without_amp(clip):
             continue
@@ -89,11 +92,12 @@ def find_clip_before_unscale(amp: Amp, trace: Trace, scaled: list[Event]) -> Ite
             and not is_optional(e, clip, backward)
             for e in between
         )
+        # A step in between ends the iteration of that backward.
         stepped = any(e.method == "step" and not e.excludes(clip) for e in between)
         if not unscaled and not stepped:
             message = f"gradients are clipped while still multiplied by {last_name(backward.scaled_by)}'s scale"
             fix = f"call {last_name(backward.scaled_by)}.unscale_(optimizer) before clipping"
-            yield amp.script.finding("clip-before-unscale", clip.node, message, fix=fix, related=backward.node)
+            yield amp.script.report("clip-before-unscale", clip.node, message, fix=fix, related=backward.node)
 
 
 def unscales_what_steps(amp: Amp, trace: Trace, event: Event, clip: Event) -> bool:
@@ -101,6 +105,7 @@ def unscales_what_steps(amp: Amp, trace: Trace, event: Event, clip: Event) -> bo
     if not event.method.startswith("unscale"):
         return False
     later = trace.events[clip.index :]
+    # Steps after the next backward belong to other gradients.
     until = next((e.index for e in later if e.method == "backward" and not e.excludes(clip)), len(trace.events))
     steps = [e for e in later if e.index < until and steps_through(e, event.receiver) and not e.excludes(clip)]
     return not steps or any(unscales(amp, event, e.arguments[0]) for e in steps)
@@ -123,7 +128,7 @@ def list_helper_backwards(amp: Amp, trace: Trace) -> Iterator[Event]:
     scaler it uses."""
     made = {last_name(made.key) for made in amp.scalers if made.enabled is not False}
     for event in (e for e in trace.events if "backward" in e.method and e.arguments and not e.scaled_by):
-        if amp.script.canonical(event.receiver) in amp.accelerators or last_name(event.receiver) in map(
+        if amp.script.canonicalise(event.receiver) in amp.accelerators or last_name(event.receiver) in map(
             last_name, FRAMEWORKS
         ):
             continue
@@ -144,7 +149,8 @@ def find_latest_before(events: list[Event], event: Event) -> Event | None:
 
 
 def shares_loop(one: Event, other: Event) -> bool:
-    """Match In the same loop, or one in a loop inside the other's: `for micro in window: backward` and then clip."""
+    """Return whether two events share a loop, or one is in a loop inside the other's: `for micro in window: backward`
+    and then clip."""
     shorter = min(len(one.loops), len(other.loops))
     return one.loops[:shorter] == other.loops[:shorter]
 
@@ -167,7 +173,7 @@ def find_bypassed_scaler(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterato
             )
             message += ", also where the scaler skipped one because of inf"
             fix = f"delete {optimizer}.step()"
-            yield amp.script.finding("step-bypasses-scaler", step.node, message, fix=fix, related=backward.node)
+            yield amp.script.report("step-bypasses-scaler", step.node, message, fix=fix, related=backward.node)
             continue
         unscaled = any(unscales(amp, e, optimizer) and e.method == "unscale_" for e in between)
         by_hand = any(unscales(amp, e, optimizer) and e.method != "unscale_" for e in between)
@@ -180,7 +186,7 @@ def find_bypassed_scaler(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterato
             if unscaled:
                 message = f"{optimizer}.step() steps on inf too: after unscale_() only the scaler's step() skips it"
             fix = f"{last_name(backward.scaled_by)}.step({optimizer}), then {last_name(backward.scaled_by)}.update()"
-            yield amp.script.finding("step-bypasses-scaler", step.node, message, fix=fix, related=backward.node)
+            yield amp.script.report("step-bypasses-scaler", step.node, message, fix=fix, related=backward.node)
 
 
 LOOKS_FOR_INF = re.compile(r"isfinite|isinf|isnan|finite|found_inf|overflow|nan_to_num|_check_inf|skip", re.IGNORECASE)
@@ -189,7 +195,7 @@ LOOKS_FOR_INF = re.compile(r"isfinite|isinf|isnan|finite|found_inf|overflow|nan_
 def tests_for_inf(amp: Amp, step: Event, between: list[Event]) -> bool:
     """Return whether the script tests for inf by hand between unscale_() and a plain step."""
     texts = [*(text for text, _ in step.conditions), *(ast.unparse(e.node) for e in between)]
-    named = [ast.unparse(v) for text, _ in step.conditions for v in amp.script.values(text)]
+    named = [ast.unparse(v) for text, _ in step.conditions for v in amp.script.list_values(text)]
     return any(map(LOOKS_FOR_INF.search, (*texts, *named)))
 
 
@@ -221,12 +227,12 @@ def find_updates_between_steps(amp: Amp, trace: Trace) -> Iterator[Finding]:
     for step in steps:
         name = last_name(step.optimizer)
         loops = (n for n in amp.script.nodes if isinstance(n, ast.For) and name in list_names(n.target))
-        within = next((below for n in loops if step.node in (below := amp.script.below(n))), [])
+        within = next((below for n in loops if step.node in (below := amp.script.walk_below(n))), [])
         inside = [e for e in trace.calls("update", "backward") if e.node in within]
         if within and [e.method for e in inside if e.method == "backward" or e.receiver == step.receiver] == ["update"]:
             message = "update() after the step of each optimizer: the next one's gradients carry the old scale"
             fix = "step all optimizers, then update() once, after the loop"
-            yield amp.script.finding("update-between-steps", inside[0].node, message, fix=fix, related=step.node)
+            yield amp.script.report("update-between-steps", inside[0].node, message, fix=fix, related=step.node)
             return
     for first, second in zip(steps, steps[1:], strict=False):
         same_scaler = first.receiver == second.receiver and first.arguments[0] != second.arguments[0]
@@ -235,6 +241,7 @@ def find_updates_between_steps(amp: Amp, trace: Trace) -> Iterator[Finding]:
         )
         between = trace.events[first.index + 1 : second.index]
         updates = [e for e in between if e.method == "update" and e.receiver == first.receiver]
+        # A backward or unscale_ in between gives the second step gradients with the new scale.
         renewed = any(e.method in ("backward", "unscale_") for e in between)
         if same_scaler and together and updates and (not renewed or accumulates(trace, second)):
             scaler = last_name(first.receiver)
@@ -242,13 +249,13 @@ def find_updates_between_steps(amp: Amp, trace: Trace) -> Iterator[Finding]:
                 f"{scaler}.update() before {scaler}.step({last_name(second.arguments[0])}): it divides by another scale"
             )
             fix = f"call {scaler}.update() once, after all steps"
-            yield amp.script.finding("update-between-steps", updates[0].node, message, fix=fix, related=second.node)
+            yield amp.script.report("update-between-steps", updates[0].node, message, fix=fix, related=second.node)
 
 
 def is_walked_twice(amp: Amp, first: Event, second: Event) -> bool:
     """Return whether two events are one line in a loop whose function is called twice: two loops, not one iteration."""
     loop = next((node for node in amp.script.nodes if first.loops and id(node) == first.loops[-1]), None)
-    return first.node is second.node and loop is not None and first.node in amp.script.below(loop)
+    return first.node is second.node and loop is not None and first.node in amp.script.walk_below(loop)
 
 
 def accumulates(trace: Trace, step: Event) -> bool:
@@ -264,7 +271,7 @@ def accumulates(trace: Trace, step: Event) -> bool:
 
 def is_wrapped_elsewhere(amp: Amp, optimizer: str) -> bool:
     """Match `model, optimizer = msamp.initialize(…)`: a framework's optimizer, whose step() may do anything."""
-    makers = [dotted_name(v.func) for v in amp.script.values(optimizer) if isinstance(v, ast.Call)]
+    makers = [dotted_name(v.func) for v in amp.script.list_values(optimizer) if isinstance(v, ast.Call)]
     return any(last_name(maker) in ("initialize", "prepare", "setup") for maker in makers)
 
 
@@ -279,15 +286,15 @@ def find_steps_without_update(amp: Amp) -> Iterator[Finding]:
         if steps and not updated and not hidden and not amp.is_disabled(scaler):
             name = last_name(scaler)
             message = f"{name}.step() without {name}.update(): the scale never changes, skips never end"
-            yield amp.script.finding(
+            yield amp.script.report(
                 "step-without-update", steps[0].node, message, fix=f"call {last_name(scaler)}.update() after it"
             )
 
 
 def inherits(amp: Amp, scaler: str) -> bool:
-    """Match `self.scaler` of a class with a base may be updated in the base."""
+    """Return whether `self.scaler` may be updated in a base class of another file."""
     known = {"object", "ABC", "nn.Module", "Module", "torch.nn.Module", *amp.script.class_by_name}
-    bases = {amp.script.name_of(base) for node in amp.script.classes for base in node.bases}
+    bases = {amp.script.resolve_name(base) for node in amp.script.classes for base in node.bases}
     return scaler.startswith("self.") and bool(bases - known)
 
 
@@ -312,7 +319,7 @@ def uses_only_bf16(amp: Amp) -> bool:
 
 
 def handles_skips(trace: Trace) -> bool:
-    """Match the scale is looked at, or something named after a skip decides."""
+    """Return whether the loop reads the scale, or tests something named after a skip."""
     texts = {text for event in trace.events for text, _ in event.conditions}
     return any(trace.calls("get_scale")) or any(SKIP_WORDS.search(text) for text in texts)
 
@@ -332,7 +339,7 @@ def find_blind_followers(amp: Amp, trace: Trace, step: Event, scalers: set[str])
             moves = "the schedule advances" if rule.startswith("sched") else "the average moves"
             message = f"{moves} even when {last_name(step.receiver)}.step() skipped the update"
             fix = "step it only if scaler.get_scale() did not fall in update()"
-            yield amp.script.finding(rule, event.node, message, fix=fix, related=step.node)
+            yield amp.script.report(rule, event.node, message, fix=fix, related=step.node)
 
 
 def runs_with_step(event: Event, step: Event) -> bool:
@@ -344,14 +351,15 @@ def runs_with_step(event: Event, step: Event) -> bool:
 
 
 def is_scheduler_step(event: Event, amp: Amp) -> bool:
-    """Match By its name, or by what made it: `torch.optim.lr_scheduler.…`, `get_cosine_schedule_with_warmup(…)`."""
+    """Match schedulers by their name, or by what made them: `torch.optim.lr_scheduler.…`,
+    `get_cosine_schedule_with_warmup(…)`."""
     name = last_name(event.receiver).lower()
     # A schedule that is given its step does its own counting.
     counts = isinstance(event.node, ast.Call) and bool(event.node.args or event.node.keywords)
     if event.method != "step" or counts or "noise" in name or amp.script.is_optimizer(name) or "scaler" in name:
         return False
-    made = amp.script.values(event.receiver)
-    makers = [amp.script.name_of(value.func) for value in made if isinstance(value, ast.Call)]
+    made = amp.script.list_values(event.receiver)
+    makers = [amp.script.resolve_name(value.func) for value in made if isinstance(value, ast.Call)]
     by_maker = any("lr_scheduler" in maker or "schedule" in last_name(maker).lower() for maker in makers)
     return by_maker or any(word in name for word in ("sched", "schdr", "schd", "lr_sch"))
 

@@ -30,7 +30,7 @@ def dotted_name(node: ast.AST | None) -> str:
 
 
 def pair_assignments(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Return Targets with their values; `a, b = f(), g()` is two assignments."""
+    """Yield targets with their values; `a, b = f(), g()` is two assignments."""
     for target in node.targets:
         if (
             isinstance(target, ast.Tuple)
@@ -157,6 +157,7 @@ class Script:
     @cached_property
     def layout(self) -> tuple[list[ast.AST], dict[int, tuple[int, int]]]:
         """All nodes, each before those below it, and their spans by identity: a subtree is then a slice."""
+        # Rules ask for subtrees thousands of times; slices of one pre-order list replace repeated walks.
         spans: dict[int, tuple[int, int]] = {}
         order: list[ast.AST] = []
 
@@ -176,13 +177,13 @@ class Script:
     def nodes(self) -> list[ast.AST]:
         return self.layout[0]
 
-    def below(self, node: ast.AST) -> list[ast.AST]:
+    def walk_below(self, node: ast.AST) -> list[ast.AST]:
         """Return a node of this script and all below it, outer ones first; nodes made elsewhere are walked."""
         span = self.layout[1].get(id(node))
         return self.nodes[span[0] : span[1]] if span is not None else list(ast.walk(node))
 
     def calls_below(self, node: ast.AST) -> Iterator[ast.Call]:
-        return (inner for inner in self.below(node) if isinstance(inner, ast.Call))
+        return (inner for inner in self.walk_below(node) if isinstance(inner, ast.Call))
 
     @cached_property
     def calls(self) -> list[ast.Call]:
@@ -193,10 +194,10 @@ class Script:
         """Functions of the module level by name."""
         return {node.name: node for node in self.tree.body if isinstance(node, Function)}
 
-    def nested_in(self, function: ast.AST) -> dict[str, Function]:
+    def list_nested(self, function: ast.AST) -> dict[str, Function]:
         """Return functions defined directly inside another one's body, by name."""
         if id(function) not in self.nested:
-            inner = self.below(function)[1:] if isinstance(function, Function) else []
+            inner = self.walk_below(function)[1:] if isinstance(function, Function) else []
             self.nested[id(function)] = {node.name: node for node in inner if isinstance(node, Function)}
         return self.nested[id(function)]
 
@@ -208,9 +209,10 @@ class Script:
     def class_by_name(self) -> dict[str, ast.ClassDef]:
         return {node.name: node for node in self.classes}
 
-    def parents(self, class_node: ast.ClassDef) -> list[ast.ClassDef]:
+    def list_parents(self, class_node: ast.ClassDef) -> list[ast.ClassDef]:
         """Return the bases that this module defines, nearest first."""
         found: list[ast.ClassDef] = []
+        # Breadth first, so that nearer bases override farther ones.
         waiting = [class_node]
         while waiting:
             bases = (self.class_by_name.get(dotted_name(base)) for base in waiting.pop(0).bases)
@@ -218,24 +220,27 @@ class Script:
             found, waiting = [*found, *new], [*waiting, *new]
         return found
 
-    def methods(self, class_node: ast.ClassDef) -> dict[str, Function]:
+    def list_methods(self, class_node: ast.ClassDef) -> dict[str, Function]:
         """Return methods of a class, those of its bases in this module included."""
         found: dict[str, Function] = {}
-        for node in reversed([class_node, *self.parents(class_node)]):
+        for node in reversed([class_node, *self.list_parents(class_node)]):
             found |= list_methods(node)
         return found
 
-    def class_of(self, key: str) -> ast.ClassDef | None:
+    def find_class(self, key: str) -> ast.ClassDef | None:
         """Return the class of this module whose instance a name holds, where it holds nothing else (None aside)."""
         if key not in self.held:
+            # Guards against cycles before the values are followed.
             self.held[key] = None  # a name that is made from itself
-            arms = [arm for v in self.values(key) for arm in ([v.body, v.orelse] if isinstance(v, ast.IfExp) else [v])]
-            made = {self.class_made(arm) for arm in arms if not is_constant(arm, None)}
+            arms = [
+                arm for v in self.list_values(key) for arm in ([v.body, v.orelse] if isinstance(v, ast.IfExp) else [v])
+            ]
+            made = {self.find_made_class(arm) for arm in arms if not is_constant(arm, None)}
             made = made or {self.annotated.get(key.rsplit(":", 1)[-1])}
             self.held[key] = made.pop() if len(made) == 1 else None
         return self.held[key]
 
-    def class_made(self, value: ast.expr) -> ast.ClassDef | None:
+    def find_made_class(self, value: ast.expr) -> ast.ClassDef | None:
         while isinstance(value, ast.Call):
             if (found := self.class_by_name.get(dotted_name(value.func))) is not None:
                 return found
@@ -244,19 +249,19 @@ class Script:
             # `Net().cuda()` and `DDP(net)` hold a Net.
             value = value.args[0] if wraps else value.func.value if chained else ast.Constant(value=None)  # type: ignore[attr-defined]
         name = dotted_name(value)
-        return self.class_of(name) if name else None
+        return self.find_class(name) if name else None
 
-    def origins(self, key: str, seen: frozenset[str] = frozenset()) -> list[ast.expr]:
+    def trace_origins(self, key: str, seen: frozenset[str] = frozenset()) -> list[ast.expr]:
         """Return what the values of a name come from, `FSDP(net)` for `model = sharded.to(device)`; names followed."""
         found: list[ast.expr] = []
         seen |= {key}
-        for value in self.values(key):
+        for value in self.list_values(key):
             while isinstance(value, ast.Call) and getattr(value.func, "attr", "") in ("to", "cuda", "train", "eval"):
                 value = value.func.value  # type: ignore[attr-defined]
-            for end in self.ends(value) or [value]:
+            for end in self.list_returns(value) or [value]:
                 name = dotted_name(end)
                 if name not in seen:  # `loss = loss.to(device)` is made from itself
-                    found += (self.origins(name, seen) if name else []) or [end]
+                    found += (self.trace_origins(name, seen) if name else []) or [end]
         return found
 
     @cached_property
@@ -278,27 +283,27 @@ class Script:
     def local_names(self) -> set[str]:
         """Names of this module's functions, also with an object of this module before them: `amp.context`."""
         dotted = {dotted_name(call.func) for call in self.calls}
-        held = {n for n in dotted if "." in n and self.class_of(n.rpartition(".")[0]) is not None}
+        held = {n for n in dotted if "." in n and self.find_class(n.rpartition(".")[0]) is not None}
         return held | {node.name for node in self.nodes if isinstance(node, Function)}
 
-    def function_named(self, name: str) -> Function | None:
+    def find_function(self, name: str) -> Function | None:
         """Return the function or method of this name, when there is one alone."""
         found = self.named_functions.get(name, [])
         return found[0] if len(found) == 1 else None
 
-    def property_named(self, node: ast.AST | None) -> Function | None:
+    def find_property(self, node: ast.AST | None) -> Function | None:
         """Return `def dtype(self)` under @property, for `cfg.dtype`."""
-        found = self.function_named(node.attr) if isinstance(node, ast.Attribute) else None
+        found = self.find_function(node.attr) if isinstance(node, ast.Attribute) else None
         return found if found is not None and "property" in map(dotted_name, found.decorator_list) else None
 
-    def name_of(self, node: ast.AST) -> str:
+    def resolve_name(self, node: ast.AST) -> str:
         """Return the full dotted name an expression means after imports, or an empty string."""
         dotted = dotted_name(node)
         head, _, rest = dotted.partition(".")
         full = self.imports.get(head, head)
         return f"{full}.{rest}" if rest else full
 
-    def place(self, node: ast.AST) -> Place:
+    def get_place(self, node: ast.AST) -> Place:
         return Place(path=self.path, line=getattr(node, "lineno", 1), column=getattr(node, "col_offset", 0))
 
     @cached_property
@@ -310,11 +315,11 @@ class Script:
         """The text without its comments."""
         return re.sub(r"(^|\s)#.*", "", self.text)
 
-    def position(self, line: int, byte_column: int) -> tuple[int, int]:
-        """Return `ast` counts bytes of UTF-8, edits count characters."""
+    def find_position(self, line: int, byte_column: int) -> tuple[int, int]:
+        """Convert a position of `ast`, which counts UTF-8 bytes, to characters."""
         return line, len(self.lines[line - 1].encode()[:byte_column].decode(errors="ignore"))
 
-    def finding(
+    def report(
         self,
         rule: str,
         node: ast.AST,
@@ -324,8 +329,8 @@ class Script:
         related: ast.AST | None = None,
         edits: tuple[Edit, ...] = (),
     ) -> Finding:
-        others = (self.place(related),) if related is not None else ()
-        return Finding(rule=rule, message=message, place=self.place(node), fix=fix, related=others, edits=edits)
+        others = (self.get_place(related),) if related is not None else ()
+        return Finding(rule=rule, message=message, place=self.get_place(node), fix=fix, related=others, edits=edits)
 
     @cached_property
     def assigned(self) -> dict[str, list[ast.expr]]:
@@ -335,7 +340,7 @@ class Script:
             if isinstance(node, ast.Assign):
                 for target, value in pair_assignments(node):
                     parts = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
-                    given = self.returned(value, len(parts)) if len(parts) > 1 else []
+                    given = self.list_returned_tuples(value, len(parts)) if len(parts) > 1 else []
                     for number, part in enumerate(parts):
                         if name := dotted_name(part):
                             # `a, b = f()`: what a function of this file returns there, or something that f gave.
@@ -344,37 +349,37 @@ class Script:
                 found.setdefault(dotted_name(node.target), []).append(node.value)
         return found
 
-    def ends(self, value: ast.expr) -> list[ast.expr]:
+    def list_returns(self, value: ast.expr) -> list[ast.expr]:
         """Return what a function of this file may return to a call."""
-        own = self.function_named(last_name(dotted_name(value.func))) if isinstance(value, ast.Call) else None
-        inside = self.below(own) if own is not None else []
+        own = self.find_function(last_name(dotted_name(value.func))) if isinstance(value, ast.Call) else None
+        inside = self.walk_below(own) if own is not None else []
         return [n.value for n in inside if isinstance(n, ast.Return) and n.value is not None]
 
-    def returned(self, value: ast.expr, length: int) -> list[list[ast.expr]]:
+    def list_returned_tuples(self, value: ast.expr, length: int) -> list[list[ast.expr]]:
         """Return the tuples of this length that a function of this file may return to a call."""
-        ends = self.ends(value)
+        ends = self.list_returns(value)
         tuples = [end.elts for end in ends if isinstance(end, ast.Tuple) and len(end.elts) == length]
         return tuples if len(tuples) == len(ends) else []
 
-    def values(self, key: str) -> list[ast.expr]:
+    def list_values(self, key: str) -> list[ast.expr]:
         """Return what a name is ever given; a walk into a function writes its local names as `function:name`."""
-        return self.assigned.get(self.canonical(key), [])
+        return self.assigned.get(self.canonicalise(key), [])
 
-    def canonical(self, key: str) -> str:
+    def canonicalise(self, key: str) -> str:
         """Return a name as the code that gives it a value writes it: `self.scaler` for `trainer.scaler`."""
         name = key.rsplit(":", 1)[-1]
         owner, _, attribute = name.rpartition(".")
         if name in self.assigned or owner in ("", "self"):
             return name
-        return f"self.{attribute}" if attribute in self.attributes_of(self.class_of(owner)) else name
+        return f"self.{attribute}" if attribute in self.list_attributes(self.find_class(owner)) else name
 
-    def attributes_of(self, class_node: ast.ClassDef | None) -> frozenset[str]:
+    def list_attributes(self, class_node: ast.ClassDef | None) -> frozenset[str]:
         """Return what the methods of a class, and of its bases here, set on `self`; `config.device` is not the
         trainer's."""
         if class_node is None:
             return frozenset()
         if id(class_node) not in self.stored:
-            inside = (n for c in (class_node, *self.parents(class_node)) for n in self.below(c))
+            inside = (n for c in (class_node, *self.list_parents(class_node)) for n in self.walk_below(c))
             stores = (n for n in inside if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
             self.stored[id(class_node)] = frozenset(n.attr for n in stores if dotted_name(n.value) == "self")
         return self.stored[id(class_node)]
@@ -385,7 +390,7 @@ class Script:
         found: dict[int, Function] = {}
         for function in (node for node in self.nodes if isinstance(node, Function)):
             # Outer functions come first in `nodes`, so inner ones win.
-            found |= {id(inner): function for statement in function.body for inner in self.below(statement)}
+            found |= {id(inner): function for statement in function.body for inner in self.walk_below(statement)}
         return found
 
     def share_scope(self, one: ast.AST, other: ast.AST) -> bool:
@@ -401,7 +406,8 @@ class Script:
         return {dotted_name(model).rsplit(".", 1)[-1] for model in models} - {""}
 
     def is_optimizer(self, key: str) -> bool:
-        """Match By its name, `optimizer`, `optim_g`, `self.opt`, `optD`, or by what it is made from or handed to."""
+        """Match optimizers by name, `optimizer`, `optim_g`, `self.opt`, `optD`, or by what it is made from or handed
+        to."""
         name = last_name(key)
         low = name.lower()
         named = "optim" in low or low == "opt" or low.startswith("opt_") or low.endswith("_opt")
@@ -411,7 +417,7 @@ class Script:
     def scaler_names(self) -> set[str]:
         """Last names, in lower case, of what is given a GradScaler."""
         made = ((n, v) for n, values in self.assigned.items() for v in values if isinstance(v, ast.Call))
-        return {last_name(name).lower() for name, value in made if self.name_of(value.func) in SCALERS}
+        return {last_name(name).lower() for name, value in made if self.resolve_name(value.func) in SCALERS}
 
     @cached_property
     def optimizer_names(self) -> set[str]:
@@ -421,7 +427,7 @@ class Script:
         return {last_name(name) for name in made | unscaled} - {""}
 
     def makes_optimizer(self, value: ast.expr) -> bool:
-        name = self.name_of(value.func) if isinstance(value, ast.Call) else ""
+        name = self.resolve_name(value.func) if isinstance(value, ast.Call) else ""
         return name.startswith("torch.optim.") and "lr_scheduler" not in name
 
     @cached_property
@@ -430,9 +436,9 @@ class Script:
         ups = {dotted_name(n.target) for n in self.nodes if isinstance(n, ast.AugAssign) and isinstance(n.op, ast.Add)}
         found: set[int] = set()
         for node in (n for n in self.nodes if isinstance(n, ast.If)):
-            stores = [s for inner in node.body for s in self.below(inner) if isinstance(s, ast.Assign)]
+            stores = [s for inner in node.body for s in self.walk_below(inner) if isinstance(s, ast.Assign)]
             zeroed = {dotted_name(t) for s in stores if getattr(s.value, "value", 1) == 0 for t in s.targets}
-            tests = [n for n in self.below(node.test) if isinstance(n, ast.Compare) and len(n.ops) == 1]
+            tests = [n for n in self.walk_below(node.test) if isinstance(n, ast.Compare) and len(n.ops) == 1]
             grows = (n for n in tests if isinstance(n.ops[0], ast.Eq | ast.GtE))
             found |= {id(n) for n in grows if dotted_name(n.left) in ups & zeroed}
         return found
@@ -451,7 +457,7 @@ class Script:
             around = self.owners.get(id(around))
         return False
 
-    def handed(self, name: str) -> list[ast.expr]:
+    def list_passed_values(self, name: str) -> list[ast.expr]:
         """Return what calls of this file give to the parameter of this name, a class's `__init__()` included."""
         found: list[ast.expr] = []
         for function in (n for n in self.nodes if isinstance(n, Function) and name in list_parameters(n)):
@@ -474,18 +480,18 @@ class Script:
     def ends_lifted(self) -> bool:
         """Whether a module of this script returns a softmax."""
         layers = [method for node in self.classes if (method := list_methods(node).get("forward")) is not None]
-        ends = [n.value for layer in layers for n in self.below(layer) if isinstance(n, ast.Return) and n.value]
+        ends = [n.value for layer in layers for n in self.walk_below(layer) if isinstance(n, ast.Return) and n.value]
         calls = (call for end in ends for call in self.calls_below(end))
         return any("softmax" in (getattr(c.func, "attr", "") or getattr(c.func, "id", "")) for c in calls)
 
     def mentions_autocast(self, value: ast.expr) -> bool:
-        names = (node for node in self.below(value) if isinstance(node, ast.Name | ast.Attribute))
-        return any(self.name_of(node) in AUTOCASTS for node in names)
+        names = (node for node in self.walk_below(value) if isinstance(node, ast.Name | ast.Attribute))
+        return any(self.resolve_name(node) in AUTOCASTS for node in names)
 
-    def stored_names(self, function: Function) -> frozenset[str]:
+    def list_stored_names(self, function: Function) -> frozenset[str]:
         """Return names a function assigns."""
         if id(function) not in self.stored:
-            stores = (n for n in self.below(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+            stores = (n for n in self.walk_below(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
             self.stored[id(function)] = frozenset(node.id for node in stores)
         return self.stored[id(function)]
 
@@ -503,13 +509,13 @@ class Script:
             found.setdefault(dotted_name(target), []).append(node.value)  # type: ignore[arg-type]
         return found
 
-    def default(self, node: ast.expr | None) -> ast.expr | None:
+    def read_default(self, node: ast.expr | None) -> ast.expr | None:
         """Return the default of `args.dtype`, where the file has one alone; anything else stays as it is."""
-        fixed = self.constant(node)
+        fixed = self.read_constant(node)
         values = self.defaults.get(fixed.attr, []) if isinstance(fixed, ast.Attribute) else []
         return values[0] if len(values) == 1 else fixed
 
-    def constant(self, node: ast.expr | None) -> ast.expr | None:
+    def read_constant(self, node: ast.expr | None) -> ast.expr | None:
         """Return the expression a name has when it is assigned exactly once; anything else is returned unchanged."""
         for _ in range(4):
             name = dotted_name(node)

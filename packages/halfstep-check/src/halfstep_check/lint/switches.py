@@ -42,7 +42,7 @@ def find_bool_flags(script: Script) -> Iterator[Finding]:
         if flag is not None:
             message = f"type=bool makes every value true: `{flag} False` turns it on"
             fix = "action=argparse.BooleanOptionalAction"
-            yield script.finding("amp-switch-stuck", call, message, fix=fix)
+            yield script.report("amp-switch-stuck", call, message, fix=fix)
 
 
 ASKS_AMP = re.compile(r"(use|enable|with)?_?(amp|mixed_precision|fp16|bf16|autocast)(_enabled)?", re.IGNORECASE)
@@ -52,18 +52,18 @@ LOW_PRECISION = re.compile(
 
 
 def find_announced_flags(script: Script) -> Iterator[Finding]:
-    """Find `self.use_amp` is set and logged, and nothing in a file that trains computes in another precision."""
+    """Find `self.use_amp` that is set and logged in a file that trains in fp32 only."""
     foreign = {dotted_name(b) for c in script.classes for b in c.bases} - {*script.class_by_name, "object", "ABC"}
     flags = {name: values for name, values in script.assigned.items() if ASKS_AMP.fullmatch(last_name(name))}
     for name, values in flags.items() if not foreign and not LOW_PRECISION.search(script.code) else ():
         tests = [n.test for n in script.nodes if isinstance(n, ast.If) and announces(script, n, name)]
         logs = [c for c in script.calls if is_log(c)]
-        quiet = {id(n) for part in (*tests, *logs) for n in script.below(part)}
+        quiet = {id(n) for part in (*tests, *logs) for n in script.walk_below(part)}
         loads = (n for n in script.nodes if isinstance(getattr(n, "ctx", None), ast.Load) and dotted_name(n) == name)
         reads = list(loads)
         if reads and all(id(n) in quiet for n in reads):
-            message = f"{name} is announced, and nothing else reads it: training runs in fp32"
-            yield script.finding("amp-switch-stuck", values[0], message, fix="autocast(…, enabled=…), or drop it")
+            message = f"{name} is logged, and nothing else reads it: training runs in fp32"
+            yield script.report("amp-switch-stuck", values[0], message, fix="autocast(…, enabled=…), or drop it")
 
 
 def is_log(call: ast.Call) -> bool:
@@ -72,7 +72,7 @@ def is_log(call: ast.Call) -> bool:
 
 def announces(script: Script, node: ast.If, name: str) -> bool:
     """Return whether an `if` only logs, and sets the flag that it asks for."""
-    inner = [n for statement in node.body for n in script.below(statement)]
+    inner = [n for statement in node.body for n in script.walk_below(statement)]
     stores = {dotted_name(t) for n in inner if isinstance(n, ast.Assign) for t in n.targets}
     calls = (n for n in inner if isinstance(n, ast.Call))
     jumps = any(isinstance(n, ast.Return | ast.Raise | ast.Continue | ast.Break) for n in inner)
@@ -84,13 +84,13 @@ def find_missing_clip(script: Script) -> Iterator[Finding]:
     for node in (n for n in script.nodes if isinstance(n, ast.If) and "clip" in ast.unparse(n.test)):
         only = [s.value for s in node.body if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call)]
         unscales = len(only) == len(node.body) and all(getattr(c.func, "attr", "") == "unscale_" for c in only)
-        around = script.below(script.owners.get(id(node), script.tree))
-        tests = {id(n) for i in around if isinstance(i, ast.If) for n in script.below(i.test)}
+        around = script.walk_below(script.owners.get(id(node), script.tree))
+        tests = {id(n) for i in around if isinstance(i, ast.If) for n in script.walk_below(i.test)}
         words = [getattr(n, "attr", "") or getattr(n, "id", "") for n in around if id(n) not in tests]
         if unscales and not any("clip" in word.lower() or word == "clamp_" for word in words):
             message = f"`{ast.unparse(node.test)}` only unscales: no gradient is ever clipped"
             fix = "torch.nn.utils.clip_grad_norm_(…) after unscale_()"
-            yield script.finding("amp-switch-stuck", node, message, fix=fix)
+            yield script.report("amp-switch-stuck", node, message, fix=fix)
 
 
 def find_always_on(script: Script) -> Iterator[Finding]:
@@ -108,18 +108,18 @@ def find_always_on(script: Script) -> Iterator[Finding]:
             message = f"{flag} is a store_true with default=True: no command line turns it off"
             fix = "action=argparse.BooleanOptionalAction"
             yield dataclasses.replace(
-                script.finding("amp-switch-stuck", call, message, fix=fix), severity=Severity.WARNING
+                script.report("amp-switch-stuck", call, message, fix=fix), severity=Severity.WARNING
             )
 
 
 def find_or_of_strings(script: Script) -> Iterator[Finding]:
-    """Find `precision in ["bf16" or "bfloat16"]` is `precision in ["bf16"]`."""
+    """Find `precision in ["bf16" or "bfloat16"]`, which is `precision in ["bf16"]`."""
     for node in script.nodes:
         parts = [n for c in node.comparators for n in ast.walk(c)] if isinstance(node, ast.Compare) else []
         words = [n.values[0] for n in parts if isinstance(n, ast.BoolOp) and isinstance(n.op, ast.Or)]
         if any(isinstance(w, ast.Constant) and isinstance(w.value, str) and parse_dtype(w.value) for w in words):
-            message = f"`{ast.unparse(node)}` knows the first word only: `a or b` of two strings is a"
-            yield script.finding("amp-switch-stuck", node, message, fix="x in ('a', 'b')")
+            message = f"`{ast.unparse(node)}` tests the first word only: `a or b` of two strings is a"
+            yield script.report("amp-switch-stuck", node, message, fix="x in ('a', 'b')")
         elif isinstance(node, ast.BoolOp) and is_word_list(node) and asks_precision(node.values[0]):
             yield report_always_true(script, node)
 
@@ -130,7 +130,7 @@ def asks_precision(node: ast.expr) -> bool:
 
 def report_always_true(script: Script, test: ast.BoolOp) -> Finding:
     message = f"`{ast.unparse(test)}` is always true: a string alone counts as true"
-    return script.finding("amp-switch-stuck", test, message, fix="x in ('a', 'b')")
+    return script.report("amp-switch-stuck", test, message, fix="x in ('a', 'b')")
 
 
 def find_accelerate_bool(amp: Amp) -> Iterator[Finding]:
@@ -140,14 +140,14 @@ def find_accelerate_bool(amp: Amp) -> Iterator[Finding]:
     }
     for call in amp.script.calls:
         value = keyword(call, "mixed_precision")
-        if value is None or last_name(amp.script.name_of(call.func)) != "Accelerator":
+        if value is None or last_name(amp.script.resolve_name(call.func)) != "Accelerator":
             continue
         is_bool = isinstance(value, ast.Constant) and isinstance(value.value, bool)
         by_flag = isinstance(value, ast.Attribute) and value.attr in flags
         if is_bool or by_flag:
             message = f"mixed_precision={ast.unparse(value)} is true or false: Accelerator raises ValueError"
             fix = 'mixed_precision="fp16" if … else "no"'
-            yield amp.script.finding("launch-refused", value, message, fix=fix)
+            yield amp.script.report("launch-refused", value, message, fix=fix)
 
 
 def list_boolean_flags(call: ast.Call) -> list[str]:
@@ -163,7 +163,7 @@ def list_amp_tests(script: Script) -> Iterator[ast.expr]:
     """Return what decides on autocast or a scaler: `enabled=`, the test around it, and the value of `use_amp` and the
     like."""
     for call in script.calls:
-        if script.name_of(call.func) in AUTOCASTS | SCALERS and (enabled := keyword(call, "enabled")) is not None:
+        if script.resolve_name(call.func) in AUTOCASTS | SCALERS and (enabled := keyword(call, "enabled")) is not None:
             yield enabled
     for name, values in script.assigned.items():
         if AMP_FLAG.search(name.rsplit(".", 1)[-1]):
@@ -175,7 +175,7 @@ def list_amp_tests(script: Script) -> Iterator[ast.expr]:
 
 
 def makes_amp(script: Script, node: ast.AST) -> bool:
-    return any(script.name_of(call.func) in AUTOCASTS | SCALERS for call in script.calls_below(node))
+    return any(script.resolve_name(call.func) in AUTOCASTS | SCALERS for call in script.calls_below(node))
 
 
 def find_fixed_tests(script: Script, test: ast.expr) -> Iterator[Finding]:
@@ -187,12 +187,12 @@ def find_fixed_tests(script: Script, test: ast.expr) -> Iterator[Finding]:
             yield from find_fixed_tests(script, part)
     elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         yield from find_fixed_tests(script, test.operand)
-    elif isinstance(test, ast.Attribute) and script.name_of(test) == "torch.cuda.is_available":
+    elif isinstance(test, ast.Attribute) and script.resolve_name(test) == "torch.cuda.is_available":
         message = "is_available is a function and is not called here: always true"
-        yield script.finding("amp-switch-stuck", test, message, fix="torch.cuda.is_available()")
+        yield script.report("amp-switch-stuck", test, message, fix="torch.cuda.is_available()")
     elif isinstance(test, ast.Compare) and compares_dtype_with_text(test, script) and may_be_fp16(test.left, script):
         message = f"`{ast.unparse(test)}` is never true: a torch.dtype is compared with a string"
-        yield script.finding("amp-switch-stuck", test, message, fix="compare with torch.float16")
+        yield script.report("amp-switch-stuck", test, message, fix="compare with torch.float16")
 
 
 def is_word_list(test: ast.BoolOp) -> bool:
@@ -219,7 +219,7 @@ def find_low_capability(script: Script) -> Iterator[Finding]:
         ):
             message = f"`{ast.unparse(test)}` holds on Volta and Turing, which have no bf16 units"
             fix = "torch.cuda.get_device_capability() >= (8, 0)"
-            yield script.finding("bf16-check-too-low", test, message, fix=fix)
+            yield script.report("bf16-check-too-low", test, message, fix=fix)
 
 
 def asks_for_seven(script: Script, test: ast.expr) -> bool:
@@ -228,7 +228,7 @@ def asks_for_seven(script: Script, test: ast.expr) -> bool:
         parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else []
         return not BF16.search(ast.unparse(test)) and any(asks_for_seven(script, part) for part in parts)
     left = test.left.value if isinstance(test.left, ast.Subscript) else test.left
-    values = [left, *script.values(dotted_name(left))]
+    values = [left, *script.list_values(dotted_name(left))]
     if not any("get_device_capability" in ast.unparse(value) for value in values):
         return False
     limit = test.comparators[0]

@@ -25,23 +25,8 @@ from halfstep_check.lint.script import (
 from halfstep_check.spellings import parse_dtype
 
 PLAIN_OPTIMIZERS = {
-    "SGD",
-    "Adam",
-    "AdamW",
-    "RMSprop",
-    "Adagrad",
-    "NAdam",
-    "RAdam",
-    "Adamax",
-    "Adadelta",
-    "LBFGS",
-    "Adafactor",
-    "Adam8bit",
-    "AdamW8bit",
-    "PagedAdamW8bit",
-    "PagedAdamW32bit",
-    "Lion",
-    "Lion8bit",
+    *("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "LBFGS"),
+    *("Adafactor", "Adam8bit", "AdamW8bit", "PagedAdamW8bit", "PagedAdamW32bit", "Lion", "Lion8bit"),
 }
 
 LIBRARIES = ("torch.optim.", "transformers.", "bitsandbytes.optim.", "lion_pytorch.")
@@ -77,6 +62,7 @@ def find_half_weights(amp: Amp) -> Iterator[Finding]:
     optimized = [*(optimized if amp.goes_backward or "training_step" in script.named_functions else []), *handed]
     seen: set[tuple[str, str]] = set()
     for model in find_half_models(amp):
+        # All names that hold the same weights: FSDP(model), what a builder returns, pipe.unet.
         known = add_wrappers(script, [(model.name, model.call), *list_receiving_names(script, model.call, model.name)])
         partly = is_trained_in_part(script, {name for name, _ in known})
         steps = [
@@ -106,7 +92,7 @@ def list_accelerators(amp: Amp, models: set[str]) -> list[ast.Call]:
         for call in prepares
         if models & {dotted_name(value) for value in call.args}
     }
-    made = [value for owner in sorted(owners & amp.accelerators.keys()) for value in amp.script.values(owner)]
+    made = [value for owner in sorted(owners & amp.accelerators.keys()) for value in amp.script.list_values(owner)]
     return [value for value in made if isinstance(value, ast.Call)]
 
 
@@ -129,7 +115,7 @@ def are_opposite(script: Script, one: ast.AST, other: ast.AST) -> bool:
     """Return whether two nodes are in opposite branches of an `if`."""
 
     def holds(block: list[ast.stmt], node: ast.AST) -> bool:
-        return any(node in script.below(statement) for statement in block)
+        return any(node in script.walk_below(statement) for statement in block)
 
     choices = (n for n in script.nodes if isinstance(n, ast.If))
     return any(holds(n.body, one) and holds(n.orelse, other) for n in choices)
@@ -138,14 +124,14 @@ def are_opposite(script: Script, one: ast.AST, other: ast.AST) -> bool:
 def picks_trained(script: Script, made: ast.AST, model: HalfModel) -> bool:
     """Return whether an optimizer is given what wants a gradient, `filter(lambda p: p.requires_grad, …)`, also by a
     name."""
-    named = [v for n in ast.walk(made) if isinstance(n, ast.Name) for v in script.values(n.id)]
+    named = [v for n in ast.walk(made) if isinstance(n, ast.Name) for v in script.list_values(n.id)]
     each = ".data" in ast.unparse(model.call)  # those that are trained were cast one by one
     return any("requires_grad" in ast.unparse(node) for node in (made, *(named if not each else [])))
 
 
 def is_same(script: Script, name: str, made: ast.AST, own: str, where: ast.AST) -> bool:
-    """Match `self.model` is one object in all methods, a plain name only in its own function; `self` has all of its
-    own."""
+    """Return whether two names are one model: `self.model` is one object in all methods, a plain name only in its own
+    function; `self` has all of its own."""
     same = name == own or name == "self" and own.startswith("self.")
     return same and ("." in own or script.share_scope(where, made))
 
@@ -161,9 +147,10 @@ def is_trained_in_part(script: Script, models: set[str]) -> bool:
         called = isinstance(func, ast.Attribute) and func.attr == "requires_grad_" and "False" in ast.unparse(node)
         if not off and not called:
             continue
-        around = {name for loop in loops if node in script.below(loop) for name in list_models(loop.iter)}
+        around = {name for loop in loops if node in script.walk_below(loop) for name in list_models(loop.iter)}
         frozen |= around or ({dotted_name(func.value)} if isinstance(func, ast.Attribute) else {"?"})
     hit = any(part == name or part.startswith(f"{name}.") for part in frozen for name in models)
+    # Freezing a part, adapters and fp32 copies all mean that half storage may be intended.
     used = re.sub(r"(?m)^\s*(from|import)\s.*", "", script.code)  # an import alone adapts nothing
     return bool(TRAINED_IN_PART.search(used)) or hit or "?" in frozen or not models and bool(frozen)
 
@@ -173,7 +160,7 @@ def report_lost_updates(script: Script, model: HalfModel) -> Finding:
     stored = f"{last_name(model.name)} is stored in {model.dtype} and updated in place"
     message = f"{stored}: changes below {limit} of a weight are lost"
     fix = "keep fp32 weights and use autocast, or an optimizer with an fp32 master copy"
-    return script.finding("half-weights-optimizer", model.call, message, fix=fix)
+    return script.report("half-weights-optimizer", model.call, message, fix=fix)
 
 
 def find_half_models(amp: Amp) -> list[HalfModel]:
@@ -198,9 +185,9 @@ def find_half_models(amp: Amp) -> list[HalfModel]:
 
 
 def find_casts_in_loops(script: Script) -> Iterator[HalfModel]:
-    """Return `for p in model.parameters(): p.data = p.data.to(torch.bfloat16)`, of those that are trained."""
+    """Find `for p in model.parameters(): p.data = p.data.to(torch.bfloat16)` on trained parameters."""
     for loop in (n for n in script.nodes if isinstance(n, ast.For)):
-        for node in (n for n in script.below(loop) if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call)):
+        for node in (n for n in script.walk_below(loop) if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call)):
             dtype = get_cast_dtype(node.value, script) if isinstance(node.value, ast.Call) else ""
             if (
                 dtype in ("fp16", "bf16")
@@ -214,7 +201,7 @@ def find_casts_in_loops(script: Script) -> Iterator[HalfModel]:
 
 
 def list_siblings(script: Script, loop: ast.For, node: ast.stmt) -> list[ast.stmt]:
-    blocks = [b for n in script.below(loop) for b in (getattr(n, "body", None), getattr(n, "orelse", None))]
+    blocks = [b for n in script.walk_below(loop) for b in (getattr(n, "body", None), getattr(n, "orelse", None))]
     return next((b for b in blocks if isinstance(b, list) and node in b), [])
 
 
@@ -230,10 +217,10 @@ def get_stored_dtype(call: ast.Call, script: Script) -> str:
 def read_half_choice(node: ast.expr | None, script: Script) -> str:
     """Return bf16 of `torch.bfloat16 if supported else torch.float16`, of a table by its default, of a function's
     returns."""
-    node = script.default(node)
+    node = script.read_default(node)
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return parse_dtype(node.value) or ""
-    given = script.values(dotted_name(node)) if not script.is_taken(node) else []
+    given = script.list_values(dotted_name(node)) if not script.is_taken(node) else []
     if len(given) > 1:  # `weight_dtype = torch.float32`, then half where that is asked for
         named = [read_format(value, script) for value in given]
         formats = [
@@ -263,7 +250,7 @@ def get_default_entry(node: ast.expr | None, script: Script) -> ast.expr | None:
     owner, key = (getter.value, node.args[0]) if looked_up else (None, None)  # type: ignore[union-attr]
     if isinstance(node, ast.Subscript):
         owner, key = node.value, node.slice
-    table, word = script.constant(owner), script.default(key)
+    table, word = script.read_constant(owner), script.read_default(key)
     if not isinstance(table, ast.Dict) or not isinstance(word, ast.Constant):
         return None
     entries = zip(table.keys, table.values, strict=True)
@@ -279,9 +266,9 @@ def get_loaded_dtype(script: Script, call: ast.Call) -> str:
 
 
 def find_half_default(script: Script) -> HalfModel | None:
-    """Return torch.set_default_dtype(torch.bfloat16), never set back: all that is made from then on is half."""
+    """Find torch.set_default_dtype(torch.bfloat16) that is never reset: all later parameters are half."""
     setters = ("torch.set_default_dtype", "torch.set_default_tensor_type")
-    calls = [call for call in script.calls if script.name_of(call.func) in setters and call.args]
+    calls = [call for call in script.calls if script.resolve_name(call.func) in setters and call.args]
     tensors = {"HalfTensor": "fp16", "BFloat16Tensor": "bf16"}
     value = calls[0].args[0] if len(calls) == 1 else None
     word = value.value if isinstance(value, ast.Constant) else dotted_name(value)
@@ -293,8 +280,8 @@ def find_half_default(script: Script) -> HalfModel | None:
 
 def is_plain_optimizer(amp: Amp, call: ast.Call) -> bool:
     """Match `torch.optim.AdamW(…)`, and `optimizer_class(…)` of a name that holds such a class."""
-    classes = [call.func, *amp.script.values(dotted_name(call.func))]
-    return any(is_plain_class(amp.script.name_of(arm)) for one in classes for arm in list_choices(one, amp.script))
+    classes = [call.func, *amp.script.list_values(dotted_name(call.func))]
+    return any(is_plain_class(amp.script.resolve_name(arm)) for one in classes for arm in list_choices(one, amp.script))
 
 
 def is_plain_class(name: str) -> bool:
@@ -333,9 +320,10 @@ def list_models_optimized_elsewhere(script: Script, call: ast.Call) -> Iterator[
 
 def list_given_models(script: Script, values: list[ast.expr], call: ast.Call) -> Iterator[tuple[str, ast.AST]]:
     words = {dotted_name(n) for value in values for n in ast.walk(value)} - {""}
-    made = [v for word in sorted(words) for v in script.values(word) if script.share_scope(v, call)]
+    made = [v for word in sorted(words) for v in script.list_values(word) if script.share_scope(v, call)]
     names = {name for source in (*values, *made) for name in list_models(source)}
     # Groups that a function fills by hand come from the one model it walks over.
+    # Parameter groups are often filled by hand in a loop over one model's parameters.
     home = script.owners.get(id(call))
     walked = set(list_models(home)) if home is not None and not names else set()
     yield from ((name, call) for name in sorted(names or (walked if len(walked) == 1 else set())) if name)
@@ -344,10 +332,10 @@ def list_given_models(script: Script, values: list[ast.expr], call: ast.Call) ->
 def list_trained_models(script: Script, call: ast.Call) -> Iterator[tuple[str, ast.AST]]:
     """Return the model that transformers' or trl's Trainer is given: it makes a plain AdamW for its weights as they
     are."""
-    name = script.name_of(call.func)
+    name = script.resolve_name(call.func)
     model = argument(call, 0, "model")
     own = script.class_by_name.get(name)
-    bases = [script.name_of(base) for base in own.bases] if own is not None else [name]
+    bases = [script.resolve_name(base) for base in own.bases] if own is not None else [name]
     if any(base.startswith(("transformers.", "trl.")) and base.endswith("Trainer") for base in bases):
         yield dotted_name(model), call
 
@@ -376,7 +364,7 @@ def list_receiving_names(script: Script, call: ast.Call, model: str) -> list[tup
     builder = script.owners.get(id(call))
     if builder is None or "." in model:
         return []
-    returns = [n.value for n in script.below(builder) if isinstance(n, ast.Return) and n.value is not None]
+    returns = [n.value for n in script.walk_below(builder) if isinstance(n, ast.Return) and n.value is not None]
     parts = [value.elts if isinstance(value, ast.Tuple) else [value] for value in returns]
     places = {
         i
@@ -411,7 +399,7 @@ def add_wrappers(script: Script, known: list[tuple[str, ast.AST]]) -> list[tuple
 def list_held_models(script: Script, value: ast.expr) -> list[ast.expr]:
     """Return what a module of this file is made from, `Step(student=net)`, where nothing is frozen."""
     module = script.class_by_name.get(dotted_name(value.func)) if isinstance(value, ast.Call) else None
-    trains = module is not None and "forward" in script.methods(module) and not is_trained_in_part(script, set())
+    trains = module is not None and "forward" in script.list_methods(module) and not is_trained_in_part(script, set())
     return [*value.args, *(k.value for k in value.keywords)] if trains and isinstance(value, ast.Call) else []
 
 

@@ -1,0 +1,695 @@
+"""The fast path of hs.Step: run a user's loss function as captured CUDA graphs, without freezing a Python value.
+
+    eager      the first steps, and whatever cannot be captured
+    graph      the whole step as one CUDA graph of torch's own kernels: most of the gain where the host is the limit
+    compiled   the same with Inductor's code, which takes tens of seconds to compile
+
+What happens in a step, once the first few have run eagerly:
+
+1. The loss function is called once per micro-batch, through Dynamo (traced.py). Guards find the entry for the Python
+   values of this call, and the entry notes its inputs. Nothing is computed yet.
+2. Entries, optimizer settings and weights of the micro-batches are the key of a graph. If there is one, and it was
+   captured from the same parameters and buffers, the inputs that change are copied into it, and it is replayed.
+3. Otherwise the window runs uncaptured: the first time as a plain step, the second time it is captured, and the replay
+   is compared with it (certificate.py).
+4. The tensors that the loss function returned or stored are filled.
+
+A replay contains what a step does on the device, forward to counters (step/graph.py), so a bad one is dropped inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.modules import module as module_hooks
+
+from halfstep.own_loop.certificate import Certificate, Differs, StepState
+from halfstep.own_loop.loss import split_result
+from halfstep.own_loop.traced import Call, Compiler, Entry, NotTraced, TracedLoss, list_tensors
+from halfstep.precision.plan import Plan
+from halfstep.step.batches import Batch, Weight, read_sample_ids
+from halfstep.step.facts import Facts
+from halfstep.step.graph import CaptureFailed, GraphedStep
+from halfstep.step.step import LossFn, Step
+
+Fast = Literal["auto", "graph", "compile", "off"]
+Key = tuple[object, ...]
+Eager = Callable[[LossFn], Facts]
+"""Make a step by running a loss function's Python code."""
+
+WARMUP_STEPS = 3
+"""Eager steps before the first trace: optimizers build their state, cuDNN chooses its algorithms."""
+MAX_TRACERS = 4  # combinations of backend flags that are not guarded by Dynamo
+MAX_UNUSED = 4  # graphs captured in a row without one replay
+CHECK_EVERY = 20  # replays between two looks at whether compiling pays
+COMPILE_S, COMPILE_S_PER_NODE = 5.0, 0.02
+"""About what Inductor takes for a step: seconds, and seconds per operation of its graphs (forward and backward)."""
+LIKELY_SAVING = 0.25
+"""Share of the time of captured torch kernels that compiled ones save: 12 to 56 % for six models on an H200."""
+TIMED = 20  # replays
+ERROR = 2.0  # how much further from fp32 compiled gradients may be than those of torch's kernels
+ROUNDING = 1e-5  # relative, of sums in another order in fp32
+
+
+class Replay(Protocol):
+    """A captured step: GraphedStep, or what tests put in its place on a CPU."""
+
+    inputs: list[dict[str, Tensor]]
+
+    @property
+    def is_valid(self) -> bool: ...
+
+    def __call__(self, window: list[dict[str, Tensor]]) -> Facts: ...
+
+
+Capture = Callable[[Step, LossFn, list[dict[str, Tensor]], Any], Replay]
+
+CAPTURES: dict[str, Capture] = {"cuda": GraphedStep}
+"""How a step is captured, by type of device."""
+
+
+@dataclass
+class TracedWindow:
+    """The calls of one window: which entries, and where loss and weight are."""
+
+    calls: list[Call]
+    losses: list[int]
+    weights: list[Weight | int]
+    weight_outputs: list[int | None]
+    batches: list[Batch]
+
+    @property
+    def key(self) -> Key:
+        return tuple(
+            (call.entry, loss, None if isinstance(weight, Tensor) else weight, call.numbers)
+            for call, loss, weight in zip(self.calls, self.losses, self.weights, strict=True)
+        )
+
+    def find_dynamic(self, number: int, changing: set[int]) -> list[int]:
+        """Return the inputs of a call that change between steps: the batch, Python numbers, tensors made anew."""
+        own, call = {id(leaf) for leaf in list_tensors(self.batches[number])}, self.calls[number]
+        return [
+            position
+            for position, one in enumerate(call.inputs)
+            if isinstance(one, Tensor)
+            and (
+                id(one) in own
+                or position in changing
+                or position in call.entry.moved
+                or is_number_input(call, position)
+            )
+        ]
+
+    @property
+    def reads_numbers(self) -> bool:
+        """True if the code takes a Python number as an input: one that has changed before."""
+        return any(is_number_input(call, position) for call in self.calls for position in range(len(call.inputs)))
+
+    def list_written(self) -> list[Tensor]:
+        """Return the inputs that the code writes into, such as BatchNorm statistics."""
+        written = (call.inputs[k] for call in self.calls for k in call.entry.mutated if k < len(call.inputs))
+        return [tensor for tensor in written if isinstance(tensor, Tensor)]
+
+    def with_batches(self, window: list[Batch]) -> TracedWindow | None:
+        """Return these calls with the tensors of another window of the same shapes; None if more than those differ."""
+        last, now = [list_tensors(batch) for batch in self.batches], [list_tensors(batch) for batch in window]
+        if list(map(describe_tensors, last)) != list(map(describe_tensors, now)):
+            return None
+        calls = []
+        for call, olds, leaves in zip(self.calls, last, now, strict=True):
+            new = {id(old): leaf for old, leaf in zip(olds, leaves, strict=True)}
+            inputs = tuple(new.get(id(one), one) for one in call.inputs)
+            calls.append(dataclasses.replace(call, inputs=inputs))
+        return dataclasses.replace(self, calls=calls, batches=window)
+
+
+@dataclass
+class Graph:
+    """A captured window and what it may be replayed for."""
+
+    replay: Replay
+    outputs: list[Sequence[Any]]
+    """What the entries return; a replay writes into these tensors."""
+    fixed: list[list[tuple[int, Tensor, int]]]
+    """Inputs that must be the same tensors at the same addresses: position, tensor, address."""
+    holders: list[int]
+    """Identities of the objects that optimizers replace when state is loaded into them."""
+    dynamic: list[list[tuple[int, str]]]
+    """Inputs that are copied into it: position, and the name of its static tensor."""
+
+    def fits(self, traced: TracedWindow, step: Step) -> bool:
+        if not self.replay.is_valid or list(map(id, list_holders(step))) != self.holders:
+            return False
+        for call, fixed in zip(traced.calls, self.fixed, strict=True):
+            inputs = call.inputs
+            for position, tensor, address in fixed:
+                if inputs[position] is not tensor or tensor.data_ptr() != address:
+                    return False
+        return True
+
+    def select(self, traced: TracedWindow) -> list[dict[str, Tensor]]:
+        """Return the inputs of a window that are copied into the graph."""
+        return [
+            {name: call.inputs[position] for position, name in own}
+            for call, own in zip(traced.calls, self.dynamic, strict=True)
+        ]
+
+
+@dataclass
+class Level:
+    """One way of running the traced code, with everything that belongs to it."""
+
+    compiler: Compiler
+    tracers: OrderedDict[object, TracedLoss] = field(default_factory=OrderedDict)
+    graphs: OrderedDict[Key, Graph] = field(default_factory=OrderedDict)  # least recently used first
+    ran: dict[Key, TracedWindow] = field(default_factory=dict)  # windows that ran uncaptured
+    changing: dict[Entry, set[int]] = field(default_factory=dict)  # inputs that are other tensors at every step
+    certificate: Certificate = field(default_factory=Certificate)
+    pool: Any = None
+    is_compared: bool = False  # whether the traced code was compared with the eager step
+    num_tried: int = 0  # comparisons with it that could not be made, or failed
+    num_unused: int = 0  # graphs in a row that were captured and not replayed
+    num_replays: int = 0
+    began: float = 0.0  # when the first graph was captured
+
+    @property
+    def mode(self) -> str:
+        return "graph" if self.compiler == "aten" else "compile+graph"
+
+    def find_tracer(self, plan: Plan) -> TracedLoss:
+        """Return the tracer for the backend flags in force: they select kernels, and Dynamo does not guard them."""
+        flags = read_flags()
+        if flags not in self.tracers:
+            if len(self.tracers) >= MAX_TRACERS:
+                self.tracers.popitem(last=False)
+            self.tracers[flags] = TracedLoss(plan, self.compiler)
+        return self.tracers[flags]
+
+
+class FastPath:
+    """Choose and run the mode of each step of an hs.Step."""
+
+    def __init__(self, step: Step, asked: Fast, *, num_steps: int | None = None, max_graphs: int = 8) -> None:
+        self.step, self.asked, self.num_steps, self.max_graphs = step, asked, num_steps, max_graphs
+        self.why_eager = "fast='off'" if asked == "off" else self._find_obstacle()
+        self.level = Level("inductor" if asked == "compile" else "aten")
+        self.trial: Level | None = None
+        """The next level while it is tried; the steps it makes are real ones."""
+        self.why_not_compiled = "" if asked == "auto" else f"fast={asked!r}"
+        self.rates = HandRates(step)
+        self.first = step.attempted
+        if self.why_eager and asked in ("graph", "compile"):
+            say(f"runs eagerly: {self.why_eager}")
+
+    @property
+    def mode(self) -> str:
+        return self.level.mode if self.level.graphs else "eager"
+
+    @property
+    def certificate(self) -> Certificate:
+        return self.level.certificate
+
+    def run(self, loss_fn: LossFn, window: list[Batch], eager: Eager) -> Facts:
+        """Make one step, by a replay where possible; `eager` makes it by a Python function."""
+        if self.why_eager or self.step.attempted < self.first + WARMUP_STEPS or is_watched(self.step):
+            return eager(loss_fn)
+        level = self.trial or self.level
+        if not level.is_compared and level.ran and level.compiler == "aten":
+            return self._compare_with_eager(loss_fn, window, eager)
+        traced = TracedWindow([], [], [], [], [])
+        try:
+            facts = self._run_traced(level, traced, loss_fn, window)
+        except NotTraced as error:
+            if level is self.trial:
+                self._drop_trial(str(error))
+                return self.run(loss_fn, window, eager) if not traced.calls else self._run_rest(traced, loss_fn, eager)
+            self._stay_eager(str(error))
+            return self._run_rest(traced, loss_fn, eager)
+        facts.ids = read_sample_ids(window)
+        return facts
+
+    def _run_traced(self, level: Level, traced: TracedWindow, loss_fn: LossFn, window: list[Batch]) -> Facts:
+        references = self._trace_references(loss_fn, window) if level is self.trial and level.ran else None
+        self._trace(level.find_tracer(self.step.plan), traced, loss_fn, window)
+        key = (*traced.key, *self.rates.key)
+        graph = level.graphs.get(key)
+        if graph is not None and graph.fits(traced, self.step):
+            level.graphs.move_to_end(key)
+            level.num_unused = 0
+            level.num_replays += 1
+            if not self.why_not_compiled and self._is_worth_compiling():
+                self._begin_trial(traced)
+            return self._replay(graph, traced)
+        if obstacle := self._find_obstacle():
+            raise NotTraced(obstacle)
+        if key not in level.ran:
+            return self._run_uncaptured(level, key, traced)
+        if references is not None:
+            self._compare_gradients(level, traced, *references)
+        return self._capture(level, key, traced)
+
+    # --- 1: guards, and what the loss function reads ---
+
+    def _trace(self, tracer: TracedLoss, traced: TracedWindow, loss_fn: LossFn, window: list[Batch]) -> None:
+        for batch in window:
+            call = tracer(loss_fn, batch)
+            is_plain = len(window) == 1 and isinstance(call.result, Tensor)
+            # Alone in its window a batch counts whatever it weighs.
+            split = (call.result, 1) if is_plain else split_result(call.result, batch, is_alone=len(window) == 1)
+            loss, weight = split
+            traced.calls.append(call)
+            traced.losses.append(call.find_promised(loss))
+            traced.weights.append(weight)
+            traced.weight_outputs.append(call.find_promised(call.result[1]) if isinstance(weight, Tensor) else None)
+            traced.batches.append(batch)
+
+    # --- 2: replay ---
+
+    def _replay(self, graph: Graph, traced: TracedWindow) -> Facts:
+        self.step.look_ahead()
+        self.rates.write()
+        facts = graph.replay(graph.select(traced))
+        for call, outputs in zip(traced.calls, graph.outputs[-len(traced.calls) :], strict=True):
+            call.fulfil(outputs)
+        return facts
+
+    # --- 3: uncaptured, then captured ---
+
+    def _run_uncaptured(self, level: Level, key: Key, traced: TracedWindow) -> Facts:
+        """Make a plain step of the traced code. Its backward is compiled only now, so its graph is scanned after it."""
+        outputs: list[Sequence[Any]] = []
+        facts = self.step.compute(run_calls(traced, outputs), traced.calls)
+        self.step.commit(facts)
+        for call, found in zip(traced.calls, outputs, strict=True):
+            call.fulfil(found)
+        if why_not := next((call.entry.why_not for call in traced.calls if call.entry.why_not), ""):
+            self._leave(level, why_not)
+        level.ran[key] = traced
+        while len(level.ran) > 4 * self.max_graphs:
+            level.ran.pop(next(iter(level.ran)))
+        return facts
+
+    def _capture(self, level: Level, key: Key, traced: TracedWindow) -> Facts:
+        """Capture a window that has run before, and make this step by its first replay, if that equals two runs of the
+        uncaptured code."""
+        self._note_changing(level, traced, level.ran[key])
+        level.ran[key] = traced
+        level.num_unused += 1
+        if level.num_unused > MAX_UNUSED:
+            raise NotTraced("parameters, optimizer settings or numbers in the batch change at every step")
+        state = StepState(self.step, traced.list_written())
+        before = state.copy()
+        self.step.look_ahead()
+        try:
+            with self.rates.as_tensors():
+                runs = [state.run_from(before, lambda: self._try(traced)) for _ in range(2)]
+                state.restore(before)
+                graph = self._make_graph(level, traced)
+            facts = self._replay(graph, traced)
+            level.certificate.exact, level.certificate.noisy = state.compare(state.copy(), *runs)
+        except (CaptureFailed, Differs, torch.OutOfMemoryError) as error:
+            state.restore(before)
+            self._leave(level, (str(error).splitlines() or [type(error).__name__])[0])
+            return self._run_uncaptured(level, key, traced)
+        level.certificate.add("its uncaptured code")
+        is_first = not level.graphs
+        level.graphs[key] = graph
+        while len(level.graphs) > self.max_graphs:
+            level.graphs.popitem(last=False)
+        if level is self.trial:
+            self._end_trial(level, graph, StepState(self.step, traced.list_written()))
+        elif is_first:
+            level.began = time.monotonic()
+            say(f"captured as a CUDA graph of {NAMES[level.compiler]}: {level.certificate}")
+        return facts
+
+    def _note_changing(self, level: Level, traced: TracedWindow, last: TracedWindow) -> None:
+        """Find inputs that are other tensors than in the last window, apart from the batch: those are copied, too."""
+        own = {id(parameter) for parameter in self.step.find_trained_parameters()}
+        for call, then in zip(traced.calls, last.calls, strict=True):
+            for position, (one, before) in enumerate(zip(call.inputs, then.inputs, strict=True)):
+                if isinstance(one, Tensor) and one is not before and id(one) not in own:
+                    level.changing.setdefault(call.entry, set()).add(position)
+            refuse_changing(call, level.changing.get(call.entry, set()))
+
+    def _make_graph(self, level: Level, traced: TracedWindow) -> Graph:
+        device = self.step.device
+        if level.pool is None and device.type == "cuda":
+            level.pool = torch.cuda.graph_pool_handle()
+        positions = [
+            traced.find_dynamic(number, level.changing.get(call.entry, set()))
+            for number, call in enumerate(traced.calls)
+        ]
+        inputs = [
+            {str(position): call.inputs[position].detach().to(device) for position in own}
+            for call, own in zip(traced.calls, positions, strict=True)
+        ]
+        fixed = [
+            [
+                (position, one, one.data_ptr())
+                for position, one in enumerate(call.inputs)
+                if isinstance(one, Tensor) and position not in own
+            ]
+            for call, own in zip(traced.calls, positions, strict=True)
+        ]
+        outputs: list[Sequence[Any]] = []
+        replay = CAPTURES[device.type](self.step, run_calls(traced, outputs), inputs, level.pool)
+        # Detached: an autograd graph that is kept would tie gradients of later steps to the stream of the capture.
+        outputs[:] = [[o.detach() if isinstance(o, Tensor) else o for o in own] for own in outputs]
+        holders = list(map(id, list_holders(self.step)))
+        return Graph(replay, outputs, fixed, holders, [[(k, str(k)) for k in own] for own in positions])
+
+    def _try(self, traced: TracedWindow) -> None:
+        """Make the device's part of a step of the traced code, whose result is discarded afterwards."""
+        facts = self.step.forward_backward(run_calls(traced, []), traced.calls)
+        self.step.commit_on_device(facts)
+
+    def _run_rest(self, traced: TracedWindow, loss_fn: LossFn, eager: Eager) -> Facts:
+        """Make a step whose first micro-batches were traced, so that their Python has run, and the others not."""
+        if not traced.calls:
+            return eager(loss_fn)
+        outputs: list[Sequence[Any]] = []
+        run, left = run_calls(traced, outputs), list(traced.calls)
+        facts = eager(lambda batch: run(left.pop(0)) if left else loss_fn(batch))
+        for call, found in zip(traced.calls, outputs, strict=True):
+            call.fulfil(found)
+        return facts
+
+    # --- the user's Python code against the traced code ---
+
+    def _compare_with_eager(self, loss_fn: LossFn, window: list[Batch], eager: Eager) -> Facts:
+        """Make this step eagerly, and repeat it twice with the traced code, from the same state.
+
+        The Python code runs for both, before anything is computed. If it has side effects on Python objects, those
+        must come once: then the traced calls are those of the last window, with the tensors of this one, which fails
+        where the code reads a number that has changed since."""
+        level = self.level
+        last = level.ran[next(reversed(level.ran))]
+        is_pure = not any(call.entry.has_side_effects for call in last.calls)
+        traced = TracedWindow([], [], [], [], []) if is_pure else last.with_batches(window)
+        if traced is not None and is_pure:
+            try:
+                self._trace(level.find_tracer(self.step.plan), traced, loss_fn, window)
+            except NotTraced as error:
+                self._stay_eager(str(error))
+                return eager(loss_fn)
+        if traced is None or not is_pure and last.reads_numbers:
+            level.num_tried += 1
+            level.is_compared = last.reads_numbers or level.num_tried > MAX_UNUSED
+            return eager(loss_fn)
+        state = StepState(self.step, traced.list_written())
+        before = state.copy()
+        facts = eager(loss_fn)
+        after = state.copy()
+        runs = [state.run_from(before, lambda: self._try(traced)) for _ in range(2)]
+        state.restore(after)
+        if facts.read().is_bad:
+            return facts  # a dropped step shows nothing
+        try:
+            state.compare(after, *runs)
+        except Differs as error:
+            if is_pure:
+                self._stay_eager(f"the traced code does not equal the eager step: {error}")
+                return facts
+            # The window may have taken another path through the code than the last one: trace once more.
+            level.ran.clear()
+            level.num_tried += 1
+            level.is_compared = level.num_tried > 1
+            return facts
+        level.is_compared = True
+        level.certificate.add("the eager step")
+        return facts
+
+    # --- Inductor's code in place of torch's kernels ---
+
+    def _is_worth_compiling(self) -> bool:
+        """True once the time that compiled code is likely to save exceeds the time that compiling takes."""
+        level = self.level
+        if level.num_replays % CHECK_EVERY:
+            return False
+        spent = time.monotonic() - level.began
+        num_nodes = sum(entry.num_nodes for tracer in level.tracers.values() for entry in tracer.entries)
+        expected = COMPILE_S + COMPILE_S_PER_NODE * num_nodes
+        if self.num_steps is not None:
+            spent *= max(0, self.num_steps - self.step.attempted) / level.num_replays
+        return spent * LIKELY_SAVING > expected
+
+    def _begin_trial(self, traced: TracedWindow) -> None:
+        num_bytes = torch.cuda.max_memory_allocated(self.step.device) if self.step.device.type == "cuda" else 0
+        if num_bytes and num_bytes > torch.cuda.mem_get_info(self.step.device)[0]:
+            self.why_not_compiled = "two graphs do not fit into the memory of the device"
+            return
+        self.trial = Level("inductor")
+        say("compiles the step next, which takes a while; both graphs use memory until the faster one is known")
+
+    def _trace_references(self, loss_fn: LossFn, window: list[Batch]) -> tuple[TracedWindow, TracedWindow] | None:
+        """Trace the window with torch's kernels, as planned and in fp32, before its real call, whose side effects
+        replace those of these."""
+        found = TracedWindow([], [], [], [], []), TracedWindow([], [], [], [], [])
+        tracers = self.level.find_tracer(self.step.plan), TracedLoss(self.step.plan, "aten", in_fp32=True)
+        for traced, tracer in zip(found, tracers, strict=True):
+            self._trace(tracer, traced, loss_fn, window)
+        return None if any(call.entry.is_random for call in found[0].calls) else found
+
+    def _compare_gradients(
+        self, level: Level, compiled: TracedWindow, plain: TracedWindow, exact: TracedWindow
+    ) -> None:
+        """Raise NotTraced if the compiled code's gradients are further from fp32 than ERROR times those of torch's
+        kernels."""
+        state = StepState(self.step, compiled.list_written())
+        before = state.copy()
+        gradients = []
+        for traced in (exact, plain, compiled):
+            loss_fn = run_calls(traced, [])
+            self.step.forward_backward(turn_off_autocast(loss_fn) if traced is exact else loss_fn, traced.calls)
+            self.step.writes.put_back()
+            gradients.append([p.grad.float() for p in self.step.find_trained_parameters() if p.grad is not None])
+            state.restore(before)
+        of_plain, of_compiled = (float(measure_distance(own, gradients[0])) for own in gradients[1:])
+        size = float(torch.nn.utils.get_total_norm(gradients[0]))
+        if not of_compiled <= ERROR * of_plain + ROUNDING * size:
+            raise NotTraced(
+                f"the compiled code's gradients are off by {of_compiled / size:.2g}, those of torch's kernels by "
+                f"{of_plain / size:.2g}"
+            )
+        level.certificate.add(f"fp32 within {of_compiled / size:.1g} (uncompiled: {of_plain / size:.1g})")
+
+    def _end_trial(self, level: Level, graph: Graph, state: StepState) -> None:
+        """Keep the faster of the two levels."""
+        before = state.copy()
+        old = next(reversed(self.level.graphs.values()))
+        times = [time_replays(one.replay, self.step.device) for one in (old, graph)]
+        state.restore(before)
+        if times[1] > times[0]:
+            self._drop_trial(f"{times[1] * 1e3:.3g} ms per step, {times[0] * 1e3:.3g} ms without")
+            return
+        self.level, self.trial, self.why_not_compiled = level, None, "it is"
+        say(f"compiled: {times[1] * 1e3:.3g} ms per step, {times[0] * 1e3:.3g} ms without; {level.certificate}")
+
+    def _drop_trial(self, reason: str) -> None:
+        self.trial, self.why_not_compiled = None, reason
+        say(f"not compiled: {reason}")
+
+    # --- staying eager ---
+
+    def _find_obstacle(self) -> str:
+        """Return why no step can be captured at present; empty if nothing is known to prevent it."""
+        step = self.step
+        if step.device.type not in CAPTURES:
+            return f"a CUDA graph needs a CUDA device, not {step.device}"
+        if step.ranks is not None:
+            return "several ranks train together, and their reductions are not captured"
+        if step.plan.simulated:
+            return "the precision is simulated"
+        if step.on_gradients is not None or step.on_commit is not None:
+            return "on_gradients= and on_commit= run Python code that a replay would not repeat"
+        if any(GLOBAL_HOOKS):
+            return "a global module hook is registered"
+        return step.why_never_captured()
+
+    def _leave(self, level: Level, reason: str) -> None:
+        if level is self.trial:
+            self._drop_trial(reason)
+        else:
+            self._stay_eager(reason)
+
+    def _stay_eager(self, reason: str) -> None:
+        self.why_eager, self.trial, self.level = reason, None, Level(self.level.compiler)
+        say(f"runs eagerly, not captured: {reason}")
+
+
+NAMES = {"aten": "torch's kernels", "inductor": "Inductor's code"}
+
+
+def time_replays(replay: Replay, device: torch.device) -> float:
+    """Return the seconds of one replay. It trains: restore the state afterwards."""
+    for num in (2, TIMED):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        for _ in range(num):
+            replay(replay.inputs)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return (time.perf_counter() - began) / TIMED
+
+
+def turn_off_autocast(loss_fn: LossFn) -> LossFn:
+    def run(batch: Batch) -> Any:
+        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+            return loss_fn(batch)
+
+    return run
+
+
+def measure_distance(one: list[Tensor], other: list[Tensor]) -> Tensor:
+    return torch.nn.utils.get_total_norm(torch._foreach_sub(one, other))
+
+
+# --- what a replay needs of a window ---
+
+
+def run_calls(traced: TracedWindow, outputs: list[Sequence[Any]]) -> LossFn:
+    """Return a loss function that runs the traced code of one micro-batch after the other.
+
+    It takes a call as it was, or a dict of inputs to use instead: the static tensors of a graph."""
+    numbers = itertools.cycle(range(len(traced.calls)))
+
+    def run(given: Call | dict[str, Tensor]) -> tuple[Tensor, Weight]:
+        number = next(numbers)
+        call = traced.calls[number]
+        inputs = list(call.inputs)
+        for position, tensor in given.items() if isinstance(given, dict) else ():
+            inputs[int(position)] = tensor
+        found = list(call.entry.code(*inputs))
+        outputs.append(found)
+        at = traced.weight_outputs[number]
+        return found[traced.losses[number]], traced.weights[number] if at is None else found[at].detach().reshape(())
+
+    return run
+
+
+def is_number_input(call: Call, position: int) -> bool:
+    """True for a Python number, which Dynamo passes as a 0-dimensional CPU tensor."""
+    one = call.inputs[position]
+    is_small = isinstance(one, Tensor) and one.ndim == 0 and one.is_cpu and not one.requires_grad
+    return is_small and position not in call.entry.mutated
+
+
+def describe_tensors(tensors: Sequence[Tensor]) -> list[object]:
+    return [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors]
+
+
+def refuse_changing(call: Call, changing: set[int]) -> None:
+    """Refuse code that writes into inputs that are copied into a graph, or takes gradients of them."""
+    for position, one in enumerate(call.inputs):
+        is_copied = position in changing or position in call.entry.moved
+        if isinstance(one, Tensor) and is_copied and (position in call.entry.mutated or one.requires_grad):
+            raise NotTraced("loss_fn writes into a tensor that is a new one at every step, or takes its gradient")
+
+
+def list_holders(step: Step) -> list[object]:
+    """Return the objects that optimizers replace when state is loaded into them, or groups are added."""
+    return [holder for o in step.optimizers for holder in (o.state, o.param_groups, *o.param_groups)]
+
+
+# --- what Dynamo does not guard ---
+
+GLOBAL_HOOKS = (
+    module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks,
+    module_hooks._global_backward_hooks, module_hooks._global_backward_pre_hooks,
+)  # fmt: skip
+
+
+def read_flags() -> object:
+    """Return the backend flags that select kernels while a graph is traced, and that no guard compares."""
+    cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
+    return (
+        cudnn.enabled, cudnn.benchmark, cudnn.deterministic, torch._C._get_cudnn_allow_tf32(),
+        cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled(),
+        *(len(hooks) for hooks in GLOBAL_HOOKS),
+    )  # fmt: skip
+
+
+def is_watched(step: Step) -> bool:
+    """True inside `with hs.ledger(step)`: what it observes has to run."""
+    return step.observed is not contextlib.nullcontext
+
+
+class HandRates:
+    """Learning rates that the user's loop writes into `param_groups`, and the other settings of optimizers.
+
+    A kernel keeps the number it was captured with. So the settings are part of a graph's key, and a graph is captured
+    for each; but once the learning rate has changed, graphs read it from a tensor, rounded to fp32."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.tensors: dict[int, Tensor] = {}
+        self.written: dict[int, float] = {}
+        self.start: list[float] | None = None
+        self.have_changed = False
+
+    def _list_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.step.optimizers for group in optimizer.param_groups]
+
+    @property
+    def key(self) -> Key:
+        settings: list[object] = []
+        rates: list[float] = []
+        for optimizer in self.step.optimizers:
+            # A hook, or a replaced step(), is code that a replay would not run.
+            settings += (len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks))
+            settings.append(vars(optimizer).get("step"))
+            for group in optimizer.param_groups:
+                for name, value in group.items():
+                    if name == "lr":
+                        if isinstance(value, float | int):
+                            rates.append(value)
+                    elif name not in ("params", "initial_lr") and not isinstance(value, list | Tensor):
+                        settings.append(value)
+        if self.start is None or len(self.start) != len(rates):  # at first, and after a group was added
+            self.start = rates
+        self.have_changed = self.have_changed or rates != self.start
+        return (*settings, *(() if self.have_changed else rates))
+
+    def write(self) -> None:
+        """Copy numbers that have changed into the tensors that graphs read."""
+        for number, group in enumerate(self._list_groups()):
+            tensor, lr = self.tensors.get(number), group.get("lr")
+            if tensor is not None and isinstance(lr, float | int) and self.written.get(number) != lr:
+                tensor.fill_(lr)
+                self.written[number] = lr
+
+    @contextlib.contextmanager
+    def as_tensors(self) -> Iterator[None]:
+        """Let optimizers read changing learning rates from tensors inside."""
+        groups = list(enumerate(self._list_groups()))
+        before = {n: g["lr"] for n, g in groups if self.have_changed and isinstance(g.get("lr"), float | int)}
+        for number in before.keys() - self.tensors.keys():
+            self.tensors[number] = torch.zeros((), device=self.step.device)
+            self.written.pop(number, None)
+        self.write()
+        for number, group in groups:
+            if number in before:
+                group["lr"] = self.tensors[number]
+        try:
+            yield
+        finally:
+            for number, group in groups:
+                if number in before:
+                    group["lr"] = before[number]
+
+
+def say(line: str) -> None:
+    """Tell the user in one line what runs."""
+    print(f"halfstep: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,358 @@
+"""Trace a user's loss function, so that a CUDA graph can hold its code and no Python value is frozen.
+
+`torch.compile(fullgraph=True)` traces `_call(loss_fn, batch)` with the backend below. On each call Dynamo evaluates its
+guards on everything the Python code read, and then calls the function that the backend made for this combination of
+values and shapes, an `Entry`. That function does not compute: it notes its inputs and returns empty tensors, which the
+fast path fills when it has run or replayed the whole window (fast.py). So the user's Python, with its side effects on
+lists and counters, runs once per micro-batch, as in an eager loop.
+
+The code of an entry is AOTAutograd's. Dynamo's graph would not do: there a changing float is a CPU tensor followed by
+`.item()`, which a capture freezes, and activation checkpointing with dropout recomputes with another mask.
+AOTAutograd turns a float that changes into a tensor input, which a replay reads anew.
+
+`NotTraced` says, with the user's line, why a loss function cannot be captured; the loop then stays eager.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
+from torch._guards import TracingContext
+from torch.fx import GraphModule, Node
+
+from halfstep.backend_flags import WANTED
+from halfstep.precision.contexts import get_autocast_dtype
+from halfstep.precision.plan import Plan
+
+Compiler = Literal["aten", "inductor"]
+
+PURE = {"aten", "prims", "prim", "higher_order", "rngprims", "inductor", "inductor_prims", "halfstep"}
+"""Namespaces of operations that read nothing but their inputs. A custom operation may read a global."""
+RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial", "exponential", "uniform", "philox")
+MAX_STREAK = 3  # new entries in a row for batches of one shape: some value changes at every step
+MAX_ENTRIES = 64  # of one loss function: shapes and combinations of Python values
+
+
+class NotTraced(Exception):
+    """The loss function cannot be captured; the message says why in one line."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """One combination of Python values and shapes: the code for it, and what was found in its graph."""
+
+    outputs: list[Any]
+    """What the code returns, tensors as promises."""
+    code: Callable[..., Sequence[Any]] = lambda *inputs: []
+    why_not: str = ""
+    """What in the graph keeps it from being captured; empty if nothing does."""
+    mutated: frozenset[int] = frozenset()  # inputs that the graph writes into
+    moved: frozenset[int] = frozenset()  # CPU inputs that the graph only copies to the device
+    num_nodes: int = 0
+    is_random: bool = False
+    was_called: bool = False
+    has_numbers: bool = False  # whether an input is no tensor
+    has_side_effects: bool = True  # whether the Python code changes an object, such as a list or an attribute
+
+
+@dataclass
+class Call:
+    """One call of a traced loss function: its flat inputs, the tensors it promised, and what it returned."""
+
+    entry: Entry
+    inputs: tuple[Any, ...]
+    promised: list[Any]
+    numbers: tuple[Any, ...] = ()  # inputs that are no tensors
+    result: Any = None
+
+    def find_promised(self, tensor: Tensor) -> int:
+        """Return which output of the entry a tensor in the result is."""
+        for number, one in enumerate(self.promised):
+            if one is tensor:
+                return number
+        raise NotTraced("loss_fn returns a tensor that it did not compute")
+
+    @torch.no_grad()
+    def fulfil(self, outputs: Sequence[Any]) -> None:
+        """Copy what the code returned into the tensors that the user holds."""
+        for promised, output in zip(self.promised, outputs, strict=True):
+            if isinstance(promised, Tensor) and promised is not output:
+                promised.copy_(output)
+
+
+class TracedLoss:
+    """The loss functions of one hs.Step as Dynamo sees them. One object per step: guards do not compare identities."""
+
+    def __init__(self, plan: Plan, compiler: Compiler = "aten", *, in_fp32: bool = False) -> None:
+        self.plan, self.compiler, self.device = plan, compiler, torch.device(plan.device)
+        dtype = None if in_fp32 else get_autocast_dtype(plan.granted)
+        self._autocast = torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+        self.entries: list[Entry] = []
+        self._last: Call | None = None
+        self._cause = ""  # of the last new entry: the guard that failed
+        self._streaks: dict[object, int] = {}  # new entries in a row, by the shapes of the batch
+        # `optimize` is what torch.compile calls; it also reports which guard failed.
+        context: Any = torch._dynamo.optimize(self._compile, nopython=True, guard_fail_fn=self._note_cause)
+        self._callback = context.callback = TraceCallback(context.callback, plan)
+        self._call = context(_call)
+
+    def __call__(self, loss_fn: Callable[[Any], Any], batch: Any) -> Call:
+        """Run the Python of a loss function, and promise its tensors. Raise NotTraced where it cannot be traced."""
+        self._last = None
+        self._callback.batch = batch
+        try:
+            # Guards compare the state of autocast and the precision of matmuls. Setting all flags of the plan takes
+            # longer than a small model's step, so that is left to the callback, which runs only for a new entry.
+            with self._autocast if self._has_matmul_precision() else self._all_flags():
+                result = self._call(loss_fn, batch)
+        except TorchDynamoException as error:
+            raise NotTraced(explain(error)) from None
+        if self._last is None:
+            raise NotTraced("loss_fn runs no operation of torch")
+        self._last.result = result
+        return self._last
+
+    def _has_matmul_precision(self) -> bool:
+        """True if matmuls have the precision of the plan already, as a guard sees it."""
+        try:
+            now = torch._C._get_float32_matmul_precision()
+        except RuntimeError:  # torch's old and new flags disagree
+            return False
+        return bool(now == WANTED["tf32" if self.plan.compute == "tf32" else "ieee"].matmul_precision)
+
+    @contextlib.contextmanager
+    def _all_flags(self) -> Iterator[None]:
+        with self.plan.backend(), self._autocast:
+            yield
+
+    def _compile(self, module: GraphModule, examples: list[Any]) -> Callable[..., Sequence[Any]]:
+        """Compile Dynamo's graph (this is the backend that torch.compile calls), and note each call of it."""
+        entry = Entry(outputs=find_outputs(module))
+        if any(isinstance(output, torch.SymInt | torch.SymFloat | torch.SymBool) for output in entry.outputs):
+            entry.why_not = "loss_fn changes a Python number that it also computes with, such as a counter"
+        if sum(isinstance(output, Promise) and output.requires_grad for output in entry.outputs) > 1:
+            entry.why_not = "loss_fn keeps a tensor that has an autograd graph besides the loss: detach it"
+        graphs: list[GraphModule] = []
+
+        def keep(graph: GraphModule, inputs: Any, **settings: Any) -> Any:
+            if not graphs:
+                context = TracingContext.try_get()
+                if context is not None and context.fw_metadata is not None:
+                    infos = enumerate(context.fw_metadata.input_info)
+                    entry.mutated = frozenset(number for number, info in infos if info.mutates_data)
+            graphs.append(graph)
+            found, moved = scan(graph, self.device)
+            entry.why_not = entry.why_not or found
+            entry.moved |= moved
+            entry.num_nodes += len(graph.graph.nodes)
+            entry.is_random |= any(part in str(n.target) for n in graph.graph.nodes for part in RANDOM)
+            if self.compiler == "aten":
+                return run_boxed(graph)
+            from torch._inductor.compile_fx import compile_fx_inner  # imports Triton where there is one
+
+            return compile_fx_inner(graph, inputs, **settings)
+
+        if self.compiler == "aten":
+            entry.code = aot_autograd(fw_compiler=keep, bw_compiler=keep)(module, examples)
+        else:
+            from torch._inductor.compile_fx import compile_fx
+
+            # A hit in AOTAutograd's cache would not pass through `keep`, and nothing would be scanned.
+            with torch._functorch.config.patch(enable_autograd_cache=False):
+                entry.code = compile_fx(module, examples, inner_compile=keep)  # type: ignore[assignment]
+        entry.has_side_effects = has_side_effects()
+        entry.has_numbers = not all(isinstance(example, Tensor) for example in examples)
+        self.entries.append(entry)
+
+        def promise(*inputs: Any) -> Sequence[Any]:
+            self._refuse(entry, inputs)  # before Dynamo applies the side effects of the user's Python
+            promised = [output.make() if isinstance(output, Promise) else output for output in entry.outputs]
+            numbers = tuple(one for one in inputs if not isinstance(one, Tensor)) if entry.has_numbers else ()
+            self._last = Call(entry, inputs, promised, numbers)
+            return promised
+
+        return promise
+
+    def _refuse(self, entry: Entry, inputs: Sequence[Any]) -> None:
+        """Raise NotTraced for a call that a replay would not repeat as the user's code does."""
+        if entry.why_not:
+            raise NotTraced(entry.why_not)
+        if not entry.was_called and any(
+            isinstance(one, Tensor) and one.requires_grad and not one.is_leaf for one in inputs
+        ):  # a guard compares whether an input requires a gradient
+            raise NotTraced("loss_fn reads a tensor that was computed outside of it and has an autograd graph")
+        if entry.was_called and not self._streaks:
+            return
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in list_tensors(self._callback.batch))
+        streak = 0 if entry.was_called else self._streaks.get(shapes, 0) + 1
+        self._streaks[shapes], entry.was_called = streak, True
+        if not any(self._streaks.values()):
+            self._streaks.clear()
+        if streak > MAX_STREAK:
+            raise NotTraced(f"it would be traced again at every step, because this changes: {self._cause}")
+
+    def _note_cause(self, failure: Any) -> None:
+        self._cause = re.sub(r"\s+", " ", failure.reason.splitlines()[0]).strip()
+
+
+def _call(loss_fn: Callable[[Any], Any], batch: Any) -> Any:
+    return loss_fn(batch)
+
+
+class TraceCallback:
+    """What Dynamo calls for code that it has not traced yet: sets the flags of the plan and Dynamo's own.
+
+    Guards also cover the hooks of modules (not by default), and many shapes are allowed. Setting this at every call
+    would cost as much as evaluating the guards."""
+
+    def __init__(self, callback: Any, plan: Plan) -> None:
+        self._torchdynamo_orig_backend = callback  # the name by which Dynamo finds the backend
+        self._plan = plan
+        self.batch: Any = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        for leaf in list_tensors(self.batch):
+            torch._dynamo.mark_static(leaf)  # a ragged last batch gets code of its own, not dynamic shapes
+        config: Any = torch._dynamo.config
+        ignored = "ignore_logging_functions" if hasattr(config, "ignore_logging_functions") else "ignore_logger_methods"
+        settings = {
+            "skip_nnmodule_hook_guards": False,
+            "recompile_limit": MAX_ENTRIES,
+            "accumulated_recompile_limit": 4 * MAX_ENTRIES,
+            ignored: getattr(config, ignored) | find_library_logs(),
+        }
+        with config.patch(settings), self._plan.backend():
+            return self._torchdynamo_orig_backend(*arguments)
+
+
+def find_library_logs() -> set[Any]:
+    """Return the logging methods of libraries whose models give a hint inside forward: without them, those models
+    could not be traced. The eager first steps have shown the hint."""
+    loggers = [
+        logger
+        for name, logger in logging.root.manager.loggerDict.items()
+        if name.startswith(("transformers", "diffusers")) and isinstance(logger, logging.Logger)
+    ]
+    names = ("debug", "info", "warning", "warning_once", "info_once", "warning_advice")
+    return {method for logger in loggers for name in names if (method := getattr(logger, name, None)) is not None}
+
+
+def list_tensors(batch: Any) -> list[Tensor]:
+    """Return the tensors in a batch: in mappings, sequences and dataclasses."""
+    if isinstance(batch, Tensor):
+        return [batch]
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    elif dataclasses.is_dataclass(batch):
+        batch = list(vars(batch).values())
+    return [tensor for one in batch for tensor in list_tensors(one)] if isinstance(batch, list | tuple) else []
+
+
+def has_side_effects() -> bool:
+    """True if the Python code that Dynamo traces now changes an object that existed before."""
+    effects = InstructionTranslator.current_tx().output.side_effects
+    modified = (one for one in effects.id_to_variable.values() if effects.is_modified(one))
+    return any(not isinstance(one.mutation_type, AttributeMutationNew | ValueMutationNew) for one in modified)
+
+
+def find_outputs(module: GraphModule) -> list[Any]:
+    """Return what Dynamo's graph returns, tensors as promises."""
+    output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
+    values = [node.meta.get("example_value") if isinstance(node, Node) else node for node in output.args[0]]
+    return [Promise(tuple(v.shape), v.dtype, v.device, v.requires_grad) if isinstance(v, Tensor) else v for v in values]
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a tensor that the code will return looks like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    def make(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad)
+
+
+def run_boxed(graph: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    """Run a graph operation by operation. It takes its arguments as a list and empties it, which frees activations
+    while backward goes on."""
+
+    def run(arguments: list[Any]) -> Any:
+        inputs = list(arguments)
+        arguments.clear()
+        return graph.forward(*inputs)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def scan(graph: GraphModule, device: torch.device) -> tuple[str, frozenset[int]]:
+    """Return what in a graph of AOTAutograd a replay would not follow, or "", and the CPU inputs that it only copies
+    to the device: those the fast path copies itself."""
+    on_host: set[Node] = set()  # Python numbers as 0-dimensional CPU tensors: a replay gets them on the device
+    moved: set[int] = set()
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    for node in graph.graph.nodes:
+        value = node.meta.get("val")
+        is_elsewhere = isinstance(value, Tensor) and value.device.type != device.type
+        if node.op == "placeholder":
+            if is_elsewhere and value.ndim == 0:
+                on_host.add(node)
+            elif is_elsewhere and all(is_copy_to(user, device) for user in node.users):
+                moved.add(placeholders.index(node))
+            continue
+        if node.op != "call_function":
+            continue
+        name = str(node.target)
+        if "_local_scalar_dense" in name:
+            return f"a number is read from a tensor, as .item() does{find_line(node)}", frozenset()
+        namespace = getattr(node.target, "namespace", "")
+        if namespace and namespace not in PURE:
+            return f"{name} may read more than its inputs{find_line(node)}", frozenset()
+        if is_elsewhere:
+            inputs = node.all_input_nodes
+            if not inputs or not on_host.issuperset(inputs):
+                return f"{name} runs on the {value.device.type}{find_line(node)}", frozenset()
+            on_host.add(node)
+    return "", frozenset(moved)
+
+
+def is_copy_to(node: Node, device: torch.device) -> bool:
+    target = node.kwargs.get("device")
+    copies = str(node.target).startswith(("aten._to_copy", "prims.device_put", "aten.to."))
+    return copies and isinstance(target, torch.device) and target.type == device.type
+
+
+def find_line(node: Node) -> str:
+    """Return " (file:line)" of the user's code that a node came from."""
+    return name_line((node.meta.get("stack_trace") or "").splitlines())
+
+
+def name_line(lines: Sequence[str]) -> str:
+    found = [match for line in lines if (match := re.search(r'File "(.+?)", line (\d+)', line))]
+    outside = [match for match in found if "/torch/" not in match[1] and "/halfstep/" not in match[1]] or found
+    return f" ({outside[-1][1]}:{outside[-1][2]})" if outside else ""
+
+
+def explain(error: BaseException) -> str:
+    """Return Dynamo's reason in one line, with the user's line."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    reason = lines[0] if lines else type(error).__name__
+    if isinstance(error, BackendCompilerFailed) and len(lines) > 1:
+        reason = lines[1]  # the first names this file's function only
+    hint = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
+    return f"{reason}{': ' + hint if hint else ''}{name_line(lines)}"

@@ -1,0 +1,197 @@
+"""Features of hs.Step in captured steps: each trains with and without the fast path, to the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import halfstep as hs
+
+NUM_STEPS, BAD_STEP, ROWS = 14, 9, 6
+
+
+@dataclass
+class Feature:
+    model: nn.Module
+    loss_fn: Callable[[Any], Any]
+    optimizers: Any
+    settings: dict[str, Any] = field(default_factory=dict)
+    why_eager: str = ""
+
+
+def make_net(device: torch.device) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).to(device)
+
+
+def plain(device: torch.device, **settings: Any) -> Feature:
+    model = make_net(device)
+
+    def loss_fn(batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    return Feature(model, loss_fn, torch.optim.AdamW(model.parameters(), 1e-2, fused=True), settings)
+
+
+def average(device: torch.device) -> Feature:
+    return plain(device, ema_decay=0.9)
+
+
+def accumulated(device: torch.device) -> Feature:
+    return plain(device, accumulate=3)
+
+
+def scheduled(device: torch.device) -> Feature:
+    return plain(device, schedule=lambda step: 1.0 / (1 + step))
+
+
+def spikes(device: torch.device) -> Feature:
+    return plain(device, skip_spikes=True)
+
+
+def weighted(device: torch.device) -> Feature:
+    feature = plain(device, accumulate=2)
+    loss_fn = feature.loss_fn
+    feature.loss_fn = lambda batch: (loss_fn(batch), (batch[1] > 0).sum())
+    return feature
+
+
+def several_optimizers(device: torch.device) -> Feature:
+    feature = plain(device)
+    first, last = feature.model[0], feature.model[3]  # type: ignore[index]
+    feature.optimizers = [
+        torch.optim.SGD(first.parameters(), 1e-2, momentum=0.9, fused=True),
+        torch.optim.Adam(last.parameters(), 1e-2, fused=True),
+    ]
+    return feature
+
+
+def frozen_encoder(device: torch.device) -> Feature:
+    feature = plain(device)
+    feature.model[0].requires_grad_(False)  # type: ignore[index]
+    return feature
+
+
+def adapter(device: torch.device) -> Feature:
+    """Train a low-rank addition to a frozen layer."""
+    feature = plain(device)
+    model = feature.model.requires_grad_(False)
+    down, up = (
+        nn.Parameter(torch.randn(4, 2, device=device) * 0.1),
+        nn.Parameter(torch.zeros(2, 3, device=device)),
+    )
+    model.register_parameter("down", down)
+    model.register_parameter("up", up)
+    feature.loss_fn = lambda batch: F.cross_entropy(model(batch[0]) + batch[0] @ down @ up, batch[1])
+    feature.optimizers = torch.optim.AdamW([down, up], 1e-2, fused=True)
+    return feature
+
+
+def tied_weights(device: torch.device) -> Feature:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(4, 3, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.tanh(self.embed(x))
+            return hidden @ self.embed.weight @ self.embed.weight.T
+
+    model = Tied().to(device)
+    return Feature(
+        model,
+        lambda batch: F.cross_entropy(model(batch[0]), batch[1]),
+        torch.optim.AdamW(model.parameters(), 1e-2, fused=True),
+    )
+
+
+def also_written(device: torch.device) -> Feature:
+    """Write into the buffers of a network that another step trains."""
+    other = nn.BatchNorm1d(4).to(device)
+    feature = plain(device, also=[other])
+    model = feature.model
+    feature.loss_fn = lambda batch: F.cross_entropy(model(other(batch[0])), batch[1])
+    return feature
+
+
+def edited_gradients(device: torch.device) -> Feature:
+    def edit(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+    feature = plain(device, on_gradients=edit)
+    feature.why_eager = "on_gradients="
+    return feature
+
+
+def on_commit(device: torch.device) -> Feature:
+    teacher = make_net(device)
+
+    @torch.no_grad()
+    def move(model: nn.Module) -> None:
+        for own, new in zip(teacher.parameters(), model.parameters(), strict=True):
+            own.lerp_(new, 0.1)
+
+    feature = plain(device, on_commit=move, also=[teacher])
+    feature.why_eager = "on_commit="
+    return feature
+
+
+def compiled_model(device: torch.device) -> Feature:
+    feature = plain(device)
+    run: Any = torch.compile(feature.model, backend="aot_eager")
+    feature.loss_fn = lambda batch: F.cross_entropy(run(batch[0]), batch[1])
+    return feature
+
+
+FEATURES: dict[str, Callable[[torch.device], Feature]] = {
+    function.__name__: function
+    for function in (
+        plain, average, accumulated, scheduled, spikes, weighted, several_optimizers, frozen_encoder, adapter,
+        tied_weights, also_written, edited_gradients, on_commit, compiled_model,
+    )
+}  # fmt: skip
+
+
+def train(name: str, device: torch.device, fast: Any, precision: str = "fp32") -> tuple[Any, list[Tensor], hs.Step]:
+    """Train with a NaN in one batch, and return the outcomes, all tensors, and the step."""
+    torch.manual_seed(0)
+    feature = FEATURES[name](device)
+    step = hs.Step(feature.model, feature.optimizers, precision, fast=fast, clip_norm=1.0, **feature.settings)
+    draws = torch.Generator().manual_seed(1)
+    outcomes = []
+    for number in range(NUM_STEPS):
+        window = []
+        for _ in range(feature.settings.get("accumulate", 1)):
+            x, y = torch.randn(ROWS, 4, generator=draws), torch.randint(0, 3, (ROWS,), generator=draws)
+            if number == BAD_STEP and not window:
+                x[0, 0] = float("nan")
+            window.append((x.to(device), y.to(device)))
+        outcome = step(feature.loss_fn, window)
+        outcomes.append((outcome.loss, outcome.grad_norm, outcome.lr, outcome.scale, outcome.committed))
+    tensors = [*feature.model.parameters(), *feature.model.buffers(), *list_state(step)]
+    return outcomes, [tensor.detach().clone() for tensor in tensors], step
+
+
+def list_state(step: hs.Step) -> list[Tensor]:
+    found = [value for o in step.optimizers for own in o.state.values() for value in own.values()]
+    averages = step.ema.shadows if step.ema else ()
+    return [*(one for one in found if isinstance(one, Tensor)), *averages, *step.spikes.state_dict().values()]
+
+
+def assert_same(name: str, device: torch.device, precision: str = "fp32") -> None:
+    expected, then, _ = train(name, device, "off", precision)
+    found, now, step = train(name, device, "graph", precision)
+    assert str(found) == str(expected)  # as text: NaN differs from itself
+    assert not expected[BAD_STEP][4]
+    assert all(torch.equal(one, other) for one, other in zip(now, then, strict=True))
+    why_eager = FEATURES[name](device).why_eager
+    if why_eager:
+        assert why_eager in step._fast.why_eager
+    else:
+        assert (step._fast.why_eager, step.mode) == ("", "graph")

@@ -1,0 +1,58 @@
+"""A replay on the CPU, for tests of the fast path: it runs the captured code again, on static inputs.
+
+Like a CUDA graph it knows nothing of the user's Python: what was read while it was captured stays as it was."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.own_loop import fast
+from halfstep.own_loop.certificate import StepState
+from halfstep.step.facts import Facts
+from halfstep.step.graph import list_tables
+from halfstep.step.step import LossFn, Step
+
+
+class StandIn:
+    def __init__(self, step: Step, loss_fn: LossFn, window: list[dict[str, Tensor]], pool: Any) -> None:
+        self.step, self.loss_fn, self.generation, self.tables = step, loss_fn, step.generation, list_tables(step)
+        self.inputs = [{name: value.clone() for name, value in batch.items()} for batch in window]
+        self.num_replays = 0
+
+        def try_once() -> None:
+            step.commit_on_device(step.forward_backward(loss_fn, self.inputs))
+
+        state = StepState(step)
+        before = state.copy()
+        state.run_from(before, try_once)
+        state.restore(before)
+        step.forget_capture()
+
+    @property
+    def is_valid(self) -> bool:
+        same = all(own is now for own, now in zip(self.tables, list_tables(self.step), strict=True))
+        return self.generation == self.step.generation and same
+
+    def __call__(self, window: list[dict[str, Tensor]]) -> Facts:
+        for own, batch in zip(self.inputs, window, strict=True):
+            for name, value in batch.items():
+                own[name].copy_(value)
+        self.num_replays += 1
+        facts = self.step.compute(self.loss_fn, self.inputs)
+        self.step.commit(facts)
+        return facts
+
+
+@contextlib.contextmanager
+def replays_on_cpu() -> Iterator[None]:
+    fast.CAPTURES["cpu"] = StandIn
+    try:
+        yield
+    finally:
+        del fast.CAPTURES["cpu"]
+        torch._dynamo.reset()
