@@ -576,7 +576,8 @@ def _get_epoch(owner: Any) -> Any:
 def _refer_weakly(batches: Any) -> Callable[[], Any]:
     """Return a function that returns the loader as long as the loop has it.
 
-    A step is part of a reference cycle, and the garbage collector takes 5 s to end a persistent worker of a loader.
+    Loss functions often close over what holds the step. Through that cycle the step would leave the loader to the
+    garbage collector, in which torch takes 5 s to end each persistent worker.
     """
     try:
         return weakref.ref(batches)
