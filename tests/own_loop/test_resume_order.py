@@ -182,7 +182,7 @@ def test_persistent_workers_that_draw_are_exact_in_the_first_epoch_and_said_not_
     resumed = Loop(make, epochs=2).run(tmp_path / "state", resumes=True)
     assert all(torch.equal(a[:, 0], b[:, 0]) for a, b in zip(resumed.batches, whole.batches[8:], strict=True))
     assert not torch.equal(resumed.batches[0][:, 1], whole.batches[8][:, 1])
-    assert any("persistent workers" in text and "not bit-exactly" in text for text in resumed.warnings)
+    assert any("of persistent workers" in text and "not bit-exactly" in text for text in resumed.warnings)
 
 
 def test_a_distributed_sampler_continues_the_epoch_it_was_set_to(tmp_path: Path) -> None:
@@ -253,6 +253,18 @@ def test_an_iterable_data_set_is_loaded_again(tmp_path: Path, workers: int) -> N
     resumed = assert_continues(lambda: load(Stream(), num_workers=workers), tmp_path / "state", 8)
     assert len(resumed.warnings) == 1
     assert "Stream is an iterable data set" in resumed.warnings[0]
+
+
+def test_persistent_or_other_workers_of_an_iterable_data_set_are_said_not_to_be_exact(tmp_path: Path) -> None:
+    def make(workers: int = 2) -> Any:
+        return load(Stream(), num_workers=workers, persistent_workers=True)
+
+    assert len(assert_continues(make, tmp_path / "state", 3, epochs=2).warnings) == 1
+    Loop(make, epochs=2).run(tmp_path / "state", stop=8)
+    texts = Loop(make, epochs=2).run(tmp_path / "state", resumes=True).warnings
+    assert "generators of persistent workers cannot be restored" in texts[0]
+    texts = Loop(lambda: make(1), epochs=2).run(tmp_path / "state", resumes=True).warnings
+    assert "1 workers divide an iterable data set, and there were 2" in texts[0]
 
 
 def test_a_list_of_batches_is_skipped_silently_and_a_generator_with_a_warning(tmp_path: Path) -> None:

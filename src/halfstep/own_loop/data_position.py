@@ -256,7 +256,7 @@ class _Pass:
         if not is_reused or self._has_workers():
             return self._iterate()
         # A new process has to start the workers, for which torch draws a seed that it did not draw in the old one.
-        if found is not None and found["has_draws"]:
+        if found is not None and (found["has_draws"] or self.is_iterable):
             self._warn_of_persistent()
         return self._iterate(restart=lambda: self._restore(self.before))
 
@@ -336,6 +336,13 @@ class _Pass:
         if not getattr(self.loader, "in_order", True):
             warn_user(f"in_order=False lets the workers decide the order of batches: {INEXACT}")
         if self.is_iterable:
+            if self.num_workers != found["num_workers"]:
+                warn_user(
+                    f"{self.num_workers} workers divide an iterable data set, and there were {found['num_workers']}: "
+                    f"{INEXACT}"
+                )
+            elif self.is_reused:
+                self._warn_of_persistent()
             return f"{type(self.loader.dataset).__name__} is an iterable data set"
         if self.late_draws:
             return "the sampler draws from the global generators during the pass (give it a generator of its own)"
@@ -354,8 +361,8 @@ class _Pass:
 
     def _warn_of_persistent(self) -> None:
         warn_user(
-            "samples draw random numbers in persistent workers, whose generators cannot be restored after the first "
-            f"epoch: {INEXACT}; hs.seeded(dataset) or persistent_workers=False makes them exact"
+            "the generators of persistent workers cannot be restored after the first epoch, so samples that draw "
+            f"random numbers differ: {INEXACT}; hs.seeded(dataset) or persistent_workers=False makes them exact"
         )
 
     def _load_and_drop(self, batches: Iterator[Batch], num: int, why: str, now: Mapping[str, Any]) -> None:
