@@ -34,6 +34,7 @@ FORKED.set_forkserver_preload(["torch._dynamo", "public_loops", "halfstep.own_lo
 
 
 def write_checksum(loop: Callable[..., Any], path: Path, result: Path) -> None:
+    multiprocessing.set_start_method("fork", force=True)  # of the loader's workers, as on Linux by default
     result.write_text(str(train(loop, path)))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import halfstep as hs
-from resumed_loops import Drawing, Plain, make_step, seed_all
+from resumed_loops import Drawing, Plain, close, make_step, seed_all
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +37,9 @@ def run(path: Path, loader: dict[str, Any], *, stop: int = -1, resumes: bool = F
             step(lambda pair: model(pair.x).square().mean(), window)
             if step.attempted == stop:
                 hs.save(path, step, model)
+                close(batches)
                 return {}
+    close(batches)
     return dict(model.state_dict())
 
 

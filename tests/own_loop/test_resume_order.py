@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from torch.utils.data import (
 import halfstep as hs
 from halfstep.errors import CheckpointError, DataError
 from halfstep.own_loop.data_position import DataPosition
-from resumed_loops import NUM_SAMPLES, Drawing, Loop, Plain, assert_continues
+from resumed_loops import NUM_SAMPLES, Drawing, Loop, Plain, assert_continues, close
 
 WEIGHTS = [1.0 + k % 3 for k in range(NUM_SAMPLES)]
 
@@ -181,7 +182,7 @@ def test_persistent_workers_that_draw_are_exact_in_the_first_epoch_and_said_not_
     resumed = Loop(make, epochs=2).run(tmp_path / "state", resumes=True)
     assert all(torch.equal(a[:, 0], b[:, 0]) for a, b in zip(resumed.batches, whole.batches[8:], strict=True))
     assert not torch.equal(resumed.batches[0][:, 1], whole.batches[8][:, 1])
-    assert any("persistent workers" in text and "not bit-exactly" in text for text in resumed.warnings)
+    assert any("of persistent workers" in text and "not bit-exactly" in text for text in resumed.warnings)
 
 
 def test_a_distributed_sampler_continues_the_epoch_it_was_set_to(tmp_path: Path) -> None:
@@ -254,6 +255,18 @@ def test_an_iterable_data_set_is_loaded_again(tmp_path: Path, workers: int) -> N
     assert "Stream is an iterable data set" in resumed.warnings[0]
 
 
+def test_persistent_or_other_workers_of_an_iterable_data_set_are_said_not_to_be_exact(tmp_path: Path) -> None:
+    def make(workers: int = 2) -> Any:
+        return load(Stream(), num_workers=workers, persistent_workers=True)
+
+    assert len(assert_continues(make, tmp_path / "state", 3, epochs=2).warnings) == 1
+    Loop(make, epochs=2).run(tmp_path / "state", stop=8)
+    texts = Loop(make, epochs=2).run(tmp_path / "state", resumes=True).warnings
+    assert "generators of persistent workers cannot be restored" in texts[0]
+    texts = Loop(lambda: make(1), epochs=2).run(tmp_path / "state", resumes=True).warnings
+    assert "1 workers divide an iterable data set, and there were 2" in texts[0]
+
+
 def test_a_list_of_batches_is_skipped_silently_and_a_generator_with_a_warning(tmp_path: Path) -> None:
     batches = [torch.full((4, 4), float(k)) / 9 for k in range(7)]
     assert assert_continues(lambda: batches, tmp_path / "state", 9).warnings == []
@@ -307,6 +320,7 @@ def make_loop(workers: int) -> tuple[hs.Step, torch.nn.Module, Any]:
 def test_a_pass_left_by_break_goes_on_or_ends_as_asked(tmp_path: Path, workers: int) -> None:
     step, model, loader = make_loop(workers)
     rest = torch.cat([*train(step, model, loader, 6)])[8:]  # the whole pass, without a break in between
+    close(loader)
     step, model, loader = make_loop(workers)
     train(step, model, loader, 2)
     hs.save(tmp_path / "left", step, model)
@@ -316,6 +330,7 @@ def test_a_pass_left_by_break_goes_on_or_ends_as_asked(tmp_path: Path, workers: 
     hs.save(tmp_path / "second", step, model)
     last = train(step, model, loader, 6)
 
+    close(loader)
     step, model, loader = make_loop(workers)
     hs.load(tmp_path / "left", step, model)
     assert step.epoch == 0
@@ -323,16 +338,19 @@ def test_a_pass_left_by_break_goes_on_or_ends_as_asked(tmp_path: Path, workers: 
         assert torch.equal(torch.cat(train(step, model, loader, 6)), rest)
     assert step.epoch == 1
 
+    close(loader)
     step, model, loader = make_loop(workers)
     hs.load(tmp_path / "ended", step, model)
     assert step.epoch == 1
     assert torch.equal(torch.cat(train(step, model, loader, 3)), torch.cat(again))
 
+    close(loader)
     step, model, loader = make_loop(workers)
     hs.load(tmp_path / "second", step, model)
     step.end_pass()
     assert step.epoch == 2
     assert torch.equal(torch.cat(train(step, model, loader, 6)), torch.cat(last))
+    close(loader)
 
 
 def test_a_state_stored_before_the_step_is_warned_about() -> None:
@@ -394,6 +412,15 @@ def test_data_that_have_become_fewer_are_an_error(tmp_path: Path) -> None:
         pytest.raises(CheckpointError, match="the data end after 3 batches, and 5 are to be skipped"),
     ):
         next(step.windows(iter([torch.ones(2, 4)] * 3)))
+
+
+def test_a_step_does_not_keep_the_loader_alive() -> None:
+    step, model, loader = make_loop(0)
+    train(step, model, loader, 2)
+    alive = weakref.ref(loader)
+    del loader
+    assert alive() is None
+    assert step.state_dict()["position"]["pass"]["num_yielded"] == 2
 
 
 def test_a_state_without_its_position_leaves_the_generators_and_begins_a_new_pass() -> None:

@@ -180,7 +180,8 @@ def train(name: str, device: torch.device, fast: Any, precision: str = "fp32") -
 
 def list_state(step: hs.Step) -> list[Tensor]:
     found = [value for o in step.optimizers for own in o.state.values() for value in own.values()]
-    return [*(one for one in found if isinstance(one, Tensor)), *(step.ema.shadows if step.ema else ())]
+    averages = step.ema.shadows if step.ema else ()
+    return [*(one for one in found if isinstance(one, Tensor)), *averages, *step.spikes.state_dict().values()]
 
 
 def assert_same(name: str, device: torch.device, precision: str = "fp32") -> None:

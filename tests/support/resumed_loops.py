@@ -73,6 +73,7 @@ class Loop:
             if resumes and path is not None:
                 hs.load(path, step, model)
             self._train(path, stop)
+        close(self.loader)
         texts = [str(one.message) for one in caught]
         foreign = ("fork", "worker processes", "set_vital")  # of Python, torch and torchdata
         self.warnings = [text for text in texts if not any(word in text for word in foreign)]
@@ -91,6 +92,13 @@ class Loop:
                     assert path is not None
                     hs.save(path, self.step, self.model)
                     return
+
+
+def close(loader: Any) -> None:
+    """End persistent workers now: left to the garbage collector, torch takes five seconds for each."""
+    running = getattr(loader, "_iterator", None)
+    if running is not None and hasattr(running, "_shutdown_workers"):
+        running._shutdown_workers()
 
 
 def make_step(model: nn.Module, **settings: Any) -> hs.Step:

@@ -73,7 +73,8 @@ class StepState:
     def copy(self) -> StateCopy:
         where = torch.device("cpu") if self.on_host else None
         copies = [tensor.to(where or tensor.device, copy=True) for tensor in self.tensors]
-        return StateCopy(copies, read_rng_state(self.step.device), self.step.attempted)
+        spikes = self.step.spikes.state_dict()  # the host may keep the losses
+        return StateCopy(copies, read_rng_state(self.step.device), self.step.attempted, spikes)
 
     @torch.no_grad()
     def restore(self, copy: StateCopy) -> None:
@@ -81,6 +82,7 @@ class StepState:
             tensor.copy_(then)
         restore_rng(copy.rng, self.step.device)
         self.step.attempted = copy.attempted
+        self.step.spikes.load_state_dict(copy.spikes)
         if self.step.rates is not None:
             self.step.rates.version = self.step.rates.now._version  # not a write by the user's code
 
@@ -114,6 +116,7 @@ class StateCopy:
     tensors: Sequence[Tensor]
     rng: dict[str, Tensor]
     attempted: int
+    spikes: dict[str, Tensor]
 
 
 def list_tensors(step: Step) -> list[tuple[str, Tensor]]:

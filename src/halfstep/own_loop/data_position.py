@@ -18,6 +18,7 @@ hs.Step train on other samples than the same loop without it.
 from __future__ import annotations
 
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -78,6 +79,7 @@ class DataPosition:
             self.end_pass()
         current = _Pass(batches)
         loaded = current.follow(self.epoch, self._stored)
+        current.prefetcher = None  # it holds the loader
         self._pass, self._stored = current, None
         try:
             for batch in loaded:
@@ -132,12 +134,12 @@ class _Pass:
 
     def __init__(self, batches: Iterable[Batch]) -> None:
         self.prefetcher = batches if isinstance(batches, Prefetcher) and not batches.has_begun else None
-        self.batches = batches = batches if self.prefetcher is None else self.prefetcher.source
-        self.loader = batches if isinstance(batches, DataLoader) else None
+        batches = batches if self.prefetcher is None else self.prefetcher.source
+        self._get_batches = _refer_weakly(batches)
+        self.num_batches = _count_batches(batches)
         self.num_workers = self.loader.num_workers if self.loader is not None else 0
         self.is_iterable = self.loader is None or isinstance(self.loader.dataset, IterableDataset)
         self.is_persistent = self.num_workers > 0 and self.loader is not None and self.loader.persistent_workers
-        self.owners = dict(_walk("loader", batches))
         self.num_yielded = 0
         self.is_over = self.is_left = False
         self.is_reused = False
@@ -154,6 +156,19 @@ class _Pass:
         self._order: _Order | None = None
         self._watch: _WorkerWatch | None = None
 
+    @property
+    def batches(self) -> Any:
+        return self._get_batches()
+
+    @property
+    def loader(self) -> DataLoader[Any] | None:
+        return self.batches if isinstance(self.batches, DataLoader) else None
+
+    @property
+    def owners(self) -> dict[str, Any]:
+        """What may hold generators or an epoch, by name."""
+        return dict(_walk("loader", self.batches))
+
     def count(self) -> None:
         """Count a batch that the loop is given."""
         self.num_yielded += 1
@@ -166,7 +181,7 @@ class _Pass:
         is_stateful = isinstance(self.batches, Stateful) and not self.is_over
         return {
             "num_yielded": 0 if self.is_over else self.num_yielded,
-            "num_batches": _count_batches(self.batches),
+            "num_batches": self.num_batches,
             "num_workers": self.num_workers,
             "is_over": self.is_over,
             "is_left": self.is_left,
@@ -177,7 +192,7 @@ class _Pass:
             "before": {} if self.is_over else self.before,
             "now": self._read_own(),
             "ahead": [] if self.is_over else list(self._ahead),
-            "loader": self.batches.state_dict() if is_stateful and isinstance(self.batches, Stateful) else None,
+            "loader": self.batches.state_dict() if is_stateful else None,
         }
 
     def _has_draws(self) -> bool:
@@ -241,7 +256,7 @@ class _Pass:
         if not is_reused or self._has_workers():
             return self._iterate()
         # A new process has to start the workers, for which torch draws a seed that it did not draw in the old one.
-        if found is not None and found["has_draws"]:
+        if found is not None and (found["has_draws"] or self.is_iterable):
             self._warn_of_persistent()
         return self._iterate(restart=lambda: self._restore(self.before))
 
@@ -291,7 +306,7 @@ class _Pass:
         if self.prefetcher is None:
             return batches
         self.prefetcher.begin(self._note_generators(batches) if self.prefetcher.depth > 1 else batches)
-        return self.prefetcher
+        return iter(self.prefetcher)
 
     def _note_generators(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         while True:
@@ -304,7 +319,7 @@ class _Pass:
             yield batch
 
     def _refuse_other_loader(self, found: Mapping[str, Any]) -> None:
-        then, now = found["num_batches"], _count_batches(self.batches)
+        then, now = found["num_batches"], self.num_batches
         if then != now:
             raise CheckpointError(
                 f"the state is in the middle of a pass over {then or 'an unknown number of'} batches, this loader has "
@@ -321,6 +336,13 @@ class _Pass:
         if not getattr(self.loader, "in_order", True):
             warn_user(f"in_order=False lets the workers decide the order of batches: {INEXACT}")
         if self.is_iterable:
+            if self.num_workers != found["num_workers"]:
+                warn_user(
+                    f"{self.num_workers} workers divide an iterable data set, and there were {found['num_workers']}: "
+                    f"{INEXACT}"
+                )
+            elif self.is_reused:
+                self._warn_of_persistent()
             return f"{type(self.loader.dataset).__name__} is an iterable data set"
         if self.late_draws:
             return "the sampler draws from the global generators during the pass (give it a generator of its own)"
@@ -339,8 +361,8 @@ class _Pass:
 
     def _warn_of_persistent(self) -> None:
         warn_user(
-            "samples draw random numbers in persistent workers, whose generators cannot be restored after the first "
-            f"epoch: {INEXACT}; hs.seeded(dataset) or persistent_workers=False makes them exact"
+            "the generators of persistent workers cannot be restored after the first epoch, so samples that draw "
+            f"random numbers differ: {INEXACT}; hs.seeded(dataset) or persistent_workers=False makes them exact"
         )
 
     def _load_and_drop(self, batches: Iterator[Batch], num: int, why: str, now: Mapping[str, Any]) -> None:
@@ -556,6 +578,18 @@ def _write_state(generator: Any, state: Any) -> None:
 
 def _get_epoch(owner: Any) -> Any:
     return getattr(owner, "__dict__", {}).get("epoch")
+
+
+def _refer_weakly(batches: Any) -> Callable[[], Any]:
+    """Return a function that returns the loader as long as the loop has it.
+
+    Loss functions often close over what holds the step. Through that cycle the step would leave the loader to the
+    garbage collector, in which torch takes 5 s to end each persistent worker.
+    """
+    try:
+        return weakref.ref(batches)
+    except TypeError:  # such as a list
+        return lambda: batches
 
 
 def _count_batches(batches: Any) -> int | None:

@@ -331,9 +331,11 @@ class SpikeMeter:
         self.unread.clear()
         if state["ring"].shape != self.ring.shape:  # another guard.spike_window: the meter starts over
             state = {"ring": torch.zeros(self.size), "count": torch.tensor(0)}
-        self.ring.copy_(state["ring"])
-        self.count.copy_(state["count"])
-        self.on_host = HostRing(state["ring"].tolist(), int(state["count"]))
+        if self.skips:
+            self.ring.copy_(state["ring"])
+            self.count.copy_(state["count"])
+        else:
+            self.on_host = HostRing(state["ring"].tolist(), int(state["count"]))
 
 
 class HostRing:

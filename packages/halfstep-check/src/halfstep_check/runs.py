@@ -74,7 +74,4 @@ def build_run(
     others = [source for source in reachable if source.dialect not in said]
     files = {dialect: {s.name for s in others if s.dialect == dialect} for dialect in {s.dialect for s in others}}
     direct = {str(target) for target in targets}
-    return [
-        *own,
-        *(s for s in others if len(files[s.dialect]) == 1 and (s.dialect != "script" or s.name in direct)),
-    ]
+    return [*own, *(s for s in others if len(files[s.dialect]) == 1 and (s.dialect != "script" or s.name in direct))]

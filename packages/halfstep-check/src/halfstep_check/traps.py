@@ -11,11 +11,7 @@ from halfstep_check.findings import Finding, Place
 from halfstep_check.resolve import rank_claims
 
 FILLERS = (
-    "transformers",
-    "transformers call",
-    "transformers flags",
-    "accelerate",
-    "Accelerator call",
+    *("transformers", "transformers call", "transformers flags", "accelerate", "Accelerator call"),
     "accelerate launch",
 )
 FILLING_MODULES = {"transformers", "accelerate", "lightning", "pytorch_lightning", "trl"}

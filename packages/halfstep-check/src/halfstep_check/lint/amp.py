@@ -24,13 +24,7 @@ from halfstep_check.lint.script import (
 )
 
 FRAMEWORKS = (
-    "accelerator",
-    "fabric",
-    "engine",
-    "model_engine",
-    "trainer",
-    "self.accelerator",
-    "self.fabric",
+    *("accelerator", "fabric", "engine", "model_engine", "trainer", "self.accelerator", "self.fabric"),
     "booster",
 )
 """Receivers whose backward, step and clipping unscale by themselves."""

@@ -32,35 +32,14 @@ LOWERED = {
     *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention"),
 }
 KEEPERS = {
-    *(
-        "sigmoid",
-        "tanh",
-        "relu",
-        "gelu",
-        "silu",
-        "leaky_relu",
-        "elu",
-        "abs",
-        "neg",
-        "sqrt",
-        "clamp",
-        "clamp_min",
-        "mean",
-    ),
+    *("sigmoid", "tanh", "relu", "gelu", "silu", "leaky_relu", "elu"),
+    *("abs", "neg", "sqrt", "clamp", "clamp_min", "mean"),
     *("view", "reshape", "flatten", "squeeze", "unsqueeze", "permute", "transpose", "contiguous", "detach", "clone"),
     *("max", "min", "amax", "amin", "square", "mul", "add", "sub", "div", "expand", "expand_as", "repeat", "chunk"),
     *("cpu", "cuda", "normalize", "interpolate", "dropout", "relu_", "masked_fill", "t", "gather", "upsample"),
 }
 MODEL_WORDS = (
-    "model",
-    "net",
-    "unet",
-    "network",
-    "generator",
-    "discriminator",
-    "encoder",
-    "decoder",
-    "backbone",
+    *("model", "net", "unet", "network", "generator", "discriminator", "encoder", "decoder", "backbone"),
     "netg",
 )
 

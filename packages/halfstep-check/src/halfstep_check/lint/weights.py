@@ -25,23 +25,8 @@ from halfstep_check.lint.script import (
 from halfstep_check.spellings import parse_dtype
 
 PLAIN_OPTIMIZERS = {
-    "SGD",
-    "Adam",
-    "AdamW",
-    "RMSprop",
-    "Adagrad",
-    "NAdam",
-    "RAdam",
-    "Adamax",
-    "Adadelta",
-    "LBFGS",
-    "Adafactor",
-    "Adam8bit",
-    "AdamW8bit",
-    "PagedAdamW8bit",
-    "PagedAdamW32bit",
-    "Lion",
-    "Lion8bit",
+    *("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "LBFGS"),
+    *("Adafactor", "Adam8bit", "AdamW8bit", "PagedAdamW8bit", "PagedAdamW32bit", "Lion", "Lion8bit"),
 }
 
 LIBRARIES = ("torch.optim.", "transformers.", "bitsandbytes.optim.", "lion_pytorch.")

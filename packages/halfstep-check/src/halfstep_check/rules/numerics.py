@@ -24,11 +24,7 @@ NUMERIC_RULES = (
             p = p.float()
             dice = 2 * (p * y).sum() / (p.sum() + y.sum() + 1)
         """,
-        threads=(
-            "qubvel-org/segmentation_models.pytorch#463",
-            "ultralytics/ultralytics#24554",
-            "wandb/senpai#328",
-        ),
+        threads=("qubvel-org/segmentation_models.pytorch#463", "ultralytics/ultralytics#24554", "wandb/senpai#328"),
     ),
     Rule(
         name="eps-vanishes",
