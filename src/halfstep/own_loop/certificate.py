@@ -5,8 +5,7 @@ runs leave with the same bits must have them after the replay, too. One that dif
 may differ by at most `NOISE` times as much. The first window of a step is also compared with the eager step of the
 user's Python code, in the same way, except that it may differ by `ROUNDING`.
 
-This cannot see a Python value that was frozen while the certificate was made. Guards prevent that (traced.py); the
-side check (fast.py) looks for it later.
+This cannot see a Python value that was frozen while the certificate was made: guards prevent that (traced.py).
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ class Certificate:
     noisy: list[str] = field(default_factory=list)
     """Tensors that differ between uncaptured runs as well, by name."""
     against: list[str] = field(default_factory=list)
-    num_side_checks: int = 0
 
     def add(self, compared_with: str) -> None:
         if compared_with not in self.against:
@@ -47,8 +45,9 @@ class Certificate:
 
     def __str__(self) -> str:
         with_noise = f", {len(self.noisy)} within the noise of uncaptured runs" if self.noisy else ""
-        checks = f"; {self.num_side_checks} side checks since" if self.num_side_checks else ""
-        return f"{self.exact} tensors bit-equal to {' and '.join(self.against)}{with_noise}{checks}"
+        if not self.against:
+            return "nothing is captured"
+        return f"{self.exact} tensors bit-equal to {' and '.join(self.against)}{with_noise}"
 
 
 class Differs(Exception):

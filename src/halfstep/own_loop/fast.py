@@ -181,6 +181,7 @@ class Level:
     num_tried: int = 0  # comparisons with it that could not be made, or failed
     num_unused: int = 0  # graphs in a row that were captured and not replayed
     num_replays: int = 0
+    is_full: bool = False  # graphs were dropped before they could be replayed, so no more are captured
     began: float = 0.0  # when the first graph was captured
 
     @property
@@ -257,7 +258,7 @@ class FastPath:
             return self._replay(graph, traced)
         if obstacle := self._find_obstacle():
             raise NotTraced(obstacle)
-        if key not in level.ran:
+        if key not in level.ran or level.is_full:
             return self._run_uncaptured(level, key, traced)
         if references is not None:
             self._compare_gradients(level, traced, *references)
@@ -311,6 +312,10 @@ class FastPath:
         self._note_changing(level, traced, level.ran[key])
         level.ran[key] = traced
         level.num_unused += 1
+        if level.num_unused > MAX_UNUSED and len(level.graphs) == self.max_graphs:
+            level.is_full = True
+            say(f"there are more shapes than max_graphs={self.max_graphs}: the others run without a graph")
+            return self._run_uncaptured(level, key, traced)
         if level.num_unused > MAX_UNUSED:
             raise NotTraced("parameters, optimizer settings or numbers in the batch change at every step")
         state = StepState(self.step, traced.list_written())

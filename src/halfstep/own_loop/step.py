@@ -175,12 +175,14 @@ class Step:
         refuse_uncallable(on_gradients=on_gradients, on_commit=on_commit, on_outcome=on_outcome)
         refuse_recast(model, plan)
         check_choice("fast", fast, ("auto", "graph", "compile", "off"))
-        if check_choice("memory", memory, ("normal", "low")) == "low":
-            recompute_repeated_blocks(model)
+        check_choice("memory", memory, ("normal", "low"))
         refuse_unrelated_optimizers(model, optimizers)
         self._schedules = LoopSchedules(schedule, optimizers, device)
+        apply(plan, model, casts_storage=False)
+        if memory == "low":
+            recompute_repeated_blocks(model)
         self._step = GuardedStep(
-            apply(plan, model, casts_storage=False), optimizers, plan, accumulate=accumulate, clip=clip,
+            model, optimizers, plan, accumulate=accumulate, clip=clip,
             schedules=self._schedules.rates or (), scaler=scaling, ema=Ema(model, decay=decay) if decay else None,
             spikes=SpikeMeter(device, skips=skip_spikes), also=also, on_gradients=on_gradients,
             on_commit=on_commit,

@@ -1,0 +1,100 @@
+"""Arguments of the fast path: wrong values are refused, memory="low" recomputes, a CPU runs eagerly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfstep as hs
+from halfstep.errors import ConfigError
+from replay_stand_in import replays_on_cpu
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.layers(x)
+        return out
+
+
+def train(length: int = 10, **settings: Any) -> tuple[list[Tensor], hs.Step, int]:
+    """Train three blocks; return the weights, the step, and the bytes that the last forward pass kept."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), Block())
+    step = hs.Step(model, torch.optim.AdamW(model.parameters(), 1e-2, fused=True), "fp32", **settings)
+    kept = 0
+
+    def loss_fn(batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    for _ in range(length):
+        step(loss_fn, [torch.randn(64, 8)])
+
+    def note(tensor: Tensor) -> Tensor:
+        nonlocal kept
+        kept += tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss_fn(torch.randn(64, 8))
+    return [parameter.detach() for parameter in model.parameters()], step, kept
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"fast": "turbo"}, "fast='turbo' is not one of"),
+        ({"fast": True}, "fast=True is not one of"),
+        ({"memory": "lowest"}, "memory='lowest' is not one of"),
+        ({"num_steps": 0}, "num_steps=0"),
+        ({"max_graphs": "8"}, "max_graphs='8'"),
+    ],
+)
+def test_wrong_values_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        train(**settings)
+
+
+def test_low_memory_recomputes_blocks_and_trains_to_the_same_bits() -> None:
+    normal, _, kept = train()
+    low, _, kept_low = train(memory="low")
+    assert all(map(torch.equal, normal, low))
+    assert kept_low < kept / 2
+
+
+def test_low_memory_without_blocks_warns() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.warns(UserWarning, match="found no repeated blocks in Linear"):
+        hs.Step(model, torch.optim.AdamW(model.parameters(), fused=True), "fp32", memory="low")
+
+
+def test_recomputed_blocks_are_captured() -> None:
+    normal, _, _ = train(fast="off")
+    with replays_on_cpu():
+        low, step, _ = train(memory="low", fast="graph")
+    assert step.mode == "graph"
+    assert all(map(torch.equal, normal, low))
+
+
+def test_a_cpu_runs_eagerly_and_says_why_only_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    _, step, _ = train()
+    assert (step.mode, str(step.certificate), capsys.readouterr().err) == ("eager", "nothing is captured", "")
+    train(length=1, fast="graph")
+    assert "runs eagerly: a CUDA graph needs a CUDA device, not cpu" in capsys.readouterr().err
+
+
+def test_at_most_max_graphs_are_kept() -> None:
+    with replays_on_cpu():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        step = hs.Step(model, torch.optim.AdamW(model.parameters(), fused=True), "fp32", fast="graph", max_graphs=2)
+        for number in range(24):
+            step(lambda batch: model(batch).square().mean(), [torch.randn(2 + number % 4, 4)])
+        assert len(step._fast.level.graphs) == 2
+        assert step.mode == "graph"
