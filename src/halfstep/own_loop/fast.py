@@ -254,12 +254,14 @@ class FastPath:
             level.num_unused = 0
             level.num_replays += 1
             if not self.why_not_compiled and self._is_worth_compiling():
-                self._begin_trial(traced)
+                self._begin_trial()
             return self._replay(graph, traced)
         if obstacle := self._find_obstacle():
             raise NotTraced(obstacle)
         if key not in level.ran or level.is_full:
             return self._run_uncaptured(level, key, traced)
+        if not level.graphs and (no_room := self._find_no_room()):
+            raise NotTraced(no_room)
         if references is not None:
             self._compare_gradients(level, traced, *references)
         return self._capture(level, key, traced)
@@ -455,11 +457,7 @@ class FastPath:
             spent *= max(0, self.num_steps - self.step.attempted) / level.num_replays
         return spent * LIKELY_SAVING > expected
 
-    def _begin_trial(self, traced: TracedWindow) -> None:
-        num_bytes = torch.cuda.max_memory_allocated(self.step.device) if self.step.device.type == "cuda" else 0
-        if num_bytes and num_bytes > torch.cuda.mem_get_info(self.step.device)[0]:
-            self.why_not_compiled = "two graphs do not fit into the memory of the device"
-            return
+    def _begin_trial(self) -> None:
         self.trial = Level("inductor")
         say("compiles the step next, which takes a while; both graphs use memory until the faster one is known")
 
@@ -526,7 +524,24 @@ class FastPath:
             return "on_gradients= and on_commit= run Python code that a replay would not repeat"
         if any(GLOBAL_HOOKS):
             return "a global module hook is registered"
-        return step.why_never_captured()
+        reason = step.why_never_captured()
+        return f"{reason}: make it with fused=True" if reason else ""
+
+    def _find_no_room(self) -> str:
+        """Return why `auto` does not capture, if that would leave too little memory for anything else: a graph keeps
+        the memory of a step's activations, and validation would not get it."""
+        device = self.step.device
+        if self.asked != "auto" or device.type != "cuda":
+            return ""
+        allocated = torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - allocated
+        needed = torch.cuda.max_memory_allocated(device) - allocated
+        if 2 * needed <= free:
+            return ""
+        return (
+            f"a graph would keep {needed / 1e9:.1f} GB of activations, and {free / 1e9:.1f} GB are free; fast='graph' "
+            "captures anyway"
+        )
 
     def _leave(self, level: Level, reason: str) -> None:
         if level is self.trial:

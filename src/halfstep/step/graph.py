@@ -66,10 +66,12 @@ class GraphedStep:
         """Wait for running replays before their memory is freed.
 
         The allocator waits only for the capture's stream, and replays run on another."""
-        with contextlib.suppress(Exception):  # CUDA may be gone at interpreter exit
+        try:
             # A capture in progress began with a synchronisation, and another one would break it.
             if not torch.cuda.is_current_stream_capturing():
                 torch.cuda.synchronize(self.step.device)
+        except Exception:  # at interpreter exit CUDA may be gone, and so may the modules of this file
+            return
 
     @property
     def is_valid(self) -> bool:
