@@ -9,6 +9,7 @@ from captured_features import FEATURES, assert_same
 from replay_stand_in import replays_on_cpu
 
 
+@pytest.mark.filterwarnings("ignore:.*is not fused")
 @pytest.mark.parametrize("name", FEATURES)
 def test_feature_in_captured_steps(name: str) -> None:
     with replays_on_cpu():

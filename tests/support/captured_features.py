@@ -70,6 +70,20 @@ def several_optimizers(device: torch.device) -> Feature:
     return feature
 
 
+def unfused(device: torch.device) -> Feature:
+    feature = plain(device)
+    is_gpu = device.type == "cuda"
+    feature.optimizers = torch.optim.Adam(feature.model.parameters(), 1e-2, weight_decay=0.1, capturable=is_gpu)
+    return feature
+
+
+def unfused_rmsprop(device: torch.device) -> Feature:
+    feature = plain(device)
+    is_gpu = device.type == "cuda"
+    feature.optimizers = torch.optim.RMSprop(feature.model.parameters(), 1e-3, momentum=0.9, capturable=is_gpu)
+    return feature
+
+
 def frozen_encoder(device: torch.device) -> Feature:
     feature = plain(device)
     feature.model[0].requires_grad_(False)  # type: ignore[index]
@@ -152,7 +166,8 @@ def compiled_model(device: torch.device) -> Feature:
 FEATURES: dict[str, Callable[[torch.device], Feature]] = {
     function.__name__: function
     for function in (
-        plain, average, accumulated, scheduled, spikes, weighted, several_optimizers, frozen_encoder, adapter,
+        plain, average, accumulated, scheduled, spikes, weighted, several_optimizers, unfused,
+        unfused_rmsprop, frozen_encoder, adapter,
         tied_weights, also_written, edited_gradients, on_commit, compiled_model,
     )
 }  # fmt: skip

@@ -24,6 +24,7 @@ from halfstep.precision.plan import ROOT, Plan
 from halfstep.step.batches import Batch
 from halfstep.step.forward_writes import TensorSlots, refuse_uninitialised
 from halfstep.step.guard import GuardOptions
+from halfstep.step.optim.by_name import OPTIMIZERS
 from halfstep.step.scaler import ScalerOptions
 from halfstep.tune.repeated_blocks import describe_recomputed, find_blocks, recompute_blocks_
 
@@ -104,6 +105,23 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
     if isinstance(value, str) and value in choices:
         return value
     raise ConfigError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}", fix=f"{name}={choices[0]!r}")
+
+
+def make_capturable(optimizers: Sequence[Optimizer]) -> None:
+    """Let torch's unfused optimizers keep their counters on the device, so that a CUDA graph can hold their steps.
+
+    Their capturable form computes bias corrections on the device, in fp32: the last bits may differ."""
+    for optimizer in optimizers:
+        groups = optimizer.param_groups
+        on_gpu = all(p.is_cuda for group in groups for p in group["params"])
+        if type(optimizer) not in OPTIMIZERS.values() or not on_gpu or any(group.get("fused") for group in groups):
+            continue
+        for group in groups:
+            if "capturable" in group:
+                group["capturable"] = True
+        for parameter, own in optimizer.state.items():
+            if isinstance(own.get("step"), Tensor):
+                own["step"] = own["step"].to(parameter.device, torch.float32)
 
 
 def recompute_repeated_blocks(model: nn.Module) -> None:

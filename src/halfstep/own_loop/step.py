@@ -23,6 +23,7 @@ from halfstep.own_loop.arguments import (
     check_modules,
     check_number,
     find_device,
+    make_capturable,
     make_guard_options,
     make_scaler_options,
     read_precision,
@@ -96,7 +97,8 @@ class Step:
 
     Arguments:
         model: what is trained, already on its device and in its dtype. Several modules: torch.nn.ModuleList([a, b]).
-        optimizer: one of torch.optim or your own, or a list of them. fused=True makes skipping free.
+        optimizer: one of torch.optim or your own, or a list of them. fused=True makes skipping free. On a GPU torch's
+            unfused ones become capturable=True unless fast="off".
         precision: "auto", "bf16", "fp16", "tf32", "fp32", "fp8" or a torch dtype. If the device lacks it, the next best
             is used, with a warning; `print(step.plan)` shows what runs and why.
         fast: "auto" captures and compiles as described above; "graph" captures torch's own kernels, "compile" those of
@@ -179,6 +181,8 @@ class Step:
         refuse_unrelated_optimizers(model, optimizers)
         self._schedules = LoopSchedules(schedule, optimizers, device)
         apply(plan, model, casts_storage=False)
+        if fast != "off":
+            make_capturable(optimizers)
         if memory == "low":
             recompute_repeated_blocks(model)
         self._step = GuardedStep(
