@@ -1,1 +1,15 @@
-"""hs.Step: the guarded step in a user's training loop. docs/own_loop.md is its guide."""
+"""hs.Step: the guarded step in a user's training loop. docs/own_loop.md is its guide.
+
+    step.py               hs.Step and its outcomes, rollback
+    arguments.py          validate and normalise its arguments
+    loss.py               checks of the user's loss function and of what it writes into
+    schedule_argument.py  schedules of users' loops: per step, per epoch, plateau
+
+Fast path, in reading order (docs/captured_steps.md):
+
+    fast.py               choose eager, captured or compiled for each step; replay
+    traced.py             trace a loss function with guards on every Python value it reads
+    certificate.py        compare a captured step with uncaptured ones before it is used
+
+Resume (docs/resume.md): data_position.py, save_and_load.py. Capsules, replay and ledger: evidence.py.
+"""
