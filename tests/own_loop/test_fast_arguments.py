@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.errors import ConfigError
+from halfstep.own_loop.fast import FastPath, TracedWindow
 from replay_stand_in import replays_on_cpu
 
 
@@ -98,3 +99,39 @@ def test_at_most_max_graphs_are_kept() -> None:
             step(lambda batch: model(batch).square().mean(), [torch.randn(2 + number % 4, 4)])
         assert len(step._fast.level.graphs) == 2
         assert step.mode == "graph"
+
+
+@pytest.mark.parametrize("number", [4, 5])  # the step that is compared with eager, and the one that is captured
+def test_an_interrupt_while_a_graph_is_checked_leaves_whole_steps(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with replays_on_cpu():
+        torch.manual_seed(0)
+        model = Block()
+        step = hs.Step(model, torch.optim.AdamW(model.parameters(), fused=True), "fp32", fast="graph", ema_decay=0.9)
+
+        def loss_fn(batch: Tensor) -> Tensor:
+            return model(batch).square().mean()
+
+        batches = [torch.randn(4, 8) for _ in range(8)]
+        for batch in batches[:number]:
+            step(loss_fn, [batch])
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        try_code = FastPath._try
+
+        def interrupt(self: FastPath, traced: TracedWindow) -> None:
+            try_code(self, traced)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(FastPath, "_try", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            step(loss_fn, [batches[number]])
+        assert step.attempted == number + (number == 4)  # the eager step of the comparison was made
+        assert all(map(torch.equal, before, model.parameters())) == (number != 4)
+        monkeypatch.setattr(FastPath, "_try", try_code)
+        for batch in batches[number + (number == 4) :]:
+            step(loss_fn, [batch])
+    torch.manual_seed(0)
+    expected = Block()
+    eager = hs.Step(expected, torch.optim.AdamW(expected.parameters(), fused=True), "fp32", fast="off", ema_decay=0.9)
+    for batch in batches:
+        eager(lambda b: expected(b).square().mean(), [batch])
+    assert all(map(torch.equal, model.parameters(), expected.parameters()))

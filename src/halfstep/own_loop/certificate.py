@@ -10,7 +10,8 @@ This cannot see a Python value that was frozen while the certificate was made: g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -84,6 +85,16 @@ class StepState:
         self.step.spikes.load_state_dict(copy.spikes)
         if self.step.rates is not None:
             self.step.rates.version = self.step.rates.now._version  # not a write by the user's code
+
+    @contextlib.contextmanager
+    def protect(self, copy: StateCopy) -> Iterator[None]:
+        """Restore a state if something inside raises: an interrupt, an error of the device."""
+        try:
+            yield
+        except BaseException:
+            self.step.forget_capture()
+            self.restore(copy)
+            raise
 
     def run_from(self, copy: StateCopy, run: Callable[[], object]) -> StateCopy:
         """Run something from a state, and return the state that it leaves."""

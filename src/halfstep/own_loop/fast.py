@@ -139,6 +139,7 @@ class Graph:
     """A captured window and what it may be replayed for."""
 
     replay: Replay
+    device: torch.device
     outputs: list[Sequence[Any]]
     """What the entries return; a replay writes into these tensors."""
     fixed: list[list[tuple[int, Tensor, int]]]
@@ -160,10 +161,13 @@ class Graph:
 
     def select(self, traced: TracedWindow) -> list[dict[str, Tensor]]:
         """Return the inputs of a window that are copied into the graph."""
-        return [
-            {name: call.inputs[position] for position, name in own}
-            for call, own in zip(traced.calls, self.dynamic, strict=True)
-        ]
+        window = []
+        for call, own in zip(traced.calls, self.dynamic, strict=True):
+            inputs = {name: call.inputs[position] for position, name in own}
+            for position in call.entry.waits:  # the user may overwrite them as soon as the step returns
+                inputs[str(position)] = inputs[str(position)].to(self.device)
+            window.append(inputs)
+        return window
 
 
 @dataclass
@@ -324,14 +328,14 @@ class FastPath:
         before = state.copy()
         self.step.look_ahead()
         try:
-            with self.rates.as_tensors():
+            with state.protect(before), self.rates.as_tensors():
                 runs = [state.run_from(before, lambda: self._try(traced)) for _ in range(2)]
                 state.restore(before)
                 graph = self._make_graph(level, traced)
-            facts = self._replay(graph, traced)
-            level.certificate.exact, level.certificate.noisy = state.compare(state.copy(), *runs)
+            with state.protect(before):
+                facts = self._replay(graph, traced)
+                level.certificate.exact, level.certificate.noisy = state.compare(state.copy(), *runs)
         except (CaptureFailed, Differs, torch.OutOfMemoryError) as error:
-            state.restore(before)
             self._leave(level, (str(error).splitlines() or [type(error).__name__])[0])
             return self._run_uncaptured(level, key, traced)
         level.certificate.add("its uncaptured code")
@@ -376,11 +380,13 @@ class FastPath:
             for call, own in zip(traced.calls, positions, strict=True)
         ]
         outputs: list[Sequence[Any]] = []
-        replay = CAPTURES[device.type](self.step, run_calls(traced, outputs), inputs, level.pool)
+        # A capture takes place on a stream of the current device, which need not be the model's.
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            replay = CAPTURES[device.type](self.step, run_calls(traced, outputs), inputs, level.pool)
         # Detached: an autograd graph that is kept would tie gradients of later steps to the stream of the capture.
         outputs[:] = [[o.detach() if isinstance(o, Tensor) else o for o in own] for own in outputs]
         holders = list(map(id, list_holders(self.step)))
-        return Graph(replay, outputs, fixed, holders, [[(k, str(k)) for k in own] for own in positions])
+        return Graph(replay, device, outputs, fixed, holders, [[(k, str(k)) for k in own] for own in positions])
 
     def _try(self, traced: TracedWindow) -> None:
         """Make the device's part of a step of the traced code, whose result is discarded afterwards."""
@@ -424,7 +430,8 @@ class FastPath:
         before = state.copy()
         facts = eager(loss_fn)
         after = state.copy()
-        runs = [state.run_from(before, lambda: self._try(traced)) for _ in range(2)]
+        with state.protect(after):
+            runs = [state.run_from(before, lambda: self._try(traced)) for _ in range(2)]
         state.restore(after)
         if facts.read().is_bad:
             return facts  # a dropped step shows nothing
@@ -480,7 +487,8 @@ class FastPath:
         gradients = []
         for traced in (exact, plain, compiled):
             loss_fn = run_calls(traced, [])
-            self.step.forward_backward(turn_off_autocast(loss_fn) if traced is exact else loss_fn, traced.calls)
+            with state.protect(before):
+                self.step.forward_backward(turn_off_autocast(loss_fn) if traced is exact else loss_fn, traced.calls)
             self.step.writes.put_back()
             gradients.append([p.grad.float() for p in self.step.find_trained_parameters() if p.grad is not None])
             state.restore(before)
@@ -497,7 +505,8 @@ class FastPath:
         """Keep the faster of the two levels."""
         before = state.copy()
         old = next(reversed(self.level.graphs.values()))
-        times = [time_replays(one.replay, self.step.device) for one in (old, graph)]
+        with state.protect(before):
+            times = [time_replays(one.replay, self.step.device) for one in (old, graph)]
         state.restore(before)
         if times[1] > times[0]:
             self._drop_trial(f"{times[1] * 1e3:.3g} ms per step, {times[0] * 1e3:.3g} ms without")

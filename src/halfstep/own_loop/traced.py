@@ -69,6 +69,7 @@ class Entry:
     """What in the graph keeps it from being captured; empty if nothing does."""
     mutated: frozenset[int] = frozenset()  # inputs that the graph writes into
     moved: frozenset[int] = frozenset()  # CPU inputs that the graph only copies to the device
+    waits: frozenset[int] = frozenset()  # those of them whose copy the host waits for
     num_nodes: int = 0
     is_random: bool = False
     requires_grad: list[bool] = field(default_factory=list)  # of each input
@@ -161,9 +162,10 @@ class TracedLoss:
                     infos = enumerate(context.fw_metadata.input_info)
                     entry.mutated = frozenset(number for number, info in infos if info.mutates_data)
             graphs.append(graph)
-            found, moved = scan(graph, self.device)
+            found, moved, waits = scan(graph, self.device)
             entry.why_not = entry.why_not or found
             entry.moved |= moved
+            entry.waits |= waits
             entry.num_nodes += len(graph.graph.nodes)
             entry.is_random |= any(part in str(n.target) for n in graph.graph.nodes for part in RANDOM)
             if self.compiler == "aten":
@@ -329,11 +331,12 @@ def run_boxed(graph: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     return run
 
 
-def scan(graph: GraphModule, device: torch.device) -> tuple[str, frozenset[int]]:
+def scan(graph: GraphModule, device: torch.device) -> tuple[str, frozenset[int], frozenset[int]]:
     """Return what in a graph of AOTAutograd a replay would not follow, or "", and the CPU inputs that it only copies
-    to the device: those the fast path copies itself."""
+    to the device, which the fast path copies itself; and those of them that it waits for."""
     on_host: set[Node] = set()  # Python numbers as 0-dimensional CPU tensors: a replay gets them on the device
     moved: set[int] = set()
+    waits: set[int] = set()
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     for node in graph.graph.nodes:
         value = node.meta.get("val")
@@ -343,21 +346,23 @@ def scan(graph: GraphModule, device: torch.device) -> tuple[str, frozenset[int]]
                 on_host.add(node)
             elif is_elsewhere and all(is_copy_to(user, device) for user in node.users):
                 moved.add(placeholders.index(node))
+                if not all(user.kwargs.get("non_blocking") for user in node.users):
+                    waits.add(placeholders.index(node))
             continue
         if node.op != "call_function":
             continue
         name = str(node.target)
         if "_local_scalar_dense" in name:
-            return f"a number is read from a tensor, as .item() does{find_line(node)}", frozenset()
+            return f"a number is read from a tensor, as .item() does{find_line(node)}", frozenset(), frozenset()
         namespace = getattr(node.target, "namespace", "")
         if namespace and namespace not in PURE:
-            return f"{name} may read more than its inputs{find_line(node)}", frozenset()
+            return f"{name} may read more than its inputs{find_line(node)}", frozenset(), frozenset()
         if is_elsewhere:
             inputs = node.all_input_nodes
             if not inputs or not on_host.issuperset(inputs):
-                return f"{name} runs on the {value.device.type}{find_line(node)}", frozenset()
+                return f"{name} runs on the {value.device.type}{find_line(node)}", frozenset(), frozenset()
             on_host.add(node)
-    return "", frozenset(moved)
+    return "", frozenset(moved), frozenset(waits)
 
 
 def is_copy_to(node: Node, device: torch.device) -> bool:
