@@ -106,7 +106,7 @@ def test_a_reduced_network_is_not_shown_under_the_bare_name() -> None:
     problem = {**RECORD["problem"], "parameters": 438_456, "reduced": {"model.width": 16, "model.blocks": [1, 1]}}
     said = shown({**RECORD, "problem": problem})
     assert said.startswith("unet reduced to 438,456 parameters, batch 8")
-    assert "reduced: this is the demo's network (model.width=16, model.blocks=[1, 1])" in said
+    assert "reduced: this is the demo's small network (model.width=16, model.blocks=[1, 1])" in said
     assert "reduced" not in shown(RECORD)
 
 
