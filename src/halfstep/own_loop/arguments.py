@@ -114,11 +114,11 @@ def make_capturable(optimizers: Sequence[Optimizer]) -> None:
     for optimizer in optimizers:
         groups = optimizer.param_groups
         on_gpu = all(p.is_cuda for group in groups for p in group["params"])
-        if type(optimizer) not in OPTIMIZERS.values() or not on_gpu or any(group.get("fused") for group in groups):
+        can_be = type(optimizer) in OPTIMIZERS.values() and all("capturable" in group for group in groups)
+        if not can_be or not on_gpu or any(group.get("fused") for group in groups):
             continue
         for group in groups:
-            if "capturable" in group:
-                group["capturable"] = True
+            group["capturable"] = True
         for parameter, own in optimizer.state.items():
             if isinstance(own.get("step"), Tensor):
                 own["step"] = own["step"].to(parameter.device, torch.float32)
