@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.errors import ConfigError
+from halfstep.own_loop import fast as fast_path
 from halfstep.own_loop.fast import FastPath, TracedWindow
 from replay_stand_in import replays_on_cpu
 
@@ -99,6 +100,38 @@ def test_at_most_max_graphs_are_kept() -> None:
             step(lambda batch: model(batch).square().mean(), [torch.randn(2 + number % 4, 4)])
         assert len(step._fast.level.graphs) == 2
         assert step.mode == "graph"
+
+
+def test_the_usual_shape_is_compiled_and_others_stay_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch's kernels in place of Inductor's, which would take long to compile here.
+    monkeypatch.setattr(fast_path, "COMPILED", "aten")
+    monkeypatch.setattr(fast_path, "COMPILE_S", -1.0)
+    monkeypatch.setattr(fast_path, "COMPILE_S_PER_NODE", 0.0)
+    monkeypatch.setattr(fast_path, "CHECK_EVERY", 1)
+    seconds = iter([2.0, 1.0])
+    monkeypatch.setattr(fast_path, "time_replays", lambda replay, device: next(seconds))
+    with replays_on_cpu():
+        torch.manual_seed(0)
+        model = Block()
+        step = hs.Step(model, torch.optim.AdamW(model.parameters(), fused=True), "fp32", num_steps=1000)
+
+        def loss_fn(batch: Tensor) -> Tensor:
+            return model(batch).square().mean()
+
+        batches = [torch.randn(2 if number % 4 == 3 else 4, 8) for number in range(24)]
+        for batch in batches:
+            step(loss_fn, [batch])
+        path = step._fast
+        assert path.compiled is not None
+        assert path.shapes == fast_path.describe_window([batches[0]])
+        assert len(path.compiled.graphs) == 1
+        assert len(path.level.graphs) == 1  # of the short batch
+    torch.manual_seed(0)
+    expected = Block()
+    eager = hs.Step(expected, torch.optim.AdamW(expected.parameters(), fused=True), "fp32", fast="off")
+    for batch in batches:
+        eager(lambda b: expected(b).square().mean(), [batch])
+    assert all(map(torch.equal, model.parameters(), expected.parameters()))
 
 
 @pytest.mark.parametrize("number", [4, 5])  # the step that is compared with eager, and the one that is captured

@@ -52,6 +52,7 @@ WARMUP_STEPS = 3
 """Eager steps before the first trace: optimizers build their state, cuDNN chooses its algorithms."""
 MAX_TRACERS = 4  # combinations of backend flags that are not guarded by Dynamo
 MAX_UNUSED = 4  # graphs captured in a row without one replay
+COMPILED: Compiler = "inductor"
 CHECK_EVERY = 20  # replays between two looks at whether compiling pays
 COMPILE_S, COMPILE_S_PER_NODE = 5.0, 0.02
 """About what Inductor takes for a step: seconds, and seconds per operation of its graphs (forward and backward)."""
@@ -209,8 +210,11 @@ class FastPath:
         self.step, self.asked, self.num_steps, self.max_graphs = step, asked, num_steps, max_graphs
         self.why_eager = "fast='off'" if asked == "off" else self._find_obstacle()
         self.level = Level("inductor" if asked == "compile" else "aten")
+        self.compiled: Level | None = None
+        """Inductor's code for windows of the shapes that it was tried with: compiling takes too long for rare ones."""
         self.trial: Level | None = None
-        """The next level while it is tried; the steps it makes are real ones."""
+        """The same while it is tried; the steps it makes are real ones."""
+        self.shapes: object = None
         self.why_not_compiled = "" if asked == "auto" else f"fast={asked!r}"
         self.rates = HandRates(step)
         self.first = step.attempted
@@ -219,18 +223,19 @@ class FastPath:
 
     @property
     def mode(self) -> str:
-        return self.level.mode if self.level.graphs else "eager"
+        level = self.compiled or self.level
+        return level.mode if level.graphs else "eager"
 
     @property
     def certificate(self) -> Certificate:
-        return self.level.certificate
+        return (self.compiled or self.level).certificate
 
     def run(self, loss_fn: LossFn, window: list[Batch], eager: Eager) -> Facts:
         """Make one step, by a replay where possible; `eager` makes it by a Python function."""
         if self.why_eager or self.step.attempted < self.first + WARMUP_STEPS or is_watched(self.step):
             return eager(loss_fn)
-        level = self.trial or self.level
-        if not level.is_compared and level.ran and level.compiler == "aten":
+        level = self._choose_level(window)
+        if level is self.level and level.compiler == "aten" and level.ran and not level.is_compared:
             return self._compare_with_eager(loss_fn, window, eager)
         traced = TracedWindow([], [], [], [], [])
         try:
@@ -241,12 +246,16 @@ class FastPath:
             level.ran.clear()
             return self._run_rest(traced, loss_fn, eager)
         except NotTraced as error:
-            if level is self.trial:
-                self._drop_trial(str(error))
-                return self.run(loss_fn, window, eager) if not traced.calls else self._run_rest(traced, loss_fn, eager)
-            self._stay_eager(str(error))
-            return self._run_rest(traced, loss_fn, eager)
+            is_last = level is self.level
+            self._leave(level, str(error))
+            if traced.calls or is_last:
+                return self._run_rest(traced, loss_fn, eager)
+            return self.run(loss_fn, window, eager)
         return facts
+
+    def _choose_level(self, window: list[Batch]) -> Level:
+        compiled = self.trial or self.compiled
+        return self.level if compiled is None or describe_window(window) != self.shapes else compiled
 
     def _run_traced(self, level: Level, traced: TracedWindow, loss_fn: LossFn, window: list[Batch]) -> Facts:
         references = self._trace_references(loss_fn, window) if level is self.trial and level.ran else None
@@ -257,8 +266,8 @@ class FastPath:
             level.graphs.move_to_end(key)
             level.num_unused = 0
             level.num_replays += 1
-            if not self.why_not_compiled and self._is_worth_compiling():
-                self._begin_trial()
+            if not self.why_not_compiled and self.trial is None and self._is_worth_compiling():
+                self._begin_trial(traced.batches)
             return self._replay(graph, traced)
         if obstacle := self._find_obstacle():
             raise NotTraced(obstacle)
@@ -464,8 +473,8 @@ class FastPath:
             spent *= max(0, self.num_steps - self.step.attempted) / level.num_replays
         return spent * LIKELY_SAVING > expected
 
-    def _begin_trial(self) -> None:
-        self.trial = Level("inductor")
+    def _begin_trial(self, window: list[Batch]) -> None:
+        self.trial, self.shapes = Level(COMPILED), describe_window(window)
         say("compiles the step next, which takes a while; both graphs use memory until the faster one is known")
 
     def _trace_references(self, loss_fn: LossFn, window: list[Batch]) -> tuple[TracedWindow, TracedWindow] | None:
@@ -511,11 +520,13 @@ class FastPath:
         if times[1] > times[0]:
             self._drop_trial(f"{times[1] * 1e3:.3g} ms per step, {times[0] * 1e3:.3g} ms without")
             return
-        self.level, self.trial, self.why_not_compiled = level, None, "it is"
+        self.compiled, self.trial, self.why_not_compiled = level, None, "it is"
+        self.level.graphs.clear()
+        self.level.ran.clear()
         say(f"compiled: {times[1] * 1e3:.3g} ms per step, {times[0] * 1e3:.3g} ms without; {level.certificate}")
 
     def _drop_trial(self, reason: str) -> None:
-        self.trial, self.why_not_compiled = None, reason
+        self.trial, self.compiled, self.why_not_compiled = None, None, reason
         say(f"not compiled: {reason}")
 
     # --- staying eager ---
@@ -553,13 +564,13 @@ class FastPath:
         )
 
     def _leave(self, level: Level, reason: str) -> None:
-        if level is self.trial:
-            self._drop_trial(reason)
-        else:
+        if level is self.level:
             self._stay_eager(reason)
+        else:
+            self._drop_trial(reason)
 
     def _stay_eager(self, reason: str) -> None:
-        self.why_eager, self.trial, self.level = reason, None, Level(self.level.compiler)
+        self.why_eager, self.trial, self.compiled, self.level = reason, None, None, Level(self.level.compiler)
         say(f"runs eagerly, not captured: {reason}")
 
 
@@ -619,6 +630,10 @@ def is_number_input(call: Call, position: int) -> bool:
     one = call.inputs[position]
     is_small = isinstance(one, Tensor) and one.ndim == 0 and one.is_cpu and not one.requires_grad
     return is_small and position not in call.entry.mutated
+
+
+def describe_window(window: Sequence[Batch]) -> object:
+    return [[(tensor.shape, tensor.dtype) for tensor in list_tensors(batch)] for batch in window]
 
 
 def describe_tensors(tensors: Sequence[Tensor]) -> list[object]:
