@@ -103,7 +103,7 @@ def seal(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_sealed(text: str | bytes) -> dict[str, Any]:
-    """Parse what `seal` made, without its checksum; raise a ValueError if the content has changed."""
+    """Parse a document written with `seal` and drop its checksum; raise ValueError if the checksum does not match."""
     document = parse_json(text)
     if not isinstance(document, dict) or document.pop(CHECKSUM, None) != _compute_checksum(document):
         raise ValueError("its checksum does not match: it was edited or the disk damaged it")

@@ -264,7 +264,7 @@ def test_persistent_or_other_workers_of_an_iterable_data_set_are_said_not_to_be_
     texts = Loop(make, epochs=2).run(tmp_path / "state", resumes=True).warnings
     assert "generators of persistent workers cannot be restored" in texts[0]
     texts = Loop(lambda: make(1), epochs=2).run(tmp_path / "state", resumes=True).warnings
-    assert "1 workers divide an iterable data set, and there were 2" in texts[0]
+    assert "1 loader workers divide an iterable data set, but the state was saved with 2" in texts[0]
 
 
 def test_a_list_of_batches_is_skipped_silently_and_a_generator_with_a_warning(tmp_path: Path) -> None:

@@ -243,7 +243,7 @@ def test_lazy_modules_are_refused_before_the_first_step() -> None:
 
 def test_a_name_where_a_module_belongs_is_refused() -> None:
     model = nn.Linear(4, 4)
-    with pytest.raises(ConfigError, match="also= has a str"):
+    with pytest.raises(ConfigError, match="also= contains a str"):
         step_of(model, also=["code"])
 
 

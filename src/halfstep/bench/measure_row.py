@@ -210,7 +210,10 @@ class StepTimer:
         return None if self.device.type == "cpu" else get_peak_memory_bytes(self.device)
 
     def _end(self) -> None:
-        """Read memory and energy inside the last call: a graph's memory is freed with its owner."""
+        """Read memory, energy and times of the row.
+
+        This happens in the call after the last step, because later the runner frees its CUDA graphs and their memory.
+        """
         self.clock_limits = read_clock_limits(self.device)  # before the wait: an idle device has no reason to slow down
         wait_for(self.device)
         joules = self._energy.read_joules()

@@ -105,6 +105,6 @@ UsedDevice = Annotated[str | None, option("cpu, cuda, cuda:1, mps, xpu; default:
 UsedPrecision = Annotated[str | None, option("Precision to compute in; default: the run's.")]
 Checkpoint = Annotated[str, option("Which checkpoint, or its step.", metavar="best|last|NAME")]
 Trust = Annotated[
-    bool, option("Import the custom code that the run names, even if you did not train with it.", "--trust")
+    bool, option("Import the run's custom code, even if it is not the code that you trained the run with.", "--trust")
 ]
 Json = Annotated[bool, option("Print JSON.", "--json")]

@@ -144,7 +144,7 @@ class TrainConfig(Section):
     epochs: PositiveCount = Field(default=100, description="Passes over the training set")
     max_steps: OffCount = Field(
         default=0,
-        description="Stop after this many attempted steps; then epochs only limit the run if they are set too; 0: off",
+        description="Stop after this many attempted steps, and ignore the default of train.epochs; 0: off",
     )
     batch_size: PositiveCount = Field(default=8, description="Samples per micro-batch, over all ranks")
     val_batch_size: OffCount = Field(default=0, description="Samples per validation batch; 0: as in training")

@@ -144,7 +144,11 @@ def join_world(config: RunConfig, launch: Launch | None) -> Iterator[World | Non
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"{launch.size} ranks on {device.type}", fix="use one rank, or --device cpu or cuda")
+        raise ConfigError(
+            f"{launch.size} ranks cannot train on {device.type}",
+            why="ranks communicate with gloo or NCCL, which halfstep uses on CPUs and CUDA GPUs only",
+            fix="use one rank, or --device cpu or cuda",
+        )
     limit_s = config.train.rank_timeout_s
     by_nccl = device.type == "cuda" and config.train.backend != "gloo"
     if not dist.is_initialized():

@@ -139,7 +139,7 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """The outcome of running the step once."""
+    """The outcome of running the step; if more steps followed, of the last one."""
 
     name: str
     loss: float = math.nan
@@ -147,7 +147,7 @@ class Attempt:
     not_finite: tuple[str, ...] = ()
     """Buffers or weights that were finite before the step, and are not after forward or the update."""
     losses: tuple[float, ...] = ()
-    """Losses of the good steps before this one, if training continued from them."""
+    """Losses of the good steps that updated the weights, if more steps followed; the step itself comes first."""
     error: str = ""
     trace: RangeTrace | None = None
     origin: Operation | None = None
@@ -158,7 +158,7 @@ class Attempt:
 
     @property
     def first_is_good(self) -> bool:
-        """True if the step itself is good, whatever happened in later ones."""
+        """True if the step itself is good, even if one that followed is not."""
         return self.is_good or bool(self.losses) and not self.error
 
     def is_like(self, other: Attempt) -> bool:

@@ -181,9 +181,12 @@ class GraphRecorder:
 
 
 def copy_region(region: Callable[..., Any], word: str) -> Callable[..., Any]:
-    """Return a copy with a new code object, unknown to the compiler: the run's compiled code stays valid."""
+    """Return a copy of a region's function with its own code object, whose name ends in `word`.
+
+    Compiling the copy leaves the run's compiled code valid.
+    """
     assert isinstance(region, types.FunctionType)
-    # dynamo caches by code object, so a copy is compiled separately and evicts nothing.
+    # Dynamo caches by code object, so the copy is compiled separately and evicts nothing.
     code = region.__code__.replace(co_name=f"{region.__code__.co_name}_{word}")
     return types.FunctionType(code, region.__globals__, region.__name__, region.__defaults__, region.__closure__)
 

@@ -95,7 +95,8 @@ def check_rates(step: Step, loss_fn: LossFn, window: Window, *, num_steps: int =
 
 
 def compute_scheduled_rate(step: Step, committed: int) -> float:
-    """Return the first group's scheduled rate after this many committed steps, without cuts by the host."""
+    """Return the learning rate of the first group after this many committed steps: base rate × schedule × factor."""
+    # The factor is the current one, also for earlier steps: it is not recorded when a plateau or a rollback lowers it.
     assert step.rates is not None
     return float(step.rates.base[0]) * step.rates.functions[0](committed) * float(step.rates.factor[0])
 

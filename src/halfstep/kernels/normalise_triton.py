@@ -116,7 +116,7 @@ def _finish_statistics(
     num_parts, num_rows, num_channels, eps, momentum,
     PARTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write mean, inverse, scale and offset from partial Σ d and Σ d², d = y - shift.
+    """Write mean, inverse (1 / standard deviation), scale and offset from the partial sums Σ d and Σ d², d = y - shift.
 
     Also updates the running statistics and their count of batches.
     """

@@ -272,8 +272,10 @@ def _pool(
 
 
 def compute_stem_pool_gradient(g: Tensor, places: Tensor, y: Tensor, norm: Norm, sums: GradientSums) -> Tensor:
-    """Return the gradient of y from the pooled map's. Each pixel reads the windows it is in, so writes never
-    collide."""
+    """Return the gradient of y, given the gradient g of the pooled map.
+
+    Each pixel reads the windows that contain it, so no two programs write to the same address.
+    """
     num_windows, num_channels = g.numel() // g.shape[1], g.shape[1]
     dy, tiles = allocate_like(y), cut_tiles(num_windows, num_channels, POOLS)
     _pool_gradient[tiles.grid](

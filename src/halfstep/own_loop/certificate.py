@@ -51,8 +51,8 @@ class Certificate:
         return f"{self.exact} tensors bit-equal to {' and '.join(self.against)}{with_noise}"
 
 
-class Differs(Exception):
-    """A replay does not give what an uncaptured step gives; the message names the tensor."""
+class ReplayDiffers(Exception):
+    """Raised if a CUDA graph's replay and an uncaptured step give different results; the message names the tensor."""
 
 
 class StepState:
@@ -105,7 +105,7 @@ class StepState:
     def compare(
         self, found: StateCopy, first: StateCopy, second: StateCopy, *, rounding: float = 0.0
     ) -> tuple[int, list[str]]:
-        """Return how many tensors are bit-equal, and the names of noisy ones. Raise Differs if one is neither.
+        """Return how many tensors are bit-equal, and the names of noisy ones. Raise ReplayDiffers if one is neither.
 
         `rounding` is a difference that counts as noise, relative to the largest number of a tensor."""
         exact, noisy = 0, []
@@ -116,7 +116,9 @@ class StepState:
             noise, distance = find_distance(one, other), min(find_distance(value, one), find_distance(value, other))
             largest = float(one.abs().max()) if rounding else 0.0
             if not distance <= NOISE * noise + rounding * largest:
-                raise Differs(f"{name} differs by {distance:.3g}, where two uncaptured runs differ by {noise:.3g}")
+                raise ReplayDiffers(
+                    f"{name} differs by {distance:.3g}, where two uncaptured runs differ by {noise:.3g}"
+                )
             noisy.append(name)
         return exact, noisy
 

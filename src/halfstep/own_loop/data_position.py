@@ -338,8 +338,8 @@ class _Pass:
         if self.is_iterable:
             if self.num_workers != found["num_workers"]:
                 warn_user(
-                    f"{self.num_workers} workers divide an iterable data set, and there were {found['num_workers']}: "
-                    f"{INEXACT}"
+                    f"{self.num_workers} loader workers divide an iterable data set, but the state was saved with "
+                    f"{found['num_workers']}: {INEXACT}"
                 )
             elif self.is_reused:
                 self._warn_of_persistent()
@@ -353,8 +353,8 @@ class _Pass:
             return ""
         if self.num_workers != found["num_workers"]:
             warn_user(
-                f"samples draw random numbers in {self.num_workers} workers, and there were {found['num_workers']}: "
-                f"{INEXACT}; hs.seeded(dataset) makes them independent of the workers"
+                f"samples draw random numbers in {self.num_workers} loader workers, but the state was saved with "
+                f"{found['num_workers']}: {INEXACT}; hs.seeded(dataset) makes samples independent of the workers"
             )
             return ""
         return "samples draw random numbers in workers (hs.seeded(dataset) makes this unnecessary)"

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.nn.modules import module as module_hooks
 
 from halfstep.own_loop.certificate import ROUNDING as GRADIENT_ORDER
-from halfstep.own_loop.certificate import Certificate, Differs, StepState
+from halfstep.own_loop.certificate import Certificate, ReplayDiffers, StepState
 from halfstep.own_loop.loss import split_result
 from halfstep.own_loop.traced import Call, Compiler, Entry, NotTraced, Outdated, TracedLoss, list_tensors
 from halfstep.precision.plan import Plan
@@ -344,7 +344,7 @@ class FastPath:
             with state.protect(before):
                 facts = self._replay(graph, traced)
                 level.certificate.exact, level.certificate.noisy = state.compare(state.copy(), *runs)
-        except (CaptureFailed, Differs, torch.OutOfMemoryError) as error:
+        except (CaptureFailed, ReplayDiffers, torch.OutOfMemoryError) as error:
             self._leave(level, (str(error).splitlines() or [type(error).__name__])[0])
             return self._run_uncaptured(level, key, traced)
         level.certificate.add("its uncaptured code")
@@ -446,7 +446,7 @@ class FastPath:
             return facts  # a dropped step shows nothing
         try:
             _, rounded = state.compare(after, *runs, rounding=GRADIENT_ORDER)
-        except Differs as error:
+        except ReplayDiffers as error:
             if is_pure:
                 self._stay_eager(f"the traced code does not equal the eager step: {error}")
                 return facts

@@ -51,10 +51,11 @@ class LossChecker:
 
     def __init__(self, step: Step) -> None:
         self.step = step
-        self.known: set[object] = set()  # loss functions that were looked at; of a lambda written in the loop, its code
+        # Loss functions that were checked, by code object: a lambda written in the loop is a new object in every step.
+        self.known: set[object] = set()
         self.last: LossFn | None = None
-        self.halves: set[torch.dtype] = set()  # half formats in the loss that was looked at last
-        self.weighs = False  # whether a batch of this window counts
+        self.halves: set[torch.dtype] = set()  # half-precision dtypes in the loss that was checked last
+        self.weighs = False  # whether a batch of this window has a weight other than 0
         self.overflow: Tensor | None = None  # whether a gradient taken inside the loss function was not finite
 
     def wrap(self, loss_fn: LossFn, *, is_alone: bool) -> LossFn:

@@ -345,7 +345,10 @@ class Step:
         self._position.end_pass()
 
     def validated(self, metric: float | Tensor) -> None:
-        """Show a ReduceLROnPlateau its metric; it cuts the learning rate exactly when torch's would."""
+        """Pass a validation metric to `schedule=ReduceLROnPlateau(...)`, as `scheduler.step(metric)` does in torch.
+
+        Call it after each validation.
+        """
         self._schedules.validated(float(metric))
 
     def finish(self) -> None:

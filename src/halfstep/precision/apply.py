@@ -98,7 +98,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 def apply_frozen_(plan: Plan, frozen: Mapping[str, nn.Module]) -> None:
-    """Cast, swap and freeze the parts in place, by their rows; evaluation mode, no gradients.
+    """Freeze the parts in place (evaluation mode, no gradients), and set the formats that the plan's rows give them.
 
     A frozen part is called by any of its methods (`vae.encode`), inside autocast or outside, so its class and those of
     its children are swapped: they compute in the part's format and return fp32.

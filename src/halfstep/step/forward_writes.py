@@ -159,8 +159,11 @@ class ForwardWrites:
         return reduce(operator.or_, flags) if flags else None
 
     def restore_where(self, bad: Tensor) -> None:
-        """Restore all bits where the flag is set, by selection on the device. The host waits only for what was made,
-        removed or resized in this window, which it has to restore itself."""
+        """Undo the writes of the window if `bad` is set, bit-exactly, with `torch.where` on the device.
+
+        The host reads `bad`, and so waits for it, only if the window added, removed or resized a tensor, or wrote a
+        sparse one: `torch.where` cannot undo that.
+        """
         for snapshot in self.snapshots:
             snapshot.restore_where(bad)
         for slot, before, now in self.replaced:
@@ -431,8 +434,8 @@ def _split_also(also: Also) -> tuple[list[nn.Module], list[Tensor]]:
     for one in given:
         if not isinstance(one, (nn.Module, Tensor)):
             raise ConfigError(
-                f"also= {'is' if is_one else 'has'} a {type(one).__name__}",
-                why="it names modules and parameters that a bad step must leave unchanged, in addition to the model's",
+                f"also= {'is' if is_one else 'contains'} a {type(one).__name__}",
+                why="it takes modules and parameters that a bad step must leave unchanged",
                 fix="also=[discriminator], or also=[*encoder.parameters()]",
             )
     return [m for m in given if isinstance(m, nn.Module)], [t for t in given if isinstance(t, Tensor)]

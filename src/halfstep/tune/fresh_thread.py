@@ -75,7 +75,10 @@ class _Errand(threading.Thread, Generic[T]):
             return self.work()
 
     def interrupt(self) -> None:
-        """Raise in the thread at its next Python instruction; compiling for a minute is mostly Python."""
+        """Raise KeyboardInterrupt in the thread at its next Python instruction.
+
+        This also stops a long compilation soon, since that mostly runs Python code.
+        """
         if self.ident is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(KeyboardInterrupt))
 

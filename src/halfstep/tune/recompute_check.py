@@ -42,7 +42,7 @@ class Recomputable(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """The state after some steps by name, the bytes kept for backward, and how watched modules were called."""
+    """Results of trial steps: the final state by name, the bytes saved for backward, and calls of watched modules."""
 
     left: Mapping[str, Any]
     kept_bytes: int

@@ -73,7 +73,9 @@ class _Cut:
         # The first operation of backward.
         self.turn = next((n for n, op in enumerate(trace.ops) if op.in_backward), len(trace.ops))
         self.forward = [n for n, node in enumerate(self.nodes) if 0 <= node.made_by < self.turn]
+        # For each operation outside of compiled code: the last one of its sequence, until which arguments are held.
         self.left_at = _find_ends_as_written(trace)
+        # Whether backward may compute a value again instead of keeping it.
         self.is_again = {n: self._is_cheap(n) for n in self.forward}
         self._keep_values_used_far_apart()
 

@@ -112,7 +112,7 @@ def flatten(tensor: Tensor) -> Tensor:
 
 
 def make_state(parameter: Tensor) -> dict[str, Tensor]:
-    """Return empty moments, flat, in the order of the parameter's memory."""
+    """Return a zero step count and zero moments: flat, in the order of the parameter's memory."""
     count, device = parameter.numel(), parameter.device
     state = {"step": torch.zeros((), device=device)}
     if count < MIN_VALUES or count % BLOCK:

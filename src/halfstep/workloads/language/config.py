@@ -45,7 +45,9 @@ class LanguageModelConfig(ModelConfig):
     dim: OffCount = Field(default=0, description="Channels of a token; 0: from the workload's name")
     context: OffCount = Field(default=0, description="Context length in tokens; 0: 1024")
     vocab: OffCount = Field(default=0, description="Vocabulary size; 0: that of the tokenizer, or 50257")
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout of embeddings, attention and branches")
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="Dropout rate of embeddings, attention and residual branches"
+    )
     bias: bool = Field(default=True, description="Biases in linear layers and LayerNorm; GPT-2 has them")
     weights: FilePath = Field(
         default=None, description="Weights to start from: a file or folder from Hugging Face or nanoGPT"

@@ -155,8 +155,10 @@ def _refuse_other_ids(tokenizer: Tokenizer | None, root: Path) -> None:
 
 
 def _find_named_tokenizer(setting: str, root: Path) -> Tokenizer | None:
-    """Return the tokenizer that is set, or with `auto` the one next to the data; None if the text is needed to make
-    it."""
+    """Return the tokenizer that `data.tokenizer` names; for `auto`, the one stored next to the data.
+
+    Return None if the tokenizer has to be built from the text.
+    """
     folder = root if root.is_dir() else root.parent
     if setting == "auto":
         return read_tokenizer(folder) if has_tokenizer(folder) else None

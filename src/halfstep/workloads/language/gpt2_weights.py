@@ -167,7 +167,7 @@ def _refuse_other_function(model: GPT2, description: Mapping[str, Any], path: Pa
         if description.get(key, ours[0]) not in ours:
             raise ModelError(
                 f"{path} has {key}={description[key]!r}",
-                why=f"GPT-2 here uses {ours[0]}, so its results would differ",
+                why=f"halfstep's GPT-2 uses {ours[0]}, so these weights would give other results",
                 fix="use weights of the published GPT-2, or a custom workload",
             )
 
@@ -230,8 +230,8 @@ def _cut_positions(positions: Tensor, context: int, path: Path) -> Tensor:
     """Return the position embeddings of the context; refuse weights with fewer positions."""
     if len(positions) < context:
         raise ModelError(
-            f"model.context={context} is longer than that of {path}, {len(positions)} tokens",
-            why="it was trained with position embeddings for that many tokens only",
+            f"model.context={context} exceeds the context of {path}, {len(positions)} tokens",
+            why="these weights have position embeddings for that many tokens only",
             fix=f"model.context={len(positions)} or less",
         )
     return positions[:context]

@@ -36,9 +36,9 @@ class RadioDataConfig(DataConfig):
         description="Which published split to use; RadioDiff's has the same maps in training, validation and test",
     )
     val_maps: tuple[int, ...] = Field(
-        default=(), description="Numbers of the validation maps; all others except test_maps train. Replaces split"
+        default=(), description="Maps to validate on, by number; all others except test_maps train. Replaces split"
     )
-    test_maps: tuple[int, ...] = Field(default=(), description="Numbers of the test maps; needs val_maps")
+    test_maps: tuple[int, ...] = Field(default=(), description="Maps to test on, by number; needs val_maps")
     max_transmitters: OffCount = Field(default=0, description="Transmitters used per map; 0: all")
     threshold: float = Field(
         default=0.0,

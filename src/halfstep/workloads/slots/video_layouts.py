@@ -407,7 +407,9 @@ def _read_labels(path: Path, size: tuple[int, int]) -> Array:
         values = values[..., :3].astype(np.int64) @ np.array([1, 256, 65536])
     if values.shape != size:
         found = f"{values.shape[1]}×{values.shape[0]}"
-        raise DataError(f"{path} is {found}, its frame {size[1]}×{size[0]}", fix="make masks as large as their frames")
+        raise DataError(
+            f"{path} is {found}, but its frame is {size[1]}×{size[0]}", fix="make masks as large as their frames"
+        )
     return values.astype(np.int64)
 
 
