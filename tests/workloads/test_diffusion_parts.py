@@ -218,7 +218,7 @@ def test_a_vae_that_overflows_in_fp16_gets_another_format_or_is_refused(tmp_path
     assert "fp16 overflows" in why
     with pytest.raises(ConfigError, match=r"vae: fp16} overflows"):
         tried(folder, some_pictures, "fp16")
-    assert tried(folder, some_pictures, "fp32") == ("fp32", "asked for")
+    assert tried(folder, some_pictures, "fp32") == ("fp32", "requested")
 
 
 def test_trying_formats_leaves_onednn_as_it_was() -> None:
