@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -514,3 +514,26 @@ def test_what_cannot_be_seeded_is_refused() -> None:
         hs.seeded(Plain(), seed=-1)
     with pytest.raises(DataError, match=r"the index \[1, 2\]"):
         hs.seeded(Rows())[[1, 2]]
+
+
+def test_a_loop_without_windows_is_told_that_its_loader_starts_again(tmp_path: Path) -> None:
+    model, loader = nn.Linear(4, 4), DataLoader(torch.randn(12, 4), 2)
+
+    def make() -> hs.Step:
+        return hs.Step(model, torch.optim.SGD(model.parameters(), 0.1, fused=True), "fp32")
+
+    step = make()
+    for batch in loader:
+        step(lambda x: model(x).square().mean(), [batch])
+    hs.save(tmp_path / "plain", step, model)
+    with pytest.warns(UserWarning, match="holds no position in the data, because no batch came from step.windows"):
+        hs.load(tmp_path / "plain", make(), model)
+    step = make()
+    for window in step.windows(loader):
+        step(lambda x: model(x).square().mean(), window)
+        if step.attempted == 3:
+            hs.save(tmp_path / "followed", step, model)
+    resumed = make()
+    hs.load(tmp_path / "followed", resumed, model)
+    with pytest.warns(UserWarning, match="this batch does not come from step.windows"):
+        resumed(lambda x: model(x).square().mean(), [next(iter(loader))])

@@ -23,6 +23,8 @@ from public_loops import LOOPS, train, train_and_note
 from resumed_loops import Drawing, assert_continues, make_step
 from warm_processes import process
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*holds no position in the data")
+
 
 def make(**more: Any) -> tuple[nn.Module, hs.Step]:
     torch.manual_seed(0)

@@ -28,6 +28,18 @@ from halfstep.step.optim.by_name import OPTIMIZERS
 from halfstep.step.scaler import ScalerOptions
 from halfstep.tune.repeated_blocks import describe_recomputed, find_blocks, recompute_blocks_
 
+OTHER_NAMES = {
+    **dict.fromkeys(("dtype", "amp", "amp_dtype", "mixed_precision", "autocast"), 'precision="bf16"'),
+    **dict.fromkeys(("compile", "graph", "cuda_graph", "mode"), 'fast="compile" or fast="graph"'),
+    **dict.fromkeys(("scheduler", "lr_scheduler"), "schedule=hs.per_step(scheduler)"),
+    **dict.fromkeys(("max_norm", "max_grad_norm", "grad_clip", "gradient_clip_val"), "clip_norm=1.0"),
+    **dict.fromkeys(("accumulation_steps", "gradient_accumulation_steps", "grad_accum"), "accumulate=4"),
+    **dict.fromkeys(("checkpointing", "gradient_checkpointing"), 'memory="low"'),
+    **dict.fromkeys(("ema", "ema_rate"), "ema_decay=0.999"),
+    "total_steps": "num_steps=100_000",
+}
+"""What arguments of torch and of trainers are called here."""
+
 BY_DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -35,7 +47,8 @@ def refuse_unknown(given: Mapping[str, object], function: Callable[..., None]) -
     """Refuse keywords that hs.Step does not have."""
     names = [name for name, one in inspect.signature(function).parameters.items() if one.kind is one.KEYWORD_ONLY]
     for name in given:
-        raise ConfigError(f"hs.Step has no argument {name!r}", fix=suggest_nearest(name, ["precision", *names]))
+        fix = OTHER_NAMES.get(name) or suggest_nearest(name, ["precision", *names], count=1)
+        raise ConfigError(f"hs.Step has no argument {name!r}", fix=fix)
 
 
 def read_precision(given: object) -> str:
@@ -95,16 +108,20 @@ def check_number(name: str, value: object, *, below: float = math.inf) -> float:
     return float(value)
 
 
+COUNTS = {"accumulate": "1 is plain training", "num_steps": "100_000, or leave it out", "max_graphs": "8"}
+
+
 def check_count(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ConfigError(f"{name}={value!r} is not an integer of at least 1", fix=f"{name}=1 is plain training")
+        raise ConfigError(f"{name}={value!r} is not an integer of at least 1", fix=f"{name}={COUNTS[name]}")
     return int(value)
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
     if isinstance(value, str) and value in choices:
         return value
-    raise ConfigError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}", fix=f"{name}={choices[0]!r}")
+    fix = suggest_nearest(str(value), choices, count=1)
+    raise ConfigError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}", fix=fix)
 
 
 def make_capturable(optimizers: Sequence[Optimizer]) -> None:

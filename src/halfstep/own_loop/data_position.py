@@ -91,6 +91,15 @@ class DataPosition:
         if self._pass is current:
             self.end_pass()
 
+    def warn_if_unread(self) -> None:
+        """Warn of a batch that does not come from `step.windows` although a pass was loaded that goes on there."""
+        if self._stored is not None and self._stored["pass"] is not None and not self._stored["pass"]["is_over"]:
+            warn_user(
+                "the loaded state stops in the middle of a pass over the data, and this batch does not come from "
+                f"step.windows(loader), which would go on there: {INEXACT}"
+            )
+            self._stored = {**self._stored, "pass": None}
+
     def end_pass(self) -> None:
         """Count the present pass as ended, also one that was left by `break` or is still to be continued."""
         if self._stored is not None and self._stored["pass"] is not None:
@@ -381,7 +390,7 @@ class _Pass:
         if any(not _is_equal(first[name], last[name]) and not _is_equal(last[name], now[name]) for name in names):
             warn_user(
                 "the data draw from a global generator that the model or the loop draws from, too, so the batches that "
-                f"follow are others: {INEXACT}; give the data a generator of their own"
+                f"follow may be others: {INEXACT} then; give the data a generator of their own"
             )
 
     def _iterate(self, *, skip: int = 0, restart: Callable[[], None] | None = None) -> Iterator[Batch]:

@@ -103,6 +103,11 @@ def load(
             f"torch used {state['threads']} CPU threads when {path} was stored and uses {threads} now: sums can differ "
             f"in the last bit; torch.set_num_threads({state['threads']}) makes the resumed loop bit-exact"
         )
+    if all(own["position"]["pass"] is None and own["attempted"] for own in state["steps"]):
+        warn_user(
+            f"{path} holds no position in the data, because no batch came from step.windows(loader): a loop over a "
+            "loader starts at its first batch again; a loop that draws its batches itself continues"
+        )
     extra: dict[str, Any] = state["extra"]
     return extra
 

@@ -279,6 +279,7 @@ class Step:
         batches = read_window(window, self._step.accumulate)
         if self._rollback is not None:
             self._rollback.keep_if_due()
+        self._position.warn_if_unread()
         return batches
 
     def _compute(self, loss_fn: LossFn, batches: list[Batch]) -> Facts:
