@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
+from halfstep.backend_flags import read_flags, write_flags
 from halfstep.errors import ConfigError
 from halfstep.own_loop import fast as fast_path
 from halfstep.own_loop.fast import FastPath, TracedWindow
@@ -168,3 +169,32 @@ def test_an_interrupt_while_a_graph_is_checked_leaves_whole_steps(number: int, m
     for batch in batches:
         eager(lambda b: expected(b).square().mean(), [batch])
     assert all(map(torch.equal, model.parameters(), expected.parameters()))
+
+
+def test_a_bad_step_is_no_certificate() -> None:
+    with replays_on_cpu():
+        torch.manual_seed(0)
+        model = Block()
+        step = hs.Step(model, torch.optim.AdamW(model.parameters(), fused=True), "fp32", fast="graph")
+        modes = []
+        for number in range(9):
+            batch = torch.full((4, 8), float("nan")) if number == 5 else torch.randn(4, 8)
+            outcome = step(lambda batch: model(batch).square().mean(), [batch])
+            assert outcome.committed == (number != 5)
+            modes.append(step.mode)
+    assert modes == ["eager"] * 6 + ["graph"] * 3
+
+
+def test_flags_that_torch_refuses_to_read_do_not_end_a_step() -> None:
+    """torch's old switch cannot be read once the new ones of convolutions and RNNs differ."""
+    before = read_flags()
+    try:
+        torch.backends.cudnn.conv.fp32_precision = "ieee"
+        torch.backends.cudnn.rnn.fp32_precision = "tf32"
+        with pytest.raises(RuntimeError):
+            torch._C._get_cudnn_allow_tf32()
+        with replays_on_cpu():
+            _, step, _ = train(fast="graph")
+        assert step.mode == "graph"
+    finally:
+        write_flags(before)

@@ -74,7 +74,9 @@ class StepState:
         where = torch.device("cpu") if self.on_host else None
         copies = [tensor.to(where or tensor.device, copy=True) for tensor in self.tensors]
         spikes = self.step.spikes.state_dict()  # the host may keep the losses
-        return StateCopy(copies, read_rng_state(self.step.device), self.step.attempted, spikes)
+        return StateCopy(
+            copies, self.step.committed.clone(), read_rng_state(self.step.device), self.step.attempted, spikes
+        )
 
     @torch.no_grad()
     def restore(self, copy: StateCopy) -> None:
@@ -126,6 +128,7 @@ class StepState:
 @dataclass(frozen=True)
 class StateCopy:
     tensors: Sequence[Tensor]
+    committed: Tensor
     rng: dict[str, Tensor]
     attempted: int
     spikes: dict[str, Tensor]

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import sys
 import time
 from collections import OrderedDict
@@ -33,6 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules import module as module_hooks
 
+from halfstep.backend_flags import read_effective_leaves
 from halfstep.own_loop.certificate import ROUNDING as GRADIENT_ORDER
 from halfstep.own_loop.certificate import Certificate, ReplayDiffers, StepState
 from halfstep.own_loop.loss import split_result
@@ -215,6 +217,7 @@ class FastPath:
         self.trial: Level | None = None
         """The same while it is tried; the steps it makes are real ones."""
         self.shapes: object = None
+        self.uncompiled: Graph | None = None  # what the trial is compared with
         self.why_not_compiled = "" if asked == "auto" else f"fast={asked!r}"
         self.rates = HandRates(step)
         self.first = step.attempted
@@ -267,7 +270,7 @@ class FastPath:
             level.num_unused = 0
             level.num_replays += 1
             if not self.why_not_compiled and self.trial is None and self._is_worth_compiling():
-                self._begin_trial(traced.batches)
+                self._begin_trial(traced.batches, graph)
             return self._replay(graph, traced)
         if obstacle := self._find_obstacle():
             raise NotTraced(obstacle)
@@ -275,8 +278,8 @@ class FastPath:
             return self._run_uncaptured(level, key, traced)
         if not level.graphs and (no_room := self._find_no_room()):
             raise NotTraced(no_room)
-        if references is not None:
-            self._compare_gradients(level, traced, *references)
+        if references is not None and not self._compare_gradients(level, traced, *references):
+            return self._run_uncaptured(level, key, traced)
         return self._capture(level, key, traced)
 
     # --- 1: guards, and what the loss function reads ---
@@ -340,7 +343,11 @@ class FastPath:
             with state.protect(before), self.rates.as_tensors():
                 runs = [state.run_from(before, lambda: self._try(traced)) for _ in range(2)]
                 state.restore(before)
-                graph = self._make_graph(level, traced)
+                is_dropped = torch.equal(runs[0].committed, before.committed)
+                graph = None if is_dropped else self._make_graph(level, traced)
+            if graph is None:  # a dropped step shows nothing: capture the next one
+                level.num_unused -= 1
+                return self._run_uncaptured(level, key, traced)
             with state.protect(before):
                 facts = self._replay(graph, traced)
                 level.certificate.exact, level.certificate.noisy = state.compare(state.copy(), *runs)
@@ -473,8 +480,8 @@ class FastPath:
             spent *= max(0, self.num_steps - self.step.attempted) / level.num_replays
         return spent * LIKELY_SAVING > expected
 
-    def _begin_trial(self, window: list[Batch]) -> None:
-        self.trial, self.shapes = Level(COMPILED), describe_window(window)
+    def _begin_trial(self, window: list[Batch], graph: Graph) -> None:
+        self.trial, self.shapes, self.uncompiled = Level(COMPILED), describe_window(window), graph
         say("compiles the step next, which takes a while; both graphs use memory until the faster one is known")
 
     def _trace_references(self, loss_fn: LossFn, window: list[Batch]) -> tuple[TracedWindow, TracedWindow] | None:
@@ -488,9 +495,9 @@ class FastPath:
 
     def _compare_gradients(
         self, level: Level, compiled: TracedWindow, plain: TracedWindow, exact: TracedWindow
-    ) -> None:
+    ) -> bool:
         """Raise NotTraced if the compiled code's gradients are further from fp32 than ERROR times those of torch's
-        kernels."""
+        kernels. Return False if they are not finite, which shows nothing."""
         state = StepState(self.step, compiled.list_written())
         before = state.copy()
         gradients = []
@@ -503,30 +510,34 @@ class FastPath:
             state.restore(before)
         of_plain, of_compiled = (float(measure_distance(own, gradients[0])) for own in gradients[1:])
         size = float(torch.nn.utils.get_total_norm(gradients[0]))
+        if not math.isfinite(size):
+            return False
         if not of_compiled <= ERROR * of_plain + ROUNDING * size:
             raise NotTraced(
                 f"the compiled code's gradients are off by {of_compiled / size:.2g}, those of torch's kernels by "
                 f"{of_plain / size:.2g}"
             )
         level.certificate.add(f"fp32 within {of_compiled / size:.1g} (uncompiled: {of_plain / size:.1g})")
+        return True
 
     def _end_trial(self, level: Level, graph: Graph, state: StepState) -> None:
         """Keep the faster of the two levels."""
+        assert self.uncompiled is not None
         before = state.copy()
-        old = next(reversed(self.level.graphs.values()))
         with state.protect(before):
-            times = [time_replays(one.replay, self.step.device) for one in (old, graph)]
+            self.step.committed.zero_()  # the replays would run past the end of a table of learning rates
+            times = [time_replays(one.replay, self.step.device) for one in (self.uncompiled, graph)]
         state.restore(before)
         if times[1] > times[0]:
             self._drop_trial(f"{times[1] * 1e3:.3g} ms per step, {times[0] * 1e3:.3g} ms without")
             return
-        self.compiled, self.trial, self.why_not_compiled = level, None, "it is"
+        self.compiled, self.trial, self.uncompiled, self.why_not_compiled = level, None, None, "it is"
         self.level.graphs.clear()
         self.level.ran.clear()
         say(f"compiled: {times[1] * 1e3:.3g} ms per step, {times[0] * 1e3:.3g} ms without; {level.certificate}")
 
     def _drop_trial(self, reason: str) -> None:
-        self.trial, self.compiled, self.why_not_compiled = None, None, reason
+        self.trial, self.compiled, self.uncompiled, self.why_not_compiled = None, None, None, reason
         say(f"not compiled: {reason}")
 
     # --- staying eager ---
@@ -665,7 +676,7 @@ def read_flags() -> object:
     """Return the backend flags that select kernels while a graph is traced, and that no guard compares."""
     cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
     return (
-        cudnn.enabled, cudnn.benchmark, cudnn.deterministic, torch._C._get_cudnn_allow_tf32(),
+        cudnn.enabled, cudnn.benchmark, cudnn.deterministic, *read_effective_leaves().values(),
         cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled(),
         *(len(hooks) for hooks in GLOBAL_HOOKS),
     )  # fmt: skip
