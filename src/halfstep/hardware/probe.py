@@ -32,7 +32,7 @@ def find_cpu_name(processor: CpuDescription) -> str:
     """Return the CPU's model name, from cpuinfo, macOS, or the ARM part number."""
     if named := re.search(r"^model name\s*:\s*(.+)$", processor.cpuinfo, re.MULTILINE):
         return named.group(1).strip()
-    # The first core that is listed stands for all.
+    # The first listed core represents all of them.
     part = (_read_field(processor.cpuinfo, "CPU implementer"), _read_field(processor.cpuinfo, "CPU part"))
     return ARM_CORES.get(part) or processor.brand or "CPU"
 
