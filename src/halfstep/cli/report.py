@@ -9,11 +9,15 @@ from typing import Annotated
 
 import typer
 
+from halfstep.cli.completion import complete_run
 from halfstep.errors import CheckpointError, ConfigError, HalfstepError, format_count, summarise_error
 
 
 def command(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...|COMPARISON", help="Runs, or one comparison.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...|COMPARISON", help="Runs, or one comparison.", autocompletion=complete_run),
+    ],
     out: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="Output file.", show_default="RUN/report/report.html")
     ] = None,
