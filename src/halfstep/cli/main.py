@@ -16,7 +16,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +115,12 @@ def choose_commands(argv: Sequence[str]) -> Sequence[str]:
     return argv[:1] if argv and argv[0] in COMMANDS else COMMANDS
 
 
+def choose_typed_commands(variables: Mapping[str, str]) -> Sequence[str]:
+    """Return the commands that the word after `halfstep` may become, while a shell asks for completions."""
+    typed = "".join(read_typed_words(variables)[:1])
+    return [name for name in COMMANDS if name.startswith(typed)] or COMMANDS
+
+
 def show_version(asked: bool) -> None:
     if asked:
         from halfstep import __version__
@@ -156,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exit with 0 for success, 1 for findings, 2 for a mistake in the call."""
     arguments = shorten_paths(normalise_dashes(sys.argv[1:] if argv is None else argv)) or ["--help"]
     # While a shell asks for completions there are no arguments: it passes the typed words in a variable.
-    chosen = choose_commands(read_typed_words(os.environ) if VARIABLE in os.environ else arguments)
+    chosen = choose_typed_commands(os.environ) if VARIABLE in os.environ else choose_commands(arguments)
     wrap_standard_streams()
     try:
         # Not standalone: typer would print its own errors in another form.
