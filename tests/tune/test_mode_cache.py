@@ -135,7 +135,7 @@ class Shared(Driver):
 
 @pytest.mark.parametrize(
     ("answers", "is_kept"),
-    [(("", ""), True), (("5 GB taken and 40 % busy",), False), (("", "5 GiB taken and 40 % busy"), False)],
+    [(("", ""), True), (("5 GB taken and 40 % busy",), False), (("", "5 GB taken and 40 % busy"), False)],
 )
 def test_what_was_measured_on_a_busy_gpu_is_used_but_not_kept(
     demo: Path,
