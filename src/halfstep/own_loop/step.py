@@ -66,7 +66,8 @@ OneSchedule = LRScheduler | Schedule | Paced
 class Step:
     """One optimizer step of your loop: chooses the precision, drops bad steps completely, stops after several in a row.
 
-    It replaces autocast, GradScaler, unscale_, clip_grad_norm_, zero_grad, optimizer.step and scheduler.step::
+    It replaces autocast, GradScaler, `unscale_`, `clip_grad_norm_`, `zero_grad`, `optimizer.step` and
+    `scheduler.step`::
 
         import halfstep as hs
 
