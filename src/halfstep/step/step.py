@@ -180,12 +180,16 @@ class Step:
         """True between open_window() and commit()."""
         return bool(self._rng)
 
-    def judge_window(self, loss: Tensor) -> Facts:
+    def judge_window(self, loss: Tensor, overflow: Tensor | None = None) -> Facts:
         """Return the verdict on a window that another loop has run since open_window(): its loss as given to backward,
-        and the gradients as that loop has divided, reduced and clipped them. Commit the facts next."""
+        and the gradients as that loop has divided, reduced and clipped them. `overflow` is set if they were not finite
+        before. Commit the facts next."""
         parameters = self.find_trained_parameters()
         self.writes.find_writes()
         facts = self._judge(parameters, loss, 1, is_weighted=False)
+        if overflow is not None:
+            facts.bad = facts.bad | overflow
+            facts.grad_norm = torch.where(overflow, float("inf"), facts.grad_norm)
         self.writes.refuse_unsaved(facts.bad)
         facts.rng, self._judged = self._rng, JudgedGradients(parameters)
         return facts
