@@ -3,7 +3,7 @@
 From one state, kept aside, the same window runs twice uncaptured and once as a replay. A tensor that both uncaptured
 runs leave with the same bits must have them after the replay, too. One that differs between them (atomic additions)
 may differ by at most `NOISE` times as much. The first window of a step is also compared with the eager step of the
-user's Python code, in the same way, except that it may differ by `ROUNDING`.
+user's Python code, in the same way, except that it may differ by `ROUNDINGS`.
 
 This cannot see a Python value that was frozen while the certificate was made: guards prevent that (traced.py).
 """
@@ -17,15 +17,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from halfstep.precision.contexts import get_autocast_dtype
 from halfstep.step.facts import read_rng_state, restore_rng
 from halfstep.step.flat import is_dense, is_writable_in_place, view_flat
 from halfstep.step.step import Step
 
 NOISE = 3.0
 """How much further a replay may be from an uncaptured run than two of those are from each other."""
-ROUNDING = 2.0**-20
-"""How far the traced code may be from the eager step, relative to the largest number of a tensor: it runs the same
-kernels, but autograd may add up gradients in another order."""
+ROUNDINGS = 8.0
+"""How far the traced code may be from the eager step: so many roundings, in the format of the computation, of what the
+step changed, and in fp32 of the tensor itself. It runs the same kernels, but autograd may add up gradients in another
+order."""
 ROOM = 6
 """Copies of the state stay on the device while it has room for this many; otherwise they go to host memory."""
 
@@ -105,24 +107,33 @@ class StepState:
         return self.copy()
 
     def compare(
-        self, found: StateCopy, first: StateCopy, second: StateCopy, *, rounding: float = 0.0
+        self, found: StateCopy, first: StateCopy, second: StateCopy, *, start: StateCopy | None = None
     ) -> tuple[int, list[str]]:
-        """Return how many tensors are bit-equal, and the names of noisy ones. Raise ReplayDiffers if one is neither.
-
-        `rounding` is a difference that counts as noise, relative to the largest number of a tensor."""
+        """Return how many tensors are bit-equal, and the names of the others. Raise ReplayDiffers for one that differs
+        by more than the noise of two uncaptured runs; with `start`, the state that a step began from, it may also
+        differ by the rounding of the computation."""
         exact, noisy = 0, []
-        for name, value, one, other in zip(self.names, found.tensors, first.tensors, second.tensors, strict=True):
+        starts = start.tensors if start is not None else [None] * len(self.tensors)
+        runs = zip(self.names, found.tensors, first.tensors, second.tensors, starts, strict=True)
+        for name, value, one, other, then in runs:
             if have_same_bits(value, one):
                 exact += 1
                 continue
             noise, distance = find_distance(one, other), min(find_distance(value, one), find_distance(value, other))
-            largest = float(one.abs().max()) if rounding else 0.0
-            if not distance <= NOISE * noise + rounding * largest:
+            if not distance <= NOISE * noise and (then is None or not self._is_rounding(value, one, then)):
                 raise ReplayDiffers(
                     f"{name} differs by {distance:.3g}, where two uncaptured runs differ by {noise:.3g}"
                 )
             noisy.append(name)
         return exact, noisy
+
+    def _is_rounding(self, value: Tensor, other: Tensor, start: Tensor) -> bool:
+        """True if two results of one step differ by no more than sums in another order do."""
+        value, other, start = (one.double() if not one.is_complex() else one for one in (value, other, start))
+        dtype = get_autocast_dtype(self.step.plan.granted) or torch.float32
+        eps = 2.0**-10 if self.step.plan.compute == "tf32" else torch.finfo(dtype).eps
+        allowed = eps * (other - start).norm() + torch.finfo(torch.float32).eps * other.norm()
+        return bool((value - other).norm() <= ROUNDINGS * allowed)
 
 
 @dataclass(frozen=True)

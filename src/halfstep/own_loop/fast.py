@@ -35,7 +35,6 @@ from torch import Tensor
 from torch.nn.modules import module as module_hooks
 
 from halfstep.backend_flags import read_effective_leaves
-from halfstep.own_loop.certificate import ROUNDING as GRADIENT_ORDER
 from halfstep.own_loop.certificate import Certificate, ReplayDiffers, StepState
 from halfstep.own_loop.loss import split_result
 from halfstep.own_loop.traced import Call, Compiler, Entry, NotTraced, Outdated, TracedLoss, list_tensors
@@ -377,7 +376,7 @@ class FastPath:
 
     def _make_graph(self, level: Level, traced: TracedWindow) -> Graph:
         device = self.step.device
-        if level.pool is None and device.type == "cuda":
+        if not level.graphs and device.type == "cuda":  # a pool that no graph uses any more cannot be used again
             level.pool = torch.cuda.graph_pool_handle()
         positions = [
             traced.find_dynamic(number, level.changing.get(call.entry, set()))
@@ -452,7 +451,7 @@ class FastPath:
         if facts.read().is_bad:
             return facts  # a dropped step shows nothing
         try:
-            _, rounded = state.compare(after, *runs, rounding=GRADIENT_ORDER)
+            _, rounded = state.compare(after, *runs, start=before)
         except ReplayDiffers as error:
             if is_pure:
                 self._stay_eager(f"the traced code does not equal the eager step: {error}")

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,8 +31,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
+from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext
 from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from halfstep.backend_flags import WANTED
 from halfstep.precision.contexts import get_autocast_dtype, use_sound_attention
@@ -175,7 +178,7 @@ class TracedLoss:
             return compile_fx_inner(graph, inputs, **settings)
 
         if self.compiler == "aten":
-            entry.code = aot_autograd(fw_compiler=keep, bw_compiler=keep)(module, examples)
+            entry.code = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition)(module, examples)
         else:
             from torch._inductor.compile_fx import compile_fx
 
@@ -316,6 +319,21 @@ class Promise:
 
     def make(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad)
+
+
+def partition(joint: GraphModule, *arguments: Any, **settings: Any) -> tuple[GraphModule, GraphModule]:
+    """Split a graph into forward and backward. What a checkpointed block draws at random is kept, not recomputed: to
+    draw it again, torch uses generators of its own, which neither follow the seed nor can be captured."""
+    for node in joint.graph.nodes:
+        if node.meta.get("recompute") is not None and is_drawn(node):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return default_partition(joint, *arguments, **settings)
+
+
+def is_drawn(node: Node) -> bool:
+    """True for a random operation, and for one of the tensors that it returns."""
+    source = node.args[0] if node.target is operator.getitem else node
+    return isinstance(source, Node) and torch.Tag.nondeterministic_seeded in getattr(source.target, "tags", ())
 
 
 def run_boxed(graph: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
