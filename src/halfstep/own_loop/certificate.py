@@ -19,7 +19,7 @@ from torch import Tensor
 
 from halfstep.precision.contexts import get_autocast_dtype
 from halfstep.step.facts import read_rng_state, restore_rng
-from halfstep.step.flat import is_dense, is_writable_in_place, view_flat
+from halfstep.step.flat import get_gradient, is_dense, is_writable_in_place, view_flat
 from halfstep.step.step import Step
 
 NOISE = 3.0
@@ -69,12 +69,16 @@ class StepState:
         self.names = [name for name, _ in found.values()]
         self.tensors = [tensor for _, tensor in found.values()]
         num_bytes = sum(t.numel() * t.element_size() for t in self.tensors)
+        self.has_gradients = False
+        """True to compare gradients as well: where a graph holds no optimizer."""
         self.on_host = step.device.type == "cuda" and ROOM * num_bytes > torch.cuda.mem_get_info(step.device)[0]
 
     @torch.no_grad()
     def copy(self) -> StateCopy:
         where = torch.device("cpu") if self.on_host else None
-        copies = [tensor.to(where or tensor.device, copy=True) for tensor in self.tensors]
+        gradients = map(get_gradient, self.step.find_trained_parameters()) if self.has_gradients else ()
+        held = [*self.tensors, *(gradient for gradient in gradients if gradient is not None)]
+        copies = [tensor.to(where or tensor.device, copy=True) for tensor in held]
         spikes = self.step.spikes.state_dict()  # the host may keep the losses
         return StateCopy(
             copies, self.step.committed.clone(), read_rng_state(self.step.device), self.step.attempted, spikes
@@ -82,7 +86,7 @@ class StepState:
 
     @torch.no_grad()
     def restore(self, copy: StateCopy) -> None:
-        for tensor, then in zip(self.tensors, copy.tensors, strict=True):
+        for tensor, then in zip(self.tensors, copy.tensors, strict=False):  # gradients are not restored
             tensor.copy_(then)
         restore_rng(copy.rng, self.step.device)
         self.step.attempted = copy.attempted
@@ -113,8 +117,14 @@ class StepState:
         by more than the noise of two uncaptured runs; with `start`, the state that a step began from, it may also
         differ by the rounding of the computation."""
         exact, noisy = 0, []
-        starts = start.tensors if start is not None else [None] * len(self.tensors)
-        runs = zip(self.names, found.tensors, first.tensors, second.tensors, starts, strict=True)
+        num, num_gradients = len(self.names), len(found.tensors) - len(self.names)
+        if not len(found.tensors) == len(first.tensors) == len(second.tensors):
+            raise ReplayDiffers("not the same parameters get a gradient")
+        names = [*self.names, *["a gradient"] * num_gradients]
+        starts: list[Tensor | None] = [None] * len(names)
+        if start is not None:
+            starts = [*start.tensors[:num], *map(torch.zeros_like, found.tensors[num:])]
+        runs = zip(names, found.tensors, first.tensors, second.tensors, starts, strict=True)
         for name, value, one, other, then in runs:
             if have_same_bits(value, one):
                 exact += 1

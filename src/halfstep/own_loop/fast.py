@@ -1,7 +1,8 @@
 """The fast path of hs.Step: run a user's loss function as captured CUDA graphs, without freezing a Python value.
 
     eager      the first steps, and whatever cannot be captured
-    graph      the whole step as one CUDA graph of torch's own kernels: most of the gain where the host is the limit
+    graph      the whole step as one CUDA graph of torch's own kernels: most of the gain where the host is the limit;
+               without verdict and commit where an optimizer or a hook runs Python code
     compiled   the same with Inductor's code, which takes tens of seconds to compile
 
 What happens in a step, once the first few have run eagerly:
@@ -41,7 +42,7 @@ from halfstep.own_loop.traced import Call, Compiler, Entry, NotTraced, Outdated,
 from halfstep.precision.plan import Plan
 from halfstep.step.batches import Batch, Weight, read_sample_ids
 from halfstep.step.facts import Facts
-from halfstep.step.graph import CaptureFailed, GraphedStep
+from halfstep.step.graph import CaptureFailed, GraphedBackward, GraphedStep
 from halfstep.step.step import LossFn, Step
 
 Fast = Literal["auto", "graph", "compile", "off"]
@@ -68,17 +69,23 @@ class Replay(Protocol):
     """A captured step: GraphedStep, or what tests put in its place on a CPU."""
 
     inputs: list[dict[str, Tensor]]
+    commits: bool
+    """False if the graph holds forward and backward only."""
 
     @property
     def is_valid(self) -> bool: ...
 
     def __call__(self, window: list[dict[str, Tensor]], ids: tuple[Tensor, ...] = ()) -> Facts: ...
 
+    def replay_gradients(self, window: list[dict[str, Tensor]]) -> tuple[Tensor, Weight]:
+        """Run forward and backward alone, if `commits` is false."""
+        ...
+
 
 Capture = Callable[[Step, LossFn, list[dict[str, Tensor]], Any], Replay]
 
-CAPTURES: dict[str, Capture] = {"cuda": GraphedStep}
-"""How a step is captured, by type of device."""
+CAPTURES: dict[str, tuple[Capture, Capture]] = {"cuda": (GraphedStep, GraphedBackward)}
+"""How a step, and its forward and backward alone, are captured, by type of device."""
 
 
 @dataclass
@@ -192,7 +199,8 @@ class Level:
 
     @property
     def mode(self) -> str:
-        return "graph" if self.compiler == "aten" else "compile+graph"
+        commits = all(graph.replay.commits for graph in self.graphs.values())
+        return ("graph" if self.compiler == "aten" else "compile+graph") + ("" if commits else ", commit eager")
 
     def find_tracer(self, plan: Plan) -> TracedLoss:
         """Return the tracer for the backend flags in force: they select kernels, and Dynamo does not guard them."""
@@ -217,7 +225,7 @@ class FastPath:
         """The same while it is tried; the steps it makes are real ones."""
         self.shapes: object = None
         self.uncompiled: Graph | None = None  # what the trial is compared with
-        self.why_not_compiled = "" if asked == "auto" else f"fast={asked!r}"
+        self.why_not_compiled = self._find_eager_commit() if asked == "auto" else f"fast={asked!r}"
         self.rates = HandRates(step)
         self.first = step.attempted
         if self.why_eager and asked in ("graph", "compile"):
@@ -338,18 +346,27 @@ class FastPath:
         state = StepState(self.step, traced.list_written())
         before = state.copy()
         self.step.look_ahead()
+        eager_commit = self._find_eager_commit()
+        state.has_gradients = bool(eager_commit)
         try:
             with state.protect(before), self.rates.as_tensors():
                 runs = [state.run_from(before, lambda: self._try(traced)) for _ in range(2)]
                 state.restore(before)
-                is_dropped = torch.equal(runs[0].committed, before.committed)
+                is_dropped = not eager_commit and torch.equal(runs[0].committed, before.committed)
                 graph = None if is_dropped else self._make_graph(level, traced)
             if graph is None:  # a dropped step shows nothing: capture the next one
                 level.num_unused -= 1
                 return self._run_uncaptured(level, key, traced)
             with state.protect(before):
+                if eager_commit:
+                    found = state.run_from(before, lambda: self._replay_gradients(graph, traced))
+                    state.restore(before)
+                else:
+                    facts = self._replay(graph, traced)
+                    found = state.copy()
+                level.certificate.exact, level.certificate.noisy = state.compare(found, *runs)
+            if eager_commit:
                 facts = self._replay(graph, traced)
-                level.certificate.exact, level.certificate.noisy = state.compare(state.copy(), *runs)
         except (CaptureFailed, ReplayDiffers, torch.OutOfMemoryError) as error:
             self._leave(level, (str(error).splitlines() or [type(error).__name__])[0])
             return self._run_uncaptured(level, key, traced)
@@ -362,7 +379,8 @@ class FastPath:
             self._end_trial(level, graph, StepState(self.step, traced.list_written()))
         elif is_first:
             level.began = time.monotonic()
-            say(f"captured as a CUDA graph of {NAMES[level.compiler]}: {level.certificate}")
+            alone = f"; the commit runs uncaptured: {eager_commit}" if eager_commit else ""
+            say(f"captured as a CUDA graph of {NAMES[level.compiler]}: {level.certificate}{alone}")
         return facts
 
     def _note_changing(self, level: Level, traced: TracedWindow, last: TracedWindow) -> None:
@@ -397,7 +415,8 @@ class FastPath:
         outputs: list[Sequence[Any]] = []
         # A capture takes place on a stream of the current device, which need not be the model's.
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            replay = CAPTURES[device.type](self.step, run_calls(traced, outputs), inputs, level.pool)
+            capture = CAPTURES[device.type][bool(self._find_eager_commit())]
+            replay = capture(self.step, run_calls(traced, outputs), inputs, level.pool)
         # Detached: an autograd graph that is kept would tie gradients of later steps to the stream of the capture.
         outputs[:] = [[o.detach() if isinstance(o, Tensor) else o for o in own] for own in outputs]
         holders = list(map(id, list_holders(self.step)))
@@ -405,8 +424,18 @@ class FastPath:
 
     def _try(self, traced: TracedWindow) -> None:
         """Make the device's part of a step of the traced code, whose result is discarded afterwards."""
-        facts = self.step.forward_backward(run_calls(traced, []), traced.calls)
-        self.step.commit_on_device(facts)
+        self._try_code(run_calls(traced, []), traced.calls)
+
+    def _try_code(self, loss_fn: LossFn, window: Sequence[Any]) -> None:
+        if self._find_eager_commit():
+            self.step.clear_gradients()
+            self.step.accumulate_gradients(loss_fn, window, self.step.find_trained_parameters())
+        else:
+            self.step.commit_on_device(self.step.forward_backward(loss_fn, window))
+
+    def _replay_gradients(self, graph: Graph, traced: TracedWindow) -> None:
+        self.step.clear_gradients()
+        graph.replay.replay_gradients(graph.select(traced))
 
     def _run_rest(self, traced: TracedWindow, loss_fn: LossFn, eager: Eager) -> Facts:
         """Make a step whose first micro-batches were traced, so that their Python has run, and the others not."""
@@ -437,17 +466,27 @@ class FastPath:
             except (NotTraced, Outdated) as error:
                 self._stay_eager(str(error) or "requires_grad of a weight has changed")
                 return eager(loss_fn)
-        if traced is None or not is_pure and last.reads_numbers:
+        has_eager_commit = bool(self._find_eager_commit())
+        if traced is None or not is_pure and (last.reads_numbers or has_eager_commit):
             level.num_tried += 1
-            level.is_compared = last.reads_numbers or level.num_tried > MAX_UNUSED
+            level.is_compared = last.reads_numbers or has_eager_commit or level.num_tried > MAX_UNUSED
             return eager(loss_fn)
         state = StepState(self.step, traced.list_written())
         before = state.copy()
-        facts = eager(loss_fn)
-        after = state.copy()
-        with state.protect(after):
-            runs = [state.run_from(before, lambda: self._try(traced)) for _ in range(2)]
-        state.restore(after)
+        if has_eager_commit:  # its Python code must run once: compare gradients, and make the step afterwards
+            state.has_gradients = True
+            with state.protect(before):
+                plain = split_results(loss_fn, is_alone=len(window) == 1)
+                after = state.run_from(before, lambda: self._try_code(plain, window))
+                runs = [state.run_from(before, lambda: self._try(traced)) for _ in range(2)]
+            state.restore(before)
+            facts = eager(loss_fn)
+        else:
+            facts = eager(loss_fn)
+            after = state.copy()
+            with state.protect(after):
+                runs = [state.run_from(before, lambda: self._try(traced)) for _ in range(2)]
+            state.restore(after)
         if facts.read().is_bad:
             return facts  # a dropped step shows nothing
         try:
@@ -550,12 +589,13 @@ class FastPath:
             return "several ranks train together, and their reductions are not captured"
         if step.plan.simulated:
             return "the precision is simulated"
-        if step.on_gradients is not None or step.on_commit is not None:
-            return "on_gradients= and on_commit= run Python code that a replay would not repeat"
-        if any(GLOBAL_HOOKS):
-            return "a global module hook is registered"
-        reason = step.why_never_captured()
-        return f"{reason}: make it with fused=True" if reason else ""
+        return "a global module hook is registered" if any(GLOBAL_HOOKS) else ""
+
+    def _find_eager_commit(self) -> str:
+        """Return why only forward and backward can be captured; empty if the whole step can."""
+        if self.step.on_gradients is not None or self.step.on_commit is not None:
+            return "on_gradients= and on_commit= run Python code"
+        return self.step.why_never_captured()
 
     def _find_no_room(self) -> str:
         """Return why `auto` does not capture, if that would leave too little memory for anything else: a graph keeps
@@ -598,6 +638,11 @@ def time_replays(replay: Replay, device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     return (time.perf_counter() - began) / TIMED
+
+
+def split_results(loss_fn: LossFn, *, is_alone: bool) -> LossFn:
+    """Let a loss function return loss and weight, whatever form they have."""
+    return lambda batch: split_result(loss_fn(batch), batch, is_alone=is_alone)
 
 
 def turn_off_autocast(loss_fn: LossFn) -> LossFn:
