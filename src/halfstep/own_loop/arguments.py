@@ -117,6 +117,13 @@ def check_count(name: str, value: object) -> int:
     return int(value)
 
 
+def check_names(name: str, value: Iterable[str]) -> frozenset[str]:
+    found = [] if isinstance(value, str) else list(value)
+    if isinstance(value, str) or not all(isinstance(one, str) for one in found):
+        raise ConfigError(f"{name}={value!r} is not a list of names", fix=f'{name}=["my_library::my_operator"]')
+    return frozenset(found)
+
+
 def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
     if isinstance(value, str) and value in choices:
         return value

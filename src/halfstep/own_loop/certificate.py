@@ -41,6 +41,8 @@ class Certificate:
     noisy: list[str] = field(default_factory=list)
     """Tensors that differ between uncaptured runs as well, by name."""
     against: list[str] = field(default_factory=list)
+    num_checks: int = 0
+    """How often replays were compared with uncaptured code again, while training went on."""
 
     def add(self, compared_with: str) -> None:
         if compared_with not in self.against:
@@ -50,7 +52,8 @@ class Certificate:
         with_noise = f", {len(self.noisy)} within the noise of uncaptured runs" if self.noisy else ""
         if not self.against:
             return "nothing is captured"
-        return f"{self.exact} tensors bit-equal to {' and '.join(self.against)}{with_noise}"
+        checked = f", checked {self.num_checks} more times" if self.num_checks else ""
+        return f"{self.exact} tensors bit-equal to {' and '.join(self.against)}{with_noise}{checked}"
 
 
 class ReplayDiffers(Exception):

@@ -42,7 +42,7 @@ from halfstep.precision.plan import Plan
 
 Compiler = Literal["aten", "inductor"]
 
-PURE = {"aten", "prims", "prim", "higher_order", "rngprims", "inductor", "inductor_prims", "halfstep"}
+PURE = frozenset({"aten", "prims", "prim", "higher_order", "rngprims", "inductor", "inductor_prims", "halfstep"})
 """Namespaces of operations that read nothing but their inputs. A custom operation may read a global."""
 RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial", "exponential", "uniform", "philox")
 MAX_STREAK = 3  # new entries in a row for batches of one shape: some value changes at every step
@@ -109,8 +109,16 @@ class Call:
 class TracedLoss:
     """The loss functions of one hs.Step as Dynamo sees them. One object per step: guards do not compare identities."""
 
-    def __init__(self, plan: Plan, compiler: Compiler = "aten", *, in_fp32: bool = False) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        compiler: Compiler = "aten",
+        *,
+        in_fp32: bool = False,
+        pure_ops: frozenset[str] = frozenset(),
+    ) -> None:
         self.plan, self.compiler, self.device = plan, compiler, torch.device(plan.device)
+        self.pure_ops = PURE | pure_ops
         dtype = None if in_fp32 else get_autocast_dtype(plan.granted)
         self._autocast = torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
         self.entries: list[Entry] = []
@@ -165,7 +173,7 @@ class TracedLoss:
                     infos = enumerate(context.fw_metadata.input_info)
                     entry.mutated = frozenset(number for number, info in infos if info.mutates_data)
             graphs.append(graph)
-            found, moved, waits = scan(graph, self.device)
+            found, moved, waits = scan(graph, self.device, self.pure_ops)
             entry.why_not = entry.why_not or found
             entry.moved |= moved
             entry.waits |= waits
@@ -349,7 +357,9 @@ def run_boxed(graph: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     return run
 
 
-def scan(graph: GraphModule, device: torch.device) -> tuple[str, frozenset[int], frozenset[int]]:
+def scan(
+    graph: GraphModule, device: torch.device, pure_ops: frozenset[str]
+) -> tuple[str, frozenset[int], frozenset[int]]:
     """Return what in a graph of AOTAutograd a replay would not follow, or "", and the CPU inputs that it only copies
     to the device, which the fast path copies itself; and those of them that it waits for."""
     on_host: set[Node] = set()  # Python numbers as 0-dimensional CPU tensors: a replay gets them on the device
@@ -373,8 +383,10 @@ def scan(graph: GraphModule, device: torch.device) -> tuple[str, frozenset[int],
         if "_local_scalar_dense" in name:
             return f"a number is read from a tensor, as .item() does{find_line(node)}", frozenset(), frozenset()
         namespace = getattr(node.target, "namespace", "")
-        if namespace and namespace not in PURE:
-            return f"{name} may read more than its inputs{find_line(node)}", frozenset(), frozenset()
+        if namespace and pure_ops.isdisjoint((namespace, f"{namespace}::{name.split('.')[1]}")):
+            said = f"{namespace}::{name.split('.')[1]}"
+            reason = f"{said} may read more than its inputs (pure_ops=[{said!r}] declares that it does not)"
+            return f"{reason}{find_line(node)}", frozenset(), frozenset()
         if is_elsewhere:
             inputs = node.all_input_nodes
             if not inputs or not on_host.issuperset(inputs):
