@@ -428,7 +428,8 @@ class FastPath:
             num_suspect = level.num_replays - level.num_trusted
             warn_user(
                 f"captured steps no longer equal uncaptured ones: {error}. The last {num_suspect} steps are suspect; "
-                "load a checkpoint from before them. loss_fn, or an operation in it, reads a value that torch does not guard"
+                "load a checkpoint from before them. loss_fn, or an operation in it, reads a value that torch does not "
+                "guard"
             )
             if is_python:
                 traced.calls.clear()  # the traced code is suspect, too: make this step from the Python code
