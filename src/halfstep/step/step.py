@@ -171,6 +171,27 @@ class Step:
         self.writes.find_writes()
         return self._judge(parameters, loss, weight, is_weighted=len(window) > 1)
 
+    def open_window(self) -> None:
+        """Save what forward may write, before the first forward pass of a window that another loop runs; once."""
+        if not self._rng:
+            self._rng = read_rng_state(self.device)
+            self.writes.save(self.find_trained_parameters())
+
+    @property
+    def is_open(self) -> bool:
+        """True between open_window() and commit()."""
+        return bool(self._rng)
+
+    def judge_window(self, loss: Tensor) -> Facts:
+        """Return the verdict on a window that another loop has run since open_window(): its loss as given to backward,
+        and the gradients as that loop has divided, reduced and clipped them. Commit the facts next."""
+        parameters = self.find_trained_parameters()
+        self.writes.find_writes()
+        facts = self._judge(parameters, loss, 1, is_weighted=False)
+        self.writes.refuse_unsaved(facts.bad)
+        facts.rng, self._judged = self._rng, JudgedGradients(parameters)
+        return facts
+
     def abandon(self) -> str:
         """Undo a compute() that was not committed: restore buffers and generators. Calling it twice is harmless. Return
         a sentence on what could not be undone, or an empty string."""
