@@ -78,7 +78,7 @@ def _wrap_stream(stream: TextIO) -> TextIO:
 
 COMMANDS = (
     *("bench", "check", "compare", "detect", "dry-run", "evaluate", "exercise", "formats", "guide", "ledger"),
-    *("pack", "plan", "predict", "replay", "report", "top", "train", "verify"),
+    *("pack", "plan", "predict", "replay", "report", "runs", "top", "train", "verify"),
 )
 """A command is the function `command` in the module of the same name, parsed with that module's `CONTEXT`."""
 
@@ -247,8 +247,6 @@ EXPECTED = {"valid integer": "a whole number", "valid number": "a number"}
 """Replacements for typer's descriptions of a value."""
 
 FOREIGN_FLAGS = {
-    "-v": "leave it out: everything is shown, and --quiet shows less",
-    "--verbose": "leave it out: everything is shown, and --quiet shows less",
     "--no-interactive": "leave it out: halfstep train never asks questions",
     "--no-tensorboard": "leave it out: without --tensorboard no events are written",
     "--no-sub-logdirs": "--out DIR is the run's folder itself",

@@ -78,6 +78,7 @@ class TrainFlags:
     ledger_every: Annotated[int | None, option("Like --ledger, and again every N steps.", panel=RUN)] = None
     tensorboard: Annotated[bool | None, option("Write TensorBoard events.", "--tensorboard", panel=RUN)] = None
     quiet: Annotated[bool | None, option("Only warnings and the summary.", "--quiet", "-q", panel=RUN)] = None
+    verbose: Annotated[bool | None, option("Print every metric of each epoch.", "--verbose", "-v", panel=RUN)] = None
 
 
 @add_flags(TrainFlags)

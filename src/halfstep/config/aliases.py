@@ -95,6 +95,7 @@ FOREIGN_KEYS: dict[str, tuple[str, ...]] = {
     "precision.simulate": ("simulate",),
     "log.tensorboard": ("tensorboard",),
     "log.quiet": ("quiet",),
+    "log.verbose": ("verbose",),
     "log.ledger": ("ledger",),
     "log.ledger_every": ("ledger_every",),
 }

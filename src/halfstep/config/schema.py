@@ -386,6 +386,7 @@ class LogConfig(Section):
 
     tensorboard: bool = Field(default=False, description="Write TensorBoard events into the run's folder")
     quiet: bool = Field(default=False, description="Show warnings, errors and the final summary only")
+    verbose: bool = Field(default=False, description="Print each epoch's metrics as a table, and keep finished bars")
     curves: bool = Field(default=True, description="Draw report/curves.png when the run ends (a second or two)")
     ledger: bool = Field(
         default=False, description="Record the dtypes that steps actually compute in: report/ledger.json"
@@ -393,6 +394,12 @@ class LogConfig(Section):
     ledger_every: int = Field(
         default=0, ge=0, description="Record the ledger again every N steps; 0: only the first step of each mode"
     )
+
+    @model_validator(mode="after")
+    def refuse_quiet_and_verbose(self) -> Self:
+        if self.quiet and self.verbose:
+            raise ValueError("quiet and verbose contradict each other")
+        return self
 
 
 PRESET_NAMES = ("fast", "quality", "lowmem", "stable", "debug")

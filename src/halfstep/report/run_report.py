@@ -8,7 +8,7 @@ The report takes only strings and numbers: reading a tensor would make the host 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -89,11 +89,17 @@ class RunReport:
     """The output of one run. A resumed run cuts its metrics file back before creating it."""
 
     def __init__(
-        self, folder: Path, *, quiet: bool = False, tensorboard: bool = False, console: Console | None = None
+        self,
+        folder: Path,
+        *,
+        quiet: bool = False,
+        verbose: bool = False,
+        tensorboard: bool = False,
+        console: Console | None = None,
     ) -> None:
         self._console = console or DeafConsole()
         self._warnings = console or DeafConsole(stderr=True)
-        self._quiet = quiet
+        self._quiet, self._verbose = quiet, verbose
         self._metrics = MetricsFile(folder / "metrics.jsonl")
         # A resumed run may repeat steps after its checkpoint: their old events must disappear.
         after_step = find_last_step(self._metrics.path) if tensorboard else None
@@ -107,16 +113,28 @@ class RunReport:
             self.notice(warning, "warning")
 
     @contextlib.contextmanager
-    def show_phase(self, label: str, total: int) -> Iterator[Bar]:
-        """Show one pass over the data, such as `Epoch 1/100 [Train]`; call `advance` of the bar once per step."""
+    def show_phase(
+        self,
+        label: str,
+        total: int,
+        *,
+        whole: Callable[[], tuple[str, str]] | None = None,
+        is_summarised: bool = False,
+    ) -> Iterator[Bar]:
+        """Show one pass over the data, such as `Epoch 1/100`; call `advance` of the bar once per step.
+
+        `whole` returns the position and the time left of the whole run. `show_epoch` prints the result of a summarised
+        pass, so its bar stays only if the report is verbose.
+        """
+        is_summarised &= not self._verbose
         if self._quiet:
             yield Bar(label, total)
         elif self._console.is_interactive:
-            bar = Bar(label, total)
-            with show_live(bar, self._console):
+            bar = Bar(label, total, whole=whole)
+            with show_live(bar, self._console, is_summarised=is_summarised):
                 yield bar
         else:
-            with LineBar(label, total, write=self._print_line) as line_bar:
+            with LineBar(label, total, write=self._print_line, whole=whole, is_summarised=is_summarised) as line_bar:
                 yield line_bar
 
     def notice(self, text: str, level: Level = "info") -> None:
@@ -126,13 +144,17 @@ class RunReport:
         elif not self._quiet:
             self._print_line(text, style=STYLES[level])
 
-    def show_epoch(self, epoch: int, epochs: int, rows: Sequence[tuple[str, str, str]]) -> None:
-        """Print training next to validation, one line per (name, train value, validation value)."""
+    def show_epoch(self, label: str, lines: Sequence[str], rows: Sequence[tuple[str, str, str]]) -> None:
+        """Print the lines of an epoch; if verbose also each (name, train value, validation value) as a table."""
         if self._quiet:
+            return
+        for line in lines:
+            self._print_line(line)
+        if not self._verbose:
             return
         has_validation = any(validation for *_, validation in rows)
         table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-        table.add_column(f"Epoch {epoch}/{epochs}", style="dim", header_style="bold")
+        table.add_column(label, style="dim", header_style="bold")
         table.add_column("train", justify="right")
         if has_validation:
             table.add_column("val", justify="right", style="bold")

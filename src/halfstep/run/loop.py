@@ -329,6 +329,9 @@ class Loop:
         is_last = self.is_over or epoch + 1 == train.epochs
         is_due = (in_turn or is_last) and self.validated_at != parts.step.attempted
         is_best = is_due and len(parts.val_loader) > 0 and self._validate(epoch, in_turn=in_turn and is_whole)
+        if is_whole and not self._by_steps and self.validated_at != parts.step.attempted:
+            self.train_metrics.load_state_dict(self._sum_metrics())  # its last use
+            self.journal.record_epoch(epoch, parts.step.attempted, self._compute_metrics(), {})
         # Advance only after validation: a run that is stopped during it validates again when it is resumed.
         if is_whole:
             self.position = Position(epoch=epoch + 1)
@@ -362,7 +365,8 @@ class Loop:
             parts.plateau.observe(value)
             self._set_rate_factor()
         self.train_metrics.load_state_dict(self._sum_metrics())  # its last use
-        self.journal.record_epoch(epoch, parts.step.attempted, self._compute_metrics(), found, is_best=is_best)
+        train = self._compute_metrics()
+        self.journal.record_epoch(epoch, parts.step.attempted, train, found, stopping=parts.stopping, is_best=is_best)
         return is_best
 
     def _check_interrupts(self, advance: Callable[[], None]) -> Callable[[], None]:

@@ -228,7 +228,7 @@ class FarReport(RunReport):
     show_header = show_epoch = log = finish = close = _do_nothing
 
     @contextlib.contextmanager
-    def show_phase(self, label: str, total: int) -> Iterator[Bar]:
+    def show_phase(self, label: str, total: int, **_: object) -> Iterator[Bar]:
         yield Bar(label, total)
 
     def notice(self, text: str, level: Level = "info") -> None:

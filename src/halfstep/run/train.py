@@ -185,7 +185,7 @@ def _assemble(config: RunConfig, workload: Workload, plan: Plan, rank: RunRank) 
 
 def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan, decided: dict[str, list[Any]]) -> None:
     """Write settled.json, plan.json and config.yaml."""
-    config = config.replace(log={"quiet": False})
+    config = config.replace(log={"quiet": False, "verbose": False})
     code = sign_code(find_import_paths(config))
     folder.write_settled(Settled(settings=dump_values(config), decided=decided, code=code))
     folder.write_plan(plan)
@@ -302,9 +302,10 @@ def _choose_plan(
 
 def _continue(loop: Loop, folder: RunFolder, resumed: Resumed) -> None:
     """Restore the run's state, then store accepted changes; in this order, so that a failing change is not stored."""
-    for note in (*resumed.changes.notes, f"resuming from {resumed.path.name}"):
+    for note in resumed.changes.notes:
         loop.journal.notice(note)
     loop.restore(resumed.path, resumed.checkpoint, resumed.changes)
+    loop.journal.notice(f"resuming from {resumed.path.name}: {loop.journal.describe_progress()}")
     is_same = not resumed.changes.keys and resumed.settled.code == sign_code(find_import_paths(loop.parts.config))
     if loop.checkpoints.writes and not is_same:
         _write_settings(folder, loop.parts.config, loop.parts.plan, resumed.settled.decided)
@@ -376,7 +377,9 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
 def _open_report(folder: RunFolder, config: RunConfig, world: World | None) -> RunReport:
     if world is not None and not world.is_first:
         return FarReport(world)
-    return RunReport(folder.path, quiet=config.log.quiet, tensorboard=config.log.tensorboard)
+    return RunReport(
+        folder.path, quiet=config.log.quiet, verbose=config.log.verbose, tensorboard=config.log.tensorboard
+    )
 
 
 def _open_journal(parts: Assembly, report: RunReport) -> Journal:
@@ -389,6 +392,7 @@ def _open_journal(parts: Assembly, report: RunReport) -> Journal:
         report, parts.plan, epochs=epochs, report_every=every, metric=workload.metric,
         samples=workload.train_samples, phases=[own.phase.name for own in parts.phases],
         hint=partial(find_hint, parts.config.workload), unit=parts.unit, low_scale=parts.step.scaler.low,
+        total_steps=parts.total_steps,
     )  # fmt: skip
     parts.guard.observers.append(journal.observe)
     return journal
