@@ -166,6 +166,8 @@ OPTIONAL = {
     "tokenizers": ">=0.21",
     "torchao": ">=0.17",
     "tensorboard": ">=2.18",
+    "wandb": ">=0.28",
+    "mlflow": ">=3.17",
 }
 """The packages of the extras in pyproject.toml, with their versions."""
 CLI_PACKAGES = {"pydantic": "pydantic", "yaml": "pyyaml", "rich": "rich", "typer": "typer", "PIL": "pillow",

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from io import StringIO
 from pathlib import Path
 
@@ -9,8 +8,6 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from halfstep.errors import HalfstepError
-from halfstep.report.metrics_file import cut_back, read
 from halfstep.report.run_report import RunReport
 
 
@@ -137,33 +134,3 @@ def test_records_reach_the_metrics_file(tmp_path: Path) -> None:
     report.log({"kind": "train", "step": 1, "loss": 0.5})
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"kind": "train", "step": 1, "loss": 0.5}
     report.close()
-
-
-def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder / "tensorboard"))
-    events.Reload()
-    return [(event.step, event.value) for event in events.Scalars(tag)]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own imports
-def test_a_resumed_run_replaces_what_tensorboard_had_beyond_the_checkpoint(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="needs the extra track: this was NOT tested")
-    first = RunReport(tmp_path, tensorboard=True, console=Screen(is_terminal=False).console)
-    for step in (1, 2, 3, 4):
-        first.log({"kind": "train", "step": step, "epoch": 1, "loss": float(step), "note": "text"})
-    first.close()
-    cut_back(tmp_path / "metrics.jsonl", 2)
-    second = RunReport(tmp_path, tensorboard=True, console=Screen(is_terminal=False).console)
-    second.log({"kind": "train", "step": 3, "epoch": 1, "loss": 30.0})
-    second.close()
-    assert scalars(tmp_path, "train/loss") == [(1, 1.0), (2, 2.0), (3, 30.0)]
-    assert [record["loss"] for record in read(tmp_path / "metrics.jsonl")] == [1.0, 2.0, 30.0]
-
-
-def test_without_tensorboard_the_error_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(HalfstepError) as caught:
-        RunReport(tmp_path, tensorboard=True)
-    assert "pip install 'tensorboard>=2.18'" in str(caught.value)

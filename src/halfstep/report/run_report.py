@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
 from rich.panel import Panel
@@ -18,42 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from halfstep.disk import GONE, redirect_to_null
-from halfstep.errors import ConfigError, HalfstepError, suggest_install
+from halfstep.errors import ConfigError, HalfstepError, summarise_error
 from halfstep.report.console import print_text
-from halfstep.report.metrics_file import MetricsFile, find_last_step
+from halfstep.report.listeners import Callbacks, Listener
+from halfstep.report.metrics_file import MetricsFile
 from halfstep.report.progress import Bar, LineBar, show_live
-
-NOT_CURVES = {"step", "epoch"}
-
-
-class Tracker:
-    """Writes scalars into a folder for `tensorboard --logdir`."""
-
-    def __init__(self, folder: Path, *, after_step: int | None = None) -> None:
-        """Open the folder. `after_step` is the last recorded step of a resumed run: TensorBoard hides later ones."""
-        writer_class = _import_summary_writer()
-        self._writer = writer_class(str(folder), purge_step=None if after_step is None else after_step + 1)
-
-    def add(self, record: Mapping[str, object]) -> None:
-        for name, value in record.items():
-            if name not in NOT_CURVES and isinstance(value, int | float) and not isinstance(value, bool):
-                self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-def _import_summary_writer() -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise HalfstepError(
-            "--tensorboard needs the package tensorboard, which cannot be imported",
-            why=f"it is an optional dependency of halfstep ({error})",
-            fix=suggest_install("tensorboard"),
-        ) from error
-    return SummaryWriter
-
 
 Level = Literal["info", "warning", "error"]
 STYLES: dict[Level, str] = {"info": "dim", "warning": "yellow", "error": "bold red"}
@@ -94,16 +63,14 @@ class RunReport:
         *,
         quiet: bool = False,
         verbose: bool = False,
-        tensorboard: bool = False,
+        listeners: Sequence[Listener] = (),
         console: Console | None = None,
     ) -> None:
         self._console = console or DeafConsole()
         self._warnings = console or DeafConsole(stderr=True)
         self._quiet, self._verbose = quiet, verbose
         self._metrics = MetricsFile(folder / "metrics.jsonl")
-        # A resumed run may repeat steps after its checkpoint: their old events must disappear.
-        after_step = find_last_step(self._metrics.path) if tensorboard else None
-        self._tracker = Tracker(folder / "tensorboard", after_step=after_step) if tensorboard else None
+        self.folder, self._listeners, self._is_complete = folder, list(listeners), False
 
     def show_header(self, title: str, rows: Rows, *, warnings: Sequence[str]) -> None:
         """Print the header: workload, device, precision and reasons."""
@@ -163,20 +130,42 @@ class RunReport:
         self._console.print(table)
 
     def log(self, record: Mapping[str, object]) -> None:
-        """Append one record to metrics.jsonl, and to TensorBoard if requested."""
+        """Append one record to metrics.jsonl, and pass it on to trackers and callbacks."""
         self._metrics.append(record)
-        if self._tracker is not None:
-            self._tracker.add(record)
+        self._tell(lambda listener: listener.add(record))
+
+    @property
+    def failure(self) -> HalfstepError | None:
+        """Return the error of a callback, for which the run has to stop."""
+        return next((one.failure for one in self._listeners if isinstance(one, Callbacks)), None)
+
+    def add_files(self, files: Sequence[Path]) -> None:
+        """Send these files of the run's folder to the trackers."""
+        self._tell(lambda listener: listener.add_files(self.folder, files))
+
+    @property
+    def is_tracked(self) -> bool:
+        return any(not isinstance(one, Callbacks) for one in self._listeners)
+
+    def _tell(self, pass_on: Callable[[Listener], None]) -> None:
+        """Drop a tracker that fails, with a warning: a lost connection must not end a run."""
+        for listener in list(self._listeners):
+            try:
+                pass_on(listener)
+            except Exception as error:
+                self._listeners.remove(listener)
+                what = f"{type(error).__name__}: {summarise_error(error)}"
+                self.notice(f"{listener.name} failed and gets no more records of this run ({what})", "warning")
 
     def finish(self, title: str, rows: Rows) -> None:
-        """Print the final summary, even when quiet."""
+        """Print the final summary, even when quiet; the run is complete."""
+        self._is_complete = True
         self._show_card(title, rows, border="green")
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files and the trackers."""
         self._metrics.close()
-        if self._tracker is not None:
-            self._tracker.close()
+        self._tell(lambda listener: listener.close(is_complete=self._is_complete))
 
     def _show_card(self, title: str, rows: Rows, *, border: str) -> None:
         """Print a panel on a terminal, plain lines elsewhere."""

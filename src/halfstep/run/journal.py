@@ -15,7 +15,7 @@ import torch
 from halfstep.config.schema import RunConfig, is_import_path
 from halfstep.data.image_samples import TrainingFiles
 from halfstep.data.loader import NamedSamples, Samples, implements
-from halfstep.errors import format_bytes, format_count, format_duration, suggest_command
+from halfstep.errors import HalfstepError, format_bytes, format_count, format_duration, suggest_command
 from halfstep.hardware.clock import Clock, Stopwatch
 from halfstep.hardware.gpus import find_known
 from halfstep.hardware.memory import get_peak_memory_bytes
@@ -124,7 +124,7 @@ class Journal:
         """By phase; a run without phases has one entry with an empty name."""
         self.train_metric: Callable[[], dict[str, float]] = dict
         self.gpu: Callable[[], str] = str  # the GPU's utilisation in short; empty if unknown
-        self._epoch, self._samples_per_s = 0, 0.0
+        self._epoch, self._samples_per_s, self._waiting = 0, 0.0, Waiting()
         self._bar: Bar | None = None
         self._has_shown = False  # whether this bar has shown the fields of a step
         self._is_due = False  # whether a record was written that the bar does not show yet
@@ -139,6 +139,11 @@ class Journal:
     def elapsed_s(self) -> float:
         """Return the seconds of the whole run, including those before it was resumed."""
         return self._before_s + self._clock.elapsed_s
+
+    @property
+    def failure(self) -> HalfstepError | None:
+        """Return the error of a callback, for which the run has to stop."""
+        return self.report.failure
 
     # --- one step ---
 
@@ -175,10 +180,10 @@ class Journal:
 
     def record_step(self, attempted: int, samples_per_s: float, waiting: Waiting) -> None:
         """Show one finished step in the progress bar."""
-        self._samples_per_s, self.attempted = samples_per_s, attempted
+        self._samples_per_s, self._waiting, self.attempted = samples_per_s, waiting, attempted
         self.pace.count_step(counts=not self._is_compiling)
         if self._bar is not None:
-            self._advance(self._bar, waiting)
+            self._advance(self._bar)
         self._announce_duration()
 
     def _announce_duration(self) -> None:
@@ -253,18 +258,18 @@ class Journal:
         means = {f"epoch_loss/{name}": self.seen[name].mean_loss for name in self.phases}
         return {f"{key}/{name}": getattr(r, key) for name, r in read if r is not None for key in shown} | means
 
-    def _advance(self, bar: Bar, waiting: Waiting) -> None:
+    def _advance(self, bar: Bar) -> None:
         # With each record, so that bar, metrics.jsonl and `top` show the same numbers. The last step always updates
         # the fields: a finished bar must not show the numbers of an earlier step.
         is_wanted = self._is_due or not self._has_shown or bar.done + 1 == bar.total
         is_read = any(one.num_losses for one in self.seen.values())  # a step of this epoch
-        fields = self._format_fields(waiting) if is_wanted and is_read else None
+        fields = self._format_fields() if is_wanted and is_read else None
         bar.advance(fields, begins_pace=self._is_compiling)
         self._has_shown |= fields is not None
         self._is_due &= fields is None
         self._is_compiling = False
 
-    def _format_fields(self, waiting: Waiting) -> dict[str, str]:
+    def _format_fields(self) -> dict[str, str]:
         """Return the fields next to the progress bar, most important first."""
         r = self.latest
         assert r is not None
@@ -278,15 +283,18 @@ class Journal:
             fields["speed"] = self.unit.format_rate(self._samples_per_s)
         if used := compute_utilisation(self.unit, self._samples_per_s, self._peak_flops):
             fields["mfu"] = f"{used:.0%}"
-        if slowest := self._lagging.describe():
-            fields["slowest"] = slowest
-        if waiting.is_worth_saying:
-            fields["data"] = f"{waiting.share:.0%}"
+        fields |= self._format_waits()
         if gpu := self.gpu():
             fields["gpu"] = gpu
         fields["precision"] = self._precision
         memory = get_peak_memory_bytes(self.device)
         return fields | ({"memory": format_bytes(memory)} if memory else {})
+
+    def _format_waits(self) -> dict[str, str]:
+        """Return the slowest rank and the share of time spent waiting for data, if they are worth reporting."""
+        slowest, share = self._lagging.describe(), self._waiting.share
+        waits = {"slowest": slowest} if slowest else {}
+        return waits | ({"data": f"{share:.0%}"} if self._waiting.is_worth_saying else {})
 
     def _format_losses(self) -> dict[str, str]:
         """Return the mean loss of the epoch so far, by phase."""
@@ -398,6 +406,7 @@ class Journal:
             texts.append(f"{self.metric} {train[self.metric]:.4f}")
         if self._samples_per_s:
             texts.append(self.unit.format_rate(self._samples_per_s))
+        texts += [f"{name} {wait}" for name, wait in self._format_waits().items()]
         return f"{label} train: {', '.join(texts)}"
 
     def _format_validation_line(
