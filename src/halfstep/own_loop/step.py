@@ -189,7 +189,7 @@ class Step:
             model, optimizers, plan, accumulate=accumulate, clip=clip,
             schedules=self._schedules.rates or (), scaler=scaling, ema=Ema(model, decay=decay) if decay else None,
             spikes=SpikeMeter(device, skips=skip_spikes), also=also, on_gradients=on_gradients,
-            on_commit=on_commit,
+            on_commit=on_commit, norm_order=model.parameters(),  # as in clip_grad_norm_(model.parameters(), ...)
         )  # fmt: skip
         floor = self._step.scaler.options.min_scale
         self._guard = Guard(options, scaling=plan.needs_loss_scaling, min_scale=floor, advice=ADVICE_FOR_LOOPS)
