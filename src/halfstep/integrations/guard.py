@@ -40,13 +40,15 @@ from halfstep.own_loop.evidence import make_recorder
 from halfstep.own_loop.fast import say
 from halfstep.own_loop.user_warnings import DroppedSteps, warn_user
 from halfstep.precision.decide import decide
+from halfstep.step.batches import read_sample_ids
+from halfstep.step.clip import compute_total_norm
 from halfstep.step.facts import Facts, Reading
 from halfstep.step.forward_writes import Also
 from halfstep.step.guard import ADVICE_FOR_LOOPS, Action, Guard, Verdict
 from halfstep.step.ranks import refuse_other_rates, refuse_other_steps
 from halfstep.step.scaler import FAR_BELOW, USUAL_FIRST, Scaler
 from halfstep.step.schedule import Curve
-from halfstep.step.step import Step
+from halfstep.step.step import Step, collect_gradients
 from halfstep.step.tables import Rates
 
 Way = Literal["exact", "read"]
@@ -105,6 +107,7 @@ class HostGuard:
         self.schedule: Way = self._choose_way(schedule)
         self._schedulers: list[GuardedScheduler] = []
         self._loss: Tensor | None = None
+        self._overflow: Tensor | None = None
         self._has_warned = False
         self._last: Facts | None = None
         self._batches: list[Any] = []
@@ -160,7 +163,7 @@ class HostGuard:
             for scheduler in self._schedulers:
                 scheduler.follow_again()
             self._step.open_window()
-            self._loss, self._batches = None, []
+            self._loss, self._overflow, self._batches = None, None, []
 
     def keep(self, batch: Any) -> None:
         """Keep a micro-batch of the window for a capsule, until the step is known to be good."""
@@ -176,6 +179,16 @@ class HostGuard:
         self._loss = own if self._loss is None else self._loss + own
 
     @torch.no_grad()
+    def look_at_gradients(self) -> None:
+        """Note whether gradients are finite before the host clips them by value, which makes an infinite one finite."""
+        gradients = collect_gradients(self._step.find_trained_parameters())
+        if gradients:
+            norm = compute_total_norm(gradients, math.inf)
+            self._add_overflow(norm - norm != 0)
+
+    def _add_overflow(self, flag: Tensor) -> None:
+        self._overflow = flag if self._overflow is None else self._overflow | flag
+
     def step(self) -> None:
         """Let the optimizer step, or leave every bit as it was. Replaces optimizer.step(), and with a GradScaler also
         scaler.step(optimizer) and scaler.update()."""
@@ -190,22 +203,28 @@ class HostGuard:
             self._has_warned = True
             warn_user(f"{self.host}'s backward was not called in this step: gradients and buffers are judged, the "
                       "loss is not")  # fmt: skip
+        with torch.no_grad():
+            facts = self._judge_and_commit()
+        self._last = facts
+        if self._recorder is not None:
+            self._recorder.keep(facts.attempted, self._batches)
+        self._act_on(self._guard.watch(facts))
+
+    def _judge_and_commit(self) -> Facts:
         loss = torch.zeros((), device=self._step.device) if self._loss is None else self._loss
         if self.scaler is not None:
             self._unscale(self.scaler)
         for scheduler in self._schedulers:
             scheduler.refresh()
-        facts = self._step.judge_window(loss)
+        facts = self._step.judge_window(loss, self._overflow)
         if self.scaler is not None:
             assert self.scaler._scale is not None
             facts.scale = self.scaler._scale.clone()
+        facts.ids = read_sample_ids(self._batches)
         self._step.commit(facts)
         if self.scaler is not None:
             self._update_scale(self.scaler, facts)
-        self._last = facts
-        if self._recorder is not None:
-            self._recorder.keep(facts.attempted, self._batches)
-        self._act_on(self._guard.watch(facts))
+        return facts
 
     def follow(self, scheduler: Any) -> Any:
         """Return what takes the place of the host's scheduler. One that follows a metric is returned as it is."""
@@ -304,8 +323,12 @@ class HostGuard:
             self.open_window()
 
     def _unscale(self, scaler: torch.amp.GradScaler) -> None:
-        if scaler._per_optimizer_states[id(self.optimizer)]["stage"] is OptState.READY:
+        """Unscale the gradients unless the host has, and take over what that found."""
+        state = scaler._per_optimizer_states[id(self.optimizer)]
+        if state["stage"] is OptState.READY:
             scaler.unscale_(self.optimizer)
+        for found in scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"].values():
+            self._add_overflow(found.to(self._step.device) != 0)
 
     def _update_scale(self, scaler: torch.amp.GradScaler, facts: Facts) -> None:
         """Let the scaler see an overflow of gradients; a fault that no scale could prevent leaves its bits."""

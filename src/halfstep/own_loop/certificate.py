@@ -3,7 +3,7 @@
 From one state, kept aside, the same window runs twice uncaptured and once as a replay. A tensor that both uncaptured
 runs leave with the same bits must have them after the replay, too. One that differs between them (atomic additions)
 may differ by at most `NOISE` times as much. The first window of a step is also compared with the eager step of the
-user's Python code, in the same way, except that it may differ by `ROUNDING`.
+user's Python code, in the same way, except that it may differ by `ROUNDINGS`.
 
 This cannot see a Python value that was frozen while the certificate was made: guards prevent that (traced.py).
 """
@@ -17,15 +17,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from halfstep.precision.contexts import get_autocast_dtype
 from halfstep.step.facts import read_rng_state, restore_rng
-from halfstep.step.flat import is_dense, is_writable_in_place, view_flat
+from halfstep.step.flat import get_gradient, is_dense, is_writable_in_place, view_flat
 from halfstep.step.step import Step
 
 NOISE = 3.0
 """How much further a replay may be from an uncaptured run than two of those are from each other."""
-ROUNDING = 2.0**-20
-"""How far the traced code may be from the eager step, relative to the largest number of a tensor: it runs the same
-kernels, but autograd may add up gradients in another order."""
+ROUNDINGS = 8.0
+"""How far the traced code may be from the eager step: so many roundings, in the format of the computation, of what the
+step changed, and in fp32 of the tensor itself. It runs the same kernels, but autograd may add up gradients in another
+order."""
 ROOM = 6
 """Copies of the state stay on the device while it has room for this many; otherwise they go to host memory."""
 
@@ -39,6 +41,8 @@ class Certificate:
     noisy: list[str] = field(default_factory=list)
     """Tensors that differ between uncaptured runs as well, by name."""
     against: list[str] = field(default_factory=list)
+    num_checks: int = 0
+    """How often replays were compared with uncaptured code again, while training went on."""
 
     def add(self, compared_with: str) -> None:
         if compared_with not in self.against:
@@ -48,7 +52,8 @@ class Certificate:
         with_noise = f", {len(self.noisy)} within the noise of uncaptured runs" if self.noisy else ""
         if not self.against:
             return "nothing is captured"
-        return f"{self.exact} tensors bit-equal to {' and '.join(self.against)}{with_noise}"
+        checked = f", checked {self.num_checks} more times" if self.num_checks else ""
+        return f"{self.exact} tensors bit-equal to {' and '.join(self.against)}{with_noise}{checked}"
 
 
 class ReplayDiffers(Exception):
@@ -67,12 +72,16 @@ class StepState:
         self.names = [name for name, _ in found.values()]
         self.tensors = [tensor for _, tensor in found.values()]
         num_bytes = sum(t.numel() * t.element_size() for t in self.tensors)
+        self.has_gradients = False
+        """True to compare gradients as well: where a graph holds no optimizer."""
         self.on_host = step.device.type == "cuda" and ROOM * num_bytes > torch.cuda.mem_get_info(step.device)[0]
 
     @torch.no_grad()
     def copy(self) -> StateCopy:
         where = torch.device("cpu") if self.on_host else None
-        copies = [tensor.to(where or tensor.device, copy=True) for tensor in self.tensors]
+        gradients = map(get_gradient, self.step.find_trained_parameters()) if self.has_gradients else ()
+        held = [*self.tensors, *(gradient for gradient in gradients if gradient is not None)]
+        copies = [tensor.to(where or tensor.device, copy=True) for tensor in held]
         spikes = self.step.spikes.state_dict()  # the host may keep the losses
         return StateCopy(
             copies, self.step.committed.clone(), read_rng_state(self.step.device), self.step.attempted, spikes
@@ -80,7 +89,7 @@ class StepState:
 
     @torch.no_grad()
     def restore(self, copy: StateCopy) -> None:
-        for tensor, then in zip(self.tensors, copy.tensors, strict=True):
+        for tensor, then in zip(self.tensors, copy.tensors, strict=False):  # gradients are not restored
             tensor.copy_(then)
         restore_rng(copy.rng, self.step.device)
         self.step.attempted = copy.attempted
@@ -105,24 +114,39 @@ class StepState:
         return self.copy()
 
     def compare(
-        self, found: StateCopy, first: StateCopy, second: StateCopy, *, rounding: float = 0.0
+        self, found: StateCopy, first: StateCopy, second: StateCopy, *, start: StateCopy | None = None
     ) -> tuple[int, list[str]]:
-        """Return how many tensors are bit-equal, and the names of noisy ones. Raise ReplayDiffers if one is neither.
-
-        `rounding` is a difference that counts as noise, relative to the largest number of a tensor."""
+        """Return how many tensors are bit-equal, and the names of the others. Raise ReplayDiffers for one that differs
+        by more than the noise of two uncaptured runs; with `start`, the state that a step began from, it may also
+        differ by the rounding of the computation."""
         exact, noisy = 0, []
-        for name, value, one, other in zip(self.names, found.tensors, first.tensors, second.tensors, strict=True):
+        num, num_gradients = len(self.names), len(found.tensors) - len(self.names)
+        if not len(found.tensors) == len(first.tensors) == len(second.tensors):
+            raise ReplayDiffers("not the same parameters get a gradient")
+        names = [*self.names, *["a gradient"] * num_gradients]
+        starts: list[Tensor | None] = [None] * len(names)
+        if start is not None:
+            starts = [*start.tensors[:num], *map(torch.zeros_like, found.tensors[num:])]
+        runs = zip(names, found.tensors, first.tensors, second.tensors, starts, strict=True)
+        for name, value, one, other, then in runs:
             if have_same_bits(value, one):
                 exact += 1
                 continue
             noise, distance = find_distance(one, other), min(find_distance(value, one), find_distance(value, other))
-            largest = float(one.abs().max()) if rounding else 0.0
-            if not distance <= NOISE * noise + rounding * largest:
+            if not distance <= NOISE * noise and (then is None or not self._is_rounding(value, one, then)):
                 raise ReplayDiffers(
                     f"{name} differs by {distance:.3g}, where two uncaptured runs differ by {noise:.3g}"
                 )
             noisy.append(name)
         return exact, noisy
+
+    def _is_rounding(self, value: Tensor, other: Tensor, start: Tensor) -> bool:
+        """True if two results of one step differ by no more than sums in another order do."""
+        value, other, start = (one.double() if not one.is_complex() else one for one in (value, other, start))
+        dtype = get_autocast_dtype(self.step.plan.granted) or torch.float32
+        eps = 2.0**-10 if self.step.plan.compute == "tf32" else torch.finfo(dtype).eps
+        allowed = eps * (other - start).norm() + torch.finfo(torch.float32).eps * other.norm()
+        return bool((value - other).norm() <= ROUNDINGS * allowed)
 
 
 @dataclass(frozen=True)

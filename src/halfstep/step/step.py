@@ -47,6 +47,7 @@ from halfstep.step.step_state import collect_state, load_state, refuse_unfit
 from halfstep.step.tables import Rates, Values
 
 LossFn = Callable[[Batch], "Tensor | tuple[Tensor, Weight]"]
+Accumulate = Callable[[LossFn, Sequence[Any], list[Tensor]], "tuple[Tensor, Weight]"]
 OnGradients = Callable[[nn.Module], None]
 OnCommit = Callable[[nn.Module], object]
 
@@ -139,14 +140,15 @@ class Step:
         self.commit(facts)
         return facts
 
-    def compute(self, loss_fn: LossFn, window: Window) -> Facts:
+    def compute(self, loss_fn: LossFn, window: Window, replay: Accumulate | None = None) -> Facts:
         """Run forward, backward, norm and verdict. Only gradients remain: a window that is not committed is undone by
-        the next compute(). To edit gradients, use `on_gradients`."""
+        the next compute(). To edit gradients, use `on_gradients`. `replay` takes the place of forward and
+        backward."""
         if self._rng:
             self.abandon()
         self._rng = read_rng_state(self.device)
         try:
-            facts = self.forward_backward(loss_fn, window)
+            facts = self.forward_backward(loss_fn, window, replay)
             self.writes.refuse_unsaved(facts.bad)
         except BaseException as error:
             unsaved = self.abandon()
@@ -159,7 +161,7 @@ class Step:
         self._judged = JudgedGradients(self.find_trained_parameters())
         return facts
 
-    def forward_backward(self, loss_fn: LossFn, window: Window) -> Facts:
+    def forward_backward(self, loss_fn: LossFn, window: Window, replay: Accumulate | None = None) -> Facts:
         """Do the device's part of `compute`: everything that a CUDA graph can hold."""
         parameters = self.find_trained_parameters()
         if self.values is not None:
@@ -168,7 +170,7 @@ class Step:
         self._clear_known_gradients(parameters)
         choose_gradient_types(self.optimizers, len(window))
         with self.signals.allow():
-            loss, weight = self._accumulate(loss_fn, window, parameters)
+            loss, weight = (replay or self.accumulate_gradients)(loss_fn, window, parameters)
         self.writes.find_writes()
         return self._judge(parameters, loss, weight, is_weighted=len(window) > 1)
 
@@ -183,12 +185,16 @@ class Step:
         """True between open_window() and commit()."""
         return bool(self._rng)
 
-    def judge_window(self, loss: Tensor) -> Facts:
+    def judge_window(self, loss: Tensor, overflow: Tensor | None = None) -> Facts:
         """Return the verdict on a window that another loop has run since open_window(): its loss as given to backward,
-        and the gradients as that loop has divided, reduced and clipped them. Commit the facts next."""
+        and the gradients as that loop has divided, reduced and clipped them. `overflow` is set if they were not finite
+        before. Commit the facts next."""
         parameters = self.find_trained_parameters()
         self.writes.find_writes()
         facts = self._judge(parameters, loss, 1, is_weighted=False)
+        if overflow is not None:
+            facts.bad = facts.bad | overflow
+            facts.grad_norm = torch.where(overflow, float("inf"), facts.grad_norm)
         self.writes.refuse_unsaved(facts.bad)
         facts.rng, self._judged = self._rng, JudgedGradients(parameters)
         return facts
@@ -292,7 +298,7 @@ class Step:
         for committer in self.committers:
             committer.close_capture()
 
-    def _accumulate(self, loss_fn: LossFn, window: Window, parameters: list[Tensor]) -> tuple[Tensor, Weight]:
+    def accumulate_gradients(self, loss_fn: LossFn, window: Window, parameters: list[Tensor]) -> tuple[Tensor, Weight]:
         """Run forward and backward over the window; return the weighted sum of losses, and the sum of weights.
 
         A micro-batch counts by its weight relative to the first one (of several ranks: to the mean of their first
