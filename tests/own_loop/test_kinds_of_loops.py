@@ -17,7 +17,9 @@ def test_clipping_sums_the_norm_in_the_order_of_the_model_whatever_the_groups() 
         model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU())))
         named = list(model.named_parameters())
         groups = [[p for n, p in named if p.ndim > 1], [p for n, p in reversed(named) if p.ndim == 1]]
-        return model, torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}], 1e-2)
+        return model, torch.optim.AdamW(
+            [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}], 1e-2, fused=True
+        )
 
     data = torch.randn(30, 8, 16, generator=torch.Generator().manual_seed(1))
     plain, optimizer = make()
