@@ -13,11 +13,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-<<<<<<< HEAD
-.PHONY: demo demos soak trackers test check check-hook rules format clean
-=======
-.PHONY: demo demos docs soak test check check-hook rules format clean
->>>>>>> main
+.PHONY: demo demos docs soak trackers test check check-hook rules format clean
 
 demo: $(STAMP)
 	$(BIN)/halfstep train unet
