@@ -383,7 +383,7 @@ class FastPath:
                 else:
                     facts = self._replay(graph, traced)
                     found = state.copy()
-                level.certificate.exact, level.certificate.noisy = state.compare(found, *runs)
+                level.certificate.exact, level.certificate.noisy = state.compare(found, *runs, before)
             if eager_commit:
                 facts = self._replay(graph, traced)
         except (CaptureFailed, ReplayDiffers, torch.OutOfMemoryError) as error:
@@ -425,7 +425,7 @@ class FastPath:
             found = state.run_from(before, lambda: self._replay_only(graph, traced))
             state.restore(before)
         try:
-            state.compare(found, *runs)
+            state.compare(found, *runs, before)
             if python is not None:
                 state.compare_gradients(python, *runs)
         except ReplayDiffers as error:
