@@ -2,8 +2,8 @@
 
 From one state, kept aside, the same window runs twice uncaptured and once as a replay. A tensor that both uncaptured
 runs leave with the same bits must have them after the replay, too. One that differs between them (atomic additions)
-may differ by at most `NOISE` times as much, or as such tensors usually do. The first window of a step is also compared with the eager step of the
-user's Python code, up to `ROUNDINGS` in its gradients.
+may differ by at most `NOISE` times as much, or as such tensors usually do. The first window of a step is also compared
+with the eager step of the user's Python code, up to `ROUNDINGS` in its gradients.
 
 This cannot see a Python value that was frozen while the certificate was made: guards prevent that (traced.py).
 """
@@ -117,9 +117,10 @@ class StepState:
         run()
         return self.copy()
 
-    def compare(self, found: StateCopy, first: StateCopy, second: StateCopy, start: StateCopy) -> tuple[int, list[str]]:
-        """Return how many tensors have the bits of an uncaptured run, `first`, and the names of the others, which may
-        differ only by the noise of two such runs from `start`. Raise ReplayDiffers if one differs by more."""
+    def compare(self, found: StateCopy, runs: Sequence[StateCopy], start: StateCopy) -> tuple[int, list[str]]:
+        """Return how many tensors have the bits of an uncaptured run, and the names of the others, which may differ
+        only by the noise of two such runs from `start`. Raise ReplayDiffers if one differs by more."""
+        first, second = runs
         names = [*self.names, *["a gradient"] * (len(found.tensors) - len(self.names))]
         starts = [*start.tensors[: len(self.names)], *map(torch.zeros_like, found.tensors[len(self.names) :])]
         copies = list(zip(names, found.tensors, first.tensors, second.tensors, starts, strict=False))
@@ -133,12 +134,13 @@ class StepState:
                 )
         return len(copies) - len(others), [name for name, *_ in others]
 
-    def compare_gradients(self, found: StateCopy, first: StateCopy, second: StateCopy) -> bool:
-        """Return whether a run leaves the bits of another one, `first`. Raise ReplayDiffers if their gradients, or what
-        forward writes, differ by more than rounding and the noise between `first` and `second`.
+    def compare_gradients(self, found: StateCopy, runs: Sequence[StateCopy]) -> bool:
+        """Return whether a run leaves the bits of the first of two others. Raise ReplayDiffers if their gradients, or
+        what forward writes, differ by more than rounding and the noise between those two.
 
         Weights are not compared: Adam divides by the size of a gradient, and so makes updates of rounding errors where
         the true gradient is zero, as of a bias in front of a norm."""
+        first, second = runs
         if all(map(have_same_bits, found.tensors, first.tensors)):
             return True
         rounding, num = ROUNDINGS * find_eps(self.step), len(self.names)
