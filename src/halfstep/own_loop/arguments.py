@@ -79,9 +79,10 @@ def check_model_and_optimizers(model: object, given: object) -> tuple[nn.Module,
     elif isinstance(getattr(given, "optimizer", None), Optimizer):
         fix = f"the optimizer in the {type(given).__name__}: hs.Step(model, optimizer.optimizer, schedule=...), where "
         fix += "schedule= takes over the learning rates of the wrapper, which is not stepped"
+    found = f"({type(model).__name__}, {type(given).__name__})" if given != () else f"{type(model).__name__} alone"
     raise ConfigError(
-        f"a step takes a model and its optimizer, or a list of them, not "
-        f"({type(model).__name__}, {type(given).__name__})",
+        f"a step takes a model and its optimizer, or a list of them, not {found}",
+        why="it steps the optimizer itself, and checks before that whether the step is good",
         fix=fix,
     )
 
@@ -117,6 +118,13 @@ def check_count(name: str, value: object) -> int:
     return int(value)
 
 
+def check_names(name: str, value: Iterable[str]) -> frozenset[str]:
+    found = [] if isinstance(value, str) else list(value)
+    if isinstance(value, str) or not all(isinstance(one, str) for one in found):
+        raise ConfigError(f"{name}={value!r} is not a list of names", fix=f'{name}=["my_library::my_operator"]')
+    return frozenset(found)
+
+
 def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
     if isinstance(value, str) and value in choices:
         return value
@@ -125,17 +133,18 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
 
 
 def make_capturable(optimizers: Sequence[Optimizer]) -> None:
-    """Let torch's unfused optimizers keep their counters on the device, so that a CUDA graph can hold their steps.
+    """Give torch's optimizers the form that a CUDA graph can hold: SGD's fused kernel, and counters on the device.
 
-    Their capturable form computes bias corrections on the device, in fp32: the last bits may differ."""
+    It computes bias corrections on the device, in fp32: the last bits may differ."""
     for optimizer in optimizers:
         groups = optimizer.param_groups
-        on_gpu = all(p.is_cuda for group in groups for p in group["params"])
+        on_gpu = all(p.is_cuda and p.is_floating_point() for group in groups for p in group["params"])
+        is_sgd = type(optimizer) is torch.optim.SGD and not any(g["foreach"] or g["differentiable"] for g in groups)
         can_be = type(optimizer) in OPTIMIZERS.values() and all("capturable" in group for group in groups)
-        if not can_be or not on_gpu or any(group.get("fused") for group in groups):
+        if not (can_be or is_sgd) or not on_gpu or any(group.get("fused") for group in groups):
             continue
         for group in groups:
-            group["capturable"] = True
+            group["fused" if is_sgd else "capturable"] = True
         for parameter, own in optimizer.state.items():
             if isinstance(own.get("step"), Tensor):
                 own["step"] = own["step"].to(parameter.device, torch.float32)
@@ -270,13 +279,15 @@ def refuse_no_function(loss_fn: object) -> None:
     if not callable(loss_fn):
         raise ConfigError(
             f"loss_fn is a {type(loss_fn).__name__}, not a function",
-            why="the step calls it with each batch of the window",
-            fix="step(loss_fn, window), in this order, with loss_fn(batch) -> loss",
+            why="the step calls it with each batch of the window, in its precision",
+            fix="step(loss_fn, window), in this order: move the forward pass and the loss into loss_fn(batch) -> loss",
         )
 
 
 def read_window(given: object, accumulate: int) -> list[Batch]:
     """Return the batches of one step, at most `accumulate`, from a list, a tuple or an iterator."""
+    if given is None:
+        _refuse("is missing")
     if isinstance(given, Iterator):
         window = list(itertools.islice(given, accumulate + 1))  # the iterator may be endless
         if len(window) > accumulate:

@@ -81,8 +81,13 @@ def get_device_type(plan: Plan) -> str:
     return plan.device.partition(":")[0]
 
 
+# Before torch 2.11, autocast's cache also keeps casts made under no_grad, without gradients, and uses them in the next
+# pass of the same weight, which then gets no gradient (pytorch/pytorch#158232).
+CACHE_ENABLED = None if torch.__version__ >= "2.11" else False
+
+
 def _make_autocast(device_type: str, dtype: torch.dtype | None) -> torch.autocast:
-    return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
+    return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None, cache_enabled=CACHE_ENABLED)
 
 
 @contextlib.contextmanager
@@ -138,13 +143,13 @@ SIMULATED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": None}
 
 
 def simulate(format: str, device_type: str = "cpu") -> Reusable:
-    """Run the code inside, forward and backward, with the numerics of bf16, fp16 or tf32.
+    """Run the code inside, forward and backward, with the numerics of bf16, fp16 or tf32. ::
 
-    with hs.simulate("fp16"):
-        loss = loss_fn(model(x), y)
-        loss.backward()
+        with hs.simulate("fp16"):
+            loss = loss_fn(model(x), y)
+            loss.backward()
 
-    fp8 swaps Linear modules, so it needs a plan: decide("fp8", hardware, model, simulate=True).apply(model).
+    fp8 swaps Linear modules, so it needs a plan: `hs.decide("fp8", hardware, model, simulate=True).apply(model)`.
     """
     if format not in SIMULATED_DTYPES:
         raise PrecisionError(
