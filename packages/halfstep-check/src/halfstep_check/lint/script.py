@@ -426,9 +426,14 @@ class Script:
         unscaled = {dotted_name(c.args[0]) for c in self.calls if getattr(c.func, "attr", "") == "unscale_" and c.args}
         return {last_name(name) for name in made | unscaled} - {""}
 
+    def made_by_torch(self, key: str) -> bool:
+        """Return whether an optimizer may be torch's: made by torch.optim here, or taken as a parameter."""
+        values = self.list_values(key)
+        return not values or any(map(self.makes_optimizer, values))
+
     def makes_optimizer(self, value: ast.expr) -> bool:
         name = self.resolve_name(value.func) if isinstance(value, ast.Call) else ""
-        return name.startswith("torch.optim.") and "lr_scheduler" not in name
+        return name.startswith("torch.optim.") and not name.startswith(("torch.optim.lr_scheduler", "torch.optim.swa"))
 
     @cached_property
     def restarts(self) -> set[int]:
@@ -475,14 +480,6 @@ class Script:
         """Plain names that are given an autocast context, or a function that makes one."""
         makers = {name for name, values in self.assigned.items() if any(self.mentions_autocast(v) for v in values)}
         return {name.rsplit(".", 1)[-1] for name in makers}
-
-    @cached_property
-    def ends_lifted(self) -> bool:
-        """Whether a module of this script returns a softmax."""
-        layers = [method for node in self.classes if (method := list_methods(node).get("forward")) is not None]
-        ends = [n.value for layer in layers for n in self.walk_below(layer) if isinstance(n, ast.Return) and n.value]
-        calls = (call for end in ends for call in self.calls_below(end))
-        return any("softmax" in (getattr(c.func, "attr", "") or getattr(c.func, "id", "")) for c in calls)
 
     def mentions_autocast(self, value: ast.expr) -> bool:
         names = (node for node in self.walk_below(value) if isinstance(node, ast.Name | ast.Attribute))
