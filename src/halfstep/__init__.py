@@ -34,10 +34,12 @@ _PUBLIC = {
     "train": "halfstep.api",
 }
 
-__all__ = ["__version__", *sorted(_PUBLIC)]
+__all__ = ["__version__", "integrations", *sorted(_PUBLIC)]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "integrations":
+        return importlib.import_module("halfstep.integrations")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'halfstep' has no attribute {name!r}; public names: {', '.join(sorted(_PUBLIC))}")
     try:

@@ -108,7 +108,7 @@ def test_the_usual_shape_is_compiled_and_others_stay_captured(monkeypatch: pytes
     monkeypatch.setattr(fast_path, "COMPILED", "aten")
     monkeypatch.setattr(fast_path, "COMPILE_S", -1.0)
     monkeypatch.setattr(fast_path, "COMPILE_S_PER_NODE", 0.0)
-    monkeypatch.setattr(fast_path, "CHECK_EVERY", 1)
+    monkeypatch.setattr(fast_path, "LOOK_EVERY", 1)
     seconds = iter([2.0, 1.0])
     monkeypatch.setattr(fast_path, "time_replays", lambda replay, device: next(seconds))
     with replays_on_cpu():

@@ -21,7 +21,7 @@ class Feature:
     loss_fn: Callable[[Any], Any]
     optimizers: Any
     settings: dict[str, Any] = field(default_factory=dict)
-    why_eager: str = ""
+    mode: str = "graph"
 
 
 def make_net(device: torch.device) -> nn.Sequential:
@@ -139,7 +139,7 @@ def edited_gradients(device: torch.device) -> Feature:
                 parameter.grad.mul_(0.5)
 
     feature = plain(device, on_gradients=edit)
-    feature.why_eager = "on_gradients="
+    feature.mode = "graph, commit eager"
     return feature
 
 
@@ -152,7 +152,41 @@ def on_commit(device: torch.device) -> Feature:
             own.lerp_(new, 0.1)
 
     feature = plain(device, on_commit=move, also=[teacher])
-    feature.why_eager = "on_commit="
+    feature.mode = "graph, commit eager"
+    return feature
+
+
+class Lion(torch.optim.Optimizer):
+    """A user's own optimizer."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                own = self.state[p]
+                own["count"] = own.get("count", 0) + 1
+                moment = own.setdefault("moment", torch.zeros_like(p))
+                p.sub_(moment.lerp(p.grad, 0.1).sign_(), alpha=group["lr"] / own["count"])
+                moment.lerp_(p.grad, 0.01)
+
+
+def own_optimizer(device: torch.device) -> Feature:
+    feature = plain(device, accumulate=2, ema_decay=0.9)
+    feature.optimizers = Lion(feature.model.parameters(), 1e-3)
+    feature.mode = "graph, commit eager"
+    return feature
+
+
+def unfused_sgd(device: torch.device) -> Feature:
+    feature = plain(device, schedule=lambda step: 1.0 / (1 + step))
+    feature.optimizers = torch.optim.SGD(
+        feature.model.parameters(), 1e-2, momentum=0.9, fused=True if device.type == "cuda" else None
+    )
     return feature
 
 
@@ -168,7 +202,7 @@ FEATURES: dict[str, Callable[[torch.device], Feature]] = {
     for function in (
         plain, average, accumulated, scheduled, spikes, weighted, several_optimizers, unfused,
         unfused_rmsprop, frozen_encoder, adapter,
-        tied_weights, also_written, edited_gradients, on_commit, compiled_model,
+        tied_weights, also_written, edited_gradients, on_commit, own_optimizer, unfused_sgd, compiled_model,
     )
 }  # fmt: skip
 
@@ -205,8 +239,4 @@ def assert_same(name: str, device: torch.device, precision: str = "fp32") -> Non
     assert str(found) == str(expected)  # as text: NaN differs from itself
     assert not expected[BAD_STEP][4]
     assert all(torch.equal(one, other) for one, other in zip(now, then, strict=True))
-    why_eager = FEATURES[name](device).why_eager
-    if why_eager:
-        assert why_eager in step._fast.why_eager
-    else:
-        assert (step._fast.why_eager, step.mode) == ("", "graph")
+    assert (step._fast.why_eager, step.mode) == ("", FEATURES[name](device).mode)

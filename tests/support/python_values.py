@@ -582,9 +582,8 @@ def train(name: str, device: torch.device, fast: Any) -> Trained:
     return Trained([one.loss for one in outcomes], weights, noted, modes, step._fast.why_eager)
 
 
-EAGER_ON_GPU = ("item", "temperature_attribute", "checkpointed_dropout")
-"""Cases that a GPU does not capture: a number read from a tensor and a division by a number give other roundings, and
-the generators of recomputed dropout are not captured."""
+EAGER_ON_GPU = ("item", "temperature_attribute")
+"""Cases that a GPU does not capture: a number read from a tensor and a division by a number give other roundings."""
 
 
 def assert_same(name: str, device: torch.device) -> None:

@@ -14,18 +14,23 @@ from torch import Tensor
 from halfstep.own_loop import fast
 from halfstep.own_loop.certificate import StepState
 from halfstep.step.facts import Facts
-from halfstep.step.graph import list_tables
+from halfstep.step.graph import list_tables, run_nothing
 from halfstep.step.step import LossFn, Step
 
 
 class StandIn:
+    commits = True
+
     def __init__(self, step: Step, loss_fn: LossFn, window: list[dict[str, Tensor]], pool: Any) -> None:
         self.step, self.loss_fn, self.generation, self.tables = step, loss_fn, step.generation, list_tables(step)
         self.inputs = [{name: value.clone() for name, value in batch.items()} for batch in window]
         self.num_replays = 0
 
         def try_once() -> None:
-            step.commit_on_device(step.forward_backward(loss_fn, self.inputs))
+            if self.commits:
+                step.commit_on_device(step.forward_backward(loss_fn, self.inputs))
+            else:
+                step.accumulate_gradients(loss_fn, self.inputs, step.find_trained_parameters())
 
         state = StepState(step)
         before = state.copy()
@@ -49,9 +54,28 @@ class StandIn:
         return facts
 
 
+class BackwardStandIn(StandIn):
+    """Runs forward and backward on static inputs; verdict and commit follow."""
+
+    commits = False
+
+    def __call__(self, window: list[dict[str, Tensor]], ids: tuple[Tensor, ...] = ()) -> Facts:
+        facts = self.step.compute(run_nothing, window, lambda *_: self.replay_gradients(window))
+        facts.ids = ids
+        self.step.commit(facts)
+        return facts
+
+    def replay_gradients(self, window: list[dict[str, Tensor]]) -> Any:
+        for own, batch in zip(self.inputs, window, strict=True):
+            for name, value in batch.items():
+                own[name].copy_(value)
+        self.num_replays += 1
+        return self.step.accumulate_gradients(self.loss_fn, self.inputs, self.step.find_trained_parameters())
+
+
 @contextlib.contextmanager
 def replays_on_cpu() -> Iterator[None]:
-    fast.CAPTURES["cpu"] = StandIn
+    fast.CAPTURES["cpu"] = StandIn, BackwardStandIn
     try:
         yield
     finally:

@@ -117,6 +117,13 @@ def check_count(name: str, value: object) -> int:
     return int(value)
 
 
+def check_names(name: str, value: Iterable[str]) -> frozenset[str]:
+    found = [] if isinstance(value, str) else list(value)
+    if isinstance(value, str) or not all(isinstance(one, str) for one in found):
+        raise ConfigError(f"{name}={value!r} is not a list of names", fix=f'{name}=["my_library::my_operator"]')
+    return frozenset(found)
+
+
 def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
     if isinstance(value, str) and value in choices:
         return value
@@ -125,17 +132,18 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
 
 
 def make_capturable(optimizers: Sequence[Optimizer]) -> None:
-    """Let torch's unfused optimizers keep their counters on the device, so that a CUDA graph can hold their steps.
+    """Give torch's optimizers the form that a CUDA graph can hold: SGD's fused kernel, and counters on the device.
 
-    Their capturable form computes bias corrections on the device, in fp32: the last bits may differ."""
+    It computes bias corrections on the device, in fp32: the last bits may differ."""
     for optimizer in optimizers:
         groups = optimizer.param_groups
-        on_gpu = all(p.is_cuda for group in groups for p in group["params"])
+        on_gpu = all(p.is_cuda and p.is_floating_point() for group in groups for p in group["params"])
+        is_sgd = type(optimizer) is torch.optim.SGD and not any(g["foreach"] or g["differentiable"] for g in groups)
         can_be = type(optimizer) in OPTIMIZERS.values() and all("capturable" in group for group in groups)
-        if not can_be or not on_gpu or any(group.get("fused") for group in groups):
+        if not (can_be or is_sgd) or not on_gpu or any(group.get("fused") for group in groups):
             continue
         for group in groups:
-            group["capturable"] = True
+            group["fused" if is_sgd else "capturable"] = True
         for parameter, own in optimizer.state.items():
             if isinstance(own.get("step"), Tensor):
                 own["step"] = own["step"].to(parameter.device, torch.float32)

@@ -3,7 +3,7 @@
 From one state, kept aside, the same window runs twice uncaptured and once as a replay. A tensor that both uncaptured
 runs leave with the same bits must have them after the replay, too. One that differs between them (atomic additions)
 may differ by at most `NOISE` times as much. The first window of a step is also compared with the eager step of the
-user's Python code, in the same way, except that it may differ by `ROUNDING`.
+user's Python code, up to `ROUNDINGS` in its gradients.
 
 This cannot see a Python value that was frozen while the certificate was made: guards prevent that (traced.py).
 """
@@ -16,16 +16,18 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
+from halfstep.precision.contexts import get_autocast_dtype
 from halfstep.step.facts import read_rng_state, restore_rng
-from halfstep.step.flat import is_dense, is_writable_in_place, view_flat
+from halfstep.step.flat import get_gradient, is_dense, is_writable_in_place, view_flat
 from halfstep.step.step import Step
 
 NOISE = 3.0
 """How much further a replay may be from an uncaptured run than two of those are from each other."""
-ROUNDING = 2.0**-20
-"""How far the traced code may be from the eager step, relative to the largest number of a tensor: it runs the same
-kernels, but autograd may add up gradients in another order."""
+ROUNDINGS = 8.0
+"""How far the traced code's gradients may be from those of the eager step: so many roundings, in the format of the
+computation, of their norm. It runs the same kernels, but autograd may add up gradients in another order."""
 ROOM = 6
 """Copies of the state stay on the device while it has room for this many; otherwise they go to host memory."""
 
@@ -39,6 +41,8 @@ class Certificate:
     noisy: list[str] = field(default_factory=list)
     """Tensors that differ between uncaptured runs as well, by name."""
     against: list[str] = field(default_factory=list)
+    num_checks: int = 0
+    """How often replays were compared with uncaptured code again, while training went on."""
 
     def add(self, compared_with: str) -> None:
         if compared_with not in self.against:
@@ -48,7 +52,8 @@ class Certificate:
         with_noise = f", {len(self.noisy)} within the noise of uncaptured runs" if self.noisy else ""
         if not self.against:
             return "nothing is captured"
-        return f"{self.exact} tensors bit-equal to {' and '.join(self.against)}{with_noise}"
+        checked = f", checked {self.num_checks} more times" if self.num_checks else ""
+        return f"{self.exact} tensors bit-equal to {' and '.join(self.against)}{with_noise}{checked}"
 
 
 class ReplayDiffers(Exception):
@@ -67,12 +72,18 @@ class StepState:
         self.names = [name for name, _ in found.values()]
         self.tensors = [tensor for _, tensor in found.values()]
         num_bytes = sum(t.numel() * t.element_size() for t in self.tensors)
+        slots = step.writes.slots
+        self.buffers = {slots.find_full_name(slot) for slot in slots.buffers}
+        self.has_gradients = False
+        """True to copy gradients as well, after the other tensors."""
         self.on_host = step.device.type == "cuda" and ROOM * num_bytes > torch.cuda.mem_get_info(step.device)[0]
 
     @torch.no_grad()
     def copy(self) -> StateCopy:
         where = torch.device("cpu") if self.on_host else None
-        copies = [tensor.to(where or tensor.device, copy=True) for tensor in self.tensors]
+        gradients = map(get_gradient, self.step.find_trained_parameters()) if self.has_gradients else ()
+        held = [*self.tensors, *(gradient for gradient in gradients if gradient is not None)]
+        copies = [tensor.to(where or tensor.device, copy=True) for tensor in held]
         spikes = self.step.spikes.state_dict()  # the host may keep the losses
         return StateCopy(
             copies, self.step.committed.clone(), read_rng_state(self.step.device), self.step.attempted, spikes
@@ -80,7 +91,7 @@ class StepState:
 
     @torch.no_grad()
     def restore(self, copy: StateCopy) -> None:
-        for tensor, then in zip(self.tensors, copy.tensors, strict=True):
+        for tensor, then in zip(self.tensors, copy.tensors, strict=False):  # gradients are not restored
             tensor.copy_(then)
         restore_rng(copy.rng, self.step.device)
         self.step.attempted = copy.attempted
@@ -104,25 +115,54 @@ class StepState:
         run()
         return self.copy()
 
-    def compare(
-        self, found: StateCopy, first: StateCopy, second: StateCopy, *, rounding: float = 0.0
-    ) -> tuple[int, list[str]]:
-        """Return how many tensors are bit-equal, and the names of noisy ones. Raise ReplayDiffers if one is neither.
-
-        `rounding` is a difference that counts as noise, relative to the largest number of a tensor."""
+    def compare(self, found: StateCopy, first: StateCopy, second: StateCopy) -> tuple[int, list[str]]:
+        """Return how many tensors have the bits of two uncaptured runs, and the names of those that differ between
+        these as well. Raise ReplayDiffers if another one differs, or one of those by more than their noise."""
         exact, noisy = 0, []
-        for name, value, one, other in zip(self.names, found.tensors, first.tensors, second.tensors, strict=True):
+        names = [*self.names, *["a gradient"] * (len(found.tensors) - len(self.names))]
+        for name, value, one, other in zip(names, found.tensors, first.tensors, second.tensors, strict=False):
             if have_same_bits(value, one):
                 exact += 1
                 continue
             noise, distance = find_distance(one, other), min(find_distance(value, one), find_distance(value, other))
-            largest = float(one.abs().max()) if rounding else 0.0
-            if not distance <= NOISE * noise + rounding * largest:
+            if not distance <= NOISE * noise:
                 raise ReplayDiffers(
                     f"{name} differs by {distance:.3g}, where two uncaptured runs differ by {noise:.3g}"
                 )
             noisy.append(name)
         return exact, noisy
+
+    def compare_gradients(self, found: StateCopy, first: StateCopy, second: StateCopy) -> bool:
+        """Return whether a run leaves the bits of another one, `first`. Raise ReplayDiffers if their gradients, or what
+        forward writes, differ by more than rounding and the noise between `first` and `second`.
+
+        Weights are not compared: Adam divides by the size of a gradient, and so makes updates of rounding errors where
+        the true gradient is zero, as of a bias in front of a norm."""
+        if all(map(have_same_bits, found.tensors, first.tensors)):
+            return True
+        rounding, num = ROUNDINGS * find_eps(self.step), len(self.names)
+        own, one, other = ([t.double() for t in copy.tensors[num:]] for copy in (found, first, second))
+        if [tensor.shape for tensor in own] != [tensor.shape for tensor in one]:
+            raise ReplayDiffers("not the same parameters get a gradient")
+        size, distance, noise = (float(get_total_norm(t)) for t in (one, subtract(own, one), subtract(one, other)))
+        if not distance <= rounding * size + NOISE * noise:
+            raise ReplayDiffers(f"gradients differ by {distance / size:.2g} of their norm")
+        for name, value, then in zip(self.names, found.tensors, first.tensors, strict=False):
+            if name in self.buffers and value.is_floating_point():
+                far = find_distance(value, then)
+                if not far <= rounding * float(then.abs().max()):
+                    raise ReplayDiffers(f"{name} differs by {far:.3g}")
+        return False
+
+
+def subtract(some: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    return [one - other for one, other in zip(some, others, strict=True)]
+
+
+def find_eps(step: Step) -> float:
+    """Return the relative rounding error of the format that a step computes in."""
+    dtype = get_autocast_dtype(step.plan.granted) or torch.float32
+    return 2.0**-10 if step.plan.compute == "tf32" else torch.finfo(dtype).eps
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The fast path of hs.Step: run a user's loss function as captured CUDA graphs, without freezing a Python value.
 
     eager      the first steps, and whatever cannot be captured
-    graph      the whole step as one CUDA graph of torch's own kernels: most of the gain where the host is the limit
+    graph      the whole step as one CUDA graph of torch's own kernels: most of the gain where the host is the limit;
+               without verdict and commit where an optimizer or a hook runs Python code
     compiled   the same with Inductor's code, which takes tens of seconds to compile
 
 What happens in a step, once the first few have run eagerly:
@@ -35,14 +36,14 @@ from torch import Tensor
 from torch.nn.modules import module as module_hooks
 
 from halfstep.backend_flags import read_effective_leaves
-from halfstep.own_loop.certificate import ROUNDING as GRADIENT_ORDER
 from halfstep.own_loop.certificate import Certificate, ReplayDiffers, StepState
 from halfstep.own_loop.loss import split_result
 from halfstep.own_loop.traced import Call, Compiler, Entry, NotTraced, Outdated, TracedLoss, list_tensors
+from halfstep.own_loop.user_warnings import warn_user
 from halfstep.precision.plan import Plan
 from halfstep.step.batches import Batch, Weight, read_sample_ids
 from halfstep.step.facts import Facts
-from halfstep.step.graph import CaptureFailed, GraphedStep
+from halfstep.step.graph import CaptureFailed, GraphedBackward, GraphedStep
 from halfstep.step.step import LossFn, Step
 
 Fast = Literal["auto", "graph", "compile", "off"]
@@ -55,7 +56,8 @@ WARMUP_STEPS = 3
 MAX_TRACERS = 4  # combinations of backend flags that are not guarded by Dynamo
 MAX_UNUSED = 4  # graphs captured in a row without one replay
 COMPILED: Compiler = "inductor"
-CHECK_EVERY = 20  # replays between two looks at whether compiling pays
+LOOK_EVERY = 20  # replays between two looks at whether compiling pays, or a check is due
+CHECK_SHARE = 0.005  # of the time, for comparing replays with uncaptured code again
 COMPILE_S, COMPILE_S_PER_NODE = 5.0, 0.02
 """About what Inductor takes for a step: seconds, and seconds per operation of its graphs (forward and backward)."""
 LIKELY_SAVING = 0.25
@@ -69,17 +71,23 @@ class Replay(Protocol):
     """A captured step: GraphedStep, or what tests put in its place on a CPU."""
 
     inputs: list[dict[str, Tensor]]
+    commits: bool
+    """False if the graph holds forward and backward only."""
 
     @property
     def is_valid(self) -> bool: ...
 
     def __call__(self, window: list[dict[str, Tensor]], ids: tuple[Tensor, ...] = ()) -> Facts: ...
 
+    def replay_gradients(self, window: list[dict[str, Tensor]]) -> tuple[Tensor, Weight]:
+        """Run forward and backward alone, if `commits` is false."""
+        ...
+
 
 Capture = Callable[[Step, LossFn, list[dict[str, Tensor]], Any], Replay]
 
-CAPTURES: dict[str, Capture] = {"cuda": GraphedStep}
-"""How a step is captured, by type of device."""
+CAPTURES: dict[str, tuple[Capture, Capture]] = {"cuda": (GraphedStep, GraphedBackward)}
+"""How a step, and its forward and backward alone, are captured, by type of device."""
 
 
 @dataclass
@@ -190,26 +198,39 @@ class Level:
     num_replays: int = 0
     is_full: bool = False  # graphs were dropped before they could be replayed, so no more are captured
     began: float = 0.0  # when the first graph was captured
+    checked: float = 0.0  # when replays were last compared with uncaptured code
+    check_s: float = 0.0  # how long that took
+    num_trusted: int = 0  # replays until then
 
     @property
     def mode(self) -> str:
-        return "graph" if self.compiler == "aten" else "compile+graph"
+        commits = all(graph.replay.commits for graph in self.graphs.values())
+        return ("graph" if self.compiler == "aten" else "compile+graph") + ("" if commits else ", commit eager")
 
-    def find_tracer(self, plan: Plan) -> TracedLoss:
+    def find_tracer(self, plan: Plan, pure_ops: frozenset[str]) -> TracedLoss:
         """Return the tracer for the backend flags in force: they select kernels, and Dynamo does not guard them."""
         flags = read_flags()
         if flags not in self.tracers:
             if len(self.tracers) >= MAX_TRACERS:
                 self.tracers.popitem(last=False)
-            self.tracers[flags] = TracedLoss(plan, self.compiler)
+            self.tracers[flags] = TracedLoss(plan, self.compiler, pure_ops=pure_ops)
         return self.tracers[flags]
 
 
 class FastPath:
     """Choose and run the mode of each step of an hs.Step."""
 
-    def __init__(self, step: Step, asked: Fast, *, num_steps: int | None = None, max_graphs: int = 8) -> None:
+    def __init__(
+        self,
+        step: Step,
+        asked: Fast,
+        *,
+        num_steps: int | None = None,
+        max_graphs: int = 8,
+        pure_ops: frozenset[str] = frozenset(),
+    ) -> None:
         self.step, self.asked, self.num_steps, self.max_graphs = step, asked, num_steps, max_graphs
+        self.pure_ops = pure_ops
         self.why_eager = "fast='off'" if asked == "off" else self._find_obstacle()
         self.level = Level("inductor" if asked == "compile" else "aten")
         self.compiled: Level | None = None
@@ -218,7 +239,7 @@ class FastPath:
         """The same while it is tried; the steps it makes are real ones."""
         self.shapes: object = None
         self.uncompiled: Graph | None = None  # what the trial is compared with
-        self.why_not_compiled = "" if asked == "auto" else f"fast={asked!r}"
+        self.why_not_compiled = self._find_eager_commit() if asked == "auto" else f"fast={asked!r}"
         self.rates = HandRates(step)
         self.first = step.attempted
         if self.why_eager and asked in ("graph", "compile"):
@@ -262,15 +283,18 @@ class FastPath:
 
     def _run_traced(self, level: Level, traced: TracedWindow, loss_fn: LossFn, window: list[Batch]) -> Facts:
         references = self._trace_references(loss_fn, window) if level is self.trial and level.ran else None
-        self._trace(level.find_tracer(self.step.plan), traced, loss_fn, window)
+        self._trace(level.find_tracer(self.step.plan, self.pure_ops), traced, loss_fn, window)
         key = (*traced.key, *self.rates.key)
         graph = level.graphs.get(key)
         if graph is not None and graph.fits(traced, self.step):
             level.graphs.move_to_end(key)
             level.num_unused = 0
             level.num_replays += 1
-            if not self.why_not_compiled and self.trial is None and self._is_worth_compiling():
-                self._begin_trial(traced.batches, graph)
+            if level.num_replays % LOOK_EVERY == 0:
+                if not self.why_not_compiled and self.trial is None and self._is_worth_compiling():
+                    self._begin_trial(traced.batches, graph)
+                if (time.monotonic() - level.checked) * CHECK_SHARE > level.check_s:
+                    self._check_again(level, graph, traced, loss_fn)
             return self._replay(graph, traced)
         if obstacle := self._find_obstacle():
             raise NotTraced(obstacle)
@@ -296,6 +320,7 @@ class FastPath:
             traced.weights.append(weight)
             traced.weight_outputs.append(call.find_promised(call.result[1]) if isinstance(weight, Tensor) else None)
             traced.batches.append(batch)
+            call.forget_result()
 
     # --- 2: replay ---
 
@@ -336,25 +361,37 @@ class FastPath:
             return self._run_uncaptured(level, key, traced)
         if level.num_unused > MAX_UNUSED:
             raise NotTraced("parameters, optimizer settings or numbers in the batch change at every step")
+        began = time.monotonic()
         state = StepState(self.step, traced.list_written())
         before = state.copy()
         self.step.look_ahead()
+        eager_commit = self._find_eager_commit()
+        state.has_gradients = bool(eager_commit)
         try:
             with state.protect(before), self.rates.as_tensors():
                 runs = [state.run_from(before, lambda: self._try(traced)) for _ in range(2)]
                 state.restore(before)
-                is_dropped = torch.equal(runs[0].committed, before.committed)
+                is_dropped = not eager_commit and torch.equal(runs[0].committed, before.committed)
                 graph = None if is_dropped else self._make_graph(level, traced)
             if graph is None:  # a dropped step shows nothing: capture the next one
                 level.num_unused -= 1
                 return self._run_uncaptured(level, key, traced)
             with state.protect(before):
+                if eager_commit:
+                    found = state.run_from(before, lambda: self._replay_only(graph, traced))
+                    state.restore(before)
+                else:
+                    facts = self._replay(graph, traced)
+                    found = state.copy()
+                level.certificate.exact, level.certificate.noisy = state.compare(found, *runs)
+            if eager_commit:
                 facts = self._replay(graph, traced)
-                level.certificate.exact, level.certificate.noisy = state.compare(state.copy(), *runs)
         except (CaptureFailed, ReplayDiffers, torch.OutOfMemoryError) as error:
             self._leave(level, (str(error).splitlines() or [type(error).__name__])[0])
             return self._run_uncaptured(level, key, traced)
         level.certificate.add("its uncaptured code")
+        level.checked, level.num_trusted = time.monotonic(), level.num_replays
+        level.check_s = level.checked - began  # with the capture: an upper bound until the first real check
         is_first = not level.graphs
         level.graphs[key] = graph
         while len(level.graphs) > self.max_graphs:
@@ -363,8 +400,47 @@ class FastPath:
             self._end_trial(level, graph, StepState(self.step, traced.list_written()))
         elif is_first:
             level.began = time.monotonic()
-            say(f"captured as a CUDA graph of {NAMES[level.compiler]}: {level.certificate}")
+            alone = f"; the commit runs uncaptured: {eager_commit}" if eager_commit else ""
+            say(f"captured as a CUDA graph of {NAMES[level.compiler]}: {level.certificate}{alone}")
         return facts
+
+    def _check_again(self, level: Level, graph: Graph, traced: TracedWindow, loss_fn: LossFn) -> None:
+        """Compare a replay with uncaptured code once more: a value that was frozen when the graph was made shows now,
+        if it has changed since. It leaves no trace, and raises NotTraced if they differ.
+
+        The user's Python code itself runs, if it changes no Python object and no compiler has rounded differently."""
+        began = time.monotonic()
+        is_python = level.compiler == "aten" and not any(call.entry.has_side_effects for call in traced.calls)
+        state = StepState(self.step, traced.list_written())
+        before = state.copy()
+        self.step.look_ahead()
+        window = traced.batches
+        code = split_results(loss_fn, is_alone=len(window) == 1)
+        with state.protect(before):
+            with self.rates.as_tensors():
+                state.has_gradients = True
+                runs = [state.run_from(before, lambda: self._try(traced)) for _ in range(2)]
+                python = state.run_from(before, lambda: self._try_code(code, window)) if is_python else None
+            state.has_gradients = not graph.replay.commits
+            found = state.run_from(before, lambda: self._replay_only(graph, traced))
+            state.restore(before)
+        try:
+            state.compare(found, *runs)
+            if python is not None:
+                state.compare_gradients(python, *runs)
+        except ReplayDiffers as error:
+            num_suspect = level.num_replays - level.num_trusted
+            warn_user(
+                f"captured steps no longer equal uncaptured ones: {error}. The last {num_suspect} steps are suspect; "
+                "load a checkpoint from before them. loss_fn, or an operation in it, reads a value that torch does not "
+                "guard"
+            )
+            if is_python:
+                traced.calls.clear()  # the traced code is suspect, too: make this step from the Python code
+            raise NotTraced(f"replays differ from uncaptured steps, {num_suspect} steps are suspect") from None
+        level.checked, level.num_trusted = time.monotonic(), level.num_replays
+        level.check_s = level.checked - began
+        level.certificate.num_checks += 1
 
     def _note_changing(self, level: Level, traced: TracedWindow, last: TracedWindow) -> None:
         """Find inputs that are other tensors than in the last window, apart from the batch: those are copied, too."""
@@ -377,7 +453,7 @@ class FastPath:
 
     def _make_graph(self, level: Level, traced: TracedWindow) -> Graph:
         device = self.step.device
-        if level.pool is None and device.type == "cuda":
+        if not level.graphs and device.type == "cuda":  # a pool that no graph uses any more cannot be used again
             level.pool = torch.cuda.graph_pool_handle()
         positions = [
             traced.find_dynamic(number, level.changing.get(call.entry, set()))
@@ -398,7 +474,8 @@ class FastPath:
         outputs: list[Sequence[Any]] = []
         # A capture takes place on a stream of the current device, which need not be the model's.
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            replay = CAPTURES[device.type](self.step, run_calls(traced, outputs), inputs, level.pool)
+            capture = CAPTURES[device.type][bool(self._find_eager_commit())]
+            replay = capture(self.step, run_calls(traced, outputs), inputs, level.pool)
         # Detached: an autograd graph that is kept would tie gradients of later steps to the stream of the capture.
         outputs[:] = [[o.detach() if isinstance(o, Tensor) else o for o in own] for own in outputs]
         holders = list(map(id, list_holders(self.step)))
@@ -406,8 +483,23 @@ class FastPath:
 
     def _try(self, traced: TracedWindow) -> None:
         """Make the device's part of a step of the traced code, whose result is discarded afterwards."""
-        facts = self.step.forward_backward(run_calls(traced, []), traced.calls)
-        self.step.commit_on_device(facts)
+        self._try_code(run_calls(traced, []), traced.calls)
+
+    def _try_code(self, loss_fn: LossFn, window: Sequence[Any]) -> None:
+        if self._find_eager_commit():
+            self.step.clear_gradients()
+            self.step.accumulate_gradients(loss_fn, window, self.step.find_trained_parameters())
+        else:
+            self.step.commit_on_device(self.step.forward_backward(loss_fn, window))
+
+    def _replay_only(self, graph: Graph, traced: TracedWindow) -> None:
+        """Replay what the graph holds, whose result is discarded afterwards."""
+        self.rates.write()
+        if graph.replay.commits:
+            graph.replay(graph.select(traced))
+        else:
+            self.step.clear_gradients()
+            graph.replay.replay_gradients(graph.select(traced))
 
     def _run_rest(self, traced: TracedWindow, loss_fn: LossFn, eager: Eager) -> Facts:
         """Make a step whose first micro-batches were traced, so that their Python has run, and the others not."""
@@ -434,25 +526,35 @@ class FastPath:
         traced = TracedWindow([], [], [], [], []) if is_pure else last.with_batches(window)
         if traced is not None and is_pure:
             try:
-                self._trace(level.find_tracer(self.step.plan), traced, loss_fn, window)
+                self._trace(level.find_tracer(self.step.plan, self.pure_ops), traced, loss_fn, window)
             except (NotTraced, Outdated) as error:
                 self._stay_eager(str(error) or "requires_grad of a weight has changed")
                 return eager(loss_fn)
-        if traced is None or not is_pure and last.reads_numbers:
+        has_eager_commit = bool(self._find_eager_commit())
+        if traced is None or not is_pure and (last.reads_numbers or has_eager_commit):
             level.num_tried += 1
-            level.is_compared = last.reads_numbers or level.num_tried > MAX_UNUSED
+            level.is_compared = last.reads_numbers or has_eager_commit or level.num_tried > MAX_UNUSED
             return eager(loss_fn)
         state = StepState(self.step, traced.list_written())
         before = state.copy()
-        facts = eager(loss_fn)
-        after = state.copy()
-        with state.protect(after):
-            runs = [state.run_from(before, lambda: self._try(traced)) for _ in range(2)]
-        state.restore(after)
+        state.has_gradients = True
+        if has_eager_commit:  # its Python code must run once: compare gradients, and make the step afterwards
+            with state.protect(before):
+                plain = split_results(loss_fn, is_alone=len(window) == 1)
+                after = state.run_from(before, lambda: self._try_code(plain, window))
+                runs = [state.run_from(before, lambda: self._try(traced)) for _ in range(2)]
+            state.restore(before)
+            facts = eager(loss_fn)
+        else:
+            facts = eager(loss_fn)
+            after = state.copy()
+            with state.protect(after):
+                runs = [state.run_from(before, lambda: self._try(traced)) for _ in range(2)]
+            state.restore(after)
         if facts.read().is_bad:
             return facts  # a dropped step shows nothing
         try:
-            _, rounded = state.compare(after, *runs, rounding=GRADIENT_ORDER)
+            is_equal = state.compare_gradients(after, *runs)
         except ReplayDiffers as error:
             if is_pure:
                 self._stay_eager(f"the traced code does not equal the eager step: {error}")
@@ -463,7 +565,7 @@ class FastPath:
             level.is_compared = level.num_tried > 1
             return facts
         level.is_compared = True
-        level.certificate.add("the eager step" + (" up to rounding" if rounded else ""))
+        level.certificate.add("the eager step" + ("" if is_equal else " up to rounding"))
         return facts
 
     # --- Inductor's code in place of torch's kernels ---
@@ -471,8 +573,6 @@ class FastPath:
     def _is_worth_compiling(self) -> bool:
         """True once the time that compiled code is likely to save exceeds the time that compiling takes."""
         level = self.level
-        if level.num_replays % CHECK_EVERY:
-            return False
         spent = time.monotonic() - level.began
         num_nodes = sum(entry.num_nodes for tracer in level.tracers.values() for entry in tracer.entries)
         expected = COMPILE_S + COMPILE_S_PER_NODE * num_nodes
@@ -488,7 +588,10 @@ class FastPath:
         """Trace the window with torch's kernels, as planned and in fp32, before its real call, whose side effects
         replace those of these."""
         found = TracedWindow([], [], [], [], []), TracedWindow([], [], [], [], [])
-        tracers = self.level.find_tracer(self.step.plan), TracedLoss(self.step.plan, "aten", in_fp32=True)
+        tracers = (
+            self.level.find_tracer(self.step.plan, self.pure_ops),
+            TracedLoss(self.step.plan, "aten", in_fp32=True, pure_ops=self.pure_ops),
+        )
         for traced, tracer in zip(found, tracers, strict=True):
             self._trace(tracer, traced, loss_fn, window)
         return None if any(call.entry.is_random for call in found[0].calls) else found
@@ -551,12 +654,17 @@ class FastPath:
             return "several ranks train together, and their reductions are not captured"
         if step.plan.simulated:
             return "the precision is simulated"
-        if step.on_gradients is not None or step.on_commit is not None:
-            return "on_gradients= and on_commit= run Python code that a replay would not repeat"
         if any(GLOBAL_HOOKS):
             return "a global module hook is registered"
-        reason = step.why_never_captured()
-        return f"{reason}: make it with fused=True" if reason else ""
+        gradients = (parameter.grad for parameter in step.find_trained_parameters())
+        are_sparse = any(gradient is not None and gradient.is_sparse for gradient in gradients)
+        return "gradients are sparse" if are_sparse else ""
+
+    def _find_eager_commit(self) -> str:
+        """Return why only forward and backward can be captured; empty if the whole step can."""
+        if self.step.on_gradients is not None or self.step.on_commit is not None:
+            return "on_gradients= and on_commit= run Python code"
+        return self.step.why_never_captured()
 
     def _find_no_room(self) -> str:
         """Return why `auto` does not capture, if that would leave too little memory for anything else: a graph keeps
@@ -599,6 +707,11 @@ def time_replays(replay: Replay, device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     return (time.perf_counter() - began) / TIMED
+
+
+def split_results(loss_fn: LossFn, *, is_alone: bool) -> LossFn:
+    """Let a loss function return loss and weight, whatever form they have."""
+    return lambda batch: split_result(loss_fn(batch), batch, is_alone=is_alone)
 
 
 def turn_off_autocast(loss_fn: LossFn) -> LossFn:

@@ -21,6 +21,7 @@ from halfstep.own_loop.arguments import (
     check_folder,
     check_model_and_optimizers,
     check_modules,
+    check_names,
     check_number,
     find_device,
     make_capturable,
@@ -66,7 +67,8 @@ OneSchedule = LRScheduler | Schedule | Paced
 class Step:
     """One optimizer step of your loop: chooses the precision, drops bad steps completely, stops after several in a row.
 
-    It replaces autocast, GradScaler, unscale_, clip_grad_norm_, zero_grad, optimizer.step and scheduler.step::
+    It replaces autocast, GradScaler, `unscale_`, `clip_grad_norm_`, `zero_grad`, `optimizer.step` and
+    `scheduler.step`::
 
         import halfstep as hs
 
@@ -98,13 +100,15 @@ class Step:
     Arguments:
         model: what is trained, already on its device and in its dtype. Several modules: torch.nn.ModuleList([a, b]).
         optimizer: one of torch.optim or your own, or a list of them. fused=True makes skipping free. On a GPU torch's
-            unfused ones become capturable=True unless fast="off".
+            unfused ones become fused (SGD) or capturable unless fast="off".
         precision: "auto", "bf16", "fp16", "tf32", "fp32", "fp8" or a torch dtype. If the device lacks it, the next best
             is used, with a warning; `print(step.plan)` shows what runs and why.
         fast: "auto" captures and compiles as described above; "graph" captures torch's own kernels, "compile" those of
             Inductor at once; "off" runs eagerly.
         num_steps: how many steps the training has, if known: it decides sooner whether compiling pays.
         max_graphs: captured graphs that are kept, one for each shape of a window; the least recently used is dropped.
+        pure_ops: custom operators that read nothing but their inputs, so that they may be captured:
+            ["my_library::my_operator"], or ["my_library"] for all of a library.
         memory: "low" recomputes the repeated blocks of the model in backward instead of keeping their activations.
         modules: submodules that run in another precision, by name or pattern: {"decoder.head": "fp32"}.
         strict: refuse a precision that the device lacks instead of using the next best.
@@ -144,6 +148,7 @@ class Step:
         fast: Fast = "auto",
         num_steps: int | None = None,
         max_graphs: int = 8,
+        pure_ops: Iterable[str] = (),
         memory: Literal["normal", "low"] = "normal",
         modules: Mapping[str, str] | None = None,
         strict: bool = False,
@@ -189,7 +194,7 @@ class Step:
             model, optimizers, plan, accumulate=accumulate, clip=clip,
             schedules=self._schedules.rates or (), scaler=scaling, ema=Ema(model, decay=decay) if decay else None,
             spikes=SpikeMeter(device, skips=skip_spikes), also=also, on_gradients=on_gradients,
-            on_commit=on_commit,
+            on_commit=on_commit, norm_order=model.parameters(),  # as in clip_grad_norm_(model.parameters(), ...)
         )  # fmt: skip
         floor = self._step.scaler.options.min_scale
         self._guard = Guard(options, scaling=plan.needs_loss_scaling, min_scale=floor, advice=ADVICE_FOR_LOOPS)
@@ -203,6 +208,7 @@ class Step:
         if on_outcome is not None:
             self._guard.observers.append(lambda facts, reading: on_outcome(Outcome(reading)))
         self._recorder = make_recorder(folder, self._step, spikes=skip_spikes) if folder else None
+        self._step.keeps_rng = self._recorder is not None
         if self._recorder is not None:
             self._guard.observers.append(self._recorder.observe)
         self._rollback = Rollback(model, self._step, self._guard) if options.on_fault == "rollback" else None
@@ -211,7 +217,7 @@ class Step:
         self._passes = 0
         self._fast = FastPath(
             self._step, fast, num_steps=None if num_steps is None else check_count("num_steps", num_steps),
-            max_graphs=check_count("max_graphs", max_graphs),
+            max_graphs=check_count("max_graphs", max_graphs), pure_ops=check_names("pure_ops", pure_ops),
         )  # fmt: skip
         world = self._step.ranks.world if self._step.ranks is not None else None
         self._position = DataPosition(world.rank, world.size) if world is not None else DataPosition()
@@ -390,7 +396,8 @@ class Step:
 
     @property
     def mode(self) -> str:
-        """Return how steps run now: "eager", "graph", or "compile+graph"."""
+        """Return how steps run now: "eager", "graph" or "compile+graph", with ", commit eager" if graphs hold forward
+        and backward only."""
         return self._fast.mode
 
     @property

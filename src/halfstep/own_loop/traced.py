@@ -18,7 +18,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import operator
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -30,8 +32,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
+from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext
 from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from halfstep.backend_flags import WANTED
 from halfstep.precision.contexts import get_autocast_dtype, use_sound_attention
@@ -39,7 +43,7 @@ from halfstep.precision.plan import Plan
 
 Compiler = Literal["aten", "inductor"]
 
-PURE = {"aten", "prims", "prim", "higher_order", "rngprims", "inductor", "inductor_prims", "halfstep"}
+PURE = frozenset({"aten", "prims", "prim", "higher_order", "rngprims", "inductor", "inductor_prims", "halfstep"})
 """Namespaces of operations that read nothing but their inputs. A custom operation may read a global."""
 RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial", "exponential", "uniform", "philox")
 MAX_STREAK = 3  # new entries in a row for batches of one shape: some value changes at every step
@@ -95,19 +99,33 @@ class Call:
                 return number
         raise NotTraced("loss_fn returns a tensor that it did not compute")
 
-    @torch.no_grad()
+    def forget_result(self) -> None:
+        """Let go of what was returned, once it was looked at: what the user's code kept stays alive, and is filled."""
+        self.result = None
+        self.promised = [weakref.ref(one) if isinstance(one, Tensor) else one for one in self.promised]
+
     def fulfil(self, outputs: Sequence[Any]) -> None:
         """Copy what the code returned into the tensors that the user holds."""
         for promised, output in zip(self.promised, outputs, strict=True):
-            if isinstance(promised, Tensor) and promised is not output:
-                promised.copy_(output)
+            held = promised() if isinstance(promised, weakref.ref) else None
+            if held is not None:
+                with torch.no_grad():
+                    held.copy_(output)
 
 
 class TracedLoss:
     """The loss functions of one hs.Step as Dynamo sees them. One object per step: guards do not compare identities."""
 
-    def __init__(self, plan: Plan, compiler: Compiler = "aten", *, in_fp32: bool = False) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        compiler: Compiler = "aten",
+        *,
+        in_fp32: bool = False,
+        pure_ops: frozenset[str] = frozenset(),
+    ) -> None:
         self.plan, self.compiler, self.device = plan, compiler, torch.device(plan.device)
+        self.pure_ops = PURE | pure_ops
         dtype = None if in_fp32 else get_autocast_dtype(plan.granted)
         self._autocast = torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
         self.entries: list[Entry] = []
@@ -162,7 +180,7 @@ class TracedLoss:
                     infos = enumerate(context.fw_metadata.input_info)
                     entry.mutated = frozenset(number for number, info in infos if info.mutates_data)
             graphs.append(graph)
-            found, moved, waits = scan(graph, self.device)
+            found, moved, waits = scan(graph, self.device, self.pure_ops)
             entry.why_not = entry.why_not or found
             entry.moved |= moved
             entry.waits |= waits
@@ -175,7 +193,7 @@ class TracedLoss:
             return compile_fx_inner(graph, inputs, **settings)
 
         if self.compiler == "aten":
-            entry.code = aot_autograd(fw_compiler=keep, bw_compiler=keep)(module, examples)
+            entry.code = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition)(module, examples)
         else:
             from torch._inductor.compile_fx import compile_fx
 
@@ -318,6 +336,21 @@ class Promise:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad)
 
 
+def partition(joint: GraphModule, *arguments: Any, **settings: Any) -> tuple[GraphModule, GraphModule]:
+    """Split a graph into forward and backward. What a checkpointed block draws at random is kept, not recomputed: to
+    draw it again, torch uses generators of its own, which neither follow the seed nor can be captured."""
+    for node in joint.graph.nodes:
+        if node.meta.get("recompute") is not None and is_drawn(node):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return default_partition(joint, *arguments, **settings)
+
+
+def is_drawn(node: Node) -> bool:
+    """True for a random operation, and for one of the tensors that it returns."""
+    source = node.args[0] if node.target is operator.getitem else node
+    return isinstance(source, Node) and torch.Tag.nondeterministic_seeded in getattr(source.target, "tags", ())
+
+
 def run_boxed(graph: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     """Run a graph operation by operation. It takes its arguments as a list and empties it, which frees activations
     while backward goes on."""
@@ -331,7 +364,9 @@ def run_boxed(graph: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     return run
 
 
-def scan(graph: GraphModule, device: torch.device) -> tuple[str, frozenset[int], frozenset[int]]:
+def scan(
+    graph: GraphModule, device: torch.device, pure_ops: frozenset[str]
+) -> tuple[str, frozenset[int], frozenset[int]]:
     """Return what in a graph of AOTAutograd a replay would not follow, or "", and the CPU inputs that it only copies
     to the device, which the fast path copies itself; and those of them that it waits for."""
     on_host: set[Node] = set()  # Python numbers as 0-dimensional CPU tensors: a replay gets them on the device
@@ -355,8 +390,10 @@ def scan(graph: GraphModule, device: torch.device) -> tuple[str, frozenset[int],
         if "_local_scalar_dense" in name:
             return f"a number is read from a tensor, as .item() does{find_line(node)}", frozenset(), frozenset()
         namespace = getattr(node.target, "namespace", "")
-        if namespace and namespace not in PURE:
-            return f"{name} may read more than its inputs{find_line(node)}", frozenset(), frozenset()
+        if namespace and pure_ops.isdisjoint((namespace, f"{namespace}::{name.split('.')[1]}")):
+            said = f"{namespace}::{name.split('.')[1]}"
+            reason = f"{said} may read more than its inputs (pure_ops=[{said!r}] declares that it does not)"
+            return f"{reason}{find_line(node)}", frozenset(), frozenset()
         if is_elsewhere:
             inputs = node.all_input_nodes
             if not inputs or not on_host.issuperset(inputs):

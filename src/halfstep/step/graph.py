@@ -13,12 +13,12 @@ import contextlib
 import gc
 import sys
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from halfstep.step.batches import read_sample_ids
+from halfstep.step.batches import Weight, read_sample_ids
 from halfstep.step.facts import Facts, read_rng_state, restore_rng
 from halfstep.step.optim.single_pass import SinglePass
 from halfstep.step.step import LossFn, Step
@@ -46,10 +46,22 @@ def explain_not_copied(window: list[Batch], device: torch.device) -> str:
     return f"{', '.join(map(repr, elsewhere))} of the batch not on {device}" if elsewhere else ""
 
 
+class Sent(NamedTuple):
+    """Facts on their way to the host, in memory that is used again."""
+
+    facts: Facts
+    host: Tensor
+    event: torch.cuda.Event
+
+
+NUM_SENT = 4  # they are read two steps later
+
+
 class GraphedStep:
+    commits = True  # whether the graph holds the optimizers
+
     def __init__(self, step: Step, loss_fn: LossFn, window: list[Batch], pool: Pool) -> None:
-        reason = step.why_not_captured() or explain_not_copied(window, step.device)
-        if reason:
+        if reason := self._find_obstacle(step) or explain_not_copied(window, step.device):
             raise CaptureFailed(reason)
         self.step, self.generation = step, step.generation
         self.tables = list_tables(step)
@@ -58,7 +70,8 @@ class GraphedStep:
         ]
         self.graph = torch.cuda.CUDAGraph()
         self.passes: list[SinglePass] = []  # kernels read these tables at every replay: keep them alive
-        self.facts = self._capture(loss_fn, pool)
+        self.facts: Any = self._capture(loss_fn, pool)
+        self.sent: list[Sent] = []  # the last steps, with memory on the host that later ones use again
         for single_pass in self.passes:
             single_pass.fill()
 
@@ -81,24 +94,44 @@ class GraphedStep:
     def __call__(self, window: list[Batch], ids: tuple[Tensor, ...] = ()) -> Facts:
         """Make one step by a replay, without a wait. Sample ids are those of the window, unless given."""
         step = self.step
-        rng = read_rng_state(step.device)
+        rng = read_rng_state(step.device) if step.keeps_rng else {}
+        self._replay(window)
+        facts = self.facts.copy_for_replay(step.attempted)
+        facts.ids, facts.rng = ids or read_sample_ids(window), rng
+        step.attempted += 1
+        self._send(facts)
+        return facts
+
+    def _send(self, facts: Facts) -> None:
+        if len(self.sent) < NUM_SENT:
+            assert facts.packed is not None
+            host = torch.empty(facts.packed.shape, dtype=facts.packed.dtype, pin_memory=True)
+            sent = Sent(facts, host, torch.cuda.Event())
+        else:
+            sent = self.sent.pop(0)
+            sent.facts.keep()
+        self.sent.append(Sent(facts, sent.host, sent.event))
+        facts.send(sent.host, sent.event)
+
+    def _replay(self, window: list[Batch]) -> None:
         for own, batch in zip(self.inputs, window, strict=True):
             for name, value in batch.items():
                 own[name].copy_(value, non_blocking=True)
         self.graph.replay()
-        facts = self.facts.copy_for_replay(step.attempted)
-        facts.ids, facts.rng = ids or read_sample_ids(window), rng
-        step.attempted += 1
-        facts.send()
-        return facts
 
-    def _capture(self, loss_fn: LossFn, pool: Pool) -> Facts:
+    def replay_gradients(self, window: list[Batch]) -> tuple[Tensor, Weight]:
+        raise AssertionError("this graph commits what it computes")
+
+    def _find_obstacle(self, step: Step) -> str:
+        return step.why_not_captured()
+
+    def _capture(self, loss_fn: LossFn, pool: Pool) -> Any:
         stream = torch.cuda.current_stream(self.step.device)
         reason = ""
         # A reference cycle that holds an earlier step's autograd graph keeps AccumulateGrad nodes of the old stream
         # alive, and gradients accumulated on another stream than the capture's break it.
         gc.collect()
-        with open_for_capture(self.step) as self.passes:
+        with open_for_capture(self.step, self.commits) as self.passes:
             try:
                 # thread_local: other threads (loader, logger) may use the device during the capture.
                 capture = torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local")
@@ -118,13 +151,46 @@ class GraphedStep:
             _end_broken_capture(stream, pool)
             raise CaptureFailed(reason)
 
-    def _record(self, loss_fn: LossFn) -> Facts:
+    def _record(self, loss_fn: LossFn) -> Any:
         facts = self.step.forward_backward(loss_fn, self.inputs)
-        reason = self.step.why_not_captured()
-        if reason:
+        if reason := self._find_obstacle(self.step):
             raise CaptureFailed(reason)
         self.step.commit_on_device(facts)
         return facts
+
+
+class GraphedBackward(GraphedStep):
+    """Forward and backward as one CUDA graph. Verdict and commit follow its replay, for optimizers and hooks that run
+    Python code."""
+
+    commits = False
+
+    def __call__(self, window: list[Batch], ids: tuple[Tensor, ...] = ()) -> Facts:
+        facts = self.step.compute(run_nothing, window, lambda *_: self.replay_gradients(window))
+        facts.ids = ids or read_sample_ids(window)
+        self.step.commit(facts)
+        return facts
+
+    def replay_gradients(self, window: list[Batch]) -> tuple[Tensor, Weight]:
+        """Do by a replay what `Step.accumulate_gradients` does."""
+        self._replay(window)
+        loss, weight, gradients = self.facts
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        return loss.clone(), weight
+
+    def _find_obstacle(self, step: Step) -> str:
+        return step.writes.why_not_captured
+
+    def _record(self, loss_fn: LossFn) -> Any:
+        parameters = self.step.find_trained_parameters()
+        loss, weight = self.step.accumulate_gradients(loss_fn, self.inputs, parameters)
+        return loss, weight, [(p, p.grad) for p in parameters if p.grad is not None]
+
+
+def run_nothing(batch: Any) -> Tensor:
+    """Take the place of a loss function whose code a graph holds."""
+    raise AssertionError("a replay runs no loss function")
 
 
 def list_tables(step: Step) -> list[Tensor]:
@@ -133,13 +199,13 @@ def list_tables(step: Step) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def open_for_capture(step: Step) -> Iterator[list[SinglePass]]:
+def open_for_capture(step: Step, commits: bool = True) -> Iterator[list[SinglePass]]:
     """Prepare all optimizers for a capture inside, and undo that afterwards, whether it succeeded or not."""
     rng = read_rng_state(step.device)
     _make_fused_capturable(step)
     step.clear_gradients()
     try:
-        yield _make_passes(step)
+        yield _make_passes(step) if commits else []
     finally:
         step.forget_capture()
         restore_rng(rng, step.device)

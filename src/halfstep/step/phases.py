@@ -25,16 +25,16 @@ from halfstep.step.ema import Ema
 from halfstep.step.facts import Facts, PhasedFacts, Reading, split_phases
 from halfstep.step.guard import CONTINUE, COUNTERS, Action, Guard, GuardOptions, Verdict
 from halfstep.step.scaler import Scaler
-from halfstep.step.step import LossFn, Step
+from halfstep.step.step import Accumulate, LossFn, Step
 from halfstep.step.step_state import collect_state, load_state, refuse_unfit
 
 
 class PhaseStep(Step):
     """A step that trains its own parameters only: all others of the model get no gradients while it runs."""
 
-    def forward_backward(self, loss_fn: LossFn, window: Window) -> Facts:
+    def forward_backward(self, loss_fn: LossFn, window: Window, replay: Accumulate | None = None) -> Facts:
         with freeze_others(self.model, self.find_trained_parameters()):
-            return super().forward_backward(loss_fn, window)
+            return super().forward_backward(loss_fn, window, replay)
 
 
 @contextmanager

@@ -47,6 +47,7 @@ from halfstep.step.step_state import collect_state, load_state, refuse_unfit
 from halfstep.step.tables import Rates, Values
 
 LossFn = Callable[[Batch], "Tensor | tuple[Tensor, Weight]"]
+Accumulate = Callable[[LossFn, Sequence[Any], list[Tensor]], "tuple[Tensor, Weight]"]
 OnGradients = Callable[[nn.Module], None]
 OnCommit = Callable[[nn.Module], object]
 
@@ -82,12 +83,15 @@ class Step:
         on_gradients: OnGradients | None = None,
         on_commit: OnCommit | None = None,
         values: Values | None = None,
+        norm_order: Iterable[Tensor] = (),
     ) -> None:
+        """`norm_order`: sum the gradient norm in the order of these parameters instead of that of the groups."""
         self.model, self.plan, self.accumulate, self.clip, self.ema = model, plan, accumulate, clip or Clip(), ema
         self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self.rates: Rates | None = None
         self._held: list[Tensor] = []
         self._trained: list[Tensor] = []  # the parameters in `_held`, each once
+        self._norm_order = {id(parameter): number for number, parameter in enumerate(norm_order)}
         trained = self.find_trained_parameters()
         refuse_spread(model, trained)
         self.device = trained[0].device
@@ -117,6 +121,7 @@ class Step:
         self.writes = ForwardWrites(model, also, commits=on_commit is not None)
         self.observed: Callable[[], AbstractContextManager[object]] = nullcontext
         """A context that evidence enters around forward and backward, to observe what runs in them."""
+        self.keeps_rng = True  # whether facts of replays hold the generators, for capsules
         self.hold: Hold | None = None  # set before the first step by a loop that can repeat held steps
         self.signals = DelayedSignals()
         self._backend, self._autocast = plan.backend(), make_autocast_context(plan)
@@ -136,14 +141,15 @@ class Step:
         self.commit(facts)
         return facts
 
-    def compute(self, loss_fn: LossFn, window: Window) -> Facts:
+    def compute(self, loss_fn: LossFn, window: Window, replay: Accumulate | None = None) -> Facts:
         """Run forward, backward, norm and verdict. Only gradients remain: a window that is not committed is undone by
-        the next compute(). To edit gradients, use `on_gradients`."""
+        the next compute(). To edit gradients, use `on_gradients`. `replay` takes the place of forward and
+        backward."""
         if self._rng:
             self.abandon()
         self._rng = read_rng_state(self.device)
         try:
-            facts = self.forward_backward(loss_fn, window)
+            facts = self.forward_backward(loss_fn, window, replay)
             self.writes.refuse_unsaved(facts.bad)
         except BaseException as error:
             unsaved = self.abandon()
@@ -156,7 +162,7 @@ class Step:
         self._judged = JudgedGradients(self.find_trained_parameters())
         return facts
 
-    def forward_backward(self, loss_fn: LossFn, window: Window) -> Facts:
+    def forward_backward(self, loss_fn: LossFn, window: Window, replay: Accumulate | None = None) -> Facts:
         """Do the device's part of `compute`: everything that a CUDA graph can hold."""
         parameters = self.find_trained_parameters()
         if self.values is not None:
@@ -165,9 +171,34 @@ class Step:
         self._clear_known_gradients(parameters)
         choose_gradient_types(self.optimizers, len(window))
         with self.signals.allow():
-            loss, weight = self._accumulate(loss_fn, window, parameters)
+            loss, weight = (replay or self.accumulate_gradients)(loss_fn, window, parameters)
         self.writes.find_writes()
         return self._judge(parameters, loss, weight, is_weighted=len(window) > 1)
+
+    def open_window(self) -> None:
+        """Save what forward may write, before the first forward pass of a window that another loop runs; once."""
+        if not self._rng:
+            self._rng = read_rng_state(self.device)
+            self.writes.save(self.find_trained_parameters())
+
+    @property
+    def is_open(self) -> bool:
+        """True between open_window() and commit()."""
+        return bool(self._rng)
+
+    def judge_window(self, loss: Tensor, overflow: Tensor | None = None) -> Facts:
+        """Return the verdict on a window that another loop has run since open_window(): its loss as given to backward,
+        and the gradients as that loop has divided, reduced and clipped them. `overflow` is set if they were not finite
+        before. Commit the facts next."""
+        parameters = self.find_trained_parameters()
+        self.writes.find_writes()
+        facts = self._judge(parameters, loss, 1, is_weighted=False)
+        if overflow is not None:
+            facts.bad = facts.bad | overflow
+            facts.grad_norm = torch.where(overflow, float("inf"), facts.grad_norm)
+        self.writes.refuse_unsaved(facts.bad)
+        facts.rng, self._judged = self._rng, JudgedGradients(parameters)
+        return facts
 
     def abandon(self) -> str:
         """Undo a compute() that was not committed: restore buffers and generators. Calling it twice is harmless. Return
@@ -268,7 +299,7 @@ class Step:
         for committer in self.committers:
             committer.close_capture()
 
-    def _accumulate(self, loss_fn: LossFn, window: Window, parameters: list[Tensor]) -> tuple[Tensor, Weight]:
+    def accumulate_gradients(self, loss_fn: LossFn, window: Window, parameters: list[Tensor]) -> tuple[Tensor, Weight]:
         """Run forward and backward over the window; return the weighted sum of losses, and the sum of weights.
 
         A micro-batch counts by its weight relative to the first one (of several ranks: to the mean of their first
@@ -397,7 +428,9 @@ class Step:
             self.rates.refuse_new_groups()
         held = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         if not are_same_objects(held, self._held):
-            self._held, self._trained = held, list({id(p): p for p in held}.values())
+            last = len(self._norm_order)
+            self._held = held
+            self._trained = sorted({id(p): p for p in held}.values(), key=lambda p: self._norm_order.get(id(p), last))
         return check_parameters(self._trained)
 
     def _clear_known_gradients(self, parameters: list[Tensor]) -> None:

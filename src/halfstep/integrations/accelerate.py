@@ -1,0 +1,201 @@
+"""Guard a training loop that Hugging Face Accelerate runs. docs/integrations/accelerate.md is its guide.
+
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    guard = hs.integrations.accelerate.guard(accelerator, model, optimizer)
+
+The loop stays as it is. Three methods of these objects are replaced: accelerator.backward notes the loss,
+optimizer.step asks the guard, and the scheduler inside Accelerate's wrapper follows good steps only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Literal
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+from halfstep.errors import ConfigError
+from halfstep.integrations.guard import GUARDED, HostGuard
+from halfstep.step.forward_writes import Also
+
+GUARDABLE = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
+"""What a capsule's replay computes in, by Accelerate's name; fp8's layers are replayed in bf16."""
+
+
+class AccelerateGuard(HostGuard):
+    """The guard of one prepared optimizer; `guard` makes it."""
+
+    def __init__(
+        self, accelerator: Accelerator, optimizer: AcceleratedOptimizer, model: Any, *, host: str, **more: Any
+    ) -> None:
+        self.accelerator, self.accelerated = accelerator, optimizer
+        super().__init__(
+            host, model, optimizer.optimizer, precision=PRECISIONS.get(accelerator.mixed_precision, "fp32"),
+            scaler=optimizer.scaler, **more,
+        )  # fmt: skip
+        self._undo: list[Callable[[], None]] = []
+        self._replace(accelerator, "backward", self._backward)
+        self._replace(accelerator, "clip_grad_value_", self._clip_grad_value)
+        self._replace(optimizer, "step", self._step_optimizer)
+        # torch's schedulers warn of an optimizer whose step() was replaced after they were made.
+        optimizer.step._wrapped_by_lr_sched = True
+        setattr(accelerator, GUARDED, self)
+
+    def close(self) -> None:
+        super().close()
+        while self._undo:
+            self._undo.pop()()
+        if hasattr(self.accelerator, GUARDED):
+            delattr(self.accelerator, GUARDED)
+
+    def follow_prepared(self, schedulers: Iterable[Any]) -> None:
+        """Let the prepared schedulers of this optimizer follow good steps only."""
+        for scheduler in schedulers:
+            if not any(own is self.accelerated for own in scheduler.optimizers):
+                continue
+            if scheduler.step_with_optimizer:
+                self._undo.append(partial(setattr, scheduler, "scheduler", scheduler.scheduler))
+                scheduler.scheduler = self.follow(scheduler.scheduler)
+            else:
+                self.limits.append("the schedule, which step_scheduler_with_optimizer=False leaves to your loop")
+
+    def _replace(self, owner: Any, name: str, make: Callable[..., Any]) -> None:
+        """Put a method on the object in place of its class's; `close` removes it."""
+        then = getattr(owner, name)
+        undo = partial(setattr, owner, name, then) if name in vars(owner) else partial(delattr, owner, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return make(then, *args, **kwargs)
+
+        setattr(owner, name, run)
+        self._undo.append(undo)
+
+    def _backward(self, then: Callable[..., Any], loss: Tensor, **kwargs: Any) -> Any:
+        self.record(loss, share=1 / self.accelerator.gradient_accumulation_steps)
+        return then(loss, **kwargs)
+
+    def _clip_grad_value(self, then: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.scaler is None:  # which looks at them when it unscales
+            self.look_at_gradients()
+        return then(*args, **kwargs)
+
+    def _step_optimizer(self, then: Callable[..., Any], closure: Any = None) -> None:
+        if closure is not None:
+            raise ConfigError(
+                "optimizer.step(closure) cannot be guarded",
+                why="the closure evaluates the model inside the step, which cannot be judged before it is made",
+                fix="use an optimizer that steps without a closure",
+            )
+        if not self.accelerated.gradient_state.sync_gradients:
+            return
+        self.step()
+        # What accelerator.optimizer_step_was_skipped reports. Without a wait it is unknown, and `dropped` tells.
+        self.accelerated._is_overflow = self.schedule == "read" and self.dropped
+
+
+def guard(
+    accelerator: Accelerator,
+    model: nn.Module | Iterable[nn.Module],
+    optimizer: AcceleratedOptimizer,
+    *,
+    schedule: Literal["auto", "exact", "read"] = "auto",
+    capsules: str | os.PathLike[str] | None = None,
+    max_consecutive: int = 5,
+    also: Also = (),
+) -> AccelerateGuard:
+    """Guard the steps of a prepared optimizer: a bad step leaves model, buffers, optimizer, schedule and scaler as
+    they were.
+
+    Call it once, after `accelerator.prepare`, with what that returned. ::
+
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        guard = hs.integrations.accelerate.guard(accelerator, model, optimizer)
+
+    Arguments:
+        model: the prepared model, or a list of the prepared models that this optimizer trains.
+        schedule: "exact" keeps learning rates on the device and waits for nothing; the scheduler catches up when it is
+            read or saved. "read" reads the verdict once per step. "auto" takes exact on a GPU with a fused optimizer.
+        capsules: a folder for the batches and weights of a bad step; call `guard.keep(batch)` in your loop.
+        max_consecutive: bad steps in a row that raise hs.TrainingStopped.
+        also: modules or tensors that your loss writes into although the optimizer does not train them.
+
+    The result has `dropped` (was the newest step dropped? waits for the device), `attempted`, `committed`,
+    `follow(scheduler)` for a scheduler that was not prepared, `finish()` for the end, and `close()`.
+    """
+    refuse_unfit_accelerator(accelerator)
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    _refuse_unprepared(accelerator, models, optimizer)
+    made = AccelerateGuard(
+        accelerator, optimizer, models, host="Accelerate", schedule=schedule, capsules=capsules,
+        guard={"max_consecutive": max_consecutive}, also=also, limits=["counters and averages of your loop"],
+    )  # fmt: skip
+    made.follow_prepared(accelerator._schedulers)
+    if not accelerator._schedulers and hasattr(vars(optimizer.optimizer).get("step"), "_wrapped_by_lr_sched"):
+        made.limits.append("the scheduler, which was not prepared: scheduler = guard.follow(scheduler)")
+    if len(accelerator._optimizers) > 1:
+        made.limits.append(f"{len(accelerator._optimizers) - 1} more prepared optimizers")
+    made.announce()
+    return made
+
+
+def refuse_unfit_accelerator(accelerator: Any) -> None:
+    """Refuse setups whose gradients or optimizer steps this process does not see as a whole."""
+    if not isinstance(accelerator, Accelerator):
+        raise ConfigError(
+            f"guard takes an accelerate.Accelerator first, not {type(accelerator).__name__}",
+            fix="hs.integrations.accelerate.guard(accelerator, model, optimizer)",
+        )
+    if hasattr(accelerator, GUARDED):
+        raise ConfigError(
+            "this Accelerator is already guarded",
+            why="its backward does not tell for which of two optimizers a loss is",
+            fix="call guard once, after prepare; to guard anew, call .close() of the first one",
+        )
+    kind = accelerator.distributed_type
+    if kind not in GUARDABLE:
+        raise ConfigError(
+            f"Accelerate runs with {kind.value}, which cannot be guarded",
+            why="it shards gradients or steps the optimizer by itself, so no one step can be judged and dropped",
+            fix="one process per GPU with DDP: accelerate launch --multi_gpu, without a DeepSpeed, FSDP or "
+            "Megatron-LM plugin",
+        )
+    config = getattr(accelerator, "parallelism_config", None)
+    if config is not None and any(getattr(config, f"{way}_enabled", False) for way in ("tp", "cp", "sp")):
+        raise ConfigError(
+            "Accelerate splits the model over several devices (parallelism_config), which cannot be guarded",
+            why="each rank sees only a part of the gradients",
+            fix="one process per GPU with DDP, each with the whole model",
+        )
+
+
+def _refuse_unprepared(accelerator: Accelerator, models: list[nn.Module], optimizer: Any) -> None:
+    fix = "model, optimizer = accelerator.prepare(model, optimizer), then guard(accelerator, model, optimizer)"
+    if not isinstance(optimizer, AcceleratedOptimizer) or not any(optimizer is one for one in accelerator._optimizers):
+        raise ConfigError(
+            f"this {type(optimizer).__name__} was not prepared by this Accelerator",
+            why="the guard replaces the step() of the prepared one, and your loop would call another",
+            fix=fix,
+        )
+    known = {id(_unwrap(one)) for one in accelerator._models}
+    for one in models:
+        if not isinstance(one, nn.Module) or id(_unwrap(one)) not in known:
+            raise ConfigError(
+                f"this {type(one).__name__} was not prepared by this Accelerator",
+                why="the guard watches the forward pass of the prepared one, which your loop calls",
+                fix=fix,
+            )
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    """Return the module inside DDP and torch.compile."""
+    while (inner := getattr(model, "_orig_mod", getattr(model, "module", None))) is not None:
+        if not isinstance(inner, nn.Module):
+            break
+        model = inner
+    return model

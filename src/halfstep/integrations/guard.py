@@ -1,0 +1,492 @@
+"""The guard for a trainer's own loop: it judges and commits. Division, clipping and order stay the host's.
+
+    guard = HostGuard("Accelerate", model, optimizer)   after the host has wrapped both
+    model(batch)                 a hook opens the window: what forward may write is saved
+    guard.record(loss)           where the host calls backward, with the loss before scaling
+    guard.step()                 in place of optimizer.step(), or of scaler.step(optimizer) and scaler.update()
+    scheduler = guard.follow(scheduler)     takes the place of the host's scheduler: a dropped step does not move it
+
+The verdict is made on the device by the step of the library (step/step.py): loss, norm of the gradients as the host
+left them, and everything that forward wrote. How it reaches the optimizer is step/commit.py's choice: kernels of fused
+optimizers read the flag, which waits for nothing; torch's others are restored, or wait for the host once per step.
+
+A schedule has two ways. "exact": the learning rate is a table on the device, indexed by the calls of scheduler.step()
+that followed a good step; the host's scheduler catches up where it is read (`settle`). "read": the host reads the
+verdict once per step and leaves the scheduler alone after a bad one. Both give the same rates.
+
+A GradScaler remains the host's. A gradient that overflows lowers its scale, as it should. If the loss itself, or a
+buffer, is not finite, no scale would have helped: then scale and growth counter keep their bits.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from halfstep.errors import ConfigError, TrainingStopped, format_count
+from halfstep.hardware.probe import probe
+from halfstep.own_loop.arguments import check_choice, check_folder, make_guard_options
+from halfstep.own_loop.evidence import make_recorder
+from halfstep.own_loop.fast import say
+from halfstep.own_loop.user_warnings import DroppedSteps, warn_user
+from halfstep.precision.decide import decide
+from halfstep.step.batches import read_sample_ids
+from halfstep.step.clip import compute_total_norm
+from halfstep.step.facts import Facts, Reading
+from halfstep.step.forward_writes import Also
+from halfstep.step.guard import ADVICE_FOR_LOOPS, Action, Guard, Verdict
+from halfstep.step.ranks import refuse_other_rates, refuse_other_steps
+from halfstep.step.scaler import FAR_BELOW, USUAL_FIRST, Scaler
+from halfstep.step.schedule import Curve
+from halfstep.step.step import Step, collect_gradients
+from halfstep.step.tables import Rates
+
+Way = Literal["exact", "read"]
+GUARDED = "_halfstep_guard"
+"""A mark on the optimizer: two guards of one optimizer would judge each step twice."""
+AHEAD = 256  # steps that a schedule is asked for in advance
+
+
+class HostGuard:
+    """Judge and commit the steps of one optimizer in a host's loop.
+
+    Arguments:
+        host: the name of the trainer, for messages.
+        model: the module that the host calls, wrapped as it is called; or several of them.
+        optimizer: a torch optimizer, not the host's wrapper around it.
+        precision: what the host computes in: "fp32", "bf16", "fp16"; used by capsules and their replay.
+        schedule: "exact", "read", or "auto": exact on a GPU if the optimizer reads its rate there, else read.
+        scaler: the host's GradScaler, if it has one.
+        capsules: a folder for the batches and weights of a bad step; the host's adapter calls `keep(batch)`.
+        guard: {"max_consecutive": 5}: so many bad steps in a row raise hs.TrainingStopped.
+        also: modules or tensors outside of the model that forward writes into.
+        limits: what this host does not allow to guard, for the line that `announce` prints.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        model: nn.Module | Iterable[nn.Module],
+        optimizer: Optimizer,
+        *,
+        precision: str = "fp32",
+        schedule: Literal["auto", "exact", "read"] = "auto",
+        scaler: torch.amp.GradScaler | None = None,
+        capsules: str | os.PathLike[str] | None = None,
+        guard: Mapping[str, Any] | None = None,
+        also: Also = (),
+        limits: Iterable[str] = (),
+    ) -> None:
+        check_choice("schedule", schedule, ("auto", "exact", "read"))
+        options, folder = make_guard_options(guard), check_folder(capsules)
+        if options.on_fault != "stop":
+            raise ConfigError(
+                f"guard={{'on_fault': {options.on_fault!r}}} is not supported inside {host}",
+                why=f"the steps that {host} counts cannot be taken back",
+                fix="leave on_fault out: training stops after several bad steps in a row, at the last good weights",
+            )
+        refuse_second_guard(optimizer)
+        models = [model] if isinstance(model, nn.Module) else list(model)
+        whole = models[0] if len(models) == 1 else nn.ModuleList(models)
+        device = next(p.device for group in optimizer.param_groups for p in group["params"])
+        self.host, self.models, self.optimizer, self.limits = host, models, optimizer, list(limits)
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        plan = decide(precision, probe(str(device)), whole, simulate=device.type == "cpu")
+        # The host has scaled and clipped: this step's own scaler is off, and it has no clipping.
+        self._step = Step(whole, optimizer, plan, scaler=Scaler(device, enabled=False), also=also)
+        self.schedule: Way = self._choose_way(schedule)
+        self._schedulers: list[GuardedScheduler] = []
+        self._loss: Tensor | None = None
+        self._overflow: Tensor | None = None
+        self._has_warned = False
+        self._last: Facts | None = None
+        self._batches: list[Any] = []
+        self._low_scale = USUAL_FIRST / FAR_BELOW if self.scaler is not None else None
+        self._guard = Guard(options, scaling=self.scaler is not None, advice=ADVICE_FOR_LOOPS)
+        self._recorder = make_recorder(folder, self._step, spikes=False) if folder else None
+        self._observe(options)
+        self._hooks: list[Any] = [
+            *(one.register_forward_pre_hook(self._open_before_forward) for one in models),
+            optimizer.register_state_dict_post_hook(self._store_plain_rates),
+            optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: self.settle()),
+            optimizer.register_load_state_dict_post_hook(self._forget),
+        ]
+        setattr(optimizer, GUARDED, self)
+
+    def _choose_way(self, asked: str) -> Way:
+        takes_tensors = all(committer.takes_tensor_lr for committer in self._step.committers)
+        waits = any(committer.method == "host" for committer in self._step.committers)
+        if asked == "exact" and (not takes_tensors or waits):
+            name = type(self.optimizer).__name__
+            raise ConfigError(
+                f"schedule='exact' needs an optimizer that reads its learning rate on the device, not this {name}",
+                why="it takes the rate as a number, which the host knows only after a wait",
+                fix=f"{name}(..., fused=True), or schedule='read': one wait per step",
+            )
+        if asked != "auto":
+            return "exact" if asked == "exact" else "read"
+        return "exact" if takes_tensors and not waits and self._step.device.type != "cpu" else "read"
+
+    def _observe(self, options: Any) -> None:
+        ranks = self._step.ranks
+        if ranks is not None:
+            settings = {"guard": options, "schedule": self.schedule, "host": self.host}
+            refuse_other_steps(ranks.world, self._step.optimizers, settings)
+            self._guard.observers.append(refuse_other_rates)
+        self._dropped = DroppedSteps(low_scale=self._low_scale)
+        if self.is_first_rank:
+            self._guard.observers.append(self._dropped.observe)
+        if self._recorder is not None:
+            self._guard.observers.append(self._record_fault)
+
+    def _record_fault(self, facts: Any, reading: Reading) -> None:
+        assert self._recorder is not None
+        is_search = self._low_scale is not None and reading.scale > self._low_scale and math.isfinite(reading.loss)
+        # Searching for fp16's scale overflows: routine, and no fault to keep.
+        self._recorder.observe(facts, replace(reading, is_bad=False) if is_search else reading)
+
+    # --- what the host's loop calls ---
+
+    def open_window(self) -> None:
+        """Save what forward may write, before the first forward pass of a step. The hook on the model calls it."""
+        if not self._step.is_open:
+            for scheduler in self._schedulers:
+                scheduler.follow_again()
+            self._step.open_window()
+            self._loss, self._overflow, self._batches = None, None, []
+
+    def keep(self, batch: Any) -> None:
+        """Keep a micro-batch of the window for a capsule, until the step is known to be good."""
+        if self._recorder is not None:
+            self.open_window()
+            self._batches.append(batch)
+
+    def record(self, loss: Tensor, *, share: float = 1.0) -> None:
+        """Add the loss of a micro-batch to the window, where the host calls backward; `share` is what it counts."""
+        self.open_window()
+        own = loss.detach().to(self._step.device, torch.float32, copy=True).sum()
+        own = own if share == 1 else own * share
+        self._loss = own if self._loss is None else self._loss + own
+
+    @torch.no_grad()
+    def look_at_gradients(self) -> None:
+        """Note whether gradients are finite before the host clips them by value, which makes an infinite one finite."""
+        gradients = collect_gradients(self._step.find_trained_parameters())
+        if gradients:
+            norm = compute_total_norm(gradients, math.inf)
+            self._add_overflow(norm - norm != 0)
+
+    def _add_overflow(self, flag: Tensor) -> None:
+        self._overflow = flag if self._overflow is None else self._overflow | flag
+
+    def step(self) -> None:
+        """Let the optimizer step, or leave every bit as it was. Replaces optimizer.step(), and with a GradScaler also
+        scaler.step(optimizer) and scaler.update()."""
+        if not self._step.is_open:
+            names = ", ".join(type(one).__name__ for one in self.models)
+            raise ConfigError(
+                f"the optimizer steps, but the guarded model ({names}) was not called since the last step",
+                why="what its forward pass writes is saved when it is called, so that a bad step can be undone",
+                fix=f"guard the module that your loop calls, as {self.host} has wrapped it",
+            )
+        if self._loss is None and not self._has_warned:
+            self._has_warned = True
+            warn_user(f"{self.host}'s backward was not called in this step: gradients and buffers are judged, the "
+                      "loss is not")  # fmt: skip
+        with torch.no_grad():
+            facts = self._judge_and_commit()
+        self._last = facts
+        if self._recorder is not None:
+            self._recorder.keep(facts.attempted, self._batches)
+        self._act_on(self._guard.watch(facts))
+
+    def _judge_and_commit(self) -> Facts:
+        loss = torch.zeros((), device=self._step.device) if self._loss is None else self._loss
+        if self.scaler is not None:
+            self._unscale(self.scaler)
+        for scheduler in self._schedulers:
+            scheduler.refresh()
+        facts = self._step.judge_window(loss, self._overflow)
+        if self.scaler is not None:
+            assert self.scaler._scale is not None
+            facts.scale = self.scaler._scale.clone()
+        facts.ids = read_sample_ids(self._batches)
+        self._step.commit(facts)
+        if self.scaler is not None:
+            self._update_scale(self.scaler, facts)
+        return facts
+
+    def follow(self, scheduler: Any) -> Any:
+        """Return what takes the place of the host's scheduler. One that follows a metric is returned as it is."""
+        if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
+            self.limits.append(f"{type(scheduler).__name__} is the host's")
+            return scheduler
+        guarded = GuardedScheduler(scheduler, self)
+        self._schedulers.append(guarded)
+        return guarded
+
+    def settle(self) -> None:
+        """Bring the host's schedulers up to date; waits for the device. Call it before a log, save or evaluation."""
+        for scheduler in self._schedulers:
+            scheduler.settle()
+
+    def finish(self) -> None:
+        """Judge the last steps, which were not read yet, and settle the schedulers. Call it when training ends."""
+        self.settle()
+        self._act_on(self._guard.drain())
+
+    def close(self) -> None:
+        """Give the loop back to the host: remove hooks, and let optimizer and schedulers be as if never guarded."""
+        self.settle()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for scheduler in self._schedulers:
+            scheduler.let_go()
+        if hasattr(self.optimizer, GUARDED):
+            delattr(self.optimizer, GUARDED)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
+        if kind is None:
+            self.finish()
+        self.close()
+
+    # --- what became of it ---
+
+    @property
+    def last_facts(self) -> Facts | None:
+        """Return the facts of the newest step, on the device; None before the first."""
+        return self._last
+
+    @property
+    def dropped(self) -> bool:
+        """True if the newest step was dropped; waits for the device. For what the host does not guard, such as an
+        average of the weights."""
+        return self._last is not None and bool(self._last.bad)
+
+    @property
+    def attempted(self) -> int:
+        """Return the number of steps so far, including dropped ones."""
+        return self._step.attempted
+
+    @property
+    def committed(self) -> int:
+        """Return the number of steps that moved the weights; waits for the device."""
+        return int(self._step.committed)
+
+    @property
+    def is_first_rank(self) -> bool:
+        return self._step.ranks is None or self._step.ranks.world.rank == 0
+
+    def announce(self) -> None:
+        """Print one line: what is guarded, how, and what this host does not allow."""
+        if self.is_first_rank:
+            say(str(self))
+
+    def __str__(self) -> str:
+        num_buffers = sum(1 for one in self.models for _ in one.buffers())
+        buffers = f" and {format_count(num_buffers, 'buffer')}" if num_buffers else ""
+        ways = {
+            "found_inf": "drops a bad step in its kernel, without a wait",
+            "select": "is restored after a bad step",
+            "host": "waits for the verdict once per step",
+        }
+        commits = ", ".join(f"{name} {ways[method]}" for name, method, _ in self._step.describe())
+        parts = [f"guards {self.host}: loss, gradients{buffers}", commits]
+        if self._schedulers:
+            names = ", ".join(type(scheduler.inner).__name__ for scheduler in self._schedulers)
+            how = "exact without a wait" if self.schedule == "exact" else "one host read per step"
+            parts.append(f"schedule {names}: {how}")
+        if self.scaler is not None:
+            parts.append("the loss scale moves for overflows only")
+        if self.limits:
+            parts.append(f"not guarded: {'; '.join(self.limits)}")
+        return "; ".join(parts)
+
+    # --- inside ---
+
+    def _open_before_forward(self, module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.open_window()
+
+    def _unscale(self, scaler: torch.amp.GradScaler) -> None:
+        """Unscale the gradients unless the host has, and take over what that found."""
+        state = scaler._per_optimizer_states[id(self.optimizer)]
+        if state["stage"] is OptState.READY:
+            scaler.unscale_(self.optimizer)
+        for found in scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"].values():
+            self._add_overflow(found.to(self._step.device) != 0)
+
+    def _update_scale(self, scaler: torch.amp.GradScaler, facts: Facts) -> None:
+        """Let the scaler see an overflow of gradients; a fault that no scale could prevent leaves its bits."""
+        assert scaler._scale is not None
+        assert scaler._growth_tracker is not None
+        held = [scaler._scale, scaler._growth_tracker]
+        then = [one.clone() for one in held]
+        scaler.update()
+        loss = facts.loss
+        is_other = (loss - loss != 0) | facts.ruined | facts.spoiled
+        for one, before in zip(held, then, strict=True):
+            one.copy_(torch.where(is_other, before, one))
+
+    def _act_on(self, verdict: Verdict) -> None:
+        if verdict.action is Action.CONTINUE:
+            return
+        self._guard.acknowledge()
+        raise TrainingStopped(
+            f"training stopped: {verdict.reason}",
+            why="the weights are as they were before those steps",
+            fix=verdict.fix,
+        )
+
+    def _store_plain_rates(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Store learning rates as numbers, so that a checkpoint loads without this guard."""
+        self.settle()
+        for scheduler in self._schedulers:
+            scheduler.write_plain_rates(state["param_groups"])
+
+    def _forget(self, optimizer: Optimizer) -> None:
+        """Start over from the state that was loaded into the optimizer."""
+        for committer in self._step.committers:
+            committer.forget()
+        self._step.forget_writes()
+        for scheduler in self._schedulers:
+            scheduler.forget()
+
+
+def refuse_second_guard(optimizer: Optimizer) -> None:
+    if hasattr(optimizer, GUARDED):
+        host = getattr(optimizer, GUARDED).host
+        raise ConfigError(
+            f"this {type(optimizer).__name__} is already guarded, inside {host}",
+            why="two guards would judge each step twice, and the second would see gradients the first has committed",
+            fix="call guard once; to guard anew, call .close() of the first one",
+        )
+
+
+class GuardedScheduler:
+    """Take the place of a host's per-step scheduler, whose `step()` a dropped step must not move.
+
+    "exact": the rates are a table on the device (step/tables.py). `step()` adds one to a device counter if the newest
+    step was good; the scheduler itself is stepped later, in `settle`, as often as the counter says.
+    "read": `step()` reads the verdict of the newest step.
+    """
+
+    def __init__(self, inner: LRScheduler, guard: HostGuard) -> None:
+        self.inner, self._guard = inner, guard
+        self._optimizer = guard.optimizer
+        self._rates: Rates | None = None
+        self._plain: list[float] = []  # the rates that the inner scheduler has set, as numbers
+        self._count = torch.zeros((), dtype=torch.int64, device=guard._step.device)
+        self._num_called = self._num_settled = 0
+        self._is_stale = guard.schedule == "exact"
+        self.follow_again()
+
+    # --- the host's calls ---
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        last = self._guard.last_facts
+        if self._rates is None:
+            if last is None or not bool(last.bad):
+                self.inner.step(*args, **kwargs)
+            return
+        if args or kwargs:
+            raise ConfigError(
+                f"{type(self.inner).__name__}.step was given an argument, but its rates are a table on the device",
+                why="a table cannot follow a step that is set from outside",
+                fix="schedule='read': one wait per step",
+            )
+        self._num_called += 1
+        self._count.add_(1 if last is None else ~last.bad)
+
+    def get_last_lr(self) -> list[Any]:
+        self.settle()
+        return self.inner.get_last_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        self.settle()
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.settle()
+        self.inner.load_state_dict(state)
+        self.forget()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("inner", "_guard"):  # while it is copied, before it has attributes
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    # --- the guard's calls ---
+
+    def refresh(self) -> None:
+        """Write the rates of the step that is about to commit."""
+        if self._rates is not None:
+            self._rates.cover(self._num_called, self._count)
+            self._rates.refresh(self._count)
+
+    def settle(self) -> None:
+        """Step the host's scheduler as often as good steps were followed by its step(). Waits for the device."""
+        if self._rates is None or self._is_stale or self._num_called == 0:
+            return
+        num_due = int(self._count) - self._num_settled
+        self._show_plain_rates()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch asks for optimizer.step() first, which a kernel may have replaced
+            for _ in range(num_due):
+                self.inner.step()
+        self._num_settled += num_due
+        self._plain = [float(group["lr"]) for group in self._optimizer.param_groups]
+        self._rates.bind(self._optimizer)
+
+    def write_plain_rates(self, groups: list[dict[str, Any]]) -> None:
+        for group, rate in zip(groups, self._plain, strict=False):
+            group["lr"] = rate
+
+    def forget(self) -> None:
+        """Make the table anew before the next step: a state was loaded."""
+        self._is_stale = self._guard.schedule == "exact"
+
+    def follow_again(self) -> None:
+        if not self._is_stale:
+            return
+        self._plain = [float(group["lr"]) for group in self._optimizer.param_groups]
+        self._show_plain_rates()
+        self._count.zero_()
+        self._num_called = self._num_settled = 0
+        curve, device = Curve(self.inner), self._count.device
+        self._rates = Rates(
+            [self._optimizer],
+            [_pick_group(curve, position) for position in range(len(self._plain))],
+            device,
+            base=[1.0] * len(self._plain),
+            chunk=AHEAD,
+            dtype=torch.float64 if device.type == "cpu" else torch.float32,
+        )
+        self._rates.bind(self._optimizer)
+        self._is_stale = False
+
+    def let_go(self) -> None:
+        if self._rates is not None and not self._is_stale:
+            self._show_plain_rates()
+        self._rates, self._is_stale = None, False
+
+    def _show_plain_rates(self) -> None:
+        self.write_plain_rates(self._optimizer.param_groups)
+
+
+def _pick_group(curve: Curve, position: int) -> Callable[[int], float]:
+    return lambda count: curve(count)[position]

@@ -1,0 +1,356 @@
+"""The guard inside Hugging Face Accelerate: real Accelerators, prepared models, optimizers, loaders and schedulers."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import halfstep as hs
+from halfstep.errors import ConfigError, TrainingStopped
+from host_faults import FAULTS, Fault, Net, copy_state, make_data, same_bits, seeded
+from ranks_together import together
+
+accelerate = pytest.importorskip("accelerate")
+from accelerate import Accelerator, optimizer, scheduler  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerator() -> Iterator[None]:
+    """Accelerate keeps its state in class attributes for the life of a process."""
+    yield
+    reset()
+
+
+def reset() -> None:
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+
+
+class Script:
+    """A training script as Accelerate's documentation writes it, with and without the guard."""
+
+    def __init__(
+        self, *, guarded: bool = True, accumulate: int = 1, clip: str = "norm", scale: bool = False,
+        fused: bool = True, ways: Any = None, **more: Any,
+    ) -> None:  # fmt: skip
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+        self.clip = clip
+        model: Any = seeded(Net)
+        adamw: Any = torch.optim.AdamW(model.parameters(), 1e-2, fused=fused)
+        schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(adamw, 40)
+        loader: Any = DataLoader(TensorDataset(*make_data(512)), batch_size=8)
+        if scale:  # Accelerate makes none on a CPU
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5)
+            self.accelerator.state._mixed_precision = "fp16"
+        self.scaler = self.accelerator.scaler
+        self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
+            model, adamw, loader, schedule
+        )
+        self.accelerator.native_amp = scale
+        self.net = self.accelerator.unwrap_model(self.model)
+        self.guard = None
+        if guarded:
+            self.guard = hs.integrations.accelerate.guard(
+                self.accelerator, self.model, self.optimizer, schedule=ways or "auto", **more
+            )
+        self.batches = iter(self.loader)
+
+    def train(self, num_steps: int, fault: Fault | None = None, *, skipped: bool = False) -> None:
+        for _ in range(num_steps):
+            for part in range(self.accelerator.gradient_accumulation_steps):
+                x, y = next(self.batches)
+                if skipped:  # another script has dropped this batch
+                    continue
+                self.net.fault = fault if part == 0 else None
+                with self.accelerator.accumulate(self.model):
+                    loss = F.cross_entropy(self.model(x), y) * (float("nan") if self.net.fault == "loss" else 1)
+                    self.accelerator.backward(loss)
+                    if self.accelerator.sync_gradients and self.clip == "norm":
+                        self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+                    if self.accelerator.sync_gradients and self.clip == "value":
+                        self.accelerator.clip_grad_value_(self.model.parameters(), 0.5)
+                    self.optimizer.step()
+                    self.scheduler.step()
+                    self.optimizer.zero_grad()
+
+    @property
+    def state(self) -> list[Any]:
+        held = [self.net, self.optimizer, self.scheduler]
+        return copy_state(*held, *([] if self.scaler is None else [self.scaler]))
+
+
+@pytest.mark.parametrize(("ways", "accumulate", "scale"), [
+    ("read", 1, False), ("exact", 1, False), ("exact", 3, False), ("read", 2, True), ("exact", 1, True),
+])  # fmt: skip
+def test_thirty_steps_have_the_hosts_bits(ways: str, accumulate: int, scale: bool) -> None:
+    runs = []
+    for guarded in (False, True):
+        script = Script(guarded=guarded, ways=ways, accumulate=accumulate, scale=scale)
+        script.train(30 if accumulate == 1 else 20)
+        runs.append(script.state)
+        reset()
+    assert same_bits(*runs)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("ways", "fused"), [("exact", True), ("read", True), ("read", False)])
+def test_a_planted_fault_leaves_every_bit(fault: Fault, accumulate: int, ways: str, fused: bool) -> None:
+    script = Script(ways=ways, accumulate=accumulate, fused=fused)
+    script.train(2)
+    before = script.state
+    script.train(1, fault)
+    assert same_bits(script.state, before)
+    assert script.guard is not None
+    assert script.guard.dropped
+    assert script.accelerator.optimizer_step_was_skipped == (ways == "read")
+    script.train(1)
+    assert not same_bits(script.state, before)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_a_planted_fault_in_half_precision(fault: Fault, name: str) -> None:
+    script = Script(scale=name == "fp16", ways="exact")
+    with hs.simulate(name):
+        script.train(2)
+        before = script.state
+        script.train(1, fault)
+        is_overflow = name == "fp16" and fault == "gradient"
+        assert same_bits(script.state[:3], before[:3])
+        assert same_bits(script.state[3:], before[3:]) != is_overflow  # an overflow lowers the scale, nothing else does
+        script.train(1)
+    assert not same_bits(script.state[0], before[0])
+
+
+@pytest.mark.parametrize("ways", ["read", "exact"])
+def test_training_goes_on_as_if_the_bad_batch_were_not_there(ways: str) -> None:
+    guarded = Script(ways=ways)
+    guarded.train(3)
+    guarded.train(2, "batch")
+    guarded.train(3)
+    found = guarded.state
+    reset()
+    plain = Script(guarded=False)
+    plain.train(3)
+    plain.train(2, skipped=True)
+    plain.train(3)
+    assert same_bits(found, plain.state)
+
+
+def test_without_the_guard_the_same_fault_ruins_the_model() -> None:
+    plain = Script(guarded=False)
+    plain.train(1, "batch")
+    assert not all(value.isfinite().all() for value in plain.net.state_dict().values())
+
+
+def test_clipping_by_value_does_not_hide_an_infinite_gradient() -> None:
+    script = Script(clip="value")
+    script.train(2)
+    before = script.state
+    x, y = next(script.batches)
+    loss = F.cross_entropy(script.model(x), y)
+    script.accelerator.backward(loss)
+    script.net.body[0].weight.grad[0, 0] = float("inf")
+    script.accelerator.clip_grad_value_(script.model.parameters(), 0.5)
+    script.optimizer.step()
+    script.scheduler.step()
+    script.optimizer.zero_grad()
+    assert same_bits(script.state[1:], before[1:])
+    assert same_bits(script.state[0], before[0])
+
+
+@pytest.mark.parametrize("ways", ["read", "exact"])
+def test_save_state_resumes_with_and_without_the_guard(tmp_path: Path, ways: str) -> None:
+    whole = Script(ways=ways)
+    whole.train(2)
+    whole.train(1, "batch")
+    whole.train(1)
+    whole.accelerator.save_state(str(tmp_path / "stored"))
+    whole.train(3)
+    found = whole.state
+    reset()
+    for guarded in (True, False):
+        resumed = Script(ways=ways, guarded=guarded)
+        resumed.train(1)  # what was trained before the state is loaded must not matter
+        resumed.accelerator.load_state(str(tmp_path / "stored"))
+        resumed.train(3, skipped=True)
+        resumed.train(3)
+        assert same_bits(resumed.state, found)
+        reset()
+
+
+def test_several_bad_steps_in_a_row_stop() -> None:
+    script = Script(max_consecutive=3)
+    with pytest.raises(TrainingStopped, match="3 bad steps in a row"):
+        script.train(6, "batch")
+
+
+def test_a_capsule_names_the_sample_and_the_module(tmp_path: Path) -> None:
+    script = Script(capsules=tmp_path / "capsules")
+    assert script.guard is not None
+
+    def loss_fn(batch: dict[str, Any]) -> Any:
+        return F.cross_entropy(script.model(batch["x"]), batch["y"])
+
+    for number in range(3):
+        x, y = next(script.batches)
+        batch = {"x": x.clone(), "y": y, "index": torch.arange(8) + 8 * number}
+        if number == 1:
+            batch["x"][5, 2] = float("nan")
+        script.guard.keep(batch)
+        script.accelerator.backward(loss_fn(batch))
+        script.optimizer.step()
+        script.scheduler.step()
+        script.optimizer.zero_grad()
+    with pytest.warns(UserWarning, match="was saved; find the cause"):
+        script.guard.finish()
+    found = str(hs.replay(tmp_path / "capsules" / "00000001", script.net, loss_fn))
+    assert "sample 13: ['x'][2] is nan" in found
+    assert "body.1.running_var" in found
+
+
+def test_the_line_says_what_is_guarded(capsys: pytest.CaptureFixture[str]) -> None:
+    Script()
+    assert capsys.readouterr().err == (
+        "halfstep: guards Accelerate: loss, gradients and 3 buffers; AdamW drops a bad step in its kernel, without a "
+        "wait; schedule CosineAnnealingLR: one host read per step; not guarded: counters and averages of your loop\n"
+    )
+
+
+def test_a_scheduler_that_was_not_prepared_is_named_and_can_follow(capsys: pytest.CaptureFixture[str]) -> None:
+    accelerator, model = Accelerator(cpu=True), seeded(Net)
+    adamw = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+    schedule = torch.optim.lr_scheduler.StepLR(adamw, 1)
+    model, adamw = accelerator.prepare(model, adamw)
+    guard = hs.integrations.accelerate.guard(accelerator, model, adamw)
+    assert "scheduler = guard.follow(scheduler)" in capsys.readouterr().err
+    followed = guard.follow(schedule)
+    for fault in (None, "batch"):
+        model.fault = fault
+        accelerator.backward(model(torch.ones(4, 4)).sum())
+        adamw.step()
+        followed.step()
+        adamw.zero_grad()
+    assert schedule.last_epoch == 1
+
+
+# --- bad input ---
+
+
+def test_guard_before_prepare_is_refused() -> None:
+    accelerator, model = Accelerator(cpu=True), Net()
+    adamw = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ConfigError, match="AdamW was not prepared"):
+        hs.integrations.accelerate.guard(accelerator, model, adamw)
+    prepared = accelerator.prepare(adamw)
+    with pytest.raises(ConfigError, match="Net was not prepared"):
+        hs.integrations.accelerate.guard(accelerator, model, prepared)
+
+
+def test_two_guards_are_refused() -> None:
+    script = Script()
+    with pytest.raises(ConfigError, match="already guarded"):
+        hs.integrations.accelerate.guard(script.accelerator, script.model, script.optimizer)
+    assert script.guard is not None
+    script.guard.close()
+    hs.integrations.accelerate.guard(script.accelerator, script.model, script.optimizer)
+
+
+def test_closing_leaves_no_trace() -> None:
+    script = Script(ways="exact")
+    assert script.guard is not None
+    script.train(2)
+    script.guard.close()
+    assert "backward" not in vars(script.accelerator)
+    assert "step" not in vars(script.optimizer)
+    assert isinstance(script.scheduler.scheduler, torch.optim.lr_scheduler.CosineAnnealingLR)
+    assert isinstance(script.optimizer.param_groups[0]["lr"], float)
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM"])
+def test_setups_that_step_by_themselves_are_refused(kind: str) -> None:
+    script = Script(guarded=False)
+    script.accelerator.state.distributed_type = accelerate.DistributedType[kind]
+    with pytest.raises(ConfigError, match=f"{kind}, which cannot be guarded"):
+        hs.integrations.accelerate.guard(script.accelerator, script.model, script.optimizer)
+
+
+def test_another_object_than_an_accelerator_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not Linear"):
+        hs.integrations.accelerate.guard(torch.nn.Linear(1, 1), Net(), None)  # type: ignore[arg-type]
+
+
+def test_a_closure_is_refused() -> None:
+    script = Script()
+    with pytest.raises(ConfigError, match="closure"):
+        script.optimizer.step(lambda: None)
+
+
+def test_backward_on_the_loss_itself_is_named() -> None:
+    script = Script()
+    x, y = next(script.batches)
+    F.cross_entropy(script.model(x), y).backward()
+    with pytest.warns(UserWarning, match="the loss is not"):
+        script.optimizer.step()
+
+
+# --- what is relied on ---
+
+
+def test_signatures_of_accelerate() -> None:
+    """What the integration replaces or reads; a change here needs a look at it."""
+    assert list(inspect.signature(Accelerator.backward).parameters) == ["self", "loss", "kwargs"]
+    assert list(inspect.signature(Accelerator.clip_grad_value_).parameters) == ["self", "parameters", "clip_value"]
+    assert list(inspect.signature(optimizer.AcceleratedOptimizer.step).parameters) == ["self", "closure"]
+    assert isinstance(optimizer.AcceleratedOptimizer.step_was_skipped, property)
+    assert "self._is_overflow" in inspect.getsource(optimizer.AcceleratedOptimizer.step_was_skipped.fget)
+    source = inspect.getsource(scheduler.AcceleratedScheduler.step)
+    assert "self.scheduler.step(" in source
+    assert "opt.step_was_skipped" in source
+    script = Script(guarded=False)
+    assert {"_models", "_optimizers", "_schedulers", "scaler"} <= vars(script.accelerator).keys()
+    assert {"optimizer", "scaler", "gradient_state", "_is_overflow"} <= vars(script.optimizer).keys()
+    assert {"scheduler", "optimizers", "step_with_optimizer"} <= vars(script.scheduler).keys()
+
+
+# --- two ranks ---
+
+
+def train_on_a_rank(rank: int, size: int, port: int) -> dict[str, Any]:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size),
+                      LOCAL_RANK=str(rank), ACCELERATE_USE_CPU="true")  # fmt: skip
+    found: dict[str, Any] = {}
+    for ways in ("read", "exact"):
+        script = Script(ways=ways, accumulate=2)
+        found["ranks"] = script.accelerator.num_processes
+        script.train(2)
+        before = script.state
+        for fault in FAULTS:
+            script.train(1, fault if rank == 1 else None)  # one rank alone is at fault
+            found[f"{ways} {fault}"] = same_bits(script.state, before)
+        script.train(1)
+        found[f"{ways} moves"] = not same_bits(script.state, before)
+        found[f"{ways} weights"] = [p.detach() for p in script.net.parameters()]
+        assert script.guard is not None
+        script.guard.close()
+    return found
+
+
+@pytest.mark.ranks
+def test_a_fault_of_one_rank_drops_the_step_on_both(tmp_path: Path) -> None:
+    first, second = together(2, train_on_a_rank, tmp_path)
+    assert first.pop("ranks") == second.pop("ranks") == 2
+    for ways in ("read", "exact"):
+        assert same_bits(first.pop(f"{ways} weights"), second.pop(f"{ways} weights"))
+    assert all(first.values()), first
+    assert all(second.values()), second

@@ -1,0 +1,247 @@
+"""The guard that integrations share, in a plain torch loop that plays the host."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from halfstep.errors import ConfigError, TrainingStopped
+from halfstep.integrations.guard import GuardedScheduler, HostGuard
+from host_faults import FAULTS, Fault, Net, copy_state, make_data, same_bits, seeded
+
+ADAMW = {"fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True), "plain": lambda p: torch.optim.AdamW(p, 1e-2)}
+
+
+class Custom(torch.optim.SGD):
+    """An optimizer whose step() is not torch's own: committed by the host's decision."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+ADAMW["custom"] = lambda p: Custom(p, 1e-2, momentum=0.9)
+
+
+class Loop:
+    """A host: it divides, clips, steps and schedules in its own order, with or without a guard."""
+
+    def __init__(
+        self, *, guarded: bool = True, make: str = "fused", schedule: Any = "auto", accumulate: int = 1,
+        scaled: bool = False, **more: Any,
+    ) -> None:  # fmt: skip
+        self.model = seeded(Net)
+        self.optimizer = ADAMW[make](self.model.parameters())
+        self.scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 40)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=7) if scaled else None
+        self.accumulate = accumulate
+        self.guard = None
+        if guarded:
+            self.guard = HostGuard("a loop", self.model, self.optimizer, schedule=schedule, scaler=self.scaler, **more)
+            self.scheduler = self.guard.follow(self.scheduler)
+        self.x, self.y = make_data(256)
+
+    def train(self, number: int, fault: Fault | None = None) -> None:
+        for part in range(self.accumulate):
+            self.model.fault = fault if part == 0 else None
+            rows = torch.arange(8) + 8 * (number * self.accumulate + part) % 248
+            loss = F.cross_entropy(self.model(self.x[rows]), self.y[rows])
+            loss = loss * (float("nan") if self.model.fault == "loss" else 1.0) / self.accumulate
+            if self.guard is not None:
+                self.guard.record(loss)
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+
+    def step(self) -> None:
+        if self.guard is not None:
+            self.guard.step()
+        elif self.scaler is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+
+    @property
+    def state(self) -> list[Any]:
+        held = [self.model, self.optimizer, self.scheduler]
+        return copy_state(*held, *([] if self.scaler is None else [self.scaler]))
+
+
+@pytest.mark.parametrize("schedule", ["read", "exact"])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_without_a_fault_every_bit_is_the_hosts(schedule: str, scaled: bool, accumulate: int) -> None:
+    given = {"accumulate": accumulate, "scaled": scaled}
+    plain, guarded = Loop(guarded=False, **given), Loop(schedule=schedule, **given)
+    for number in range(30):
+        plain.train(number)
+        guarded.train(number)
+    assert same_bits(guarded.state, plain.state)
+
+
+@pytest.mark.parametrize("make", ["plain", "custom"])
+def test_optimizers_that_are_not_fused_keep_their_bits(make: str) -> None:
+    plain, guarded = Loop(guarded=False, make=make), Loop(make=make)
+    for number in range(6):
+        plain.train(number)
+        guarded.train(number)
+    assert same_bits(guarded.state, plain.state)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("make", "schedule"), [("fused", "exact"), ("fused", "read"), ("plain", "read"), ("custom", "read")]
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_bad_step_leaves_every_bit(fault: Fault, make: str, schedule: str, accumulate: int) -> None:
+    loop = Loop(make=make, schedule=schedule, accumulate=accumulate)
+    loop.train(0, fault)  # the first one, before the optimizer has state
+    loop.train(1)
+    loop.train(2)
+    before = loop.state
+    loop.train(3, fault)
+    assert same_bits(loop.state, before)
+    assert loop.guard is not None
+    assert loop.guard.dropped
+    loop.train(4)
+    assert not loop.guard.dropped
+    assert not same_bits(loop.state, before)
+    assert (loop.guard.attempted, loop.guard.committed) == (5, 3)
+
+
+@pytest.mark.parametrize("schedule", ["read", "exact"])
+def test_after_a_bad_step_training_goes_on_as_if_its_batch_were_not_there(schedule: str) -> None:
+    guarded, plain = Loop(schedule=schedule), Loop(guarded=False)
+    for number in range(12):
+        guarded.train(number, "batch" if number in (0, 5, 6) else None)
+        if number not in (0, 5, 6):
+            plain.train(number)
+    assert same_bits(guarded.state, plain.state)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_scale_moves_for_overflows_of_gradients_only(fault: Fault) -> None:
+    loop = Loop(scaled=True, schedule="exact")
+    for number in range(3):
+        loop.train(number)
+    before = loop.state
+    loop.train(3, fault)
+    after = loop.state
+    assert same_bits(after[:3], before[:3])
+    is_overflow = fault == "gradient"
+    assert after[3]["scale"] == before[3]["scale"] / (2 if is_overflow else 1)
+    assert is_overflow or same_bits(after[3], before[3])
+
+
+@pytest.mark.parametrize("schedule", ["read", "exact"])
+def test_a_checkpoint_is_the_hosts_and_resumes_in_the_middle(schedule: str) -> None:
+    whole = Loop(schedule=schedule)
+    for number in range(9):
+        whole.train(number, "batch" if number in (2, 6) else None)
+        if number == 4:
+            stored = whole.state
+            assert isinstance(stored[1]["param_groups"][0]["lr"], float)
+    for resumed in (Loop(schedule=schedule), Loop(guarded=False)):
+        for holder, state in zip((resumed.model, resumed.optimizer, resumed.scheduler), stored, strict=True):
+            holder.load_state_dict(copy.deepcopy(state))
+        for number in range(5, 9):
+            if number != 6 or resumed.guard is not None:
+                resumed.train(number, "batch" if number == 6 else None)
+        assert same_bits(resumed.state, whole.state)
+
+
+def test_state_loaded_into_a_loop_that_has_run_starts_from_there() -> None:
+    loop = Loop(schedule="exact")
+    loop.train(0)
+    stored = loop.state
+    after = []
+    for _ in range(2):
+        for number in range(1, 4):
+            loop.train(number)
+        after.append(loop.state)
+        for holder, state in zip((loop.model, loop.optimizer, loop.scheduler), stored, strict=True):
+            holder.load_state_dict(copy.deepcopy(state))
+    assert same_bits(*after)
+
+
+def test_closing_gives_the_loop_back() -> None:
+    plain, guarded = Loop(guarded=False), Loop(schedule="exact")
+    assert guarded.guard is not None
+    for number in range(6):
+        if number == 3:
+            guarded.guard.close()
+            guarded.scheduler, guarded.guard = guarded.scheduler.inner, None
+        plain.train(number)
+        guarded.train(number)
+    assert same_bits(guarded.state, plain.state)
+    HostGuard("a loop", guarded.model, guarded.optimizer).close()
+
+
+def test_exact_waits_for_nothing_that_read_waits_for() -> None:
+    """The rates of both are the same, step by step."""
+    loops = [Loop(schedule=way) for way in ("read", "exact")]
+    for number in range(5):
+        for loop in loops:
+            loop.train(number, "loss" if number == 2 else None)
+        assert loops[0].scheduler.get_last_lr() == loops[1].scheduler.get_last_lr()
+        assert isinstance(loops[1].optimizer.param_groups[0]["lr"], torch.Tensor)
+
+
+def test_five_bad_steps_in_a_row_stop() -> None:
+    loop = Loop()
+    for number in range(6):
+        loop.train(number, "batch")
+    with pytest.raises(TrainingStopped, match="5 bad steps in a row"):
+        loop.train(6, "batch")
+
+
+def test_the_line_says_what_is_guarded() -> None:
+    loop = Loop(schedule="exact", limits=["global_step"])
+    line = str(loop.guard)
+    assert line == (
+        "guards a loop: loss, gradients and 3 buffers; AdamW drops a bad step in its kernel, without a wait; schedule "
+        "CosineAnnealingLR: exact without a wait; not guarded: global_step"
+    )
+    assert "one host read per step" in str(Loop(schedule="read").guard)
+    assert "is restored after a bad step" in str(Loop(make="plain").guard)
+    assert "waits for the verdict once per step" in str(Loop(make="custom").guard)
+
+
+def test_a_second_guard_is_refused() -> None:
+    loop = Loop()
+    with pytest.raises(ConfigError, match="already guarded"):
+        HostGuard("a loop", loop.model, loop.optimizer)
+
+
+def test_exact_needs_an_optimizer_that_reads_its_rate_on_the_device() -> None:
+    with pytest.raises(ConfigError, match="schedule='exact' needs"):
+        Loop(make="custom", schedule="exact")
+
+
+def test_a_model_that_was_not_called_is_refused() -> None:
+    loop = Loop()
+    assert loop.guard is not None
+    with pytest.raises(ConfigError, match="was not called since the last step"):
+        loop.guard.step()
+
+
+def test_rollback_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not supported inside a loop"):
+        Loop(guard={"on_fault": "rollback"})
+
+
+def test_a_plateau_is_left_to_the_host() -> None:
+    loop = Loop()
+    assert loop.guard is not None
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(loop.optimizer)
+    assert loop.guard.follow(plateau) is plateau
+    assert isinstance(loop.scheduler, GuardedScheduler)
