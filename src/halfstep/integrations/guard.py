@@ -45,7 +45,7 @@ from halfstep.step.clip import compute_total_norm
 from halfstep.step.facts import Facts, Reading
 from halfstep.step.forward_writes import Also
 from halfstep.step.guard import ADVICE_FOR_LOOPS, Action, Guard, Verdict
-from halfstep.step.ranks import refuse_other_rates, refuse_other_steps
+from halfstep.step.ranks import refuse_differing_rates, refuse_differing_steps
 from halfstep.step.scaler import FAR_BELOW, USUAL_FIRST, Scaler
 from halfstep.step.schedule import Curve
 from halfstep.step.step import Step, collect_gradients
@@ -141,8 +141,8 @@ class HostGuard:
         ranks = self._step.ranks
         if ranks is not None:
             settings = {"guard": options, "schedule": self.schedule, "host": self.host}
-            refuse_other_steps(ranks.world, self._step.optimizers, settings)
-            self._guard.observers.append(refuse_other_rates)
+            refuse_differing_steps(ranks.world, self._step.optimizers, settings)
+            self._guard.observers.append(refuse_differing_rates)
         self._dropped = DroppedSteps(low_scale=self._low_scale)
         if self.is_first_rank:
             self._guard.observers.append(self._dropped.observe)

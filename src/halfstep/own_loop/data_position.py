@@ -271,7 +271,7 @@ class _Pass:
 
     def _continue(self, found: Mapping[str, Any], generators: Mapping[str, Any]) -> Iterator[Batch]:
         """Begin the stored pass again and skip what it has yielded."""
-        self._refuse_other_loader(found)
+        self._refuse_different_loader(found)
         num = self.num_yielded = int(found["num_yielded"])
         if found["is_left"]:
             warn_user(
@@ -327,7 +327,7 @@ class _Pass:
             self._ahead.append(state)
             yield batch
 
-    def _refuse_other_loader(self, found: Mapping[str, Any]) -> None:
+    def _refuse_different_loader(self, found: Mapping[str, Any]) -> None:
         then, now = found["num_batches"], self.num_batches
         if then != now:
             raise CheckpointError(

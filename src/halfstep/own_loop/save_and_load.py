@@ -85,7 +85,7 @@ def load(
     """
     path, steps, model = Path(path), _list_steps(step), _make_model(model)
     state = _read(path)
-    _refuse_other_model(path, model, state["model"])
+    _refuse_different_model(path, model, state["model"])
     if len(steps) != len(state["steps"]):
         raise CheckpointError(
             f"{path} holds the state of {format_count(len(state['steps']), 'step')}, {len(steps)} were given",
@@ -235,7 +235,7 @@ def _make_unstorable(place: str, why: str) -> CheckpointError:
     )
 
 
-def _refuse_other_model(path: Path, model: nn.Module, stored: Mapping[str, Any]) -> None:
+def _refuse_different_model(path: Path, model: nn.Module, stored: Mapping[str, Any]) -> None:
     own = model.state_dict()
     missing, unknown = [name for name in own if name not in stored], [name for name in stored if name not in own]
     differing = [

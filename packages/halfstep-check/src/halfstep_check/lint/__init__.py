@@ -30,6 +30,7 @@ from halfstep_check.shared.errors import ConfigError
 
 LINE_RULES = (
     numerics.find_refused_bce,
+    numerics.find_manual_casts,
     api.find_refused_arguments,
     switches.find_stuck_switches,
     api.find_old_names,
@@ -61,9 +62,11 @@ RELEVANT = re.compile(
 )
 """What every rule needs one of; other files are not analysed."""
 
-TEST = re.compile(r"^test_|_test$|^conftest$")
+TEST = re.compile(r"^test_|^conftest$")
 TEST_FOLDERS = ("test", "tests")
-PROBE = re.compile(r"^(bench|benchmark|profile|profiling)(_|$)|_(bench|benchmark|profile|profiler)$", re.IGNORECASE)
+PROBE = re.compile(
+    r"^(bench|benchmark|profile|profiling)(_|$)|_(bench|benchmark|profile|profiler|test)$", re.IGNORECASE
+)
 PROBE_FOLDERS = ("benchmark", "benchmarks", "profiling")
 TIMES = re.compile(r"speed|benchmark|profile", re.IGNORECASE)
 SAVES = re.compile(r"\bsave(_checkpoint|_pretrained|_model|_state|_weights)?\(")

@@ -358,18 +358,17 @@ def find_tested_results(amp: Amp) -> Iterator[Finding]:
     """Find `stepped = scaler.step(optimizer)` and a test of it: without a closure it is None, skipped or not."""
     keys = {last_name(made.key) for made in amp.scalers}
     keys |= {last_name(e.scaled_by) for t in amp.traces for e in t.events if is_scaled_backward(e)}
-    returns_none = amp.script.made_by_torch
     results: dict[str, ast.Call] = {}
     for name, values in amp.script.assigned.items():
         call = values[0] if len(values) == 1 else None
-        if isinstance(call, ast.Call) and is_bare_step(call, keys, returns_none):
+        if isinstance(call, ast.Call) and is_bare_step(amp.script, call, keys):
             results[name] = call
     for node in amp.script.nodes:
         if not isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert):
             continue
         for inner in amp.script.walk_below(node.test):
             call = results.get(dotted_name(inner))
-            if isinstance(inner, ast.Call) and is_bare_step(inner, keys, returns_none):
+            if isinstance(inner, ast.Call) and is_bare_step(amp.script, inner, keys):
                 call = inner
             if call is not None:
                 message = "the result of scaler.step() does not tell a skip: without a closure it is None either way"
@@ -378,8 +377,8 @@ def find_tested_results(amp: Amp) -> Iterator[Finding]:
                 break
 
 
-def is_bare_step(call: ast.Call, scalers: set[str], returns_none: Callable[[str], bool]) -> bool:
-    """Match `scaler.step(optimizer)` without a closure, where no optimizer of the user's returns something."""
+def is_bare_step(script: Script, call: ast.Call, scalers: set[str]) -> bool:
+    """Match `scaler.step(optimizer)` without a closure, of an optimizer of torch: others may return something."""
     owner = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "step" else None
     bare = last_name(dotted_name(owner)) in scalers and len(call.args) == 1 and not call.keywords
-    return bare and returns_none(dotted_name(call.args[0]))
+    return bare and not script.made_elsewhere(dotted_name(call.args[0]))

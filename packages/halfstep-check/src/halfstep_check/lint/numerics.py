@@ -1,4 +1,4 @@
-"""Losses that autocast refuses, and losses read by the host at every step."""
+"""Losses that autocast refuses, inputs cast by hand under it, and losses read by the host at every step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from halfstep_check.findings import Finding
 from halfstep_check.lint.amp import Amp
 from halfstep_check.lint.flow import Event, Trace
+from halfstep_check.lint.hiding import is_model_call
 from halfstep_check.lint.script import Script, last_name, list_parameters
+from halfstep_check.lint.weights import get_cast_dtype
 
 
 def find_refused_bce(amp: Amp) -> Iterator[Finding]:
@@ -44,6 +46,27 @@ def is_in_loss_module(amp: Amp, event: Event) -> bool:
 
 def is_bce_loss(value: ast.expr, script: Script) -> bool:
     return isinstance(value, ast.Call) and script.resolve_name(value.func).endswith("nn.BCELoss")
+
+
+def find_manual_casts(amp: Amp) -> Iterator[Finding]:
+    """Find model(x.half()) under autocast: autocast casts what should be cast, and keeps fp32 what should stay."""
+    for trace in amp.traces:
+        casts: dict[str, ast.Call] = {}
+        for event in trace.events:
+            is_on = event.region is not None and event.region.may_be_on and event.region.device != "cpu"
+            value = event.node.value if not isinstance(event.node, ast.Call) else None
+            for target in event.targets:
+                casts.pop(target, None)
+                if is_on and isinstance(value, ast.Call) and get_cast_dtype(value, amp.script) in ("fp16", "bf16"):
+                    casts[target] = value
+            if not is_on or not isinstance(event.node, ast.Call) or not is_model_call(event.node, amp.script):
+                continue
+            for key, given in zip(event.arguments, event.node.args, strict=True):
+                cast = casts.get(key, given)
+                if isinstance(cast, ast.Call) and get_cast_dtype(cast, amp.script) in ("fp16", "bf16"):
+                    message = "an input is cast to half by hand under autocast: ops that autocast keeps in fp32 get a "
+                    fix = "drop the cast, autocast does it where it helps"
+                    yield amp.script.report("manual-cast", cast, message + "rounded input", fix=fix)
 
 
 def find_host_waits(amp: Amp) -> Iterator[Finding]:

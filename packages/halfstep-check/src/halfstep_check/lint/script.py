@@ -426,14 +426,18 @@ class Script:
         unscaled = {dotted_name(c.args[0]) for c in self.calls if getattr(c.func, "attr", "") == "unscale_" and c.args}
         return {last_name(name) for name in made | unscaled} - {""}
 
-    def made_by_torch(self, key: str) -> bool:
-        """Return whether an optimizer may be torch's: made by torch.optim here, or taken as a parameter."""
-        values = self.list_values(key)
-        return not values or any(map(self.makes_optimizer, values))
-
     def makes_optimizer(self, value: ast.expr) -> bool:
         name = self.resolve_name(value.func) if isinstance(value, ast.Call) else ""
         return name.startswith("torch.optim.") and not name.startswith(("torch.optim.lr_scheduler", "torch.optim.swa"))
+
+    def made_elsewhere(self, key: str) -> bool:
+        """Return whether a name may hold what a class of this file, or of a package other than torch, makes."""
+        for value in self.trace_origins(key):
+            name = dotted_name(value.func) if isinstance(value, ast.Call) else ""
+            imported = self.imports.get(name.split(".")[0], "torch")
+            if name in self.class_by_name or not imported.startswith("torch"):
+                return True
+        return False
 
     @cached_property
     def restarts(self) -> set[int]:

@@ -84,4 +84,20 @@ NUMERIC_RULES = (
                 loss = model(x)
         """,
     ),
+    Rule(
+        name="manual-cast",
+        severity=Severity.WARNING,
+        title="an input is cast to half by hand under autocast",
+        why="Autocast casts each op's inputs as that op needs. A hand cast rounds once more, also for the ops that "
+        "autocast would have run in fp32.",
+        fix="Pass the input as it is.",
+        bad="""
+            with torch.autocast("cuda", dtype=torch.float16):
+                out = model(x.half())
+        """,
+        good="""
+            with torch.autocast("cuda", dtype=torch.float16):
+                out = model(x)
+        """,
+    ),
 )
