@@ -192,9 +192,9 @@ class _ForwardBackwardCut:
             spans = [(node.made_by, last_op)]
         else:
             spans = []
-            if self._is_stored(number, node.forward_readers, is_again=False):
+            if self._is_stored(number, node.forward_readers, is_recomputed=False):
                 spans.append((node.made_by, self._find_end(node.forward_readers)))
-            if is_backward and self._is_stored(number, node.backward_readers, is_again=False):
+            if is_backward and self._is_stored(number, node.backward_readers, is_recomputed=False):
                 spans.append((node.made_by, self._find_end(node.backward_readers)))
             elif not is_backward and self._is_stored_again(number, uses_again, kept):
                 spans.append((min(uses_again), self._find_end(uses_again)))
@@ -213,18 +213,18 @@ class _ForwardBackwardCut:
         is_index = node.maker is not None and node.maker.name == POOL and number == node.maker.makes[-1]
         return node.num_bytes // OFFSET_SHARE if is_index and len(node.maker.makes) > 1 else node.num_bytes  # type: ignore[union-attr]
 
-    def _is_stored(self, number: int, readers: list[int], *, is_again: bool) -> bool:
+    def _is_stored(self, number: int, readers: list[int], *, is_recomputed: bool) -> bool:
         """True if a value must be written to memory: a kernel that cannot be fused makes or reads it."""
         maker = self.nodes[number].maker
         if not readers:
             return False
-        made_apart = maker is not None and not is_again and (_is_apart(maker) or maker.name in SUMS)
+        made_apart = maker is not None and not is_recomputed and (_is_apart(maker) or maker.name in SUMS)
         return made_apart or any(_is_apart(self.trace.ops[reader]) for reader in readers)
 
     def _is_stored_again(self, number: int, uses: list[int], kept: set[int]) -> bool:
         """True if a recomputed value must be written to memory in backward."""
         is_shared = len(uses) > 1 and self._takes_many_reads(number, kept)
-        return is_shared or self._is_stored(number, self.nodes[number].backward_readers, is_again=True)
+        return is_shared or self._is_stored(number, self.nodes[number].backward_readers, is_recomputed=True)
 
     def _takes_many_reads(self, number: int, kept: set[int]) -> bool:
         """True if recomputing a value reads more than FEW_READS others from memory."""
