@@ -2,6 +2,7 @@
 #   make demo    install into .venv and run the main job
 #   make test    install into .venv and run every check
 #   make soak    the tests that take minutes, and processes of a run killed thirty times at random points
+#   make docs    build the docs site into build/docs, offline, with warnings as errors
 #   make rules   write docs/rules from the rules of halfstep-check
 #   make check-hook   try the pre-commit hook of halfstep-check, as committed, with pre-commit itself
 #   make demos   train every workload's demo and assert what it learned (minutes each)
@@ -11,7 +12,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo demos soak test check check-hook rules format clean
+.PHONY: demo demos docs soak test check check-hook rules format clean
 
 demo: $(STAMP)
 	$(BIN)/halfstep train unet
@@ -32,6 +33,10 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(STAMP)
+	$(BIN)/python -m sphinx -q -W --keep-going -b html -d build/doctrees docs build/docs
+	@echo "open build/docs/index.html"
 
 rules: $(STAMP)
 	$(BIN)/python packages/halfstep-check/rule_pages.py docs/rules

@@ -62,7 +62,7 @@ def test_the_readme_installs_what_every_workload_needs() -> None:
 
 
 def test_errors_ask_for_the_packages_of_the_extras() -> None:
-    extras = {name: needed for name, needed in PROJECT["optional-dependencies"].items() if name != "dev"}
+    extras = {name: needed for name, needed in PROJECT["optional-dependencies"].items() if name not in ("dev", "docs")}
     assert sorted(name + version for name, version in OPTIONAL.items()) == sorted(sum(extras.values(), []))
     assert shlex.split(suggest_install("torchao")) == ["pip", "install", *extras["fp8"]]
     for path in (ROOT / "src").rglob("*.py"):

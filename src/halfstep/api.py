@@ -20,7 +20,9 @@ def train(
 ) -> Path:
     """Train a workload, a YAML file or a loaded config, and return the run's folder.
 
-    hs.train("unet", "data.dir=data/carvana", "precision=bf16", out="runs/first")
+    Example::
+
+        hs.train("unet", "data.dir=data/carvana", "precision=bf16", out="runs/first")
     """
     loaded = load(target, overrides=overrides) if isinstance(target, str) else target
     return train_loaded(

@@ -24,10 +24,12 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 @contextlib.contextmanager
 def fp32_island() -> Iterator[None]:
-    """Switch autocast off on every device type, since the tensors' device is not known here.
+    """Run the code inside in fp32: autocast is off, on every device. Cast half-precision inputs yourself.
 
-    with fp32_island():
-        dice = dice_loss(to_fp32(logits), target)
+    Example::
+
+        with hs.fp32_island():
+            dice = dice_loss(logits.float(), target)
     """
     # Written out, not looped over: torch.compile traces autocast in a `with` statement, not on an ExitStack.
     with (

@@ -113,7 +113,7 @@ def test_a_teacher_moved_in_on_commit_makes_no_host_synchronisation_and_stays_af
         model, optimizer, precision, also=[teacher], on_commit=move, clip_norm=1.0, scaler={"init_scale": 256}
     )
     batches, loss_fn = [batch(k, device="cuda") for k in range(10)], loss_of(model)
-    for k in range(4):
+    for k in range(10):
         step(loss_fn, [batches[k]])
     with no_host_wait():
         for k in range(50):

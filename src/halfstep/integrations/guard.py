@@ -402,6 +402,8 @@ class GuardedScheduler:
         last = self._guard.last_facts
         if self._rates is None:
             if last is None or not bool(last.bad):
+                # torch's schedulers ask for optimizer.step() first, which a kernel may have replaced.
+                self.inner.optimizer._opt_called = last is not None  # type: ignore[attr-defined]
                 self.inner.step(*args, **kwargs)
             return
         if args or kwargs:

@@ -3,7 +3,7 @@
 From one state, kept aside, the same window runs twice uncaptured and once as a replay. A tensor that both uncaptured
 runs leave with the same bits must have them after the replay, too. One that differs between them (atomic additions)
 may differ by at most `NOISE` times as much. The first window of a step is also compared with the eager step of the
-user's Python code, in the same way, except that it may differ by `ROUNDINGS`.
+user's Python code, up to `ROUNDINGS` in its gradients.
 
 This cannot see a Python value that was frozen while the certificate was made: guards prevent that (traced.py).
 """
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from halfstep.precision.contexts import get_autocast_dtype
 from halfstep.step.facts import read_rng_state, restore_rng
@@ -25,9 +26,8 @@ from halfstep.step.step import Step
 NOISE = 3.0
 """How much further a replay may be from an uncaptured run than two of those are from each other."""
 ROUNDINGS = 8.0
-"""How far the traced code may be from the eager step: so many roundings, in the format of the computation, of what the
-step changed, and in fp32 of the tensor itself. It runs the same kernels, but autograd may add up gradients in another
-order."""
+"""How far the traced code's gradients may be from those of the eager step: so many roundings, in the format of the
+computation, of their norm. It runs the same kernels, but autograd may add up gradients in another order."""
 ROOM = 6
 """Copies of the state stay on the device while it has room for this many; otherwise they go to host memory."""
 
@@ -72,8 +72,10 @@ class StepState:
         self.names = [name for name, _ in found.values()]
         self.tensors = [tensor for _, tensor in found.values()]
         num_bytes = sum(t.numel() * t.element_size() for t in self.tensors)
+        slots = step.writes.slots
+        self.buffers = {slots.find_full_name(slot) for slot in slots.buffers}
         self.has_gradients = False
-        """True to compare gradients as well: where a graph holds no optimizer."""
+        """True to copy gradients as well, after the other tensors."""
         self.on_host = step.device.type == "cuda" and ROOM * num_bytes > torch.cuda.mem_get_info(step.device)[0]
 
     @torch.no_grad()
@@ -113,40 +115,54 @@ class StepState:
         run()
         return self.copy()
 
-    def compare(
-        self, found: StateCopy, first: StateCopy, second: StateCopy, *, start: StateCopy | None = None
-    ) -> tuple[int, list[str]]:
-        """Return how many tensors are bit-equal, and the names of the others. Raise ReplayDiffers for one that differs
-        by more than the noise of two uncaptured runs; with `start`, the state that a step began from, it may also
-        differ by the rounding of the computation."""
+    def compare(self, found: StateCopy, first: StateCopy, second: StateCopy) -> tuple[int, list[str]]:
+        """Return how many tensors have the bits of two uncaptured runs, and the names of those that differ between
+        these as well. Raise ReplayDiffers if another one differs, or one of those by more than their noise."""
         exact, noisy = 0, []
-        num, num_gradients = len(self.names), len(found.tensors) - len(self.names)
-        if not len(found.tensors) == len(first.tensors) == len(second.tensors):
-            raise ReplayDiffers("not the same parameters get a gradient")
-        names = [*self.names, *["a gradient"] * num_gradients]
-        starts: list[Tensor | None] = [None] * len(names)
-        if start is not None:
-            starts = [*start.tensors[:num], *map(torch.zeros_like, found.tensors[num:])]
-        runs = zip(names, found.tensors, first.tensors, second.tensors, starts, strict=True)
-        for name, value, one, other, then in runs:
+        names = [*self.names, *["a gradient"] * (len(found.tensors) - len(self.names))]
+        for name, value, one, other in zip(names, found.tensors, first.tensors, second.tensors, strict=False):
             if have_same_bits(value, one):
                 exact += 1
                 continue
             noise, distance = find_distance(one, other), min(find_distance(value, one), find_distance(value, other))
-            if not distance <= NOISE * noise and (then is None or not self._is_rounding(value, one, then)):
+            if not distance <= NOISE * noise:
                 raise ReplayDiffers(
                     f"{name} differs by {distance:.3g}, where two uncaptured runs differ by {noise:.3g}"
                 )
             noisy.append(name)
         return exact, noisy
 
-    def _is_rounding(self, value: Tensor, other: Tensor, start: Tensor) -> bool:
-        """True if two results of one step differ by no more than sums in another order do."""
-        value, other, start = (one.double() if not one.is_complex() else one for one in (value, other, start))
-        dtype = get_autocast_dtype(self.step.plan.granted) or torch.float32
-        eps = 2.0**-10 if self.step.plan.compute == "tf32" else torch.finfo(dtype).eps
-        allowed = eps * (other - start).norm() + torch.finfo(torch.float32).eps * other.norm()
-        return bool((value - other).norm() <= ROUNDINGS * allowed)
+    def compare_gradients(self, found: StateCopy, first: StateCopy, second: StateCopy) -> bool:
+        """Return whether a run leaves the bits of another one, `first`. Raise ReplayDiffers if their gradients, or what
+        forward writes, differ by more than rounding and the noise between `first` and `second`.
+
+        Weights are not compared: Adam divides by the size of a gradient, and so makes updates of rounding errors where
+        the true gradient is zero, as of a bias in front of a norm."""
+        if all(map(have_same_bits, found.tensors, first.tensors)):
+            return True
+        rounding, num = ROUNDINGS * find_eps(self.step), len(self.names)
+        own, one, other = ([t.double() for t in copy.tensors[num:]] for copy in (found, first, second))
+        if [tensor.shape for tensor in own] != [tensor.shape for tensor in one]:
+            raise ReplayDiffers("not the same parameters get a gradient")
+        size, distance, noise = (float(get_total_norm(t)) for t in (one, subtract(own, one), subtract(one, other)))
+        if not distance <= rounding * size + NOISE * noise:
+            raise ReplayDiffers(f"gradients differ by {distance / size:.2g} of their norm")
+        for name, value, then in zip(self.names, found.tensors, first.tensors, strict=False):
+            if name in self.buffers and value.is_floating_point():
+                far = find_distance(value, then)
+                if not far <= rounding * float(then.abs().max()):
+                    raise ReplayDiffers(f"{name} differs by {far:.3g}")
+        return False
+
+
+def subtract(some: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    return [one - other for one, other in zip(some, others, strict=True)]
+
+
+def find_eps(step: Step) -> float:
+    """Return the relative rounding error of the format that a step computes in."""
+    dtype = get_autocast_dtype(step.plan.granted) or torch.float32
+    return 2.0**-10 if step.plan.compute == "tf32" else torch.finfo(dtype).eps
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def make_recorder(folder: str | os.PathLike[str], step: Step, *, spikes: bool) -
 
 
 def replay(capsule: str | os.PathLike[str], model: nn.Module, loss_fn: LossFn) -> Replayed:
-    """Find out why a step of your own loop went bad.
+    """Find out why a step of your own loop went bad. ::
 
         found = hs.replay("capsules/00000123", model, loss_fn)
         print(found)
@@ -151,9 +151,11 @@ class SeenSteps:
 def ledger(step: object) -> Iterator[SeenSteps]:
     """Watch the steps made inside, forward and backward; their results are bit-identical to unwatched ones.
 
-    with hs.ledger(step) as seen:
-        step(loss_fn, window)
-    print(seen)
+    Example::
+
+        with hs.ledger(step) as seen:
+            step(loss_fn, window)
+        print(seen)
     """
     guarded = getattr(step, "_step", step)
     if not isinstance(guarded, Step):

@@ -320,6 +320,7 @@ class FastPath:
             traced.weights.append(weight)
             traced.weight_outputs.append(call.find_promised(call.result[1]) if isinstance(weight, Tensor) else None)
             traced.batches.append(batch)
+            call.forget_result()
 
     # --- 2: replay ---
 
@@ -412,18 +413,21 @@ class FastPath:
         is_python = level.compiler == "aten" and not any(call.entry.has_side_effects for call in traced.calls)
         state = StepState(self.step, traced.list_written())
         before = state.copy()
-        state.has_gradients = not graph.replay.commits
         self.step.look_ahead()
-        code, window = run_calls(traced, []), list(traced.calls)
-        if is_python:
-            code, window = split_results(loss_fn, is_alone=len(traced.batches) == 1), traced.batches
+        window = traced.batches
+        code = split_results(loss_fn, is_alone=len(window) == 1)
         with state.protect(before):
             with self.rates.as_tensors():
-                runs = [state.run_from(before, lambda: self._try_code(code, window)) for _ in range(2)]
+                state.has_gradients = True
+                runs = [state.run_from(before, lambda: self._try(traced)) for _ in range(2)]
+                python = state.run_from(before, lambda: self._try_code(code, window)) if is_python else None
+            state.has_gradients = not graph.replay.commits
             found = state.run_from(before, lambda: self._replay_only(graph, traced))
             state.restore(before)
         try:
-            state.compare(found, *runs, start=before if is_python else None)
+            state.compare(found, *runs)
+            if python is not None:
+                state.compare_gradients(python, *runs)
         except ReplayDiffers as error:
             num_suspect = level.num_replays - level.num_trusted
             warn_user(
@@ -533,8 +537,8 @@ class FastPath:
             return eager(loss_fn)
         state = StepState(self.step, traced.list_written())
         before = state.copy()
+        state.has_gradients = True
         if has_eager_commit:  # its Python code must run once: compare gradients, and make the step afterwards
-            state.has_gradients = True
             with state.protect(before):
                 plain = split_results(loss_fn, is_alone=len(window) == 1)
                 after = state.run_from(before, lambda: self._try_code(plain, window))
@@ -550,7 +554,7 @@ class FastPath:
         if facts.read().is_bad:
             return facts  # a dropped step shows nothing
         try:
-            _, rounded = state.compare(after, *runs, start=before)
+            is_equal = state.compare_gradients(after, *runs)
         except ReplayDiffers as error:
             if is_pure:
                 self._stay_eager(f"the traced code does not equal the eager step: {error}")
@@ -561,7 +565,7 @@ class FastPath:
             level.is_compared = level.num_tried > 1
             return facts
         level.is_compared = True
-        level.certificate.add("the eager step" + (" up to rounding" if rounded else ""))
+        level.certificate.add("the eager step" + ("" if is_equal else " up to rounding"))
         return facts
 
     # --- Inductor's code in place of torch's kernels ---
@@ -650,7 +654,11 @@ class FastPath:
             return "several ranks train together, and their reductions are not captured"
         if step.plan.simulated:
             return "the precision is simulated"
-        return "a global module hook is registered" if any(GLOBAL_HOOKS) else ""
+        if any(GLOBAL_HOOKS):
+            return "a global module hook is registered"
+        gradients = (parameter.grad for parameter in step.find_trained_parameters())
+        are_sparse = any(gradient is not None and gradient.is_sparse for gradient in gradients)
+        return "gradients are sparse" if are_sparse else ""
 
     def _find_eager_commit(self) -> str:
         """Return why only forward and backward can be captured; empty if the whole step can."""

@@ -67,7 +67,8 @@ OneSchedule = LRScheduler | Schedule | Paced
 class Step:
     """One optimizer step of your loop: chooses the precision, drops bad steps completely, stops after several in a row.
 
-    It replaces autocast, GradScaler, unscale_, clip_grad_norm_, zero_grad, optimizer.step and scheduler.step::
+    It replaces autocast, GradScaler, `unscale_`, `clip_grad_norm_`, `zero_grad`, `optimizer.step` and
+    `scheduler.step`::
 
         import halfstep as hs
 
@@ -193,7 +194,7 @@ class Step:
             model, optimizers, plan, accumulate=accumulate, clip=clip,
             schedules=self._schedules.rates or (), scaler=scaling, ema=Ema(model, decay=decay) if decay else None,
             spikes=SpikeMeter(device, skips=skip_spikes), also=also, on_gradients=on_gradients,
-            on_commit=on_commit,
+            on_commit=on_commit, norm_order=model.parameters(),  # as in clip_grad_norm_(model.parameters(), ...)
         )  # fmt: skip
         floor = self._step.scaler.options.min_scale
         self._guard = Guard(options, scaling=plan.needs_loss_scaling, min_scale=floor, advice=ADVICE_FOR_LOOPS)
@@ -207,6 +208,7 @@ class Step:
         if on_outcome is not None:
             self._guard.observers.append(lambda facts, reading: on_outcome(Outcome(reading)))
         self._recorder = make_recorder(folder, self._step, spikes=skip_spikes) if folder else None
+        self._step.keeps_rng = self._recorder is not None
         if self._recorder is not None:
             self._guard.observers.append(self._recorder.observe)
         self._rollback = Rollback(model, self._step, self._guard) if options.on_fault == "rollback" else None

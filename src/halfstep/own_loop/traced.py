@@ -20,6 +20,7 @@ import itertools
 import logging
 import operator
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -98,12 +99,18 @@ class Call:
                 return number
         raise NotTraced("loss_fn returns a tensor that it did not compute")
 
-    @torch.no_grad()
+    def forget_result(self) -> None:
+        """Let go of what was returned, once it was looked at: what the user's code kept stays alive, and is filled."""
+        self.result = None
+        self.promised = [weakref.ref(one) if isinstance(one, Tensor) else one for one in self.promised]
+
     def fulfil(self, outputs: Sequence[Any]) -> None:
         """Copy what the code returned into the tensors that the user holds."""
         for promised, output in zip(self.promised, outputs, strict=True):
-            if isinstance(promised, Tensor) and promised is not output:
-                promised.copy_(output)
+            held = promised() if isinstance(promised, weakref.ref) else None
+            if held is not None:
+                with torch.no_grad():
+                    held.copy_(output)
 
 
 class TracedLoss:

@@ -138,13 +138,13 @@ SIMULATED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": None}
 
 
 def simulate(format: str, device_type: str = "cpu") -> Reusable:
-    """Run the code inside, forward and backward, with the numerics of bf16, fp16 or tf32.
+    """Run the code inside, forward and backward, with the numerics of bf16, fp16 or tf32. ::
 
-    with hs.simulate("fp16"):
-        loss = loss_fn(model(x), y)
-        loss.backward()
+        with hs.simulate("fp16"):
+            loss = loss_fn(model(x), y)
+            loss.backward()
 
-    fp8 swaps Linear modules, so it needs a plan: decide("fp8", hardware, model, simulate=True).apply(model).
+    fp8 swaps Linear modules, so it needs a plan: `hs.decide("fp8", hardware, model, simulate=True).apply(model)`.
     """
     if format not in SIMULATED_DTYPES:
         raise PrecisionError(

@@ -154,15 +154,22 @@ class Facts:
         facts.attempted, facts.factor = attempted, None
         return facts
 
-    def send(self) -> None:
+    def send(self, host: Tensor | None = None, event: torch.cuda.Event | None = None) -> None:
+        """Start the copy to the host, into pinned memory that the caller may use again after `keep`."""
         assert self.packed is not None
-        self._host = start_copy_to_host(self.packed)
+        self._host = start_copy_to_host(self.packed) if host is None else host.copy_(self.packed, non_blocking=True)
         self.ids = tuple(start_copy_to_host(ids.flatten()) for ids in self.ids)
         if self.loss.is_cuda:
-            self._event = torch.cuda.Event()
+            self._event = event or torch.cuda.Event()
             self._event.record()
         if self.spikes is not None:
             self.spikes.follow(self)
+
+    def keep(self) -> None:
+        """Copy what was sent, if it was not read yet: the host's memory is used again."""
+        if self._reading is None and self._host is not None and self._event is not None:
+            self.wait(self._event)
+            self._host, self._event = self._host.clone(), None
 
     def read(self) -> Reading:
         """Wait for this step, and for this step only."""

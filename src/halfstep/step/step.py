@@ -83,12 +83,15 @@ class Step:
         on_gradients: OnGradients | None = None,
         on_commit: OnCommit | None = None,
         values: Values | None = None,
+        norm_order: Iterable[Tensor] = (),
     ) -> None:
+        """`norm_order`: sum the gradient norm in the order of these parameters instead of that of the groups."""
         self.model, self.plan, self.accumulate, self.clip, self.ema = model, plan, accumulate, clip or Clip(), ema
         self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self.rates: Rates | None = None
         self._held: list[Tensor] = []
         self._trained: list[Tensor] = []  # the parameters in `_held`, each once
+        self._norm_order = {id(parameter): number for number, parameter in enumerate(norm_order)}
         trained = self.find_trained_parameters()
         refuse_spread(model, trained)
         self.device = trained[0].device
@@ -118,6 +121,7 @@ class Step:
         self.writes = ForwardWrites(model, also, commits=on_commit is not None)
         self.observed: Callable[[], AbstractContextManager[object]] = nullcontext
         """A context that evidence enters around forward and backward, to observe what runs in them."""
+        self.keeps_rng = True  # whether facts of replays hold the generators, for capsules
         self.hold: Hold | None = None  # set before the first step by a loop that can repeat held steps
         self.signals = DelayedSignals()
         self._backend, self._autocast = plan.backend(), make_autocast_context(plan)
@@ -424,7 +428,9 @@ class Step:
             self.rates.refuse_new_groups()
         held = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         if not are_same_objects(held, self._held):
-            self._held, self._trained = held, list({id(p): p for p in held}.values())
+            last = len(self._norm_order)
+            self._held = held
+            self._trained = sorted({id(p): p for p in held}.values(), key=lambda p: self._norm_order.get(id(p), last))
         return check_parameters(self._trained)
 
     def _clear_known_gradients(self, parameters: list[Tensor]) -> None:

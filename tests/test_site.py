@@ -1,0 +1,69 @@
+"""The docs site builds offline without a warning, loads nothing from elsewhere, and has every page and public name."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import halfstep as hs
+from doc_pages import ROOT
+
+DOCS = ROOT / "docs"
+TOCTREE = re.compile(r"^:::\{toctree\}\n(.*?)^:::", re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not importlib.util.find_spec("sphinx"):
+        pytest.skip("sphinx is not installed: pip install -c constraints.txt -e '.[docs]'")
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-d", str(out / "trees")]
+    built = subprocess.run([*command, str(DOCS), str(out / "html")], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    return out / "html"
+
+
+def test_every_page_is_built(site: Path) -> None:
+    pages = {path.relative_to(DOCS).with_suffix(".html") for path in DOCS.rglob("*.md")} - {Path("README.html")}
+    assert [page for page in pages if not (site / page).exists()] == []
+    assert (site / "searchindex.js").exists()
+
+
+def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+    loads = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=["'](?:https?:)?//[^"']*""")
+    assert [found for page in site.rglob("*.html") for found in loads.findall(page.read_text())] == []
+    styles = re.compile(r"""(?:url\(|@import)\s*["']?(?:https?:)?//[^)"']*""")
+    assert [found for sheet in site.rglob("*.css") for found in styles.findall(sheet.read_text())] == []
+
+
+def test_the_api_page_has_every_public_name(site: Path) -> None:
+    text = (site / "api.html").read_text()
+    assert [name for name in hs.__all__ if name != "__version__" and f'id="halfstep.{name}"' not in text] == []
+
+
+def list_sidebar() -> dict[str, list[str]]:
+    """The pages of the sidebar by section, as index.md has them."""
+    sections = {}
+    for toctree in TOCTREE.findall((DOCS / "index.md").read_text()):
+        lines = toctree.split()
+        start = lines.index(":hidden:") + 1
+        caption = re.search(r":caption: (.*)", toctree)
+        assert caption
+        sections[caption[1]] = [line for line in lines[start:] if line != ":glob:"]
+    return sections
+
+
+def test_the_readme_of_the_docs_lists_the_sidebar() -> None:
+    listed: dict[str, list[str]] = {}
+    for line in (DOCS / "README.md").read_text().splitlines():
+        if title := re.fullmatch(r"\*\*(.+)\*\*", line):
+            listed[title[1]] = []
+        elif listed:
+            listed[next(reversed(listed))] += re.findall(r"\]\(((?!\.\.)[\w/]+)\.md\)", line)
+    sidebar = {title: [page.replace("*", "README") for page in pages] for title, pages in list_sidebar().items()}
+    assert listed == sidebar
