@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,8 +41,11 @@ def make_module(package: str = PACKAGES[0], *, fused: bool = True, schedule: str
     return kind()
 
 
-def make_loader(num_batches: int) -> Any:
-    return DataLoader(TensorDataset(*make_data(BATCH * num_batches)), BATCH)
+def make_loader(num_batches: int, spoil: int | None = None) -> Any:
+    x, y = make_data(BATCH * num_batches)
+    if spoil is not None:
+        x[spoil] = float("nan")
+    return DataLoader(TensorDataset(x, y), BATCH)
 
 
 def make_trainer(package: str = PACKAGES[0], plugin: Any = None, **more: Any) -> Any:
@@ -55,10 +57,10 @@ def make_trainer(package: str = PACKAGES[0], plugin: Any = None, **more: Any) ->
     return host.Trainer(**{**settings, **more}, **({"plugins": [plugin]} if plugin is not None else {}))
 
 
-def fit(module: Any, trainer: Any, num_batches: int = 30, **more: Any) -> Any:
+def fit(module: Any, trainer: Any, num_batches: int = 30, *, spoil: int | None = None, **more: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's remarks on loaders, workers and logging intervals
-        trainer.fit(module, make_loader(num_batches), **more)
+        trainer.fit(module, make_loader(num_batches, spoil), **more)
     return trainer
 
 
@@ -91,8 +93,3 @@ def make_watcher(package: str, fault_at: dict[int, Fault], accumulate: int = 1) 
 
 ALL_FAULTS: dict[int, Fault] = {3 * number + 7: fault for number, fault in enumerate(FAULTS)}
 """Each fault once, with good steps around it."""
-
-
-def find_folder(path: Path) -> Path:
-    path.mkdir(parents=True, exist_ok=True)
-    return path

@@ -20,7 +20,7 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Literal, cast
 
@@ -31,7 +31,8 @@ from torch.utils._pytree import tree_map
 
 from halfstep.errors import ConfigError
 from halfstep.hardware.probe import probe
-from halfstep.integrations.guard import GUARDED, GuardedScheduler, HostGuard, keep_average_of_good_steps
+from halfstep.integrations.captured import CapturedLoop
+from halfstep.integrations.guard import GUARDED, HostGuard, keep_average_of_good_steps
 from halfstep.own_loop.arguments import check_choice, read_precision
 from halfstep.own_loop.fast import CAPTURES, Fast, say
 from halfstep.own_loop.step import Step
@@ -94,11 +95,9 @@ class HalfstepPrecision:
         check_choice("level", level, ("auto", "captured", "guard"))
         check_choice("schedule", schedule, ("auto", "exact", "read"))
         self._asked, self._level, self._schedule_way = read_precision(precision), level, schedule
-        self._guard_options: dict[str, Any] = {
-            "capsules": capsules, "guard": {"max_consecutive": max_consecutive}, "also": also,
-        }  # fmt: skip
-        self._plan_options = {"strict": strict, "simulate": simulate}
-        self._step_options = {"fast": fast, **self._plan_options, **step_options}
+        self._capsules, self._max_consecutive, self._also = capsules, max_consecutive, also
+        self._strict, self._simulate = strict, simulate
+        self._step_options = {"fast": fast, "strict": strict, "simulate": simulate, **step_options}
         self._dtype: torch.dtype | None = None
         self._device = "cpu"
         self.scaler: torch.amp.GradScaler | None = None
@@ -113,7 +112,7 @@ class HalfstepPrecision:
     @property
     def step(self) -> Step | None:
         """Return the hs.Step of captured steps: its `mode` and `certificate` say what runs. None at level "guard"."""
-        return None if self._captured is None else self._captured.step
+        return None if self._captured is None else self._captured.loop.step
 
     # --- set-up ---
 
@@ -123,7 +122,7 @@ class HalfstepPrecision:
         pl_module = _unwrap_module(model)
         device = next(model.parameters()).device
         self._device = device.type
-        plan = decide(self._asked, probe(str(device)), pl_module, **self._plan_options)
+        plan = decide(self._asked, probe(str(device)), pl_module, strict=self._strict, simulate=self._simulate)
         for warning in plan.warnings:
             say(warning)
         self._granted, self.precision = plan.granted, NAMES.get(plan.granted, plan.granted)
@@ -170,57 +169,59 @@ class HalfstepPrecision:
         if self.scaler is not None and self._stored_scale:
             self.scaler.load_state_dict(self._stored_scale)
         limits = ["global_step, which counts dropped steps"]
-        pl_module = _unwrap_module(self._model)
-        trainer = pl_module.trainer
-        follows: Callable[[Any], Any]
+        limits += [
+            f"{type(c.scheduler).__name__}, which follows its metric" for c in self._configs if c.reduce_on_plateau
+        ]
+        by_step = [config for config in self._configs if config.interval == "step" and not config.reduce_on_plateau]
+        trainer = _unwrap_module(self._model).trainer
         if self._is_guard:
+            if self._why_guard:
+                limits.append(f"steps are not captured: {self._why_guard}")
+            way = self._schedule_way
+            if way == "auto" and any(_cycles_momentum(config.scheduler) for config in by_step):
+                way = "read"  # a table holds learning rates only
             self._guard = HostGuard(
                 "Lightning", self._model, self._optimizer, precision=self._granted, scaler=self.scaler,
-                schedule=self._schedule_way, limits=limits, **self._guard_options,
+                schedule=way, limits=limits, capsules=self._capsules, also=self._also,
+                guard={"max_consecutive": self._max_consecutive},
             )  # fmt: skip
-            follows = self._guard.follow
+            for config in by_step:
+                config.scheduler = self._guard.follow(config.scheduler)
+            self._guard.announce()
         else:
-            kind = "value" if trainer.gradient_clip_algorithm == "value" else "l2"
-            step = Step(
-                pl_module, self._optimizer, self._asked, scaler=self.scaler,
-                clip_norm=trainer.gradient_clip_val, clip_type=kind, **self._guard_options, **self._step_options,
+            loop = CapturedLoop(
+                "Lightning", self._model, self._optimizer, by_step[0].scheduler if by_step else None,
+                precision=self._asked, clip_norm=trainer.gradient_clip_val or 0.0, scaler=self.scaler,
+                clip_type="value" if trainer.gradient_clip_algorithm == "value" else "l2", limits=limits,
+                capsules=self._capsules, also=self._also, max_consecutive=self._max_consecutive, **self._step_options,
             )  # fmt: skip
-            self._captured = CapturedSteps(step, pl_module, self._schedule_way)
-            follows = self._captured.schedules.follow
-        for config in self._configs:
-            if config.reduce_on_plateau:
-                limits.append(f"{type(config.scheduler).__name__}, which follows its metric")
-            elif config.interval == "step":
-                config.scheduler = follows(config.scheduler)
+            self._captured = CapturedSteps(loop, self._model)
+            for config in by_step:
+                config.scheduler = loop.scheduler
+            loop.announce()
         for callback in trainer.callbacks:
             average = getattr(callback, "_average_model", None)  # of a WeightAveraging
             if isinstance(average, nn.Module) and "on_train_batch_end" not in vars(callback):
                 keep_average_of_good_steps(callback, "on_train_batch_end", average, self._read_verdict)
-        if self._guard is not None:
-            if self._why_guard:
-                self._guard.limits.append(f"steps are not captured: {self._why_guard}")
-            self._guard.announce()
-        elif self._captured is not None:
-            say(f"runs Lightning's steps in {self._granted} as hs.Step does: a bad step changes nothing, and a replay "
-                f"needs a training_step that can be traced; not guarded: {'; '.join(limits)}")  # fmt: skip
 
     def _read_verdict(self) -> Tensor | None:
         """Return whether the newest step was bad, on the device."""
-        owner = self._guard or (self._captured.schedules if self._captured is not None else None)
+        owner = self._guard or self._captured
         return owner.last_facts.bad if owner is not None and owner.last_facts is not None else None
 
     def _end(self) -> None:
-        guard, captured = self._guard, self._captured
-        self._guard = self._captured = self._optimizer = self.scaler = None
-        has_failed = sys.exc_info()[0] is not None  # then a second error would hide the first one
-        if guard is not None:
-            try:
-                if not has_failed:
-                    guard.finish()
-            finally:
-                guard.close()
-        if captured is not None:
-            captured.close(finish=not has_failed)
+        owner = self._guard or (self._captured.loop if self._captured is not None else None)
+        try:
+            # While another error is being handled, a second one would hide it.
+            if owner is not None and sys.exc_info()[0] is None:
+                owner.finish()
+        finally:
+            if owner is not None:
+                owner.close()
+            for config in self._configs:
+                config.scheduler = getattr(config.scheduler, "inner", config.scheduler)
+            self._guard = self._captured = self._optimizer = self.scaler = None
+            self._configs = []
 
     def teardown(self) -> None:
         self._end()
@@ -274,7 +275,7 @@ class HalfstepPrecision:
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.scaler is not None and self._captured is not None:
-            self.scaler.load_state_dict(self._captured.step.scaler.state_dict())
+            self.scaler.load_state_dict(self._captured.loop.step.scaler.state_dict())
         if self.scaler is not None:
             checkpoint[SCALER_KEY] = self.scaler.state_dict()
 
@@ -355,6 +356,11 @@ def _find_obstacle(pl_module: Any) -> str:
         pl_module.training_step, "dataloader_iter", explicit=True
     ):
         return "training_step takes dataloader_iter"
+    by_step = [config for config in trainer.lr_scheduler_configs if config.interval == "step"]
+    if by_step and (len(trainer.lr_scheduler_configs) > 1 or by_step[0].frequency != 1):
+        return "there are several schedulers, or one that does not follow every step"
+    if by_step and _cycles_momentum(by_step[0].scheduler):
+        return f"{type(by_step[0].scheduler).__name__} changes momentum at every step (cycle_momentum=True)"
     for name in MODULE_HOOKS:
         if is_overridden(name, pl_module):
             return f"{type(pl_module).__name__} overrides {name}"
@@ -363,6 +369,10 @@ def _find_obstacle(pl_module: Any) -> str:
             if is_overridden(name, callback, host.Callback):
                 return f"the callback {type(callback).__name__} overrides {name}"
     return ""
+
+
+def _cycles_momentum(scheduler: Any) -> bool:
+    return bool(getattr(scheduler, "cycle_momentum", False))
 
 
 def _import_host(pl_module: Any) -> ModuleType:
@@ -377,26 +387,24 @@ def _import_host(pl_module: Any) -> ModuleType:
 class CapturedSteps:
     """Run a LightningModule's training_step in hs.Step."""
 
-    def __init__(self, step: Step, pl_module: Any, way: str) -> None:
-        self.step, self.pl_module = step, pl_module
-        self.schedules = FollowedSchedules(step, way)
+    def __init__(self, loop: CapturedLoop, pl_module: Any) -> None:
+        self.loop, self.pl_module = loop, pl_module
+        self.last_facts: Facts | None = None
         self.calls = LogCalls()
         self._loss_fn = _make_loss_fn(pl_module, self.calls)
 
-    def run(self, closure: Any) -> Tensor:
+    def run(self, closure: Any) -> Any:
         """Make one step in place of Lightning's closure, and give the closure its result."""
         module, calls = self.pl_module, self.calls
         # What Lightning's own closure would call training_step with: batch, and batch_idx if it takes that.
         arguments = dict(closure._step_fn.args[0])
         module.__dict__["log"], module.__dict__["log_dict"] = calls.log, calls.log_dict
-        self.schedules.refresh()
         try:
-            outcome = self.step(self._loss_fn, [arguments])
+            self.last_facts = self.loop(self._loss_fn, [arguments])
         finally:
             del module.__dict__["log"], module.__dict__["log_dict"]
-        self.schedules.last_facts = outcome._facts if isinstance(outcome._facts, Facts) else None
-        loop = module.trainer.fit_loop.epoch_loop.automatic_optimization
-        closure._result = loop.output_result_cls(calls.loss, extra=calls.extra)
+        optimization = module.trainer.fit_loop.epoch_loop.automatic_optimization
+        closure._result = optimization.output_result_cls(calls.loss, extra=calls.extra)
         before, module._current_fx_name = module._current_fx_name, "training_step"
         try:
             for name, args, kwargs in calls.noted:
@@ -404,13 +412,6 @@ class CapturedSteps:
         finally:
             module._current_fx_name = before
         return closure._result.loss
-
-    def close(self, *, finish: bool) -> None:
-        try:
-            if finish:
-                self.step.finish()
-        finally:
-            self.schedules.close()
 
 
 class LogCalls:
@@ -442,7 +443,7 @@ def _make_loss_fn(pl_module: Any, calls: LogCalls) -> Callable[[Any], Tensor]:
             raise ConfigError(
                 "training_step returned None",
                 why="a captured step cannot be skipped by its own code",
-                fix='return the loss, and let a step that is not finite be dropped; or HalfstepPrecision(level="guard")',
+                fix='return the loss: a step that is not finite is dropped; or HalfstepPrecision(level="guard")',
             )
         extra = {k: v for k, v in output.items() if k != "loss"} if isinstance(output, Mapping) else {}
         calls.extra = tree_map(_detach, extra)
@@ -450,43 +451,6 @@ def _make_loss_fn(pl_module: Any, calls: LogCalls) -> Callable[[Any], Tensor]:
         return loss
 
     return run_training_step
-
-
-class FollowedSchedules:
-    """Let the host's per-step schedulers follow the good steps of an hs.Step, as HostGuard lets them follow its own."""
-
-    def __init__(self, step: Step, way: str) -> None:
-        self._step = step._step
-        self.optimizer = self._step.optimizers[0]
-        self.last_facts: Facts | None = None
-        self.schedule = HostGuard._choose_way(cast(HostGuard, self), way)
-        self._schedulers: list[GuardedScheduler] = []
-        self._hooks = [
-            self.optimizer.register_state_dict_post_hook(self._store_plain_rates),
-        ]
-
-    def follow(self, scheduler: Any) -> Any:
-        guarded = HostGuard.follow(cast(HostGuard, self), scheduler)
-        return guarded
-
-    limits: list[str] = []  # noqa: RUF012
-
-    def refresh(self) -> None:
-        for scheduler in self._schedulers:
-            scheduler.follow_again()
-            scheduler.refresh()
-
-    def _store_plain_rates(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        for scheduler in self._schedulers:
-            scheduler.settle()
-            scheduler.write_plain_rates(state["param_groups"])
-
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        for scheduler in self._schedulers:
-            scheduler.settle()
-            scheduler.let_go()
 
 
 # --- Fabric ---

@@ -5,9 +5,9 @@ nnU-Net finds trainers by name, also in the folders that the variable nnUNet_ext
     export nnUNet_extTrainer=$(python -m halfstep.integrations.nnunet)
     nnUNetv2_train DATASET 3d_fullres 0 -tr nnUNetTrainerHalfstep
 
-`python -m halfstep.integrations.nnunet` prints the folder, which holds nnUNetTrainerHalfstep.py and nothing else: nnU-Net
-imports every file of it. That class is `HalfstepSteps` in front of nnUNetTrainer; put it in front of your own trainer
-the same way.
+`python -m halfstep.integrations.nnunet` prints the folder, which holds nnUNetTrainerHalfstep.py and nothing else:
+nnU-Net imports every file of it. That class is `HalfstepSteps` in front of nnUNetTrainer; put it in front of your own
+trainer the same way.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class HalfstepSteps(Trainer):  # type: ignore[misc]
     clip_norm = 12.0
     step_options: dict[str, Any] = {}  # noqa: RUF012
 
+    grad_scaler: Any
     _step: Step | None = None
 
     def _do_i_compile(self) -> bool:

@@ -7,5 +7,5 @@ from nnunetv2.training.nnUNetTrainer.nnUNetTrainer import nnUNetTrainer
 from halfstep.integrations.nnunet import HalfstepSteps
 
 
-class nnUNetTrainerHalfstep(HalfstepSteps, nnUNetTrainer):
+class nnUNetTrainerHalfstep(HalfstepSteps, nnUNetTrainer):  # type: ignore[misc]
     """nnUNetTrainer whose steps are guarded, and captured on a GPU."""
