@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from nnunetv2.training.nnUNetTrainer.nnUNetTrainer import nnUNetTrainer
+from nnunetv2.training.nnUNetTrainer.nnUNetTrainer import nnUNetTrainer as Trainer
 
 from halfstep.integrations.nnunet import HalfstepSteps
 
 
-class nnUNetTrainerHalfstep(HalfstepSteps, nnUNetTrainer):  # type: ignore[misc]
+class nnUNetTrainerHalfstep(HalfstepSteps, Trainer):  # type: ignore[misc]
     """nnUNetTrainer whose steps are guarded, and captured on a GPU."""
