@@ -5,6 +5,7 @@
 #   make docs    build the docs site into build/docs, offline, with warnings as errors
 #   make rules   write docs/rules from the rules of halfstep-check
 #   make check-hook   try the pre-commit hook of halfstep-check, as committed, with pre-commit itself
+#   make trackers   install wandb and MLflow into .venv-trackers (over a gigabyte) and test log.track with them
 #   make demos   train every workload's demo and assert what it learned (minutes each)
 # On an x86 Linux machine the pinned torch is the CUDA build (gigabytes); on others it is small.
 
@@ -12,7 +13,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo demos docs soak test check check-hook rules format clean
+.PHONY: demo demos docs soak trackers test check check-hook rules format clean
 
 demo: $(STAMP)
 	$(BIN)/halfstep train unet
@@ -23,6 +24,12 @@ demos: $(STAMP)
 soak: $(STAMP)
 	$(BIN)/python -m pytest -q -m soak
 	PYTHONPATH=tests/support $(BIN)/python tests/soak_ranks.py
+
+trackers:
+	test -x .venv-trackers/bin/python || $(PYTHON) -m venv .venv-trackers
+	.venv-trackers/bin/python -m pip install --quiet --disable-pip-version-check -c tests/trackers/constraints.txt -e '.[cli,track,trackers]' pytest
+	.venv-trackers/bin/python -c 'import wandb, mlflow, tensorboard' # the tests would be skipped without them
+	.venv-trackers/bin/python -m pytest -q tests/trackers tests/report/test_listeners.py
 
 # Dozens of processes import halfstep: its bytecode is kept, whatever the shell says.
 test: export PYTHONDONTWRITEBYTECODE =
@@ -56,4 +63,4 @@ $(STAMP): pyproject.toml packages/halfstep-check/pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-trackers .mypy_cache .pytest_cache .ruff_cache

@@ -166,6 +166,8 @@ OPTIONAL = {
     "tokenizers": ">=0.21",
     "torchao": ">=0.17",
     "tensorboard": ">=2.18",
+    "wandb": ">=0.28",
+    "mlflow": ">=3.17",
 }
 """The packages of the extras in pyproject.toml, with their versions."""
 CLI_PACKAGES = {"pydantic": "pydantic", "yaml": "pyyaml", "rich": "rich", "typer": "typer", "PIL": "pillow",
@@ -192,6 +194,19 @@ def explain_missing(error: ModuleNotFoundError, what: str) -> ImportError | None
 def format_count(number: int, thing: str, things: str = "") -> str:
     """Return a count with its noun: `1 file`, `2,000 files`, `3 classes`."""
     return f"{number:,} {thing if number == 1 else things or thing + 's'}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return `8 s`, `12 min`, `1 h 10 min` or `2 d 3 h`."""
+    if seconds < 59.5:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+    return f"{hours // 24} d {hours % 24} h"
 
 
 BYTE_UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))

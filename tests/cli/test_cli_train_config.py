@@ -60,7 +60,7 @@ def test_guide_3s_command_works_as_written(capsys: Capture, tmp_path: Path) -> N
 
 
 def test_every_other_flag_reaches_its_setting(capsys: Capture) -> None:
-    flags = "--strict --simulate --device cpu --seed 7 --max-steps 9 -q --tensorboard --preset debug --fp16"
+    flags = "--strict --simulate --device cpu --seed 7 --max-steps 9 -q --track tensorboard,wandb --preset debug --fp16"
     flags += " --image-size 48"
     view = shown(capsys, "unet", *flags.split())
     expected = {
@@ -71,7 +71,7 @@ def test_every_other_flag_reaches_its_setting(capsys: Capture) -> None:
         "train.max_steps": 9,
         "data.image_size": 48,
         "log.quiet": True,
-        "log.tensorboard": True,
+        "log.track": ["tensorboard", "wandb"],
         "preset": "debug",
         "precision.default": "fp16",
     }

@@ -46,14 +46,23 @@ def bar_at(done: int, total: int, *, step_s: float, label: str = "Epoch 1/100 [T
 def test_the_bar_shows_count_rate_fields_and_time_left() -> None:
     line = drawn(bar_at(50, 150, step_s=0.3), 120)
     assert line.startswith("Epoch 1/100 [Train] ━━━━━━━━")
-    assert line.endswith(" 50/150 3.3 it/s loss 0.234 iou 0.654 lr 1.0e-3 bf16 4.8 GB 0:30 left")
+    assert line.endswith(" 50/150 0:30 left loss 0.234 iou 0.654 3.3 it/s lr 1.0e-3 bf16 4.8 GB")
 
 
 def test_at_80_columns_the_least_important_fields_go_first() -> None:
     line = drawn(bar_at(150, 150, step_s=0.3), 80)
     assert "\n" not in line
-    assert "150/150 3.3 it/s loss 0.234 iou 0.654 lr 1.0e-3" in line
+    assert "150/150 0:00 left loss 0.234 iou 0.654 3.3 it/s" in line
     assert "GB" not in line
+
+
+def test_position_and_time_left_of_a_long_run_survive_at_80_columns() -> None:
+    clock = HandClock()
+    bar = Bar("Epoch 12/100", 1000, whole=lambda: ("step 11,234/100,000", "1 h 10 min left"), clock=clock)
+    clock.now_s += 1.0
+    bar.advance({"mean loss": "0.2345", "accuracy": "0.654", "lr": "1.0e-3"})
+    assert drawn(bar, 80).endswith(" step 11,234/100,000 1 h 10 min left mean loss 0.2345")
+    assert "accuracy 0.654" in drawn(bar, 100)
 
 
 def test_no_width_makes_the_bar_wrap() -> None:
@@ -92,9 +101,9 @@ def test_a_step_that_compiled_is_in_the_time_but_not_in_the_rate_or_what_is_left
     for _ in range(10):
         clock.now_s += 1.0
         bar.advance()
-    assert bar.format_parts() == ["11/21", "1.0 it/s", "0:10 left"]
+    assert bar.format_parts() == ["11/21", "0:10 left", "1.0 it/s"]
     bar.is_over = True
-    assert bar.format_parts() == ["11/21", "1.0 it/s", "in 1:10"]
+    assert bar.format_parts() == ["11/21", "in 1:10", "1.0 it/s"]
 
 
 def test_fields_can_be_shown_before_the_first_step() -> None:
@@ -106,8 +115,8 @@ def test_fields_can_be_shown_before_the_first_step() -> None:
 def test_a_bar_that_is_over_tells_its_mean_rate_and_its_time() -> None:
     bar = bar_at(150, 150, step_s=0.3)
     bar.is_over = True
-    assert bar.format_parts()[-1] == "in 0:45"
-    assert bar.format_parts()[1] == "3.3 it/s"
+    assert bar.format_parts()[1] == "in 0:45"
+    assert "3.3 it/s" in bar.format_parts()
 
 
 def test_an_empty_pass_can_be_drawn() -> None:
@@ -122,11 +131,20 @@ def test_a_log_file_gets_a_line_at_start_and_end_and_one_every_half_minute() -> 
             bar.advance({"loss": "0.5"})
     assert lines == [
         "Epoch 1/2 [Train] 0/100",
-        "Epoch 1/2 [Train] 30/100 1.0 it/s loss 0.5 1:10 left",
-        "Epoch 1/2 [Train] 60/100 1.0 it/s loss 0.5 0:40 left",
-        "Epoch 1/2 [Train] 90/100 1.0 it/s loss 0.5 0:10 left",
-        "Epoch 1/2 [Train] 100/100 1.0 it/s loss 0.5 in 1:40",
+        "Epoch 1/2 [Train] 30/100 1:10 left loss 0.5 1.0 it/s",
+        "Epoch 1/2 [Train] 60/100 0:40 left loss 0.5 1.0 it/s",
+        "Epoch 1/2 [Train] 90/100 0:10 left loss 0.5 1.0 it/s",
+        "Epoch 1/2 [Train] 100/100 in 1:40 loss 0.5 1.0 it/s",
     ]
+
+
+def test_a_pass_that_is_summarised_afterwards_adds_a_line_to_a_log_file_only_after_minutes() -> None:
+    clock, lines = HandClock(), list[str]()
+    with LineBar("Epoch 1/2", 400, write=lines.append, is_summarised=True, clock=clock) as bar:
+        for _ in range(400):
+            clock.now_s += 1.0
+            bar.advance({"loss": "0.5"})
+    assert lines == ["Epoch 1/2 300/400 1:40 left loss 0.5 1.0 it/s"]
 
 
 def test_a_log_file_hears_of_an_item_that_takes_minutes() -> None:
@@ -148,8 +166,8 @@ def test_a_line_written_right_after_the_step_that_compiled_has_no_rate_and_the_n
             bar.advance()
     assert lines[1:] == [
         "Epoch 1/2 [Train] 1/40 fp32",
-        "Epoch 1/2 [Train] 31/40 1.0 it/s fp32 0:09 left",
-        "Epoch 1/2 [Train] 40/40 1.0 it/s fp32 in 1:24",
+        "Epoch 1/2 [Train] 31/40 0:09 left fp32 1.0 it/s",
+        "Epoch 1/2 [Train] 40/40 in 1:24 fp32 1.0 it/s",
     ]
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from io import StringIO
 from pathlib import Path
 
@@ -9,8 +8,6 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from halfstep.errors import HalfstepError
-from halfstep.report.metrics_file import cut_back, read
 from halfstep.report.run_report import RunReport
 
 
@@ -39,14 +36,15 @@ def whole_run(report: RunReport) -> None:
             bar.advance({"loss": "0.234"})
         report.notice("step 2 skipped: loss is nan (samples img_[3].png)", "warning")
         report.notice("checkpoint saved")
-    report.show_epoch(1, 1, [("loss", "0.2345", "0.2567"), ("iou", "0.6543", "0.6234")])
+    rows = [("loss", "0.2345", "0.2567"), ("iou", "0.6543", "0.6234")]
+    report.show_epoch("Epoch 1/1", ["Epoch 1/1 train: mean loss 0.2345", "Epoch 1/1 val:   iou 0.6234"], rows)
     report.finish("Trained", [("best iou", "0.6234")])
     report.close()
 
 
 def test_a_log_file_gets_plain_lines_without_control_codes(tmp_path: Path) -> None:
     screen = Screen(is_terminal=False)
-    whole_run(RunReport(tmp_path, console=screen.console))
+    whole_run(RunReport(tmp_path, verbose=True, console=screen.console))
     assert "\x1b" not in screen.text
     assert screen.text.splitlines() == [
         "halfstep train unet",
@@ -57,6 +55,8 @@ def test_a_log_file_gets_plain_lines_without_control_codes(tmp_path: Path) -> No
         "warning: step 2 skipped: loss is nan (samples img_[3].png)",
         "checkpoint saved",
         screen.text.splitlines()[7],
+        "Epoch 1/1 train: mean loss 0.2345",
+        "Epoch 1/1 val:   iou 0.6234",
         "Epoch 1/1   train     val",
         "loss       0.2345  0.2567",
         "iou        0.6543  0.6234",
@@ -64,6 +64,16 @@ def test_a_log_file_gets_plain_lines_without_control_codes(tmp_path: Path) -> No
         "  best iou: 0.6234",
     ]
     assert screen.text.splitlines()[7].startswith("Epoch 1/1 [Train] 3/3 ")
+
+
+def test_a_summarised_pass_leaves_its_two_lines_and_the_table_needs_verbose(tmp_path: Path) -> None:
+    screen = Screen(is_terminal=False)
+    report = RunReport(tmp_path, console=screen.console)
+    with report.show_phase("Epoch 1/1", 3, is_summarised=True) as bar:
+        for _ in range(3):
+            bar.advance({"loss": "0.234"})
+    report.show_epoch("Epoch 1/1", ["train line", "val line"], [("loss", "0.2345", "0.2567")])
+    assert screen.text.splitlines() == ["train line", "val line"]
 
 
 def test_a_terminal_gets_panels_a_bar_and_its_cursor_back(tmp_path: Path) -> None:
@@ -115,7 +125,7 @@ def test_an_error_inside_a_pass_ends_the_bar_and_goes_on(tmp_path: Path) -> None
 
 def test_a_summary_without_validation_has_no_empty_column(tmp_path: Path) -> None:
     screen = Screen(is_terminal=False)
-    RunReport(tmp_path, console=screen.console).show_epoch(2, 9, [("loss", "0.2345", "")])
+    RunReport(tmp_path, verbose=True, console=screen.console).show_epoch("Epoch 2/9", [], [("loss", "0.2345", "")])
     assert [line.split() for line in screen.text.splitlines()] == [["Epoch", "2/9", "train"], ["loss", "0.2345"]]
 
 
@@ -124,33 +134,3 @@ def test_records_reach_the_metrics_file(tmp_path: Path) -> None:
     report.log({"kind": "train", "step": 1, "loss": 0.5})
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"kind": "train", "step": 1, "loss": 0.5}
     report.close()
-
-
-def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder / "tensorboard"))
-    events.Reload()
-    return [(event.step, event.value) for event in events.Scalars(tag)]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own imports
-def test_a_resumed_run_replaces_what_tensorboard_had_beyond_the_checkpoint(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="needs the extra track: this was NOT tested")
-    first = RunReport(tmp_path, tensorboard=True, console=Screen(is_terminal=False).console)
-    for step in (1, 2, 3, 4):
-        first.log({"kind": "train", "step": step, "epoch": 1, "loss": float(step), "note": "text"})
-    first.close()
-    cut_back(tmp_path / "metrics.jsonl", 2)
-    second = RunReport(tmp_path, tensorboard=True, console=Screen(is_terminal=False).console)
-    second.log({"kind": "train", "step": 3, "epoch": 1, "loss": 30.0})
-    second.close()
-    assert scalars(tmp_path, "train/loss") == [(1, 1.0), (2, 2.0), (3, 30.0)]
-    assert [record["loss"] for record in read(tmp_path / "metrics.jsonl")] == [1.0, 2.0, 30.0]
-
-
-def test_without_tensorboard_the_error_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(HalfstepError) as caught:
-        RunReport(tmp_path, tensorboard=True)
-    assert "pip install 'tensorboard>=2.18'" in str(caught.value)

@@ -55,7 +55,8 @@ def test_nothing_is_said_of_a_cpu_or_of_a_model_whose_operations_are_not_counted
     assert compute_utilisation(KINDS["unet"].make_unit(load("unet").config, {}), 10.0, 1e12) is None
 
 
-TINY = {"data.dir": "anywhere", "data.num_workers": 0, "device": "cpu", "train.batch_size": 4, "train.max_steps": 4,
+TINY = {"log.verbose": True,
+        "data.dir": "anywhere", "data.num_workers": 0, "device": "cpu", "train.batch_size": 4, "train.max_steps": 4,
         "train.report_every": 1, "precision": "fp32", "log.curves": False}  # fmt: skip
 
 
@@ -120,9 +121,9 @@ def test_the_bar_says_which_runs_are_mixed(tmp_path: Path, capsys: pytest.Captur
 
 def test_the_bar_ends_where_the_run_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = said_by_a_run(tmp_path / "run", capsys, **{"train.max_steps": 8, "train.epochs": 1000})
-    assert "Epoch 1/2 [Train] 6/6" in said
-    assert "Epoch 2/2 [Train] 0/2" in said
-    assert "Epoch 2/2 [Train] 2/2" in said
+    assert "Epoch 1/2 6/6" in said
+    assert "Epoch 2/2 0/2" in said
+    assert "Epoch 2/2 2/2" in said
 
 
 def test_steps_say_how_long_a_run_is_unless_epochs_are_named(

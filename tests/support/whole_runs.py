@@ -51,7 +51,7 @@ def final_state(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
 
 def records(folder: Path) -> list[dict[str, Any]]:
     """Without what a clock or the machine decides."""
-    clocks = ("_per_s", "memory_bytes", "elapsed_s")
+    clocks = ("_per_s", "memory_bytes", "elapsed_s", "left_s")
     return [{name: value for name, value in line.items() if not name.endswith(clocks)} for line in stored_lines(folder)]
 
 

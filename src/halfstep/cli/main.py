@@ -78,7 +78,7 @@ def _wrap_stream(stream: TextIO) -> TextIO:
 
 COMMANDS = (
     *("bench", "check", "compare", "detect", "dry-run", "evaluate", "exercise", "formats", "guide", "ledger"),
-    *("pack", "plan", "predict", "replay", "report", "top", "train", "verify"),
+    *("pack", "plan", "predict", "replay", "report", "runs", "top", "train", "verify"),
 )
 """A command is the function `command` in the module of the same name, parsed with that module's `CONTEXT`."""
 
@@ -246,16 +246,6 @@ USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 EXPECTED = {"valid integer": "a whole number", "valid number": "a number"}
 """Replacements for typer's descriptions of a value."""
 
-FOREIGN_FLAGS = {
-    "-v": "leave it out: everything is shown, and --quiet shows less",
-    "--verbose": "leave it out: everything is shown, and --quiet shows less",
-    "--no-interactive": "leave it out: halfstep train never asks questions",
-    "--no-tensorboard": "leave it out: without --tensorboard no events are written",
-    "--no-sub-logdirs": "--out DIR is the run's folder itself",
-    "--run-eval-after-training": "halfstep evaluate RUN, after the run",
-}
-"""Flags of SlotContrast's training command that halfstep does not have, and what to use instead."""
-
 
 def explain_usage_error(error: Any, arguments: Sequence[str] = (), context: Any = None) -> ConfigError:
     """Return the parser's error as a ConfigError with a fix; `arguments` and `context` describe the call."""
@@ -269,14 +259,14 @@ def explain_usage_error(error: Any, arguments: Sequence[str] = (), context: Any 
     # Only the parser's error for an unknown option has this attribute.
     is_unknown = hasattr(error, "possibilities")
     names = {one.name for one in context.command.params} if context is not None else set()
-    if is_unknown and "quiet" in names and (instead := FOREIGN_FLAGS.get(error.option_name)):
+    if is_unknown and "quiet" in names and (instead := _find_habit(error.option_name)):
         return ConfigError(what.rstrip("."), fix=instead)
     if is_unknown and "precision" in names and _is_precision(precision := error.option_name.lstrip("-")):
         return ConfigError(what.rstrip("."), fix=f"use --precision {precision}")
     has_settings = "arguments" in names
     if is_unknown and has_settings and (setting := _find_setting(error.option_name)):
         same = _find_same_option(setting, context.command.params)
-        fix = f"did you mean {same}?" if same else f"write settings as {setting}=VALUE."
+        fix = f"did you mean {same}?" if same else f"write settings as {_find_path(setting)}=VALUE."
         return ConfigError(what.rstrip("."), fix=f"{fix} {help_text}")
     near = [name for name in getattr(error, "possibilities", None) or () if name != "--help"]
     nearest = f"did you mean {' or '.join(near)}? " if near else ""
@@ -289,6 +279,13 @@ def _is_precision(argument: str) -> bool:
     from halfstep.config.precision_names import PRECISIONS
 
     return argument in PRECISIONS
+
+
+def _find_habit(option: str) -> str:
+    """Return what to use instead of another tool's flag; empty if it is not a known one."""
+    from halfstep.config.aliases import HABITS
+
+    return HABITS.get(option.lstrip("-").replace("-", "_"), "")
 
 
 def _find_setting(option: str) -> str:
@@ -304,9 +301,15 @@ def _find_same_option(setting: str, options: Sequence[Any]) -> str:
     from halfstep.config.aliases import KEY_ALIASES
 
     # Flags are aliases of settings too, so both lead to one path.
-    paths = {key: alias.path for key, alias in KEY_ALIASES.items()}
-    path = paths.get(setting, setting)
-    return next((option.opts[0] for option in options if paths.get(option.name) == path), "")
+    path = _find_path(setting)
+    flags = (option for option in options if option.name in KEY_ALIASES)
+    return next((option.opts[0] for option in flags if KEY_ALIASES[option.name].path == path), "")
+
+
+def _find_path(setting: str) -> str:
+    from halfstep.config.aliases import KEY_ALIASES
+
+    return KEY_ALIASES[setting].path if setting in KEY_ALIASES else setting
 
 
 def _suggest_setting(option: str) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from halfstep.errors import CheckpointError, ConfigError, HalfstepError, format_count, summarise_error
+from halfstep.errors import CheckpointError, ConfigError, format_count
 
 
 def command(
@@ -41,6 +41,7 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
     from halfstep.disk import write_atomically
     from halfstep.report.page.read_run import read_run
     from halfstep.report.page.render import render_runs
+    from halfstep.run.memory.sizing import predict_memory_for_page
 
     for path in runs:
         if not path.is_dir():
@@ -54,7 +55,7 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
         page = render_comparison_page(runs[0])
     else:
         records = [read_run(path) for path in runs]
-        page = render_runs(records, [_predict_memory(path) for path in runs])
+        page = render_runs(records, [predict_memory_for_page(path) for path in runs])
     file = out or runs[0] / "report" / "report.html"
     if out is None:
         with contextlib.suppress(OSError):  # writing the file below reports the reason
@@ -68,19 +69,6 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
         error.fix = "choose a writable path with free space: --out FILE.html"
         raise
     return file
-
-
-def _predict_memory(path: Path) -> dict[str, int] | str:
-    """Predict the memory of the run's step by component; return the reason if that is not possible."""
-    from halfstep.run.memory.sizing import predict_stored_run
-    from halfstep.workloads.base.import_path import UnknownCode
-
-    try:
-        return predict_stored_run(path)
-    except UnknownCode:
-        return "the run uses custom code, which a report never runs"
-    except (HalfstepError, OSError) as error:
-        return summarise_error(error)
 
 
 def render_comparison_page(folder: Path) -> str:

@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from halfstep.disk import is_folder_locked
-from halfstep.errors import CheckpointError, format_bytes, suggest_command
+from halfstep.errors import CheckpointError, format_bytes, format_duration, suggest_command
 from halfstep.report.console import make_pairs_table
 from halfstep.report.page.read_run import SAMPLES, RunRecord, format_rate_unit
 
@@ -24,7 +24,7 @@ def command(
     once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
     wants_json: Annotated[bool, typer.Option("--json", help="Print once, as JSON.")] = False,
 ) -> None:
-    """Watch a run that trains in another terminal: loss, metric, throughput, GPU, memory, faults.
+    """Watch a run that trains in another terminal: progress, time left, loss, metric, throughput, GPU, faults.
 
     Only reads the run's records, and exits when the run ends.
 
@@ -61,7 +61,7 @@ def command(
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 48
-RECORDED = ("step", "epoch", "loss", SAMPLES, "memory_bytes", "skipped")
+RECORDED = ("step", "total_steps", "left_s", "epoch", "loss", SAMPLES, "memory_bytes", "skipped")
 GPU = {"utilization": "% busy", "power_w": "W", "temperature_c": "°C"}
 
 
@@ -84,9 +84,15 @@ def collect_facts(run: RunRecord) -> dict[str, Any]:
     latest: dict[str, Any] = train[-1] if train else {}
     facts: dict[str, Any] = {"run": str(run.path), "state": _describe_state(run)}
     facts |= {key: latest[key] for key in (*RECORDED, run.rate, *_list_loss_keys(run)) if latest.get(key) is not None}
+    if (mean := find_epoch_loss(run)) is not None:
+        facts["epoch_loss"] = mean
+    if run.has_ended:
+        facts.pop("left_s", None)
     metric = run.metric
     if val and metric in val[-1]:
         facts[metric] = val[-1][metric]
+    if best := find_best(run):
+        facts["best"] = {"value": best[metric], "epoch": best["epoch"]}
     if run.monitor:
         facts |= {key: run.monitor[-1][key] for key in GPU if run.monitor[-1].get(key) is not None}
     if events:
@@ -103,18 +109,41 @@ def build_table(run: RunRecord, facts: dict[str, Any]) -> Table:
     lines = {"run": facts["run"], "state": facts["state"], "step": "none recorded yet"}
     if train:
         lines |= {
-            "step": f"{facts['step']:,} (epoch {facts['epoch']})",
-            **{key.replace("/", " "): _format_latest(train, key) for key in _list_loss_keys(run)},
+            "step": f"{describe_progress(facts)} (epoch {facts['epoch']})",
+            **{f"last {key.replace('/', ' ')}": _format_latest(train, key) for key in _list_loss_keys(run)},
+            "mean loss": f"{facts['epoch_loss']:.4f} (of the epoch)" if "epoch_loss" in facts else "",
             format_rate_unit(run.rate): f"{facts[run.rate]:,.1f}",
             "memory": format_bytes(facts["memory_bytes"], digits=3) if facts.get("memory_bytes") else "",
             "skipped": f"{facts['skipped']}",
         }
     if metric in facts:
-        lines[metric] = _format_latest(val, metric)
+        lines[f"last {metric}"] = _format_latest(val, metric)
+    if best := facts.get("best"):
+        lines[f"best {metric}"] = f"{best['value']:.4f} (epoch {best['epoch']})"
     lines["GPU"] = ", ".join(f"{facts[key]:.0f} {unit}" for key, unit in GPU.items() if key in facts)
     if fault := facts.get("last_fault"):
         lines["last fault"] = f"step {fault['step']}: {fault['reason']}"
     return make_pairs_table(pair for pair in lines.items() if pair[1])
+
+
+def describe_progress(facts: dict[str, Any]) -> str:
+    """Return `1,234 of 20,000, about 1 h 10 min left`, as far as it is known."""
+    whole = f" of {facts['total_steps']:,}" if facts.get("total_steps") else ""
+    left = f", about {format_duration(facts['left_s'])} left" if facts.get("left_s") else ""
+    return f"{facts['step']:,}{whole}{left}"
+
+
+def find_epoch_loss(run: RunRecord) -> float | None:
+    """Return the newest mean training loss of an epoch: a train record has the mean so far, the others the whole."""
+    keys = {"train": "epoch_loss", "val": "train_loss", "epoch": "train_loss"}
+    found = (record.get(keys.get(str(record.get("kind")), "")) for record in reversed(run.records))
+    return next((loss for loss in found if loss is not None), None)
+
+
+def find_best(run: RunRecord) -> dict[str, Any] | None:
+    """Return the record of the best validation."""
+    found = (record for record in reversed(run.select_kind("val")) if record.get("best") and run.metric in record)
+    return next(found, None)
 
 
 def _list_loss_keys(run: RunRecord) -> list[str]:
@@ -142,18 +171,24 @@ def is_over(run: RunRecord) -> bool:
     return not is_live and run.has_ended or is_live is False
 
 
-def _describe_state(run: RunRecord) -> str:
-    """Describe whether the run trains, has ended or was killed."""
-    file, is_live = run.path / "metrics.jsonl", is_folder_locked(run.path)
-    if is_over(run) and run.has_ended:
-        return "ended"
+def find_state(run: RunRecord) -> str:
+    """Return starting, running, possibly running, ended or stopped (also: killed)."""
     if is_over(run):
+        return "ended" if run.has_ended else "stopped"
+    if not (run.path / "metrics.jsonl").exists():
+        return "starting"
+    return "running" if is_folder_locked(run.path) else "possibly running"
+
+
+def _describe_state(run: RunRecord) -> str:
+    """Describe whether the run trains, has ended or was killed, and how to continue it."""
+    state = find_state(run)
+    if state == "stopped":
         if any(run.path.glob("checkpoints/step-*")):
             again = suggest_command("train", "--resume", run.path)
             return f"stopped or killed: its process has ended; continue with: {again}"
         return "stopped or killed before its first checkpoint: its process has ended; start it again"
-    if not file.exists():
-        return "starting"
-    seconds = max(time.time() - file.stat().st_mtime, 0)
-    known = "running" if is_live else "possibly running"
-    return f"{known}, last record {seconds:.0f} s ago"
+    if not state.endswith("running"):
+        return state
+    seconds = max(time.time() - (run.path / "metrics.jsonl").stat().st_mtime, 0)
+    return f"{state}, last record {seconds:.0f} s ago"

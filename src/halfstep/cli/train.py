@@ -76,8 +76,11 @@ class TrainFlags:
     device: Device = None
     ledger: Annotated[bool | None, option(LEDGER, "--ledger", panel=RUN)] = None
     ledger_every: Annotated[int | None, option("Like --ledger, and again every N steps.", panel=RUN)] = None
-    tensorboard: Annotated[bool | None, option("Write TensorBoard events.", "--tensorboard", panel=RUN)] = None
+    track: Annotated[
+        str | None, option("Trackers: tensorboard, wandb, mlflow, or several: wandb,mlflow.", panel=RUN)
+    ] = None
     quiet: Annotated[bool | None, option("Only warnings and the summary.", "--quiet", "-q", panel=RUN)] = None
+    verbose: Annotated[bool | None, option("Print every metric of each epoch.", "--verbose", "-v", panel=RUN)] = None
 
 
 @add_flags(TrainFlags)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from halfstep.config.aliases import KEY_ALIASES, PRECISION_KEYS
+from halfstep.config.aliases import HABITS, KEY_ALIASES, PRECISION_KEYS
 from halfstep.config.section import NULLS, Plain, Section
 from halfstep.config.statements import OPEN_SECTIONS, Statement, find_open_section
 from halfstep.errors import ConfigError, suggest_nearest
@@ -69,8 +69,12 @@ def find_full_path(statement: Statement, schema: type[Section]) -> Statement | N
         example = next((key for key in list_fields(schema) if key.startswith(path + ".")), f"{path}.NAME")
         raise ConfigError(f"{statement}: {path} holds settings, not a value", fix=f"set one of them, such as {example}")
     if path not in list_fields(schema):
-        raise ConfigError(f"unknown key {statement.path!r} ({statement.origin})", fix=suggest_key(path, schema))
+        raise ConfigError(f"unknown key {statement.path!r} ({statement.origin})", fix=_suggest(path, schema))
     return replace(statement, path=path)
+
+
+def _suggest(path: str, schema: type[Section]) -> str:
+    return HABITS.get(path.removeprefix("trainer.")) or suggest_key(path, schema)
 
 
 def is_empty(value: object) -> bool:

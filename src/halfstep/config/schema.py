@@ -134,6 +134,13 @@ class ScheduleConfig(Section):
     peak_share: float = Field(default=0.3, gt=0, lt=1, description="Share of the steps before onecycle's peak")
 
 
+def split_names(value: object) -> object:
+    """Read `wandb,mlflow` as a list, and `none` or null as an empty one."""
+    if value is None or value is False or isinstance(value, str) and value.lower() in ("none", "null", ""):
+        return ()
+    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+
+
 WITHOUT_END = 1_000_000
 """Epochs of a run that only max_steps ends."""
 
@@ -213,8 +220,20 @@ class TrainConfig(Section):
     rank_timeout_s: Positive = Field(
         default=600.0, description="Several ranks: seconds to wait for a rank that does not answer"
     )
+    callbacks: tuple[str, ...] = Field(
+        default=(), description="Functions pkg.module:fn that are called with each record of metrics.jsonl"
+    )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of weights, shuffling and augmentation")
     deterministic: bool = Field(default=False, description="Bitwise reproducible on CUDA too, but slower")
+
+    @field_validator("callbacks", mode="before")
+    @classmethod
+    def read_callbacks(cls, value: object) -> object:
+        names = split_names(value)
+        for name in names if isinstance(names, list | tuple) else ():
+            if not isinstance(name, str) or not is_import_path(name):
+                raise ValueError(f"{name!r} is not an import path such as my_pkg.my_mod:fn")
+        return names
 
     @model_validator(mode="after")
     def ignore_default_epochs(self) -> Self:
@@ -381,11 +400,18 @@ LatentCaching = Annotated[Literal["off", "latents"], BeforeValidator(read_off)]
 """Whether the autoencoder's latents of the samples are cached on disk; `null` and `false` mean off."""
 
 
+TrackerName = Literal["tensorboard", "wandb", "mlflow"]
+
+
 class LogConfig(Section):
     """What is written and shown in addition to metrics.jsonl."""
 
-    tensorboard: bool = Field(default=False, description="Write TensorBoard events into the run's folder")
+    track: Annotated[tuple[TrackerName, ...], BeforeValidator(split_names)] = Field(
+        default=(),
+        description="Experiment trackers that get metrics, config, plan and report: tensorboard, wandb, mlflow",
+    )
     quiet: bool = Field(default=False, description="Show warnings, errors and the final summary only")
+    verbose: bool = Field(default=False, description="Print each epoch's metrics as a table, and keep finished bars")
     curves: bool = Field(default=True, description="Draw report/curves.png when the run ends (a second or two)")
     ledger: bool = Field(
         default=False, description="Record the dtypes that steps actually compute in: report/ledger.json"
@@ -393,6 +419,12 @@ class LogConfig(Section):
     ledger_every: int = Field(
         default=0, ge=0, description="Record the ledger again every N steps; 0: only the first step of each mode"
     )
+
+    @model_validator(mode="after")
+    def refuse_quiet_and_verbose(self) -> Self:
+        if self.quiet and self.verbose:
+            raise ValueError("quiet and verbose contradict each other")
+        return self
 
 
 PRESET_NAMES = ("fast", "quality", "lowmem", "stable", "debug")

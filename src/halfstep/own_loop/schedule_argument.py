@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLR
 
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.step.schedule import Curve, Plateau, Schedule
+from halfstep.step.step_state import make_rates_plain
 from halfstep.step.tables import Rates, check_finite, check_rate, explain_no_rate, read_base_rate
 
 AHEAD = 256  # steps that a user's schedule is asked for in advance
@@ -70,6 +71,9 @@ class LoopSchedules:
         self.epochs = 0
         self.hints: list[str] = []
         self.driven = [self._drive(one, optimizer) for optimizer, one in _assign_to_optimizers(given, optimizers)]
+        for driven in self.driven:
+            # JSON and loggers take numbers, not the tensors that fused optimizers read their rates from.
+            driven.optimizer.register_state_dict_post_hook(lambda optimizer, state: make_rates_plain(state))
         self.rates = self._make_rates(device) if self.driven else None
         kinds = {id(driven.optimizer): driven.kind for driven in self.driven}
         self.kinds = [kinds.get(id(optimizer), "none") for optimizer in optimizers]

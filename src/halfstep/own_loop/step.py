@@ -142,7 +142,7 @@ class Step:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer | Iterable[Optimizer],
+        optimizer: Optimizer | Iterable[Optimizer] = (),  # refused: a forgotten one gets an explanation
         precision: str | torch.dtype = "auto",
         *,
         fast: Fast = "auto",
@@ -255,7 +255,7 @@ class Step:
         self.finish()
         self._dropped.end_pass(self.attempted)
 
-    def __call__(self, loss_fn: LossFn, window: Iterable[Batch]) -> Outcome:
+    def __call__(self, loss_fn: LossFn, window: Iterable[Batch] | None = None) -> Outcome:
         """Compute, judge and commit one window. `loss_fn(batch)` returns the loss, or (loss, weight)."""
         with self._step.signals.delay():  # but not in forward and backward, which can be undone
             batches = self._check(loss_fn, window)
@@ -278,7 +278,7 @@ class Step:
         """Run forward, backward and verdict, the first half of a call. Nothing is committed yet."""
         return self._compute(loss_fn, self._check(loss_fn, window))
 
-    def _check(self, loss_fn: LossFn, window: Iterable[Batch]) -> list[Batch]:
+    def _check(self, loss_fn: LossFn, window: Iterable[Batch] | None) -> list[Batch]:
         self._schedules.refuse_written_rates()
         refuse_non_finite_settings(self._step.optimizers)
         refuse_no_function(loss_fn)
@@ -409,6 +409,11 @@ class Step:
     def epoch(self) -> int:
         """Return the number of passes over the data that have ended: `for epoch in range(step.epoch, epochs)`."""
         return self._position.epoch
+
+    @property
+    def batch(self) -> int:
+        """Return the number of batches of the present pass so far, also after resuming: `tqdm(initial=step.batch)`."""
+        return self._position.num_yielded
 
     def describe(self) -> list[tuple[str, str, int]]:
         """Return each optimizer, how its bad steps are dropped, and the bytes that costs."""

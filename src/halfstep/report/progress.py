@@ -23,6 +23,8 @@ from rich.text import Text
 REFRESHES_PER_S = 8
 LINE_EVERY_S = 30.0
 """Seconds between lines in a log file."""
+SUMMARISED_LINE_EVERY_S = 300.0
+"""The same for a pass whose result is printed afterwards: at most two lines for each epoch of less than this."""
 PACE_WINDOW_S = 10.0
 """The rate is averaged over the last seconds, so that a slow first step does not distort it for long."""
 BAR_WIDTHS = (5, 24)
@@ -34,9 +36,18 @@ NAMELESS_FIELDS = {"precision", "memory", "speed"}
 class Bar:
     """The progress of one pass, drawn on one line of any width."""
 
-    def __init__(self, label: str, total: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        label: str,
+        total: int,
+        *,
+        whole: Callable[[], tuple[str, str]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`whole` returns the position in the whole run and its time left, which are shown instead of this pass's."""
         self.label, self.total, self.done = label, total, 0
         self.is_over = False
+        self._whole = whole
         self._shown: Mapping[str, str] = {}
         self._clock = clock
         self._start_s = clock()
@@ -64,10 +75,13 @@ class Bar:
     def format_parts(self) -> list[str]:
         """Return the texts next to the bar, most important first."""
         now_s, done = self._clock(), self.done
-        elapsed_s = now_s - self._start_s
         steps_per_s = self._compute_whole_pace(now_s, done) if self.is_over else self._compute_pace(now_s, done)
         fields = [value if name in NAMELESS_FIELDS else f"{name} {value}" for name, value in self._shown.items()]
-        return [f"{done}/{self.total}", format_rate(steps_per_s), *fields, self._format_time(elapsed_s, steps_per_s)]
+        position, left = f"{done}/{self.total}", self._format_time(now_s - self._start_s, steps_per_s)
+        if self._whole is not None and not self.is_over:
+            position, left = self._whole()
+        # The time left and the first two fields fit 80 columns.
+        return [position, left, *fields[:2], format_rate(steps_per_s), *fields[2:]]
 
     def _compute_whole_pace(self, now_s: float, done: int) -> float:
         first_s, first_done = self._begin
@@ -110,20 +124,28 @@ class LineBar(Bar):
     """A bar for log files: a line when it begins, one every half minute, and one when it ends."""
 
     def __init__(
-        self, label: str, total: int, *, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+        self,
+        label: str,
+        total: int,
+        *,
+        write: Callable[[str], None],
+        whole: Callable[[], tuple[str, str]] | None = None,
+        is_summarised: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(label, total, clock=clock)
-        self._write = write
+        super().__init__(label, total, whole=whole, clock=clock)
+        self._write, self._is_summarised = write, is_summarised
         self._line_s = self._start_s
 
     def __enter__(self) -> LineBar:
-        if self.total:  # the number of samples to draw is known only later
+        if self.total and not self._is_summarised:  # the number of samples to draw is known only later
             self._write(f"{self.label} 0/{self.total}")
         return self
 
     def __exit__(self, *_: object) -> None:
         self.is_over = True
-        self._write_parts()
+        if not self._is_summarised:
+            self._write_parts()
 
     def advance(self, shown: Mapping[str, str] | None = None, *, begins_pace: bool = False) -> None:
         super().advance(shown, begins_pace=begins_pace)
@@ -137,7 +159,8 @@ class LineBar(Bar):
     def _write_when_due(self) -> None:
         now_s = self._clock()
         # The last step's line is the one that __exit__ writes.
-        if now_s - self._line_s >= LINE_EVERY_S and self.done < self.total:
+        every_s = SUMMARISED_LINE_EVERY_S if self._is_summarised else LINE_EVERY_S
+        if now_s - self._line_s >= every_s and self.done < self.total:
             self._line_s = now_s
             self._write_parts()
 
@@ -146,10 +169,20 @@ class LineBar(Bar):
 
 
 @contextlib.contextmanager
-def show_live(bar: Bar, console: Console) -> Iterator[None]:
-    """Keep the bar on the terminal's last line; restore the cursor however the block ends."""
+def show_live(bar: Bar, console: Console, *, is_summarised: bool = False) -> Iterator[None]:
+    """Keep the bar on the terminal's last line; restore the cursor however the block ends.
+
+    A bar whose result is printed afterwards disappears at its end.
+    """
     # rich's own redirection is off: see AboveBar.
-    live = Live(bar, console=console, refresh_per_second=REFRESHES_PER_S, redirect_stdout=False, redirect_stderr=False)
+    live = Live(
+        bar,
+        console=console,
+        refresh_per_second=REFRESHES_PER_S,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        transient=is_summarised,
+    )
     with _print_above_bar(console), live:
         try:
             yield

@@ -8,9 +8,9 @@ The report takes only strings and numbers: reading a tensor would make the host 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
 from rich.panel import Panel
@@ -18,42 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from halfstep.disk import GONE, redirect_to_null
-from halfstep.errors import ConfigError, HalfstepError, suggest_install
+from halfstep.errors import ConfigError, HalfstepError, summarise_error
 from halfstep.report.console import print_text
-from halfstep.report.metrics_file import MetricsFile, find_last_step
+from halfstep.report.listeners import Callbacks, Listener
+from halfstep.report.metrics_file import MetricsFile
 from halfstep.report.progress import Bar, LineBar, show_live
-
-NOT_CURVES = {"step", "epoch"}
-
-
-class Tracker:
-    """Writes scalars into a folder for `tensorboard --logdir`."""
-
-    def __init__(self, folder: Path, *, after_step: int | None = None) -> None:
-        """Open the folder. `after_step` is the last recorded step of a resumed run: TensorBoard hides later ones."""
-        writer_class = _import_summary_writer()
-        self._writer = writer_class(str(folder), purge_step=None if after_step is None else after_step + 1)
-
-    def add(self, record: Mapping[str, object]) -> None:
-        for name, value in record.items():
-            if name not in NOT_CURVES and isinstance(value, int | float) and not isinstance(value, bool):
-                self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-def _import_summary_writer() -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise HalfstepError(
-            "--tensorboard needs the package tensorboard, which cannot be imported",
-            why=f"it is an optional dependency of halfstep ({error})",
-            fix=suggest_install("tensorboard"),
-        ) from error
-    return SummaryWriter
-
 
 Level = Literal["info", "warning", "error"]
 STYLES: dict[Level, str] = {"info": "dim", "warning": "yellow", "error": "bold red"}
@@ -89,15 +58,19 @@ class RunReport:
     """The output of one run. A resumed run cuts its metrics file back before creating it."""
 
     def __init__(
-        self, folder: Path, *, quiet: bool = False, tensorboard: bool = False, console: Console | None = None
+        self,
+        folder: Path,
+        *,
+        quiet: bool = False,
+        verbose: bool = False,
+        listeners: Sequence[Listener] = (),
+        console: Console | None = None,
     ) -> None:
         self._console = console or DeafConsole()
         self._warnings = console or DeafConsole(stderr=True)
-        self._quiet = quiet
+        self._quiet, self._verbose = quiet, verbose
         self._metrics = MetricsFile(folder / "metrics.jsonl")
-        # A resumed run may repeat steps after its checkpoint: their old events must disappear.
-        after_step = find_last_step(self._metrics.path) if tensorboard else None
-        self._tracker = Tracker(folder / "tensorboard", after_step=after_step) if tensorboard else None
+        self.folder, self._listeners, self._is_complete = folder, list(listeners), False
 
     def show_header(self, title: str, rows: Rows, *, warnings: Sequence[str]) -> None:
         """Print the header: workload, device, precision and reasons."""
@@ -107,16 +80,28 @@ class RunReport:
             self.notice(warning, "warning")
 
     @contextlib.contextmanager
-    def show_phase(self, label: str, total: int) -> Iterator[Bar]:
-        """Show one pass over the data, such as `Epoch 1/100 [Train]`; call `advance` of the bar once per step."""
+    def show_phase(
+        self,
+        label: str,
+        total: int,
+        *,
+        whole: Callable[[], tuple[str, str]] | None = None,
+        is_summarised: bool = False,
+    ) -> Iterator[Bar]:
+        """Show one pass over the data, such as `Epoch 1/100`; call `advance` of the bar once per step.
+
+        `whole` returns the position and the time left of the whole run. `show_epoch` prints the result of a summarised
+        pass, so its bar stays only if the report is verbose.
+        """
+        is_summarised &= not self._verbose
         if self._quiet:
             yield Bar(label, total)
         elif self._console.is_interactive:
-            bar = Bar(label, total)
-            with show_live(bar, self._console):
+            bar = Bar(label, total, whole=whole)
+            with show_live(bar, self._console, is_summarised=is_summarised):
                 yield bar
         else:
-            with LineBar(label, total, write=self._print_line) as line_bar:
+            with LineBar(label, total, write=self._print_line, whole=whole, is_summarised=is_summarised) as line_bar:
                 yield line_bar
 
     def notice(self, text: str, level: Level = "info") -> None:
@@ -126,13 +111,17 @@ class RunReport:
         elif not self._quiet:
             self._print_line(text, style=STYLES[level])
 
-    def show_epoch(self, epoch: int, epochs: int, rows: Sequence[tuple[str, str, str]]) -> None:
-        """Print training next to validation, one line per (name, train value, validation value)."""
+    def show_epoch(self, label: str, lines: Sequence[str], rows: Sequence[tuple[str, str, str]]) -> None:
+        """Print the lines of an epoch; if verbose also each (name, train value, validation value) as a table."""
         if self._quiet:
+            return
+        for line in lines:
+            self._print_line(line)
+        if not self._verbose:
             return
         has_validation = any(validation for *_, validation in rows)
         table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-        table.add_column(f"Epoch {epoch}/{epochs}", style="dim", header_style="bold")
+        table.add_column(label, style="dim", header_style="bold")
         table.add_column("train", justify="right")
         if has_validation:
             table.add_column("val", justify="right", style="bold")
@@ -141,20 +130,42 @@ class RunReport:
         self._console.print(table)
 
     def log(self, record: Mapping[str, object]) -> None:
-        """Append one record to metrics.jsonl, and to TensorBoard if requested."""
+        """Append one record to metrics.jsonl, and pass it on to trackers and callbacks."""
         self._metrics.append(record)
-        if self._tracker is not None:
-            self._tracker.add(record)
+        self._tell(lambda listener: listener.add(record))
+
+    @property
+    def failure(self) -> HalfstepError | None:
+        """Return the error of a callback, for which the run has to stop."""
+        return next((one.failure for one in self._listeners if isinstance(one, Callbacks)), None)
+
+    def add_files(self, files: Sequence[Path]) -> None:
+        """Send these files of the run's folder to the trackers."""
+        self._tell(lambda listener: listener.add_files(self.folder, files))
+
+    @property
+    def is_tracked(self) -> bool:
+        return any(not isinstance(one, Callbacks) for one in self._listeners)
+
+    def _tell(self, pass_on: Callable[[Listener], None]) -> None:
+        """Drop a tracker that fails, with a warning: a lost connection must not end a run."""
+        for listener in list(self._listeners):
+            try:
+                pass_on(listener)
+            except Exception as error:
+                self._listeners.remove(listener)
+                what = f"{type(error).__name__}: {summarise_error(error)}"
+                self.notice(f"{listener.name} failed and gets no more records of this run ({what})", "warning")
 
     def finish(self, title: str, rows: Rows) -> None:
-        """Print the final summary, even when quiet."""
+        """Print the final summary, even when quiet; the run is complete."""
+        self._is_complete = True
         self._show_card(title, rows, border="green")
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files and the trackers."""
         self._metrics.close()
-        if self._tracker is not None:
-            self._tracker.close()
+        self._tell(lambda listener: listener.close(is_complete=self._is_complete))
 
     def _show_card(self, title: str, rows: Rows, *, border: str) -> None:
         """Print a panel on a terminal, plain lines elsewhere."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,8 +15,8 @@ import torch
 from halfstep.config.schema import RunConfig, is_import_path
 from halfstep.data.image_samples import TrainingFiles
 from halfstep.data.loader import NamedSamples, Samples, implements
-from halfstep.errors import format_bytes, format_count, suggest_command
-from halfstep.hardware.clock import Stopwatch
+from halfstep.errors import HalfstepError, format_bytes, format_count, format_duration, suggest_command
+from halfstep.hardware.clock import Clock, Stopwatch
 from halfstep.hardware.gpus import find_known
 from halfstep.hardware.memory import get_peak_memory_bytes
 from halfstep.hardware.monitor import Monitor
@@ -49,6 +50,49 @@ class PhaseProgress:
         return self.loss_sum / self.num_losses if self.num_losses else math.nan
 
 
+PACE_MEMORY_S = 60.0
+"""Time constant of the mean over steps: a step this long ago has a weight of 1/e."""
+ANNOUNCE_AFTER_S, ANNOUNCED_FROM_S = 20.0, 60.0
+"""Training time after which the duration of a run is announced, if it is longer than the second."""
+
+
+class Pace:
+    """Estimate the time that a run still takes, from its recent steps and the pauses between passes so far."""
+
+    def __init__(self, total_steps: int, *, clock: Clock = time.perf_counter) -> None:
+        self.total_steps = total_steps
+        self._clock = Stopwatch(clock=clock)
+        self._steps_s = self._num_steps = 0.0  # both decay, so their ratio follows a change of speed
+        self._pauses_s, self._num_before_pause, self._num_all = 0.0, 0, 0
+        self.trained_s = 0.0
+
+    def begin_training(self) -> None:
+        """End a pause: validation, checkpoint, samples."""
+        paused_s = self._clock.restart()
+        if self._num_all:
+            self._pauses_s += paused_s
+            self._num_before_pause = self._num_all
+
+    def count_step(self, *, counts: bool) -> None:
+        """Count one step; the first step and those that compile say nothing about the ones to come."""
+        lap_s = self._clock.restart()
+        self._num_all += 1
+        if counts and self._num_all > 1:
+            kept = math.exp(-lap_s / PACE_MEMORY_S)
+            self._steps_s = self._steps_s * kept + lap_s
+            self._num_steps = self._num_steps * kept + 1
+            self.trained_s += lap_s
+
+    def estimate_left_s(self, attempted: int) -> float | None:
+        """Return the seconds left; None until two steps have run."""
+        if not self._num_steps or not self.total_steps:
+            return None
+        a_step_s = self._steps_s / self._num_steps
+        if self._num_before_pause:
+            a_step_s += self._pauses_s / self._num_before_pause
+        return max(self.total_steps - attempted, 0) * a_step_s
+
+
 class Journal:
     """Record what a run does: bars, notices and metrics.jsonl. Nothing in it waits for the device."""
 
@@ -65,6 +109,7 @@ class Journal:
         hint: Callable[[Mapping[str, float]], str] = lambda scores: "",
         unit: Unit = Unit(),  # noqa: B008  frozen
         low_scale: float = 0.0,
+        total_steps: int = 0,
     ) -> None:
         self.report, self.plan, self.epochs, self.report_every, self.metric = report, plan, epochs, report_every, metric
         self._hint, self.unit, self._peak_flops, self._low_scale = hint, unit, find_peak_flops(plan), low_scale
@@ -79,9 +124,11 @@ class Journal:
         """By phase; a run without phases has one entry with an empty name."""
         self.train_metric: Callable[[], dict[str, float]] = dict
         self.gpu: Callable[[], str] = str  # the GPU's utilisation in short; empty if unknown
-        self._epoch, self._samples_per_s = 0, 0.0
+        self._epoch, self._samples_per_s, self._waiting = 0, 0.0, Waiting()
         self._bar: Bar | None = None
         self._has_shown = False  # whether this bar has shown the fields of a step
+        self._is_due = False  # whether a record was written that the bar does not show yet
+        self.pace, self._is_announced = Pace(total_steps), False
         self._is_compiling = False
         self._lagging = Lagging()
         self._shown_metric = ""
@@ -92,6 +139,11 @@ class Journal:
     def elapsed_s(self) -> float:
         """Return the seconds of the whole run, including those before it was resumed."""
         return self._before_s + self._clock.elapsed_s
+
+    @property
+    def failure(self) -> HalfstepError | None:
+        """Return the error of a callback, for which the run has to stop."""
+        return self.report.failure
 
     # --- one step ---
 
@@ -128,19 +180,52 @@ class Journal:
 
     def record_step(self, attempted: int, samples_per_s: float, waiting: Waiting) -> None:
         """Show one finished step in the progress bar."""
-        self._samples_per_s = samples_per_s
+        self._samples_per_s, self._waiting, self.attempted = samples_per_s, waiting, attempted
+        self.pace.count_step(counts=not self._is_compiling)
         if self._bar is not None:
-            self._advance(self._bar, waiting, is_due=attempted % self.report_every == 0)
+            self._advance(self._bar)
+        self._announce_duration()
+
+    def _announce_duration(self) -> None:
+        """Print once how long the run takes, which a log file would not show before its first epoch ends."""
+        if self._is_announced or self.pace.trained_s < ANNOUNCE_AFTER_S:
+            return
+        self._is_announced = True
+        if (self.pace.estimate_left_s(self.attempted) or 0.0) > ANNOUNCED_FROM_S:
+            self.report.notice(f"{self.describe_position()}, {self.describe_left()}")
+
+    def describe_position(self) -> str:
+        """Return `step 1,234 of 20,000`."""
+        return f"step {self.attempted:,} of {self.pace.total_steps:,}"
+
+    def describe_left(self) -> str:
+        """Return `about 1 h 10 min left`; empty while unknown, and at the end."""
+        left_s = self.pace.estimate_left_s(self.attempted)
+        return f"about {format_duration(left_s)} left" if left_s else ""
+
+    def describe_progress(self) -> str:
+        """Return position and time left, estimated from the whole run until this start has its own pace."""
+        left_s = self.elapsed_s / self.attempted * (self.pace.total_steps - self.attempted) if self.attempted else 0.0
+        left = self.describe_left() or (f"about {format_duration(left_s)} left" if left_s > 0 else "")
+        return ", ".join(filter(None, [self.describe_position(), left]))
+
+    def _format_whole(self) -> tuple[str, str]:
+        """Return position and time left of the whole run, short enough for a bar."""
+        position = f"step {self.attempted:,}/{self.pace.total_steps:,}"
+        return position, self.describe_left().removeprefix("about ")
 
     def _record(self, r: Reading) -> None:
         """Write the record of one step to metrics.jsonl."""
         first = self._first or r
+        left_s = self.pace.estimate_left_s(self.attempted)
+        self._is_due = True
         self._log(
             {
                 "kind": "train",
                 "step": r.attempted + 1,
                 "epoch": (self._epoch if r.epoch is None else r.epoch) + 1,
                 "loss": first.loss,
+                "epoch_loss": next(iter(self.seen.values())).mean_loss,
                 "grad_norm": first.grad_norm,
                 "lr": first.lr,
                 **self._collect_phases(),
@@ -149,6 +234,8 @@ class Journal:
                 "skipped": self.num_skipped,
                 "samples_per_s": round(self._samples_per_s, 2),
                 **self._compute_rates(),
+                "total_steps": self.pace.total_steps,
+                **({} if left_s is None else {"left_s": round(left_s, 1)}),
                 "memory_bytes": get_peak_memory_bytes(self.device),
             }
         )
@@ -168,17 +255,21 @@ class Journal:
         """Return the newest numbers of each phase, which may be from earlier steps."""
         shown = ("loss", "grad_norm", "lr", "committed")
         read = [(name, self.seen[name].newest) for name in self.phases]
-        return {f"{key}/{name}": getattr(r, key) for name, r in read if r is not None for key in shown}
+        means = {f"epoch_loss/{name}": self.seen[name].mean_loss for name in self.phases}
+        return {f"{key}/{name}": getattr(r, key) for name, r in read if r is not None for key in shown} | means
 
-    def _advance(self, bar: Bar, waiting: Waiting, *, is_due: bool) -> None:
-        # The last step always updates the fields: a finished bar must not show the numbers of an earlier step.
-        is_wanted = is_due or not self._has_shown or bar.done + 1 == bar.total
-        fields = self._format_fields(waiting) if is_wanted and self.latest is not None else None
+    def _advance(self, bar: Bar) -> None:
+        # With each record, so that bar, metrics.jsonl and `top` show the same numbers. The last step always updates
+        # the fields: a finished bar must not show the numbers of an earlier step.
+        is_wanted = self._is_due or not self._has_shown or bar.done + 1 == bar.total
+        is_read = any(one.num_losses for one in self.seen.values())  # a step of this epoch
+        fields = self._format_fields() if is_wanted and is_read else None
         bar.advance(fields, begins_pace=self._is_compiling)
         self._has_shown |= fields is not None
+        self._is_due &= fields is None
         self._is_compiling = False
 
-    def _format_fields(self, waiting: Waiting) -> dict[str, str]:
+    def _format_fields(self) -> dict[str, str]:
         """Return the fields next to the progress bar, most important first."""
         r = self.latest
         assert r is not None
@@ -187,26 +278,28 @@ class Journal:
             self._shown_metric = f"{found[self.metric]:.3f}" if self.metric in found else ""
             self._since_metric.restart()
         metric = {self.metric: self._shown_metric} if self._shown_metric else {}
-        fields = {**self._format_losses(r), **metric, "lr": f"{r.lr:.1e}"}
+        fields = {**self._format_losses(), **metric, "last loss": f"{r.loss:.4f}", "lr": f"{r.lr:.1e}"}
         if self._samples_per_s:
             fields["speed"] = self.unit.format_rate(self._samples_per_s)
         if used := compute_utilisation(self.unit, self._samples_per_s, self._peak_flops):
             fields["mfu"] = f"{used:.0%}"
-        if slowest := self._lagging.describe():
-            fields["slowest"] = slowest
-        if waiting.is_worth_saying:
-            fields["data"] = f"{waiting.share:.0%}"
+        fields |= self._format_waits()
         if gpu := self.gpu():
             fields["gpu"] = gpu
         fields["precision"] = self._precision
         memory = get_peak_memory_bytes(self.device)
         return fields | ({"memory": format_bytes(memory)} if memory else {})
 
-    def _format_losses(self, latest: Reading) -> dict[str, str]:
-        if not self.phases:
-            return {"loss": f"{latest.loss:.4f}"}
-        read = [(name, self.seen[name].newest) for name in self.phases]
-        return {f"loss {name}": f"{r.loss:.4f}" for name, r in read if r is not None}
+    def _format_waits(self) -> dict[str, str]:
+        """Return the slowest rank and the share of time spent waiting for data, if they are worth reporting."""
+        slowest, share = self._lagging.describe(), self._waiting.share
+        waits = {"slowest": slowest} if slowest else {}
+        return waits | ({"data": f"{share:.0%}"} if self._waiting.is_worth_saying else {})
+
+    def _format_losses(self) -> dict[str, str]:
+        """Return the mean loss of the epoch so far, by phase."""
+        read = [(name, one.mean_loss) for name, one in self.seen.items() if one.num_losses]
+        return {f"mean loss {name}".rstrip(): f"{mean:.4f}" for name, mean in read}
 
     @property
     def _precision(self) -> str:
@@ -257,7 +350,10 @@ class Journal:
     @contextmanager
     def show_training(self, epoch: int, num_windows: int) -> Iterator[None]:
         """Show a progress bar for the training steps of an epoch."""
-        with self.report.show_phase(f"Epoch {epoch + 1}/{self.epochs} [Train]", num_windows) as bar:
+        label = f"Epoch {epoch + 1}/{self.epochs}"
+        whole = self._format_whole if self.pace.total_steps else None
+        self.pace.begin_training()
+        with self.report.show_phase(label, num_windows, whole=whole, is_summarised=True) as bar:
             self._epoch, self._bar, self._has_shown = epoch, bar, False
             bar.show({"precision": self._precision})
             try:
@@ -268,28 +364,58 @@ class Journal:
     @contextmanager
     def show_validation(self, epoch: int, num_batches: int) -> Iterator[Callable[[], None]]:
         """Show a progress bar for a validation; yield the function that advances it."""
-        with self.report.show_phase(f"Epoch {epoch + 1}/{self.epochs} [Val]", num_batches) as bar:
+        label = f"Epoch {epoch + 1}/{self.epochs} [Val]"
+        with self.report.show_phase(label, num_batches, is_summarised=True) as bar:
             yield lambda: bar.advance()
 
     def record_epoch(
-        self, epoch: int, attempted: int, train: Mapping[str, float], val: Mapping[str, float], *, is_best: bool
+        self,
+        epoch: int,
+        attempted: int,
+        train: Mapping[str, float],
+        val: Mapping[str, float],
+        *,
+        stopping: EarlyStopping | None = None,
+        is_best: bool = False,
     ) -> None:
-        """Print and record training next to validation, and start the mean losses of the next epoch."""
+        """Print and record training and, if `val` is not empty, validation; start the next epoch's mean losses."""
         # The first phase represents the run.
         mean_loss = next(iter(self.seen.values())).mean_loss
-        rows = [("loss", f"{mean_loss:.4f}", f"{val['loss']:.4f}")]
-        names = [name for name in val if name != "loss" and "/" not in name]
+        names = [name for name in val or train if name != "loss" and "/" not in name]
+        rows = [("loss", f"{mean_loss:.4f}", _format_score(val, "loss"))]
         rows += [(f"loss {name}", f"{self.seen[name].mean_loss:.4f}", "") for name in self.phases]
-        rows += [(name, f"{train[name]:.4f}" if name in train else "", f"{val[name]:.4f}") for name in names]
-        self.report.show_epoch(epoch + 1, self.epochs, rows)
-        if hint := self._hint(val):
+        rows += [(name, _format_score(train, name), _format_score(val, name)) for name in names]
+        label = f"Epoch {epoch + 1}/{self.epochs}"
+        lines = [self._format_training_line(label, mean_loss, train)]
+        if val and stopping is not None:
+            lines.append(self._format_validation_line(label, val, stopping, is_best=is_best))
+        self.report.show_epoch(label, lines, rows)
+        if val and (hint := self._hint(val)):
             self.report.notice(f"hint: {hint}")
         trained = {f"train_{name}": train[name] for name in names if name in train} | {"train_loss": mean_loss}
         trained |= {f"train_loss/{name}": self.seen[name].mean_loss for name in self.phases}
-        place = {"kind": "val", "step": attempted, "epoch": epoch + 1, "elapsed_s": round(self.elapsed_s, 3)}
-        self._log({**place, **val, **trained, "best": is_best})
+        kind = "val" if val else "epoch"
+        place = {"kind": kind, "step": attempted, "epoch": epoch + 1, "elapsed_s": round(self.elapsed_s, 3)}
+        self._log({**place, **val, **trained, **({"best": is_best} if val else {})})
         for seen in self.seen.values():
             seen.loss_sum, seen.num_losses = 0.0, 0
+
+    def _format_training_line(self, label: str, mean_loss: float, train: Mapping[str, float]) -> str:
+        texts = [f"mean loss {mean_loss:.4f}"]
+        if self.metric != "loss" and self.metric in train:
+            texts.append(f"{self.metric} {train[self.metric]:.4f}")
+        if self._samples_per_s:
+            texts.append(self.unit.format_rate(self._samples_per_s))
+        texts += [f"{name} {wait}" for name, wait in self._format_waits().items()]
+        return f"{label} train: {', '.join(texts)}"
+
+    def _format_validation_line(
+        self, label: str, val: Mapping[str, float], stopping: EarlyStopping, *, is_best: bool
+    ) -> str:
+        best = "best" if is_best else f"best {stopping.best:.4f} in epoch {stopping.best_epoch + 1}"
+        texts = [f"loss {val['loss']:.4f}"] if self.metric != "loss" else []
+        texts.append(f"{self.metric} {val[self.metric]:.4f} ({best})")
+        return f"{label} val:   {', '.join(filter(None, [*texts, self.describe_left()]))}"
 
     # --- rare events ---
 
@@ -343,6 +469,10 @@ class Journal:
             )
         self.num_skipped, self.num_spikes = int(state["num_skipped"]), int(state["num_spikes"])
         self._clock, self._before_s = Stopwatch(), float(state["elapsed_s"])
+
+
+def _format_score(scores: Mapping[str, float], name: str) -> str:
+    return f"{scores[name]:.4f}" if name in scores else ""
 
 
 def _load_reading(stored: Mapping[str, Any] | None) -> Reading | None:

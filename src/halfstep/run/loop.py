@@ -101,6 +101,8 @@ class Loop:
             except OutOfMemory as error:
                 error.__traceback__ = None  # its frames hold the activations that did not fit
                 raise self._explain(error) from error
+        if self.journal.failure is not None:  # in the last record
+            self._stop_for_callback(self.checkpoints.list_all()[-1])
         if self.parts.stopping.should_stop and self.position.epoch < epochs:
             when = f"step {self.parts.step.attempted}" if self._by_steps else f"epoch {self.position.epoch}"
             self.journal.record_early_stop(when, self.parts.stopping)
@@ -125,7 +127,12 @@ class Loop:
     @property
     def _must_stop(self) -> bool:
         """True if the run was asked to stop; all ranks see it at the same step."""
-        return bool(self.interrupts) if self.parts.world is None else self._is_asked
+        return self._wants_to_stop if self.parts.world is None else self._is_asked
+
+    @property
+    def _wants_to_stop(self) -> bool:
+        """True if this rank has received a signal, or a callback has failed."""
+        return bool(self.interrupts) or self.journal.failure is not None
 
     def show_rank_warnings(self) -> None:
         """Show the warnings of other ranks."""
@@ -187,7 +194,7 @@ class Loop:
     def _run_step(self, window: list[dict[str, Tensor]]) -> Facts | PhasedFacts:
         """Run one window, with the ledger if it observes this step."""
         parts, position = self.parts, self.position
-        if parts.world is not None and self.interrupts:
+        if parts.world is not None and self._wants_to_stop:
             parts.ask_to_stop()
         with self.ledger.around(self.engine) if self.ledger is not None else nullcontext():
             facts = self._run_window(window, position)
@@ -329,6 +336,9 @@ class Loop:
         is_last = self.is_over or epoch + 1 == train.epochs
         is_due = (in_turn or is_last) and self.validated_at != parts.step.attempted
         is_best = is_due and len(parts.val_loader) > 0 and self._validate(epoch, in_turn=in_turn and is_whole)
+        if is_whole and not self._by_steps and self.validated_at != parts.step.attempted:
+            self.train_metrics.load_state_dict(self._sum_metrics())  # its last use
+            self.journal.record_epoch(epoch, parts.step.attempted, self._compute_metrics(), {})
         # Advance only after validation: a run that is stopped during it validates again when it is resumed.
         if is_whole:
             self.position = Position(epoch=epoch + 1)
@@ -362,13 +372,14 @@ class Loop:
             parts.plateau.observe(value)
             self._set_rate_factor()
         self.train_metrics.load_state_dict(self._sum_metrics())  # its last use
-        self.journal.record_epoch(epoch, parts.step.attempted, self._compute_metrics(), found, is_best=is_best)
+        train = self._compute_metrics()
+        self.journal.record_epoch(epoch, parts.step.attempted, train, found, stopping=parts.stopping, is_best=is_best)
         return is_best
 
     def _check_interrupts(self, advance: Callable[[], None]) -> Callable[[], None]:
         def go_on() -> None:
             advance()
-            if self.parts.world is None and self.interrupts:  # with several ranks the others would wait forever
+            if self.parts.world is None and self._wants_to_stop:  # with several ranks the others would wait forever
                 raise StopRequested
 
         return go_on
@@ -401,12 +412,21 @@ class Loop:
     def _save_and_stop(self) -> NoReturn:
         """Save and raise Interrupted with the command to resume."""
         path = self.save()
+        if self.journal.failure is not None:
+            self._stop_for_callback(path)
         raise Interrupted(
             f"stopped by {self.interrupts.received.name if self.interrupts.received else 'a signal to another rank'} "
             f"after step {self.parts.step.attempted}; the run is saved in {path}",
             fix=suggest_resume(self.checkpoints.folder.parent),
             exit_code=self.interrupts.exit_code,
         )
+
+    def _stop_for_callback(self, path: Path) -> NoReturn:
+        failure = self.journal.failure
+        assert failure is not None
+        failure.why = f"training stopped after step {self.parts.step.attempted}; the run is saved in {path}"
+        failure.fix = f"correct the function, then {suggest_resume(self.checkpoints.folder.parent)}"
+        raise failure
 
     def save(self, *, is_best: bool = False) -> Path:
         """Save a checkpoint of the whole run."""

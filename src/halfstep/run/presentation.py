@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
 
 from halfstep.config.load import Loaded
 from halfstep.config.section import count_cores
 from halfstep.config.statements import DEFAULT
 from halfstep.data.files import list_some
 from halfstep.disk import is_dry_run
-from halfstep.errors import format_bytes, format_count, suggest_command
+from halfstep.errors import format_bytes, format_count, format_duration, suggest_command
 from halfstep.hardware.memory import get_peak_memory_bytes
 from halfstep.report.config_view import format_header
 from halfstep.report.run_report import RunReport
@@ -81,7 +80,7 @@ def show_summary(
     best_metric = f"{stopping.best:.4f} (epoch {stopping.best_epoch + 1})" if best else "not validated"
     rows = [
         (f"best {parts.workload.metric}", best_metric),
-        ("time", _format_duration(elapsed_s)),
+        ("time", format_duration(elapsed_s)),
         ("speed", f"{parts.unit.format_rate(loop.num_samples / max(elapsed_s, 1e-9))}, validation included"),
         ("peak memory", format_bytes(memory) if memory else "not measured on this device"),
         ("skipped steps", str(loop.journal.num_skipped)),
@@ -133,10 +132,6 @@ def _add_origin(value: str, loaded: Loaded, key: str) -> str:
     """Add the origin to a value: a folder that was typed as `data` is shown in full next to it."""
     origin = loaded.origins.get(key, DEFAULT)
     return f"{value} ({origin})" if value and origin.layer != "default" else value
-
-
-def _format_duration(seconds: float) -> str:
-    return time.strftime("%H:%M:%S", time.gmtime(seconds)) if seconds >= 60 else f"{seconds:.1f} s"
 
 
 def _shorten_notes(notes: tuple[str, ...], most: int = 20) -> list[str]:

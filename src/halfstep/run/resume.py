@@ -20,14 +20,14 @@ from halfstep.report.metrics_file import compute_fingerprint
 FREE = (
     "train.epochs", "train.max_steps", "train.early_stopping_patience", "train.checkpoint_every",
     "train.checkpoints_total_limit", "train.report_every", "train.validate_every", "train.sample_every",
-    "train.auto_batch", "train.backend", "train.rank_timeout_s", "train.find_unused",
+    "train.auto_batch", "train.callbacks", "train.backend", "train.rank_timeout_s", "train.find_unused",
     "data.num_workers", "data.dir", "log.",
 )  # fmt: skip
 """Settings that may change: they affect only how long a run trains, where it runs, or what it reports.
 
 A schedule that depends on the run's length changes with `train.epochs` and `train.max_steps`, which is reported."""
 
-NOT_STORED = ("log.quiet",)  # a property of one call, not of the run
+NOT_STORED = ("log.quiet", "log.verbose")  # properties of one call, not of the run
 
 FOLLOWS_THE_LENGTH = ("cosine", "linear", "polynomial", "onecycle")  # schedules that end where the run ends
 

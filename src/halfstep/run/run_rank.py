@@ -225,10 +225,12 @@ class FarReport(RunReport):
 
     def _do_nothing(self, *_: object, **__: object) -> None: ...
 
-    show_header = show_epoch = log = finish = close = _do_nothing
+    show_header = show_epoch = log = finish = close = add_files = _do_nothing
+    failure = None
+    is_tracked = False
 
     @contextlib.contextmanager
-    def show_phase(self, label: str, total: int) -> Iterator[Bar]:
+    def show_phase(self, label: str, total: int, **_: object) -> Iterator[Bar]:
         yield Bar(label, total)
 
     def notice(self, text: str, level: Level = "info") -> None:

@@ -8,7 +8,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +34,10 @@ from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
 from halfstep.report.config_view import dump_config
 from halfstep.report.curves import draw_curves
-from halfstep.report.metrics_file import cut_back, read
+from halfstep.report.listeners import Callbacks, open_trackers, refuse_missing
+from halfstep.report.metrics_file import cut_back, find_last_step, read
+from halfstep.report.page.read_run import read_run
+from halfstep.report.page.render import render_runs
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import Assembly, apply_settled, assemble, build_workload, decide_plan, is_demo
 from halfstep.run.capsules import record_faults
@@ -64,7 +67,7 @@ from halfstep.run.interrupts import catch_interrupts, raise_at_once
 from halfstep.run.journal import Journal, describe_gpu_use, find_hint
 from halfstep.run.loop import Loop
 from halfstep.run.memory.out_of_memory import OutOfMemory, explain_model_too_large
-from halfstep.run.memory.sizing import choose_pieces, make_peak_predictor
+from halfstep.run.memory.sizing import choose_pieces, make_peak_predictor, predict_memory_for_page
 from halfstep.run.multi_rank import derive_seed, describe_rank_effects, refuse_differences, refuse_unfit
 from halfstep.run.optimizer import count_steps_per_epoch
 from halfstep.run.presentation import show_header, show_summary
@@ -86,7 +89,7 @@ from halfstep.tune.choose import MEASURED_FOR, Say, strip_tuning, tune_plan
 from halfstep.tune.fresh_thread import forget_compiled
 from halfstep.tune.trials import Rehearse
 from halfstep.workloads import KINDS, load
-from halfstep.workloads.base.import_path import sign_code
+from halfstep.workloads.base.import_path import check_call_form, import_callable, sign_code
 from halfstep.workloads.base.workload import Workload
 
 DEMO_NOTE = "no data folder was given: this is the DEMO, on data generated in {}; give your data with --data-dir DIR"
@@ -103,6 +106,9 @@ def train(
     """Train, and return the run's folder. `launch` identifies this rank among several."""
     with join_world(loaded.config, launch) as world, raise_at_once():
         rank = RunRank(launch, world)
+        refuse_missing(loaded.config.log.track)
+        for path in loaded.config.train.callbacks:
+            _import_callback(path)
         if world is not None:
             refuse_unfit(loaded.config, world)
             resume = resume or rank.find_restarted_run(out)
@@ -185,7 +191,7 @@ def _assemble(config: RunConfig, workload: Workload, plan: Plan, rank: RunRank) 
 
 def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan, decided: dict[str, list[Any]]) -> None:
     """Write settled.json, plan.json and config.yaml."""
-    config = config.replace(log={"quiet": False})
+    config = config.replace(log={"quiet": False, "verbose": False})
     code = sign_code(find_import_paths(config))
     folder.write_settled(Settled(settings=dump_values(config), decided=decided, code=code))
     folder.write_plan(plan)
@@ -302,9 +308,10 @@ def _choose_plan(
 
 def _continue(loop: Loop, folder: RunFolder, resumed: Resumed) -> None:
     """Restore the run's state, then store accepted changes; in this order, so that a failing change is not stored."""
-    for note in (*resumed.changes.notes, f"resuming from {resumed.path.name}"):
+    for note in resumed.changes.notes:
         loop.journal.notice(note)
     loop.restore(resumed.path, resumed.checkpoint, resumed.changes)
+    loop.journal.notice(f"resuming from {resumed.path.name}: {loop.journal.describe_progress()}")
     is_same = not resumed.changes.keys and resumed.settled.code == sign_code(find_import_paths(loop.parts.config))
     if loop.checkpoints.writes and not is_same:
         _write_settings(folder, loop.parts.config, loop.parts.plan, resumed.settled.decided)
@@ -314,7 +321,12 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
     """Run an assembled run to its end, and write its report, curves, model and summary."""
     config, world = loaded.config, parts.world
     writes = world is None or world.is_first
-    report = _open_report(folder, config, world)
+    try:
+        report = _open_report(folder, config, parts.plan, world)
+    except HalfstepError:  # a tracker that does not start: nothing was trained
+        if resumed is None and writes:
+            shutil.rmtree(folder.path, ignore_errors=True)
+        raise
     journal = _open_journal(parts, report)
     # Before the first step, so that a fault in it is recorded too.
     record_faults(parts, folder, journal.notice)
@@ -355,6 +367,7 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
                 elapsed_s, joules = clock.elapsed_s, energy.read_joules()
                 write_summary(folder, loop, elapsed_s, joules)
                 busy = describe_gpu_use(monitor, loop.waiting, elapsed_s, loop.engine.mode)
+                _track_files(folder, report)
                 show_summary(report, folder, loop, elapsed_s, joules, busy)
         except (HalfstepError, KeyboardInterrupt) as error:
             shown = explain_ending(error, loop, folder, is_new=is_new and writes)
@@ -373,10 +386,42 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
             parts.val_loader.close()
 
 
-def _open_report(folder: RunFolder, config: RunConfig, world: World | None) -> RunReport:
+def _open_report(folder: RunFolder, config: RunConfig, plan: Plan, world: World | None) -> RunReport:
     if world is not None and not world.is_first:
         return FarReport(world)
-    return RunReport(folder.path, quiet=config.log.quiet, tensorboard=config.log.tensorboard)
+    functions = {path: _import_callback(path) for path in config.train.callbacks}
+    listeners = open_trackers(
+        config.log.track,
+        folder.path,
+        dump_values(config),
+        dataclasses.asdict(plan),
+        after_step=find_last_step(folder.metrics),
+        quiet=config.log.quiet,
+    )
+    return RunReport(
+        folder.path,
+        quiet=config.log.quiet,
+        verbose=config.log.verbose,
+        listeners=[*listeners, *([Callbacks(functions)] if functions else [])],
+    )
+
+
+def _import_callback(path: str) -> Callable[..., object]:
+    form = f"{path.partition(':')[2]}(event)"
+    function = import_callable(path, what="train.callbacks", form=form)
+    check_call_form(function, path, {}, form=form)
+    return function
+
+
+def _track_files(folder: RunFolder, report: RunReport) -> None:
+    """Send config, plan, records and the HTML report to the trackers."""
+    if not report.is_tracked:
+        return
+    page = render_runs([read_run(folder.path)], [predict_memory_for_page(folder.path)])
+    write_atomically(folder.report / "report.html", page)
+    names = ("summary.json", "curves.png", "report.html")
+    files = [folder.config, folder.plan, folder.metrics, *(folder.report / name for name in names)]
+    report.add_files([file for file in files if file.is_file()])
 
 
 def _open_journal(parts: Assembly, report: RunReport) -> Journal:
@@ -389,6 +434,7 @@ def _open_journal(parts: Assembly, report: RunReport) -> Journal:
         report, parts.plan, epochs=epochs, report_every=every, metric=workload.metric,
         samples=workload.train_samples, phases=[own.phase.name for own in parts.phases],
         hint=partial(find_hint, parts.config.workload), unit=parts.unit, low_scale=parts.step.scaler.low,
+        total_steps=parts.total_steps,
     )  # fmt: skip
     parts.guard.observers.append(journal.observe)
     return journal

@@ -32,7 +32,7 @@ def collect_state(step: Step) -> dict[str, Any]:
         "rate_factor": step.rates.cut if step.rates is not None else 1.0,
         "scaler": step.scaler.state_dict(),
         "spikes": step.spikes.state_dict(),
-        "optimizers": [_make_rates_plain(optimizer.state_dict()) for optimizer in step.optimizers],
+        "optimizers": [make_rates_plain(optimizer.state_dict()) for optimizer in step.optimizers],
         "ema": step.ema.state_dict() if step.ema is not None else {},
     }
 
@@ -124,9 +124,9 @@ def _list_sizes(sizes: Sequence[int]) -> str:
     return " and ".join(map(str, sizes))
 
 
-def _make_rates_plain(state: dict[str, Any]) -> dict[str, Any]:
+def make_rates_plain(state: dict[str, Any]) -> dict[str, Any]:
     """Replace learning-rate tensors by numbers: they are views of one vector, and are bound again on load."""
-    groups = [{**g, "lr": float(g["lr"])} for g in state["param_groups"]]
+    groups = [{**g, "lr": float(g["lr"])} if isinstance(g.get("lr"), Tensor) else g for g in state["param_groups"]]
     return {**state, "param_groups": groups}
 
 

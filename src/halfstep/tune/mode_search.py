@@ -25,6 +25,7 @@ import torch
 from halfstep import __version__
 from halfstep.config.schema import RunConfig
 from halfstep.disk import find_cache_directory
+from halfstep.errors import format_duration
 from halfstep.hardware.cache import read_json, write_json
 from halfstep.precision.plan import Gain, Plan
 from halfstep.tune.channels_last import convolves_images, wants_channels_last
@@ -202,7 +203,7 @@ class ModeSearch:
         found = list(self.problems)
         if "graph" in self.too_short_for:
             run_s = self.time.run_s or 0.0
-            found.append(f"about {_format_duration(run_s)} to go is too short to compile for (train.fast=graph does)")
+            found.append(f"about {format_duration(run_s)} to go is too short to compile for (train.fast=graph does)")
         else:
             found += [f"not tried, too short a run for its start: {label}" for label in self.too_short_for]
         if self.out_of_time:
@@ -235,10 +236,6 @@ def find_fastest_mode(costs: dict[str, Cost]) -> Mode:
     modes |= {mode: costs[mode] for mode in ("compile", "graph") if mode in costs}
     limit = min(cost.ms for cost in modes.values()) * WORTH
     return next(mode for mode, cost in modes.items() if cost.ms <= limit)
-
-
-def _format_duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 # --- results of a search, kept on disk for the next run of the same model, shapes, device and versions ---

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from halfstep.config.schema import RunConfig
-from halfstep.errors import HalfstepError, MemoryLimitError, format_bytes
+from halfstep.errors import HalfstepError, MemoryLimitError, format_bytes, summarise_error
 from halfstep.hardware.device_facts import Hardware
 from halfstep.precision.advice import USABLE_MEMORY
 from halfstep.precision.plan import Plan
@@ -24,6 +24,7 @@ from halfstep.run.memory.traceable_step import build_traceable_step
 from halfstep.tune.memory_low import DoesNotFit, MemorySetting
 from halfstep.tune.modes import Mode
 from halfstep.tune.trials import Rehearse, measure_cost
+from halfstep.workloads.base.import_path import UnknownCode
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.workload import Workload
 
@@ -180,6 +181,16 @@ def predict_largest_batch(config: RunConfig, precision: str, mode: Mode, memory_
         return find_largest_batch(planner, Cell.of(config, precision, mode), compute_usable_bytes(memory_bytes))
     except HalfstepError:
         return None
+
+
+def predict_memory_for_page(path: Path) -> dict[str, int] | str:
+    """Predict the memory of a stored run's step by component; return the reason if that is not possible."""
+    try:
+        return predict_stored_run(path)
+    except UnknownCode:
+        return "the run uses custom code, which a report never runs"
+    except (HalfstepError, OSError) as error:
+        return summarise_error(error)
 
 
 def predict_stored_run(path: Path) -> dict[str, int]:

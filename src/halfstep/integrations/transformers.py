@@ -1,0 +1,314 @@
+"""The guarded and the captured step inside the transformers Trainer. docs/integrations/transformers.md is its guide.
+
+    class MyTrainer(HalfstepMixin, Trainer): ...
+
+    MyTrainer(model=model, args=args, train_dataset=data).train()                        guard
+    MyTrainer(model=model, args=args, train_dataset=data, halfstep="captured").train()   captured
+
+guard       the Trainer's loop, division, clipping and order; the verdict decides what its optimizer.step() does.
+captured    the whole step is an hs.Step: a CUDA graph where the loss can be traced. `training_step` collects the window
+            that `get_batch_samples` announced and makes the step at its last micro-batch. The Trainer's clipping then
+            only reports the norm, and its optimizer and scheduler step nothing.
+
+Everything begins in the callback `on_train_begin`, where model, optimizer and scheduler exist and a checkpoint is
+loaded, and ends in `on_train_end`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+from transformers import Trainer, TrainerCallback
+
+from halfstep.errors import ConfigError
+from halfstep.evidence.replay import Replayed
+from halfstep.integrations.accelerate import AccelerateGuard, refuse_unfit_accelerator
+from halfstep.integrations.captured import CapturedLoop
+from halfstep.own_loop.evidence import replay as replay_capsule
+from halfstep.own_loop.fast import CAPTURES, Fast, say
+
+HOST = "the transformers Trainer"
+LIMITS = ("state.global_step and callbacks, which count dropped steps",)
+ITEMS, INDEX = "num_items_in_batch", "index"
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Base
+else:
+    _Base = object  # the Trainer comes later in the bases of the user's class
+
+
+class HalfstepMixin(_Base):  # type: ignore[misc]
+    """Put this before Trainer, or a subclass of it, in your class's bases.
+
+    Arguments, in addition to the Trainer's:
+        halfstep: "guard" or "captured".
+        schedule: how a dropped step leaves the schedule alone: "exact" keeps rates on the device and waits for nothing,
+            "read" reads the verdict once per step; "auto" takes exact on a GPU with a fused optimizer.
+        capsules: a folder for the batches and weights of a bad step; `replay(trainer, capsule)` names the cause.
+        max_consecutive: bad steps in a row that raise hs.TrainingStopped.
+        fast: how the captured step runs, as in hs.Step: "auto", "graph", "compile" or "off".
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if Trainer not in order or order.index(HalfstepMixin) > order.index(Trainer):
+            raise ConfigError(
+                f"{cls.__name__} does not have HalfstepMixin before Trainer in its bases",
+                why="Python would call the Trainer's methods first, and nothing would be guarded",
+                fix=f"class {cls.__name__}(HalfstepMixin, Trainer)",
+            )
+
+    def __init__(
+        self,
+        *args: Any,
+        halfstep: Literal["guard", "captured"] = "guard",
+        schedule: Literal["auto", "exact", "read"] = "auto",
+        capsules: str | os.PathLike[str] | None = None,
+        max_consecutive: int = 5,
+        fast: Fast = "auto",
+        **kwargs: Any,
+    ) -> None:
+        if halfstep not in ("guard", "captured"):
+            raise ConfigError(f"unknown halfstep={halfstep!r}", fix='halfstep="guard" or halfstep="captured"')
+        self._hs_level, self._hs_schedule, self._hs_fast = halfstep, schedule, fast
+        self._hs_capsules, self._hs_max_consecutive = capsules, max_consecutive
+        self._hs_guard: AccelerateGuard | None = None
+        self._hs_captured: CapturedLoop | None = None
+        self._hs_window: list[Any] = []
+        self._hs_num_batches = 1
+        self._hs_norm: Tensor | None = None
+        self._hs_filters_logs = False
+        super().__init__(*args, **kwargs)
+        refuse_unfit_accelerator(self.accelerator)
+        self.add_callback(_Ends(self))
+
+    @property
+    def halfstep(self) -> AccelerateGuard | CapturedLoop | None:
+        """Return the guard or the captured step of the training that runs; None outside of train()."""
+        return self._hs_guard or self._hs_captured
+
+    train_dataset: Any
+    data_collator: Any
+
+    # --- the beginning and the end of training ---
+
+    def _begin(self) -> None:
+        self._end()  # of a training that raised
+        refuse_unfit_accelerator(self.accelerator)
+        why_not = self._find_why_not_captured() if self._hs_level == "captured" else ""
+        if why_not:
+            say(f"does not capture the steps of {HOST}, and guards them: {why_not}")
+        if self._hs_level == "captured" and not why_not:
+            self._begin_captured()
+        else:
+            self._begin_guard()
+        # The Trainer looks at each loss on the host to repair its log, which waits. The same is done on the device.
+        self._hs_filters_logs = self.args.logging_nan_inf_filter and hasattr(self, "_tr_loss")
+        if self._hs_filters_logs:
+            self.args.logging_nan_inf_filter = False
+
+    def _begin_guard(self) -> None:
+        guard = AccelerateGuard(
+            self.accelerator, self.optimizer, self.model_wrapped, host=HOST, schedule=self._hs_schedule,
+            capsules=self._hs_capsules, guard={"max_consecutive": self._hs_max_consecutive}, limits=LIMITS,
+        )  # fmt: skip
+        self._hs_guard = guard
+        self._put_scheduler(guard.follow(self.lr_scheduler))
+        guard.announce()
+
+    def _begin_captured(self) -> None:
+        args = self.args
+        captured = CapturedLoop(
+            HOST, self.model, self.optimizer.optimizer, self.lr_scheduler, precision=self._choose_precision(),
+            fast=self._hs_fast, clip_norm=max(args.max_grad_norm or 0.0, 0.0),
+            accumulate=args.gradient_accumulation_steps, num_steps=max(self.state.max_steps, 1),
+            capsules=self._hs_capsules, max_consecutive=self._hs_max_consecutive,
+            limits=[*LIMITS, "on_pre_optimizer_step comes after the step"],
+        )  # fmt: skip
+        self._hs_captured, self._hs_window = captured, []
+        self._put_scheduler(captured.scheduler)
+        step: Callable[..., None] = lambda closure=None: None  # noqa: E731
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        self.optimizer.step = step
+        self.accelerator.clip_grad_norm_ = lambda *args, **kwargs: self._hs_norm
+        captured.announce()
+
+    def _put_scheduler(self, scheduler: Any) -> None:
+        self.lr_scheduler = self.callback_handler.lr_scheduler = scheduler
+
+    def _end(self) -> None:
+        """Give everything back to the Trainer; harmless if nothing has begun."""
+        guard, self._hs_guard = self._hs_guard, None
+        captured, self._hs_captured = self._hs_captured, None
+        if captured is not None:
+            del self.optimizer.step, self.accelerator.clip_grad_norm_
+        if (held := guard or captured) is not None:
+            held.close()
+            self._put_scheduler(getattr(self.lr_scheduler, "inner", self.lr_scheduler))
+        if self._hs_filters_logs:
+            self.args.logging_nan_inf_filter, self._hs_filters_logs = True, False
+
+    def _finish(self) -> None:
+        held = self.halfstep
+        if held is not None:
+            try:
+                held.finish()
+            finally:
+                self._end()
+
+    def _choose_precision(self) -> str:
+        named = {"fp16": "fp16", "bf16": "bf16"}.get(self.accelerator.mixed_precision)
+        return named or ("tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32")
+
+    def _find_why_not_captured(self) -> str:
+        if self.args.device.type not in CAPTURES:
+            return f"a CUDA graph needs a CUDA device, not {self.args.device}"
+        if self.accelerator.num_processes > 1:
+            return "several ranks train together, and their reductions are not captured"
+        if self.accelerator.scaler is not None or self.accelerator.mixed_precision in ("fp16", "fp8"):
+            return f"the Trainer scales the loss of {self.accelerator.mixed_precision} itself; bf16=True is captured"
+        for name in ("training_step", "get_batch_samples"):
+            owners = [kind for kind in type(self).__mro__ if name in vars(kind) and kind is not HalfstepMixin]
+            if owners and owners[0] is not Trainer:
+                return f"{owners[0].__name__} has its own {name}"
+        return ""
+
+    # --- the loop ---
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._hs_window, self._hs_num_batches = [], len(batches)
+        return batches, num_items
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        index = inputs.pop(INDEX, None) if self._hs_capsules is not None else None
+        if self._hs_captured is None and self._hs_guard is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        batch = {**inputs}
+        batch |= {} if num_items_in_batch is None else {ITEMS: num_items_in_batch}
+        batch |= {} if index is None else {INDEX: index}
+        if self._hs_captured is not None:
+            loss = self._step_captured(self._hs_captured, model, batch)
+        else:
+            assert self._hs_guard is not None
+            self._hs_guard.open_window()
+            self._hs_guard.keep(batch)
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        if not self._hs_filters_logs:
+            return loss
+        # The Trainer's own repair of its log: in place of a bad loss, the mean of those since the last log.
+        usual = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+        return torch.where(loss.isfinite(), loss, usual.to(loss.dtype))
+
+    def _step_captured(self, captured: CapturedLoop, model: Any, batch: dict[str, Any]) -> Tensor:
+        self._hs_window.append(self._prepare_inputs(batch))
+        if len(self._hs_window) < self._hs_num_batches:
+            return torch.zeros((), device=self.args.device)  # the loss of the window comes with its last micro-batch
+        model.train()
+        window, self._hs_window = self._hs_window, []
+        facts = captured(self._compute_window_loss, window)
+        self._hs_norm = facts.grad_norm.clone()
+        return facts.loss.clone()
+
+    def _compute_window_loss(self, batch: Mapping[str, Any]) -> tuple[Tensor, int]:
+        """Return the loss of a micro-batch as an hs.Step takes it: the step averages what the Trainer adds up."""
+        inputs = {name: value for name, value in batch.items() if name not in (ITEMS, INDEX)}
+        num_items = batch.get(ITEMS)
+        loss = self.compute_loss(self.model, inputs, num_items_in_batch=num_items)
+        is_scaled = self.loss_is_scaled_for_ga if hasattr(self, "loss_is_scaled_for_ga") else None
+        if is_scaled is None:
+            is_scaled = self.model_accepts_loss_kwargs and num_items is not None or self.compute_loss_func is not None
+        return (loss * self._hs_num_batches if is_scaled and self._hs_num_batches > 1 else loss), 1
+
+    # --- logs ---
+
+    @property
+    def _keeps_rates_on_device(self) -> bool:
+        return self._hs_captured is not None or self._hs_guard is not None and self._hs_guard.schedule == "exact"
+
+    def _get_learning_rate(self) -> Any:
+        """Return the rate of the newest step. The Trainer asks at every step: a tensor, so that nothing waits."""
+        if not self._keeps_rates_on_device:
+            return super()._get_learning_rate()
+        rate = self.optimizer.param_groups[0]["lr"]
+        return rate.clone() if isinstance(rate, Tensor) else rate
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        rate = logs.get("learning_rate")
+        if isinstance(rate, Tensor):
+            logs["learning_rate"] = float(rate)
+        super().log(logs, *args, **kwargs)
+
+    def get_train_dataloader(self) -> Any:
+        """Return the Trainer's loader; with capsules its batches also hold the numbers of their samples."""
+        sampling = getattr(self.args, "train_sampling_strategy", "random")
+        is_plain = not getattr(self.args, "group_by_length", False) and str(getattr(sampling, "value", sampling)) in (
+            "random",
+            "sequential",
+        )
+        data, collate = self.train_dataset, self.data_collator
+        if self._hs_capsules is None or not is_plain or isinstance(data, IterableDataset) or data is None:
+            return super().get_train_dataloader()
+        self.train_dataset = NumberedData(data)
+        self.data_collator = NumberedCollator(self._get_collator_with_removed_columns(collate, description="training"))
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self.train_dataset, self.data_collator = data, collate
+
+
+class _Ends(TrainerCallback):  # type: ignore[misc]
+    def __init__(self, trainer: HalfstepMixin) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer._begin()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer._finish()
+
+
+# --- the cause of a bad step ---
+
+
+def replay(trainer: HalfstepMixin, capsule: str | os.PathLike[str]) -> Replayed:
+    """Find out why a step of this trainer went bad; print the result.
+
+    found = hs.integrations.transformers.replay(trainer, "capsules/00000123")
+    """
+    return replay_capsule(capsule, trainer.model, trainer._compute_window_loss)
+
+
+class NumberedItem(NamedTuple):
+    """A sample and its number in the dataset; not a dict, so that no column of it is removed."""
+
+    number: int
+    item: Any
+
+
+class NumberedData(Dataset[NumberedItem]):
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, number: int) -> NumberedItem:
+        return NumberedItem(int(number), self.data[number])
+
+
+class NumberedCollator:
+    def __init__(self, collate: Callable[..., Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, items: Sequence[NumberedItem]) -> Any:
+        batch = self.collate([one.item for one in items])
+        if isinstance(batch, Mapping) or hasattr(batch, "keys"):
+            batch[INDEX] = torch.tensor([one.number for one in items])
+        return batch
