@@ -45,7 +45,6 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
     from halfstep.disk import write_atomically
     from halfstep.report.page.read_run import read_run
     from halfstep.report.page.render import render_runs
-    from halfstep.run.memory.sizing import predict_memory_for_page
 
     for path in runs:
         if not path.is_dir():
@@ -59,6 +58,8 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
         page = render_comparison_page(runs[0])
     else:
         records = [read_run(path) for path in runs]
+        from halfstep.run.memory.sizing import predict_memory_for_page
+
         page = render_runs(records, [predict_memory_for_page(path) for path in runs])
     file = out or runs[0] / "report" / "report.html"
     if out is None:
