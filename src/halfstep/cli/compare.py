@@ -89,6 +89,7 @@ def command(
 
         halfstep compare --resume runs/compare-unet-20250101-120000
     """
+    refuse_bad_call(context)
     from halfstep.use.compare import create_comparison
 
     # Not part of what is compared, so --resume may change them.
@@ -102,6 +103,21 @@ def command(
     # A verdict that is still open counts as a failure: "same" must be shown, not assumed.
     if any(verdict.word != "same" for verdict in comparison.judge().values()):
         raise typer.Exit(1)
+
+
+def refuse_bad_call(context: typer.Context) -> None:
+    """Raise for an unknown target, missing data and folders that cannot be used, before torch is imported."""
+    from halfstep.run.folder import RunFolder, refuse_missing_paths, refuse_no_comparison
+    from halfstep.workloads import load
+
+    given = context.params
+    if given["resume"] is not None:
+        refuse_no_comparison(given["resume"])
+        return
+    target, overrides, _ = _split_arguments(given["arguments"] or [])
+    refuse_missing_paths(load(target, flags={"data_dir": given["data_dir"]}, overrides=overrides).config)
+    if given["out"] is not None:
+        RunFolder.refuse_unusable(given["out"])
 
 
 def _build_request(context: typer.Context, how: dict[str, Any]) -> CompareRequest:
@@ -130,7 +146,7 @@ def _build_request(context: typer.Context, how: dict[str, Any]) -> CompareReques
 
 def _reopen(folder: Path, context: typer.Context, how: dict[str, Any]) -> Comparison:
     """Open an interrupted comparison to continue it; only the options in FREE may change."""
-    from halfstep.use.compare import open_comparison, refuse_other_settings
+    from halfstep.use.compare import open_comparison, refuse_incomparable_runs
 
     flags, names = map_flags(context), read_given(context)
     if fixed := [flags.get(name, "the settings") for name in names if name not in (*FREE, "resume")]:
@@ -139,7 +155,7 @@ def _reopen(folder: Path, context: typer.Context, how: dict[str, Any]) -> Compar
             fix=f"leave it out; {', '.join(flags[name] for name in FREE)} may change",
         )
     comparison = open_comparison(folder)
-    refuse_other_settings(comparison)
+    refuse_incomparable_runs(comparison)
     # Options that were not given keep the stored value, not their default.
     given = {key: value for key, value in how.items() if key.removesuffix("_s") in names}
     comparison.request = replace(comparison.request, **given)

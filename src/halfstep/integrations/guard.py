@@ -46,9 +46,10 @@ from halfstep.precision.decide import decide
 from halfstep.step.batches import read_sample_ids
 from halfstep.step.clip import compute_total_norm
 from halfstep.step.facts import Facts, Reading
+from halfstep.step.flat import Snapshot
 from halfstep.step.forward_writes import Also
 from halfstep.step.guard import ADVICE_FOR_LOOPS, Action, Guard, Verdict
-from halfstep.step.ranks import refuse_other_rates, refuse_other_steps
+from halfstep.step.ranks import refuse_differing_rates, refuse_differing_steps
 from halfstep.step.scaler import FAR_BELOW, USUAL_FIRST, Scaler
 from halfstep.step.schedule import Curve
 from halfstep.step.step import JudgedGradients, Step, collect_gradients
@@ -146,8 +147,8 @@ class HostGuard:
         ranks = self._step.ranks
         if ranks is not None:
             settings = {"guard": options, "schedule": self.schedule, "host": self.host}
-            refuse_other_steps(ranks.world, self._step.optimizers, settings)
-            self._guard.observers.append(refuse_other_rates)
+            refuse_differing_steps(ranks.world, self._step.optimizers, settings)
+            self._guard.observers.append(refuse_differing_rates)
         self._dropped = DroppedSteps(low_scale=self._low_scale)
         if self.is_first_rank:
             self._guard.observers.append(self._dropped.observe)
@@ -515,3 +516,22 @@ class GuardedScheduler:
 
 def _pick_group(curve: Curve, position: int) -> Callable[[int], float]:
     return lambda count: curve(count)[position]
+
+
+def keep_average_of_good_steps(owner: Any, name: str, average: nn.Module, read_verdict: Callable[[], Any]) -> None:
+    """Let a host's method that averages weights after every step leave the average alone after a dropped one.
+
+    `read_verdict` returns the flag of the newest step on the device, or None. Copies the average at every step."""
+    update = getattr(owner, name)
+
+    def update_after_good_steps(*args: Any, **kwargs: Any) -> Any:
+        snapshot = Snapshot([*average.parameters(), *average.buffers()])
+        snapshot.save()
+        result = update(*args, **kwargs)
+        bad = read_verdict()
+        if bad is not None:
+            with torch.no_grad():
+                snapshot.restore_where(bad)
+        return result
+
+    setattr(owner, name, update_after_good_steps)

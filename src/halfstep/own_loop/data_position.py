@@ -318,7 +318,7 @@ class _Pass:
 
     def _continue(self, found: Mapping[str, Any], generators: Mapping[str, Any]) -> Iterator[Batch]:
         """Begin the stored pass again and skip what it has yielded."""
-        self._refuse_other_loader(found)
+        self._refuse_different_loader(found)
         self._warn_of_other_data(found)
         num = self.num_yielded = int(found["num_yielded"])
         if found["is_left"]:
@@ -375,7 +375,7 @@ class _Pass:
             self._ahead.append(state)
             yield batch
 
-    def _refuse_other_loader(self, found: Mapping[str, Any]) -> None:
+    def _refuse_different_loader(self, found: Mapping[str, Any]) -> None:
         then, now = found["num_batches"], self.num_batches
         if then != now:
             raise CheckpointError(

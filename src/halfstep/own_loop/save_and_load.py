@@ -93,7 +93,7 @@ def load(
             why="the weights are stored by their position in the list, or without a list by their names alone",
             fix="hs.load(path, step, ...) with the same models as hs.save, in the same order",
         )
-    _refuse_other_model(path, model, state["model"])
+    _refuse_different_model(path, model, state["model"])
     if len(steps) != len(state["steps"]):
         raise CheckpointError(
             f"{path} holds the state of {format_count(len(state['steps']), 'step')}, {len(steps)} were given",
@@ -252,7 +252,7 @@ def _make_unstorable(place: str, why: str) -> CheckpointError:
     )
 
 
-def _refuse_other_model(path: Path, model: nn.Module, stored: Mapping[str, Any]) -> None:
+def _refuse_different_model(path: Path, model: nn.Module, stored: Mapping[str, Any]) -> None:
     own = model.state_dict()
     missing, unknown = [name for name in own if name not in stored], [name for name in stored if name not in own]
     differing = [

@@ -128,7 +128,7 @@ class LoopSchedules:
                 "ReduceLROnPlateau follows step.validated(metric)",
                 fix="schedule=hs.per_epoch(scheduler), or no call of epoch_ended()",
             )
-        self.refuse_other_hands()
+        self.refuse_written_rates()
         self.epochs += 1
         self._write_rates()
         self._show_rates()
@@ -140,7 +140,7 @@ class LoopSchedules:
                 why="no other schedule follows a metric",
                 fix="schedule=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, ...), or no call of validated()",
             )
-        self.refuse_other_hands()
+        self.refuse_written_rates()
         for driven in self.driven:
             if driven.plateau is not None:
                 driven.plateau.observe(float(metric))
@@ -154,7 +154,7 @@ class LoopSchedules:
     def has_any(self, *kinds: str) -> bool:
         return any(driven.every in kinds for driven in self.driven)
 
-    def refuse_other_hands(self) -> None:
+    def refuse_written_rates(self) -> None:
         """Refuse a scheduler that was stepped, or a learning rate that was written, by the user's loop as well."""
         for driven in self.driven:
             if driven.scheduler is not None and _count_steps(driven.scheduler) != driven.count:
@@ -169,7 +169,7 @@ class LoopSchedules:
                     fix=f"leave scheduler.step() out: {instead}; or leave schedule= out and keep stepping it by hand",
                 )
         if self.rates is not None:
-            self.rates.refuse_other_hands()
+            self.rates.refuse_written_rates()
 
     def state_dict(self) -> dict[str, Any]:
         plateaus = [driven.plateau.state_dict() for driven in self.driven if driven.plateau]

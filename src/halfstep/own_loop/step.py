@@ -54,7 +54,7 @@ from halfstep.step.ema import Ema
 from halfstep.step.facts import Facts, Reading
 from halfstep.step.forward_writes import Also, Name, TensorSlot
 from halfstep.step.guard import ADVICE_FOR_LOOPS, Action, Guard, GuardOptions, SpikeMeter, Verdict
-from halfstep.step.ranks import refuse_other_rates, refuse_other_steps
+from halfstep.step.ranks import refuse_differing_rates, refuse_differing_steps
 from halfstep.step.schedule import Schedule
 from halfstep.step.snapshots import Snapshots, copy_to_host
 from halfstep.step.step import LossFn, OnCommit, OnGradients
@@ -231,8 +231,8 @@ class Step:
     def _keep_ranks_alike(self, **settings: object) -> None:
         """Refuse ranks that made this step with other settings, or that use other learning rates."""
         if self._step.ranks is not None:
-            refuse_other_steps(self._step.ranks.world, self._step.optimizers, settings)
-            self._guard.observers.append(refuse_other_rates)
+            refuse_differing_steps(self._step.ranks.world, self._step.optimizers, settings)
+            self._guard.observers.append(refuse_differing_rates)
 
     # --- training ---
 
@@ -279,7 +279,7 @@ class Step:
         return self._compute(loss_fn, self._check(loss_fn, window))
 
     def _check(self, loss_fn: LossFn, window: Iterable[Batch] | None) -> list[Batch]:
-        self._schedules.refuse_other_hands()
+        self._schedules.refuse_written_rates()
         refuse_non_finite_settings(self._step.optimizers)
         refuse_no_function(loss_fn)
         batches = read_window(window, self._step.accumulate)
@@ -556,7 +556,7 @@ class Rollback:
             self.snapshots.states[-1].setdefault("beside", copy_to_host(beside))
 
     def _list_beside(self) -> list[TensorSlot]:
-        return self.step.writes.find_tensors_beside(self.step.find_trained_parameters())
+        return self.step.writes.find_tensors_outside_model(self.step.find_trained_parameters())
 
     @torch.no_grad()
     def _restore_beside(self, values: Mapping[Name, Tensor | None]) -> None:

@@ -75,7 +75,7 @@ def refuse_unfit(step: Step, state: Mapping[str, Any]) -> None:
             why="they would be lost silently",
             fix="make the step with ema_decay, or drop them with state | {'ema': {}}",
         )
-    _refuse_other_optimizers(step.optimizers, state["optimizers"])
+    _refuse_different_optimizers(step.optimizers, state["optimizers"])
     if step.rates is not None:
         committed = torch.tensor(int(state["committed"]))
         step.rates.cover(
@@ -83,7 +83,7 @@ def refuse_unfit(step: Step, state: Mapping[str, Any]) -> None:
         )  # a schedule may have ended; a longer table changes nothing
 
 
-def _refuse_other_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
+def _refuse_different_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
     if len(optimizers) != len(states):
         raise _make_misfit(f"holds {len(states)} optimizers, this step has {len(optimizers)}")
     for optimizer, state in zip(optimizers, states, strict=True):
@@ -97,10 +97,10 @@ def _refuse_other_optimizers(optimizers: Sequence[Optimizer], states: Sequence[M
         for mine, theirs in zip(own, stored, strict=True):
             if differing := sorted(TELLS_OPTIMIZERS_APART & (mine.keys() ^ theirs.keys())):
                 raise _make_misfit(f"is of another optimizer than {name}: they differ in {', '.join(differing)}")
-        _refuse_other_shapes(optimizer, state)
+        _refuse_different_shapes(optimizer, state)
 
 
-def _refuse_other_shapes(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def _refuse_different_shapes(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Refuse state of other shapes, for torch's optimizers only: AdamW8bit, for example, stores flat codes."""
     if type(optimizer) not in OPTIMIZERS.values():
         return
