@@ -28,12 +28,13 @@ from halfstep.workloads import KINDS, load
 COMMANDS = get_command(build_app()).commands  # type: ignore[attr-defined]
 SHOWN = [(shown, words) for page in PAGES for shown, words in commands(page)]
 TRAINED = [(shown, words) for shown, words in SHOWN if words[0] == "train" and words[1:2] and words[1] in set(KINDS)]
-RUN_ELSEWHERE = {"own_loop.md", "loop_kinds.md", "resume.md"}  # by test_own_loop_page.py, block after block
+RUN_ELSEWHERE = {"own_loop.md", "loop_kinds.md", "resume.md", "from_plain_amp.md", "from_nanogpt.md"}
+"""By test_own_loop_page.py, block after block."""
 SNIPPETS = [block for page in PAGES for block in blocks(page, "python") if page.name not in RUN_ELSEWHERE]
 YAML = [block for page in PAGES for block in blocks(page, "yaml")]
 SETTING = re.compile(r"([a-z_]+(?:\.[a-z0-9_*]+)+)(?:[=:].*)?")
 FILES = (".py", ".json", ".jsonl", ".yaml", ".md", ".png", ".safetensors", ".txt", ".csv", ".pth", ".html", ".bin")
-NO_SETTINGS = {"optimizer.step", "optimizer.param_groups"}
+NO_SETTINGS = {"optimizer.step", "optimizer.param_groups", "scaler.scale", "scaler.update", "scaler.unscale_"}
 """Python's, and another project's key."""
 
 

@@ -39,6 +39,7 @@ ROOMS["own_loop"] = {"backend_flags", "data", "models", "hardware", "precision",
 ROOMS["integrations"] = {"own_loop", "step", "evidence", "precision", "hardware", "errors"}
 for room in ("use", "guide", "bench"):
     ROOMS[room] = ROOMS["run"] | {"run"}
+ROOMS["use"] = ROOMS["use"] | {"own_loop"}
 ROOMS["exercises"] = ROOMS["use"] | {"use"}
 ROOMS["cli"] = set(ROOMS)
 ROOMS["api"] = set(ROOMS)

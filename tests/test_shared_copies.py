@@ -16,7 +16,6 @@ SHARED = ROOT / "packages" / "halfstep-check" / "src" / "halfstep_check" / "shar
 ORIGINALS = {
     "config_text": ("config/yaml_source", "config/section", "config/schema", "disk"),
     "errors": ("errors",),
-    "formats": ("formats",),
     "gpus": ("hardware/gpus", "hardware/support", "hardware/device_facts"),
     "precision_names": ("config/precision_names",),
     "terminal": ("cli/main", "cli/options", "report/console", "disk"),

@@ -167,6 +167,18 @@ def test_clipping_by_value_does_not_hide_an_infinite_gradient() -> None:
     assert same_bits(script.state[0], before[0])
 
 
+def test_gradients_written_after_clipping_are_judged_too() -> None:
+    script = Script()
+    script.train(2)
+    before = script.state
+    x, y = next(script.batches)
+    script.accelerator.backward(F.cross_entropy(script.model(x), y))
+    script.accelerator.clip_grad_norm_(script.model.parameters(), 0.5)
+    script.net.body[0].weight.grad[0, 0] = float("nan")
+    script.optimizer.step()
+    assert same_bits(script.state, before)
+
+
 @pytest.mark.parametrize("ways", ["read", "exact"])
 def test_save_state_resumes_with_and_without_the_guard(tmp_path: Path, ways: str) -> None:
     whole = Script(ways=ways)
@@ -308,6 +320,8 @@ def test_backward_on_the_loss_itself_is_named() -> None:
 def test_signatures_of_accelerate() -> None:
     """What the integration replaces or reads; a change here needs a look at it."""
     assert list(inspect.signature(Accelerator.backward).parameters) == ["self", "loss", "kwargs"]
+    names = ["self", "parameters", "max_norm", "norm_type"]
+    assert list(inspect.signature(Accelerator.clip_grad_norm_).parameters) == names
     assert list(inspect.signature(Accelerator.clip_grad_value_).parameters) == ["self", "parameters", "clip_value"]
     assert list(inspect.signature(optimizer.AcceleratedOptimizer.step).parameters) == ["self", "closure"]
     assert isinstance(optimizer.AcceleratedOptimizer.step_was_skipped, property)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def _fresh_accelerator() -> Iterator[None]:
 class Points(Dataset[Any]):
     """Rows for Net; `bad` rows hold NaN."""
 
-    def __init__(self, bad: tuple[int, ...] = (), num: int = 256) -> None:
+    def __init__(self, bad: Sequence[int] = (), num: int = 256) -> None:
         self.x, self.y = make_data(num)
         self.x[list(bad), 1] = float("nan")
 
@@ -215,6 +215,18 @@ def test_a_trainer_trains_twice_and_evaluates(tmp_path: Path) -> None:
     assert isinstance(trainer.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
 
 
+def test_a_model_that_the_trainer_compiles_is_guarded(tmp_path: Path) -> None:
+    given = {"given": {"torch_compile": True, "torch_compile_backend": "eager"}, "steps": 4}
+    plain = train(tmp_path / "plain", Trainer, **given)
+    guarded = train(tmp_path / "guarded", schedule="exact", **given)
+    assert same_bits(guarded.watch.states, plain.watch.states)
+    data = Points(bad=range(8, 16))
+    trainer = train(tmp_path / "bad", schedule="exact", data=data, **given)
+    assert type(trainer.model_wrapped).__name__ == "OptimizedModule"
+    assert all(value.isfinite().all() for value in trainer.model.state_dict().values())
+    torch._dynamo.reset()
+
+
 def test_several_bad_steps_in_a_row_stop(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, faults=dict.fromkeys(range(6), "batch"), max_consecutive=3)
     with pytest.raises(TrainingStopped, match="3 bad steps in a row"):
@@ -359,8 +371,6 @@ def test_signatures_of_the_trainer() -> None:
         "get_batch_samples": ["self", "epoch_iterator", "num_batches", "device"],
         "training_step": ["self", "model", "inputs", "num_items_in_batch"],
         "compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
-        "_clip_grad_norm": ["self", "model"],
-        "_get_grad_norm": ["self", "model", "grad_norm"],
         "_get_learning_rate": ["self"],
         "log": ["self", "logs", "start_time"],
         "get_train_dataloader": ["self"],
@@ -373,5 +383,7 @@ def test_signatures_of_the_trainer() -> None:
              "model.zero_grad()", "self._maybe_log_save_evaluate("]  # fmt: skip
     places = [loop.index(piece) for piece in order]
     assert places == sorted(places)
+    for method in (Trainer._clip_grad_norm, Trainer._get_grad_norm):
+        assert "self.accelerator.clip_grad_norm_(" in inspect.getsource(method)
     whole = inspect.getsource(Trainer._inner_training_loop)
     assert whole.index("self._prepare_for_training(") < whole.index("self._tr_loss") < whole.index("on_train_begin(")

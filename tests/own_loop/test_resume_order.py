@@ -27,9 +27,9 @@ from torch.utils.data import (
 )
 
 import halfstep as hs
-from halfstep.errors import CheckpointError, DataError
+from halfstep.errors import CheckpointError, ConfigError, DataError
 from halfstep.own_loop.data_position import DataPosition
-from resumed_loops import NUM_SAMPLES, Drawing, Loop, Plain, assert_continues, close
+from resumed_loops import NUM_SAMPLES, Drawing, Loop, Plain, assert_continues, close, make_step
 
 WEIGHTS = [1.0 + k % 3 for k in range(NUM_SAMPLES)]
 
@@ -537,3 +537,116 @@ def test_a_loop_without_windows_is_told_that_its_loader_starts_again(tmp_path: P
     hs.load(tmp_path / "followed", resumed, model)
     with pytest.warns(UserWarning, match="this batch does not come from step.windows"):
         resumed(lambda x: model(x).square().mean(), [next(iter(loader))])
+
+
+# --- other data, a state loaded in the middle, endless data ---
+
+
+def stop_and_resume(path: Path, first: Any, second: Any, stop: int = 3) -> Loop:
+    Loop(lambda: first).run(path, stop=stop)
+    return Loop(lambda: second).run(path, resumes=True)
+
+
+class Files(Plain):
+    """As ImageFolder: a list of (path, label), and a cache that is filled while training."""
+
+    def __init__(self, folder: str, kind: str = "cat") -> None:
+        super().__init__()
+        self.samples = [(f"{folder}/{kind}{k}.png", k % 2) for k in range(NUM_SAMPLES)]
+        self.cache: list[Any] = [None] * NUM_SAMPLES
+        self.seen = torch.zeros(NUM_SAMPLES)
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.seen[index] += 1
+        self.cache[index] = index
+        return super().__getitem__(index)
+
+
+def test_other_data_of_the_same_length_are_warned_about(tmp_path: Path) -> None:
+    one, other = torch.rand(2, NUM_SAMPLES, 4, generator=generator())
+    pairs = {
+        "loader.dataset.samples was 22 entries from": (load(Files("a")), load(Files("a", "dog"))),
+        "the type of loader.dataset was Plain and is Drawing": (load(Plain()), load(Drawing())),
+        "loader.dataset.indices": (load(Subset(Plain(), range(20))), load(Subset(Plain(), list(range(1, 21))))),
+        "loader.dataset.rows": (load(Rowwise(one)), load(Rowwise(other))),
+        "loader.dataset.rows was float32 (22, 4)": (load(Rowwise(one.numpy())), load(Rowwise(other.numpy()))),
+        "the list of batches": (list(one.split(4)), list(other.split(4))),
+    }
+    for text, (first, second) in pairs.items():
+        if isinstance(first, DataLoader) and isinstance(first.dataset, Subset):
+            first.dataset.indices = list(first.dataset.indices)
+        (warning,) = stop_and_resume(tmp_path / "state", first, second).warnings
+        assert "in the middle of a pass over other data" in warning, text
+        assert text in warning, warning
+
+
+class Rowwise(Plain):
+    def __init__(self, rows: Any) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.as_tensor(self.rows[index])
+
+
+def test_the_same_data_in_another_folder_or_with_what_training_wrote_are_the_same(tmp_path: Path) -> None:
+    for stop in (3, 8):  # in the first and in the second epoch
+        resumed = stop_and_resume(tmp_path / "state", load(Files("/disk/a")), load(Files("/other/b")), stop)
+        assert resumed.warnings == []
+    data = torch.rand(NUM_SAMPLES, 4)
+    loaders = [
+        load(torch.utils.data.TensorDataset(data), collate_fn=lambda rows: torch.stack([r[0] for r in rows]))
+    ] * 2
+    assert stop_and_resume(tmp_path / "state", *loaders).warnings == []
+
+
+def test_a_state_loaded_inside_the_loop_ends_it_with_an_error(tmp_path: Path) -> None:
+    loop = Loop(lambda: load(Plain())).run(tmp_path / "state", stop=3)
+    step, model, loader = loop.step, loop.model, load(Plain())
+    windows = step.windows(loader)
+    for _ in range(2):
+        step(lambda x: model(x).square().mean(), next(windows))
+    hs.load(tmp_path / "state", step, model)
+    with pytest.raises(ConfigError, match="loaded while step.windows was running") as error:
+        next(windows)
+    assert "call step.windows again" in str(error.value)
+    assert (step.epoch, step.batch) == (0, 3)
+    assert sum(len(window) for window in step.windows(loader)) == 3  # the rest of the six
+    state = step.state_dict()
+    del state["position"]
+    for number, window in enumerate(step.windows(loader)):
+        step(lambda x: model(x).square().mean(), window)
+        if number == 1:
+            step.load_state_dict(state)  # weights and optimizers alone
+    assert number == 5
+
+
+def test_the_number_of_batches_is_known_after_resuming(tmp_path: Path) -> None:
+    first = Loop(lambda: load(Plain())).run(tmp_path / "state", stop=8)
+    assert (first.step.epoch, first.step.batch) == (1, 2)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+    step = make_step(model)
+    assert step.batch == 0
+    hs.load(tmp_path / "state", step, model)
+    numbers = [(number, step.batch) for number, _ in enumerate(step.windows(load(Plain())), step.batch)]
+    assert numbers == [(2, 3), (3, 4), (4, 5), (5, 6)]
+    assert (step.epoch, step.batch) == (2, 0)
+
+
+def test_endless_data_are_warned_about_when_they_are_saved(tmp_path: Path) -> None:
+    def cycle(loader: Any) -> Iterator[Tensor]:
+        while True:
+            yield from loader
+
+    model = nn.Linear(4, 1)
+    step = make_step(model)
+    windows = step.windows(cycle(load(Plain())))
+    for _ in range(99):
+        step(lambda x: model(x).square().mean(), next(windows))
+    hs.save(tmp_path / "state", step, model)  # few batches
+    step(lambda x: model(x).square().mean(), next(windows))
+    with pytest.warns(UserWarning, match="the 100 batches that it has given until now are loaded again") as caught:
+        hs.save(tmp_path / "state", step, model)
+    assert "while step.attempted < num_steps: for window in step.windows(loader)" in str(caught[0].message)
+    step(lambda x: model(x).square().mean(), next(windows))
+    hs.save(tmp_path / "state", step, model)  # said once

@@ -204,6 +204,17 @@ def test_another_model_is_named_by_names_shapes_and_dtypes(stored: Path) -> None
     assert "0.weight is float32 (4, 4), here bfloat16 (4, 4)" in caught.value.why
 
 
+def test_a_list_of_models_and_one_model_are_told_apart(tmp_path: Path, stored: Path) -> None:
+    model, step = make()
+    for models, text in (([model], "a list of 1 model"), ([model, nn.Linear(2, 2)], "a list of 2 models")):
+        with pytest.raises(CheckpointError, match=f"holds one model, and hs.load was given {text}"):
+            hs.load(stored, step, models)
+    hs.save(tmp_path / "list", step, [model, nn.Linear(2, 2)])
+    with pytest.raises(CheckpointError, match="holds a list of 2 models, and hs.load was given one model") as caught:
+        hs.load(tmp_path / "list", step, model)
+    assert "the same models as hs.save, in the same order" in caught.value.fix
+
+
 def test_another_optimizer_and_another_average_are_refused_before_anything_changes(stored: Path) -> None:
     refuse(stored, "average|ema", ema_decay=0.9)
     model, _ = make()

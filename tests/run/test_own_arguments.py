@@ -133,6 +133,19 @@ def test_a_result_that_is_no_loss_is_refused_and_changes_nothing(name: str) -> N
     assert step(loss_of(model), [X]).committed
 
 
+def test_a_forgotten_optimizer_window_or_loss_function_is_explained() -> None:
+    model, step = made()
+    with pytest.raises(ConfigError, match="its optimizer, or a list of them, not Linear alone") as error:
+        hs.Step(model)
+    assert "hs.Step(model, torch.optim.AdamW(model.parameters()))" in error.value.fix
+    with pytest.raises(ConfigError, match="loss_fn is a Tensor, not a function") as error:
+        step(model(X).mean())
+    assert "move the forward pass and the loss into loss_fn(batch)" in error.value.fix
+    with pytest.raises(ConfigError, match="the window is missing") as error:
+        step(loss_of(model))
+    assert "step(loss_fn, [batch])" in error.value.fix
+
+
 def test_a_step_called_the_wrong_way_round_says_the_order() -> None:
     model, step = made()
     with pytest.raises(ConfigError, match="loss_fn") as error:

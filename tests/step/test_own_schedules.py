@@ -4,6 +4,7 @@ than the one reported."""
 from __future__ import annotations
 
 import itertools
+import json
 import warnings
 from typing import Any
 
@@ -439,3 +440,29 @@ def test_a_scheduled_loop_on_the_cpu_is_bit_equal_to_one_that_steps_its_schedule
         return model
 
     assert torch.equal(trained(guarded=True).weight, trained(guarded=False).weight)
+
+
+def test_an_optimizers_state_holds_rates_as_numbers_although_its_groups_hold_tensors() -> None:
+    """JSON, and most loggers, take numbers. Groups keep the tensors, which captured steps read."""
+    model = nn.Linear(2, 1)
+    optimizer = sgd(model)
+    step = made(optimizer, model, lambda count: 0.5**count)
+    assert stepped(step, model, 2) == [1.0, 0.5]
+    assert json.loads(json.dumps(optimizer.state_dict()["param_groups"]))[0]["lr"] == 0.5
+    assert float(optimizer.param_groups[0]["lr"]) == 0.5
+    assert f"{optimizer.param_groups[0]['lr']:.2f}" == "0.50"
+    assert stepped(step, model) == [0.25]
+
+
+def test_an_optimizer_that_finds_its_own_rate_is_stored_without_one() -> None:
+    """As transformers' Adafactor does: its groups hold lr=None."""
+    model = nn.Linear(2, 1)
+    optimizer = sgd(model, fused=False)
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step = hs.Step(model, optimizer, "fp32")
+    optimizer.param_groups[0]["lr"] = None
+    state = step.state_dict()
+    assert state["optimizers"][0]["param_groups"][0]["lr"] is None
+    step.load_state_dict(state)

@@ -16,7 +16,7 @@ from halfstep.errors import ConfigError, ModelError
 from halfstep.run.memory.traceable_step import build_traceable_step
 from halfstep.workloads.base.sheets import arrange_grid
 from halfstep.workloads.base.vae_format import choose_vae_format, measure_round_trips
-from halfstep.workloads.diffusion.data import make_square_samples, open_pictures, scale_images, to_bytes
+from halfstep.workloads.diffusion.data import make_square_samples, open_diffusion_data, scale_images, to_bytes
 from halfstep.workloads.diffusion.diffusers_nets import CODEC, freeze_, open_net
 from halfstep.workloads.diffusion.evaluate import measure_distances, open_features
 from halfstep.workloads.diffusion.latents import pick_images
@@ -199,7 +199,7 @@ def some_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tried(folder: Path, data: Path, asked: str, *, simulated: bool = True) -> tuple[str, str]:
     config = settings("diffusion", data, precision__simulate=simulated).config
-    samples = make_square_samples(open_pictures(config.data).train, 8)  # type: ignore[arg-type]
+    samples = make_square_samples(open_diffusion_data(config.data).train, 8)  # type: ignore[arg-type]
     vae = freeze_(open_net(folder, ["AutoencoderKL"]))
     choice = choose_vae_format(vae, CODEC.decode_means, lambda: pick_images(samples), CPU, asked, config.precision)
     return choice.name, choice.why

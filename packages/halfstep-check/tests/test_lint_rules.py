@@ -56,3 +56,22 @@ def test_every_lint_rule_has_three_failing_and_three_passing_snippets(rule: str)
     passing = [s for s in own if s.kind == "good"]
     assert len(failing) >= 3
     assert len(passing) >= 3
+
+
+@pytest.mark.parametrize(
+    ("path", "is_judged"),
+    [
+        ("train.py", True),
+        ("tests/parity.py", False),
+        ("test_parity.py", False),
+        ("benchmarks/sweep.py", False),
+        ("profile_training.py", False),
+        ("latest_training.py", True),
+    ],
+)
+def test_tests_and_benchmarks_are_not_judged_as_training(path: str, is_judged: bool) -> None:
+    loop = "for x, y in loader:\n    with torch.autocast('cuda'):\n        loss = model(x, y)\n"
+    text = f"import torch\n{loop}    loss.backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
+    assert bool(lint_tree(ast.parse(text), text, path)) == is_judged
+    saves = text + "torch.save(model.state_dict(), 'last.pt')\n"
+    assert bool(lint_tree(ast.parse(saves), saves, path)) == (is_judged or "test" not in path)

@@ -130,7 +130,7 @@ def _build_request(context: typer.Context, how: dict[str, Any]) -> CompareReques
 
 def _reopen(folder: Path, context: typer.Context, how: dict[str, Any]) -> Comparison:
     """Open an interrupted comparison to continue it; only the options in FREE may change."""
-    from halfstep.use.compare import open_comparison, refuse_other_settings
+    from halfstep.use.compare import open_comparison, refuse_incomparable_runs
 
     flags, names = map_flags(context), read_given(context)
     if fixed := [flags.get(name, "the settings") for name in names if name not in (*FREE, "resume")]:
@@ -139,7 +139,7 @@ def _reopen(folder: Path, context: typer.Context, how: dict[str, Any]) -> Compar
             fix=f"leave it out; {', '.join(flags[name] for name in FREE)} may change",
         )
     comparison = open_comparison(folder)
-    refuse_other_settings(comparison)
+    refuse_incomparable_runs(comparison)
     # Options that were not given keep the stored value, not their default.
     given = {key: value for key, value in how.items() if key.removesuffix("_s") in names}
     comparison.request = replace(comparison.request, **given)

@@ -31,6 +31,7 @@ def command(
     device: Annotated[str, option("Only this device: cuda:1, cpu, mps, xpu, or auto for the best.")] = "",
     no_measure: Annotated[bool, option("Probe only, measure nothing.", "--no-measure")] = False,
     fresh: Annotated[bool, option("Measure again instead of using cached results.", "--fresh")] = False,
+    bugs: Annotated[bool, option("Test which known bugs of torch and cuDNN this machine has.", "--bugs")] = False,
     as_json: Json = False,
 ) -> None:
     """Show what this machine, or a GPU you may rent, supports, and which precision and settings to use.
@@ -47,7 +48,18 @@ def command(
         halfstep detect --gpu list
 
         halfstep detect --device cuda:1 --fresh --json
+
+        halfstep detect --bugs
     """
+    if bugs:
+        if name or gpu or device or no_measure or fresh:
+            raise ConfigError(
+                "--bugs cannot be combined with a device or another option",
+                why="it tests the first GPU of this machine, or the CPU if there is none",
+                fix="halfstep detect --bugs",
+            )
+        report_bugs(as_json=as_json)
+        return
     gpu, device = resolve_name(" ".join(name or []), gpu, device)
     if gpu and (device or fresh or no_measure):
         raise ConfigError(
@@ -66,6 +78,33 @@ def command(
         print_json(answers)
     else:
         print_tables(answers)
+
+
+def report_bugs(*, as_json: bool) -> None:
+    """Test the known bugs of torch and cuDNN; exit with 1 if halfstep does not shield from one of them."""
+    import torch
+
+    from halfstep.use.library_bugs import describe_bugs, find_bugs
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    findings = list(find_bugs(device))
+    if as_json:
+        import json
+
+        report = {"torch": torch.__version__, "device": device, "bugs": describe_bugs(findings)}
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        from rich.console import Console
+
+        from halfstep.report.console import make_rows_table
+
+        console = Console()
+        rows = [(finding.bug.name, finding.here, finding.with_halfstep, finding.bug.what) for finding in findings]
+        console.print(f"torch {torch.__version__}, {device}\n")
+        console.print(make_rows_table(("bug", "here", "with halfstep", "what happens in plain PyTorch"), rows))
+        console.print("\ndocs/library_bugs.md has the public threads, and how halfstep avoids each bug.", style="dim")
+    if any(finding.is_shielded is False for finding in findings):
+        raise typer.Exit(1)
 
 
 def resolve_name(name: str, gpu: str, device: str) -> tuple[str, str]:

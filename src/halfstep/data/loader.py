@@ -152,7 +152,7 @@ class Loader:
                 f"batch size {batch_size} is larger than the training set of {format_count(len(samples), 'sample')}",
                 fix=f"train.batch_size={max(1, len(samples))} or less; train.accumulate enlarges the effective batch",
             )
-        self._order = _Order(len(samples), batch_size, seed, shuffle=shuffle, part=part)
+        self._order = _SampleOrder(len(samples), batch_size, seed, shuffle=shuffle, part=part)
         self._fetch = _Fetch(samples, seed)
         self.num_workers, self.seed = num_workers, seed
         self._workers: DataLoader[Batch | HalfstepError] | None = None
@@ -223,7 +223,7 @@ class Loader:
             yield batch
 
 
-class _Order(Sampler[list[tuple[int, int]]]):
+class _SampleOrder(Sampler[list[tuple[int, int]]]):
     """Batches of (epoch, index)."""
 
     def __init__(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_HOSTS = ("accelerate", "transformers")
+_HOSTS = ("accelerate", "lightning", "monai", "nnunet", "timm", "transformers")
 
 __all__ = list(_HOSTS)
 

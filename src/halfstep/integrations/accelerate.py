@@ -3,8 +3,8 @@
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     guard = hs.integrations.accelerate.guard(accelerator, model, optimizer)
 
-The loop stays as it is. Three methods of these objects are replaced: accelerator.backward notes the loss,
-optimizer.step asks the guard, and the scheduler inside Accelerate's wrapper follows good steps only.
+The loop stays as it is. Methods of these objects are replaced: accelerator.backward notes the loss, its clipping the
+norm, optimizer.step asks the guard, and the scheduler inside Accelerate's wrapper follows good steps only.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class AccelerateGuard(HostGuard):
         )  # fmt: skip
         self._undo: list[Callable[[], None]] = []
         self._replace(accelerator, "backward", self._backward)
+        self._replace(accelerator, "clip_grad_norm_", self._clip_grad_norm)
         self._replace(accelerator, "clip_grad_value_", self._clip_grad_value)
         self._replace(optimizer, "step", self._step_optimizer)
         # torch's schedulers warn of an optimizer whose step() was replaced after they were made.
@@ -79,6 +80,12 @@ class AccelerateGuard(HostGuard):
     def _backward(self, then: Callable[..., Any], loss: Tensor, **kwargs: Any) -> Any:
         self.record(loss, share=1 / self.accelerator.gradient_accumulation_steps)
         return then(loss, **kwargs)
+
+    def _clip_grad_norm(self, then: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        norm = then(parameters, *args, **kwargs)
+        self.note_norm(norm, parameters)
+        return norm
 
     def _clip_grad_value(self, then: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.scaler is None:  # which looks at them when it unscales

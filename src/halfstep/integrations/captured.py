@@ -42,10 +42,11 @@ class CapturedLoop:
         capsules: str | os.PathLike[str] | None = None,
         max_consecutive: int = 5,
         limits: Sequence[str] = (),
+        **options: Any,
     ) -> None:
         refuse_second_guard(optimizer)
         self.host, self.optimizer, self.limits = host, optimizer, list(limits)
-        self.inner = scheduler
+        self.inner = scheduler  # None if the host has none that follows steps
         self.scheduler: Any = scheduler
         schedule = None
         if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau):
@@ -55,7 +56,7 @@ class CapturedLoop:
         plain = [float(group["lr"]) for group in optimizer.param_groups]
         self.step = Step(
             model, optimizer, precision, fast=fast, clip_norm=clip_norm, accumulate=accumulate, schedule=schedule,
-            num_steps=num_steps, capsules=capsules, guard={"max_consecutive": max_consecutive},
+            num_steps=num_steps, capsules=capsules, guard={"max_consecutive": max_consecutive}, **options,
         )  # fmt: skip
         if schedule is not None:
             self.scheduler = SettledScheduler(scheduler, self.step, plain)
@@ -92,11 +93,11 @@ class CapturedLoop:
     def __str__(self) -> str:
         name = type(self.inner).__name__
         followed = self.scheduler is not self.inner
-        schedule = f"schedule {name}: exact without a wait" if followed else f"schedule {name}: the host's"
+        schedule = f"; schedule {name}: {'exact without a wait' if followed else 'of the host'}" if self.inner else ""
         limits = f"; not guarded: {'; '.join(self.limits)}" if self.limits else ""
         return (
             f"makes the steps of {self.host} as an hs.Step ({self.step.plan.granted}): forward, backward, clipping, "
-            f"optimizer; loss, gradients and buffers are judged; {schedule}{limits}"
+            f"optimizer; loss, gradients and buffers are judged{schedule}{limits}"
         )
 
     def _store_plain_rates(self, optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -3,6 +3,8 @@
     guard = HostGuard("Accelerate", model, optimizer)   after the host has wrapped both
     model(batch)                 a hook opens the window: what forward may write is saved
     guard.record(loss)           where the host calls backward, with the loss before scaling
+    guard.note_norm(norm, parameters)       where the host clips by norm; or guard.look_at_gradients() before it clips
+                                 by value; both may be left out
     guard.step()                 in place of optimizer.step(), or of scaler.step(optimizer) and scaler.update()
     scheduler = guard.follow(scheduler)     takes the place of the host's scheduler: a dropped step does not move it
 
@@ -43,12 +45,13 @@ from halfstep.precision.decide import decide
 from halfstep.step.batches import read_sample_ids
 from halfstep.step.clip import compute_total_norm
 from halfstep.step.facts import Facts, Reading
+from halfstep.step.flat import Snapshot
 from halfstep.step.forward_writes import Also
 from halfstep.step.guard import ADVICE_FOR_LOOPS, Action, Guard, Verdict
-from halfstep.step.ranks import refuse_other_rates, refuse_other_steps
+from halfstep.step.ranks import refuse_differing_rates, refuse_differing_steps
 from halfstep.step.scaler import FAR_BELOW, USUAL_FIRST, Scaler
 from halfstep.step.schedule import Curve
-from halfstep.step.step import Step, collect_gradients
+from halfstep.step.step import JudgedGradients, Step, collect_gradients
 from halfstep.step.tables import Rates
 
 Way = Literal["exact", "read"]
@@ -108,6 +111,7 @@ class HostGuard:
         self._schedulers: list[GuardedScheduler] = []
         self._loss: Tensor | None = None
         self._overflow: Tensor | None = None
+        self._norm: tuple[Tensor, JudgedGradients] | None = None
         self._has_warned = False
         self._last: Facts | None = None
         self._batches: list[Any] = []
@@ -141,8 +145,8 @@ class HostGuard:
         ranks = self._step.ranks
         if ranks is not None:
             settings = {"guard": options, "schedule": self.schedule, "host": self.host}
-            refuse_other_steps(ranks.world, self._step.optimizers, settings)
-            self._guard.observers.append(refuse_other_rates)
+            refuse_differing_steps(ranks.world, self._step.optimizers, settings)
+            self._guard.observers.append(refuse_differing_rates)
         self._dropped = DroppedSteps(low_scale=self._low_scale)
         if self.is_first_rank:
             self._guard.observers.append(self._dropped.observe)
@@ -163,7 +167,7 @@ class HostGuard:
             for scheduler in self._schedulers:
                 scheduler.follow_again()
             self._step.open_window()
-            self._loss, self._overflow, self._batches = None, None, []
+            self._loss, self._overflow, self._norm, self._batches = None, None, None, []
 
     def keep(self, batch: Any) -> None:
         """Keep a micro-batch of the window for a capsule, until the step is known to be good."""
@@ -185,6 +189,12 @@ class HostGuard:
         if gradients:
             norm = compute_total_norm(gradients, math.inf)
             self._add_overflow(norm - norm != 0)
+
+    def note_norm(self, norm: Tensor, parameters: Iterable[Tensor]) -> None:
+        """Take over the norm that the host has clipped by, so that it is not measured again."""
+        measured, trained = set(map(id, parameters)), self._step.find_trained_parameters()
+        if all(id(one) in measured for one in trained):
+            self._norm = norm, JudgedGradients(trained)
 
     def _add_overflow(self, flag: Tensor) -> None:
         self._overflow = flag if self._overflow is None else self._overflow | flag
@@ -216,7 +226,8 @@ class HostGuard:
             self._unscale(self.scaler)
         for scheduler in self._schedulers:
             scheduler.refresh()
-        facts = self._step.judge_window(loss, self._overflow)
+        norm = None if self._norm is None or self._norm[1].are_edited else self._norm[0]
+        facts = self._step.judge_window(loss, norm=norm, overflow=self._overflow)
         if self.scaler is not None:
             assert self.scaler._scale is not None
             facts.scale = self.scaler._scale.clone()
@@ -492,3 +503,22 @@ class GuardedScheduler:
 
 def _pick_group(curve: Curve, position: int) -> Callable[[int], float]:
     return lambda count: curve(count)[position]
+
+
+def keep_average_of_good_steps(owner: Any, name: str, average: nn.Module, read_verdict: Callable[[], Any]) -> None:
+    """Let a host's method that averages weights after every step leave the average alone after a dropped one.
+
+    `read_verdict` returns the flag of the newest step on the device, or None. Copies the average at every step."""
+    update = getattr(owner, name)
+
+    def update_after_good_steps(*args: Any, **kwargs: Any) -> Any:
+        snapshot = Snapshot([*average.parameters(), *average.buffers()])
+        snapshot.save()
+        result = update(*args, **kwargs)
+        bad = read_verdict()
+        if bad is not None:
+            with torch.no_grad():
+                snapshot.restore_where(bad)
+        return result
+
+    setattr(owner, name, update_after_good_steps)

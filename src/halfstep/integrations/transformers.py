@@ -136,6 +136,7 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         step: Callable[..., None] = lambda closure=None: None  # noqa: E731
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         self.optimizer.step = step
+        self.accelerator.clip_grad_norm_ = lambda *args, **kwargs: self._hs_norm
         captured.announce()
 
     def _put_scheduler(self, scheduler: Any) -> None:
@@ -146,7 +147,7 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         guard, self._hs_guard = self._hs_guard, None
         captured, self._hs_captured = self._hs_captured, None
         if captured is not None:
-            del self.optimizer.step
+            del self.optimizer.step, self.accelerator.clip_grad_norm_
         if (held := guard or captured) is not None:
             held.close()
             self._put_scheduler(getattr(self.lr_scheduler, "inner", self.lr_scheduler))
@@ -172,7 +173,7 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
             return "several ranks train together, and their reductions are not captured"
         if self.accelerator.scaler is not None or self.accelerator.mixed_precision in ("fp16", "fp8"):
             return f"the Trainer scales the loss of {self.accelerator.mixed_precision} itself; bf16=True is captured"
-        for name in ("training_step", "_clip_grad_norm", "_get_grad_norm", "get_batch_samples"):
+        for name in ("training_step", "get_batch_samples"):
             owners = [kind for kind in type(self).__mro__ if name in vars(kind) and kind is not HalfstepMixin]
             if owners and owners[0] is not Trainer:
                 return f"{owners[0].__name__} has its own {name}"
@@ -224,14 +225,6 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         if is_scaled is None:
             is_scaled = self.model_accepts_loss_kwargs and num_items is not None or self.compute_loss_func is not None
         return (loss * self._hs_num_batches if is_scaled and self._hs_num_batches > 1 else loss), 1
-
-    def _clip_grad_norm(self, model: Any) -> Any:
-        return super()._clip_grad_norm(model) if self._hs_captured is None else self._hs_norm
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        if self._hs_captured is not None:
-            return self._hs_norm
-        return super()._get_grad_norm(model, grad_norm=grad_norm)
 
     # --- logs ---
 

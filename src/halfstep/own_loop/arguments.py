@@ -79,9 +79,10 @@ def check_model_and_optimizers(model: object, given: object) -> tuple[nn.Module,
     elif isinstance(getattr(given, "optimizer", None), Optimizer):
         fix = f"the optimizer in the {type(given).__name__}: hs.Step(model, optimizer.optimizer, schedule=...), where "
         fix += "schedule= takes over the learning rates of the wrapper, which is not stepped"
+    found = f"({type(model).__name__}, {type(given).__name__})" if given != () else f"{type(model).__name__} alone"
     raise ConfigError(
-        f"a step takes a model and its optimizer, or a list of them, not "
-        f"({type(model).__name__}, {type(given).__name__})",
+        f"a step takes a model and its optimizer, or a list of them, not {found}",
+        why="it steps the optimizer itself, and checks before that whether the step is good",
         fix=fix,
     )
 
@@ -278,13 +279,15 @@ def refuse_no_function(loss_fn: object) -> None:
     if not callable(loss_fn):
         raise ConfigError(
             f"loss_fn is a {type(loss_fn).__name__}, not a function",
-            why="the step calls it with each batch of the window",
-            fix="step(loss_fn, window), in this order, with loss_fn(batch) -> loss",
+            why="the step calls it with each batch of the window, in its precision",
+            fix="step(loss_fn, window), in this order: move the forward pass and the loss into loss_fn(batch) -> loss",
         )
 
 
 def read_window(given: object, accumulate: int) -> list[Batch]:
     """Return the batches of one step, at most `accumulate`, from a list, a tuple or an iterator."""
+    if given is None:
+        _refuse("is missing")
     if isinstance(given, Iterator):
         window = list(itertools.islice(given, accumulate + 1))  # the iterator may be endless
         if len(window) > accumulate:

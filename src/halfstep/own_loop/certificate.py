@@ -2,8 +2,8 @@
 
 From one state, kept aside, the same window runs twice uncaptured and once as a replay. A tensor that both uncaptured
 runs leave with the same bits must have them after the replay, too. One that differs between them (atomic additions)
-may differ by at most `NOISE` times as much. The first window of a step is also compared with the eager step of the
-user's Python code, up to `ROUNDINGS` in its gradients.
+may differ by at most `NOISE` times as much, or as such tensors usually do. The first window of a step is also compared
+with the eager step of the user's Python code, up to `ROUNDINGS` in its gradients.
 
 This cannot see a Python value that was frozen while the certificate was made: guards prevent that (traced.py).
 """
@@ -28,6 +28,8 @@ NOISE = 3.0
 ROUNDINGS = 8.0
 """How far the traced code's gradients may be from those of the eager step: so many roundings, in the format of the
 computation, of their norm. It runs the same kernels, but autograd may add up gradients in another order."""
+MOST_NOISE = 0.1
+"""The largest share of a step's change that counts as noise without being seen in a tensor itself."""
 ROOM = 6
 """Copies of the state stay on the device while it has room for this many; otherwise they go to host memory."""
 
@@ -115,29 +117,30 @@ class StepState:
         run()
         return self.copy()
 
-    def compare(self, found: StateCopy, first: StateCopy, second: StateCopy) -> tuple[int, list[str]]:
-        """Return how many tensors have the bits of two uncaptured runs, and the names of those that differ between
-        these as well. Raise ReplayDiffers if another one differs, or one of those by more than their noise."""
-        exact, noisy = 0, []
+    def compare(self, found: StateCopy, runs: Sequence[StateCopy], start: StateCopy) -> tuple[int, list[str]]:
+        """Return how many tensors have the bits of an uncaptured run, and the names of the others, which may differ
+        only by the noise of two such runs from `start`. Raise ReplayDiffers if one differs by more."""
+        first, second = runs
         names = [*self.names, *["a gradient"] * (len(found.tensors) - len(self.names))]
-        for name, value, one, other in zip(names, found.tensors, first.tensors, second.tensors, strict=False):
-            if have_same_bits(value, one):
-                exact += 1
-                continue
-            noise, distance = find_distance(one, other), min(find_distance(value, one), find_distance(value, other))
-            if not distance <= NOISE * noise:
+        starts = [*start.tensors[: len(self.names)], *map(torch.zeros_like, found.tensors[len(self.names) :])]
+        copies = list(zip(names, found.tensors, first.tensors, second.tensors, starts, strict=False))
+        others = [copy for copy in copies if not have_same_bits(copy[1], copy[2])]
+        usual = find_usual_noise([copy[2:] for copy in copies]) if others else 0.0
+        for name, value, one, other, then in others:
+            distance, noise = min(find_distance(value, one), find_distance(value, other)), find_distance(one, other)
+            if not distance <= NOISE * max(noise, usual * find_distance(one, then)):
                 raise ReplayDiffers(
                     f"{name} differs by {distance:.3g}, where two uncaptured runs differ by {noise:.3g}"
                 )
-            noisy.append(name)
-        return exact, noisy
+        return len(copies) - len(others), [name for name, *_ in others]
 
-    def compare_gradients(self, found: StateCopy, first: StateCopy, second: StateCopy) -> bool:
-        """Return whether a run leaves the bits of another one, `first`. Raise ReplayDiffers if their gradients, or what
-        forward writes, differ by more than rounding and the noise between `first` and `second`.
+    def compare_gradients(self, found: StateCopy, runs: Sequence[StateCopy]) -> bool:
+        """Return whether a run leaves the bits of the first of two others. Raise ReplayDiffers if their gradients, or
+        what forward writes, differ by more than rounding and the noise between those two.
 
         Weights are not compared: Adam divides by the size of a gradient, and so makes updates of rounding errors where
         the true gradient is zero, as of a bias in front of a norm."""
+        first, second = runs
         if all(map(have_same_bits, found.tensors, first.tensors)):
             return True
         rounding, num = ROUNDINGS * find_eps(self.step), len(self.names)
@@ -150,7 +153,7 @@ class StepState:
         for name, value, then in zip(self.names, found.tensors, first.tensors, strict=False):
             if name in self.buffers and value.is_floating_point():
                 far = find_distance(value, then)
-                if not far <= rounding * float(then.abs().max()):
+                if not far <= rounding * float(then.norm()):
                     raise ReplayDiffers(f"{name} differs by {far:.3g}")
         return False
 
@@ -201,7 +204,15 @@ def have_same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def find_distance(one: Tensor, other: Tensor) -> float:
-    if one.numel() == 0:
-        return 0.0
-    distance = (one.double() - other.double()).abs().max() if not one.is_complex() else (one - other).abs().max()
-    return float(distance)
+    """Return the norm of the difference of two tensors."""
+    one, other = (t if t.is_complex() else t.double() for t in (one, other))
+    return float((one - other).norm())
+
+
+def find_usual_noise(runs: Sequence[tuple[Tensor, Tensor, Tensor]]) -> float:
+    """Return how far two runs are apart, relative to what a step changes, for tensors where they differ: the 90th
+    percentile. By chance they agree on some tensors that a third run leaves with other bits. At most MOST_NOISE: a
+    value that was frozen changes far more."""
+    noises = [(find_distance(one, other), find_distance(one, start)) for one, other, start in runs]
+    shares = sorted(noise / size for noise, size in noises if noise > 0 and size > 0)
+    return min(shares[int(0.9 * len(shares))], MOST_NOISE) if shares else 0.0

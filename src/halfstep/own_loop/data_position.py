@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import random
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import PurePath
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -40,7 +42,7 @@ from torch.utils.data import (
 
 from halfstep.data.prefetch import Prefetcher
 from halfstep.data.seeded import SeededDataset
-from halfstep.errors import CheckpointError, format_count
+from halfstep.errors import CheckpointError, ConfigError, format_count
 from halfstep.own_loop.arguments import iterate_loader
 from halfstep.own_loop.user_warnings import warn_user
 from halfstep.step.batches import Batch
@@ -49,6 +51,7 @@ from halfstep.step.randomness import read_generators, restore_generators
 DRAW_ONCE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 """torch's samplers: they draw from the global generators before their first index only."""
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+MANY_BATCHES = 100  # from here on, loading them again is worth a warning when the state is stored
 INEXACT = "training continues, but not bit-exactly"
 
 
@@ -70,6 +73,17 @@ class DataPosition:
         self._stored: Mapping[str, Any] | None = None
         """A loaded state, until the pass that continues it begins."""
         self._has_overlap = False
+        self._has_warned_of_reload = False
+        self._fingerprint: tuple[Callable[[], Any], dict[str, Any]] = lambda: None, {}
+        """The data set, and what `_describe_data` returned when this process first read it."""
+
+    @property
+    def num_yielded(self) -> int:
+        """Return how many batches of the present pass the loop was given; after loading, of the stored one."""
+        if self._stored is not None:
+            stored = self._stored["pass"]
+            return 0 if stored is None or stored["is_over"] else int(stored["num_yielded"])
+        return 0 if self._pass is None or self._pass.is_over else self._pass.num_yielded
 
     def follow(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches of a pass; after `load_state_dict`, those that the stored pass has not yielded yet."""
@@ -78,6 +92,9 @@ class DataPosition:
         if self._stored is None:
             self.end_pass()
         current = _Pass(batches)
+        if self._fingerprint[0]() is not current.data or current.data is None:
+            self._fingerprint = _refer_weakly(current.data), _describe_data(current.batches)
+        current.fingerprint = self._fingerprint[1]
         loaded = current.follow(self.epoch, self._stored)
         current.prefetcher = None  # it holds the loader
         self._pass, self._stored = current, None
@@ -85,6 +102,8 @@ class DataPosition:
             for batch in loaded:
                 current.count()
                 yield batch
+                if current.is_replaced:
+                    raise _make_replaced()
         except GeneratorExit:
             current.is_left = True
             raise
@@ -115,6 +134,15 @@ class DataPosition:
                 "step.windows was called again before the pass before it had ended: of passes that run at the same "
                 "time only the newest is stored, so a resumed loop does not continue exactly"
             )
+        current = self._pass
+        if current is not None and current.is_opaque and not current.is_over and not self._has_warned_of_reload:
+            self._has_warned_of_reload = current.num_yielded >= MANY_BATCHES
+            if self._has_warned_of_reload:
+                warn_user(
+                    f"the data come from a {current.kind}: to resume this state, the {current.num_yielded:,} batches "
+                    "that it has given until now are loaded again. Pass the DataLoader itself, in each epoch, as in "
+                    "`while step.attempted < num_steps: for window in step.windows(loader): ...`"
+                )
         if self._stored is not None:  # nothing was read since it was loaded
             return {**self._stored, "epoch": self.epoch, "generators": read_generators()}
         return {
@@ -135,6 +163,8 @@ class DataPosition:
             state = {**state, "generators": read_generators()}
         for note in restore_generators(state["generators"]):
             warn_user(f"{note}; {INEXACT}")
+        if self._pass is not None:
+            self._pass.is_replaced = True
         self.epoch, self._pass, self._stored, self._has_overlap = int(state["epoch"]), None, state, False
 
 
@@ -150,7 +180,13 @@ class _Pass:
         self.is_iterable = self.loader is None or isinstance(self.loader.dataset, IterableDataset)
         self.is_persistent = self.num_workers > 0 and self.loader is not None and self.loader.persistent_workers
         self.num_yielded = 0
+        self.kind = type(batches).__name__
+        self.is_opaque = self.loader is None and not isinstance(batches, (Sequence, Stateful))
+        """True for a generator or a wrapper, whose batches can only be skipped by loading them again."""
         self.is_over = self.is_left = False
+        self.is_replaced = False
+        """True once another position was loaded: this pass is not the loop's any more."""
+        self.fingerprint: dict[str, Any] = {}
         self.is_reused = False
         """True if it uses the persistent workers of an earlier pass, so that torch draws no seed for them."""
         self.before: dict[str, Any] = {}
@@ -172,6 +208,11 @@ class _Pass:
     @property
     def loader(self) -> DataLoader[Any] | None:
         return self.batches if isinstance(self.batches, DataLoader) else None
+
+    @property
+    def data(self) -> Any:
+        """The data set, or the list of batches."""
+        return self.batches if self.loader is None else self.loader.dataset
 
     @property
     def owners(self) -> dict[str, Any]:
@@ -201,8 +242,14 @@ class _Pass:
             "before": {} if self.is_over else self.before,
             "now": self._read_own(),
             "ahead": [] if self.is_over else list(self._ahead),
+            "data": {} if self.is_over else self._describe_constant_data(),
             "loader": self.batches.state_dict() if is_stateful else None,
         }
+
+    def _describe_constant_data(self) -> dict[str, Any]:
+        """Return what `_describe_data` says of attributes that have not changed since the process first read them."""
+        now = _describe_data(self.batches)
+        return {name: value for name, value in self.fingerprint.items() if now.get(name) == value}
 
     def _has_draws(self) -> bool:
         return self.has_draws or self._watch is not None and self._watch.has_draws
@@ -271,7 +318,8 @@ class _Pass:
 
     def _continue(self, found: Mapping[str, Any], generators: Mapping[str, Any]) -> Iterator[Batch]:
         """Begin the stored pass again and skip what it has yielded."""
-        self._refuse_other_loader(found)
+        self._refuse_different_loader(found)
+        self._warn_of_other_data(found)
         num = self.num_yielded = int(found["num_yielded"])
         if found["is_left"]:
             warn_user(
@@ -327,7 +375,7 @@ class _Pass:
             self._ahead.append(state)
             yield batch
 
-    def _refuse_other_loader(self, found: Mapping[str, Any]) -> None:
+    def _refuse_different_loader(self, found: Mapping[str, Any]) -> None:
         then, now = found["num_batches"], self.num_batches
         if then != now:
             raise CheckpointError(
@@ -337,11 +385,21 @@ class _Pass:
                 fix="resume with the same data and batch size, or call step.end_pass() first to begin a new pass",
             )
 
+    def _warn_of_other_data(self, found: Mapping[str, Any]) -> None:
+        for name, then in found["data"].items():
+            now = self.fingerprint.get(name, then)
+            if now != then:
+                warn_user(
+                    f"the state is in the middle of a pass over other data: {name} was {then} and is {now}. The pass "
+                    f"goes on after {format_count(found['num_yielded'], 'batch', 'batches')}; to begin a new one, call "
+                    "step.end_pass() before step.windows"
+                )
+                return
+
     def _why_loaded(self, found: Mapping[str, Any]) -> str:
         """Return why the skipped batches have to be loaded again; empty if their indices are enough."""
         if self.loader is None:
-            name = type(self.batches).__name__
-            return f"a {name} has no sampler (pass the DataLoader itself to step.windows)"
+            return f"a {self.kind} has no sampler (pass the DataLoader itself to step.windows)"
         if not getattr(self.loader, "in_order", True):
             warn_user(f"in_order=False lets the workers decide the order of batches: {INEXACT}")
         if self.is_iterable:
@@ -589,6 +647,65 @@ def _get_epoch(owner: Any) -> Any:
     return getattr(owner, "__dict__", {}).get("epoch")
 
 
+# --- which data these are ---
+
+
+def _describe_data(batches: Any) -> dict[str, str]:
+    """Return what tells data sets of one length apart: their types, and the first and last entries of what they hold.
+
+    No sample is loaded: that may be slow or draw random numbers. Of a path only the file name counts, because the same
+    data may be in another folder.
+    """
+    if isinstance(batches, Sequence):
+        return {"the list of batches": _summarise(batches)}
+    described: dict[str, str] = {}
+    for name, owner in _walk("loader", batches):
+        if ".dataset" not in name:
+            continue
+        described[f"the type of {name}"] = type(owner).__name__
+        held = getattr(owner, "__dict__", {})
+        for key, value in held.items():
+            if isinstance(value, (Tensor, np.ndarray, list, tuple)) and (text := _summarise(value)):
+                described[f"{name}.{key}"] = text
+        if isinstance(own := held.get("_fingerprint"), str):  # of Hugging Face's data sets
+            described[f"{name}._fingerprint"] = own
+    return described
+
+
+def _summarise(value: Any, depth: int = 3) -> str:
+    """Return a text for an array, or for the first and last entries of a sequence; empty if it holds other things."""
+    if isinstance(value, str):
+        return PurePath(value).name
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "biuf":
+            return ""
+        ends = [np.ascontiguousarray(end) for end in _take_ends(value)]
+        return f"{value.dtype} {value.shape} {zlib.crc32(b''.join(end.tobytes() for end in ends)):08x}"
+    if isinstance(value, Tensor):
+        kind = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        if value.device.type != "cpu" or value.layout is not torch.strided or value.is_quantized:
+            return kind  # reading its numbers would wait for the device
+        ends = [end.detach().contiguous().view(torch.uint8).numpy() for end in _take_ends(value)]
+        return f"{kind} {zlib.crc32(b''.join(end.tobytes() for end in ends)):08x}"
+    if not isinstance(value, (list, tuple)) or not value or not depth:
+        return ""
+    first, last = _summarise(value[0], depth - 1), _summarise(value[-1], depth - 1)
+    return f"{len(value)} entries from {first} to {last}" if first and last else ""
+
+
+def _take_ends(array: Any) -> list[Any]:
+    """Return some of the first and of the last numbers of an array or tensor, without copying all of it."""
+    rows = array.reshape(1, -1) if array.ndim < 2 else array
+    if 0 in rows.shape:
+        return []
+    return [rows[0].reshape(-1)[:64], rows[-1].reshape(-1)[-64:]]
+
+
+# --- the loader ---
+
+
 def _refer_weakly(batches: Any) -> Callable[[], Any]:
     """Return a function that returns the loader as long as the loop has it.
 
@@ -609,6 +726,15 @@ def _count_batches(batches: Any) -> int | None:
         return len(batches)
     except TypeError:  # a generator
         return None
+
+
+def _make_replaced() -> ConfigError:
+    return ConfigError(
+        "a state was loaded while step.windows was running",
+        why="the loaded state has its own position in the data, and this pass is not at it",
+        fix="leave the loop after loading, and call step.windows again: it continues there. To go on with this pass "
+        'instead, load step.state_dict() without its "position"',
+    )
 
 
 def _make_too_short(number: int, num: int) -> CheckpointError:

@@ -268,12 +268,12 @@ class FastPath:
             level.tracers.clear()
             level.graphs.clear()
             level.ran.clear()
-            return self._run_rest(traced, loss_fn, eager)
+            return self._run_rest(traced, loss_fn, window, eager)
         except NotTraced as error:
             is_last = level is self.level
             self._leave(level, str(error))
             if traced.calls or is_last:
-                return self._run_rest(traced, loss_fn, eager)
+                return self._run_rest(traced, loss_fn, window, eager)
             return self.run(loss_fn, window, eager)
         return facts
 
@@ -383,7 +383,7 @@ class FastPath:
                 else:
                     facts = self._replay(graph, traced)
                     found = state.copy()
-                level.certificate.exact, level.certificate.noisy = state.compare(found, *runs)
+                level.certificate.exact, level.certificate.noisy = state.compare(found, runs, before)
             if eager_commit:
                 facts = self._replay(graph, traced)
         except (CaptureFailed, ReplayDiffers, torch.OutOfMemoryError) as error:
@@ -425,9 +425,9 @@ class FastPath:
             found = state.run_from(before, lambda: self._replay_only(graph, traced))
             state.restore(before)
         try:
-            state.compare(found, *runs)
+            state.compare(found, runs, before)
             if python is not None:
-                state.compare_gradients(python, *runs)
+                state.compare_gradients(python, runs)
         except ReplayDiffers as error:
             num_suspect = level.num_replays - level.num_trusted
             warn_user(
@@ -501,13 +501,16 @@ class FastPath:
             self.step.clear_gradients()
             graph.replay.replay_gradients(graph.select(traced))
 
-    def _run_rest(self, traced: TracedWindow, loss_fn: LossFn, eager: Eager) -> Facts:
+    def _run_rest(self, traced: TracedWindow, loss_fn: LossFn, window: list[Batch], eager: Eager) -> Facts:
         """Make a step whose first micro-batches were traced, so that their Python has run, and the others not."""
         if not traced.calls:
             return eager(loss_fn)
         outputs: list[Sequence[Any]] = []
-        run, left = run_calls(traced, outputs), list(traced.calls)
-        facts = eager(lambda batch: run(left.pop(0)) if left else loss_fn(batch))
+        run, plain = run_calls(traced, outputs), split_results(loss_fn, is_alone=len(window) == 1)
+        left = [*traced.calls, *window[len(traced.calls) :]]
+        facts = self.step.compute(lambda one: run(one) if isinstance(one, Call) else plain(one), left)
+        facts.ids = read_sample_ids(window)
+        self.step.commit(facts)
         for call, found in zip(traced.calls, outputs, strict=True):
             call.fulfil(found)
         return facts
@@ -554,7 +557,7 @@ class FastPath:
         if facts.read().is_bad:
             return facts  # a dropped step shows nothing
         try:
-            is_equal = state.compare_gradients(after, *runs)
+            is_equal = state.compare_gradients(after, runs)
         except ReplayDiffers as error:
             if is_pure:
                 self._stay_eager(f"the traced code does not equal the eager step: {error}")

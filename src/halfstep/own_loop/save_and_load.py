@@ -45,9 +45,10 @@ def save(
 
         hs.save("last.safetensors", step, model, best=best)
     """
-    path, steps, model = Path(path), _list_steps(step), _make_model(model)
+    path, steps, num_models, model = Path(path), _list_steps(step), _count_models(model), _make_model(model)
     state = {
         "model": dict(model.state_dict()),
+        "num_models": num_models,
         "buffers": find_loose_buffers(model),
         "steps": [one.state_dict() for one in steps],
         "extra": extra,
@@ -83,9 +84,16 @@ def load(
 
         best = hs.load("last.safetensors", step, model)["best"] if os.path.exists("last.safetensors") else 0.0
     """
-    path, steps, model = Path(path), _list_steps(step), _make_model(model)
+    path, steps, num_models, model = Path(path), _list_steps(step), _count_models(model), _make_model(model)
     state = _read(path)
-    _refuse_other_model(path, model, state["model"])
+    if num_models != state["num_models"]:
+        raise CheckpointError(
+            f"{path} holds {_describe_number(state['num_models'])}, and hs.load was given "
+            f"{_describe_number(num_models)}",
+            why="the weights are stored by their position in the list, or without a list by their names alone",
+            fix="hs.load(path, step, ...) with the same models as hs.save, in the same order",
+        )
+    _refuse_different_model(path, model, state["model"])
     if len(steps) != len(state["steps"]):
         raise CheckpointError(
             f"{path} holds the state of {format_count(len(state['steps']), 'step')}, {len(steps)} were given",
@@ -132,6 +140,15 @@ def _make_model(model: object) -> nn.Module:
         f"hs.save and hs.load take a torch module, not a {type(model).__name__}",
         fix="hs.save(path, step, model), in this order; several models as a list",
     )
+
+
+def _count_models(model: object) -> int | None:
+    """Return the length of a list of models; None for one model."""
+    return len(model) if isinstance(model, (list, tuple)) else None
+
+
+def _describe_number(num_models: int | None) -> str:
+    return "one model" if num_models is None else f"a list of {format_count(num_models, 'model')}"
 
 
 # --- the file ---
@@ -235,7 +252,7 @@ def _make_unstorable(place: str, why: str) -> CheckpointError:
     )
 
 
-def _refuse_other_model(path: Path, model: nn.Module, stored: Mapping[str, Any]) -> None:
+def _refuse_different_model(path: Path, model: nn.Module, stored: Mapping[str, Any]) -> None:
     own = model.state_dict()
     missing, unknown = [name for name in own if name not in stored], [name for name in stored if name not in own]
     differing = [

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLR
 
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.step.schedule import Curve, Plateau, Schedule
+from halfstep.step.step_state import make_rates_plain
 from halfstep.step.tables import Rates, check_finite, check_rate, explain_no_rate, read_base_rate
 
 AHEAD = 256  # steps that a user's schedule is asked for in advance
@@ -70,6 +71,9 @@ class LoopSchedules:
         self.epochs = 0
         self.hints: list[str] = []
         self.driven = [self._drive(one, optimizer) for optimizer, one in _assign_to_optimizers(given, optimizers)]
+        for driven in self.driven:
+            # JSON and loggers take numbers, not the tensors that fused optimizers read their rates from.
+            driven.optimizer.register_state_dict_post_hook(lambda optimizer, state: make_rates_plain(state))
         self.rates = self._make_rates(device) if self.driven else None
         kinds = {id(driven.optimizer): driven.kind for driven in self.driven}
         self.kinds = [kinds.get(id(optimizer), "none") for optimizer in optimizers]
@@ -124,7 +128,7 @@ class LoopSchedules:
                 "ReduceLROnPlateau follows step.validated(metric)",
                 fix="schedule=hs.per_epoch(scheduler), or no call of epoch_ended()",
             )
-        self.refuse_other_hands()
+        self.refuse_written_rates()
         self.epochs += 1
         self._write_rates()
         self._show_rates()
@@ -136,7 +140,7 @@ class LoopSchedules:
                 why="no other schedule follows a metric",
                 fix="schedule=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, ...), or no call of validated()",
             )
-        self.refuse_other_hands()
+        self.refuse_written_rates()
         for driven in self.driven:
             if driven.plateau is not None:
                 driven.plateau.observe(float(metric))
@@ -150,7 +154,7 @@ class LoopSchedules:
     def has_any(self, *kinds: str) -> bool:
         return any(driven.every in kinds for driven in self.driven)
 
-    def refuse_other_hands(self) -> None:
+    def refuse_written_rates(self) -> None:
         """Refuse a scheduler that was stepped, or a learning rate that was written, by the user's loop as well."""
         for driven in self.driven:
             if driven.scheduler is not None and _count_steps(driven.scheduler) != driven.count:
@@ -165,7 +169,7 @@ class LoopSchedules:
                     fix=f"leave scheduler.step() out: {instead}; or leave schedule= out and keep stepping it by hand",
                 )
         if self.rates is not None:
-            self.rates.refuse_other_hands()
+            self.rates.refuse_written_rates()
 
     def state_dict(self) -> dict[str, Any]:
         plateaus = [driven.plateau.state_dict() for driven in self.driven if driven.plateau]

@@ -54,7 +54,7 @@ from halfstep.step.ema import Ema
 from halfstep.step.facts import Facts, Reading
 from halfstep.step.forward_writes import Also, Name, TensorSlot
 from halfstep.step.guard import ADVICE_FOR_LOOPS, Action, Guard, GuardOptions, SpikeMeter, Verdict
-from halfstep.step.ranks import refuse_other_rates, refuse_other_steps
+from halfstep.step.ranks import refuse_differing_rates, refuse_differing_steps
 from halfstep.step.schedule import Schedule
 from halfstep.step.snapshots import Snapshots, copy_to_host
 from halfstep.step.step import LossFn, OnCommit, OnGradients
@@ -142,7 +142,7 @@ class Step:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer | Iterable[Optimizer],
+        optimizer: Optimizer | Iterable[Optimizer] = (),  # refused: a forgotten one gets an explanation
         precision: str | torch.dtype = "auto",
         *,
         fast: Fast = "auto",
@@ -231,8 +231,8 @@ class Step:
     def _keep_ranks_alike(self, **settings: object) -> None:
         """Refuse ranks that made this step with other settings, or that use other learning rates."""
         if self._step.ranks is not None:
-            refuse_other_steps(self._step.ranks.world, self._step.optimizers, settings)
-            self._guard.observers.append(refuse_other_rates)
+            refuse_differing_steps(self._step.ranks.world, self._step.optimizers, settings)
+            self._guard.observers.append(refuse_differing_rates)
 
     # --- training ---
 
@@ -255,7 +255,7 @@ class Step:
         self.finish()
         self._dropped.end_pass(self.attempted)
 
-    def __call__(self, loss_fn: LossFn, window: Iterable[Batch]) -> Outcome:
+    def __call__(self, loss_fn: LossFn, window: Iterable[Batch] | None = None) -> Outcome:
         """Compute, judge and commit one window. `loss_fn(batch)` returns the loss, or (loss, weight)."""
         with self._step.signals.delay():  # but not in forward and backward, which can be undone
             batches = self._check(loss_fn, window)
@@ -278,8 +278,8 @@ class Step:
         """Run forward, backward and verdict, the first half of a call. Nothing is committed yet."""
         return self._compute(loss_fn, self._check(loss_fn, window))
 
-    def _check(self, loss_fn: LossFn, window: Iterable[Batch]) -> list[Batch]:
-        self._schedules.refuse_other_hands()
+    def _check(self, loss_fn: LossFn, window: Iterable[Batch] | None) -> list[Batch]:
+        self._schedules.refuse_written_rates()
         refuse_non_finite_settings(self._step.optimizers)
         refuse_no_function(loss_fn)
         batches = read_window(window, self._step.accumulate)
@@ -409,6 +409,11 @@ class Step:
     def epoch(self) -> int:
         """Return the number of passes over the data that have ended: `for epoch in range(step.epoch, epochs)`."""
         return self._position.epoch
+
+    @property
+    def batch(self) -> int:
+        """Return the number of batches of the present pass so far, also after resuming: `tqdm(initial=step.batch)`."""
+        return self._position.num_yielded
 
     def describe(self) -> list[tuple[str, str, int]]:
         """Return each optimizer, how its bad steps are dropped, and the bytes that costs."""
@@ -551,7 +556,7 @@ class Rollback:
             self.snapshots.states[-1].setdefault("beside", copy_to_host(beside))
 
     def _list_beside(self) -> list[TensorSlot]:
-        return self.step.writes.find_tensors_beside(self.step.find_trained_parameters())
+        return self.step.writes.find_tensors_outside_model(self.step.find_trained_parameters())
 
     @torch.no_grad()
     def _restore_beside(self, values: Mapping[Name, Tensor | None]) -> None:

@@ -81,8 +81,13 @@ def get_device_type(plan: Plan) -> str:
     return plan.device.partition(":")[0]
 
 
+# Before torch 2.11, autocast's cache also keeps casts made under no_grad, without gradients, and uses them in the next
+# pass of the same weight, which then gets no gradient (pytorch/pytorch#158232).
+CACHE_ENABLED = None if torch.__version__ >= "2.11" else False
+
+
 def _make_autocast(device_type: str, dtype: torch.dtype | None) -> torch.autocast:
-    return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
+    return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None, cache_enabled=CACHE_ENABLED)
 
 
 @contextlib.contextmanager

@@ -163,7 +163,7 @@ COLOURS = {"fp32": "#616e7c", "tf32": "#8e44ad", "bf16": "#2f6fde", "fp16": "#0b
 OTHER = "#b7791f"
 PEER_ALPHA = 0.45
 """Peers are drawn paler than halfstep's rows."""
-INCHES_A_ROW = 0.36
+INCHES_PER_ROW = 0.36
 ROOM_FOR_LABELS = 1.55
 """Width of the axis relative to the longest bar, with room for the numbers after the bars."""
 
@@ -171,7 +171,7 @@ ROOM_FOR_LABELS = 1.55
 def draw_bench(record: Record, path: Path) -> None:
     """Draw the measured rows, except simulated ones, whose times mean nothing."""
     rows = [row for row in record["rows"] if row["window_ms"] and not row["simulated"]]
-    figure = make_figure((11.5, 1.5 + INCHES_A_ROW * max(len(rows), 2)))
+    figure = make_figure((11.5, 1.5 + INCHES_PER_ROW * max(len(rows), 2)))
     figure.suptitle(format_title(record), x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK)
     has_memory = any(row["peak_bytes"] for row in rows)
     panels = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2)) if has_memory else [figure.subplots()]

@@ -18,7 +18,7 @@ COLOURS = {
     "workspaces": "#d55e00", "graph pool": "#cc79a7",
 }  # fmt: skip
 """Okabe and Ito's palette, distinguishable for colour-blind readers, and greys."""
-INCHES_A_ROW = 0.34
+INCHES_PER_ROW = 0.34
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +73,7 @@ def format_in_unit(size: int, unit_bytes: float) -> str:
 
 def draw_memory(title: str, rows: Sequence[MemoryRow], path: Path, *, limit_bytes: int = 0) -> None:
     """Draw stacked bars, one per row, and a line at the device's memory size."""
-    figure = make_figure((10.5, 1.8 + INCHES_A_ROW * len(rows)))
+    figure = make_figure((10.5, 1.8 + INCHES_PER_ROW * len(rows)))
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK)
     axes = figure.subplots()
     places, ends, (unit, unit_bytes) = range(len(rows)), [0.0] * len(rows), choose_memory_unit(rows)

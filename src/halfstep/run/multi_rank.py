@@ -21,7 +21,7 @@ from halfstep.run.memory.out_of_memory import OutOfMemory
 from halfstep.run.resume import flatten_settings
 from halfstep.step.facts import PhasedReading, Reading
 from halfstep.step.phases import freeze_others
-from halfstep.step.ranks import Ranks, refuse_other_settings, wrap_regions
+from halfstep.step.ranks import Ranks, refuse_differing_settings, wrap_regions
 from halfstep.tune.modes import Batch, Region
 from halfstep.workloads.base.workload import Workload
 
@@ -137,7 +137,7 @@ def refuse_differences(config: RunConfig, workload: Workload, world: World) -> N
         "the names and sizes of the data files": digest_contents(workload),
         "the first weights": compute_checksum(workload.model)[:12],
     }
-    refuse_other_settings(
+    refuse_differing_settings(
         world,
         own,
         why="all ranks of a run train the same model on the same data",

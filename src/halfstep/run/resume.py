@@ -108,7 +108,7 @@ def recover_settings(
     return stored
 
 
-def refuse_other_records(file: Path, journal: dict[str, Any], *, allow: bool) -> list[str]:
+def refuse_changed_records(file: Path, journal: dict[str, Any], *, allow: bool) -> list[str]:
     """Compare metrics.jsonl with the count and checksum in the checkpoint; `allow` accepts the records as they are."""
     expected = journal["num_records"], journal["records_crc32"]
     found = compute_fingerprint(file, expected[0])
@@ -169,7 +169,7 @@ def _describe_schedule_change(config: RunConfig, changed: list[str]) -> list[str
     return [f"{name} depends on the length of the run: learning rates change from here on" for name in followers]
 
 
-def refuse_other_data(stored: Sequence[int], found: Sequence[int], *, allow: bool) -> list[str]:
+def refuse_changed_data(stored: Sequence[int], found: Sequence[int], *, allow: bool) -> list[str]:
     """Refuse other numbers of samples: the split would differ, and validation might contain training samples."""
     if list(stored) == list(found):
         return []

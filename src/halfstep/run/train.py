@@ -77,10 +77,10 @@ from halfstep.run.resume import (
     explain_finished,
     find_settled,
     recover_settings,
+    refuse_changed_data,
+    refuse_changed_records,
     refuse_changes,
     refuse_missing_device,
-    refuse_other_data,
-    refuse_other_records,
 )
 from halfstep.run.run_rank import FarReport, RunRank, post_warnings
 from halfstep.run.stored_state import check_disk
@@ -246,10 +246,10 @@ def _resume(loaded: Loaded, folder: RunFolder, rank: RunRank, *, allow_changes: 
                 RunReport(folder.path).notice(f"{folder.path} is {finished}")
             return folder.path
         journal = checkpoint.state["journal"]
-        other = rank.run_on_first(lambda: refuse_other_records(folder.metrics, journal, allow=allow_changes))
+        other = rank.run_on_first(lambda: refuse_changed_records(folder.metrics, journal, allow=allow_changes))
         workload = _build_as_stored(loaded.config, checkpoint.state, folder)
         found = [len(workload.train_samples), len(workload.val_samples)]
-        other += refuse_other_data(checkpoint.state["num_samples"], found, allow=allow_changes)
+        other += refuse_changed_data(checkpoint.state["num_samples"], found, allow=allow_changes)
         if rank.world is not None:
             refuse_differences(loaded.config, workload, rank.world)
         go_on = partial(_choose_plan, loaded.config, workload, folder, changes, rank)

@@ -114,7 +114,7 @@ def sample(parts: Assembly, folder: Path) -> list[Path]:
 def write_samples(folder: Path, found: Mapping[str, Any]) -> list[Path]:
     """Write `NAME.png` and `NAME.txt`; samples of the same step from before a resume are replaced."""
     for name, value in found.items():
-        _refuse_other(name, value)
+        _refuse_unfit_sample(name, value)
     try:
         with open_atomic_folder(folder, replaces=True) as hidden:
             written = [_write(hidden / name, value) for name, value in found.items()]
@@ -133,7 +133,7 @@ def _write(path: Path, value: Any) -> Path:
     return path
 
 
-def _refuse_other(name: str, value: Any) -> None:
+def _refuse_unfit_sample(name: str, value: Any) -> None:
     if not name or Path(name).name != name or name.startswith("."):
         raise ConfigError(
             f"sample() returned the name {name!r}", why="it becomes a file name", fix="use a plain name without slashes"

@@ -233,7 +233,7 @@ class ForwardWrites:
                 "also=[model.part.weight], or also=[*model.part.parameters()]",
             )
 
-    def find_tensors_beside(self, trained: Sequence[Tensor]) -> list[TensorSlot]:
+    def find_tensors_outside_model(self, trained: Sequence[Tensor]) -> list[TensorSlot]:
         """Return guarded tensors outside of the model that no other step trains: a teacher, a recurrent state."""
         self._hold_loose(trained)
         others = self.slots.roots[1:]

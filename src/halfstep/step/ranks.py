@@ -304,16 +304,16 @@ def _refuse_unwrapped(
         )
 
 
-def refuse_other_steps(world: World, optimizers: Sequence[Optimizer], settings: Mapping[str, Any]) -> None:
+def refuse_differing_steps(world: World, optimizers: Sequence[Optimizer], settings: Mapping[str, Any]) -> None:
     """Refuse steps whose settings differ between ranks."""
     own = {"halfstep": __version__, "torch": torch.__version__, **settings}
     own |= {"optimizers": ", ".join(type(optimizer).__name__ for optimizer in optimizers)}
-    refuse_other_settings(
+    refuse_differing_settings(
         world, own, why="the weights of the ranks would diverge", fix="give hs.Step the same arguments on every rank"
     )  # fmt: skip
 
 
-def refuse_other_settings(world: World, own: Mapping[str, Any], *, why: str, fix: str) -> None:
+def refuse_differing_settings(world: World, own: Mapping[str, Any], *, why: str, fix: str) -> None:
     """Compare settings over all ranks; raise the same error on every rank if they differ."""
     first, *others = world.gather({name: str(value) for name, value in own.items()})
     for rank, other in enumerate(others, 1):
@@ -323,7 +323,7 @@ def refuse_other_settings(world: World, own: Mapping[str, Any], *, why: str, fix
             raise mark_agreed(ConfigError(f"rank 0 and rank {rank} differ in {shown}", why=why, fix=fix))
 
 
-def refuse_other_rates(facts: object, reading: Reading) -> None:
+def refuse_differing_rates(facts: object, reading: Reading) -> None:
     """Refuse learning rates that differ between ranks, as after a scheduler that saw only one rank's metric."""
     for rank, rate in enumerate(reading.rates):
         if not math.isclose(rate, reading.rates[0], rel_tol=1e-6):

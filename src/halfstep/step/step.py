@@ -186,18 +186,22 @@ class Step:
         """True between open_window() and commit()."""
         return bool(self._rng)
 
-    def judge_window(self, loss: Tensor, overflow: Tensor | None = None) -> Facts:
+    @torch.no_grad()
+    def judge_window(self, loss: Tensor, *, norm: Tensor | None = None, overflow: Tensor | None = None) -> Facts:
         """Return the verdict on a window that another loop has run since open_window(): its loss as given to backward,
-        and the gradients as that loop has divided, reduced and clipped them. `overflow` is set if they were not finite
-        before. Commit the facts next."""
+        and the gradients as that loop has divided, reduced and clipped them. `norm` is their norm, if the loop has
+        measured it; `overflow` is set if they were not finite before. Commit the facts next."""
         parameters = self.find_trained_parameters()
         self.writes.find_writes()
-        facts = self._judge(parameters, loss, 1, is_weighted=False)
+        if norm is None:
+            gradients = collect_gradients(parameters)
+            norm = compute_total_norm(gradients) if gradients else torch.zeros_like(loss)
+        facts = self._judge(parameters, loss, 1, is_weighted=False, norm=norm)
         if overflow is not None:
             facts.bad = facts.bad | overflow
             facts.grad_norm = torch.where(overflow, float("inf"), facts.grad_norm)
         self.writes.refuse_unsaved(facts.bad)
-        facts.rng, self._judged = self._rng, JudgedGradients(parameters)
+        facts.rng = self._rng
         return facts
 
     def abandon(self) -> str:
@@ -346,7 +350,11 @@ class Step:
             self.scaler.scale(loss).backward()
 
     @torch.no_grad()
-    def _judge(self, parameters: list[Tensor], loss_sum: Tensor, weight: Weight, *, is_weighted: bool) -> Facts:
+    def _judge(
+        self, parameters: list[Tensor], loss_sum: Tensor, weight: Weight, *, is_weighted: bool,
+        norm: Tensor | None = None,
+    ) -> Facts:  # fmt: skip
+        """Return the verdict. A `norm` that is given is that of gradients which need neither unscaling nor clipping."""
         gradients = collect_gradients(parameters)
         scale = self.scaler.value.clone() if self.scaler.enabled else self.scaler.value
         if self.ranks is not None:
@@ -357,7 +365,9 @@ class Step:
         if self.on_gradients is not None:
             overflow = self._unscale_and_edit(gradients, unscale)
             gradients, unscale = collect_gradients(parameters), None
-        norm, factor = self.clip.measure(gradients, unscale) if gradients else (torch.zeros_like(loss), None)
+        factor: Tensor | None = None
+        if norm is None:
+            norm, factor = self.clip.measure(gradients, unscale) if gradients else (torch.zeros_like(loss), None)
         facts = Facts(
             attempted=self.attempted,
             loss=loss,
@@ -527,9 +537,13 @@ class JudgedGradients:
         gradients = list(map(get_gradient, self._parameters))
         return gradients, [get_version(gradient) for gradient in gradients if gradient is not None]
 
-    def refuse_edited(self) -> None:
+    @property
+    def are_edited(self) -> bool:
         gradients, versions = self._read()
-        if not are_same_objects(gradients, self._gradients) or versions != self._versions:
+        return not are_same_objects(gradients, self._gradients) or versions != self._versions
+
+    def refuse_edited(self) -> None:
+        if self.are_edited:
             raise ConfigError(
                 "gradients were changed between compute() and commit(): the step is dropped",
                 why="norm and finite check apply to the gradients that compute() left; the new ones were not checked",

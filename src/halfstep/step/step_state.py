@@ -32,7 +32,7 @@ def collect_state(step: Step) -> dict[str, Any]:
         "rate_factor": step.rates.cut if step.rates is not None else 1.0,
         "scaler": step.scaler.state_dict(),
         "spikes": step.spikes.state_dict(),
-        "optimizers": [_make_rates_plain(optimizer.state_dict()) for optimizer in step.optimizers],
+        "optimizers": [make_rates_plain(optimizer.state_dict()) for optimizer in step.optimizers],
         "ema": step.ema.state_dict() if step.ema is not None else {},
     }
 
@@ -75,7 +75,7 @@ def refuse_unfit(step: Step, state: Mapping[str, Any]) -> None:
             why="they would be lost silently",
             fix="make the step with ema_decay, or drop them with state | {'ema': {}}",
         )
-    _refuse_other_optimizers(step.optimizers, state["optimizers"])
+    _refuse_different_optimizers(step.optimizers, state["optimizers"])
     if step.rates is not None:
         committed = torch.tensor(int(state["committed"]))
         step.rates.cover(
@@ -83,7 +83,7 @@ def refuse_unfit(step: Step, state: Mapping[str, Any]) -> None:
         )  # a schedule may have ended; a longer table changes nothing
 
 
-def _refuse_other_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
+def _refuse_different_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
     if len(optimizers) != len(states):
         raise _make_misfit(f"holds {len(states)} optimizers, this step has {len(optimizers)}")
     for optimizer, state in zip(optimizers, states, strict=True):
@@ -97,10 +97,10 @@ def _refuse_other_optimizers(optimizers: Sequence[Optimizer], states: Sequence[M
         for mine, theirs in zip(own, stored, strict=True):
             if differing := sorted(TELLS_OPTIMIZERS_APART & (mine.keys() ^ theirs.keys())):
                 raise _make_misfit(f"is of another optimizer than {name}: they differ in {', '.join(differing)}")
-        _refuse_other_shapes(optimizer, state)
+        _refuse_different_shapes(optimizer, state)
 
 
-def _refuse_other_shapes(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def _refuse_different_shapes(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Refuse state of other shapes, for torch's optimizers only: AdamW8bit, for example, stores flat codes."""
     if type(optimizer) not in OPTIMIZERS.values():
         return
@@ -124,9 +124,9 @@ def _list_sizes(sizes: Sequence[int]) -> str:
     return " and ".join(map(str, sizes))
 
 
-def _make_rates_plain(state: dict[str, Any]) -> dict[str, Any]:
+def make_rates_plain(state: dict[str, Any]) -> dict[str, Any]:
     """Replace learning-rate tensors by numbers: they are views of one vector, and are bound again on load."""
-    groups = [{**g, "lr": float(g["lr"])} for g in state["param_groups"]]
+    groups = [{**g, "lr": float(g["lr"])} if isinstance(g.get("lr"), Tensor) else g for g in state["param_groups"]]
     return {**state, "param_groups": groups}
 
 

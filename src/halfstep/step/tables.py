@@ -268,7 +268,7 @@ class Rates(Tabulated):
         for position, group in self._find_groups(optimizer):
             group["lr"] = self.held[position] = float(self.now[position])
 
-    def refuse_other_hands(self) -> None:
+    def refuse_written_rates(self) -> None:
         """Refuse a rate that the user's code wrote: it would be lost, or used but not reported. No wait."""
         written = self.now._version != self.version
         for group, held in zip(self._list_groups(), self.held, strict=False):

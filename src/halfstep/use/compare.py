@@ -182,7 +182,7 @@ def _flatten_settings(configs: Mapping[str, RunConfig]) -> dict[str, dict[str, A
     return {name: flatten_keys(make_paths_absolute(config).model_dump(mode="json")) for name, config in configs.items()}
 
 
-def refuse_other_settings(comparison: Comparison) -> None:
+def refuse_incomparable_runs(comparison: Comparison) -> None:
     """Raise ConfigError if settings changed since the comparison began: its runs would no longer be paired."""
     now = collect_settings(comparison.request)
     for row, then in comparison.settings.items():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from halfstep.models.recompute import make_iteration
-from halfstep.run.memory.compiled import _Cut, derive_compiled_timeline
+from halfstep.run.memory.compiled import _ForwardBackwardCut, derive_compiled_timeline
 from halfstep.run.memory.step_trace import AllocationRecorder, Op, StepTrace, TracedValue, derive_eager_timeline
 
 KILO = 1000
@@ -28,14 +28,14 @@ def trace_of(forward: list[tuple[str, list[int], int]], needed: list[int]) -> St
     return trace
 
 
-def can_be_computed(value: int, kept: set[int], cut: _Cut) -> bool:
+def can_be_computed(value: int, kept: set[int], cut: _ForwardBackwardCut) -> bool:
     if value in kept or cut.nodes[value].is_fixed:
         return True
     maker = cut.nodes[value].maker
-    return maker is not None and cut.is_again[value] and all(can_be_computed(r, kept, cut) for r in maker.reads)
+    return maker is not None and cut.may_recompute[value] and all(can_be_computed(r, kept, cut) for r in maker.reads)
 
 
-def size_of(kept: set[int], cut: _Cut) -> int:
+def size_of(kept: set[int], cut: _ForwardBackwardCut) -> int:
     return sum(cut.nodes[n].num_bytes for n in kept)
 
 
@@ -51,7 +51,7 @@ def test_no_set_of_values_that_backward_can_work_from_is_smaller_than_what_is_ke
             for n in range(7)
         ]
         needed = draw.sample(range(1, 8), 3)
-        cut = _Cut(trace_of(forward, needed), keeps_cheap=True)
+        cut = _ForwardBackwardCut(trace_of(forward, needed), keeps_cheap=True)
         kept = cut.find_kept()
         assert all(can_be_computed(value, kept, cut) for value in needed)
         sets = (set(s) for k in range(8) for s in itertools.combinations(range(1, 8), k))
@@ -61,15 +61,15 @@ def test_no_set_of_values_that_backward_can_work_from_is_smaller_than_what_is_ke
 
 def test_a_pointwise_chain_is_computed_again_from_its_product() -> None:
     forward = [("mm", [0], 4 * KILO), ("gelu", [1], 4 * KILO), ("add", [2], 8 * KILO)]
-    kept = _Cut(trace_of(forward, [2, 3]), keeps_cheap=True).find_kept()
+    kept = _ForwardBackwardCut(trace_of(forward, [2, 3]), keeps_cheap=True).find_kept()
     assert kept == {1}
 
 
 def test_what_a_product_of_backward_reads_is_kept_unless_everything_cheap_is_computed_again() -> None:
     trace = trace_of([("mm", [0], 4 * KILO), ("gelu", [1], 4 * KILO)], [])
     trace.ops.append(Op("mm", (2,), (), is_view=False, in_backward=True))
-    assert _Cut(trace, keeps_cheap=True).find_kept() == {2}
-    assert _Cut(trace, keeps_cheap=False).find_kept() == {1}
+    assert _ForwardBackwardCut(trace, keeps_cheap=True).find_kept() == {2}
+    assert _ForwardBackwardCut(trace, keeps_cheap=False).find_kept() == {1}
 
 
 def test_values_between_two_operations_that_fuse_take_no_memory() -> None:

@@ -55,10 +55,10 @@ class _Node:
 
 def derive_compiled_timeline(trace: StepTrace, *, keeps_cheap: bool = True) -> Timeline:
     """Return the allocations of a compiled step; keeps_cheap=False recomputes all cheap values (`pointwise`)."""
-    return _Cut(trace, keeps_cheap=keeps_cheap).derive_timeline()
+    return _ForwardBackwardCut(trace, keeps_cheap=keeps_cheap).derive_timeline()
 
 
-class _Cut:
+class _ForwardBackwardCut:
     """The cut between forward and backward: which values are kept, recomputed, or never stored."""
 
     def __init__(self, trace: StepTrace, *, keeps_cheap: bool) -> None:
@@ -71,12 +71,12 @@ class _Cut:
                     readers = self.nodes[read].backward_readers if op.in_backward else self.nodes[read].forward_readers
                     readers.append(number)
         # The first operation of backward.
-        self.turn = next((n for n, op in enumerate(trace.ops) if op.in_backward), len(trace.ops))
-        self.forward = [n for n, node in enumerate(self.nodes) if 0 <= node.made_by < self.turn]
+        self.first_backward_op = next((n for n, op in enumerate(trace.ops) if op.in_backward), len(trace.ops))
+        self.forward = [n for n, node in enumerate(self.nodes) if 0 <= node.made_by < self.first_backward_op]
         # For each operation outside of compiled code: the last one of its sequence, until which arguments are held.
-        self.left_at = _find_ends_as_written(trace)
+        self.sequence_ends = _find_ends_as_written(trace)
         # Whether backward may compute a value again instead of keeping it.
-        self.is_again = {n: self._is_cheap(n) for n in self.forward}
+        self.may_recompute = {n: self._is_cheap(n) for n in self.forward}
         self._keep_values_used_far_apart()
 
     # --- what may be recomputed ---
@@ -111,7 +111,7 @@ class _Cut:
             for reader in readers:
                 if reader > first and not _is_apart(self.trace.ops[reader]):
                     for made in self.trace.ops[reader].makes:
-                        self.is_again[made] = False
+                        self.may_recompute[made] = False
 
     def _find_first_unfusable(self, readers: Iterable[int]) -> int:
         """Return the first unfusable operation that a value reaches through operations that fuse."""
@@ -141,7 +141,7 @@ class _Cut:
         reached, stack = set(needed), list(needed)
         while stack:
             number = stack.pop()
-            if self.is_again[number]:
+            if self.may_recompute[number]:
                 for read in self._list_reads(number):
                     if read not in reached:
                         reached.add(read)
@@ -149,7 +149,7 @@ class _Cut:
         edges: list[tuple[object, object, int]] = [(("out", number), "sink", FAR) for number in needed]
         for number in reached:
             edges.append((("in", number), ("out", number), max(self.nodes[number].num_bytes, 1)))
-            if self.is_again[number]:
+            if self.may_recompute[number]:
                 edges += [(("out", read), ("in", number), FAR) for read in self._list_reads(number)]
             else:
                 edges.append(("source", ("in", number), FAR))
@@ -181,30 +181,30 @@ class _Cut:
         """Yield when a value is in memory: once in forward, again in backward if it is recomputed and stored."""
         # The branches, in order: eager code, kept for backward, outlives the step, and everything else.
         value, size = self.trace.values[number], self._count_stored_bytes(number)
-        last_op, is_backward = len(self.trace.ops) - 1, node.made_by >= self.turn
+        last_op, is_backward = len(self.trace.ops) - 1, node.made_by >= self.first_backward_op
         ended_at = last_op if value.ended_at < 0 else value.ended_at
         if node.maker is not None and node.maker.as_written:
             spans = [(node.made_by, max(ended_at, node.made_by))]
         elif number in kept:
-            read_last = max(last_use.get(number, self.turn), node.made_by)
+            read_last = max(last_use.get(number, self.first_backward_op), node.made_by)
             spans = [(node.made_by, last_op if value.ended_at < 0 else read_last)]
         elif value.ended_at < 0 or value.owner == "gradients":
             spans = [(node.made_by, last_op)]
         else:
             spans = []
-            if self._is_stored(number, node.forward_readers, is_again=False):
+            if self._is_stored(number, node.forward_readers, is_recomputed=False):
                 spans.append((node.made_by, self._find_end(node.forward_readers)))
-            if is_backward and self._is_stored(number, node.backward_readers, is_again=False):
+            if is_backward and self._is_stored(number, node.backward_readers, is_recomputed=False):
                 spans.append((node.made_by, self._find_end(node.backward_readers)))
             elif not is_backward and self._is_stored_again(number, uses_again, kept):
                 spans.append((min(uses_again), self._find_end(uses_again)))
         for begin, end in spans:
-            is_activation = begin < self.turn <= end
+            is_activation = begin < self.first_backward_op <= end
             yield Life(size, begin, end, value.owner or ("activations" if is_activation else "workspaces"))
 
     def _find_end(self, readers: list[int]) -> int:
         """Return the last reader; an eager function inside compiled code holds its arguments until it returns."""
-        return max(self.left_at.get(reader, reader) for reader in readers)
+        return max(self.sequence_ends.get(reader, reader) for reader in readers)
 
     def _count_stored_bytes(self, number: int) -> int:
         """Return the size in memory; compiled pooling stores smaller indices."""
@@ -213,18 +213,18 @@ class _Cut:
         is_index = node.maker is not None and node.maker.name == POOL and number == node.maker.makes[-1]
         return node.num_bytes // OFFSET_SHARE if is_index and len(node.maker.makes) > 1 else node.num_bytes  # type: ignore[union-attr]
 
-    def _is_stored(self, number: int, readers: list[int], *, is_again: bool) -> bool:
+    def _is_stored(self, number: int, readers: list[int], *, is_recomputed: bool) -> bool:
         """True if a value must be written to memory: a kernel that cannot be fused makes or reads it."""
         maker = self.nodes[number].maker
         if not readers:
             return False
-        made_apart = maker is not None and not is_again and (_is_apart(maker) or maker.name in SUMS)
+        made_apart = maker is not None and not is_recomputed and (_is_apart(maker) or maker.name in SUMS)
         return made_apart or any(_is_apart(self.trace.ops[reader]) for reader in readers)
 
     def _is_stored_again(self, number: int, uses: list[int], kept: set[int]) -> bool:
         """True if a recomputed value must be written to memory in backward."""
         is_shared = len(uses) > 1 and self._takes_many_reads(number, kept)
-        return is_shared or self._is_stored(number, self.nodes[number].backward_readers, is_again=True)
+        return is_shared or self._is_stored(number, self.nodes[number].backward_readers, is_recomputed=True)
 
     def _takes_many_reads(self, number: int, kept: set[int]) -> bool:
         """True if recomputing a value reads more than FEW_READS others from memory."""
@@ -237,7 +237,7 @@ class _Cut:
             statistics = set(maker.makes) - {value} if maker.name in NORMS else set()
             for read in statistics.union(maker.reads) - seen:
                 seen.add(read)
-                is_inlined = self.is_again.get(read) and read not in kept
+                is_inlined = self.may_recompute.get(read) and read not in kept
                 (stack.append if is_inlined else found.add)(read)
         return len(found) > FEW_READS
 
@@ -246,7 +246,7 @@ class _Cut:
         uses: dict[int, list[int]] = {}
         for number in reversed(self.forward):
             node = self.nodes[number]
-            if number in kept or not self.is_again[number]:
+            if number in kept or not self.may_recompute[number]:
                 continue
             makes = [[uses[made] for made in self.trace.ops[reader].makes if uses.get(made)]
                      for reader in node.forward_readers]  # fmt: skip
@@ -257,7 +257,7 @@ class _Cut:
         """Return each value's last use in backward, including uses by values that are recomputed from it."""
         last = {n: max(node.backward_readers) for n, node in enumerate(self.nodes) if node.backward_readers}
         for number in reversed(self.forward):
-            if number in kept or number not in last or not self.is_again.get(number):
+            if number in kept or number not in last or not self.may_recompute.get(number):
                 continue
             for read in self._list_reads(number):
                 last[read] = max(last.get(read, 0), last[number])

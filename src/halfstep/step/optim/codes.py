@@ -39,7 +39,7 @@ def _build_tree(extra_bits: int) -> list[float]:
     return values
 
 
-class Level(NamedTuple):
+class CodeRange(NamedTuple):
     """A range of magnitudes from `threshold` on, where the nearest value has rank floor(slope * x + offset), at most
     `last`."""
 
@@ -49,9 +49,9 @@ class Level(NamedTuple):
     last: float
 
 
-def make_levels(extra_bits: int) -> tuple[Level, ...]:
+def make_levels(extra_bits: int) -> tuple[CodeRange, ...]:
     """Return the decades of the table's upper half, and its last value, 1; rank 0 is zero."""
-    found: list[Level] = []
+    found: list[CodeRange] = []
     rank = 1
     for level in range(NUM_DECADES):
         low, parts = 10.0 ** (level - NUM_DECADES), 2 ** (level + extra_bits)
@@ -59,15 +59,15 @@ def make_levels(extra_bits: int) -> tuple[Level, ...]:
         # The midpoint to the value below, which is zero for the first decade. The decade below has intervals of a fifth
         # of this width, so its last midpoint is a tenth of this width under `low`.
         threshold = low + width / 5 if level else (low + width / 2) / 2
-        found.append(Level(threshold, 1 / width, rank - low / width, rank + parts - 1))
+        found.append(CodeRange(threshold, 1 / width, rank - low / width, rank + parts - 1))
         rank += parts
-    return (*found, Level(1 - width / 4, 0.0, rank, rank))
+    return (*found, CodeRange(1 - width / 4, 0.0, rank, rank))
 
 
 SIGNED, UNSIGNED = make_levels(0), make_levels(1)
 
 
-def rank_magnitudes(magnitudes: Tensor, decades: tuple[Level, ...]) -> Tensor:
+def rank_magnitudes(magnitudes: Tensor, decades: tuple[CodeRange, ...]) -> Tensor:
     """Return the rank of the nearest value in the table's upper half."""
     slope, offset, last = (torch.zeros_like(magnitudes) for _ in range(3))
     for level in decades:

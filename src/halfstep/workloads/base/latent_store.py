@@ -201,7 +201,7 @@ def open_or_write_latents(
     with take_turn(path):
         # Another process may have written the file while this one waited.
         if (found := _open_matching(path, fingerprint)) is None:
-            _refuse_other_file(path)
+            _refuse_foreign_file(path)
             batches = rows()
             first = next(batches)  # its shape goes into the header, which is written before the rows
             all_batches = itertools.chain([first], batches)
@@ -230,7 +230,7 @@ def _read_header(path: Path) -> tuple[dict[str, str], tuple[int, ...], int]:
     return header["__metadata__"], tuple(header[MOMENTS]["shape"]), 8 + length
 
 
-def _refuse_other_file(path: Path) -> None:
+def _refuse_foreign_file(path: Path) -> None:
     """Refuse to overwrite a file unless its name or its metadata show that it holds latents."""
     if not path.is_file() or path.name.startswith(".halfstep-latents"):
         return

@@ -22,7 +22,7 @@ from halfstep.workloads.base.latent_store import LatentDraws
 from halfstep.workloads.base.workload import Batch, Workload
 from halfstep.workloads.diffusion import vae as autoencoder
 from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
-from halfstep.workloads.diffusion.data import open_pictures, scale_images
+from halfstep.workloads.diffusion.data import open_diffusion_data, scale_images
 from halfstep.workloads.diffusion.diffusers_blocks import find_blocks
 from halfstep.workloads.diffusion.diffusers_nets import CODEC, Net, dump_config
 from halfstep.workloads.diffusion.latents import describe_truncated_captions, open_samples
@@ -45,7 +45,7 @@ def build(config: DiffusionConfig, store: Mapping[str, Any] | None = None) -> Wo
     adopted = adopt_settings(config) if store is None else AdoptedSettings(config=config)
     config = adopted.config
     check_steps(config.sample.steps, make_schedule(config))
-    data = open_pictures(config.data, config.model.conditioning)
+    data = open_diffusion_data(config.data, config.model.conditioning)
     classes = tuple(store["classes"]) if store else data.classes
     check_same_classes(classes, data.classes)
     parts = open_parts(config, classes)

@@ -27,7 +27,7 @@ from halfstep.config.section import (
 Conditioning = Literal["none", "class", "text"]
 
 
-class PictureDataConfig(DataConfig):
+class ImageFolderConfig(DataConfig):
     """A folder of images."""
 
     image_size: PositiveCount = Field(default=64, description="Side of the square images the model sees, in pixels")
@@ -39,7 +39,7 @@ class PictureDataConfig(DataConfig):
     flip: Fraction = Field(default=0.5, description="Probability of a horizontal flip in training")
 
 
-class DiffusionDataConfig(PictureDataConfig):
+class DiffusionDataConfig(ImageFolderConfig):
     """A folder of images, with classes or captions if the model is conditioned on them."""
 
     label_column: str = Field(
@@ -219,7 +219,7 @@ class VaeConfig(RunConfig):
         "train.epochs": 10,
     }
 
-    data: PictureDataConfig = PictureDataConfig()
+    data: ImageFolderConfig = ImageFolderConfig()
     model: VaeModelConfig = VaeModelConfig()
     defaults: ClassVar[dict[str, Any]] = {
         **PICTURES,

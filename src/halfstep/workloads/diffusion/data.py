@@ -37,11 +37,11 @@ from halfstep.data.image_samples import EvaluationFiles
 from halfstep.data.metadata_file import CLASS_COLUMNS, read_captions
 from halfstep.errors import DataError, format_count
 from halfstep.workloads.base.workload import Batch
-from halfstep.workloads.diffusion.config import Conditioning, DiffusionDataConfig, PictureDataConfig
+from halfstep.workloads.diffusion.config import Conditioning, DiffusionDataConfig, ImageFolderConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PictureData:
+class DiffusionData:
     """The image files of both splits, with their classes, captions and notes for the user."""
 
     root: Path
@@ -58,7 +58,7 @@ class PictureData:
         return tuple(path.relative_to(self.root).as_posix() for path in self.val.paths)
 
 
-def open_pictures(config: PictureDataConfig, conditioning: Conditioning = "none") -> PictureData:
+def open_diffusion_data(config: ImageFolderConfig, conditioning: Conditioning = "none") -> DiffusionData:
     """Find the images of the data folder and check every file."""
     if config.dir is None:
         raise DataError("no data folder", fix="--data-dir DIR")
@@ -66,7 +66,7 @@ def open_pictures(config: PictureDataConfig, conditioning: Conditioning = "none"
     found = _find_images(config, conditioning)
     images = check_images(found.images, bad_files=bad_files)
     captions = tuple(tuple(found.captions.get(path, "") for path in part.paths) for part in (images.train, images.val))
-    return PictureData(
+    return DiffusionData(
         root=images.root,
         train=images.train,
         val=images.val,
@@ -77,7 +77,7 @@ def open_pictures(config: PictureDataConfig, conditioning: Conditioning = "none"
     )
 
 
-def _find_images(config: PictureDataConfig, conditioning: Conditioning) -> CaptionedFolder:
+def _find_images(config: ImageFolderConfig, conditioning: Conditioning) -> CaptionedFolder:
     """Find images with what the model is conditioned on: nothing, classes or captions."""
     root = Path(config.dir or "")
     layout = FolderLayout(

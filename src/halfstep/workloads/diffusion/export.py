@@ -21,7 +21,7 @@ from halfstep.disk import write_atomically
 from halfstep.workloads.base.latent_store import ENCODED_AT_ONCE
 from halfstep.workloads.base.vae_trainer import VaeNet
 from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
-from halfstep.workloads.diffusion.data import make_square_samples, open_pictures
+from halfstep.workloads.diffusion.data import make_square_samples, open_diffusion_data
 from halfstep.workloads.diffusion.diffusers_nets import CODEC, Net, build_net, dump_config, import_diffusers_class
 from halfstep.workloads.diffusion.latents import pick_images
 from halfstep.workloads.diffusion.networks import (
@@ -103,7 +103,7 @@ def export_vae(model: nn.Module, config: VaeConfig, store: Mapping[str, Any], fo
 
 def measure_scale(vae: Net, config: VaeConfig) -> float:
     """Return 1 / standard deviation of the latents of training images, encoded in fp32."""
-    samples = make_square_samples(open_pictures(config.data).train, config.data.image_size)
+    samples = make_square_samples(open_diffusion_data(config.data).train, config.data.image_size)
     images = pick_images(samples, MEASURED_IMAGES)
     return CODEC.measure_scale(vae, images.split(ENCODED_AT_ONCE), source="this run")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfstep.workloads.base.guiding import OpenedData, measure_median_size, read_size
 from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
-from halfstep.workloads.diffusion.data import make_square_samples, open_pictures
+from halfstep.workloads.diffusion.data import make_square_samples, open_diffusion_data
 
 SMALLEST_LEVEL = 4
 """Smallest useful side of the deepest level, in pixels."""
@@ -21,7 +21,7 @@ class Guide:
     small_on_cpu = {"data.image_size": 32, "model.channels": (32, 64, 64), "model.attention": (2,)}
 
     def open(self, config: DiffusionConfig | VaeConfig) -> OpenedData:
-        data = open_pictures(config.data)
+        data = open_diffusion_data(config.data)
         return OpenedData(
             train=make_square_samples(data.train, config.data.image_size),
             val=make_square_samples(data.val, config.data.image_size),

@@ -23,7 +23,7 @@ from halfstep.workloads.base.latent_store import (
 )
 from halfstep.workloads.base.vae_format import FormatChoice, choose_vae_format, pick_training_device
 from halfstep.workloads.diffusion.config import DiffusionConfig
-from halfstep.workloads.diffusion.data import PictureData, make_square_samples, open_pictures, scale_images
+from halfstep.workloads.diffusion.data import DiffusionData, make_square_samples, open_diffusion_data, scale_images
 from halfstep.workloads.diffusion.diffusers_nets import CODEC
 from halfstep.workloads.diffusion.networks import Conditions, DiffusionParts, TextConditions, open_parts
 from halfstep.workloads.diffusion.weights_settings import adopt_settings
@@ -39,7 +39,7 @@ def pick_images(samples: Samples, num: int = TRIED_IMAGES) -> Tensor:
     return scale_images({"image": bytes_}, key=(), flip=0.0)
 
 
-def make_encoding(config: DiffusionConfig, data: PictureData, vae: Any, format_name: str) -> Encoding:
+def make_encoding(config: DiffusionConfig, data: DiffusionData, vae: Any, format_name: str) -> Encoding:
     """Describe the encoding of all images: first training, then validation."""
     splits = (data.train, data.val)
     return Encoding(
@@ -73,7 +73,7 @@ class OpenedSamples:
 
 
 def open_samples(
-    config: DiffusionConfig, data: PictureData, parts: DiffusionParts, store: Store | None
+    config: DiffusionConfig, data: DiffusionData, parts: DiffusionParts, store: Store | None
 ) -> OpenedSamples:
     """Open samples of images or cached latents. The VAE's format is chosen once, when a run starts."""
     tokens = _tokenize(data, parts.conditions)
@@ -100,7 +100,7 @@ def open_samples(
     return replace(found, about=(*about, *found.about), settled={"precision.modules": modules})
 
 
-def choose_format(config: DiffusionConfig, data: PictureData, parts: DiffusionParts) -> FormatChoice:
+def choose_format(config: DiffusionConfig, data: DiffusionData, parts: DiffusionParts) -> FormatChoice:
     """Choose the format of the VAE: as requested, else fp32 or TF32 if the run uses it, else the more accurate half
     format."""
     requested, default = config.precision.modules.get("vae"), config.precision.default
@@ -114,7 +114,7 @@ def choose_format(config: DiffusionConfig, data: PictureData, parts: DiffusionPa
 
 
 def _open_cached(
-    config: DiffusionConfig, data: PictureData, parts: DiffusionParts, form: str, store: Store | None, tokens: Tokens
+    config: DiffusionConfig, data: DiffusionData, parts: DiffusionParts, form: str, store: Store | None, tokens: Tokens
 ) -> OpenedSamples:
     """Open cached latents as samples; refuse another VAE than that of the stored run."""
     own = hash_weights(parts.vae)
@@ -140,13 +140,13 @@ def _open_cached(
     )
 
 
-def _tokenize(data: PictureData, conditions: Conditions) -> Tokens:
+def _tokenize(data: DiffusionData, conditions: Conditions) -> Tokens:
     if not isinstance(conditions, TextConditions):
         return None
     return [conditions.tokenize(captions) for captions in data.captions]
 
 
-def describe_truncated_captions(data: PictureData, conditions: Conditions) -> tuple[str, ...]:
+def describe_truncated_captions(data: DiffusionData, conditions: Conditions) -> tuple[str, ...]:
     """Return a note if some captions are too long for the text encoder."""
     if not isinstance(conditions, TextConditions):
         return ()
@@ -158,7 +158,7 @@ def pack(config: DiffusionConfig) -> dict[str, object]:
     """Encode all images unless a matching cache exists; return the summary for `halfstep pack`."""
     refuse_uncached(config)
     config = adopt_settings(config).config
-    data = open_pictures(config.data, config.model.conditioning)
+    data = open_diffusion_data(config.data, config.model.conditioning)
     parts = open_parts(config, data.classes)
     choice = choose_format(config, data, parts)
     cache, is_new = make_encoding(config, data, parts.vae, choice.name).open_or_encode()

@@ -15,7 +15,7 @@ from halfstep.models.weights import read_weights
 from halfstep.workloads.base.vae_trainer import Critic, Outputs, VaeNet, VaeTrainer
 from halfstep.workloads.base.workload import Batch, FrozenPart, Workload
 from halfstep.workloads.diffusion.config import VaeConfig
-from halfstep.workloads.diffusion.data import make_square_samples, open_pictures, scale_images
+from halfstep.workloads.diffusion.data import make_square_samples, open_diffusion_data, scale_images
 from halfstep.workloads.diffusion.diffusers_blocks import find_blocks
 from halfstep.workloads.diffusion.diffusers_nets import (
     CODEC,
@@ -43,7 +43,7 @@ FRAGILE = (
 
 def build(config: VaeConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """Build the workload for `config.data.dir`; the `store` of an earlier run fixes the VAE's config."""
-    data = open_pictures(config.data)
+    data = open_diffusion_data(config.data)
     model = build_model(config, store)
     pictures = [make_square_samples(listing, config.data.image_size) for listing in (data.train, data.val)]
     found = {"vae": dump_config(model.vae)}

@@ -79,7 +79,7 @@ def _open_texts(whole: LanguageConfig, root: Path, known: Tokenizer | None) -> L
     named = known or _find_named_tokenizer(config.tokenizer, root) or _find_weights_tokenizer(whole)
     tokenizer = named or _make_text_tokenizer(config.tokenizer, texts)
     if known is None:
-        _refuse_other_tokenizer(tokenizer, whole)
+        _refuse_different_tokenizer(tokenizer, whole)
     path = Path(config.cache_file) if config.cache_file else choose_cache_path(root, tokenizer)
     train, val = open_or_tokenise(texts, tokenizer, path) if config.cache else tokenise(texts, tokenizer)
     location = f"cached in {path}" if config.cache else "in memory"
@@ -116,7 +116,7 @@ def _open_ids(
         or read_nanogpt_tokenizer(folder)
         or _find_weights_tokenizer(config)
     )
-    _refuse_other_ids(tokenizer, root)
+    _refuse_mismatched_ids(tokenizer, root)
     vocab = int((store or {}).get("vocab", 0)) or (tokenizer.num_tokens if tokenizer else config.model.vocab or 50257)
     train, val = (open_tokens(paths, vocab=vocab) for paths in (files.train, files.val))
     num_files = format_count(len(files.train) + len(files.val), "file")
@@ -142,7 +142,7 @@ def _explain_no_validation(root: Path) -> str:
     )
 
 
-def _refuse_other_ids(tokenizer: Tokenizer | None, root: Path) -> None:
+def _refuse_mismatched_ids(tokenizer: Tokenizer | None, root: Path) -> None:
     """Refuse ids of another tokenizer than the model's: they stand for other text."""
     folder = root if root.is_dir() else root.parent
     theirs = _find_named_tokenizer("auto", root) or read_nanogpt_tokenizer(folder)
@@ -190,7 +190,7 @@ def is_weights_tokenizer(tokenizer: Tokenizer | None, config: LanguageConfig) ->
     return tokenizer is not None and theirs is not None and identify(theirs) == identify(tokenizer)
 
 
-def _refuse_other_tokenizer(tokenizer: Tokenizer, config: LanguageConfig) -> None:
+def _refuse_different_tokenizer(tokenizer: Tokenizer, config: LanguageConfig) -> None:
     """Refuse another tokenizer than that of the start weights; equal sizes do not mean equal tokens."""
     theirs = _read_weights_tokenizer(config)
     if theirs is not None and have_different_ids(tokenizer, theirs):

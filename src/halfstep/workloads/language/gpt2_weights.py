@@ -46,14 +46,14 @@ def load_gpt2_(model: GPT2, path: Path, *, has_its_tokenizer: bool = False) -> N
     if EMBEDDING not in weights and "lm_head.weight" in weights:
         weights[EMBEDDING] = weights["lm_head.weight"]  # safetensors keeps one of two names of a shared tensor
     head = weights.pop("lm_head.weight", None)
-    _refuse_other_family(weights, path)
+    _refuse_non_gpt2_weights(weights, path)
     if head is not None and not torch.equal(head, weights[EMBEDDING]):
         raise ModelError(
             f"{path} has a separate output layer, lm_head.weight",
             why="GPT-2 ties its output layer to the token embedding",
             fix="use weights with a tied embedding",
         )
-    _refuse_other_function(model, description, path, len(weights[POSITIONS]))
+    _refuse_different_network(model, description, path, len(weights[POSITIONS]))
     weights = _to_linear_layers(weights)
     embedding = weights[EMBEDDING][: model.size.vocab] if has_its_tokenizer else weights[EMBEDDING]
     weights[EMBEDDING] = _pad_embedding(embedding, model.size.vocab, path)
@@ -136,7 +136,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) and found.get("model_type", "gpt2") == "gpt2" else {}
 
 
-def _refuse_other_function(model: GPT2, description: Mapping[str, Any], path: Path, context: int) -> None:
+def _refuse_different_network(model: GPT2, description: Mapping[str, Any], path: Path, context: int) -> None:
     """Refuse weights that differ in ways that shapes do not show, such as the number of heads or the activation."""
     size, has_bias = model.size, model.transformer.ln_f.bias is not None
     own = {
@@ -189,7 +189,7 @@ def _rename(name: str) -> str:
     return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
 
 
-def _refuse_other_family(weights: Mapping[str, Tensor], path: Path) -> None:
+def _refuse_non_gpt2_weights(weights: Mapping[str, Tensor], path: Path) -> None:
     """Raise ModelError if these are no GPT-2 weights."""
     lacking = [name for name in (EMBEDDING, POSITIONS, _find_first_projection(weights)) if name not in weights]
     if lacking:

@@ -300,7 +300,7 @@ def _translate_losses(read: ForeignReader) -> dict[str, Any]:
         weight, kind = weights.get(key, 1.0), given.get("name")
         at = f"model.losses.{key}"
         if kind in COMPARED:
-            _refuse_other_parts(read, at, kind)
+            _refuse_unsupported_parts(read, at, kind)
             values |= {"model.feature_weight": weight} if kind == "MSELoss" else _translate_contrast(read, at, weight)
         elif kind in (VAE_LOSS, WORDS_LOSS) and _has_words(read):
             values |= _translate_word_loss(given, weight, at)
@@ -323,7 +323,7 @@ def _translate_contrast(read: ForeignReader, at: str, weight: Any) -> dict[str, 
     }
 
 
-def _refuse_other_parts(read: ForeignReader, at: str, kind: str) -> None:
+def _refuse_unsupported_parts(read: ForeignReader, at: str, kind: str) -> None:
     """Refuse a loss between other tensors: it would train a different model."""
     predicted, target = COMPARED[kind]
     read.must_be(f"{at}.pred_key", predicted, why=f"{kind} is of {predicted}")

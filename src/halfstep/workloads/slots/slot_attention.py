@@ -144,7 +144,7 @@ class PredictorBlock(nn.Module):
         return x + self.linear2(F.relu(self.linear1(self.norm2(x))))
 
 
-class Predictor(nn.Module):
+class SlotPredictor(nn.Module):
     """Predict the initial slots of the next frame from the slots of a frame."""
 
     def __init__(self, dim: int, *, num_blocks: int, heads: int) -> None:
@@ -168,7 +168,7 @@ class SlotSequence(NamedTuple):
 class Processor(nn.Module):
     """Run corrector and predictor over the frames of a clip."""
 
-    def __init__(self, corrector: SlotAttention, predictor: Predictor) -> None:
+    def __init__(self, corrector: SlotAttention, predictor: SlotPredictor) -> None:
         super().__init__()
         self.corrector, self.predictor = corrector, predictor
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from halfstep.islands import fp32_island, to_fp32
 from halfstep.workloads.slots.dvae import DVae, compute_word_grid
-from halfstep.workloads.slots.slot_attention import Mlp, Predictor, Processor, SlotAttention
+from halfstep.workloads.slots.slot_attention import Mlp, Processor, SlotAttention, SlotPredictor
 from halfstep.workloads.slots.slot_decoder import SlotDecoder
 from halfstep.workloads.slots.word_decoder import WordDecoder, make_linear, words_loss
 
@@ -92,7 +92,7 @@ class SlotContrast(nn.Module):
             size.slot_dim, size.slot_dim, num_iterations=size.num_iterations,
             first_iterations=size.first_iterations, use_mlp=size.slot_mlp,
         )  # fmt: skip
-        predictor = Predictor(size.slot_dim, num_blocks=size.predictor_blocks, heads=size.predictor_heads)
+        predictor = SlotPredictor(size.slot_dim, num_blocks=size.predictor_blocks, heads=size.predictor_heads)
         self.processor = Processor(corrector, predictor)
         self.decoder = SlotDecoder(
             size.slot_dim, size.decoder_hidden, size.feature_dim, num_positions=size.num_positions

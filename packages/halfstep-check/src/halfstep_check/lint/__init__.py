@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import replace
+from pathlib import Path
 
 from halfstep_check.findings import Finding
 from halfstep_check.lint import (
@@ -28,7 +29,8 @@ from halfstep_check.lint.script import Script
 from halfstep_check.shared.errors import ConfigError
 
 LINE_RULES = (
-    numerics.find_lost_values,
+    numerics.find_refused_bce,
+    numerics.find_manual_casts,
     api.find_refused_arguments,
     switches.find_stuck_switches,
     api.find_old_names,
@@ -60,6 +62,29 @@ RELEVANT = re.compile(
 )
 """What every rule needs one of; other files are not analysed."""
 
+TEST = re.compile(r"^test_|^conftest$")
+TEST_FOLDERS = ("test", "tests")
+PROBE = re.compile(
+    r"^(bench|benchmark|profile|profiling)(_|$)|_(bench|benchmark|profile|profiler|test)$", re.IGNORECASE
+)
+PROBE_FOLDERS = ("benchmark", "benchmarks", "profiling")
+TIMES = re.compile(r"speed|benchmark|profile", re.IGNORECASE)
+SAVES = re.compile(r"\bsave(_checkpoint|_pretrained|_model|_state|_weights)?\(")
+
+
+def discards_weights(path: str, text: str) -> bool:
+    """Return whether a script is a test, or a benchmark that saves nothing: what it trains is thrown away."""
+    name, folder = Path(path).stem, Path(path).parent.name.lower()
+    if TEST.search(name) or folder in TEST_FOLDERS:
+        return True
+    return (PROBE.search(name) is not None or folder in PROBE_FOLDERS) and not SAVES.search(text)
+
+
+def list_timing_lines(tree: ast.Module) -> set[int]:
+    """Return the lines of functions that only measure: `def benchmark_step(…)`, `def test_speed(…)`."""
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and TIMES.search(n.name)]
+    return {line for node in functions for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+
 
 def lint_tree(tree: ast.Module, text: str, path: str) -> list[Finding]:
     """Return all findings of one script, each once."""
@@ -70,7 +95,9 @@ def lint_tree(tree: ast.Module, text: str, path: str) -> list[Finding]:
         whole, linked_text = append_imports(tree, text, path)
         linked = alone if whole is tree else Amp(Script(tree=whole, text=linked_text, path=path))
         found = [f for find in LINE_RULES for f in find(alone)]
-        found += [f for find in FLOW_RULES for f in find(linked)]
+        if not discards_weights(path, text):
+            timed = list_timing_lines(tree)
+            found += [f for find in FLOW_RULES for f in find(linked) if f.place.line not in timed]
     except RecursionError as error:
         raise ConfigError(f"{path}: nested too deeply to be read", fix="check the scripts it was made from") from error
     end = text.count("\n") + 1

@@ -19,6 +19,7 @@ WEIGHT = re.compile(
 )
 """In the name of what weighs a term of the loss, or counts its elements."""
 RATE = re.compile(r"(^|_|\.)(lr|rate|grad)", re.IGNORECASE)
+KEPT_FEATURES = re.compile(r"accum\w*_(features|embed|logits)", re.IGNORECASE)
 WRAPPERS = ("enumerate", "tqdm", "trange", "zip", "list")
 
 
@@ -48,7 +49,7 @@ def find_undivided_windows(amp: Amp) -> Iterator[Finding]:
             divided = divided or any(e.receiver == window.backward.receiver for e in trace.calls("mul_", "div_"))
             divided = divided or any(is_cleared_when_due(trace, window, e) for e in trace.calls("zero_grad"))
             divided = divided or hands_over_length(trace, window) or is_divided_elsewhere(amp, window)
-            if chain and not divided and not fills_nominal_batch(amp, window):
+            if chain and not divided and not adds_over_batch(amp, window):
                 message = f"the loss is not divided by {window.length}: the gradient is that many times too large"
                 fix = f"loss = loss / {window.length} before backward"
                 yield amp.script.report("accumulation-not-divided", window.backward.node, message, fix=fix)
@@ -67,9 +68,15 @@ def is_cleared_when_due(trace: Trace, window: Window, clear: Event) -> bool:
     return due and not any(e.index < clear.index for e in same)
 
 
-def fills_nominal_batch(amp: Amp, window: Window) -> bool:
-    """Return whether N is `64 / batch_size`, as in YOLO's trainers: their loss is a sum over the batch, not a mean."""
-    return any("batch" in ast.unparse(by) for v in amp.script.list_values(window.length) for by in list_divisors(v))
+SUMS = re.compile(r"reduction\s*={1,2}\s*[\"']?sum\b")
+"""A loss that adds over the batch, also where only a comment says so (icefall's trainers)."""
+
+
+def adds_over_batch(amp: Amp, window: Window) -> bool:
+    """Return whether the loss is a sum over the batch, not a mean; N is `64 / batch_size` in YOLO's trainers."""
+    return SUMS.search(amp.script.text) is not None or any(
+        "batch" in ast.unparse(by) for v in amp.script.list_values(window.length) for by in list_divisors(v)
+    )
 
 
 def divides_itself(amp: Amp, backward: Event) -> bool:
@@ -224,6 +231,8 @@ def get_loop_length(loop: ast.For | ast.While | None, script: Script) -> str:
 def recomputes(amp: Amp, loop: ast.For | ast.While) -> bool:
     """Return whether a pass sees the whole window, `torch.cat` of features kept before (contrastive losses): no mean of
     N."""
+    if any(KEPT_FEATURES.search(dotted_name(a)) for c in amp.script.calls_below(loop) for a in c.args):
+        return True  # joined in the function that they are given to
     joins = [
         c for c in amp.script.calls_below(loop) if last_name(dotted_name(c.func)) in ("cat", "concat", "concatenate")
     ]

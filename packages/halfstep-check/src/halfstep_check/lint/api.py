@@ -361,14 +361,14 @@ def find_tested_results(amp: Amp) -> Iterator[Finding]:
     results: dict[str, ast.Call] = {}
     for name, values in amp.script.assigned.items():
         call = values[0] if len(values) == 1 else None
-        if isinstance(call, ast.Call) and is_bare_step(call, keys):
+        if isinstance(call, ast.Call) and is_bare_step(amp.script, call, keys):
             results[name] = call
     for node in amp.script.nodes:
         if not isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert):
             continue
         for inner in amp.script.walk_below(node.test):
             call = results.get(dotted_name(inner))
-            if isinstance(inner, ast.Call) and is_bare_step(inner, keys):
+            if isinstance(inner, ast.Call) and is_bare_step(amp.script, inner, keys):
                 call = inner
             if call is not None:
                 message = "the result of scaler.step() does not tell a skip: without a closure it is None either way"
@@ -377,7 +377,8 @@ def find_tested_results(amp: Amp) -> Iterator[Finding]:
                 break
 
 
-def is_bare_step(call: ast.Call, scalers: set[str]) -> bool:
-    """Match `scaler.step(optimizer)` without a closure."""
+def is_bare_step(script: Script, call: ast.Call, scalers: set[str]) -> bool:
+    """Match `scaler.step(optimizer)` without a closure, of an optimizer of torch: others may return something."""
     owner = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "step" else None
-    return last_name(dotted_name(owner)) in scalers and len(call.args) == 1 and not call.keywords
+    bare = last_name(dotted_name(owner)) in scalers and len(call.args) == 1 and not call.keywords
+    return bare and not script.made_elsewhere(dotted_name(call.args[0]))

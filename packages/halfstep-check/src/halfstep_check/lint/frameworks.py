@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from halfstep_check.findings import Finding
 from halfstep_check.lint.amp import Amp, is_same_object
 from halfstep_check.lint.flow import Trace
-from halfstep_check.lint.script import Function, dotted_name, keyword, last_name, list_methods
+from halfstep_check.lint.script import Function, Script, dotted_name, is_constant, keyword, last_name, list_methods
 
 RULE = "framework-bypassed"
 
@@ -89,10 +89,21 @@ def find_wrapping_before_apex(amp: Amp) -> Iterator[Finding]:
         wraps = [
             c for c in made if last_name(dotted_name(c.func)) in ("DataParallel", "DistributedDataParallel", "DDP")
         ]
-        for wrap in (v for v in wraps if amp.script.share_scope(v, call) and v.lineno < call.lineno):
+        wraps = [c for c in wraps if amp.script.share_scope(c, call) and c.lineno < call.lineno]
+        for wrap in (c for c in wraps if not switches_apex_off(amp.script, c)):
             message = f"apex's initialize() gets a model inside {last_name(dotted_name(wrap.func))}, and raises"
             yield amp.script.report("launch-refused", call, message, fix="wrap the model after it", related=wrap)
             return
+
+
+def switches_apex_off(script: Script, wrap: ast.Call) -> bool:
+    """Return whether the branch that wraps the model also turns apex off, as timm's trainers do: `use_amp = None`."""
+    branches = [n for n in script.nodes if isinstance(n, ast.If) and wrap in script.walk_below(n)]
+    stores = [n for branch in branches for n in script.walk_below(branch) if isinstance(n, ast.Assign)]
+    return any(
+        "amp" in ast.unparse(s.targets[0]) and (is_constant(s.value, None) or is_constant(s.value, False))
+        for s in stores
+    )
 
 
 def find_unscaled_apex(amp: Amp) -> Iterator[Finding]:

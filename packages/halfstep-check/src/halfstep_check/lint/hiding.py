@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from halfstep_check.findings import Finding
 from halfstep_check.lint.accumulation import Window, find_inner_windows, find_windows
 from halfstep_check.lint.amp import Amp, is_clip, is_plain_backward
-from halfstep_check.lint.dtypes import is_model_call
 from halfstep_check.lint.flow import Event, Trace
 from halfstep_check.lint.script import Script, dotted_name, keyword, last_name
 
@@ -212,3 +211,15 @@ def counts_window(amp: Amp, accelerator: str) -> bool:
 def get_clipped_text(event: Event) -> str:
     """Return what a clip works on, as it is written."""
     return ast.unparse(event.node.args[0]) if isinstance(event.node, ast.Call) and event.node.args else ""
+
+
+MODEL_WORDS = (
+    *("model", "net", "unet", "network", "generator", "discriminator", "encoder", "decoder", "backbone"),
+    "netg",
+)
+
+
+def is_model_call(node: ast.Call, script: Script) -> bool:
+    """Match a call of something that has parameters in this script, or bears a model's name."""
+    name = dotted_name(node.func).rsplit(".", 1)[-1]
+    return name in script.model_names or name.lower() in MODEL_WORDS or name.endswith(("_model", "_net"))

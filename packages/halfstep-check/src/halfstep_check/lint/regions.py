@@ -49,7 +49,8 @@ def read_region(node: ast.expr, script: Script, depth: int = 0) -> Region | None
     if not isinstance(node, ast.Call):
         return None
     name = script.resolve_name(node.func)
-    if name in AUTOCASTS:
+    # `autocast = get_autocast(precision)`: a name of this file is not torch's.
+    if name in AUTOCASTS and name not in script.assigned:
         return read_autocast_call(node, name, script)
     # A helper of this file, or a name that holds autocast, a partial or a lambda, may make the context.
     own = script.find_function(last_name(name)) if name.startswith("self.") or name in script.local_names else None
@@ -166,9 +167,19 @@ def read_switch(node: ast.expr | None, script: Script) -> bool | None:
     if node is None:
         return True
     node = script.read_constant(node)
-    if node is not None and compares_dtype_with_text(node, script):
+    if node is not None and (compares_dtype_with_text(node, script) or compares_other_texts(node, script)):
         return False
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, bool) else None
+
+
+def compares_other_texts(test: ast.expr, script: Script) -> bool:
+    """Return whether a test is `dtype == "float16"` where dtype is only ever another text."""
+    # nanoGPT's configurator replaces constants of the module by exec().
+    if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq) or "exec(" in script.code:
+        return False
+    sides = [script.read_constant(side) for side in (test.left, *test.comparators)]
+    texts = {side.value for side in sides if isinstance(side, ast.Constant) and isinstance(side.value, str)}
+    return len(sides) == 2 and len(texts) == 2
 
 
 def compares_dtype_with_text(test: ast.expr, script: Script) -> bool:

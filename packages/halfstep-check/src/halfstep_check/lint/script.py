@@ -428,7 +428,16 @@ class Script:
 
     def makes_optimizer(self, value: ast.expr) -> bool:
         name = self.resolve_name(value.func) if isinstance(value, ast.Call) else ""
-        return name.startswith("torch.optim.") and "lr_scheduler" not in name
+        return name.startswith("torch.optim.") and not name.startswith(("torch.optim.lr_scheduler", "torch.optim.swa"))
+
+    def made_elsewhere(self, key: str) -> bool:
+        """Return whether a name may hold what a class of this file, or of a package other than torch, makes."""
+        for value in self.trace_origins(key):
+            name = dotted_name(value.func) if isinstance(value, ast.Call) else ""
+            imported = self.imports.get(name.split(".")[0], "torch")
+            if name in self.class_by_name or not imported.startswith("torch"):
+                return True
+        return False
 
     @cached_property
     def restarts(self) -> set[int]:
@@ -475,14 +484,6 @@ class Script:
         """Plain names that are given an autocast context, or a function that makes one."""
         makers = {name for name, values in self.assigned.items() if any(self.mentions_autocast(v) for v in values)}
         return {name.rsplit(".", 1)[-1] for name in makers}
-
-    @cached_property
-    def ends_lifted(self) -> bool:
-        """Whether a module of this script returns a softmax."""
-        layers = [method for node in self.classes if (method := list_methods(node).get("forward")) is not None]
-        ends = [n.value for layer in layers for n in self.walk_below(layer) if isinstance(n, ast.Return) and n.value]
-        calls = (call for end in ends for call in self.calls_below(end))
-        return any("softmax" in (getattr(c.func, "attr", "") or getattr(c.func, "id", "")) for c in calls)
 
     def mentions_autocast(self, value: ast.expr) -> bool:
         names = (node for node in self.walk_below(value) if isinstance(node, ast.Name | ast.Attribute))

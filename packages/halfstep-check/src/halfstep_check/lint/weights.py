@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from halfstep_check.findings import Finding, Severity
 from halfstep_check.lint.amp import Amp
-from halfstep_check.lint.dtypes import get_cast_dtype
 from halfstep_check.lint.regions import list_choices, read_format
 from halfstep_check.lint.script import (
     WRAPPER,
@@ -422,3 +421,16 @@ def walk_chain(value: ast.expr) -> Iterator[ast.expr]:
     while isinstance(node, ast.Call):
         yield node
         node = node.func.value if isinstance(node.func, ast.Attribute) else ast.Constant(value=None)
+
+
+def get_cast_dtype(node: ast.Call, script: Script) -> str:
+    """Return the dtype that `.half()`, `.float()` or `.to(torch.float16)` gives, or nothing."""
+    if not isinstance(node.func, ast.Attribute):
+        return ""
+    simple = {"half": "fp16", "bfloat16": "bf16", "float": "fp32", "double": "fp64"}
+    if node.func.attr in simple and not node.args:
+        return simple[node.func.attr]
+    if node.func.attr in ("to", "type"):
+        target = [*node.args, *([value] if (value := keyword(node, "dtype")) is not None else [])]
+        return next(filter(None, (read_format(argument, script) for argument in target)), "")
+    return ""

@@ -7,63 +7,6 @@ from halfstep_check.rules.rule import Rule
 
 NUMERIC_RULES = (
     Rule(
-        name="half-loss-sum",
-        severity=Severity.WARNING,
-        title="a half tensor is summed outside autocast",
-        why="Autocast lifts sums to fp32 only inside its block. Outside, the sum of a half tensor is half: 512 × 512 "
-        "pixels exceed fp16's 65504, and bf16 counts exactly only to 256. Dice and IoU turn inf or NaN.",
-        fix="Call .float() before the sum, or sum inside the autocast block.",
-        bad="""
-            with torch.autocast("cuda", dtype=torch.float16):
-                p = model(x).sigmoid()
-            dice = 2 * (p * y).sum() / (p.sum() + y.sum() + 1)
-        """,
-        good="""
-            with torch.autocast("cuda", dtype=torch.float16):
-                p = model(x).sigmoid()
-            p = p.float()
-            dice = 2 * (p * y).sum() / (p.sum() + y.sum() + 1)
-        """,
-        threads=("qubvel-org/segmentation_models.pytorch#463", "ultralytics/ultralytics#24554", "wandb/senpai#328"),
-    ),
-    Rule(
-        name="eps-vanishes",
-        severity=Severity.WARNING,
-        title="an epsilon that is zero in half precision",
-        why="fp16 knows nothing between 0 and 6e-8: 1e-8 and F.normalize's 1e-12 round to zero, so log(p + eps) is "
-        "-inf and 0 / (0 + eps) is NaN. clamp(max=1 - 1e-6) rounds to 1 and limits nothing.",
-        fix="Compute in fp32, or use a form without an epsilon such as logsigmoid.",
-        bad="""
-            with torch.autocast("cuda", dtype=torch.float16):
-                p = torch.sigmoid(model(x))
-                loss = -torch.log(p + 1e-8).mean()
-        """,
-        good="""
-            with torch.autocast("cuda", dtype=torch.float16):
-                logits = model(x)
-                loss = -F.logsigmoid(logits.float()).mean()
-        """,
-        threads=("huggingface/diffusers#13316",),
-    ),
-    Rule(
-        name="fp16-overflow",
-        severity=Severity.ERROR,
-        title="a constant that fp16 cannot hold",
-        why="fp16 ends at 65504. masked_fill with -1e9 on fp16 scores raises: value cannot be converted to type "
-        "at::Half without overflow.",
-        fix="Use torch.finfo(dtype).min, or compute in fp32.",
-        bad="""
-            with torch.autocast("cuda", dtype=torch.float16):
-                scores = q @ k.mT
-                scores = scores.masked_fill(mask, -1e9)
-        """,
-        good="""
-            with torch.autocast("cuda", dtype=torch.float16):
-                scores = q @ k.mT
-                scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)
-        """,
-    ),
-    Rule(
         name="bce-under-autocast",
         severity=Severity.ERROR,
         title="binary_cross_entropy under autocast",
@@ -80,22 +23,6 @@ NUMERIC_RULES = (
 
             with torch.autocast("cuda", dtype=torch.float16):
                 loss = F.binary_cross_entropy_with_logits(model(x), y)
-        """,
-    ),
-    Rule(
-        name="manual-cast",
-        severity=Severity.WARNING,
-        title="an input is cast to half by hand under autocast",
-        why="Autocast casts each op's inputs as that op needs. A hand cast rounds once more, also for the ops that "
-        "autocast would have run in fp32.",
-        fix="Pass the input as it is.",
-        bad="""
-            with torch.autocast("cuda", dtype=torch.float16):
-                out = model(x.half())
-        """,
-        good="""
-            with torch.autocast("cuda", dtype=torch.float16):
-                out = model(x)
         """,
     ),
     Rule(
@@ -155,6 +82,22 @@ NUMERIC_RULES = (
         good="""
             with torch.amp.autocast("cuda", dtype=torch.bfloat16):
                 loss = model(x)
+        """,
+    ),
+    Rule(
+        name="manual-cast",
+        severity=Severity.WARNING,
+        title="an input is cast to half by hand under autocast",
+        why="Autocast casts each op's inputs as that op needs. A hand cast rounds once more, also for the ops that "
+        "autocast would have run in fp32.",
+        fix="Pass the input as it is.",
+        bad="""
+            with torch.autocast("cuda", dtype=torch.float16):
+                out = model(x.half())
+        """,
+        good="""
+            with torch.autocast("cuda", dtype=torch.float16):
+                out = model(x)
         """,
     ),
 )

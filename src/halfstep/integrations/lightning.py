@@ -1,0 +1,549 @@
+"""Lightning and Fabric with guarded steps. docs/integrations/lightning.md is the guide.
+
+    trainer = Trainer(plugins=[HalfstepPrecision("bf16")])           for `lightning` and `pytorch_lightning`
+    guard = hs.integrations.lightning.guard(fabric, model, optimizer)    after fabric.setup
+
+Lightning hands the precision plugin the closure that runs training_step, zero_grad and backward: one method owns the
+whole step. So there are two levels.
+
+    captured   hs.Step runs training_step as its loss function, and replays the step as a CUDA graph where it can. The
+               hooks around backward and the optimizer step do not run, so it is not used where one is overridden.
+    guard      Lightning runs everything; guard.py judges the step, and commits or drops it.
+
+`self.log` writes into Lightning's collections, which cannot be traced. While a captured step runs, `log` and `log_dict`
+note their arguments, and Lightning's own methods run afterwards, as in training_step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from torch.utils._pytree import tree_map
+
+from halfstep.errors import ConfigError
+from halfstep.hardware.probe import probe
+from halfstep.integrations.captured import CapturedLoop
+from halfstep.integrations.guard import GUARDED, HostGuard, keep_average_of_good_steps
+from halfstep.own_loop.arguments import check_choice, read_precision
+from halfstep.own_loop.fast import CAPTURES, Fast, say
+from halfstep.own_loop.step import Step
+from halfstep.precision.contexts import get_autocast_dtype
+from halfstep.precision.decide import decide
+from halfstep.step.facts import Facts
+from halfstep.step.forward_writes import Also
+
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+NAMES = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true", "tf32": "32-true"}  # Lightning's, by ours
+ONE_DEVICE = ("SingleDeviceStrategy",)
+GUARDABLE = (*ONE_DEVICE, "DDPStrategy")
+MODULE_HOOKS = (
+    "on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step", "backward",
+    "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad",
+)  # fmt: skip
+CALLBACK_HOOKS = MODULE_HOOKS[:4]
+SCALER_KEY = "MixedPrecision"  # where Lightning stores its own GradScaler
+
+
+class HalfstepPrecision:
+    """A precision plugin that drops bad steps: weights, buffers, optimizer, schedule and loss scale stay as they were.
+
+    Arguments:
+        precision: "auto", "bf16", "fp16", "tf32" or "fp32".
+        level: "captured" runs the whole step in hs.Step, as a CUDA graph where it can be traced; "guard" judges the
+            steps that Lightning makes; "auto" takes captured on one GPU if no hook around backward, zero_grad or the
+            optimizer step is overridden and gradients are not accumulated.
+        schedule: how step-wise schedulers skip dropped steps: "exact" waits for nothing, "read" once per step; "auto"
+            takes exact on a GPU with a fused optimizer.
+        capsules: a folder for the batches and weights of bad steps; hs.replay names the cause.
+        max_consecutive: bad steps in a row that raise hs.TrainingStopped.
+        also: modules or tensors that training_step writes into although they belong to no LightningModule.
+        strict: refuse a precision that the device lacks instead of using the next best.
+        simulate: run a precision that this device only emulates, such as fp16 on a CPU: for tests, not speed.
+        fast, skip_spikes, ...: of a captured step, as in hs.Step.
+    """
+
+    precision: Any = "32-true"
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> HalfstepPrecision:
+        if cls is HalfstepPrecision:
+            cls = make_plugin_class(find_package())
+        return object.__new__(cls)
+
+    def __init__(
+        self,
+        precision: str | torch.dtype = "auto",
+        *,
+        level: Literal["auto", "captured", "guard"] = "auto",
+        schedule: Literal["auto", "exact", "read"] = "auto",
+        capsules: str | os.PathLike[str] | None = None,
+        max_consecutive: int = 5,
+        also: Also = (),
+        strict: bool = False,
+        simulate: bool = False,
+        fast: Fast = "auto",
+        **step_options: Any,
+    ) -> None:
+        check_choice("level", level, ("auto", "captured", "guard"))
+        check_choice("schedule", schedule, ("auto", "exact", "read"))
+        self._asked, self._level, self._schedule_way = read_precision(precision), level, schedule
+        self._capsules, self._max_consecutive, self._also = capsules, max_consecutive, also
+        self._strict, self._simulate = strict, simulate
+        self._step_options = {"fast": fast, "strict": strict, "simulate": simulate, **step_options}
+        self._dtype: torch.dtype | None = None
+        self._device = "cpu"
+        self.scaler: torch.amp.GradScaler | None = None
+        self._stored_scale: dict[str, Any] = {}
+        self._granted, self._why_guard = "fp32", ""
+        self._model: Any = None
+        self._optimizer: Optimizer | None = None
+        self._configs: list[Any] = []
+        self._guard: HostGuard | None = None
+        self._captured: CapturedSteps | None = None
+
+    @property
+    def step(self) -> Step | None:
+        """Return the hs.Step of captured steps: its `mode` and `certificate` say what runs. None at level "guard"."""
+        return None if self._captured is None else self._captured.loop.step
+
+    # --- set-up ---
+
+    def connect(self, model: Any, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
+        """Choose precision and level. The guard is made at the first step, when a checkpoint has been loaded."""
+        self._end()
+        pl_module = _unwrap_module(model)
+        device = next(model.parameters()).device
+        self._device = device.type
+        plan = decide(self._asked, probe(str(device)), pl_module, strict=self._strict, simulate=self._simulate)
+        for warning in plan.warnings:
+            say(warning)
+        self._granted, self.precision = plan.granted, NAMES.get(plan.granted, plan.granted)
+        self._dtype = get_autocast_dtype(plan.granted)
+        if not optimizers:  # validation or prediction alone
+            return model, optimizers, lr_schedulers
+        _refuse_strategy(pl_module.trainer.strategy, GUARDABLE)
+        if len(optimizers) != 1:
+            raise ConfigError(
+                f"HalfstepPrecision guards one optimizer, and configure_optimizers returned {len(optimizers)}",
+                why="Lightning does not say which of them a loss belongs to",
+                fix="one optimizer with several parameter groups, or Lightning's own precision=...",
+            )
+        if isinstance(optimizers[0], LBFGS):
+            raise ConfigError(
+                "LBFGS cannot be guarded",
+                why="it evaluates the closure several times inside one step, which cannot be judged as a whole",
+                fix="another optimizer, or Lightning's own precision=...",
+            )
+        self._model, self._optimizer, self._configs = model, optimizers[0], lr_schedulers
+        self._why_guard = "" if self._level == "guard" else _find_obstacle(pl_module)
+        if self._why_guard and self._level == "captured":
+            raise ConfigError(
+                f"this training cannot be captured: {self._why_guard}", fix='level="guard", or level="auto"'
+            )
+        if self._granted not in NAMES or self._granted == "tf32" and self._is_guard:
+            raise ConfigError(
+                f"precision {self._granted!r} is not supported inside Lightning at level 'guard'",
+                why="the guard leaves computing to Lightning, which has no such precision",
+                fix="'bf16', 'fp16' or 'fp32'; for tf32 torch.set_float32_matmul_precision('high') with 'fp32'",
+            )
+        if self._granted == "fp16":
+            self.scaler = torch.amp.GradScaler(self._device)
+        return model, optimizers, lr_schedulers
+
+    @property
+    def _is_guard(self) -> bool:
+        return self._level == "guard" or bool(self._why_guard)
+
+    def _begin(self) -> None:
+        """Make guard or step, once optimizer, schedulers and scaler hold what a checkpoint stored."""
+        if self._optimizer is None or self._guard is not None or self._captured is not None:
+            return
+        if self.scaler is not None and self._stored_scale:
+            self.scaler.load_state_dict(self._stored_scale)
+        limits = ["global_step, which counts dropped steps"]
+        limits += [
+            f"{type(c.scheduler).__name__}, which follows its metric" for c in self._configs if c.reduce_on_plateau
+        ]
+        by_step = [config for config in self._configs if config.interval == "step" and not config.reduce_on_plateau]
+        trainer = _unwrap_module(self._model).trainer
+        if self._is_guard:
+            if self._why_guard:
+                limits.append(f"steps are not captured: {self._why_guard}")
+            way = self._schedule_way
+            if way == "auto" and any(_cycles_momentum(config.scheduler) for config in by_step):
+                way = "read"  # a table holds learning rates only
+            self._guard = HostGuard(
+                "Lightning", self._model, self._optimizer, precision=self._granted, scaler=self.scaler,
+                schedule=way, limits=limits, capsules=self._capsules, also=self._also,
+                guard={"max_consecutive": self._max_consecutive},
+            )  # fmt: skip
+            for config in by_step:
+                config.scheduler = self._guard.follow(config.scheduler)
+            self._guard.announce()
+        else:
+            loop = CapturedLoop(
+                "Lightning", self._model, self._optimizer, by_step[0].scheduler if by_step else None,
+                precision=self._asked, clip_norm=trainer.gradient_clip_val or 0.0, scaler=self.scaler,
+                clip_type="value" if trainer.gradient_clip_algorithm == "value" else "l2", limits=limits,
+                capsules=self._capsules, also=self._also, max_consecutive=self._max_consecutive, **self._step_options,
+            )  # fmt: skip
+            self._captured = CapturedSteps(loop, self._model)
+            for config in by_step:
+                config.scheduler = loop.scheduler
+            loop.announce()
+        for callback in trainer.callbacks:
+            average = getattr(callback, "_average_model", None)  # of a WeightAveraging
+            if isinstance(average, nn.Module) and "on_train_batch_end" not in vars(callback):
+                keep_average_of_good_steps(callback, "on_train_batch_end", average, self._read_verdict)
+
+    def _read_verdict(self) -> Tensor | None:
+        """Return whether the newest step was bad, on the device."""
+        owner = self._guard or self._captured
+        return owner.last_facts.bad if owner is not None and owner.last_facts is not None else None
+
+    def _end(self) -> None:
+        owner = self._guard or (self._captured.loop if self._captured is not None else None)
+        try:
+            # While another error is being handled, a second one would hide it.
+            if owner is not None and sys.exc_info()[0] is None:
+                owner.finish()
+        finally:
+            if owner is not None:
+                owner.close()
+            for config in self._configs:
+                config.scheduler = getattr(config.scheduler, "inner", config.scheduler)
+            self._guard = self._captured = self._optimizer = self.scaler = None
+            self._configs = []
+
+    def teardown(self) -> None:
+        self._end()
+
+    # --- a step ---
+
+    def train_step_context(self) -> contextlib.AbstractContextManager[None]:
+        self._begin()
+        if self._guard is not None:
+            # Lightning calls training_step, not the module, so no forward hook of the module opens the window.
+            self._guard.open_window()
+            self._guard.keep({"batch": _unwrap_module(self._model).trainer._results.batch})
+        return self.forward_context()
+
+    def forward_context(self) -> contextlib.AbstractContextManager[Any]:
+        """Enter autocast as Lightning's own plugin does."""
+        if self._dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device, dtype=self._dtype, cache_enabled=False)
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Any:
+        if self._guard is not None:
+            self._guard.record(tensor)  # already divided by accumulate_grad_batches
+        if self.scaler is not None:
+            tensor = self.scaler.scale(tensor)
+        return cast(Any, super()).pre_backward(tensor, module)
+
+    def optimizer_step(self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Run the closure, judge its gradients as Lightning's hooks and clipping left them, and step or not."""
+        if kwargs:
+            raise ConfigError(f"optimizer.step() was given {', '.join(kwargs)}, which a guarded step does not take")
+        self._begin()
+        if self._captured is not None:
+            return self._captured.run(closure)
+        assert self._guard is not None
+        result = closure()
+        if self.scaler is not None and any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
+            self.scaler.unscale_(optimizer)
+        cast(Any, self)._after_closure(model, optimizer)
+        if result is None and model.automatic_optimization:
+            return None  # training_step returned None: Lightning skips this step
+        self._guard.step()
+        return result
+
+    def clip_gradients(self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> Any:
+        if clip_val and gradient_clip_algorithm == "value" and self._guard is not None and self.scaler is None:
+            self._guard.look_at_gradients()  # clipping makes an infinite one finite
+        return cast(Any, super()).clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+
+    # --- checkpoints: the loss scale under Lightning's own key, so that either plugin can load it ---
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.scaler is not None and self._captured is not None:
+            self.scaler.load_state_dict(self._captured.loop.step.scaler.state_dict())
+        if self.scaler is not None:
+            checkpoint[SCALER_KEY] = self.scaler.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._stored_scale = checkpoint.get(SCALER_KEY, {})
+
+    def __reduce__(self) -> Any:  # a class made at run time; processes that Lightning spawns get the plugin
+        return _restore_plugin, (find_package(), vars(self))
+
+
+def find_package() -> str:
+    """Return which of Lightning's two package names this process uses."""
+    loaded = [name for name in PACKAGES if f"{name}.trainer" in sys.modules]
+    if len(loaded) == 1:
+        return loaded[0]
+    if loaded:
+        raise ConfigError(
+            "both lightning and pytorch_lightning are imported",
+            why="their classes differ, and a plugin of one is refused by the other's Trainer",
+            fix="import one of them; or from halfstep.integrations.lightning import make_plugin_class, and "
+            "make_plugin_class('pytorch_lightning')(\"bf16\")",
+        )
+    for name in PACKAGES:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(f"{name}.trainer")
+            return name
+    raise ConfigError("Lightning is not installed", fix="pip install 'halfstep[integrations]'")
+
+
+_CLASSES: dict[str, type[HalfstepPrecision]] = {}
+
+
+def make_plugin_class(package: str) -> type[HalfstepPrecision]:
+    """Return HalfstepPrecision as a subclass of one package's own Precision, which its Trainer asks for."""
+    if package not in _CLASSES:
+        base = importlib.import_module(f"{package}.plugins.precision").Precision
+        _CLASSES[package] = type("HalfstepPrecision", (HalfstepPrecision, base), {"__module__": __name__})
+    return _CLASSES[package]
+
+
+def _restore_plugin(package: str, state: dict[str, Any]) -> HalfstepPrecision:
+    plugin = object.__new__(make_plugin_class(package))
+    vars(plugin).update(state)
+    return plugin
+
+
+def _unwrap_module(model: Any) -> Any:
+    """Return the LightningModule inside DDP."""
+    return model if hasattr(model, "automatic_optimization") else model.module
+
+
+def _refuse_strategy(strategy: Any, allowed: tuple[str, ...]) -> None:
+    names = [kind.__name__ for kind in type(strategy).__mro__]
+    if not any(name in allowed for name in names) or "XLA" in names[0] or "Deep" in names[0]:
+        raise ConfigError(
+            f"{names[0]} cannot be guarded",
+            why="it shards gradients or steps the optimizer by itself, so no one step can be judged and dropped",
+            fix='strategy="auto" on one device, or strategy="ddp"',
+        )
+
+
+def _find_obstacle(pl_module: Any) -> str:
+    """Return why the steps of a training are not run by hs.Step; empty if nothing is known to prevent it."""
+    trainer, host = pl_module.trainer, _import_host(pl_module)
+    is_overridden = host.utilities.model_helpers.is_overridden
+    device = trainer.strategy.root_device
+    if device.type not in CAPTURES:
+        return f"a CUDA graph needs a CUDA device, not {device}"
+    if type(trainer.strategy).__name__ not in ONE_DEVICE:
+        return "several ranks train together, and their reductions are not captured"
+    if not pl_module.automatic_optimization:
+        return "the module optimizes manually"
+    if trainer.accumulate_grad_batches != 1 or any(
+        type(callback).__name__ == "GradientAccumulationScheduler" for callback in trainer.callbacks
+    ):
+        return "gradients are accumulated, and Lightning runs all but the last micro-batch outside of the step"
+    if host.utilities.signature_utils.is_param_in_hook_signature(
+        pl_module.training_step, "dataloader_iter", explicit=True
+    ):
+        return "training_step takes dataloader_iter"
+    by_step = [config for config in trainer.lr_scheduler_configs if config.interval == "step"]
+    if by_step and (len(trainer.lr_scheduler_configs) > 1 or by_step[0].frequency != 1):
+        return "there are several schedulers, or one that does not follow every step"
+    if by_step and _cycles_momentum(by_step[0].scheduler):
+        return f"{type(by_step[0].scheduler).__name__} changes momentum at every step (cycle_momentum=True)"
+    for name in MODULE_HOOKS:
+        if is_overridden(name, pl_module):
+            return f"{type(pl_module).__name__} overrides {name}"
+    for callback in trainer.callbacks:
+        for name in CALLBACK_HOOKS:
+            if is_overridden(name, callback, host.Callback):
+                return f"the callback {type(callback).__name__} overrides {name}"
+    return ""
+
+
+def _cycles_momentum(scheduler: Any) -> bool:
+    return bool(getattr(scheduler, "cycle_momentum", False))
+
+
+def _import_host(pl_module: Any) -> ModuleType:
+    """Return the package that a LightningModule comes from."""
+    bases = [kind.__module__ for kind in type(pl_module).__mro__ if kind.__name__ == "LightningModule"]
+    return importlib.import_module(PACKAGES[0] if bases[0].startswith("lightning.") else PACKAGES[1])
+
+
+# --- captured steps ---
+
+
+class CapturedSteps:
+    """Run a LightningModule's training_step in hs.Step."""
+
+    def __init__(self, loop: CapturedLoop, pl_module: Any) -> None:
+        self.loop, self.pl_module = loop, pl_module
+        self.last_facts: Facts | None = None
+        self.calls = LogCalls()
+        self._loss_fn = _make_loss_fn(pl_module, self.calls)
+
+    def run(self, closure: Any) -> Any:
+        """Make one step in place of Lightning's closure, and give the closure its result."""
+        module, calls = self.pl_module, self.calls
+        # What Lightning's own closure would call training_step with: batch, and batch_idx if it takes that.
+        arguments = dict(closure._step_fn.args[0])
+        module.__dict__["log"], module.__dict__["log_dict"] = calls.log, calls.log_dict
+        try:
+            self.last_facts = self.loop(self._loss_fn, [arguments])
+        finally:
+            del module.__dict__["log"], module.__dict__["log_dict"]
+        optimization = module.trainer.fit_loop.epoch_loop.automatic_optimization
+        closure._result = optimization.output_result_cls(calls.loss, extra=calls.extra)
+        before, module._current_fx_name = module._current_fx_name, "training_step"
+        try:
+            for name, args, kwargs in calls.noted:
+                getattr(module, name)(*args, **kwargs)
+        finally:
+            module._current_fx_name = before
+        return closure._result.loss
+
+
+class LogCalls:
+    """What training_step returned and logged. Each call replaces the lists: a trace may run more than once."""
+
+    def __init__(self) -> None:
+        self.noted: list[Any] = []
+        self.extra: dict[str, Any] = {}
+        self.loss: Any = None
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        self.noted.append(("log", (name, _detach(value), *args), kwargs))
+
+    def log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
+        values = {k: _detach(v) for k, v in dictionary.items()} if type(dictionary) is dict else dictionary
+        self.noted.append(("log_dict", (values, *args), kwargs))
+
+
+def _detach(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _make_loss_fn(pl_module: Any, calls: LogCalls) -> Callable[[Any], Tensor]:
+    def run_training_step(arguments: dict[str, Any]) -> Tensor:
+        calls.noted = []
+        output = pl_module.training_step(*arguments.values())
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        if loss is None:
+            raise ConfigError(
+                "training_step returned None",
+                why="a captured step cannot be skipped by its own code",
+                fix='return the loss: a step that is not finite is dropped; or HalfstepPrecision(level="guard")',
+            )
+        extra = {k: v for k, v in output.items() if k != "loss"} if isinstance(output, Mapping) else {}
+        calls.extra = tree_map(_detach, extra)
+        calls.loss = loss.detach().clone()
+        return loss
+
+    return run_training_step
+
+
+# --- Fabric ---
+
+
+class FabricGuard(HostGuard):
+    """The guard of one optimizer that Fabric has set up; `guard` makes it."""
+
+    def __init__(self, fabric: Any, model: Any, optimizer: Any, **more: Any) -> None:
+        self.fabric, self.wrapped = fabric, optimizer
+        plugin = fabric.strategy.precision
+        names = {theirs: ours for ours, theirs in NAMES.items() if ours != "tf32"}
+        super().__init__(
+            "Fabric", [one._forward_module for one in model], optimizer.optimizer,
+            precision=names.get(str(plugin.precision), "fp32"), scaler=getattr(plugin, "scaler", None), **more,
+        )  # fmt: skip
+        self._undo: list[Callable[[], None]] = []
+        for owner, name in ((fabric, "backward"), (fabric, "clip_gradients"), (optimizer, "step")):
+            self._replace(owner, name, getattr(self, f"_{name}" if name != "step" else "_step_optimizer"))
+        setattr(fabric, GUARDED, self)
+
+    def _replace(self, owner: Any, name: str, make: Callable[..., Any]) -> None:
+        """Put a method on the object in place of its class's; `close` removes it."""
+        then = getattr(owner, name)
+        vars(owner)[name] = lambda *args, **kwargs: make(then, *args, **kwargs)
+        self._undo.append(lambda: vars(owner).pop(name, None))
+
+    def _backward(self, then: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.record(tensor)
+        return then(tensor, *args, **kwargs)
+
+    def _clip_gradients(self, then: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Fabric's default would raise, after a wait, for what the guard drops.
+        if kwargs.get("clip_val") is not None and self.scaler is None:
+            self.look_at_gradients()
+        return then(*args, **{"error_if_nonfinite": False, **kwargs})
+
+    def _step_optimizer(self, then: Callable[..., Any], closure: Any = None) -> None:
+        if closure is not None:
+            raise ConfigError(
+                "optimizer.step(closure) cannot be guarded",
+                why="the closure evaluates the model inside the step, which cannot be judged before it is made",
+                fix="use an optimizer that steps without a closure",
+            )
+        self.step()
+
+    def close(self) -> None:
+        super().close()
+        while self._undo:
+            self._undo.pop()()
+        if hasattr(self.fabric, GUARDED):
+            delattr(self.fabric, GUARDED)
+
+
+def guard(
+    fabric: Any,
+    model: Any,
+    optimizer: Any,
+    *,
+    schedule: Literal["auto", "exact", "read"] = "auto",
+    capsules: str | os.PathLike[str] | None = None,
+    max_consecutive: int = 5,
+    also: Also = (),
+) -> FabricGuard:
+    """Guard the steps of an optimizer that Fabric has set up. Call it once, after fabric.setup. ::
+
+        model, optimizer = fabric.setup(model, optimizer)
+        guard = hs.integrations.lightning.guard(fabric, model, optimizer)
+        scheduler = guard.follow(scheduler)  # if there is one
+
+    The arguments and the result are those of hs.integrations.accelerate.guard.
+    """
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    fix = "model, optimizer = fabric.setup(model, optimizer), then guard(fabric, model, optimizer)"
+    if not hasattr(fabric, "strategy") or not hasattr(fabric, "backward"):
+        raise ConfigError(f"guard takes a Fabric first, not {type(fabric).__name__}", fix=fix)
+    if hasattr(fabric, GUARDED):
+        raise ConfigError(
+            "this Fabric is already guarded",
+            why="its backward does not tell for which of two optimizers a loss is",
+            fix="call guard once, after setup; to guard anew, call .close() of the first one",
+        )
+    _refuse_strategy(fabric.strategy, GUARDABLE)
+    for one, attribute in ((optimizer, "_strategy"), *((own, "_forward_module") for own in models)):
+        if attribute not in vars(one) and attribute not in getattr(one, "_modules", {}):
+            raise ConfigError(
+                f"this {type(one).__name__} was not set up by Fabric",
+                why="the guard replaces methods of what fabric.setup returned, and your loop would call others",
+                fix=fix,
+            )
+    made = FabricGuard(
+        fabric, models, optimizer, schedule=schedule, capsules=capsules, guard={"max_consecutive": max_consecutive},
+        also=also, limits=["counters and averages of your loop", "schedulers without guard.follow(scheduler)"],
+    )  # fmt: skip
+    made.announce()
+    return made

@@ -1,0 +1,133 @@
+"""A drop-in for timm's NativeScaler that drops bad steps. docs/integrations/timm.md is its guide.
+
+    loss_scaler = hs.integrations.timm.HalfstepScaler(model, optimizer, "bf16")     after DDP and compile
+    loss_scaler(loss, optimizer, clip_grad=1.0, parameters=model.parameters())
+
+timm's train.py calls a scaler only in fp16; give it this one in every precision.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.errors import ConfigError
+from halfstep.integrations.guard import HostGuard, keep_average_of_good_steps
+from halfstep.own_loop.arguments import check_choice
+from halfstep.step.forward_writes import Also
+
+
+class HalfstepScaler:
+    """Scale, call backward, clip, and step or drop: called as timm's NativeScaler is.
+
+    Arguments:
+        model: what your loop calls, after DistributedDataParallel and torch.compile.
+        optimizer: the one that your loop passes in every call.
+        precision: what your autocast computes in: "fp16" (with a loss scale), "bf16" or "fp32".
+        capsules: a folder for the batches and weights of bad steps; call `guard.keep((input, target))` in your loop.
+        max_consecutive: bad steps in a row that raise hs.TrainingStopped.
+        also: modules or tensors that your loss writes into although the optimizer does not train them.
+    """
+
+    state_dict_key = "amp_scaler"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        precision: Literal["fp16", "bf16", "fp32"] = "bf16",
+        *,
+        capsules: str | os.PathLike[str] | None = None,
+        max_consecutive: int = 5,
+        also: Also = (),
+    ) -> None:
+        check_choice("precision", precision, ("fp16", "bf16", "fp32"))
+        if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
+            raise ConfigError(
+                f"HalfstepScaler takes the model and its optimizer, not ({type(model).__name__}, "
+                f"{type(optimizer).__name__})",
+                why="a bad step restores what forward wrote, and leaves the optimizer alone",
+                fix="loss_scaler = HalfstepScaler(model, optimizer, 'bf16')",
+            )
+        device = next(p.device for group in optimizer.param_groups for p in group["params"])
+        self._scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+        limits = ["lr_scheduler.step_update and model_ema, unless you pass them to loss_scaler.follow(...)"]
+        self.guard = HostGuard(
+            "timm", model, optimizer, precision=precision, scaler=self._scaler, capsules=capsules,
+            guard={"max_consecutive": max_consecutive}, also=also, limits=limits,
+        )  # fmt: skip
+        self.guard.announce()
+
+    def __call__(
+        self,
+        loss: Tensor,
+        optimizer: Optimizer,
+        clip_grad: float | None = None,
+        clip_mode: str = "norm",
+        parameters: Iterable[Tensor] | None = None,
+        create_graph: bool = False,
+        need_update: bool = True,
+    ) -> None:
+        if optimizer is not self.guard.optimizer:
+            raise ConfigError(
+                f"this {type(optimizer).__name__} is not the optimizer that HalfstepScaler was made with",
+                fix="one HalfstepScaler(model, optimizer) for each optimizer",
+            )
+        self.guard.record(loss)  # train.py has divided it by the number of accumulated batches
+        self._scaler.scale(loss).backward(create_graph=create_graph)
+        if not need_update:
+            return
+        if clip_grad is not None:
+            from timm.utils.clip_grad import dispatch_clip_grad
+
+            assert parameters is not None
+            self._scaler.unscale_(optimizer)
+            if clip_mode == "value" and not self._scaler.is_enabled():
+                self.guard.look_at_gradients()  # clipping makes an infinite one finite
+            dispatch_clip_grad(parameters, clip_grad, mode=clip_mode)
+        self.guard.step()
+
+    def follow(self, owner: Any) -> Any:
+        """Return timm's scheduler or ModelEma such that a dropped step does not move it. A schedule by updates waits
+        for the device once per step; one by epochs stays as it is."""
+        if hasattr(owner, "step_update"):
+            return _FollowedSchedule(owner, self.guard)
+        if isinstance(owner, nn.Module) and hasattr(owner, "update"):
+            keep_average_of_good_steps(owner, "update", owner, lambda: self._read_verdict())
+            return owner
+        raise ConfigError(
+            f"follow takes a scheduler or a ModelEma of timm, not {type(owner).__name__}",
+            fix="lr_scheduler = loss_scaler.follow(lr_scheduler)",
+        )
+
+    def _read_verdict(self) -> Tensor | None:
+        return None if self.guard.last_facts is None else self.guard.last_facts.bad
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._scaler.is_enabled() and state:
+            self._scaler.load_state_dict(dict(state))
+
+
+class _FollowedSchedule:
+    """A timm scheduler that counts good updates only."""
+
+    def __init__(self, inner: Any, guard: HostGuard) -> None:
+        self.inner, self._guard = inner, guard
+
+    def step_update(self, num_updates: int, metric: float | None = None) -> None:
+        if not self.inner.t_in_epochs:
+            num_updates -= self._guard.attempted - self._guard.committed
+        self.inner.step_update(num_updates=num_updates, metric=metric)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # while it is copied
+            raise AttributeError(name)
+        return getattr(self.inner, name)
