@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.errors import format_count
+from halfstep.errors import format_bytes, format_count
 from halfstep.hardware.clock import wait_for
 from halfstep.hardware.device_facts import Kind
 from halfstep.hardware.nvml import ask_nvml
@@ -150,7 +150,7 @@ class Driver:
             time.sleep(UTILISATION_PERIOD_S)  # our own recent kernels were counted too
             percent = _read_utilisation(device)
         if others > OTHERS_BYTES or percent >= BUSY_PERCENT:
-            return f"{others / 2**30:.1f} GiB taken and {percent} % busy"
+            return f"{format_bytes(others)} taken and {percent} % busy"
         return ""
 
     def get_device(self, device: str) -> torch.device:
