@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 from halfstep.backend_flags import read_effective_leaves
@@ -659,6 +659,10 @@ class FastPath:
             return "the precision is simulated"
         if any(GLOBAL_HOOKS):
             return "a global module hook is registered"
+        # An attempt to trace one would change the masks of cuDNN's dropout.
+        recurrent = [n for n, module in step.model.named_modules() if isinstance(module, nn.RNNBase)]
+        if recurrent:
+            return f"torch cannot trace RNN, GRU and LSTM layers ({', '.join(map(repr, recurrent))})"
         gradients = (parameter.grad for parameter in step.find_trained_parameters())
         are_sparse = any(gradient is not None and gradient.is_sparse for gradient in gradients)
         return "gradients are sparse" if are_sparse else ""
