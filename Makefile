@@ -57,8 +57,10 @@ format: $(STAMP)
 
 $(STAMP): pyproject.toml packages/halfstep-check/pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("halfstep needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	@echo "halfstep: installing its packages into .venv, once; this takes minutes, and gigabytes on x86 Linux"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[cli,dev,track]' -e packages/halfstep-check
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[cli,dev,track]' -e packages/halfstep-check
+	@echo "halfstep: compiling the packages, so that the first command starts fast"
 	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true # pip would do it on one core: over a minute
 	touch $(STAMP)
 
