@@ -31,7 +31,6 @@ from halfstep.hardware.clock import Clock, Stopwatch
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide, explain_simulation
 from halfstep.report.metrics_file import read as read_records
-from halfstep.report.page.read_run import describe_progress
 from halfstep.run.folder import COMPARISON, RunFolder, make_paths_absolute, refuse_no_comparison
 from halfstep.tune.choose import find_asked_mode
 from halfstep.use.compare_run import (
@@ -265,7 +264,7 @@ class Forecast:
         pilot = f"{FEWEST_SEEDS} pilot runs and " if total > len(request.rows) * request.looks[-1] else ""
         ends = f"; ends after {', '.join(map(str, request.looks[:-1]))} seeds if every row is decided by then"
         known = f"; {self.describe_left()}" if done else "; the first run shows how long they take"
-        return f"{pilot}{rows} x {seeds}: at most {total} runs{ends if request.looks[:-1] else ''}{known}"
+        return f"{pilot}{rows} x {seeds}: up to {total} runs{ends if request.looks[:-1] else ''}{known}"
 
     def begin(self, job: Job) -> None:
         self.current = job
@@ -277,9 +276,9 @@ class Forecast:
         self._taken_s.setdefault(outcome.row, []).append(self._clock.restart())
 
     def describe_left(self) -> str:
-        """Return `3 of at most 65 runs, at most about 18 min left`; without the time until a run has ended."""
+        """Return `3 of up to 65 runs, up to about 18 min left`; without the time until a run has ended."""
         done, total = self.count_runs()
-        counted = f"{done} of at most {total} runs"
+        counted = f"{done} of up to {total} runs"
         every = [taken for one in self._taken_s.values() for taken in one]
         if not every or done >= total:
             return counted
@@ -291,7 +290,7 @@ class Forecast:
         budget_s = self.comparison.request.budget_s
         if budget_s is not None:
             left_s = min(left_s, max(budget_s - self.comparison.spent_s, 0.0))
-        return f"{counted}, at most about {format_duration(left_s)} left"
+        return f"{counted}, up to about {format_duration(left_s)} left"
 
     def _count_missing(self) -> dict[str, int]:
         request, comparison = self.comparison.request, self.comparison
@@ -306,7 +305,7 @@ class Forecast:
             return Text(self.describe_left())
         row, seed, folder = self.current
         records = [record for record in read_records(folder / "metrics.jsonl") if record.get("kind") == "train"]
-        step = f", step {describe_progress(records[-1])}" if records else ", starting"
+        step = f", step {records[-1]['step']:,}/{records[-1].get('total_steps', 0):,}" if records else ", starting"
         return Text(f"{row.name}, seed {seed}{step}; {self.describe_left()}")
 
 
