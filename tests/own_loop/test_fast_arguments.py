@@ -12,7 +12,8 @@ import halfstep as hs
 from halfstep.backend_flags import read_flags, write_flags
 from halfstep.errors import ConfigError
 from halfstep.own_loop import fast as fast_path
-from halfstep.own_loop.fast import FastPath, TracedWindow
+from halfstep.own_loop.fast import FastPath
+from halfstep.own_loop.windows import TracedWindow
 from replay_stand_in import replays_on_cpu
 
 
