@@ -4,6 +4,7 @@
 #   make soak    the tests that take minutes, and processes of a run killed thirty times at random points
 #   make docs    build the docs site into build/docs, offline, with warnings as errors
 #   make rules   write docs/rules from the rules of halfstep-check
+#   make wheel   build both distributions, and use them with Python 3.11, 3.12 and 3.13
 #   make check-hook   try the pre-commit hook of halfstep-check, as committed, with pre-commit itself
 #   make trackers   install wandb and MLflow into .venv-trackers (over a gigabyte) and test log.track with them
 #   make demos   train every workload's demo and assert what it learned (minutes each)
@@ -13,7 +14,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo demos docs soak trackers test check check-hook rules format clean
+.PHONY: demo demos docs soak trackers test check check-hook rules format clean wheel
 
 demo: $(STAMP)
 	$(BIN)/halfstep train unet
@@ -48,6 +49,10 @@ docs: $(STAMP)
 rules: $(STAMP)
 	$(BIN)/python packages/halfstep-check/rule_pages.py docs/rules
 
+wheel: $(STAMP)
+	rm -rf dist
+	$(BIN)/python tests/try_wheels.py dist
+
 check-hook:
 	packages/halfstep-check/tests/try_hook.sh
 
@@ -57,8 +62,10 @@ format: $(STAMP)
 
 $(STAMP): pyproject.toml packages/halfstep-check/pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("halfstep needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	@echo "halfstep: installing its packages into .venv, once; this takes minutes, and gigabytes on x86 Linux"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[cli,dev,track]' -e packages/halfstep-check
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[cli,dev,track]' -e packages/halfstep-check
+	@echo "halfstep: compiling the packages, so that the first command starts fast"
 	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true # pip would do it on one core: over a minute
 	touch $(STAMP)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from halfstep.cli.train import load_config
 from halfstep.config.load import Loaded
 from halfstep.distributed.launch import read_launch
 from halfstep.run.train import train as train_loaded
-from halfstep.workloads import load
 
 
 def train(
@@ -23,12 +23,16 @@ def train(
     Example::
 
         hs.train("unet", "data.dir=data/carvana", "precision=bf16", out="runs/first")
+        hs.train("unet", "train.epochs=40", resume="runs/first")
+
+    A resumed run keeps its stored settings, except for those of a file and the overrides.
     """
-    loaded = load(target, overrides=overrides) if isinstance(target, str) else target
+    resumed = None if resume is None else Path(resume)
+    loaded = load_config([target, *overrides], {}, resumed) if isinstance(target, str) else target
     return train_loaded(
         loaded,
         out=None if out is None else Path(out),
-        resume=None if resume is None else Path(resume),
+        resume=resumed,
         allow_changes=allow_changes,
         launch=read_launch(os.environ),
     )

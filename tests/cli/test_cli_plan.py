@@ -107,4 +107,29 @@ def test_a_narrow_terminal_shows_totals_and_no_number_is_cut(monkeypatch: pytest
     assert "…" not in said
     assert "activations" not in said
     assert "fits 1.0 GB, fastest (predicted) first" in said
-    assert "traced for compile" in said
+    assert "compile: peak of the compiled step" in said
+
+
+def test_a_memory_plan_explains_its_columns_in_one_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    said = printed("unet", *SMALL, "--memory", "--precision", "bf16", "--mode", "eager", "--fit", "1GB")
+    titles, legend = said.split("\ncolumns\n")
+    for name in ("weights", "optimizer", "activations", "inputs", "workspaces", "eager"):
+        assert name in titles
+        assert f"  {name}: " in legend
+    assert "1 GB is 10^9 bytes" in legend
+    assert "predicted peak in MB" in titles
+    assert "peak  predicted" in titles  # the second table has the unit of the first below this title
+    assert " GB" not in titles.replace("fits 1.0 GB", "")
+
+
+def test_a_memory_plan_reports_its_progress() -> None:
+    from halfstep.cli.plan import _plan_memory
+
+    told: list[str] = []
+    flags = dict.fromkeys(("data_dir", "device", "strict", "simulate")) | {"precision": "bf16"}
+    plan = _plan_memory(["unet", *SMALL], flags, gpu=None, fit="1GB", mode="eager", tell=told.append)
+    num = len(plan.rows)
+    assert told[0] == f"predicting bf16, normal (1 of {num})"
+    assert f"finding the largest batch: bf16, normal (1 of {num})" in told
+    assert len(told) == 2 * num

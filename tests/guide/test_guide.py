@@ -52,6 +52,7 @@ from halfstep.workloads import from_dict, load
 from halfstep.workloads.classification import build as image_classification
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.demo import write_demo
+from halfstep.workloads.slots.demo import write_demo as write_video_demo
 from tiny_radio import write_tiny_demo
 
 CPU = Hardware(
@@ -178,6 +179,49 @@ def test_a_wrong_folder_says_why(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(DataError, match="no class folders"):
         inspect_data("resnet18", tmp_path)
+
+
+def test_a_text_is_tokenised_in_memory_and_its_windows_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("To be, or not to be.\n" * 400)
+    found = inspect_data("gpt2", tmp_path / "texts")
+    assert [path.name for path in (tmp_path / "texts").iterdir()] == ["a.txt"], "nothing is written next to the data"
+    assert (found.num_train, found.num_val) == (6, 1)
+    rows = dict(describe_data(found))
+    assert rows["tokenizer"] == "bytes, 257 tokens; in memory"
+    assert "classes" not in rows
+    caption, picture = found.pictures[0]
+    assert caption == "window 0"
+    assert picture.convert("L").getextrema() == (0, 255), "black on white"
+    made = make_suggestions(situation(workload="gpt2", data=found, data_dir=str(tmp_path / "texts"), hardware=UNTRACED))
+    assert [one.name for one in made] == ["fast", "lowmem", "stable"]
+    assert made[0].config.precision.default == "bf16"
+
+
+@pytest.mark.parametrize(("workload", "remark"), [("steve", ""), ("slotcontrast", "model.backbone_weights=FILE")])
+def test_videos_are_cut_into_clips_and_what_training_needs_is_pointed_out(
+    tmp_path: Path, workload: str, remark: str
+) -> None:
+    write_video_demo(tmp_path / "videos", num_train=4, num_val=2, frames=6, side=32, per_shard=4)
+    found = inspect_data(workload, tmp_path / "videos")
+    assert found.num_val == 2
+    assert "the first video has 32×32 pixels; masks to score with" in dict(describe_data(found))["a clip"]
+    assert found.pictures[0][1].size == (32, 32)
+    asked = situation(workload=workload, data=found, data_dir=str(tmp_path / "videos"), hardware=UNTRACED)
+    facts = dict(make_suggestions(asked)[0].facts)
+    assert remark in facts.get("backbone", "")
+    many = dataclasses.replace(asked, data=dataclasses.replace(found, num_train=100_000))
+    assert "00,000 steps" in dict(make_suggestions(many)[0].facts)["time"], "max_steps ends it, not the epochs"
+    on_cpu = make_suggestions(dataclasses.replace(asked, hardware=UNTRACED_CPU))[0]
+    assert on_cpu.config.data.image_size == 64
+
+
+def test_a_trial_on_a_busy_machine_says_so() -> None:
+    busy = "the CPU has other work (load 7.0 on 2 cores)"
+    found = estimate_duration(situation(busy=busy), config(), Rate(per_s=100.0, is_limit=False, text=""))
+    assert f"measured on a busy machine, so it may be shorter: {busy}" in found[0][1]
+    alone = estimate_duration(situation(), config(), Rate(per_s=100.0, is_limit=False, text=""))
+    assert "busy" not in alone[0][1]
 
 
 def test_demo_data_are_looked_at_with_their_own_image_size(tmp_path: Path) -> None:

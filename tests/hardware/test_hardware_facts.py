@@ -59,7 +59,7 @@ def test_facts_read_well_in_words() -> None:
     hardware = measure(probe(driver=driver), sizes=TINY, driver=driver)
     words = dict(describe_identity(hardware))
     assert words["architecture"] == "Turing, compute capability 7.5, tensor cores"
-    assert words["memory"] == "15.0 GiB, 14.0 GiB free"
+    assert words["memory"] == "16.1 GB, 15.0 GB free"
     columns = make_format_columns(hardware)
     bf16 = columns["format"].index("bf16")
     assert columns["support"][bf16] == "emulated"

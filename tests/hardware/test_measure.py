@@ -95,12 +95,12 @@ def test_no_time_left_is_noted_for_what_was_not_measured() -> None:
 
 
 def test_a_gpu_that_others_use_is_only_looked_at() -> None:
-    driver = FakeDriver(T4, others="9.1 GiB taken and 97 % busy")
+    driver = FakeDriver(T4, others="9.1 GB taken and 97 % busy")
     hardware = measured(driver)
     assert driver.timed == []
     assert hardware.source == "probe"
     assert hardware.measurements == ()
-    assert "in use by others (9.1 GiB taken and 97 % busy): not measured" in hardware.notes
+    assert "in use by others (9.1 GB taken and 97 % busy): not measured" in hardware.notes
 
 
 def test_hardware_from_the_table_cannot_be_measured() -> None:

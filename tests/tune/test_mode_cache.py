@@ -135,7 +135,7 @@ class Shared(Driver):
 
 @pytest.mark.parametrize(
     ("answers", "is_kept"),
-    [(("", ""), True), (("5 GiB taken and 40 % busy",), False), (("", "5 GiB taken and 40 % busy"), False)],
+    [(("", ""), True), (("5 GB taken and 40 % busy",), False), (("", "5 GB taken and 40 % busy"), False)],
 )
 def test_what_was_measured_on_a_busy_gpu_is_used_but_not_kept(
     demo: Path,
@@ -151,6 +151,6 @@ def test_what_was_measured_on_a_busy_gpu_is_used_but_not_kept(
     chosen = tune_plan(config, workload, on_gpu, said.append, machine.rehearsal, driver=Shared(*answers))
     assert chosen.mode == "graph"
     assert (CachedMode(config, workload, on_gpu).read() is not None) == is_kept
-    assert ("5 GiB taken" in chosen.mode_reason) == (not is_kept)
+    assert ("5 GB taken" in chosen.mode_reason) == (not is_kept)
     assert "  graph 1.33x, 20.0 -> 15.0 ms" in said
     assert type(chosen).from_json(chosen.to_json()) == chosen

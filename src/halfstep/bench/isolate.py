@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,6 @@ from typing import Literal
 import torch
 
 from halfstep.backend_flags import read_flags, write_flags
-from halfstep.errors import format_count
 from halfstep.hardware.driver import Driver
 from halfstep.hardware.memory import release_unused_memory
 from halfstep.hardware.monitor import list_limits
@@ -90,9 +88,7 @@ def read_clock_limits(device: torch.device) -> tuple[str, ...]:
 
 def find_other_users(device: torch.device) -> str:
     """Describe other work on the device that may disturb the measurement; empty if there is none."""
-    driver = Driver()
     if device.type == "cpu":
-        load, cores = driver.read_load(), os.cpu_count() or 1
-        return f"the CPU has other work: load {load:.1f} on {format_count(cores, 'core')}" if load > cores else ""
-    others = driver.describe_other_use(str(device))
-    return f"the GPU is in use by others ({others}): times will be too long" if others else ""
+        return Driver().describe_load()
+    others = Driver().describe_gpu_users(str(device))
+    return f"{others}: times will be too long" if others else ""

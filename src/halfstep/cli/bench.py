@@ -209,6 +209,10 @@ def prepare_request(asked: BenchArguments) -> tuple[Hardware, Problem, BenchRequ
 
     names = split_choices(asked.precisions, "--precisions")
     precisions = tuple(dict.fromkeys(normalise_precision(name, "--precisions") for name in names))
+    from halfstep.workloads import load
+
+    target, *overrides = asked.arguments
+    loaded = load(target, flags=asked.flags, overrides=overrides)
     import torch
 
     from halfstep.bench.bench import BenchRequest
@@ -222,17 +226,14 @@ def prepare_request(asked: BenchArguments) -> tuple[Hardware, Problem, BenchRequ
         refuse_too_large,
     )
     from halfstep.hardware.probe import probe
-    from halfstep.workloads import load
 
     require_peers(against)
     hardware = probe(str(asked.flags["device"] or "auto"))
     device = torch.device(hardware.device)
     steps = None if asked.explain else asked.steps
     schedule = make_schedule(STEPS.get(device.type, STEPS["cpu"]) if steps is None else steps, device)
-    target, *overrides = asked.arguments
-    # Twice: `config` has the settings of a benchmark, `loaded` those of a run, with their origins.
+    # `config` has the settings of a benchmark, `loaded` those of a run, with their origins.
     config = load_bench_config(target, overrides, asked.flags, small=hardware.kind == "cpu", against=against)
-    loaded = load(target, flags=asked.flags, overrides=overrides)
     if loaded.config.data.dir and config.data.dir is None:
         note = "is not read: the benchmark trains on one random batch of the same size"
         typer.secho(f"data.dir={loaded.config.data.dir} {note}", fg="yellow", err=True)

@@ -89,6 +89,7 @@ def command(
 
         halfstep compare --resume runs/compare-unet-20250101-120000
     """
+    refuse_bad_call(context)
     from halfstep.use.compare import create_comparison
 
     # Not part of what is compared, so --resume may change them.
@@ -102,6 +103,21 @@ def command(
     # A verdict that is still open counts as a failure: "same" must be shown, not assumed.
     if any(verdict.word != "same" for verdict in comparison.judge().values()):
         raise typer.Exit(1)
+
+
+def refuse_bad_call(context: typer.Context) -> None:
+    """Raise for an unknown target, missing data and folders that cannot be used, before torch is imported."""
+    from halfstep.run.folder import RunFolder, refuse_missing_paths, refuse_no_comparison
+    from halfstep.workloads import load
+
+    given = context.params
+    if given["resume"] is not None:
+        refuse_no_comparison(given["resume"])
+        return
+    target, overrides, _ = _split_arguments(given["arguments"] or [])
+    refuse_missing_paths(load(target, flags={"data_dir": given["data_dir"]}, overrides=overrides).config)
+    if given["out"] is not None:
+        RunFolder.refuse_unusable(given["out"])
 
 
 def _build_request(context: typer.Context, how: dict[str, Any]) -> CompareRequest:

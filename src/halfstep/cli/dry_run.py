@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfstep.cli.options import ArgumentsOrRun, BatchSize, DataDir, Device, Json, Trust, option
+from halfstep.cli.options import ArgumentsOrRun, BatchSize, DataDir, Device, Json, Trust, option, refuse_bad_target
 
 if TYPE_CHECKING:
     from halfstep.evidence.dry_run import Judgement
@@ -37,9 +37,10 @@ def command(
 
         halfstep dry-run --target fp16 unet --data-dir data/carvana --picture heat.png
     """
+    flags = {"data_dir": data_dir, "batch_size": batch_size, "device": device}
+    refuse_bad_target(arguments, flags, trust=trust)
     from halfstep.use.observe_step import dry_run
 
-    flags = {"data_dir": data_dir, "batch_size": batch_size, "device": device}
     rows = dry_run(arguments[0], target, num_batches=batches, flags=flags, overrides=arguments[1:], trust=trust)
     if picture is not None:
         from halfstep.report.curves import draw_heat_map

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from halfstep.cli.options import Checkpoint, Json, RunFolder, Trust, UsedDevice, UsedPrecision, option
+from halfstep.cli.options import Checkpoint, Json, RunFolder, Trust, UsedDevice, UsedPrecision, option, refuse_bad_run
+from halfstep.errors import DataError
 
 
 def command(
@@ -40,6 +41,9 @@ def command(
 
         halfstep evaluate runs/resnet50 --data data/new_photos --checkpoint last --json
     """
+    refuse_bad_run(run, out)
+    if data is not None and not data.exists():
+        raise DataError(f"--data {data} does not exist", fix="give a data folder, or a file if the run trained on one")
     from rich.console import Console
 
     from halfstep.report.console import open_result_console

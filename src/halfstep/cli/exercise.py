@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,6 +45,8 @@ def command(
         raise ConfigError(f"there is no exercise {number}", fix="choose 1, 2 or 3")
     if data_dir is not None and number != 1:
         raise ConfigError(f"exercise {number} takes no --data-dir", why="it needs no data", fix="leave --data-dir out")
+    if data_dir is not None and not Path(data_dir).is_dir():
+        raise DataError(f"there is no folder {data_dir}", fix="check --data-dir, or leave it out for generated images")
     out.mkdir(parents=True, exist_ok=True)
     story = _run_exercise(number, data_dir, out, Console(stderr=True))
     if as_json:

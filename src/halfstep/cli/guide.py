@@ -81,6 +81,10 @@ def probe_machine(device: str | None, *, no_measure: bool) -> Machine:
     from halfstep.cli.detect import probe_devices
     from halfstep.config.section import count_cores
     from halfstep.guide.guide import Machine
+    from halfstep.hardware.driver import Driver
 
+    # Before our own measurements, which would count as load.
+    load = Driver().describe_load()
     (hardware,) = probe_devices(device or "auto", look_only=no_measure, fresh=False)
-    return Machine(hardware=hardware, num_cores=count_cores(), device=device, may_measure=not no_measure)
+    busy = load if hardware.kind == "cpu" else Driver().describe_gpu_users(hardware.device)
+    return Machine(hardware=hardware, num_cores=count_cores(), device=device, may_measure=not no_measure, busy=busy)

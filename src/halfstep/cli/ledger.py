@@ -7,7 +7,18 @@ from typing import Annotated
 
 import typer
 
-from halfstep.cli.options import ArgumentsOrRun, BatchSize, DataDir, Device, Json, Precision, Simulate, Trust, option
+from halfstep.cli.options import (
+    ArgumentsOrRun,
+    BatchSize,
+    DataDir,
+    Device,
+    Json,
+    Precision,
+    Simulate,
+    Trust,
+    option,
+    refuse_bad_target,
+)
 
 
 def command(
@@ -32,11 +43,18 @@ def command(
 
         halfstep ledger runs/unet-20250101-120000 --strict
     """
+    flags: dict[str, object] = {
+        "precision": precision,
+        "data_dir": data_dir,
+        "batch_size": batch_size,
+        "device": device,
+    }
+    flags["simulate"] = simulate
+    refuse_bad_target(arguments, flags, trust=trust)
     from halfstep.run.step_ledger import to_document
     from halfstep.use.observe_step import record_ledger
 
-    flags = {"precision": precision, "data_dir": data_dir, "batch_size": batch_size, "device": device}
-    found = record_ledger(arguments[0], flags={**flags, "simulate": simulate}, overrides=arguments[1:], trust=trust)
+    found = record_ledger(arguments[0], flags=flags, overrides=arguments[1:], trust=trust)
     if as_json:
         typer.echo(json.dumps(to_document(found), indent=1))
     else:

@@ -16,13 +16,14 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperCommand
 
+from halfstep.cli.completion import VARIABLE, read_typed_words
 from halfstep.disk import GONE, normalise_path, redirect_to_null
 from halfstep.errors import ConfigError, HalfstepError, Interrupted, MemoryLimitError
 
@@ -90,7 +91,6 @@ def build_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
     """Build the command line with these commands; import only their modules."""
     app = typer.Typer(
         name="halfstep",
-        add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -113,6 +113,12 @@ def unwrap_paragraphs(docstring: str) -> str:
 def choose_commands(argv: Sequence[str]) -> Sequence[str]:
     """Return only the command that was called: building all of them takes longer than comparing two configs."""
     return argv[:1] if argv and argv[0] in COMMANDS else COMMANDS
+
+
+def choose_typed_commands(variables: Mapping[str, str]) -> Sequence[str]:
+    """Return the commands that the word after `halfstep` may become, while a shell asks for completions."""
+    typed = "".join(read_typed_words(variables)[:1])
+    return [name for name in COMMANDS if name.startswith(typed)] or COMMANDS
 
 
 def show_version(asked: bool) -> None:
@@ -155,10 +161,12 @@ def shorten_paths(argv: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exit with 0 for success, 1 for findings, 2 for a mistake in the call."""
     arguments = shorten_paths(normalise_dashes(sys.argv[1:] if argv is None else argv)) or ["--help"]
+    # While a shell asks for completions there are no arguments: it passes the typed words in a variable.
+    chosen = choose_typed_commands(os.environ) if VARIABLE in os.environ else choose_commands(arguments)
     wrap_standard_streams()
     try:
         # Not standalone: typer would print its own errors in another form.
-        sys.exit(build_app(choose_commands(arguments))(arguments, prog_name="halfstep", standalone_mode=False) or 0)
+        sys.exit(build_app(chosen)(arguments, prog_name="halfstep", standalone_mode=False) or 0)
     except USAGE_ERROR as error:
         show_once(explain_usage_error(error))
         sys.exit(2)
@@ -345,6 +353,8 @@ class OnceCommand(TyperCommand):
     """A command that refuses a flag with two different values, unless the flag may be repeated."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing:  # a shell asks for completions: the line may still be wrong
+            return super().parse_args(ctx, args)
         for parameter in self.params:
             if parameter.param_type_name == "option" and not parameter.multiple:
                 refuse_conflict(list(find_occurrences(args, parameter)))
@@ -368,6 +378,8 @@ class RunCommand(OnceCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Remove and check the options of the run's workload, then parse the rest."""
+        if ctx.resilient_parsing:
+            return super().parse_args(ctx, args)
         from halfstep.workloads import KINDS
 
         command = str(self.name)  # evaluate or predict

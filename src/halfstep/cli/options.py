@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import shlex
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from halfstep.cli.completion import complete_precision, complete_run, complete_target, complete_target_or_run
 from halfstep.errors import ConfigError
 
 PRECISION, DATA, RUN, SHOW = "Precision", "Data and training", "Run", "Show without training"
@@ -77,19 +78,45 @@ def refuse_to_overwrite(paths: Mapping[str, Path | None], *, force: bool | None 
             raise ConfigError(f"{given} cannot be written", why=why, fix="choose a file in another folder") from error
 
 
-Arguments = Annotated[
-    list[str], typer.Argument(metavar="WORKLOAD|CONFIG.yaml KEY=VALUE", help="What to use, then settings.")
-]
-ArgumentsOrRun = Annotated[
-    list[str], typer.Argument(metavar="WORKLOAD|CONFIG.yaml|RUN KEY=VALUE", help="What to use, then settings.")
-]
+def refuse_bad_target(arguments: Sequence[str], flags: Mapping[str, object], *, trust: bool) -> None:
+    """Raise for a run, config or workload that cannot be loaded, and for missing data, before torch is imported.
+
+    The command loads it again: that takes 50 ms, the import of torch several seconds.
+    """
+    from halfstep.run.folder import load_target
+
+    load_target(arguments[0], flags=flags, overrides=arguments[1:], trust=trust)
+
+
+def refuse_bad_run(run: Path, out: Path | None) -> None:
+    """Raise for a folder that is not a run, and for an output folder that is used, before torch is imported."""
+    from halfstep.run.folder import RunFolder as Folder
+    from halfstep.run.folder import refuse_used_folder
+
+    Folder.open(str(run))
+    if out is not None:
+        refuse_used_folder(out)
+
+
+TARGET, OR_RUN = "WORKLOAD|CONFIG.yaml KEY=VALUE", "WORKLOAD|CONFIG.yaml|RUN KEY=VALUE"
+USED, TRAINED = "What to use, then settings.", "What to train, then settings."
+Arguments = Annotated[list[str], typer.Argument(metavar=TARGET, help=USED, autocompletion=complete_target)]
+ArgumentsOrRun = Annotated[list[str], typer.Argument(metavar=OR_RUN, help=USED, autocompletion=complete_target_or_run)]
 MaybeArguments = Annotated[
-    list[str] | None, typer.Argument(metavar="WORKLOAD|CONFIG.yaml KEY=VALUE", help="What to train, then settings.")
+    list[str] | None, typer.Argument(metavar=TARGET, help=TRAINED, autocompletion=complete_target)
 ]
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, made by `halfstep train`.")]
+RunFolder = Annotated[
+    Path,
+    typer.Argument(metavar="RUN", help="A run's folder, made by `halfstep train`.", autocompletion=complete_run),
+]
 
 Precision = Annotated[
-    str | None, option("auto, fp32, tf32, bf16, fp16, fp8, bf16-true, or another tool's spelling.", panel=PRECISION)
+    str | None,
+    option(
+        "auto, fp32, tf32, bf16, fp16, fp8, bf16-true, or another tool's spelling.",
+        panel=PRECISION,
+        autocompletion=complete_precision,
+    ),
 ]
 Strict = Annotated[bool | None, option("Refuse a format that the device lacks.", "--strict", panel=PRECISION)]
 Simulate = Annotated[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +17,7 @@ from halfstep.errors import ConfigError, format_bytes, suggest_nearest
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from halfstep.config.load import Loaded
     from halfstep.config.schema import RunConfig
     from halfstep.hardware.device_facts import Hardware
     from halfstep.report.memory_view import MemoryRow
@@ -54,31 +55,49 @@ def command(
 
         halfstep plan gpt2 --memory --gpu "RTX 3090"
     """
-    from halfstep.run.assemble import plan_config
-    from halfstep.workloads import load
-
     flags = {"precision": precision, "data_dir": data_dir, "device": device, "strict": strict, "simulate": simulate}
+    loaded = load_config(arguments, flags, gpu=gpu)
+    _choose_mode(mode, loaded.config)
     if memory:
         return show_memory(arguments, flags, gpu=gpu, fit=fit, mode=mode, picture=picture, as_json=as_json)
     for name, value in (("--fit", fit), ("--mode", mode), ("--picture", picture)):
         if value is not None:
             raise ConfigError(f"{name} {value} needs --memory", fix=f"--memory {name} {value}")
-    loaded = load(arguments[0], flags=flags, overrides=arguments[1:])
+    from halfstep.run.assemble import plan_config
+
     decided = plan_config(loaded.config, gpu=gpu)
     if as_json:
         return typer.echo(decided.to_json())
     return typer.echo(str(decided))  # its warnings are its last lines
 
 
+def load_config(arguments: Sequence[str], flags: Flags, *, gpu: str | None) -> Loaded:
+    """Load the config; refuse missing paths and an unknown GPU before torch is imported."""
+    from halfstep.hardware.gpus import look_up_gpu
+    from halfstep.run.folder import refuse_missing_paths
+    from halfstep.workloads import load
+
+    if gpu:
+        look_up_gpu(gpu)
+    loaded = load(arguments[0], flags=flags, overrides=arguments[1:])
+    refuse_missing_paths(loaded.config)
+    return loaded
+
+
 SHOWN_MODES = {"off": "eager", "compile": "compile", "graph": "graph", "auto": "graph"}
 """`train.fast` to the mode that is shown."""
+LEVELS = (
+    "train.memory: what is recomputed in backward instead of stored (pointwise operations, every second block, all "
+    "blocks), and 8-bit: optimizer state in 8 bits"
+)
 TRACED = {
-    "eager": "forward and backward, operation by operation",
-    "compile": "the eager trace, partitioned and fused by the compiler's rules",
-    "graph": "our fused kernels if the model has them, else as compiled; plus fragmentation of the graph's pool",
+    "eager": "peak of an eager step, traced operation by operation",
+    "compile": "peak of the compiled step: the eager trace, partitioned and fused by the compiler's rules",
+    "graph": "peak of the CUDA graph: our fused kernels if the model has them, else as compiled; plus its pool",
 }
 NO_FOLDER = "random"
 """Any text: with a data folder a workload has its full size, without one that of its demo."""
+UNITS = "1 GB is 10^9 bytes, in every command: a GPU sold with 24 GB has 25.8 GB"
 TABLE_WIDTH = 125
 """Columns of a terminal that are enough for all components."""
 MADE_UP = "predicted for synthetic data of the usual shape; --data-dir DIR uses yours"
@@ -114,12 +133,15 @@ def show_memory(
     as_json: bool,
 ) -> None:  # fmt: skip
     """Print the memory plan as text or JSON, and draw it if a picture is wanted."""
+    from rich.console import Console
+
     from halfstep.report.memory_view import draw_memory, merge_equal_rows
     from halfstep.report.picture_file import refuse_unknown_format
 
     if picture:
         refuse_unknown_format(picture)
-    plan = _plan_memory(arguments, flags, gpu=gpu, fit=fit, mode=mode)
+    with Console(stderr=True).status("loading torch and building the model") as status:
+        plan = _plan_memory(arguments, flags, gpu=gpu, fit=fit, mode=mode, tell=status.update)
     if picture:
         draw_memory(plan.title, merge_equal_rows(plan.rows), picture, limit_bytes=plan.memory_bytes)
     if as_json:
@@ -129,9 +151,16 @@ def show_memory(
 
 
 def _plan_memory(
-    arguments: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | None, mode: str | None
+    arguments: Sequence[str],
+    flags: Flags,
+    *,
+    gpu: str | None,
+    fit: str | None,
+    mode: str | None,
+    tell: Callable[[str], None],
 ) -> MemoryPlan:
-    """Predict all rows, and find what fits if a memory size is known."""
+    """Predict all rows, and find what fits if a memory size is known; `tell` shows the progress, which takes a minute
+    for a large model."""
     from halfstep.config.precision_names import normalise_precision
     from halfstep.run.assemble import provide_data
     from halfstep.run.memory.planner import (
@@ -160,9 +189,13 @@ def _plan_memory(
         precisions = tuple(one for one in precisions if one != "tf32")  # a run refuses to mix fp32 and tf32
     modes = (shown,) if mode else MODES
     levels = list_levels(planner, config)
-    rows = [_predict_row(planner, config, shown, modes, p, setting) for p in precisions for setting in levels]
+    cells = [(precision, setting) for precision in precisions for setting in levels]
+    rows = []
+    for number, (precision, setting) in enumerate(cells, 1):
+        tell(f"predicting {precision}, {setting} ({number} of {len(cells)})")
+        rows.append(_predict_row(planner, config, shown, modes, precision, setting))
     limit = compute_usable_bytes(memory)
-    fits = find_fits(planner, config, limit, shown, precisions, hardware) if memory else []
+    fits = find_fits(planner, config, limit, shown, precisions, hardware, tell=tell) if memory else []
     if memory and not fits:
         refuse_nothing_fits(planner, config, limit, shown, where)
     notes = [*([MADE_UP] if is_made_up else []), *(describe_effects(planner, config, fits) if fits else ())]
@@ -252,12 +285,12 @@ def _print_memory(plan: MemoryPlan) -> None:
     from rich.text import Text
 
     from halfstep.report.console import print_text
-    from halfstep.report.memory_view import build_memory_table, choose_memory_unit, merge_equal_rows
+    from halfstep.report.memory_view import COMPONENTS, build_memory_table, choose_memory_unit, merge_equal_rows
 
     console = Console(soft_wrap=True, highlight=False)
     is_wide = console.width >= TABLE_WIDTH
     of_modes = "in each mode" if len(plan.rows[0].totals) > 1 else ""
-    unit, _ = choose_memory_unit(plan.rows)
+    unit, unit_bytes = choose_memory_unit(plan.rows)
     by_component = f"by component in {plan.mode} mode" if is_wide else ""
     console.print(", ".join(filter(None, [f"{plan.title}: predicted peak in {unit}", by_component, of_modes])))
     console.print(build_memory_table(merge_equal_rows(plan.rows), with_components=is_wide))
@@ -265,18 +298,25 @@ def _print_memory(plan: MemoryPlan) -> None:
         console.print(f"for components use --json, --picture FILE or a {TABLE_WIDTH}-column terminal", style="dim")
     if plan.fits:
         console.print(f"\nfits {plan.where}, fastest (predicted) first")
-        console.print(_build_fit_table(plan.fits))
+        console.print(_build_fit_table(plan.fits, unit, unit_bytes))
         console.print(f"to use the first: {' '.join(plan.fits[0].arguments)}")
     for note in plan.notes:
         print_text(console, Text(f"note: {note}"))
-    for name in plan.rows[0].totals:
-        console.print(f"traced for {name}: {TRACED[name]}", style="dim")
+    legend = {"memory": LEVELS}
+    if is_wide:
+        used = {name for row in plan.rows for name, size in row.components.items() if size}
+        legend |= {name: about for name, about in COMPONENTS.items() if name in used}
+    legend |= {name: TRACED[name] for name in plan.rows[0].totals}
+    console.print("\ncolumns", style="dim")
+    for name, about in legend.items():
+        console.print(f"  {name}: {about}", style="dim")
+    console.print(f"  {UNITS}", style="dim")
 
 
-def _build_fit_table(fits: Sequence[Fit]) -> Table:
-    """Build the table of settings that fit."""
+def _build_fit_table(fits: Sequence[Fit], unit: str, unit_bytes: float) -> Table:
+    """Build the table of settings that fit, in the unit of the table above it."""
     from halfstep.report.console import make_columns_table
-    from halfstep.report.memory_view import shorten_level
+    from halfstep.report.memory_view import format_in_unit, shorten_level
 
     cells = [fit.prediction.cell for fit in fits]
     columns = {
@@ -284,7 +324,7 @@ def _build_fit_table(fits: Sequence[Fit]) -> Table:
         "memory": [shorten_level(str(cell.setting)) for cell in cells],
         "largest\nbatch": [f"{fit.largest_batch:,}" for fit in fits],
         "batch x\naccumulate": [f"{fit.batch_size} x {fit.accumulate}" for fit in fits],
-        "peak": [format_bytes(fit.prediction.total, digits=3) for fit in fits],
+        f"peak\n{unit}": [format_in_unit(fit.prediction.total, unit_bytes) for fit in fits],
         "predicted\ntime": [f"{fit.relative_time:.2f}x" for fit in fits],
     }
     return make_columns_table(columns, left=("precision", "memory"))

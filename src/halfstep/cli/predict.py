@@ -15,6 +15,7 @@ from halfstep.cli.options import (
     UsedDevice,
     UsedPrecision,
     option,
+    refuse_bad_run,
     refuse_to_overwrite,
 )
 
@@ -54,6 +55,10 @@ def command(
 
         halfstep predict runs/resnet50 cat.jpg photos/ --top-k 3 --csv answers.csv
     """
+    from halfstep.run.folder import UNFINISHED
+
+    is_unfinished = out is not None and (out / UNFINISHED).is_file()
+    refuse_bad_run(run, None if is_unfinished else out)
     from rich.console import Console
 
     from halfstep.report.console import open_result_console

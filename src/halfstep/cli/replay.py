@@ -8,11 +8,14 @@ from typing import Annotated
 
 import typer
 
+from halfstep.cli.completion import complete_capsule
 from halfstep.cli.options import Json, Trust, UsedDevice, option
 
 
 def command(
-    capsule: Annotated[Path, typer.Argument(metavar="CAPSULE", help="A folder RUN/capsules/STEP.")],
+    capsule: Annotated[
+        Path, typer.Argument(metavar="CAPSULE", help="A folder RUN/capsules/STEP.", autocompletion=complete_capsule)
+    ],
     device: UsedDevice = None,
     picture: Annotated[Path | None, option("Draw the value range of each module.", metavar="FILE.png")] = None,
     trust: Trust = False,
@@ -28,6 +31,9 @@ def command(
 
         halfstep replay runs/unet-20250101-120000/capsules/00000123 --picture ranges.png
     """
+    from halfstep.evidence.capsule_folder import find_capsule
+
+    find_capsule(capsule)
     from rich.text import Text
 
     from halfstep.report.console import open_result_console, print_text

@@ -9,11 +9,15 @@ from typing import Annotated
 
 import typer
 
+from halfstep.cli.completion import complete_run
 from halfstep.errors import CheckpointError, ConfigError, format_count
 
 
 def command(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...|COMPARISON", help="Runs, or one comparison.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...|COMPARISON", help="Runs, or one comparison.", autocompletion=complete_run),
+    ],
     out: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="Output file.", show_default="RUN/report/report.html")
     ] = None,
@@ -41,7 +45,6 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
     from halfstep.disk import write_atomically
     from halfstep.report.page.read_run import read_run
     from halfstep.report.page.render import render_runs
-    from halfstep.run.memory.sizing import predict_memory_for_page
 
     for path in runs:
         if not path.is_dir():
@@ -55,6 +58,8 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
         page = render_comparison_page(runs[0])
     else:
         records = [read_run(path) for path in runs]
+        from halfstep.run.memory.sizing import predict_memory_for_page
+
         page = render_runs(records, [predict_memory_for_page(path) for path in runs])
     file = out or runs[0] / "report" / "report.html"
     if out is None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from halfstep.cli.completion import complete_run
 from halfstep.disk import is_folder_locked
 from halfstep.errors import CheckpointError, format_bytes, format_duration, suggest_command
 from halfstep.report.console import make_pairs_table
@@ -19,7 +20,7 @@ from halfstep.report.page.read_run import SAMPLES, RunRecord, format_rate_unit
 
 
 def command(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.", autocompletion=complete_run)],
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
     wants_json: Annotated[bool, typer.Option("--json", help="Print once, as JSON.")] = False,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from halfstep.cli.completion import complete_run
 from halfstep.cli.options import (
     DATA,
     PRECISION,
@@ -90,8 +91,12 @@ def command(
     check_validation: Annotated[bool, option(VALIDATION, "--check-validation", panel=DATA)] = False,
     gpus: Annotated[str | None, option("How many GPUs (8), or which (0,1): one process each.", panel=RUN)] = None,
     out: Annotated[Path | None, option("The run's folder.", panel=RUN, show_default="runs/WORKLOAD-TIME")] = None,
-    resume: Annotated[Path | None, option("Continue the run in this folder.", panel=RUN)] = None,
-    continue_from: Annotated[Path | None, option("Same as --resume.", "--continue", panel=RUN)] = None,
+    resume: Annotated[
+        Path | None, option("Continue the run in this folder.", panel=RUN, autocompletion=complete_run)
+    ] = None,
+    continue_from: Annotated[
+        Path | None, option("Same as --resume.", "--continue", panel=RUN, autocompletion=complete_run)
+    ] = None,
     allow_changes: Annotated[
         bool, option("With --resume: accept changed settings.", "--allow-changes", panel=RUN)
     ] = False,
@@ -137,14 +142,23 @@ def command(
         )
     if schema or show_config:
         return show_without_training(loaded, schema, is_shown=show_config, as_json=as_json)
-    if gpus is not None:
-        start_on_gpus(gpus, settings["device"] or loaded.config.device, os.environ)
     from halfstep.distributed.launch import read_launch
-    from halfstep.run.train import train
 
+    launch = read_launch(os.environ)
     new_folder = choose_new_folder(out, log_dir, dry=dry and not resume, name=loaded.config.workload)
     with new_folder as folder, stop_after(timeout):
-        train(loaded, out=folder, resume=resume, allow_changes=allow_changes, launch=read_launch(os.environ))
+        if resume is None:
+            from halfstep.run.folder import RunFolder, refuse_missing_paths
+
+            refuse_missing_paths(loaded.config)
+            # One of several ranks may find the folder that another one has just made, or that a restart continues.
+            if folder is not None and launch is None:
+                RunFolder.refuse_unusable(folder)
+        if gpus is not None:
+            start_on_gpus(gpus, settings["device"] or loaded.config.device, os.environ)
+        from halfstep.run.train import train
+
+        train(loaded, out=folder, resume=resume, allow_changes=allow_changes, launch=launch)
     return None
 
 
@@ -164,9 +178,10 @@ def load_config(
             asked = load(target, flags=flags, overrides=overrides, overrides_file=overrides_file)
             target, flags, overrides, overrides_file = asked.config.workload, {}, list_overrides(asked), None
         from halfstep.run.folder import RunFolder
-        from halfstep.run.resume import apply_decided
 
         folder = RunFolder.open(str(resume))
+        from halfstep.run.resume import apply_decided
+
         stored = load(str(folder.config))
         # Naming the workload again is allowed, another one is not.
         if target and target != (workload := stored.config.workload):

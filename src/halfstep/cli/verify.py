@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from halfstep.cli.options import ArgumentsOrRun, DataDir, Device, Json, Precision, Simulate, Trust
+from halfstep.cli.options import ArgumentsOrRun, DataDir, Device, Json, Precision, Simulate, Trust, refuse_bad_target
 
 if TYPE_CHECKING:
     from halfstep.evidence.proofs import ProofLine
@@ -38,9 +38,10 @@ def command(
 
         halfstep verify configs/train.yaml --precision bf16
     """
+    flags = {"precision": precision, "data_dir": data_dir, "device": device, "simulate": simulate}
+    refuse_bad_target(arguments, flags, trust=trust)
     from halfstep.use.verify import verify
 
-    flags = {"precision": precision, "data_dir": data_dir, "device": device, "simulate": simulate}
     target, *overrides = arguments
     lines = [check_configuration(target), *verify(target, flags=flags, overrides=overrides, trust=trust)]
     if as_json:

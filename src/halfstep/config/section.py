@@ -91,8 +91,11 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 IS_PATH = "path"
 """Marks a setting that names a file or folder: a run stores it as an absolute path."""
+MAY_BE_MISSING = "may be missing"
+"""Marks a path that a run creates if it does not exist."""
 FilePath = Annotated[str | None, IS_PATH]
 NamedPath = Annotated[Annotated[str, Field(min_length=1)] | None, IS_PATH]
+CachePath = Annotated[NamedPath, MAY_BE_MISSING]
 PositiveCount = Annotated[int, Field(ge=1)]
 
 

@@ -29,10 +29,12 @@ from torch import Tensor, nn
 from halfstep import __version__
 from halfstep.disk import open_atomic_folder, parse_json
 from halfstep.errors import CheckpointError, format_count
+from halfstep.evidence.capsule_folder import ABOUT, CONFIG, find_capsule
+from halfstep.evidence.capsule_folder import list_capsules as list_capsules  # part of this module's interface
 from halfstep.step.tree import pack, unpack
 
 VERSION = 1
-ABOUT, BATCHES, STATE, CONFIG = "capsule.json", "batches.safetensors", "state.safetensors", "config.yaml"
+BATCHES, STATE = "batches.safetensors", "state.safetensors"
 COMPLEX = " (complex)"
 """Suffix of the name of a tensor that is stored as pairs of real numbers."""
 MOST_BYTES = 4 << 30
@@ -147,9 +149,7 @@ def write_capsule(
 
 def read_capsule(path: Path) -> Capsule:
     """Read a capsule and check its files; raise CheckpointError if it is missing or damaged."""
-    path = path.parent if path.name == ABOUT else path
-    if not (path / ABOUT).is_file():
-        raise _make_missing_error(path)
+    path = find_capsule(path)
     try:
         about = parse_json((path / ABOUT).read_text(encoding="utf-8"))
         version, files, packed = about["version"], about["files"], about.pop("packed")
@@ -171,11 +171,6 @@ def read_capsule(path: Path) -> Capsule:
     except (SafetensorError, KeyError, RecursionError) as error:
         raise _make_damaged_error(path, str(error)) from error
     return Capsule(path=path, about=about, window=content["window"], rng=content["rng"], state=state)
-
-
-def list_capsules(folder: Path) -> list[Path]:
-    """Return the capsules of a folder, oldest step first."""
-    return sorted(file.parent for file in folder.glob(f"*/{ABOUT}"))
 
 
 def to_strict_json(tree: Any) -> Any:
@@ -212,16 +207,3 @@ def _compute_checksum(path: Path) -> dict[str, int]:
 
 def _make_damaged_error(path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"the capsule {path} is damaged: {what}", fix="replay another one, or copy it again")
-
-
-def _make_missing_error(path: Path) -> CheckpointError:
-    inside = list_capsules(path) or list_capsules(path / "capsules")
-    if inside:
-        return CheckpointError(
-            f"{path} holds {format_count(len(inside), 'capsule')}", why="one step is replayed at a time",
-            fix=f"halfstep replay {inside[0]}",
-        )  # fmt: skip
-    if (path / CONFIG).is_file():
-        why = "no step of it was a fault, or guard.capsules was 0"
-        return CheckpointError(f"the run {path} has no capsules", why=why, fix="name a run in which steps were skipped")
-    return CheckpointError(f"there is no capsule {path}", fix="name a folder RUN/capsules/STEP")

@@ -31,7 +31,7 @@ from halfstep.errors import (
     suggest_nearest,
 )
 from halfstep.guide.inspect_data import DataSummary, describe_data, inspect_data, inspect_demo, save_grid
-from halfstep.guide.suggest import Situation, Suggestion, make_suggestions
+from halfstep.guide.suggest import Situation, Suggestion, describe_length, make_suggestions
 from halfstep.guide.trial import Trials
 from halfstep.hardware.describe import describe_identity
 from halfstep.hardware.device_facts import Hardware
@@ -274,6 +274,8 @@ class Machine:
     """As given by the user; None: chosen by halfstep."""
     may_measure: bool = True
     """True if suggestions may be tried on the device, for a few seconds each."""
+    busy: str = ""
+    """Other work on the device, found before the first trial; empty if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -300,6 +302,7 @@ def guide(asker: Asker, console: Console, machine: Machine, scratch: Path) -> Gu
         data_dir=data_dir,
         device=machine.device,
         try_out=Trials(machine.hardware) if machine.may_measure else None,
+        busy=machine.busy if machine.may_measure else "",
     )
     chosen = _ask_choice(asker, console, situation)
     file = asker.ask(dataclasses.replace(FILE, default=_choose_file_name(workload, chosen)), check_new_file)
@@ -377,15 +380,17 @@ def _ask_choice(asker: Asker, console: Console, situation: Situation) -> Suggest
         console.print()
         console.print(Rule(Text(f"{number} {one.name}", style="bold"), align="left"))
         console.print(make_pairs_table(one.facts))
-    question = dataclasses.replace(PICK, choices={name: _summarise(one) for name, one in offered.items()})
+    num_train = situation.data.num_train if situation.data is not None else 0
+    question = dataclasses.replace(PICK, choices={name: _summarise(one, num_train) for name, one in offered.items()})
     return asker.ask(question, lambda name: offered[name])
 
 
-def _summarise(one: Suggestion) -> str:
+def _summarise(one: Suggestion, num_train: int) -> str:
     train, each = one.config.train, KINDS.of(one.config.workload).describe_sample_size(one.config)
     times = f" x {train.accumulate}" if train.accumulate > 1 else ""
     size = f"batch {train.batch_size}{times}{f' at {each}' if each else ''}"
-    return f"{one.config.precision.default}, {size}, {format_count(train.epochs, 'epoch')}"
+    length = describe_length(one.config, num_train) if num_train else format_count(train.epochs, "epoch")
+    return f"{one.config.precision.default}, {size}, {length}"
 
 
 def check_new_file(answer: str) -> Path:
@@ -441,6 +446,7 @@ def show_machine(console: Console, machine: Machine) -> None:
         ("CPU cores", str(machine.num_cores)),
         ("precision", advice.headline),
         *(("warning", warning) for warning in advice.warnings),
+        *([("busy", f"{machine.busy}: rates measured now are too low")] if machine.busy else []),
     ]
     console.print(Rule(Text(f"{hardware.device}  {hardware.name}", style="bold"), align="left"))
     console.print(make_pairs_table(rows))

@@ -45,6 +45,9 @@ class DataSummary:
     pictures: tuple[tuple[str, Image.Image], ...]
     sides: tuple[int, int] | None = None
     """Width and height of the median image; None if not determined."""
+    about: tuple[tuple[str, str], ...] = ()
+    remarks: tuple[tuple[str, str], ...] = ()
+    """Both as in OpenedData."""
 
 
 def inspect_data(workload: str, folder: Path) -> DataSummary:
@@ -75,7 +78,7 @@ def describe_data(data: DataSummary) -> list[tuple[str, str]]:
         ("folder", "demo data, generated" if data.source == "demo" else str(data.folder)),
         ("samples", f"{data.num_train:,} for training, {data.num_val:,} for validation"),
         *([("images", f"{data.sides[0]}×{data.sides[1]} pixels (median)")] if data.sides else []),
-        ("classes", f"{len(data.classes)}: {list_some(sizes, 12)}"),
+        *(data.about or [("classes", f"{len(data.classes)}: {list_some(sizes, 12)}")]),
         ("reading", f"{data.decoded_per_s:,.0f} samples/s in one process (measured)"),
     ]
     if data.counts and max(data.counts) > 10 * min(data.counts):
@@ -119,6 +122,8 @@ def _inspect(workload: str, folder: Path, source: DataOrigin, on_bad_file: OnBad
         notes=opened.notes,
         pictures=tuple(_draw_pictures(family, opened)),
         sides=opened.sides,
+        about=opened.about,
+        remarks=opened.remarks,
     )
 
 

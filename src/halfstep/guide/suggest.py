@@ -28,7 +28,7 @@ ORDER = {
 }
 """Presets for each goal: its own first, then alternatives."""
 REASONS = {
-    "fast": "the fastest precision of this machine, compiled if that is faster, and few epochs",
+    "fast": "the fastest precision of this machine, compiled if that is faster, and the shortest recipe",
     "quick": "small data: small images and 20 epochs, the quickest way to a first result",
     "quality": "a long recipe with averaged weights, validated during training",
     "lowmem": "activations are recomputed instead of stored, about a third slower",
@@ -198,6 +198,8 @@ def _list_remarks(situation: Situation, paths: Mapping[str, Any]) -> Iterator[tu
     if smaller := _choose_smaller(situation):
         settings = ", ".join(f"{key}={paths[key]}" for key in smaller)
         yield "on a CPU", f"smaller than the default: {settings}"
+    elif situation.data is not None and not situation.is_demo:
+        yield from situation.data.remarks
 
 
 def _nest_settings(situation: Situation, preset: str, paths: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,6 +246,8 @@ class Situation:
     """As given by the user, to be written to the config; None: the run chooses."""
     try_out: TryOut | None = None
     """Tries a suggestion on the device; None: no trials, use estimates."""
+    busy: str = ""
+    """Other work on the device that slows trials; empty if there is none."""
 
     @property
     def is_demo(self) -> bool:
@@ -370,16 +374,38 @@ def estimate_duration(situation: Situation, config: RunConfig, trained: Rate) ->
     data, train = situation.data, config.train
     if trained.per_s is None or data is None:
         return []
-    validated = train.epochs / train.validate_every * data.num_val
-    computing = (train.epochs * data.num_train + validated * FORWARD_SHARE) / trained.per_s
+    trained_samples, validations = count_work(config, data.num_train)
+    validated = validations * data.num_val
+    computing = (trained_samples + validated * FORWARD_SHARE) / trained.per_s
     on_cpu, readers = situation.hardware.kind == "cpu", config.data.num_workers
     # On a CPU reading and computing share the cores; elsewhere they overlap and the slower one is the limit.
     rate = data.decoded_per_s * ((situation.num_cores if readers else 1) if on_cpu else max(1, readers))
-    reading = (train.epochs * data.num_train + validated) / rate
+    reading = (trained_samples + validated) / rate
     seconds = computing + reading if on_cpu else max(computing, reading)
     shown = next(f"{seconds / unit:.1f} {name}" for unit, name in TIME_UNITS if seconds >= unit or unit == 1)
-    shown += f" for {format_count(train.epochs, 'epoch')}"
+    shown += f" for {describe_length(config, data.num_train)}"
     if trained.is_limit:
         return [("time", f"at least {shown}, probably a few times as long (an estimate)")]
     compiled = "; compiled it may be shorter" if train.fast == "compile" else ""
-    return [("time", f"about {shown} (an estimate from measured rates{compiled})")]
+    busy = f"; measured on a busy machine, so it may be shorter: {situation.busy}" if situation.busy else ""
+    return [("time", f"about {shown} (an estimate from measured rates{compiled}{busy})")]
+
+
+def count_work(config: RunConfig, num_train: int) -> tuple[float, float]:
+    """Return the samples of the whole run and its number of validations; max_steps may end it before its epochs."""
+    train = config.train
+    a_step, samples = train.batch_size * train.accumulate, float(train.epochs * num_train)
+    if train.max_steps:
+        samples = min(samples, train.max_steps * a_step)
+    if train.validate_every_steps:
+        return samples, samples / a_step / train.validate_every_steps
+    return samples, samples / max(num_train, 1) / train.validate_every
+
+
+def describe_length(config: RunConfig, num_train: int) -> str:
+    """Return `20 epochs`, or `5,000 steps` if max_steps ends the run first."""
+    train = config.train
+    steps = train.epochs * num_train / (train.batch_size * train.accumulate)
+    if train.max_steps and train.max_steps <= steps:
+        return format_count(train.max_steps, "step")
+    return format_count(train.epochs, "epoch")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from halfstep.errors import format_bytes
 from halfstep.formats import FORMATS
 from halfstep.hardware.device_facts import Hardware, Measurement, Op
 
-GIB = 2**30
 SMALL_MARK = "*"
 """Marks a rate measured on the small problem; a note gives fp32's rate on that one."""
 OP_NAMES: dict[Op, str] = {"matmul": "matmul", "conv_nchw": "convolution", "conv_nhwc": "channels_last convolution"}
@@ -39,8 +39,8 @@ def _describe_memory(hardware: Hardware) -> str:
     if not hardware.memory_total_bytes:
         return ""
     free = hardware.memory_free_bytes
-    total = f"{hardware.memory_total_bytes / GIB:.1f} GiB"
-    return total if free is None else f"{total}, {free / GIB:.1f} GiB free"
+    total = format_bytes(hardware.memory_total_bytes)
+    return total if free is None else f"{total}, {format_bytes(free)} free"
 
 
 def make_format_columns(hardware: Hardware) -> dict[str, list[str]]:

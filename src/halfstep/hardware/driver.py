@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halfstep.errors import format_bytes, format_count
 from halfstep.hardware.clock import wait_for
 from halfstep.hardware.device_facts import Kind
 from halfstep.hardware.nvml import ask_nvml
@@ -125,6 +126,16 @@ class Driver:
             return os.getloadavg()[0]
         return 0.0
 
+    def describe_load(self) -> str:
+        """Describe other work on the CPU; empty if there is none."""
+        load, cores = self.read_load(), os.cpu_count() or 1
+        return f"the CPU has other work (load {load:.1f} on {format_count(cores, 'core')})" if load > cores else ""
+
+    def describe_gpu_users(self, device: str) -> str:
+        """Describe other processes on the GPU; empty if there are none."""
+        others = self.describe_other_use(device)
+        return f"the GPU is in use by others ({others})" if others else ""
+
     def describe_other_use(self, device: str) -> str:
         """Describe the use of this GPU by other processes; empty if there is none, or it is unknown."""
         import torch
@@ -139,7 +150,7 @@ class Driver:
             time.sleep(UTILISATION_PERIOD_S)  # our own recent kernels were counted too
             percent = _read_utilisation(device)
         if others > OTHERS_BYTES or percent >= BUSY_PERCENT:
-            return f"{others / 2**30:.1f} GiB taken and {percent} % busy"
+            return f"{format_bytes(others)} taken and {percent} % busy"
         return ""
 
     def get_device(self, device: str) -> torch.device:

@@ -9,6 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from halfstep.errors import format_bytes
 from halfstep.formats import FP32, find_format
 from halfstep.hardware.describe import OP_NAMES, format_rate, format_speedup
 from halfstep.hardware.device_facts import Hardware
@@ -170,7 +171,8 @@ def _advise_batch_size(precision: str, hardware: Hardware) -> tuple[AdvisedSetti
         return ()
     sample_bytes = EXAMPLE_SAMPLE_BYTES * (1 if precision in ("fp32", "tf32") else 0.5)
     fits = int((memory * USABLE_MEMORY - EXAMPLE_FIXED_BYTES) / sample_bytes)
-    reason = f"for a 64-channel U-Net at 512x512: {sample_bytes / 2**30:.2f} GiB per sample in {memory / 2**30:.0f} GiB"
+    sizes = f"{format_bytes(sample_bytes, digits=3)} per sample in {format_bytes(memory)}"
+    reason = f"for a 64-channel U-Net at 512x512: {sizes}"
     if fits < 1:
         return (
             AdvisedSetting(name="batch_size", value=1, reason="even one 512x512 image for a 64-channel U-Net is tight"),

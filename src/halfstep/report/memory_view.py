@@ -18,6 +18,19 @@ COLOURS = {
     "workspaces": "#d55e00", "graph pool": "#cc79a7",
 }  # fmt: skip
 """Okabe and Ito's palette, distinguishable for colour-blind readers, and greys."""
+COMPONENTS = {
+    "weights": "parameters and buffers",
+    "gradients": "those that exist at the peak",
+    "optimizer": "optimizer state",
+    "average": "averaged weights (EMA)",
+    "frozen parts": "networks that are not trained",
+    "half copies": "half-precision copies of fp32 weights (autocast)",
+    "activations": "tensors stored for backward",
+    "inputs": "the batch",
+    "workspaces": "temporary tensors and the scratch memory of cuDNN and cuBLAS",
+    "graph pool": "fragmentation of a CUDA graph's memory",
+}
+"""What each component of a peak holds."""
 INCHES_PER_ROW = 0.34
 
 

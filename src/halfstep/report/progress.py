@@ -11,7 +11,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import IO
+from html import escape
+from typing import IO, Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -166,6 +167,45 @@ class LineBar(Bar):
 
     def _write_parts(self) -> None:
         self._write(" ".join([self.label, *filter(None, self.format_parts())]))
+
+
+NOTEBOOK_EVERY_S = 0.5
+
+
+class NotebookBar(Bar):
+    """A bar in a Jupyter notebook: one output that is replaced, from the training thread, at most twice a second."""
+
+    def __init__(
+        self, label: str, total: int, *, whole: Callable[[], tuple[str, str]] | None = None, is_summarised: bool = False
+    ) -> None:
+        from IPython.display import display  # a notebook has it
+
+        super().__init__(label, total, whole=whole)
+        self._is_summarised, self._drawn_s = is_summarised, self._start_s
+        show: Any = display  # IPython has no types
+        self._output = show(self._draw(), raw=True, display_id=True)
+
+    def __enter__(self) -> NotebookBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_over = True
+        empty = {"text/plain": "", "text/html": ""}
+        self._output.update(empty if self._is_summarised else self._draw(), raw=True)
+
+    def advance(self, shown: Mapping[str, str] | None = None, *, begins_pace: bool = False) -> None:
+        super().advance(shown, begins_pace=begins_pace)
+        now_s = self._clock()
+        if now_s - self._drawn_s >= NOTEBOOK_EVERY_S:
+            self._drawn_s = now_s
+            self._output.update(self._draw(), raw=True)
+
+    def _draw(self) -> dict[str, str]:
+        """Return the line as text and as HTML; the front end shows the HTML."""
+        texts = " ".join(filter(None, self.format_parts()))
+        progress = f"<progress value={self.done} max={max(self.total, 1)}></progress>"
+        html = f"<pre style='margin:0'>{escape(self.label)} {progress} {escape(texts)}</pre>"
+        return {"text/plain": f"{self.label} {texts}", "text/html": html}
 
 
 @contextlib.contextmanager

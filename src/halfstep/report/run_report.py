@@ -1,7 +1,7 @@
 """The output of a run: header, bars, notices, epoch summaries and final summary on the console, records on disk.
 
-On a terminal bars are live, elsewhere plain lines are printed; `quiet` keeps only warnings, errors and the final
-summary. Warnings go to stderr, where `> log` does not hide them.
+On a terminal and in a notebook bars are live, elsewhere plain lines are printed; `quiet` keeps only warnings, errors
+and the final summary. Warnings go to stderr, where `> log` does not hide them.
 The report takes only strings and numbers: reading a tensor would make the host wait for the device.
 """
 
@@ -22,7 +22,7 @@ from halfstep.errors import ConfigError, HalfstepError, summarise_error
 from halfstep.report.console import print_text
 from halfstep.report.listeners import Callbacks, Listener
 from halfstep.report.metrics_file import MetricsFile
-from halfstep.report.progress import Bar, LineBar, show_live
+from halfstep.report.progress import Bar, LineBar, NotebookBar, show_live
 
 Level = Literal["info", "warning", "error"]
 STYLES: dict[Level, str] = {"info": "dim", "warning": "yellow", "error": "bold red"}
@@ -96,6 +96,9 @@ class RunReport:
         is_summarised &= not self._verbose
         if self._quiet:
             yield Bar(label, total)
+        elif self._console.is_jupyter:
+            with NotebookBar(label, total, whole=whole, is_summarised=is_summarised) as notebook_bar:
+                yield notebook_bar
         elif self._console.is_interactive:
             bar = Bar(label, total, whole=whole)
             with show_live(bar, self._console, is_summarised=is_summarised):
@@ -168,8 +171,8 @@ class RunReport:
         self._tell(lambda listener: listener.close(is_complete=self._is_complete))
 
     def _show_card(self, title: str, rows: Rows, *, border: str) -> None:
-        """Print a panel on a terminal, plain lines elsewhere."""
-        if not self._console.is_interactive:
+        """Print a panel on a terminal or in a notebook, plain lines elsewhere."""
+        if not (self._console.is_interactive or self._console.is_jupyter):
             return self._print_line("\n".join([title, *(f"  {name}: {value}" for name, value in rows)]))
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim", no_wrap=True)

@@ -1,4 +1,7 @@
-"""The folder of a run: `config.yaml plan.json metrics.jsonl checkpoints/ report/ model/`. It is never overwritten."""
+"""The folder of a run: `config.yaml plan.json metrics.jsonl checkpoints/ report/ model/`. It is never overwritten.
+
+Nothing here imports torch at the top, so that commands refuse missing and existing paths in a fraction of a second.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halfstep.config.keys import list_fields
 from halfstep.config.load import Loaded
 from halfstep.config.schema import RunConfig, is_import_path
-from halfstep.config.section import IS_PATH
+from halfstep.config.section import IS_PATH, MAY_BE_MISSING
 from halfstep.config.yaml_source import read_yaml
-from halfstep.data.files import list_some
-from halfstep.data.loader import FileSamples, implements
 from halfstep.disk import (
     find_unused_path,
     is_dry_run,
@@ -30,12 +31,22 @@ from halfstep.disk import (
     seal,
     write_atomically,
 )
-from halfstep.errors import CheckpointError, DataError, format_count, make_printable, suggest_command
+from halfstep.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ModelError,
+    format_count,
+    make_printable,
+    suggest_command,
+)
 from halfstep.precision.plan import Plan
-from halfstep.run.checkpoint import Checkpoints
-from halfstep.workloads import KINDS, load
+from halfstep.workloads import DEMO_WORKLOAD, KINDS, load
 from halfstep.workloads.base.import_path import refuse_unknown_code
-from halfstep.workloads.base.workload import Workload
+
+if TYPE_CHECKING:
+    from halfstep.run.checkpoint import Checkpoints
+    from halfstep.workloads.base.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +59,9 @@ class Settled:
     """Settings that the run decided itself, by path, with the requested value."""
     code: dict[str, str]
     """Signatures of the custom code that the run was trained with, by import path."""
+
+
+CHOOSE_ANOTHER = "choose a writable folder with --out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +114,8 @@ class RunFolder:
             ) from error
 
     def open_checkpoints(self, *, keep: int = 0, writes: bool = True) -> Checkpoints:
+        from halfstep.run.checkpoint import Checkpoints
+
         return Checkpoints(self.path / "checkpoints", keep=keep, writes=writes)
 
     def lock(self) -> AbstractContextManager[None]:
@@ -114,6 +130,18 @@ class RunFolder:
     def create(cls, out: str | None, name: str) -> RunFolder:
         """Create a new folder; an existing one with content is an error."""
         path = cls.choose(out, name).path
+        cls.refuse_unusable(path)
+        try:
+            (path / "report").mkdir(parents=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot create the run's folder {path}: {error.strerror}", fix=CHOOSE_ANOTHER
+            ) from error
+        return cls(path)
+
+    @classmethod
+    def refuse_unusable(cls, path: Path) -> None:
+        """Raise CheckpointError if a new run cannot be written to `path`: it is not empty, or inside a file."""
         if make_printable(str(path)) != str(path):
             raise CheckpointError(
                 f"the name of the run's folder {path} is not UTF-8 text",
@@ -122,13 +150,9 @@ class RunFolder:
             )
         if path.is_dir() and any(path.iterdir()):
             raise _explain_taken(cls(path))
-        try:
-            (path / "report").mkdir(parents=True)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot create the run's folder {path}: {error.strerror}", fix="choose a writable folder with --out"
-            ) from error
-        return cls(path)
+        existing = next(parent for parent in (path, *path.parents) if parent.exists())
+        if not existing.is_dir():
+            raise CheckpointError(f"cannot create the run's folder {path}: {existing} is a file", fix=CHOOSE_ANOTHER)
 
     @classmethod
     def open(cls, path: str) -> RunFolder:
@@ -171,6 +195,54 @@ def load_stored(
     return loaded
 
 
+def load_target(source: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False) -> Loaded:
+    """Load the config of a run's folder, a config file or a workload; refuse paths in it that do not exist."""
+    path = Path(source)
+    if is_run(source):
+        folder = RunFolder(path)
+        return load_stored(folder.config, folder.read_settled().code, trust=trust, flags=flags, overrides=overrides)
+    is_missing = not path.exists() and len(path.parts) > 1 and path.suffix not in (".yaml", ".yml")
+    if path.is_dir() or is_missing:
+        raise CheckpointError(
+            f"{source} is not a run",
+            why="there is no such folder" if is_missing else "config.yaml is missing",
+            fix=f"name a folder that `halfstep train` made, a config file, or a workload such as {DEMO_WORKLOAD}",
+        )
+    loaded = load(source, flags=flags, overrides=overrides)
+    refuse_missing_paths(loaded.config)
+    return loaded
+
+
+def is_run(source: str) -> bool:
+    return (Path(source) / "config.yaml").is_file()
+
+
+UNFINISHED = "unfinished.json"
+"""The file that an interrupted `halfstep predict` leaves in its folder, so that the same call can continue there."""
+
+
+def refuse_used_folder(out: Path) -> None:
+    """Raise ConfigError if `out` exists, unless it is an empty folder."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(
+            f"--out {out} exists already", why="files are never overwritten", fix="choose a new or empty folder"
+        )
+
+
+COMPARISON = "comparison.json"
+"""The record of `halfstep compare`, in a folder of its own."""
+
+
+def refuse_no_comparison(folder: Path) -> None:
+    """Raise CheckpointError if `halfstep compare` did not make this folder."""
+    if not (folder / COMPARISON).is_file():
+        raise CheckpointError(
+            f"{folder} is not a comparison",
+            why=f"{COMPARISON} is missing",
+            fix="name a folder that `halfstep compare` made",
+        )
+
+
 def suggest_resume(path: Path) -> str:
     """Return the command that resumes a run which stopped before its end."""
     if is_dry_run(path):
@@ -181,7 +253,7 @@ def suggest_resume(path: Path) -> str:
 def _explain_taken(folder: RunFolder) -> CheckpointError:
     """Return the error for an --out that is not empty; the fix depends on whether it is a run with a checkpoint."""
     fix = "choose another --out"
-    if folder.open_checkpoints().list_all():
+    if any((folder.path / "checkpoints").glob("*/")):
         fix += f", or continue that run with: {suggest_command('train', '--resume', folder.path)}"
     elif folder.config.is_file():
         fix += f", or remove {folder.path}: that run ended before its first checkpoint"
@@ -191,6 +263,9 @@ def _explain_taken(folder: RunFolder) -> CheckpointError:
 
 
 # --- paths in the config, and data that were moved ---
+
+RANDOM = "random"
+"""Value of a setting for weights that asks for random ones instead of a file."""
 
 
 def make_paths_absolute(config: RunConfig) -> RunConfig:
@@ -202,6 +277,25 @@ def make_paths_absolute(config: RunConfig) -> RunConfig:
             absolute = _make_absolute(value, only_if_there=is_own or not path.startswith("data."))
             config = _change_setting(config, path.split("."), absolute)
     return config
+
+
+def refuse_missing_paths(config: RunConfig) -> None:
+    """Raise if a setting of a new run names a file or folder that does not exist.
+
+    A custom workload may use its settings as it likes, so its builder checks them.
+    """
+    if is_import_path(config.workload):
+        return
+    for path, field in list_fields(type(config)).items():
+        value = operator.attrgetter(path)(config) if IS_PATH in field.metadata else None
+        may_be_missing = MAY_BE_MISSING in field.metadata or value == RANDOM
+        if not value or may_be_missing or "://" in value or make_absolute(value).exists():
+            continue
+        if path == "data.dir":
+            what = f"data folder {make_absolute(value)} does not exist"
+            raise DataError(what, fix="check --data-dir (data.dir); leave it out to train on demo data")
+        error = ModelError if path.startswith("model.") else DataError
+        raise error(f"{path}={value}: there is no such file or folder", fix=f"check the path, or leave {path} out")
 
 
 def _change_setting(section: Any, names: Sequence[str], value: str) -> Any:
@@ -275,6 +369,8 @@ def describe_changed_data(workload: Workload, folder: RunFolder) -> list[str]:
     files = list(_list_files(workload))
     if _compute_digest(files) == then:
         return []
+    from halfstep.data.files import list_some
+
     if len(files) != num_then:
         return [
             f"the run started with {format_count(num_then, 'data file')}, there are {len(files)} now: "
@@ -288,6 +384,8 @@ def describe_changed_data(workload: Workload, folder: RunFolder) -> list[str]:
 
 
 def _list_files(workload: Workload) -> Iterator[Path]:
+    from halfstep.data.loader import FileSamples, implements
+
     for samples in (workload.train_samples, workload.val_samples):
         if implements(samples, FileSamples):
             yield from map(Path, samples.files())

@@ -80,7 +80,7 @@ def show_summary(
     best_metric = f"{stopping.best:.4f} (epoch {stopping.best_epoch + 1})" if best else "not validated"
     rows = [
         (f"best {parts.workload.metric}", best_metric),
-        ("time", format_duration(elapsed_s)),
+        ("time", f"{elapsed_s:.1f} s" if elapsed_s < 60 else format_duration(elapsed_s)),
         ("speed", f"{parts.unit.format_rate(loop.num_samples / max(elapsed_s, 1e-9))}, validation included"),
         ("peak memory", format_bytes(memory) if memory else "not measured on this device"),
         ("skipped steps", str(loop.journal.num_skipped)),

@@ -27,7 +27,7 @@ from halfstep.errors import CheckpointError, ConfigError, HalfstepError, format_
 from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide, explain_simulation
-from halfstep.run.folder import RunFolder, make_paths_absolute
+from halfstep.run.folder import COMPARISON, RunFolder, make_paths_absolute, refuse_no_comparison
 from halfstep.tune.choose import find_asked_mode
 from halfstep.use.compare_run import (
     OUT_OF_MEMORY,
@@ -43,7 +43,7 @@ from halfstep.use.equivalence import FEWEST_SEEDS, LOOKS, RowVerdict, choose_mar
 
 PILOT_SEED = 1_000_000
 """First seed of the pilot runs, so that they share no seed with the comparison."""
-PILOT, FILE = "pilot", "comparison.json"
+PILOT = "pilot"
 
 Say = Callable[[str], None]
 
@@ -201,15 +201,10 @@ def _find_differences(ones: dict[str, Any], others: dict[str, Any]) -> list[str]
 
 def open_comparison(folder: Path) -> Comparison:
     """Read a stored comparison."""
-    path = folder / FILE
+    refuse_no_comparison(folder)
+    path = folder / COMPARISON
     try:
         return Comparison.from_json(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{folder} is not a comparison",
-            why=f"{FILE} is missing",
-            fix="name a folder that `halfstep compare` made",
-        ) from None
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}", fix="compare again, into another folder") from error
 
@@ -410,4 +405,4 @@ def choose_folder_names(rows: Sequence[ComparedRow]) -> dict[str, ComparedRow]:
 
 
 def _write(folder: Path, comparison: Comparison) -> None:
-    write_atomically(folder / FILE, comparison.to_json())
+    write_atomically(folder / COMPARISON, comparison.to_json())

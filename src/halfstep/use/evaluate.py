@@ -104,8 +104,6 @@ def _load_data(
     """Load the run's validation data, or all data of another folder."""
     config = make_paths_absolute(run.config)
     stored = Path(config.data.dir) if config.data.dir else None
-    if data is not None and not data.exists():
-        raise DataError(f"--data {data} does not exist", fix="give a data folder, or a file if the run trained on one")
     # The run's own folder given explicitly means its validation split, as without --data.
     if data is not None and not (stored and stored.exists() and data.samefile(stored)):
         if stored and not stored.exists() and (moved := _find_moved_data(run, kind, data)):

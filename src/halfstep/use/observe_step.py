@@ -14,10 +14,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from halfstep.config.load import Loaded
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
-from halfstep.errors import CheckpointError, ConfigError
+from halfstep.errors import ConfigError
 from halfstep.evidence.attempts import Subject
 from halfstep.evidence.capsule import collect_state, copy_state
 from halfstep.evidence.dry_run import TARGETS, Judgement, judge_modules, judge_updates
@@ -28,21 +27,16 @@ from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly, apply_settled, assemble, build_workload, decide_plan, provide_data
 from halfstep.run.engine import Engine, make_engine, prepare_window
-from halfstep.run.folder import RunFolder, find_moved_data, load_stored
+from halfstep.run.folder import find_moved_data, is_run, load_target
 from halfstep.run.frozen_modules import add_checksums, get_modules
 from halfstep.run.step_ledger import AnyEngine, Recording, list_engines, observe_ledgers
 from halfstep.step.facts import read_rng_state
 from halfstep.step.randomness import choose_algorithms
 from halfstep.tune.modes import Batch, Level
 from halfstep.use.open_run import check_frozen_parts, choose_plan, load_weights, open_run
-from halfstep.workloads import load
 
 MOST_STEPS = 8
 """Enough steps to capture a graph."""
-
-
-def is_run(source: str) -> bool:
-    return (Path(source) / "config.yaml").is_file()
 
 
 def record_ledger(
@@ -71,7 +65,7 @@ def assemble_step(
     source: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False
 ) -> Iterator[tuple[Assembly, AnyEngine, list[Batch]]]:
     """Yield an assembly after one step (so that the optimizer has state), its engine and a window of real data."""
-    loaded = _load_target(source, flags, overrides, trust=trust)
+    loaded = load_target(source, flags=flags, overrides=overrides, trust=trust)
     with provide_data(loaded.config) as config:
         parts = _assemble_run(Path(source), config, trust=trust) if is_run(source) else _assemble_config(config)
         try:
@@ -83,21 +77,6 @@ def assemble_step(
         finally:
             parts.train_loader.close()
             parts.val_loader.close()
-
-
-def _load_target(source: str, flags: Mapping[str, object], overrides: Sequence[str], *, trust: bool) -> Loaded:
-    """Load the config of a run, a file or a workload."""
-    path = Path(source)
-    if is_run(source):
-        folder = RunFolder(path)
-        return load_stored(folder.config, folder.read_settled().code, trust=trust, flags=flags, overrides=overrides)
-    is_missing = not path.exists() and len(path.parts) > 1 and path.suffix not in (".yaml", ".yml")
-    if path.is_dir() or is_missing:
-        raise CheckpointError(
-            f"{source} is not a run", why="there is no such folder" if is_missing else "config.yaml is missing",
-            fix="name a folder that `halfstep train` made, a config file, or a workload such as unet",
-        )  # fmt: skip
-    return load(source, flags=flags, overrides=overrides)
 
 
 def _assemble_config(config: RunConfig) -> Assembly:

@@ -21,7 +21,7 @@ from halfstep.precision.plan import Plan
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import place_model
 from halfstep.run.checkpoint import Checkpoint, Checkpoints, load
-from halfstep.run.folder import RunFolder, load_stored
+from halfstep.run.folder import RunFolder, load_stored, refuse_used_folder
 from halfstep.run.frozen_modules import get_modules, match_stored, place_frozen_
 from halfstep.run.stored_state import load_for_use
 from halfstep.run.validate import enter_evaluation
@@ -139,10 +139,7 @@ def load_weights(
 def make_fresh_folder(out: Path | None, default: Path) -> Iterator[Path]:
     """Make an output folder: `out`, new or empty, or `default`, numbered if taken; remove it if left empty."""
     folder = out or find_unused_path(default)
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ConfigError(
-            f"--out {folder} exists already", why="files are never overwritten", fix="choose a new or empty folder"
-        )
+    refuse_used_folder(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

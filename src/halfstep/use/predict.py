@@ -18,6 +18,7 @@ from halfstep.models.initial_values import skip_initialisation
 from halfstep.report.console import dump_json
 from halfstep.report.results import Answer, Failure, Predictions
 from halfstep.report.run_report import RunReport
+from halfstep.run.folder import UNFINISHED
 from halfstep.run.frozen_modules import name_lost_files
 from halfstep.run.interrupts import Interrupts, catch_interrupts
 from halfstep.step.randomness import choose_algorithms
@@ -33,8 +34,6 @@ from halfstep.workloads import KINDS
 from halfstep.workloads.base.kind import PredictCommand, load_part, resolve_options
 from halfstep.workloads.base.using import Input, Predictor, PredictRequest, TrainedModel, get_frozen_parts
 
-UNFINISHED = "unfinished.json"
-"""The file that an interrupted call leaves in its folder, so that the same call can continue there."""
 FINISHING = "finishing this file; press Ctrl-C again to stop at once"
 
 

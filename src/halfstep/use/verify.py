@@ -19,12 +19,13 @@ from halfstep.evidence.proofs import (
 from halfstep.report.page.read_run import RunRecord, read_run
 from halfstep.run.assemble import Assembly
 from halfstep.run.engine import prepare_window
+from halfstep.run.folder import is_run
 from halfstep.run.journal import BUSY, SHORTEST_S, Waiting, format_gpu_use
 from halfstep.run.memory.out_of_memory import split_window
 from halfstep.run.step_ledger import AnyEngine, drop_outputs, list_engines, observe_ledgers
 from halfstep.step.step import LossFn, Step
 from halfstep.tune.modes import Batch
-from halfstep.use.observe_step import assemble_step, is_run
+from halfstep.use.observe_step import assemble_step
 
 NAN, CLIP, RATE, AMP = (
     "NaN handling operational",

@@ -15,7 +15,7 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from halfstep.config.schema import ADAM_LIKE, RunConfig
@@ -342,17 +342,19 @@ def find_fits(
     precisions: Sequence[str],
     hardware: Hardware | None = None,
     most: int = 12,
+    tell: Callable[[str], None] = lambda progress: None,
 ) -> list[Fit]:
     """Return the first `most` precisions and levels in which at least one sample fits, in order of predicted speed.
 
-    A level that saves nothing over a faster one of the same precision is left out.
+    A level that saves nothing over a faster one of the same precision is left out. `tell` is given the progress.
     """
     levels = list_levels(planner, config)
     cells = [Cell.of(config, precision, mode, setting) for precision in precisions for setting in levels]
     times = {cell: estimate_level_time(cell.setting) / estimate_speed(cell.precision, hardware) for cell in cells}
     found: list[Fit] = []
     faster: dict[str, list[tuple[int, int]]] = {precision: [] for precision in precisions}
-    for cell in sorted(cells, key=times.__getitem__):
+    for number, cell in enumerate(sorted(cells, key=times.__getitem__), 1):
+        tell(f"finding the largest batch: {cell.precision}, {cell.setting} ({number} of {len(cells)})")
         largest = find_largest_batch(planner, cell, limit_bytes)
         if largest < config.train.batch_size:
             # Then gradients accumulate over several micro-batches, so all of them exist during forward.

@@ -32,6 +32,10 @@ class OpenedData:
     notes: tuple[str, ...] = ()
     sides: tuple[int, int] | None = None
     """Median width and height of a few images, in pixels."""
+    about: tuple[tuple[str, str], ...] = ()
+    """Facts to show instead of the classes."""
+    remarks: tuple[tuple[str, str], ...] = ()
+    """What a suggestion should point out, such as a file that training needs."""
 
 
 class Guiding(Protocol):

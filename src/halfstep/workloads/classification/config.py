@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 
 from halfstep.config.schema import DataConfig, ModelConfig, RunConfig
-from halfstep.config.section import Fraction, NamedPath, OffCount, OffNumber, Positive, PositiveCount, Section
+from halfstep.config.section import CachePath, Fraction, OffCount, OffNumber, Positive, PositiveCount, Section
 
 Preset = dict[str, Any]
 
@@ -231,7 +231,7 @@ class ImageDataConfig(DataConfig):
     cache: bool = Field(
         default=False, description="Decode every image once into one packed file and read that from then on"
     )
-    cache_file: NamedPath = Field(
+    cache_file: CachePath = Field(
         default=None, description="Path of the packed file, if data.dir is not writable; default: in data.dir"
     )
     cache_size: PositiveCount = Field(default=256, description="Side of the images in the packed file, in pixels")

@@ -13,9 +13,9 @@ from halfstep.config.schema import (
     RunConfig,
 )
 from halfstep.config.section import (
+    CachePath,
     FilePath,
     Fraction,
-    NamedPath,
     OffCount,
     OffNumber,
     Positive,
@@ -54,7 +54,7 @@ class DiffusionDataConfig(ImageFolderConfig):
         default="off",
         description="latents: encode every image once with the VAE and train on the cached latents, flips included",
     )
-    cache_file: NamedPath = Field(default=None, description="File of the cached latents; default: in data.dir")
+    cache_file: CachePath = Field(default=None, description="File of the cached latents; default: in data.dir")
 
 
 class UNetSize(BuiltModelConfig):

@@ -2,7 +2,15 @@
 
 from dataclasses import replace
 
-from halfstep.workloads.base.kind import SYNTHETIC, EvaluateCommand, Kind, Option, PredictCommand, SampleUnit
+from halfstep.workloads.base.kind import (
+    SYNTHETIC,
+    EvaluateCommand,
+    GuideEntry,
+    Kind,
+    Option,
+    PredictCommand,
+    SampleUnit,
+)
 from halfstep.workloads.language.config import LanguageConfig, get_context
 
 KIND = Kind.from_package(
@@ -32,5 +40,15 @@ KIND = Kind.from_package(
             Option("seed", int, 0, "Seed of the draws", least=0),
         ),
         needs_input=False,
+    ),
+    guide=GuideEntry(
+        about="the next token of a text: a text file, a folder of texts, or files of token ids",
+        models={
+            "gpt2": "124 M parameters",
+            "gpt2_medium": "354 M parameters",
+            "gpt2_large": "774 M parameters",
+            "gpt2_xl": "1.6 G parameters",
+        },
+        usual_on_cpu="gpt2",
     ),
 )

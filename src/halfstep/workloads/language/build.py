@@ -44,7 +44,7 @@ def build(config: LanguageConfig, store: Mapping[str, Any] | None = None) -> Wor
         stored = data.tokenizer.to_dict() if data.tokenizer is not None else None
         store = {"vocab": data.vocab, "tokenizer": stored}
     if is_new:
-        _check_length(data.train, get_model_size(config, store).context)
+        check_length(data.train, get_model_size(config, store).context)
     model = _load_start_weights(config, store) if is_new and config.model.weights else build_model(config, store)
     return make_workload(
         config,
@@ -174,7 +174,7 @@ def _check_vocab(config: LanguageConfig, data: LanguageData) -> None:
         )
 
 
-def _check_length(train: Tokens, context: int) -> None:
+def check_length(train: Tokens, context: int) -> None:
     """Refuse a training text that is shorter than one sample."""
     if len(train) <= context:
         shorter = (len(train) - 1) // 8

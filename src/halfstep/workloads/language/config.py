@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from halfstep.config.schema import DataConfig, ModelConfig, RunConfig
-from halfstep.config.section import FilePath, NamedPath, OffCount
+from halfstep.config.section import CachePath, FilePath, NamedPath, OffCount
 
 Preset = dict[str, Any]
 CONTEXT = 1024
@@ -32,7 +32,7 @@ class TextDataConfig(DataConfig):
         default=True,
         description="Tokenise once and cache the tokens in a file; false: tokenise in memory at each start",
     )
-    cache_file: NamedPath = Field(
+    cache_file: CachePath = Field(
         default=None, description="File for the tokenised text; default: a hidden file next to the text"
     )
 

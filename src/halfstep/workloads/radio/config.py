@@ -12,7 +12,7 @@ from halfstep.config.schema import (
     LatentCaching,
     RunConfig,
 )
-from halfstep.config.section import FilePath, Fraction, NamedPath, OffCount, Positive, PositiveCount, Section
+from halfstep.config.section import CachePath, FilePath, Fraction, OffCount, Positive, PositiveCount, Section
 
 Counts = tuple[PositiveCount, ...]
 Window = tuple[PositiveCount, PositiveCount]
@@ -65,7 +65,7 @@ class RadioDiffDataConfig(RadioDataConfig):
     cache: LatentCaching = Field(
         default="off", description="latents: encode every training map once and cache the latents"
     )
-    cache_file: NamedPath = Field(default=None, description="File of the cached latents; default: in data.dir")
+    cache_file: CachePath = Field(default=None, description="File of the cached latents; default: in data.dir")
 
 
 class FirstStageConfig(Section):

@@ -3,13 +3,25 @@
 from dataclasses import replace
 from functools import partial
 
-from halfstep.workloads.base.kind import SYNTHETIC, EvaluateCommand, Kind, PredictCommand, SampleUnit
+from halfstep.workloads.base.kind import SYNTHETIC, EvaluateCommand, GuideEntry, Kind, PredictCommand, SampleUnit
 from halfstep.workloads.slots.config import SlotContrastConfig, SteveConfig, WordsConfig
+
+_GUIDE = GuideEntry(
+    about="find and follow objects without labels: videos as folders of frames, gif, mp4 or tar shards",
+    models={
+        "steve": "from scratch: a discrete VAE, and slots that predict its words",
+        "slotcontrast": "slots over the features of DINOv2, whose weights you give as a file",
+        "slotcontrast_steve": "both: slots over DINOv2 that also predict words",
+    },
+    usual_on_cpu="steve",
+)
 
 slot_kind = partial(
     Kind.from_package,
     __name__,
     task="objects in video",
+    usual="steve",
+    guide=_GUIDE,
     sample=SampleUnit(name="frame", per_sample=".build:get_frames_per_clip", size=".build:describe_size"),
     evaluate=EvaluateCommand(".evaluate:SlotEvaluation"),
 )
@@ -23,6 +35,7 @@ KIND = slot_kind(
 
 STEVE = slot_kind(
     builder=".steve_build:build",
+    guide=replace(_GUIDE, guide=".guide:SteveGuide"),
     config=SteveConfig,
     synthetic=replace(SYNTHETIC, over=".steve_build:build_on_samples"),
     predict=PredictCommand(".predict:StevePredictor", writes_files=True),
