@@ -1,16 +1,19 @@
 """Time the trainers of others: as they are at their documented best, with the guard, and captured.
 
-    python benchmarks/integrations.py [--only trainer-gpt2,trainer-bert] [--rounds 9] [--out DIR] [--tiny]
+    python benchmarks/integrations.py [--only trainer-gpt2,lightning-resnet18] [--rounds 9] [--out DIR] [--tiny]
 
     host         the trainer with bf16, fused AdamW, clipping at 1.0 and its own torch.compile
     host eager   the same without torch.compile
     guard        `host` with the guard
     captured     the trainer's steps made by an hs.Step (fast="auto"), without the trainer's torch.compile
 
-Random weights from a config, random tokens, loaded by the trainer's own loader. Each variant is a process of its own.
-All build and compile side by side; then one at a time has the device, for a window of about half a second, and they
-take turns, round after round. `ms` is the median over the rounds with the smallest and largest; `ratio` is the median
-over the rounds of host / variant in the same round, with its smallest and largest: above 1 is faster than the host.
+Random weights from a config, random tokens, loaded by the trainer's own loader. Lightning trains ResNet-18 on random
+images of CIFAR's size, from pinned memory, with a cosine schedule per step and `self.log` of the loss.
+
+Each variant is a process of its own. All build and compile side by side; then one at a time has the device, for a
+window of about half a second, and they take turns, round after round. `ms` is the median over the rounds with the
+smallest and largest; `ratio` is the median over the rounds of host / variant in the same round, with its smallest and
+largest: above 1 is faster than the host.
 
 `--tiny` runs every part with small models on a CPU, to test this script.
 
@@ -22,13 +25,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from own_loop import make_resnet18
 from recording import finish_device_work, store
 
 WARMUP_STEPS, MOST_WARMUP_STEPS, MOST_WARMUP_S = 30, 600, 300.0
@@ -173,9 +178,83 @@ def list_variants(make: Callable[[bool], tuple[Any, Any, int]]) -> dict[str, Cal
     return {name: train_with_trainer(make, name) for name in ("host", "host eager", "guard", "captured")}
 
 
+# --- Lightning ---
+
+
+class PinnedBatches:
+    """The same few batches, without an end: Trainer.fit ends when the turns do."""
+
+    def __init__(self, size: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.batches = [
+            (torch.randn(size, 3, 32, 32, generator=generator), torch.randint(0, 10, (size,), generator=generator))
+            for _ in range(4)
+        ]
+        if torch.cuda.is_available():
+            self.batches = [(images.pin_memory(), labels.pin_memory()) for images, labels in self.batches]
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return itertools.cycle(self.batches)
+
+
+def train_with_lightning(variant: str) -> Callable[[Turns, bool], None]:
+    def run(turns: Turns, tiny: bool) -> None:
+        import lightning
+
+        import halfstep as hs
+
+        class Classifier(lightning.LightningModule):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__()
+                self.model = make_resnet18()
+
+            def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+                loss = torch.nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+                self.log("train_loss", loss)
+                return loss
+
+            def configure_optimizers(self) -> Any:
+                optimizer = torch.optim.AdamW(self.parameters(), 1e-4, fused=True)
+                scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1_000_000)
+                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+        class Ends(lightning.Callback):  # type: ignore[misc]
+            def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+                if not turns.end_step():
+                    trainer.should_stop = True
+
+        torch.manual_seed(0)
+        module: Any = Classifier()
+        if variant in ("host", "guard"):
+            # The network alone: torch 2.13 cannot compile a training_step with self.log.
+            module.model = torch.compile(module.model, **({"backend": "aot_eager"} if tiny else {}))
+        if variant.startswith("host"):
+            how: dict[str, Any] = {"precision": "32-true" if tiny else "bf16-mixed"}
+        else:
+            # Nothing is captured on a CPU; there the schedule without waits has to be asked for.
+            level = "guard" if tiny else variant
+            more = {"num_steps": 100_000} if level == "captured" else {}
+            plugin = hs.integrations.lightning.HalfstepPrecision(
+                "fp32" if tiny else "bf16", level=level, schedule="exact", **more
+            )
+            how = {"plugins": [plugin]}
+            turns.describe = lambda: str(getattr(plugin.step, "mode", "guard"))
+        if variant == "captured" and not tiny:
+            turns.is_warm = lambda: "compile" in turns.describe()
+        trainer = lightning.Trainer(
+            accelerator="cpu" if tiny else "gpu", devices=1, max_epochs=1, benchmark=True, gradient_clip_val=1.0,
+            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[Ends()], **how,
+        )  # fmt: skip
+        trainer.fit(module, PinnedBatches(2 if tiny else 128))
+
+    return run
+
+
 CASES: dict[str, dict[str, Callable[[Turns, bool], None]]] = {
     "trainer-gpt2": list_variants(make_gpt2),
     "trainer-bert": list_variants(make_bert),
+    "lightning-resnet18": {name: train_with_lightning(name) for name in ("host", "host eager", "guard", "captured")},
 }
 
 

@@ -30,11 +30,19 @@ SHOWN = [(shown, words) for page in PAGES for shown, words in commands(page)]
 TRAINED = [(shown, words) for shown, words in SHOWN if words[0] == "train" and words[1:2] and words[1] in set(KINDS)]
 RUN_ELSEWHERE = {"own_loop.md", "loop_kinds.md", "resume.md", "from_plain_amp.md", "from_nanogpt.md"}
 """By test_own_loop_page.py, block after block."""
-SNIPPETS = [block for page in PAGES for block in blocks(page, "python") if page.name not in RUN_ELSEWHERE]
+HOSTS = ROOT / "docs" / "integrations"
+"""Its pages need other packages: tests/integrations runs them."""
+SNIPPETS = [
+    block
+    for page in PAGES
+    for block in blocks(page, "python")
+    if page.name not in RUN_ELSEWHERE and page.parent != HOSTS
+]
 YAML = [block for page in PAGES for block in blocks(page, "yaml")]
 SETTING = re.compile(r"([a-z_]+(?:\.[a-z0-9_*]+)+)(?:[=:].*)?")
 FILES = (".py", ".json", ".jsonl", ".yaml", ".md", ".png", ".safetensors", ".txt", ".csv", ".pth", ".html", ".bin")
 NO_SETTINGS = {"optimizer.step", "optimizer.param_groups", "scaler.scale", "scaler.update", "scaler.unscale_"}
+NO_SETTINGS |= {"guard.dropped"}
 """Python's, and another project's key."""
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import halfstep as hs
 from halfstep.errors import ConfigError, HalfstepError, TrainingStopped
 from halfstep.integrations.lightning import HalfstepPrecision, find_package, make_plugin_class
 from host_faults import FAULTS, Fault, same_bits
+from ranks_together import together
 from replay_stand_in import replays_on_cpu
 from tiny_lightning import ALL_FAULTS, PACKAGES, fit, list_state, make_module, make_trainer, make_watcher
 
@@ -344,3 +346,25 @@ def test_wrong_arguments_are_refused(wrong: dict[str, Any]) -> None:
 
 def test_no_fault_is_left_out() -> None:
     assert set(ALL_FAULTS.values()) == set(FAULTS)
+
+
+# --- two ranks ---
+
+
+def train_on_a_rank(rank: int, size: int, port: int) -> list[int]:
+    """Train with DDP while one rank alone is at fault; return the steps that changed nothing on this rank."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(address, WORLD_SIZE=str(size), RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0",
+                      LOCAL_WORLD_SIZE=str(size), TORCHELASTIC_RUN_ID="1")  # fmt: skip
+    watcher = make_watcher(PACKAGES[0], ALL_FAULTS if rank == 1 else {}, 1)
+    trainer = make_trainer(
+        plugin=make_plugin(max_consecutive=9), callbacks=[watcher], devices=size, strategy="ddp",
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    fit(make_module(), trainer, 18)
+    return [number for number in range(18) if same_bits(watcher.states[number], watcher.states[number + 1])]
+
+
+@pytest.mark.ranks
+def test_two_ranks_drop_the_same_steps(tmp_path: Path) -> None:
+    assert together(2, train_on_a_rank, tmp_path) == [sorted(ALL_FAULTS)] * 2

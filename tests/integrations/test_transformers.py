@@ -254,16 +254,21 @@ class Logarithm(nn.Module):
         return hidden + (x.sum(1, keepdim=True) + 100).log()
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_nan_names_the_sample_and_the_module(tmp_path: Path, accumulate: int) -> None:
+@pytest.mark.parametrize(("accumulate", "compiled", "level"), [
+    (1, False, "guard"), (2, False, "guard"), (1, True, "guard"), (1, False, "captured"),
+])  # fmt: skip
+def test_a_nan_names_the_sample_and_the_module(tmp_path: Path, accumulate: int, compiled: bool, level: str) -> None:
     data = Points(num=64)
     data.x[37, 0] = -200.0
     args = TrainingArguments(
         str(tmp_path), num_train_epochs=1, per_device_train_batch_size=8, use_cpu=True, report_to=[], disable_tqdm=True,
         save_strategy="no", optim="adamw_torch_fused", gradient_accumulation_steps=accumulate,
+        torch_compile=compiled, torch_compile_backend="eager" if compiled else None,
     )  # fmt: skip
-    trainer = MyTrainer(model=seeded(Fragile), args=args, train_dataset=data, capsules=tmp_path / "capsules")
-    with warnings.catch_warnings(record=True):
+    trainer = MyTrainer(
+        model=seeded(Fragile), args=args, train_dataset=data, capsules=tmp_path / "capsules", halfstep=level
+    )
+    with warnings.catch_warnings(record=True), replays_on_cpu():
         warnings.simplefilter("always")
         trainer.train()
     (capsule,) = (tmp_path / "capsules").iterdir()

@@ -136,3 +136,14 @@ def test_layers_that_stay_in_fp32_inside_of_the_loss_are_no_early_forward_pass()
     table = nn.Embedding(4, 4)
     step = hs.Step(table, torch.optim.SGD(table.parameters(), 0.1, fused=True), "bf16", simulate=True)
     assert step(lambda ids: table(ids).square().mean(), [torch.arange(4)]).committed
+
+
+def test_statistics_that_a_forward_pass_before_the_step_writes_are_warned_about() -> None:
+    """A bad step restores what was there when it began, and the NaN was there already."""
+    model = with_norm()
+    step, loss = made(model), model(X).square().mean()
+    with pytest.warns(UserWarning, match="cannot restore the statistics of BatchNorm '1'.*inside loss_fn"):
+        step(lambda _: loss, [X])
+    model.eval()
+    step, loss = made(model), model(X).square().mean()
+    step(lambda _: loss, [X])  # nothing was written

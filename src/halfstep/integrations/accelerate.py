@@ -20,7 +20,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from halfstep.errors import ConfigError
-from halfstep.integrations.guard import GUARDED, HostGuard
+from halfstep.integrations.guard import GUARDED, HostGuard, unwrap_model
 from halfstep.step.forward_writes import Also
 
 GUARDABLE = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
@@ -189,20 +189,11 @@ def _refuse_unprepared(accelerator: Accelerator, models: list[nn.Module], optimi
             why="the guard replaces the step() of the prepared one, and your loop would call another",
             fix=fix,
         )
-    known = {id(_unwrap(one)) for one in accelerator._models}
+    known = {id(unwrap_model(one)) for one in accelerator._models}
     for one in models:
-        if not isinstance(one, nn.Module) or id(_unwrap(one)) not in known:
+        if not isinstance(one, nn.Module) or id(unwrap_model(one)) not in known:
             raise ConfigError(
                 f"this {type(one).__name__} was not prepared by this Accelerator",
                 why="the guard watches the forward pass of the prepared one, which your loop calls",
                 fix=fix,
             )
-
-
-def _unwrap(model: nn.Module) -> nn.Module:
-    """Return the module inside DDP and torch.compile."""
-    while (inner := getattr(model, "_orig_mod", getattr(model, "module", None))) is not None:
-        if not isinstance(inner, nn.Module):
-            break
-        model = inner
-    return model

@@ -25,13 +25,14 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -100,11 +101,12 @@ class HostGuard:
             )
         refuse_second_guard(optimizer)
         models = [model] if isinstance(model, nn.Module) else list(model)
-        whole = models[0] if len(models) == 1 else nn.ModuleList(models)
+        whole = join_models(models)
         device = next(p.device for group in optimizer.param_groups for p in group["params"])
         self.host, self.models, self.optimizer, self.limits = host, models, optimizer, list(limits)
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        plan = decide(precision, probe(str(device)), whole, simulate=device.type == "cpu")
+        plain = join_models(list(map(unwrap_model, models)))
+        plan = decide(precision, probe(str(device)), plain, simulate=device.type == "cpu")
         # The host has scaled and clipped: this step's own scaler is off, and it has no clipping.
         self._step = Step(whole, optimizer, plan, scaler=Scaler(device, enabled=False), also=also)
         self.schedule: Way = self._choose_way(schedule)
@@ -117,7 +119,7 @@ class HostGuard:
         self._batches: list[Any] = []
         self._low_scale = USUAL_FIRST / FAR_BELOW if self.scaler is not None else None
         self._guard = Guard(options, scaling=self.scaler is not None, advice=ADVICE_FOR_LOOPS)
-        self._recorder = make_recorder(folder, self._step, spikes=False) if folder else None
+        self._recorder = make_recorder(folder, self._step, spikes=False, model=plain) if folder else None
         self._observe(options)
         self._hooks: list[Any] = [
             *(one.register_forward_pre_hook(self._open_before_forward) for one in models),
@@ -376,6 +378,17 @@ class HostGuard:
         self._step.forget_writes()
         for scheduler in self._schedulers:
             scheduler.forget()
+
+
+def join_models(models: Sequence[nn.Module]) -> nn.Module:
+    return models[0] if len(models) == 1 else nn.ModuleList(models)
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """Return the module inside DDP and torch.compile."""
+    while hasattr(model, "_orig_mod") or isinstance(model, DistributedDataParallel):
+        model = getattr(model, "_orig_mod" if hasattr(model, "_orig_mod") else "module")
+    return model
 
 
 def refuse_second_guard(optimizer: Optimizer) -> None:

@@ -38,6 +38,7 @@ class HalfstepUpdate:
         self.precision, self.step_options = precision, step_options
         self.step: Step | None = None
         self._engine: Any = None
+        self._last_event: Any = None
         self._fires: list[Any] = []  # events inside forward that have handlers
         self._kept: dict[str, Any] = {}
         self._stored: Mapping[str, Any] | None = None
@@ -54,7 +55,7 @@ class HalfstepUpdate:
         batch = {"inputs": inputs, "targets": targets, "args": args, "kwargs": kwargs}
         step(self._compute_loss, [tree_map(_make_plain, batch)])
         engine.state.output |= {PRED: _restore_meta(self._kept[PRED], inputs), LOSS: self._kept[LOSS]}
-        engine.fire_event(self._find_event(engine, "MODEL_COMPLETED"))
+        engine.fire_event(self._last_event)
         return engine.state.output
 
     def _compute_loss(self, batch: dict[str, Any]) -> Tensor:
@@ -86,9 +87,11 @@ class HalfstepUpdate:
                 fix="accumulation_steps=1 with a larger batch, or hs.Step(accumulate=...) in your own loop",
             )
         self._engine = engine
-        names = ("FORWARD_COMPLETED", "LOSS_COMPLETED", "BACKWARD_COMPLETED")
-        events = [self._find_event(engine, name) for name in names]
-        heard = [event for event in events if engine.has_event_handler is not None and _has_handlers(engine, event)]
+        from monai.engines.utils import IterationEvents as E
+
+        events = [E.FORWARD_COMPLETED, E.LOSS_COMPLETED, E.BACKWARD_COMPLETED]
+        self._last_event = E.MODEL_COMPLETED
+        heard = [event for event in events if engine._event_handlers[event]]
         self._fires = events[:2] if set(heard) & set(events[:2]) else []
         options = dict(self.step_options)
         if events[2] in heard:
@@ -104,24 +107,18 @@ class HalfstepUpdate:
             f"guarded: {limits}")  # fmt: skip
         return self.step
 
-    @staticmethod
-    def _find_event(engine: Any, name: str) -> Any:
-        from monai.engines.utils import IterationEvents
-
-        return IterationEvents[name]
-
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.step is None else self.step.state_dict()
+        # Without the position in the data and the generators: MONAI has its own loader, and a checkpoint that is
+        # loaded with weights_only=True may not hold numpy's state.
+        state = {} if self.step is None else self.step.state_dict()
+        state.pop("position", None)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.step is not None:
             self.step.load_state_dict(state)
         else:
             self._stored = state or None
-
-
-def _has_handlers(engine: Any, event: Any) -> bool:
-    return bool(engine._event_handlers[event])
 
 
 def _detach(value: Any) -> Any:

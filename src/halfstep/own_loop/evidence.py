@@ -33,11 +33,13 @@ from halfstep.step.facts import read_rng_state, restore_rng
 from halfstep.step.step import Step
 
 
-def make_recorder(folder: str | os.PathLike[str], step: Step, *, spikes: bool) -> Recorder:
-    """Make the recorder of `hs.Step(capsules=folder)`."""
+def make_recorder(
+    folder: str | os.PathLike[str], step: Step, *, spikes: bool, model: nn.Module | None = None
+) -> Recorder:
+    """Make the recorder of `hs.Step(capsules=folder)`; `model` is what a replay will be given, if not the step's."""
     rank = None if step.ranks is None else step.ranks.world.rank
     context = CapsuleContext(about={"plan": json.loads(step.plan.to_json())}, rank=rank)
-    return Recorder(Path(folder), step.model, step, context, notice=warn_user, spikes=spikes)
+    return Recorder(Path(folder), model or step.model, step, context, notice=warn_user, spikes=spikes)
 
 
 def replay(capsule: str | os.PathLike[str], model: nn.Module, loss_fn: LossFn) -> Replayed:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -95,9 +96,17 @@ class LossChecker:
                 fix="compute it with the parameters that the optimizer holds",
             )
 
-    def hint_at_precision(self, *, ran: bool) -> None:
+    def hint_at_forward_outside(self, *, ran: bool) -> None:
         """Warn if no layer of the model ran in the first window: then the forward pass ran outside of the step."""
-        if not ran and not self.halves and get_autocast_dtype(self.step.plan.compute) is not None:
+        if ran:
+            return
+        named = self.step.model.named_modules()
+        norms = [name for name, m in named if isinstance(m, _BatchNorm) and m.training and m.track_running_stats]
+        if norms:
+            warn_user(f"loss_fn ran no layer of the model: a bad step cannot restore the statistics of BatchNorm "
+                      f"{norms[0]!r}, which the forward pass wrote before it. Run the forward pass inside "
+                      "loss_fn")  # fmt: skip
+        elif not self.halves and get_autocast_dtype(self.step.plan.compute) is not None:
             warn_user(f"loss_fn ran no layer of the model, and nothing of the loss was computed in "
                       f"{self.step.plan.granted}: run the forward pass inside loss_fn, or in "
                       "`with step.plan.forward():`")  # fmt: skip

@@ -302,7 +302,7 @@ class Step:
                 facts = self._step.compute(checked, batches)
                 if is_new:
                     self._loss.refuse_unreached()
-                    self._loss.hint_at_precision(ran=self._strangers.ran_own)
+                    self._loss.hint_at_forward_outside(ran=self._strangers.ran_own)
                 return facts
 
     def commit(self, facts: Facts) -> None:

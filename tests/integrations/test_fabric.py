@@ -1,0 +1,145 @@
+"""Loops over Lightning Fabric, under both of its package names, with the real package on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import halfstep as hs
+from halfstep.errors import ConfigError
+from host_faults import FAULTS, Net, copy_state, make_data, same_bits, seeded
+
+pytest.importorskip("lightning")
+
+PACKAGES = ("lightning.fabric", "lightning_fabric")
+
+
+class Script:
+    """A training script as Fabric's documentation writes it, with and without the guard."""
+
+    def __init__(
+        self, package: str = PACKAGES[0], *, guarded: bool = True, accumulate: int = 1,
+        clip: dict[str, float] | None = None, precision: Any = "32-true", **more: Any,
+    ) -> None:  # fmt: skip
+        host = importlib.import_module(package)
+        plugins = [host.plugins.MixedPrecision(precision, "cpu")] if precision == "16-mixed" else None
+        self.fabric = host.Fabric(
+            accelerator="cpu", devices=1, plugins=plugins, **({} if plugins else {"precision": precision})
+        )
+        model: Any = seeded(Net)
+        self.net, self.accumulate, self.clip = model, accumulate, clip
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+        self.scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+        self.model, self.optimizer = self.fabric.setup(model, optimizer)
+        if guarded:
+            self.guard = hs.integrations.lightning.guard(
+                self.fabric, self.model, self.optimizer, max_consecutive=9, **more
+            )
+            self.scheduler = self.guard.follow(self.scheduler)
+        self.x, self.y = make_data(512)
+        self.num = 0
+
+    def train(self, num_steps: int, fault: Any = None) -> None:
+        for _ in range(num_steps):
+            self.net.fault = fault
+            for _ in range(self.accumulate):
+                rows = slice(8 * (self.num % 64), 8 * (self.num % 64) + 8)
+                self.num += 1
+                loss = self.model(self.x[rows], self.y[rows])["loss"] / self.accumulate
+                self.fabric.backward(loss)
+            if self.clip:
+                self.fabric.clip_gradients(self.model, self.optimizer, **self.clip)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+
+    @property
+    def state(self) -> list[Any]:
+        scaler = getattr(self.fabric.strategy.precision, "scaler", None)
+        return copy_state(self.model, self.optimizer, self.scheduler, *([scaler] if scaler is not None else []))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_methods_of_fabric_are_as_expected(package: str) -> None:
+    host = importlib.import_module(package)
+    wrappers = importlib.import_module(f"{package}.wrappers")
+    assert list(inspect.signature(host.Fabric.backward).parameters)[:2] == ["self", "tensor"]
+    assert "error_if_nonfinite" in inspect.signature(host.Fabric.clip_gradients).parameters
+    assert list(inspect.signature(wrappers._FabricOptimizer.step).parameters) == ["self", "closure"]
+    script = Script(package, guarded=False)
+    assert script.model._forward_module is script.net
+    assert "_strategy" in vars(script.optimizer)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_guarded_loop_without_faults_equals_fabrics_own(package: str, accumulate: int) -> None:
+    scripts = [Script(package, guarded=one, accumulate=accumulate, clip={"max_norm": 0.5}) for one in (False, True)]
+    for script in scripts:
+        script.train(30)
+    assert same_bits(scripts[0].state, scripts[1].state)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_bad_step_leaves_everything_as_it_was(precision: str, accumulate: int) -> None:
+    script = Script(precision=precision, accumulate=accumulate)
+    script.train(2)
+    for fault in FAULTS:
+        before = script.state
+        script.train(1, fault)
+        after = script.state
+        if precision == "16-mixed" and fault == "gradient":
+            assert after[3]["scale"] < before[3]["scale"]  # an overflow of gradients lowers the scale
+            before[3] = after[3]
+        assert same_bits(before, after), fault
+        script.train(1)
+        assert not same_bits(before[:3], script.state[:3])
+
+
+@pytest.mark.parametrize("clip", [{"max_norm": 0.1}, {"clip_val": 0.1}])
+def test_clipping_neither_raises_nor_hides_a_bad_gradient(clip: dict[str, float]) -> None:
+    """Fabric's default is error_if_nonfinite=True."""
+    script = Script(clip=clip)
+    script.train(2)
+    before = script.state
+    script.train(1, "gradient")
+    assert same_bits(before, script.state)
+
+
+def test_closing_gives_the_loop_back() -> None:
+    script = Script()
+    script.train(2)
+    script.guard.close()
+    assert not {"backward", "clip_gradients"} & set(vars(script.fabric))
+    assert "step" not in vars(script.optimizer)
+
+
+def test_wrong_use_is_refused() -> None:
+    script = Script()
+    guard = hs.integrations.lightning.guard
+    with pytest.raises(ConfigError, match="already guarded"):
+        guard(script.fabric, script.model, script.optimizer)
+    script.guard.close()
+    with pytest.raises(ConfigError, match="Net was not set up by Fabric"):
+        guard(script.fabric, script.net, script.optimizer)
+    with pytest.raises(ConfigError, match="AdamW was not set up by Fabric"):
+        guard(script.fabric, script.model, script.optimizer.optimizer)
+    with pytest.raises(ConfigError, match="not Linear"):
+        guard(torch.nn.Linear(1, 1), script.model, script.optimizer)
+    made = guard(script.fabric, script.model, script.optimizer)
+    with pytest.raises(ConfigError, match="closure"):
+        script.optimizer.step(lambda: F.relu(torch.zeros(1)))
+    made.close()
+
+
+def test_one_line_says_what_is_guarded(capfd: pytest.CaptureFixture[str]) -> None:
+    Script()
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("halfstep:")]
+    assert "guards Fabric: loss, gradients and 3 buffers" in line
+    assert "counters and averages of your loop" in line
