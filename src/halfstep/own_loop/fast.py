@@ -35,6 +35,7 @@ from torch.nn.modules import module as module_hooks
 
 from halfstep.backend_flags import read_effective_leaves
 from halfstep.own_loop.certificate import Certificate, ReplayDiffers, StepState
+from halfstep.own_loop.compile_history import CompileHistory, Compiling
 from halfstep.own_loop.hand_rates import HandRates
 from halfstep.own_loop.loss import split_result
 from halfstep.own_loop.traced import Call, Compiler, Entry, NotTraced, Outdated, TracedLoss
@@ -66,10 +67,6 @@ MAX_UNUSED = 4  # graphs captured in a row without one replay
 COMPILED: Compiler = "inductor"
 LOOK_EVERY = 20  # replays between two looks at whether compiling pays, or a check is due
 CHECK_SHARE = 0.005  # of the time, for comparing replays with uncaptured code again
-COMPILE_S, COMPILE_S_PER_NODE = 5.0, 0.02
-"""About what Inductor takes for a step: seconds, and seconds per operation of its graphs (forward and backward)."""
-LIKELY_SAVING = 0.25
-"""Share of the time of captured torch kernels that compiled ones save: 12 to 56 % for six models on an H200."""
 TIMED = 20  # replays
 ERROR = 2.0  # how much further from fp32 compiled gradients may be than those of torch's kernels
 ROUNDING = 1e-5  # relative, of sums in another order in fp32
@@ -139,6 +136,9 @@ class FastPath:
         """The same while it is tried; the steps it makes are real ones."""
         self.shapes: object = None
         self.uncompiled: Graph | None = None  # what the trial is compared with
+        self.trial_began = 0.0
+        self.history: CompileHistory | None = None
+        self.expected: Compiling | None = None  # what compiling takes and saves, for windows of these shapes
         self.why_not_compiled = self._find_eager_commit() if asked == "auto" else f"fast={asked!r}"
         self.rates = HandRates(step)
         self.first = step.attempted
@@ -191,7 +191,7 @@ class FastPath:
             level.num_unused = 0
             level.num_replays += 1
             if level.num_replays % LOOK_EVERY == 0:
-                if not self.why_not_compiled and self.trial is None and self._is_worth_compiling():
+                if not self.why_not_compiled and self.trial is None and self._is_worth_compiling(traced.batches):
                     self._begin_trial(traced.batches, graph)
                 if (time.monotonic() - level.checked) * CHECK_SHARE > level.check_s:
                     self._check_again(level, graph, traced, loss_fn)
@@ -473,18 +473,21 @@ class FastPath:
 
     # --- Inductor's code in place of torch's kernels ---
 
-    def _is_worth_compiling(self) -> bool:
+    def _is_worth_compiling(self, window: list[Batch]) -> bool:
         """True once the time that compiled code is likely to save exceeds the time that compiling takes."""
-        level = self.level
+        level, shapes = self.level, describe_window(window)
+        if self.expected is None or shapes != self.shapes:
+            num_nodes = sum(entry.num_nodes for tracer in level.tracers.values() for entry in tracer.entries)
+            self.shapes, self.history = shapes, CompileHistory(self.step, shapes)
+            self.expected = self.history.expect(num_nodes)
         spent = time.monotonic() - level.began
-        num_nodes = sum(entry.num_nodes for tracer in level.tracers.values() for entry in tracer.entries)
-        expected = COMPILE_S + COMPILE_S_PER_NODE * num_nodes
         if self.num_steps is not None:
             spent *= max(0, self.num_steps - self.step.attempted) / level.num_replays
-        return spent * LIKELY_SAVING > expected
+        return spent * self.expected.saving > self.expected.seconds
 
     def _begin_trial(self, window: list[Batch], graph: Graph) -> None:
         self.trial, self.shapes, self.uncompiled = Level(COMPILED), describe_window(window), graph
+        self.trial_began = time.monotonic()
         say("compiles the step next, which takes a while; both graphs use memory until the faster one is known")
 
     def _trace_references(self, loss_fn: LossFn, window: list[Batch]) -> tuple[TracedWindow, TracedWindow] | None:
@@ -534,6 +537,8 @@ class FastPath:
             self.step.committed.zero_()  # the replays would run past the end of a table of learning rates
             times = [time_replays(one.replay, self.step.device) for one in (self.uncompiled, graph)]
         state.restore(before)
+        if self.history is not None:
+            self.history.write(Compiling(time.monotonic() - self.trial_began, 1 - times[1] / times[0]))
         if times[1] > times[0]:
             self._drop_trial(f"{times[1] * 1e3:.3g} ms per step, {times[0] * 1e3:.3g} ms without")
             return
