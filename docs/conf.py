@@ -36,6 +36,7 @@ html_copy_source = False
 html_theme_options = {"top_of_page_buttons": []}
 pygments_style, pygments_dark_style = "tango", "monokai"
 
+smartquotes = False  # "low" is what to type
 default_role = "code"  # docstrings have `names` between single backticks, as in Markdown
 autodoc_typehints = "none"  # the text gives the types; the signature has the names and defaults
 autodoc_member_order = "bysource"
@@ -54,13 +55,21 @@ def download_files_outside(app: Any, docname: str, source: list[str]) -> None:
     source[0] = re.sub(rf"\]\(({re.escape(out)}(?!\.\.)[^)#]+\.md)[^)]*\)", r"](path:\1)", source[0])
 
 
-def list_pages_of_folder(app: Any, docname: str, source: list[str]) -> None:
-    """Add the pages of guides/ and rules/ to the sidebar, below the README that lists them."""
-    if docname in ("guides/README", "rules/README"):
+def show_titles(app: Any, docname: str, source: list[str]) -> None:
+    """Show a page's title instead of its file name: a link without text gets the title of its target."""
+    source[0] = re.sub(r"\[[\w/]+\.md\](\((?:\.\./)?[\w/]+\.md(?:#[\w-]+)?\))", r"[]\1", source[0])
+
+
+def place_pages_of_folders(app: Any, docname: str, source: list[str]) -> None:
+    """Show the guides in the sidebar, below their README, but not the many rules, which cost half of the build time."""
+    if docname == "guides/README":
         source[0] += "\n:::{toctree}\n:hidden:\n:glob:\n*\n:::\n"
+    elif docname.startswith("rules/") and docname != "rules/README":
+        source[0] = f"---\norphan: true\n---\n{source[0]}"
 
 
 def setup(app: Any) -> None:
     app.connect("autodoc-process-signature", hide_catch_all)
     app.connect("source-read", download_files_outside)
-    app.connect("source-read", list_pages_of_folder)
+    app.connect("source-read", show_titles)
+    app.connect("source-read", place_pages_of_folders)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.backend_flags import read_flags, write_flags
 from halfstep.errors import ConfigError
+from halfstep.own_loop import compile_history
 from halfstep.own_loop import fast as fast_path
-from halfstep.own_loop.fast import FastPath, TracedWindow
+from halfstep.own_loop.fast import FastPath
+from halfstep.own_loop.windows import TracedWindow
 from replay_stand_in import replays_on_cpu
 
 
@@ -103,11 +106,12 @@ def test_at_most_max_graphs_are_kept() -> None:
         assert step.mode == "graph"
 
 
-def test_the_usual_shape_is_compiled_and_others_stay_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_usual_shape_is_compiled_and_others_stay_captured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     # torch's kernels in place of Inductor's, which would take long to compile here.
     monkeypatch.setattr(fast_path, "COMPILED", "aten")
-    monkeypatch.setattr(fast_path, "COMPILE_S", -1.0)
-    monkeypatch.setattr(fast_path, "COMPILE_S_PER_NODE", 0.0)
+    monkeypatch.setattr(compile_history, "COMPILE_S", -1.0)
+    monkeypatch.setattr(compile_history, "COMPILE_S_PER_NODE", 0.0)
     monkeypatch.setattr(fast_path, "LOOK_EVERY", 1)
     seconds = iter([2.0, 1.0])
     monkeypatch.setattr(fast_path, "time_replays", lambda replay, device: next(seconds))
@@ -127,6 +131,8 @@ def test_the_usual_shape_is_compiled_and_others_stay_captured(monkeypatch: pytes
         assert path.shapes == fast_path.describe_window([batches[0]])
         assert len(path.compiled.graphs) == 1
         assert len(path.level.graphs) == 1  # of the short batch
+        found = compile_history.CompileHistory(step._step, path.shapes).expect(0)
+        assert found.saving == 0.5  # 1 s instead of 2 s: the next run knows it
     torch.manual_seed(0)
     expected = Block()
     eager = hs.Step(expected, torch.optim.AdamW(expected.parameters(), fused=True), "fp32", fast="off")

@@ -650,3 +650,37 @@ def test_endless_data_are_warned_about_when_they_are_saved(tmp_path: Path) -> No
     assert "while step.attempted < num_steps: for window in step.windows(loader)" in str(caught[0].message)
     step(lambda x: model(x).square().mean(), next(windows))
     hs.save(tmp_path / "state", step, model)  # said once
+
+
+@pytest.mark.filterwarnings("ignore:resuming loads 3 batches again")
+@pytest.mark.parametrize("way", ["list", "dicts", "generator"])
+def test_an_order_drawn_before_the_pass_is_exact_only_if_it_follows_from_the_epoch(tmp_path: Path, way: str) -> None:
+    """As loops without a DataLoader do: a permutation per epoch, drawn by the loop itself."""
+    data = torch.rand(NUM_SAMPLES, 4, generator=generator())
+
+    def train(*, is_seeded: bool, stop: int = -1) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 1), nn.Dropout(0.2))
+        step = make_step(model)
+        if stop < 0 and (tmp_path / "state").exists():
+            hs.load(tmp_path / "state", step, model)
+        for epoch in range(step.epoch, 3):
+            own = torch.Generator().manual_seed(epoch) if is_seeded else None
+            batches: Any = data[torch.randperm(NUM_SAMPLES, generator=own)].split(4)
+            if way == "dicts":
+                batches = [{"x": x} for x in batches]
+            for window in step.windows((x for x in batches) if way == "generator" else batches):
+                step(lambda x: model(x["x"] if way == "dicts" else x).square().mean(), window)
+                if step.attempted == stop:
+                    hs.save(tmp_path / "state", step, model)
+                    return model
+        return model
+
+    whole = train(is_seeded=True)
+    train(is_seeded=True, stop=9)
+    resumed = train(is_seeded=True)
+    assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
+    train(is_seeded=False, stop=9)
+    with pytest.warns(UserWarning, match="other data: the list of|last skipped batch is another") as caught:
+        train(is_seeded=False)
+    assert "torch.Generator().manual_seed(epoch)" in str(caught[-1].message)

@@ -70,6 +70,41 @@ def test_average_scale_and_schedule_continue(tmp_path: Path) -> None:
     assert all(torch.equal(average[name], again[name]) for name in average)
 
 
+def test_a_state_in_torchs_own_file_is_loaded_with_weights_only(tmp_path: Path) -> None:
+    """As most scripts store it: torch.save and torch.load, which unpickles no arrays by default."""
+
+    class OwnOrder(Drawing):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rng, self.other = np.random.RandomState(1), np.random.default_rng(2)
+            self.third = np.random.Generator(np.random.MT19937(3))
+
+        def __getitem__(self, index: int) -> Any:
+            return super().__getitem__(index) + self.rng.rand() + self.other.random() + self.third.random()
+
+    def run(steps: int, *, resumes: bool = False) -> dict[str, Any]:
+        model, step = make(ema_decay=0.9)
+        if resumes:
+            saved = torch.load(tmp_path / "state.pt")
+            model.load_state_dict(saved["model"])
+            step.load_state_dict(saved["step"])
+        for window in step.windows(DataLoader(OwnOrder(), 4, shuffle=True)):
+            step(lambda x: model(x).square().mean(), window)
+            if step.attempted == steps:
+                torch.save({"model": model.state_dict(), "step": step.state_dict()}, tmp_path / "state.pt")
+                break
+        return model.state_dict()
+
+    random.seed(0)
+    np.random.seed(0)
+    whole = run(5)
+    random.seed(0)
+    np.random.seed(0)
+    run(2)
+    resumed = run(5, resumes=True)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
 def test_buffers_outside_of_the_state_dict_and_extra_come_back(tmp_path: Path) -> None:
     model, step = make()
     model.register_buffer("cache", torch.arange(3.0), persistent=False)

@@ -532,7 +532,7 @@ def lstm(device: torch.device) -> Case:
             return out
 
     model = Recurrent().to(device)
-    return Case(model, lambda batch: get_loss(model, batch), "LSTM")
+    return Case(model, lambda batch: get_loss(model, batch), "RNN, GRU and LSTM layers ('lstm')")
 
 
 CASES: dict[str, Callable[[torch.device], Case]] = {

@@ -52,6 +52,10 @@ DRAW_ONCE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRand
 """torch's samplers: they draw from the global generators before their first index only."""
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 MANY_BATCHES = 100  # from here on, loading them again is worth a warning when the state is stored
+SEED_THE_ORDER = (
+    "If the loop draws the order before step.windows, draw it from the epoch: torch.randperm(num, "
+    "generator=torch.Generator().manual_seed(epoch))"
+)
 INEXACT = "training continues, but not bit-exactly"
 
 
@@ -100,7 +104,7 @@ class DataPosition:
         self._pass, self._stored = current, None
         try:
             for batch in loaded:
-                current.count()
+                current.count(batch)
                 yield batch
                 if current.is_replaced:
                     raise _make_replaced()
@@ -144,16 +148,19 @@ class DataPosition:
                     "`while step.attempted < num_steps: for window in step.windows(loader): ...`"
                 )
         if self._stored is not None:  # nothing was read since it was loaded
-            return {**self._stored, "epoch": self.epoch, "generators": read_generators()}
-        return {
-            "epoch": self.epoch,
-            "ranks": self._ranks,
-            "generators": read_generators(),
-            "pass": None if self._pass is None else self._pass.state_dict(),
-        }
+            return _make_plain({**self._stored, "epoch": self.epoch, "generators": read_generators()})
+        return _make_plain(
+            {
+                "epoch": self.epoch,
+                "ranks": self._ranks,
+                "generators": read_generators(),
+                "pass": None if self._pass is None else self._pass.state_dict(),
+            }
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the generators now, and the position when the next pass begins."""
+        state = _make_plain(state)
         if list(state["ranks"]) != self._ranks:
             rank, num_ranks = self._ranks
             warn_user(
@@ -198,6 +205,8 @@ class _Pass:
         """The global generators that the sampler draws from after its first item."""
         self._ahead: deque[dict[str, Any]] = deque()
         """The generators before each batch was loaded that hs.prefetch holds and the loop has not seen."""
+        self._last = ""
+        """A text for the last batch of an opaque pass: a resumed loop has to skip the same one."""
         self._order: _Order | None = None
         self._watch: _WorkerWatch | None = None
 
@@ -219,9 +228,11 @@ class _Pass:
         """What may hold generators or an epoch, by name."""
         return dict(_walk("loader", self.batches))
 
-    def count(self) -> None:
+    def count(self, batch: Batch) -> None:
         """Count a batch that the loop is given."""
         self.num_yielded += 1
+        if self.is_opaque:
+            self._last = _summarise(batch)
         if self._ahead:
             self._ahead.popleft()
 
@@ -243,6 +254,7 @@ class _Pass:
             "now": self._read_own(),
             "ahead": [] if self.is_over else list(self._ahead),
             "data": {} if self.is_over else self._describe_constant_data(),
+            "last": "" if self.is_over else self._last,
             "loader": self.batches.state_dict() if is_stateful else None,
         }
 
@@ -345,7 +357,7 @@ class _Pass:
             if self._order is not None and not reason:
                 self._order.skip()
             if reason:
-                self._load_and_drop(batches, num, reason, generators)
+                self._load_and_drop(batches, num, reason, generators, last=found["last"])
         batches = self._prefetch(batches)
         if found["ahead"] and self.prefetcher is not None:
             self._restore(found["ahead"][0])
@@ -392,7 +404,7 @@ class _Pass:
                 warn_user(
                     f"the state is in the middle of a pass over other data: {name} was {then} and is {now}. The pass "
                     f"goes on after {format_count(found['num_yielded'], 'batch', 'batches')}; to begin a new one, call "
-                    "step.end_pass() before step.windows"
+                    f"step.end_pass() before step.windows. {SEED_THE_ORDER if self.loader is None else ''}".rstrip()
                 )
                 return
 
@@ -432,20 +444,27 @@ class _Pass:
             f"random numbers differ: {INEXACT}; hs.seeded(dataset) or persistent_workers=False makes them exact"
         )
 
-    def _load_and_drop(self, batches: Iterator[Batch], num: int, why: str, now: Mapping[str, Any]) -> None:
+    def _load_and_drop(
+        self, batches: Iterator[Batch], num: int, why: str, now: Mapping[str, Any], *, last: str
+    ) -> None:
         """Load the skipped batches again; warn if their draws met others, so that what follows depends on both."""
         if not isinstance(self.batches, Sequence):
             warn_user(f"resuming loads {format_count(num, 'batch', 'batches')} again and drops them: {why}")
         first: dict[str, Any] = {}
+        batch: Any = None
         for number in range(num):
-            if next(batches, self) is self:
+            if (batch := next(batches, self)) is self:
                 raise _make_too_short(number, num)
             if number == 0:
                 first = _read_global()
-        last = _read_global()
+        after = _read_global()
         # With a sampler only its own draws matter: samples that follow draw from the generators as they are restored.
-        names = self.late_draws or set(last)
-        if any(not _is_equal(first[name], last[name]) and not _is_equal(last[name], now[name]) for name in names):
+        names = self.late_draws or set(after)
+        if self.is_opaque and num and _summarise(batch) != last:
+            warn_user(
+                f"the last skipped batch is another one than the stored pass yielded there: {INEXACT}. {SEED_THE_ORDER}"
+            )
+        elif any(not _is_equal(first[name], after[name]) and not _is_equal(after[name], now[name]) for name in names):
             warn_user(
                 "the data draw from a global generator that the model or the loop draws from, too, so the batches that "
                 f"follow may be others: {INEXACT} then; give the data a generator of their own"
@@ -594,6 +613,20 @@ def _write_global(states: Mapping[str, Any]) -> None:
     restore_generators({**states, "cuda": ()})
 
 
+def _make_plain(value: Any) -> Any:
+    """Return a state of lists and CPU tensors: torch.load takes no arrays, and its map_location moves generators, too.
+
+    The state of a loader that stores its own position stays as it is.
+    """
+    if isinstance(value, Mapping):
+        return {key: one if key == "loader" else _make_plain(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_make_plain, value))
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
 def _is_equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):
         return torch.equal(a, b)
@@ -689,6 +722,8 @@ def _summarise(value: Any, depth: int = 3) -> str:
             return kind  # reading its numbers would wait for the device
         ends = [end.detach().contiguous().view(torch.uint8).numpy() for end in _take_ends(value)]
         return f"{kind} {zlib.crc32(b''.join(end.tobytes() for end in ends)):08x}"
+    if isinstance(value, Mapping):
+        value = list(value.values())
     if not isinstance(value, (list, tuple)) or not value or not depth:
         return ""
     first, last = _summarise(value[0], depth - 1), _summarise(value[-1], depth - 1)

@@ -21,33 +21,42 @@ A replay contains what a step does on the device, forward to counters (step/grap
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import itertools
 import math
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 from halfstep.backend_flags import read_effective_leaves
 from halfstep.own_loop.certificate import Certificate, ReplayDiffers, StepState
+from halfstep.own_loop.compile_history import CompileHistory, Compiling
+from halfstep.own_loop.hand_rates import HandRates
 from halfstep.own_loop.loss import split_result
-from halfstep.own_loop.traced import Call, Compiler, Entry, NotTraced, Outdated, TracedLoss, list_tensors
+from halfstep.own_loop.traced import Call, Compiler, Entry, NotTraced, Outdated, TracedLoss
 from halfstep.own_loop.user_warnings import warn_user
+from halfstep.own_loop.windows import (
+    Graph,
+    Key,
+    Replay,
+    TracedWindow,
+    describe_window,
+    list_holders,
+    refuse_changing,
+    run_calls,
+)
 from halfstep.precision.plan import Plan
-from halfstep.step.batches import Batch, Weight, read_sample_ids
+from halfstep.step.batches import Batch, read_sample_ids
 from halfstep.step.facts import Facts
 from halfstep.step.graph import CaptureFailed, GraphedBackward, GraphedStep
 from halfstep.step.step import LossFn, Step
 
 Fast = Literal["auto", "graph", "compile", "off"]
-Key = tuple[object, ...]
 Eager = Callable[[LossFn], Facts]
 """Make a step by running a loss function's Python code."""
 
@@ -58,127 +67,15 @@ MAX_UNUSED = 4  # graphs captured in a row without one replay
 COMPILED: Compiler = "inductor"
 LOOK_EVERY = 20  # replays between two looks at whether compiling pays, or a check is due
 CHECK_SHARE = 0.005  # of the time, for comparing replays with uncaptured code again
-COMPILE_S, COMPILE_S_PER_NODE = 5.0, 0.02
-"""About what Inductor takes for a step: seconds, and seconds per operation of its graphs (forward and backward)."""
-LIKELY_SAVING = 0.25
-"""Share of the time of captured torch kernels that compiled ones save: 12 to 56 % for six models on an H200."""
 TIMED = 20  # replays
 ERROR = 2.0  # how much further from fp32 compiled gradients may be than those of torch's kernels
 ROUNDING = 1e-5  # relative, of sums in another order in fp32
-
-
-class Replay(Protocol):
-    """A captured step: GraphedStep, or what tests put in its place on a CPU."""
-
-    inputs: list[dict[str, Tensor]]
-    commits: bool
-    """False if the graph holds forward and backward only."""
-
-    @property
-    def is_valid(self) -> bool: ...
-
-    def __call__(self, window: list[dict[str, Tensor]], ids: tuple[Tensor, ...] = ()) -> Facts: ...
-
-    def replay_gradients(self, window: list[dict[str, Tensor]]) -> tuple[Tensor, Weight]:
-        """Run forward and backward alone, if `commits` is false."""
-        ...
 
 
 Capture = Callable[[Step, LossFn, list[dict[str, Tensor]], Any], Replay]
 
 CAPTURES: dict[str, tuple[Capture, Capture]] = {"cuda": (GraphedStep, GraphedBackward)}
 """How a step, and its forward and backward alone, are captured, by type of device."""
-
-
-@dataclass
-class TracedWindow:
-    """The calls of one window: which entries, and where loss and weight are."""
-
-    calls: list[Call]
-    losses: list[int]
-    weights: list[Weight | int]
-    weight_outputs: list[int | None]
-    batches: list[Batch]
-
-    @property
-    def key(self) -> Key:
-        return tuple(
-            (call.entry, loss, None if isinstance(weight, Tensor) else weight, call.numbers)
-            for call, loss, weight in zip(self.calls, self.losses, self.weights, strict=True)
-        )
-
-    def find_dynamic(self, number: int, changing: set[int]) -> list[int]:
-        """Return the inputs of a call that change between steps: the batch, Python numbers, tensors made anew."""
-        own, call = {id(leaf) for leaf in list_tensors(self.batches[number])}, self.calls[number]
-        return [
-            position
-            for position, one in enumerate(call.inputs)
-            if isinstance(one, Tensor)
-            and (
-                id(one) in own
-                or position in changing
-                or position in call.entry.moved
-                or is_number_input(call, position)
-            )
-        ]
-
-    @property
-    def reads_numbers(self) -> bool:
-        """True if the code takes a Python number as an input: one that has changed before."""
-        return any(is_number_input(call, position) for call in self.calls for position in range(len(call.inputs)))
-
-    def list_written(self) -> list[Tensor]:
-        """Return the inputs that the code writes into, such as BatchNorm statistics."""
-        written = (call.inputs[k] for call in self.calls for k in call.entry.mutated if k < len(call.inputs))
-        return [tensor for tensor in written if isinstance(tensor, Tensor)]
-
-    def with_batches(self, window: list[Batch]) -> TracedWindow | None:
-        """Return these calls with the tensors of another window of the same shapes; None if more than those differ."""
-        last, now = [list_tensors(batch) for batch in self.batches], [list_tensors(batch) for batch in window]
-        if list(map(describe_tensors, last)) != list(map(describe_tensors, now)):
-            return None
-        calls = []
-        for call, olds, leaves in zip(self.calls, last, now, strict=True):
-            new = {id(old): leaf for old, leaf in zip(olds, leaves, strict=True)}
-            inputs = tuple(new.get(id(one), one) for one in call.inputs)
-            calls.append(dataclasses.replace(call, inputs=inputs))
-        return dataclasses.replace(self, calls=calls, batches=window)
-
-
-@dataclass
-class Graph:
-    """A captured window and what it may be replayed for."""
-
-    replay: Replay
-    device: torch.device
-    outputs: list[Sequence[Any]]
-    """What the entries return; a replay writes into these tensors."""
-    fixed: list[list[tuple[int, Tensor, int]]]
-    """Inputs that must be the same tensors at the same addresses: position, tensor, address."""
-    holders: list[int]
-    """Identities of the objects that optimizers replace when state is loaded into them."""
-    dynamic: list[list[tuple[int, str]]]
-    """Inputs that are copied into it: position, and the name of its static tensor."""
-
-    def fits(self, traced: TracedWindow, step: Step) -> bool:
-        if not self.replay.is_valid or list(map(id, list_holders(step))) != self.holders:
-            return False
-        for call, fixed in zip(traced.calls, self.fixed, strict=True):
-            inputs = call.inputs
-            for position, tensor, address in fixed:
-                if inputs[position] is not tensor or tensor.data_ptr() != address:
-                    return False
-        return True
-
-    def select(self, traced: TracedWindow) -> list[dict[str, Tensor]]:
-        """Return the inputs of a window that are copied into the graph."""
-        window = []
-        for call, own in zip(traced.calls, self.dynamic, strict=True):
-            inputs = {name: call.inputs[position] for position, name in own}
-            for position in call.entry.waits:  # the user may overwrite them as soon as the step returns
-                inputs[str(position)] = inputs[str(position)].to(self.device)
-            window.append(inputs)
-        return window
 
 
 @dataclass
@@ -239,6 +136,9 @@ class FastPath:
         """The same while it is tried; the steps it makes are real ones."""
         self.shapes: object = None
         self.uncompiled: Graph | None = None  # what the trial is compared with
+        self.trial_began = 0.0
+        self.history: CompileHistory | None = None
+        self.expected: Compiling | None = None  # what compiling takes and saves, for windows of these shapes
         self.why_not_compiled = self._find_eager_commit() if asked == "auto" else f"fast={asked!r}"
         self.rates = HandRates(step)
         self.first = step.attempted
@@ -291,7 +191,7 @@ class FastPath:
             level.num_unused = 0
             level.num_replays += 1
             if level.num_replays % LOOK_EVERY == 0:
-                if not self.why_not_compiled and self.trial is None and self._is_worth_compiling():
+                if not self.why_not_compiled and self.trial is None and self._is_worth_compiling(traced.batches):
                     self._begin_trial(traced.batches, graph)
                 if (time.monotonic() - level.checked) * CHECK_SHARE > level.check_s:
                     self._check_again(level, graph, traced, loss_fn)
@@ -573,18 +473,21 @@ class FastPath:
 
     # --- Inductor's code in place of torch's kernels ---
 
-    def _is_worth_compiling(self) -> bool:
+    def _is_worth_compiling(self, window: list[Batch]) -> bool:
         """True once the time that compiled code is likely to save exceeds the time that compiling takes."""
-        level = self.level
+        level, shapes = self.level, describe_window(window)
+        if self.expected is None or shapes != self.shapes:
+            num_nodes = sum(entry.num_nodes for tracer in level.tracers.values() for entry in tracer.entries)
+            self.shapes, self.history = shapes, CompileHistory(self.step, shapes)
+            self.expected = self.history.expect(num_nodes)
         spent = time.monotonic() - level.began
-        num_nodes = sum(entry.num_nodes for tracer in level.tracers.values() for entry in tracer.entries)
-        expected = COMPILE_S + COMPILE_S_PER_NODE * num_nodes
         if self.num_steps is not None:
             spent *= max(0, self.num_steps - self.step.attempted) / level.num_replays
-        return spent * LIKELY_SAVING > expected
+        return spent * self.expected.saving > self.expected.seconds
 
     def _begin_trial(self, window: list[Batch], graph: Graph) -> None:
         self.trial, self.shapes, self.uncompiled = Level(COMPILED), describe_window(window), graph
+        self.trial_began = time.monotonic()
         say("compiles the step next, which takes a while; both graphs use memory until the faster one is known")
 
     def _trace_references(self, loss_fn: LossFn, window: list[Batch]) -> tuple[TracedWindow, TracedWindow] | None:
@@ -634,6 +537,8 @@ class FastPath:
             self.step.committed.zero_()  # the replays would run past the end of a table of learning rates
             times = [time_replays(one.replay, self.step.device) for one in (self.uncompiled, graph)]
         state.restore(before)
+        if self.history is not None:
+            self.history.write(Compiling(time.monotonic() - self.trial_began, 1 - times[1] / times[0]))
         if times[1] > times[0]:
             self._drop_trial(f"{times[1] * 1e3:.3g} ms per step, {times[0] * 1e3:.3g} ms without")
             return
@@ -659,6 +564,10 @@ class FastPath:
             return "the precision is simulated"
         if any(GLOBAL_HOOKS):
             return "a global module hook is registered"
+        # An attempt to trace one would change the masks of cuDNN's dropout.
+        recurrent = [n for n, module in step.model.named_modules() if isinstance(module, nn.RNNBase)]
+        if recurrent:
+            return f"torch cannot trace RNN, GRU and LSTM layers ({', '.join(map(repr, recurrent))})"
         gradients = (parameter.grad for parameter in step.find_trained_parameters())
         are_sparse = any(gradient is not None and gradient.is_sparse for gradient in gradients)
         return "gradients are sparse" if are_sparse else ""
@@ -729,57 +638,6 @@ def measure_distance(one: list[Tensor], other: list[Tensor]) -> Tensor:
     return torch.nn.utils.get_total_norm(torch._foreach_sub(one, other))
 
 
-# --- what a replay needs of a window ---
-
-
-def run_calls(traced: TracedWindow, outputs: list[Sequence[Any]]) -> LossFn:
-    """Return a loss function that runs the traced code of one micro-batch after the other.
-
-    It takes a call as it was, or a dict of inputs to use instead: the static tensors of a graph."""
-    numbers = itertools.cycle(range(len(traced.calls)))
-
-    def run(given: Call | dict[str, Tensor]) -> tuple[Tensor, Weight]:
-        number = next(numbers)
-        call = traced.calls[number]
-        inputs = list(call.inputs)
-        for position, tensor in given.items() if isinstance(given, dict) else ():
-            inputs[int(position)] = tensor
-        found = list(call.entry.code(*inputs))
-        outputs.append(found)
-        at = traced.weight_outputs[number]
-        return found[traced.losses[number]], traced.weights[number] if at is None else found[at].detach().reshape(())
-
-    return run
-
-
-def is_number_input(call: Call, position: int) -> bool:
-    """True for a Python number, which Dynamo passes as a 0-dimensional CPU tensor."""
-    one = call.inputs[position]
-    is_small = isinstance(one, Tensor) and one.ndim == 0 and one.is_cpu and not one.requires_grad
-    return is_small and position not in call.entry.mutated
-
-
-def describe_window(window: Sequence[Batch]) -> object:
-    return [[(tensor.shape, tensor.dtype) for tensor in list_tensors(batch)] for batch in window]
-
-
-def describe_tensors(tensors: Sequence[Tensor]) -> list[object]:
-    return [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors]
-
-
-def refuse_changing(call: Call, changing: set[int]) -> None:
-    """Refuse code that writes into inputs that are copied into a graph, or takes gradients of them."""
-    for position, one in enumerate(call.inputs):
-        is_copied = position in changing or position in call.entry.moved
-        if isinstance(one, Tensor) and is_copied and (position in call.entry.mutated or one.requires_grad):
-            raise NotTraced("loss_fn writes into a tensor that is a new one at every step, or takes its gradient")
-
-
-def list_holders(step: Step) -> list[object]:
-    """Return the objects that optimizers replace when state is loaded into them, or groups are added."""
-    return [holder for o in step.optimizers for holder in (o.state, o.param_groups, *o.param_groups)]
-
-
 # --- what Dynamo does not guard ---
 
 GLOBAL_HOOKS = (
@@ -801,80 +659,6 @@ def read_flags() -> object:
 def is_watched(step: Step) -> bool:
     """True inside `with hs.ledger(step)`: what it observes has to run."""
     return step.observed is not contextlib.nullcontext
-
-
-NOT_SETTINGS = ("params", "lr", "initial_lr", "param_names", "swa_lr")
-
-
-def id_of_tensor(rate: object) -> object:
-    """Return what identifies a rate in a key: a tensor, which a graph reads, by its identity."""
-    return id(rate) if isinstance(rate, Tensor) else rate
-
-
-class HandRates:
-    """Learning rates that the user's loop writes into `param_groups`, and the other settings of optimizers.
-
-    A kernel keeps the number it was captured with. So the settings are part of a graph's key, and a graph is captured
-    for each; but once the learning rate has changed, graphs read it from a tensor, rounded to fp32."""
-
-    def __init__(self, step: Step) -> None:
-        self.step = step
-        self.tensors: dict[int, Tensor] = {}
-        self.written: dict[int, float] = {}
-        self.start: list[object] | None = None
-        self.names: dict[int, list[str]] = {}  # of the settings in a group, by their number
-        self.have_changed = False
-
-    def _list_groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self.step.optimizers for group in optimizer.param_groups]
-
-    @property
-    def key(self) -> Key:
-        """Return everything about the optimizers that a graph has frozen."""
-        settings: list[object] = []
-        rates: list[object] = []
-        for optimizer in self.step.optimizers:
-            # A hook, or a replaced step(), is code that a replay would not run.
-            settings += (len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks))
-            settings.append(vars(optimizer).get("step"))
-            for group in optimizer.param_groups:
-                names = self.names.get(len(group))
-                if names is None:
-                    names = self.names[len(group)] = [name for name in group if name not in NOT_SETTINGS]
-                settings += map(group.get, names)
-                rates.append(group.get("lr"))
-        if self.start is None or len(self.start) != len(rates):  # at first, and after a group was added
-            self.start = rates
-        if not self.have_changed and not any(isinstance(rate, Tensor) for rate in rates):
-            self.have_changed = rates != self.start
-        return (*settings, *(() if self.have_changed else map(id_of_tensor, rates)))
-
-    def write(self) -> None:
-        """Copy numbers that have changed into the tensors that graphs read."""
-        for number, group in enumerate(self._list_groups()):
-            tensor, lr = self.tensors.get(number), group.get("lr")
-            if tensor is not None and isinstance(lr, float | int) and self.written.get(number) != lr:
-                tensor.fill_(lr)
-                self.written[number] = lr
-
-    @contextlib.contextmanager
-    def as_tensors(self) -> Iterator[None]:
-        """Let optimizers read changing learning rates from tensors inside."""
-        groups = list(enumerate(self._list_groups()))
-        before = {n: g["lr"] for n, g in groups if self.have_changed and isinstance(g.get("lr"), float | int)}
-        for number in before.keys() - self.tensors.keys():
-            self.tensors[number] = torch.zeros((), device=self.step.device)
-            self.written.pop(number, None)
-        self.write()
-        for number, group in groups:
-            if number in before:
-                group["lr"] = self.tensors[number]
-        try:
-            yield
-        finally:
-            for number, group in groups:
-                if number in before:
-                    group["lr"] = before[number]
 
 
 def say(line: str) -> None:

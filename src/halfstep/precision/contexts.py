@@ -98,7 +98,7 @@ def _enter_fresh_autocast(device_type: str, dtype: torch.dtype | None) -> Iterat
     inside `torch.autocast.__enter__` or `__exit__` leaves the count too high: the cache would then never be cleared,
     and all later steps would use stale copies of the weights.
     """
-    was_enabled = torch.is_autocast_enabled(device_type)
+    was_enabled, kept_casts = torch.is_autocast_enabled(device_type), torch.is_autocast_cache_enabled()
     num_open = torch.autocast_increment_nesting()
     torch.clear_autocast_cache()  # the copies of a context that was left open before
     try:
@@ -109,6 +109,7 @@ def _enter_fresh_autocast(device_type: str, dtype: torch.dtype | None) -> Iterat
             pass  # close the contexts that were left open inside
         torch.clear_autocast_cache()
         torch.set_autocast_enabled(device_type, was_enabled)
+        torch.set_autocast_cache_enabled(kept_casts)
 
 
 @contextlib.contextmanager

@@ -30,7 +30,6 @@ from halfstep_check.shared.errors import ConfigError
 
 LINE_RULES = (
     numerics.find_refused_bce,
-    numerics.find_manual_casts,
     api.find_refused_arguments,
     switches.find_stuck_switches,
     api.find_old_names,
@@ -39,6 +38,7 @@ LINE_RULES = (
 )
 """Rules about single lines of this file."""
 FLOW_RULES = (
+    numerics.find_manual_casts,
     scaler_order.find_wrong_order,
     iteration.find_wrong_iterations,
     iteration.find_unreached_calls,

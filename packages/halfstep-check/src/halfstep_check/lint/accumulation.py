@@ -63,7 +63,7 @@ def is_cleared_when_due(trace: Trace, window: Window, clear: Event) -> bool:
     A function that is called twice is walked twice: a zero_grad() after a step belongs to the earlier call.
     """
     due = (window.test, True) in clear.conditions and clear.index < window.backward.index
-    due = due and not clear.excludes(window.backward)
+    due = due and not clear.excludes(window.backward) and clear.function == window.backward.function
     same = [e for e in trace.calls("step") if last_name(e.optimizer) == last_name(window.step.optimizer)]
     return due and not any(e.index < clear.index for e in same)
 

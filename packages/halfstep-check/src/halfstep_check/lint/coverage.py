@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep_check.findings import Finding
-from halfstep_check.lint.amp import Amp, is_scaled_backward
+from halfstep_check.lint.amp import Amp, is_scaled_backward, list_passed_names
 from halfstep_check.lint.flow import Event, Trace
 from halfstep_check.lint.regions import read_region
 from halfstep_check.lint.script import (
@@ -112,6 +112,9 @@ def find_uncovered(amp: Amp, trace: Trace) -> Iterator[Finding]:
         inside = [e for e in trace.events if e.regions and not e.grad_off and e.loops[:depth] == backward.loops]
         covered = any(is_model(amp, e) or list_models_run(amp, e) for e in inside)
         covered = covered or any(last_name(e.receiver) in amp.script.model_names for e in inside)
+        # `inferer(inputs=images, diffusion_model=model)` runs the model that it is given.
+        given = {last_name(name) for e in inside for name in list_passed_names(e)}
+        covered = covered or not given.isdisjoint(amp.script.model_names)
         used = any(e.regions and e.region is not None and e.region.may_be_on for e in before)
         if forwards and not covered and used and not forwards[-1].conditions - backward.conditions:
             message = (

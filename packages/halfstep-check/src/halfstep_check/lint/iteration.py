@@ -130,6 +130,8 @@ def find_lone_update(amp: Amp, trace: Trace) -> Iterator[Finding]:
         same = [e for e in own if e.loops[: len(update.loops)] == update.loops]
         others = [e for e in same if e.excludes(update) and e.index > update.index and e.optimizer]
         live = is_scaler_object(amp, trace, update.receiver) and not amp.is_disabled(update.receiver)
+        # A scaler of the user's own, `scaler.step_fused(optimizer)`, may look for inf there.
+        live = live and not any(e.receiver == update.receiver and "step_" in e.method for e in trace.events)
         if update.loops and live and others and all(e.excludes(update) for e in own):
             message = "update() on a path without step() or unscale_(): without an inf check GradScaler raises"
             fix = "leave update() out where nothing is stepped"
@@ -232,6 +234,8 @@ def find_raising_overflow(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterat
         between = range(backward.node.lineno, step.node.lineno)
         places = [n for n in amp.script.walk_below(home) if isinstance(n, ast.If | ast.Call) and n.lineno in between]
         clips = {id(e.node) for e in trace.events if is_clip(e)}
+        caught = [s for n in amp.script.walk_below(home) if isinstance(n, ast.Try) and n.handlers for s in n.body]
+        clips -= {id(n) for statement in caught for n in amp.script.walk_below(statement)}
         for node in places:
             strict = id(node) in clips and is_constant(keyword(node, "error_if_nonfinite"), True)  # type: ignore[arg-type]
             if strict or isinstance(node, ast.If) and raises_on_bad_gradient(amp, node):

@@ -70,7 +70,7 @@ def find_half_weights(amp: Amp) -> Iterator[Finding]:
         # Picking by requires_grad where something is frozen: a frozen half model with trainable fp32 parts is likely,
         # unless all that the optimizer holds is cast afterwards.
         steps = [step for step in steps if not partly or not model.loaded and holds_half(script, step[1], model)]
-        if steps and (model.name, model.dtype) not in seen:
+        if steps and not is_cast_untrained(script, model) and (model.name, model.dtype) not in seen:
             seen.add((model.name, model.dtype))
             found = report_lost_updates(script, model)
             # A Trainer in bf16 is common, and still loses updates.
@@ -108,6 +108,13 @@ def holds_half(script: Script, made: ast.AST, model: HalfModel) -> bool:
     added = (c for c in script.calls if last_name(dotted_name(c.func)) in ADDS_ADAPTERS)  # in fp32, to a model in half
     adapted = any(c.lineno > model.call.lineno and not are_opposite(script, c, made) for c in added)
     return cast_later or not adapted and not picks_trained(script, made, model)
+
+
+def is_cast_untrained(script: Script, model: HalfModel) -> bool:
+    """Match a cast under `if not args.train_text_encoder:`, where the model is not trained."""
+    branches = [n for n in script.nodes if isinstance(n, ast.If) and isinstance(n.test, ast.UnaryOp)]
+    untrained = [n for n in branches if re.match(r"not [\w.]*train", ast.unparse(n.test))]
+    return any(model.call in script.walk_below(statement) for n in untrained for statement in n.body)
 
 
 def are_opposite(script: Script, one: ast.AST, other: ast.AST) -> bool:

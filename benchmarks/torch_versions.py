@@ -1,0 +1,95 @@
+"""Run the tests of the library core (own_loop, step, precision, evidence) with other versions of torch, on the CPU.
+
+    python benchmarks/torch_versions.py 2.10.0 2.9.1 --envs DIR [--wheels DIR]
+
+For each version: make an environment in DIR (an existing one is reused), install that torch and what the tests need,
+run the tests, and store what passed and failed in benchmarks/results/torch_versions.json. Tests marked slow or ranks
+are left out. 10 to 20 minutes per version on two cores. A torch that brings CUDA packages takes gigabytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULT = ROOT / "benchmarks" / "results" / "torch_versions.json"
+TESTS = ("tests/precision", "tests/step", "tests/own_loop", "tests/evidence")
+NEEDED = (
+    *("numpy", "safetensors", "pydantic", "pyyaml", "rich", "typer", "matplotlib", "pillow", "torchmetrics"),
+    *("nvidia-ml-py", "pytest", "hypothesis", "setuptools", "triton"),
+)
+"""What halfstep[cli] and the tests import. Triton: the kernels run in its interpreter."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("versions", nargs="+", help="versions of torch, such as 2.10.0")
+    parser.add_argument("--envs", type=Path, required=True, help="folder for one environment per version")
+    parser.add_argument("--wheels", help="folder with wheels that pip shall also look at")
+    arguments = parser.parse_args()
+    has_failed = False
+    for version in arguments.versions:
+        python = prepare(version, arguments.envs / f"torch-{version}", arguments.wheels)
+        found = run_tests(python, arguments.envs / f"torch-{version}.xml")
+        has_failed |= bool(found["failed"])
+        print(f"torch {version}: {found['passed']} passed, {len(found['failed'])} failed", flush=True)
+        # Read again: another process may have added a version in the meantime.
+        stored = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+        stored[version] = found
+        RESULT.write_text(json.dumps(dict(sorted(stored.items(), key=by_version)), indent=1) + "\n")
+    return int(has_failed)
+
+
+def prepare(version: str, folder: Path, wheels: str | None) -> Path:
+    """Return the Python of an environment with this torch; make it if there is none."""
+    python = folder / "bin" / "python"
+    if python.exists():
+        return python
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    # The pins of the tested set, less those that belong to another torch.
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("torch==")]
+    constraints = folder / "constraints.txt"
+    constraints.write_text("\n".join(pins))
+    install = [python, "-m", "pip", "install", "-q", *(["--find-links", wheels] if wheels else [])]
+    subprocess.run([*install, f"torch=={version}"], check=True)
+    subprocess.run([*install, "-c", constraints, f"torch=={version}", *NEEDED], check=True)
+    return python
+
+
+def run_tests(python: Path, report: Path) -> dict[str, Any]:
+    """Run the core tests; return what passed, failed and was skipped."""
+    paths = os.pathsep.join(str(path) for path in (ROOT / "src", ROOT / "packages" / "halfstep-check" / "src"))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    called = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not ranks", *TESTS]
+    subprocess.run([*called, f"--junitxml={report}"], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = [case for case in cases if case.find("skipped") is not None]
+    about = "import platform, torch; print(torch.__version__, platform.python_version(), platform.machine())"
+    torch, version, machine = subprocess.check_output([python, "-c", about], text=True).split()
+    return {
+        "torch": torch,
+        "python": version,
+        "machine": machine,
+        "date": date.today().isoformat(),
+        "tests": list(TESTS),
+        "passed": len(cases) - len(failed) - len(skipped),
+        "skipped": len(skipped),
+        "failed": sorted(f"{case.get('classname')}::{case.get('name')}" for case in failed),
+    }
+
+
+def by_version(item: tuple[str, Any]) -> tuple[int, ...]:
+    return tuple(int(part) for part in item[0].split("."))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
