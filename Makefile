@@ -4,7 +4,8 @@
 #   make soak    the tests that take minutes, and processes of a run killed thirty times at random points
 #   make docs    build the docs site into build/docs, offline, with warnings as errors
 #   make rules   write docs/rules from the rules of halfstep-check
-#   make wheel   build both distributions, and use them with Python 3.11, 3.12 and 3.13
+#   make wheel   build both distributions, and use them with Python 3.11, 3.12 and 3.13;
+#                TORCH=2.10.0 installs that torch instead of the pinned one
 #   make check-hook   try the pre-commit hook of halfstep-check, as committed, with pre-commit itself
 #   make trackers   install wandb and MLflow into .venv-trackers (over a gigabyte) and test log.track with them
 #   make demos   train every workload's demo and assert what it learned (minutes each)
@@ -51,7 +52,7 @@ rules: $(STAMP)
 
 wheel: $(STAMP)
 	rm -rf dist
-	$(BIN)/python tests/try_wheels.py dist
+	$(BIN)/python tests/try_wheels.py dist $(if $(TORCH),--torch $(TORCH))
 
 check-hook:
 	packages/halfstep-check/tests/try_hook.sh
