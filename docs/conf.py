@@ -36,6 +36,7 @@ html_copy_source = False
 html_theme_options = {"top_of_page_buttons": []}
 pygments_style, pygments_dark_style = "tango", "monokai"
 
+smartquotes = False  # "low" is what to type
 default_role = "code"  # docstrings have `names` between single backticks, as in Markdown
 autodoc_typehints = "none"  # the text gives the types; the signature has the names and defaults
 autodoc_member_order = "bysource"

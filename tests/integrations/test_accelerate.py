@@ -306,6 +306,16 @@ def test_a_closure_is_refused() -> None:
         script.optimizer.step(lambda: None)
 
 
+def test_an_optimizer_that_steps_inside_backward_is_refused() -> None:
+    class LayerWiseDummyOptimizer(torch.optim.SGD):
+        """As transformers names the one of GaLore."""
+
+    accelerator, model = Accelerator(cpu=True), Net()
+    prepared = accelerator.prepare(model, LayerWiseDummyOptimizer(model.parameters(), 0.1))
+    with pytest.raises(ConfigError, match="LayerWiseDummyOptimizer cannot be guarded"):
+        hs.integrations.accelerate.guard(accelerator, *prepared)
+
+
 def test_backward_on_the_loss_itself_is_named() -> None:
     script = Script()
     x, y = next(script.batches)

@@ -15,9 +15,12 @@ import pytest
 import torch
 
 import halfstep as hs
+from doc_pages import ROOT, blocks
 from halfstep.errors import ConfigError, HalfstepError, TrainingStopped
+from halfstep.integrations import lightning
 from halfstep.integrations.lightning import HalfstepPrecision, find_package, make_plugin_class
 from host_faults import FAULTS, Fault, same_bits
+from host_pages import run_page
 from ranks_together import together
 from replay_stand_in import replays_on_cpu
 from tiny_lightning import ALL_FAULTS, PACKAGES, fit, list_state, make_module, make_trainer, make_watcher
@@ -315,8 +318,6 @@ def test_an_optimizer_that_needs_its_closure_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["FSDPStrategy", "DeepSpeedStrategy", "XLAStrategy", "ModelParallelStrategy"])
 def test_strategies_that_shard_are_refused(name: str) -> None:
-    from halfstep.integrations import lightning
-
     kind = getattr(importlib.import_module("lightning.pytorch.strategies"), name, None) or type(name, (), {})
     with pytest.raises(ConfigError, match=f"{name} cannot be guarded"):
         lightning._refuse_strategy(object.__new__(kind), lightning.GUARDABLE)
@@ -346,6 +347,21 @@ def test_wrong_arguments_are_refused(wrong: dict[str, Any]) -> None:
 
 def test_no_fault_is_left_out() -> None:
     assert set(ALL_FAULTS.values()) == set(FAULTS)
+
+
+# --- the page ---
+
+
+def test_the_code_of_the_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lightning, "find_package", lambda: PACKAGES[0])  # other tests have imported both
+    run_page("lightning")
+    printed = capfd.readouterr()
+    (line,) = blocks(ROOT / "docs" / "integrations" / "lightning.md", "text")
+    assert " ".join(line.text.split()) in " ".join(printed.err.split())
+    assert "sample row 4 of batch 0: ['batch'][0][0] is nan" in printed.out
 
 
 # --- two ranks ---

@@ -88,6 +88,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
+        trainer.model.fault = None
         held = [trainer.model, trainer.optimizer, trainer.lr_scheduler]
         scaler = trainer.accelerator.scaler
         self.states.append(copy_state(*held, *([] if scaler is None else [scaler])))
@@ -206,13 +207,33 @@ def test_checkpoints_are_the_hosts_and_resume(tmp_path: Path, schedule: str) -> 
 
 
 def test_a_trainer_trains_twice_and_evaluates(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, schedule="exact", faults={1: "batch"}, steps=3)
-    trainer.eval_dataset = Points(num=16)
+    given = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1,
+             "load_best_model_at_end": True}  # fmt: skip
+    trainer = make_trainer(tmp_path, schedule="exact", faults={1: "batch"}, steps=3, given=given,
+                           eval_dataset=Points(num=16))  # fmt: skip
     for _ in range(2):
         trainer.train()
         assert trainer.halfstep is None
-        assert torch.tensor(trainer.evaluate()["eval_loss"]).isfinite()
+        losses = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
+        assert len(losses) == 3
+        assert losses[0] == losses[1] != losses[2]  # the second step was dropped
     assert isinstance(trainer.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
+
+
+@pytest.mark.parametrize("level", ["guard", "captured"])
+def test_a_smaller_batch_is_found_and_the_schedule_begins_again(tmp_path: Path, level: str) -> None:
+    class Small(MyTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if len(inputs["x"]) > 4 and self.state.global_step == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    given = {"auto_find_batch_size": True, "logging_steps": 1}
+    with replays_on_cpu():
+        trainer = train(tmp_path, Small, schedule="exact", given=given, steps=4, halfstep=level)
+    rates = [row["learning_rate"] for row in read_logs(trainer) if "learning_rate" in row]
+    plain = train(tmp_path / "plain", Trainer, given={"logging_steps": 1}, steps=4)
+    assert rates == [row["learning_rate"] for row in read_logs(plain) if "learning_rate" in row]
 
 
 def test_a_model_that_the_trainer_compiles_is_guarded(tmp_path: Path) -> None:

@@ -61,6 +61,22 @@ def test_a_step_that_was_not_committed_leaves_a_red_mark(event: str, tmp_path: P
     assert pixels_of(red, tmp_path / "skipped.png") > 0
 
 
+@pytest.mark.parametrize(("event", "colour"), [("spike", (0xB7, 0x79, 0x1F)), ("rollback", (0x8E, 0x44, 0xAD))])
+def test_spikes_and_rollbacks_are_marked_too(event: str, colour: tuple[int, int, int], tmp_path: Path) -> None:
+    draw_curves(records(60), tmp_path / "clean.png")
+    draw_curves([*records(60), {"kind": "event", "step": 32, "event": event}], tmp_path / "marked.png")
+    assert pixels_of(colour, tmp_path / "marked.png") > pixels_of(colour, tmp_path / "clean.png")
+
+
+def test_a_single_point_is_visible_even_in_the_background(tmp_path: Path) -> None:
+    train = [{"kind": "train", "step": 1, "loss": 0.5, "lr": 1e-3, "grad_norm": 1.0, "scale": 1.0}]
+    val = {"kind": "val", "step": 1, "loss": 0.5, "iou": 0.5}
+    draw_curves([*train, val], tmp_path / "without.png")
+    draw_curves([*train, {**val, "train_iou": 0.9}], tmp_path / "with.png")
+    pale = [np.asarray(Image.open(tmp_path / f"{name}.png").convert("L")) for name in ("without", "with")]
+    assert (pale[1] < 250).sum() > (pale[0] < 250).sum()
+
+
 def test_flags_and_single_classes_are_no_metrics_of_their_own(tmp_path: Path) -> None:
     third_colour, fourth_colour = (0x0B, 0x9A, 0xC0), (0xB7, 0x79, 0x1F)
     draw_curves(records(60), tmp_path / "curves.png")

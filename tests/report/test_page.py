@@ -102,11 +102,36 @@ def test_one_thing_has_one_colour_in_all_charts(tmp_path: Path) -> None:
     runs = [read_run(written_run(tmp_path / place / "run")) for place in "ab"]
     alone = [series for chart in build_charts(runs[:1]) for series in chart.series if series.name]
     assert {(series.name, series.colour, series.dashed) for series in alone} == {
-        ("train", 0, False),
+        ("train, last", 0, False),
         ("validation", 1, True),
     }
     both = [series for chart in build_charts(runs) for series in chart.series]
     assert {(series.name.split(")")[0], series.colour) for series in both} == {("run (1", 0), ("run (2", 1)}
+
+
+def test_charts_share_their_axis_mark_faults_and_name_a_logarithmic_scale(tmp_path: Path) -> None:
+    charts = {chart.title: chart for chart in build_charts([read_run(written_run(tmp_path / "run"))])}
+    over_steps = [chart for chart in charts.values() if chart.x == "step"]
+    assert {(chart.to_dict()["low"], chart.to_dict()["high"]) for chart in over_steps} == {(0.0, 29.0)}
+    assert all(chart.faults == [(6.0, "skipped")] for chart in over_steps)
+    assert (charts["GPU busy, %"].high, charts["GPU busy, %"].faults) == (2.0, [])
+    assert charts["loss"].caption == "loss over step, logarithmic scale"
+    assert charts["iou"].caption == "iou over step"
+
+
+def test_a_run_that_has_not_ended_shows_progress_and_best_as_top_does(tmp_path: Path) -> None:
+    run = written_run(tmp_path / "run")
+    (run / "report" / "summary.json").unlink()
+    more = [{"kind": "train", "step": 30, "loss": 0.1, "epoch_loss": 0.2, "total_steps": 400, "left_s": 4190.0},
+            {"kind": "val", "step": 30, "loss": 0.1, "iou": 0.7, "train_loss": 0.15, "best": True}]  # fmt: skip
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in more)
+    text = page(str(run), "--out", str(tmp_path / "page.html"))
+    assert "Step 30 of 400, about 1 h 10 min left." in text
+    assert "best iou</span><b>0.7000" in text
+    assert "mean loss of the last epoch</span><b>0.1500" in text
+    names = [line.name for chart in build_charts([read_run(run)]) for line in chart.series if chart.title == "loss"]
+    assert names == ["train, last", "train, mean of the epoch", "validation"]
 
 
 def phased(run: Path) -> Path:
@@ -132,7 +157,7 @@ def test_networks_that_train_in_turn_have_a_curve_each(tmp_path: Path) -> None:
     plain = read_run(written_run(tmp_path / "plain"))
     loss = next(chart for chart in build_charts([run, plain]) if chart.title == "loss")
     assert {line.name: line.colour for line in loss.series} == {
-        "run maker": 0, "run critic": 1, "plain train": 2, "run validation": 0, "plain validation": 2
+        "run maker": 0, "run critic": 1, "plain train, last": 2, "run validation": 0, "plain validation": 2
     }  # fmt: skip
 
 
@@ -197,6 +222,9 @@ def test_a_real_browser_draws_the_curves(tmp_path: Path) -> None:
     url = (tmp_path / "page.html").as_uri()
     shown = subprocess.run([*browser, "--dump-dom", url], capture_output=True, text=True, timeout=60, check=True).stdout
     assert shown.count('class="series"') >= 6, "lines are drawn by the page's script"
+    assert "skipped at step 6</title>" in shown, "a fault is marked"
+    assert "skipped: 1</span>" in shown
+    assert shown.count("<circle") > 4, "few points are drawn as such"
     assert "validation</span>" in shown, "the legend is filled in"
     assert 'data-keys="true,true,true"' in shown, "+ zooms, arrows pan, 0 shows all"
     picture = tmp_path / "shot.png"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -17,6 +18,7 @@ from halfstep.run.train import train
 from halfstep.use.compare import (
     CompareRequest,
     Comparison,
+    Forecast,
     choose_folder_names,
     collect_settings,
     measure_time_to_quality,
@@ -82,10 +84,50 @@ def test_rows_by_settings_fix_their_margin_by_a_pilot_and_go_on_where_they_stood
     (out / "comparison.json").write_text(json.dumps({**whole, "runs": whole["runs"][:3], "ended": ""}))
     again, text_again, progress = run(capsys, "--resume", str(out))
     assert again == code
-    assert progress.count("seed") == 7
+    assert progress.count(", seed ") == 7
     assert [r["value"] for r in json.loads((out / "comparison.json").read_text())["runs"]] == [
         r["value"] for r in whole["runs"]
     ]
+
+
+class HandClock:
+    """A clock that moves when told."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_forecast_counts_every_run_and_follows_how_long_each_row_takes(tmp_path: Path) -> None:
+    rows = tuple(ComparedRow(name=name, overrides=(f"precision={name}",)) for name in ("fp32", "bf16"))
+    request = CompareRequest(target=MOONS, overrides=(), rows=rows, looks=(5, 10, 20))
+    comparison, clock = Comparison(request=request), HandClock()
+    forecast = Forecast(comparison, clock=clock)
+    assert forecast.describe_plan() == (
+        "5 pilot runs and 2 rows x 20 seeds: up to 45 runs; ends after 5, 10 seeds if every row is decided by then; "
+        "the first run shows how long they take"
+    )
+
+    def take(kept: list[RunOutcome], row: int, seed: int, seconds: float) -> None:
+        forecast.begin((rows[row], seed, tmp_path))
+        clock.now_s += seconds
+        kept.append(RunOutcome(row=rows[row].name, seed=seed, value=0.5, curve=(), summary={}, alone=True))
+        forecast.finish(kept[-1])
+
+    take(comparison.pilot, 0, 0, 60.0)
+    assert forecast.describe_left() == "1 of up to 45 runs, up to about 44 min left"
+    comparison.margin = 0.1
+    comparison.pilot *= 5
+    take(comparison.runs, 0, 0, 60.0)
+    take(comparison.runs, 1, 0, 600.0)
+    assert forecast.describe_left() == "7 of up to 45 runs, up to about 3 h 29 min left", "19 x 1 min and 19 x 10 min"
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 7, "total_steps": 90, "left_s": 125.0}\n')
+    forecast.begin((rows[1], 1, tmp_path))
+    assert forecast.__rich__().plain.startswith("bf16, seed 1, step 7/90; 7 of up to 45 runs")
+    comparison.request = dataclasses.replace(request, budget_s=900.0)
+    comparison.spent_s = 720.0
+    assert forecast.describe_left().endswith("up to about 3 min left"), "the budget ends it"
 
 
 def test_a_budget_ends_it_before_the_last_look(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

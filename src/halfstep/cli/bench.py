@@ -386,8 +386,13 @@ def _prepare_work(
             flops = count_step_flops(problem)
             about = describe_circumstances(problem, request, hardware, flops, format_command_line(sys.argv[1:]))
             asked = list(list_runners(problem, request, rated))
-            # Rows of one mode take about the same time in every precision.
-            kinds = [f"{row.name} {row.variant}" for row in asked if not isinstance(row, Row)]
+            # Rows of one mode take about the same time in every format that the device computes in; an emulated or
+            # simulated one may take hundreds of times as long.
+            kinds = [
+                f"{row.name} {row.variant}" + ("" if rated.get_support(row.precision) == "native" else row.precision)
+                for row in asked
+                if not isinstance(row, Row)
+            ]
             left = RowsLeft(kinds, console, repeats_first=repeats_first)
             status.update(left)
             yield Work(rated, flops, about, asked, left.begin)

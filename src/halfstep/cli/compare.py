@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -166,15 +168,21 @@ def _run(folder: Path, comparison: Comparison) -> None:
     """Run the comparison; after an interruption raise with the command that continues it."""
     from rich.console import Console
 
-    from halfstep.use.compare import run_comparison
+    from halfstep.use.compare import Forecast, run_comparison
 
-    # Progress goes to stderr, so that stdout has only the result.
-    screen, again = Console(stderr=True), suggest_command("compare", "--resume", folder)
+    # Progress goes to stderr, so that stdout has only the result. This very file: runs redirect sys.stderr.
+    screen, again = Console(file=sys.stderr), suggest_command("compare", "--resume", folder)
     screen.print(f"if interrupted, continue with: {again}", style="dim", soft_wrap=True)
+    forecast = Forecast(comparison)
     try:
-        run_comparison(
-            folder, comparison, lambda line: screen.print(line, highlight=False, markup=False, soft_wrap=True)
-        )
+        # One refresh per second: the status reads the records of the current run.
+        with screen.status(forecast, refresh_per_second=1) if screen.is_terminal else nullcontext():
+            run_comparison(
+                folder,
+                comparison,
+                lambda line: screen.print(line, highlight=False, markup=False, soft_wrap=True),
+                forecast,
+            )
     except (Interrupted, KeyboardInterrupt) as error:
         raise Interrupted(
             f"comparison stopped after {format_count(len(comparison.runs), 'run')}; the current run is saved too",

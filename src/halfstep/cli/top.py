@@ -14,9 +14,9 @@ from rich.table import Table
 
 from halfstep.cli.completion import complete_run
 from halfstep.disk import is_folder_locked
-from halfstep.errors import CheckpointError, format_bytes, format_duration, suggest_command
+from halfstep.errors import CheckpointError, format_bytes, suggest_command
 from halfstep.report.console import make_pairs_table
-from halfstep.report.page.read_run import SAMPLES, RunRecord, format_rate_unit
+from halfstep.report.page.read_run import SAMPLES, RunRecord, describe_progress, format_rate_unit
 
 
 def command(
@@ -85,14 +85,14 @@ def collect_facts(run: RunRecord) -> dict[str, Any]:
     latest: dict[str, Any] = train[-1] if train else {}
     facts: dict[str, Any] = {"run": str(run.path), "state": _describe_state(run)}
     facts |= {key: latest[key] for key in (*RECORDED, run.rate, *_list_loss_keys(run)) if latest.get(key) is not None}
-    if (mean := find_epoch_loss(run)) is not None:
+    if (mean := run.epoch_loss) is not None:
         facts["epoch_loss"] = mean
     if run.has_ended:
         facts.pop("left_s", None)
     metric = run.metric
     if val and metric in val[-1]:
         facts[metric] = val[-1][metric]
-    if best := find_best(run):
+    if best := run.best:
         facts["best"] = {"value": best[metric], "epoch": best["epoch"]}
     if run.monitor:
         facts |= {key: run.monitor[-1][key] for key in GPU if run.monitor[-1].get(key) is not None}
@@ -125,26 +125,6 @@ def build_table(run: RunRecord, facts: dict[str, Any]) -> Table:
     if fault := facts.get("last_fault"):
         lines["last fault"] = f"step {fault['step']}: {fault['reason']}"
     return make_pairs_table(pair for pair in lines.items() if pair[1])
-
-
-def describe_progress(facts: dict[str, Any]) -> str:
-    """Return `1,234 of 20,000, about 1 h 10 min left`, as far as it is known."""
-    whole = f" of {facts['total_steps']:,}" if facts.get("total_steps") else ""
-    left = f", about {format_duration(facts['left_s'])} left" if facts.get("left_s") else ""
-    return f"{facts['step']:,}{whole}{left}"
-
-
-def find_epoch_loss(run: RunRecord) -> float | None:
-    """Return the newest mean training loss of an epoch: a train record has the mean so far, the others the whole."""
-    keys = {"train": "epoch_loss", "val": "train_loss", "epoch": "train_loss"}
-    found = (record.get(keys.get(str(record.get("kind")), "")) for record in reversed(run.records))
-    return next((loss for loss in found if loss is not None), None)
-
-
-def find_best(run: RunRecord) -> dict[str, Any] | None:
-    """Return the record of the best validation."""
-    found = (record for record in reversed(run.select_kind("val")) if record.get("best") and run.metric in record)
-    return next(found, None)
 
 
 def _list_loss_keys(run: RunRecord) -> list[str]:

@@ -34,6 +34,7 @@ class AccelerateGuard(HostGuard):
     def __init__(
         self, accelerator: Accelerator, optimizer: AcceleratedOptimizer, model: Any, *, host: str, **more: Any
     ) -> None:
+        _refuse_steps_in_backward(accelerator, optimizer.optimizer)
         self.accelerator, self.accelerated = accelerator, optimizer
         super().__init__(
             host, model, optimizer.optimizer, precision=PRECISIONS.get(accelerator.mixed_precision, "fp32"),
@@ -43,6 +44,7 @@ class AccelerateGuard(HostGuard):
         self._replace(accelerator, "backward", self._backward)
         self._replace(accelerator, "clip_grad_norm_", self._clip_grad_norm)
         self._replace(accelerator, "clip_grad_value_", self._clip_grad_value)
+        self._replace(accelerator, "join_uneven_inputs", self._refuse_uneven_inputs)
         self._replace(optimizer, "step", self._step_optimizer)
         # torch's schedulers warn of an optimizer whose step() was replaced after they were made.
         optimizer.step._wrapped_by_lr_sched = True
@@ -91,6 +93,15 @@ class AccelerateGuard(HostGuard):
         if self.scaler is None:  # which looks at them when it unscales
             self.look_at_gradients()
         return then(*args, **kwargs)
+
+    def _refuse_uneven_inputs(self, then: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.accelerator.num_processes == 1:
+            return then(*args, **kwargs)
+        raise ConfigError(
+            "accelerator.join_uneven_inputs cannot be used with the guard",
+            why="all ranks decide on a step together, and one that has run out of batches would not take part",
+            fix="leave it out: a loader that accelerator.prepare returns gives every rank equally many batches",
+        )
 
     def _step_optimizer(self, then: Callable[..., Any], closure: Any = None) -> None:
         if closure is not None:
@@ -178,6 +189,17 @@ def refuse_unfit_accelerator(accelerator: Any) -> None:
             "Accelerate splits the model over several devices (parallelism_config), which cannot be guarded",
             why="each rank sees only a part of the gradients",
             fix="one process per GPU with DDP, each with the whole model",
+        )
+
+
+def _refuse_steps_in_backward(accelerator: Accelerator, optimizer: Any) -> None:
+    """Refuse LOMO and GaLore's layer-wise optimizers, which leave nothing to judge."""
+    name = type(optimizer).__name__
+    if accelerator.has_lomo_optimizer or name == "LayerWiseDummyOptimizer":
+        raise ConfigError(
+            f"{name} cannot be guarded",
+            why="it updates weights inside backward, before the gradients of a step can be judged",
+            fix="an optimizer that steps after backward, such as optim='adamw_torch_fused'",
         )
 
 

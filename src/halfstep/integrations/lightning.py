@@ -302,7 +302,7 @@ def find_package() -> str:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(f"{name}.trainer")
             return name
-    raise ConfigError("Lightning is not installed", fix="pip install 'halfstep[integrations]'")
+    raise ConfigError("Lightning is not installed", fix="pip install 'lightning>=2.6'")
 
 
 _CLASSES: dict[str, type[HalfstepPrecision]] = {}

@@ -99,7 +99,6 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
     # --- the beginning and the end of training ---
 
     def _begin(self) -> None:
-        self._end()  # of a training that raised
         refuse_unfit_accelerator(self.accelerator)
         why_not = self._find_why_not_captured() if self._hs_level == "captured" else ""
         if why_not:
@@ -180,6 +179,12 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         return ""
 
     # --- the loop ---
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._inner_training_loop(*args, **kwargs)
+        finally:
+            self._end()  # also of a training that raised: auto_find_batch_size begins again with the same optimizer
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)

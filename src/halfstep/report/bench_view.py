@@ -239,8 +239,8 @@ def _format_time_label(row: Record, unit: Record) -> str:
 class RowsLeft:
     """Shows which row is measured, and estimates the time left from finished rows of the same kind.
 
-    A compiled row takes minutes, an eager one seconds: the time left is unknown until a row of each remaining kind is
-    done.
+    A compiled row takes minutes, an eager one seconds, and one in an emulated format hours: until a row of each
+    remaining kind is done, only the least time left is known.
     """
 
     def __init__(
@@ -271,24 +271,25 @@ class RowsLeft:
             self._console.print(Text(f"measuring {self}"), soft_wrap=True)
 
     def format_time_left(self) -> str:
-        """Return `, about 1:20 left`; empty until a row is done, `unknown` until one of each kind is."""
+        """Return `, about 1:20 left`; empty until a row is done, and a lower bound until one of each kind is."""
         if self.done < 1:
             return ""
-        # The repeated first row takes as long as before.
-        if not set(self.kinds[self.done : self.total - self.repeats_first]) <= set(self.kinds[: self.done]):
-            return ", time left unknown"
-        this_s = self._estimate_s(self.done) - (self._clock() - self._starts_s[-1])
-        others_s = sum(self._estimate_s(index) for index in range(self.done + 1, self.total))
+        estimates = [self._estimate_s(index) for index in range(self.done, self.total)]
+        spent_s = self._clock() - self._starts_s[-1]
+        this_s = (estimates[0] or spent_s) - spent_s
+        left_s = max(0.0, this_s) + sum(filter(None, estimates[1:]))
+        if None in estimates:
+            return f", at least {format_time(left_s)} left" if left_s else ", time left unknown"
         # If this row takes longer than expected, only the others can be estimated.
-        return f", {'about' if this_s >= 0 else 'over'} {format_time(max(0.0, this_s) + others_s)} left"
+        return f", {'about' if this_s >= 0 else 'over'} {format_time(left_s)} left"
 
-    def _estimate_s(self, index: int) -> float:
-        """Estimate a row's time: that of the first for the repeated row, else the mean of its kind."""
+    def _estimate_s(self, index: int) -> float | None:
+        """Estimate a row's time: that of the first for the repeated row, else the mean of its kind; None: unknown."""
         taken_s = [end - start for start, end in itertools.pairwise(self._starts_s)]
         if self.repeats_first and index == self.total - 1:
             return taken_s[0]
         alike_s = [taken for taken, kind in zip(taken_s, self.kinds, strict=False) if kind == self.kinds[index]]
-        return sum(alike_s) / len(alike_s)
+        return sum(alike_s) / len(alike_s) if alike_s else None
 
     def __str__(self) -> str:
         return f"{self.row} (row {self.done + 1} of {self.total}{self.format_time_left()})"

@@ -1,7 +1,7 @@
 """Draw charts: `curves.png` of a run, value ranges per module (`replay`), heat maps (`dry-run`).
 
 `curves.png` has four plots: loss, validation metrics, learning rate, and health (the loss scale if there is one, else
-the gradient norm). A skipped step is a red mark at the bottom of loss and health.
+the gradient norm). Skipped steps, spikes and rollbacks are marks at the bottom of loss and health.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ METRIC_COLOURS = ("#12805c", "#8e44ad", "#0b9ac0", "#b7791f")
 NOT_METRICS = {"step", "epoch", "loss", "elapsed_s"}
 TRAINING_TWIN = "train_"
 """Prefix of a metric over the epoch's training samples in a validation record."""
-SKIPS = {"skipped", "overflow"}
-"""Events of steps that were not committed."""
+FAULT_MARKS = {"skipped": ("|", BAD), "spike": ("x", "#b7791f"), "rollback": ("v", "#8e44ad")}
+"""Marker and colour; an overflow is a skipped step too."""
 LOG_FROM_POWER = 1.5
 """Use a logarithmic axis if the values span this power of the base (32-fold for 10)."""
 SMOOTH_FROM_POINTS = 20
@@ -46,6 +46,8 @@ class PlotCurve:
     steps: list[float]
     values: list[float]
     is_background: bool = False
+    last: float | None = None
+    """The value in the legend; None: the last finite one."""
 
     @property
     def finite(self) -> list[float]:
@@ -58,8 +60,8 @@ class Quarter:
 
     title: str
     curves: list[PlotCurve]
-    skipped: list[float] = field(default_factory=list)
-    """Skipped steps to mark."""
+    faults: dict[str, list[float]] = field(default_factory=dict)
+    """Steps to mark, by what happened."""
     log_base: int = 0
     """0: linear. Otherwise logarithmic where the values span enough."""
     note: str = ""
@@ -86,20 +88,24 @@ def _build_quarters(metrics: Sequence[Record]) -> list[Quarter]:
     """Build the four plots from the records of a run."""
     train = [record for record in metrics if record.get("kind") == "train"]
     validation = [record for record in metrics if record.get("kind") == "val"]
-    # An event is recorded two steps after its step; `bad_step` counts the steps before that one.
-    skipped = [float(r["bad_step"] + 1 if "bad_step" in r else r["step"]) for r in metrics if r.get("event") in SKIPS]
+    faults: dict[str, list[float]] = {}
+    for record in metrics:
+        if event := record.get("event"):
+            # An event is recorded two steps after its step; `bad_step` counts the steps before that one.
+            step = float(record["bad_step"] + 1 if "bad_step" in record else record["step"])
+            faults.setdefault("skipped" if event == "overflow" else str(event), []).append(step)
     losses = [
-        *_add_means(_build_phase_curves(train, "loss", "train")),
-        _build_curve(validation, "loss", "val", VALIDATION),
+        *_add_means(_build_phase_curves(train, "loss", "train, last")),
+        _build_curve(validation, "loss", "val, last", VALIDATION),
     ]
     health = Quarter(
-        title="Loss scale", curves=[_build_curve(train, "scale", "last", TRAIN)], skipped=skipped, log_base=2
+        title="Loss scale", curves=[_build_curve(train, "scale", "last", TRAIN)], faults=faults, log_base=2
     )
     if all(value == 1.0 for value in health.curves[0].finite):  # bf16, tf32 and fp32 run at a scale of one
         norms = _build_phase_curves(train, "grad_norm", "last")
-        health = Quarter(title="Gradient norm", curves=_add_means(norms), skipped=skipped, log_base=10)
+        health = Quarter(title="Gradient norm", curves=_add_means(norms), faults=faults, log_base=10)
     return [
-        Quarter(title="Loss", curves=losses, skipped=skipped, log_base=10),
+        Quarter(title="Loss", curves=losses, faults=faults, log_base=10),
         Quarter(title="Metrics", curves=_build_metric_curves(validation), note="   (faint: on training data)"),
         Quarter(title="Learning rate", curves=_build_phase_curves(train, "lr", "last")),
         health,
@@ -142,7 +148,8 @@ def _add_means(curves: Sequence[PlotCurve]) -> list[PlotCurve]:
     found = []
     for curve in curves:
         is_long = len(curve.finite) >= SMOOTH_FROM_POINTS
-        mean = [replace(curve, values=_compute_running_mean(curve.values))] if is_long else []
+        # The legend shows the last value as recorded, not that of the running mean.
+        mean = [replace(curve, values=_compute_running_mean(curve.values), last=curve.finite[-1])] if is_long else []
         found += [replace(curve, is_background=is_long), *mean]
     return found
 
@@ -168,6 +175,8 @@ def _compute_running_mean(values: Sequence[float]) -> list[float]:
 
 def _draw(axes: Axes, quarter: Quarter) -> None:
     """Draw one plot; use a logarithmic axis if the values span enough."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
     axes.set_title(quarter.title, loc="left", fontsize=11, fontweight="bold", color=INK)
     values = [value for curve in quarter.curves for value in curve.finite]
     if not values:
@@ -175,25 +184,39 @@ def _draw(axes: Axes, quarter: Quarter) -> None:
         axes.set_yticks([])
     elif quarter.log_base and min(values) > 0 and max(values) / min(values) >= quarter.log_base**LOG_FROM_POWER:
         axes.set_yscale("log", base=quarter.log_base)
+        axes.set_ylabel("logarithmic scale", fontsize=8.5, color=FAINT)
+        if quarter.log_base == 10:
+            # Powers of ten alone would label a curve from 0.3 to 8 with a single number.
+            axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+            axes.yaxis.set_minor_locator(NullLocator())
     for curve in quarter.curves:
         _draw_curve(axes, curve)
-    if count := len(quarter.skipped):
-        floor, heights = axes.get_xaxis_transform(), [0.025] * count
-        axes.plot(quarter.skipped, heights, "|", color=BAD, markersize=9, transform=floor, label=f"skipped {count}")
+    for event, steps in quarter.faults.items():
+        marker, colour = FAULT_MARKS.get(event, ("|", BAD))
+        axes.plot(
+            steps,
+            [0.03] * len(steps),
+            marker,
+            color=colour,
+            markersize=9 if marker == "|" else 6,
+            transform=axes.get_xaxis_transform(),
+            label=f"{event} {len(steps)}",
+        )
 
 
 def _draw_curve(axes: Axes, curve: PlotCurve) -> None:
     """Draw one curve; a background curve is thin, pale and not in the legend."""
     if not curve.finite:
         return
-    last = curve.finite[-1]
+    last = curve.finite[-1] if curve.last is None else curve.last
+    is_marked = len(curve.finite) == 1 or len(curve.values) <= MARKERS_UP_TO_POINTS and not curve.is_background
     axes.plot(
         curve.steps,
         curve.values,
         color=curve.colour,
         linewidth=0.9 if curve.is_background else 1.8,
         alpha=0.35 if curve.is_background else 1.0,
-        marker="o" if len(curve.values) <= MARKERS_UP_TO_POINTS and not curve.is_background else "",
+        marker="o" if is_marked else "",
         markersize=3.5,
         label="" if curve.is_background else f"{curve.name} {last:{',.0f' if last >= 1000 else '.4g'}}",
     )

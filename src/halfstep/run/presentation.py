@@ -79,6 +79,7 @@ def show_summary(
     best = loop.checkpoints.find_best()
     best_metric = f"{stopping.best:.4f} (epoch {stopping.best_epoch + 1})" if best else "not validated"
     rows = [
+        *([] if is_dry_run(folder.path) else [("run", str(folder.path))]),
         (f"best {parts.workload.metric}", best_metric),
         ("time", f"{elapsed_s:.1f} s" if elapsed_s < 60 else format_duration(elapsed_s)),
         ("speed", f"{parts.unit.format_rate(loop.num_samples / max(elapsed_s, 1e-9))}, validation included"),

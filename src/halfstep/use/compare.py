@@ -14,19 +14,23 @@ import json
 import math
 import re
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 from halfstep.config.foreign import flatten_keys
 from halfstep.config.schema import RunConfig
 from halfstep.disk import lock_folder, parse_json, write_atomically
-from halfstep.errors import CheckpointError, ConfigError, HalfstepError, format_count
-from halfstep.hardware.clock import Stopwatch
+from halfstep.errors import CheckpointError, ConfigError, HalfstepError, format_count, format_duration
+from halfstep.hardware.clock import Clock, Stopwatch
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide, explain_simulation
+from halfstep.report.metrics_file import read as read_records
 from halfstep.run.folder import COMPARISON, RunFolder, make_paths_absolute, refuse_no_comparison
 from halfstep.tune.choose import find_asked_mode
 from halfstep.use.compare_run import (
@@ -209,15 +213,16 @@ def open_comparison(folder: Path) -> Comparison:
         raise CheckpointError(f"{path} cannot be read: {error}", fix="compare again, into another folder") from error
 
 
-def run_comparison(folder: Path, comparison: Comparison, say: Say) -> None:
+def run_comparison(folder: Path, comparison: Comparison, say: Say, forecast: Forecast | None = None) -> None:
     """Run what is missing, until the rows are decided, the last look is done or the budget is spent."""
     with lock_folder(folder):
-        _run(folder, comparison, say)
+        _run(folder, comparison, say, forecast or Forecast(comparison))
 
 
-def _run(folder: Path, comparison: Comparison, say: Say) -> None:
+def _run(folder: Path, comparison: Comparison, say: Say, forecast: Forecast) -> None:
     """Run the pilot if needed, then pairs of runs up to each look, until the comparison ends."""
-    comparison.ended, runs = "", _Runs(folder, comparison, say)
+    comparison.ended, runs = "", _Runs(folder, comparison, say, forecast)
+    say(forecast.describe_plan())
     for row, missing in comparison.simulated.items():
         say(f"warning: {row} is simulated: {missing}; this compares numerics, not speed (--strict refuses)")
     if comparison.margin is None:
@@ -233,11 +238,82 @@ def _run(folder: Path, comparison: Comparison, say: Say) -> None:
     return _end(folder, comparison, f"{format_count(comparison.request.looks[-1], 'seed')} were asked for")
 
 
+class Forecast:
+    """How many runs a comparison still takes at most, and how long; drawn on a terminal while a run trains."""
+
+    def __init__(self, comparison: Comparison, *, clock: Clock = time.perf_counter) -> None:
+        self.comparison = comparison
+        self._clock = Stopwatch(clock=clock)
+        self._taken_s: dict[str, list[float]] = {}
+        for run in (*comparison.pilot, *comparison.runs):
+            if "elapsed_s" in run.summary:
+                self._taken_s.setdefault(run.row, []).append(float(run.summary["elapsed_s"]))
+        self.current: Job | None = None
+
+    def count_runs(self) -> tuple[int, int]:
+        """Return the finished runs and the largest number of runs, if the last look is needed."""
+        request = self.comparison.request
+        num_pilot = 0 if self.comparison.margin is not None and not self.comparison.pilot else FEWEST_SEEDS
+        done = len(self.comparison.pilot) + len(self.comparison.runs)
+        return done, num_pilot + len(request.rows) * request.looks[-1]
+
+    def describe_plan(self) -> str:
+        """Return what lies ahead, before the first run."""
+        request, (done, total) = self.comparison.request, self.count_runs()
+        rows, seeds = format_count(len(request.rows), "row"), format_count(request.looks[-1], "seed")
+        pilot = f"{FEWEST_SEEDS} pilot runs and " if total > len(request.rows) * request.looks[-1] else ""
+        ends = f"; ends after {', '.join(map(str, request.looks[:-1]))} seeds if every row is decided by then"
+        known = f"; {self.describe_left()}" if done else "; the first run shows how long they take"
+        return f"{pilot}{rows} x {seeds}: up to {total} runs{ends if request.looks[:-1] else ''}{known}"
+
+    def begin(self, job: Job) -> None:
+        self.current = job
+        self._clock.restart()
+
+    def finish(self, outcome: RunOutcome) -> None:
+        """Note how long a run took, from the end of the one before: with its start, and whatever ran at once."""
+        self.current = None
+        self._taken_s.setdefault(outcome.row, []).append(self._clock.restart())
+
+    def describe_left(self) -> str:
+        """Return `3 of up to 65 runs, up to about 18 min left`; without the time until a run has ended."""
+        done, total = self.count_runs()
+        counted = f"{done} of up to {total} runs"
+        every = [taken for one in self._taken_s.values() for taken in one]
+        if not every or done >= total:
+            return counted
+        left_s = 0.0
+        for row, number in self._count_missing().items():
+            # A row without a run is as slow as the others are on average.
+            own = self._taken_s.get(row) or every
+            left_s += number * sum(own) / len(own)
+        budget_s = self.comparison.request.budget_s
+        if budget_s is not None:
+            left_s = min(left_s, max(budget_s - self.comparison.spent_s, 0.0))
+        return f"{counted}, up to about {format_duration(left_s)} left"
+
+    def _count_missing(self) -> dict[str, int]:
+        request, comparison = self.comparison.request, self.comparison
+        missing = {row.name: request.looks[-1] - len(comparison.select_outcomes(row.name)) for row in request.rows}
+        if comparison.margin is None:
+            missing[request.baseline.name] += FEWEST_SEEDS - len(comparison.pilot)
+        return missing
+
+    def __rich__(self) -> Text:
+        """Return the current run's own progress, read from its records, and the whole comparison's."""
+        if self.current is None:
+            return Text(self.describe_left())
+        row, seed, folder = self.current
+        records = [record for record in read_records(folder / "metrics.jsonl") if record.get("kind") == "train"]
+        step = f", step {records[-1]['step']:,}/{records[-1].get('total_steps', 0):,}" if records else ", starting"
+        return Text(f"{row.name}, seed {seed}{step}; {self.describe_left()}")
+
+
 class _Runs:
     """Trains missing runs and stores each outcome at once, while the budget lasts."""
 
-    def __init__(self, folder: Path, comparison: Comparison, say: Say) -> None:
-        self.folder, self.comparison, self.say = folder, comparison, say
+    def __init__(self, folder: Path, comparison: Comparison, say: Say, forecast: Forecast) -> None:
+        self.folder, self.comparison, self.say, self.forecast = folder, comparison, say, forecast
         self.clock, self.before_s = Stopwatch(), comparison.spent_s
 
     @property
@@ -267,12 +343,14 @@ class _Runs:
         missing = [job for job in jobs if (job[0].name, job[1]) not in known]
         if missing and self._is_spent():
             return False
-        for job, outcome in zip(missing, _run_jobs(self.comparison.request, missing, kept), strict=True):
+        begin = self.forecast.begin
+        for job, outcome in zip(missing, _run_jobs(self.comparison.request, missing, kept, begin), strict=True):
             kept.append(outcome)
+            self.forecast.finish(outcome)
             is_over = self._is_spent()
             _write(self.folder, self.comparison)
             remove_all_but_records(job[2])
-            self.say(_format_outcome(self.comparison, outcome))
+            self.say(f"{_format_outcome(self.comparison, outcome)} ({self.forecast.describe_left()})")
             if len(self.comparison.runs) == 1 and (wide := explain_wide_margin(self.comparison)):
                 self.say(wide)  # before spending time on the other runs
             if is_over and job is not missing[-1]:
@@ -309,13 +387,16 @@ def _fix_margin(folder: Path, comparison: Comparison, say: Say) -> None:
     )
 
 
-def _run_jobs(request: CompareRequest, jobs: Sequence[Job], known: Sequence[RunOutcome]) -> Iterator[RunOutcome]:
+def _run_jobs(
+    request: CompareRequest, jobs: Sequence[Job], known: Sequence[RunOutcome], begin: Callable[[Job], None]
+) -> Iterator[RunOutcome]:
     """Run the jobs one after the other, or several at once if requested. The caller appends to `known` meanwhile."""
     is_alone = request.at_once == 1
     run = partial(train_row, target=request.target, overrides=request.overrides, best=request.best, alone=is_alone)
     if is_alone:
         for row, seed, place in jobs:
             too_large = next((one for one in known if one.row == row.name and one.end == OUT_OF_MEMORY), None)
+            begin((row, seed, place))
             # Another seed needs as much memory: do not try the row again.
             yield run(row, seed, place) if too_large is None else replace(too_large, seed=seed)
         return

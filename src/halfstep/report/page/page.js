@@ -1,6 +1,7 @@
 // Draws every chart from its data. Wheel or + and - zoom, drag or arrows pan, double click or 0 shows all.
 "use strict";
 const COLOURS = ["#2f6fde", "#e8710a", "#12805c", "#8e44ad", "#0b9ac0", "#b7791f"];
+const DOTTED = 30;  // series with at most this many points show each of them
 const W = 460, H = 230, LEFT = 54, RIGHT = 8, TOP = 8, BOTTOM = 26;
 const NS = "http://www.w3.org/2000/svg";
 
@@ -84,8 +85,14 @@ function draw(svg, data, view) {
     const path = element("path", look);
     path.append(element("title", {}, s.name || data.title));
     lines.append(path);
-    if (s.points.length === 1) lines.append(element("circle", {cx: x(s.points[0][0]), cy: y(s.points[0][1]), r: 3, fill: COLOURS[s.colour % COLOURS.length]}));
+    const dots = usable(s).length <= DOTTED ? usable(s) : [];  // a line of one point would be invisible
+    for (const p of dots) lines.append(element("circle", {cx: x(p[0]), cy: y(p[1]), r: dots.length === 1 ? 3.5 : 2.2, fill: look.stroke}));
   });
+  for (const [step, what] of data.faults || []) {
+    const mark = element("line", {class: "fault", x1: x(step), x2: x(step), y1: H - BOTTOM - 9, y2: H - BOTTOM});
+    mark.append(element("title", {}, `${what} at step ${step}`));
+    lines.append(mark);
+  }
   svg.append(lines);
 }
 
@@ -94,8 +101,9 @@ function start(figure, number) {
   const svg = figure.querySelector("svg");
   svg.dataset.number = number;
   const xs = data.series.flatMap(s => s.points.map(p => p[0]));
-  const air = Math.min(...xs) === Math.max(...xs) ? 1 : 0;  // a single step stands in the middle
-  const whole = {low: Math.min(...xs) - air, high: Math.max(...xs) + air};
+  const first = data.low ?? Math.min(...xs), last = data.high ?? Math.max(...xs);
+  const air = first === last ? 1 : 0;  // a single step stands in the middle
+  const whole = {low: first - air, high: last + air + (last - first) * 0.02};  // the last point is not cut off
   let view = {...whole};
   const show = next => { view = next; draw(svg, data, view); };
   const zoom = (factor, centre) => {
@@ -132,6 +140,13 @@ function start(figure, number) {
     item.append(swatch, s.name);
     legend.append(item);
   });
+  const kinds = (data.faults || []).map(f => f[1]);
+  for (const kind of new Set(kinds)) {
+    const item = document.createElement("span"), swatch = document.createElement("i");
+    swatch.className = "fault";
+    item.append(swatch, `${kind}: ${kinds.filter(k => k === kind).length}`);
+    legend.append(item);
+  }
   show(view);
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 from halfstep.config.foreign import flatten_keys
 from halfstep.config.yaml_source import read_yaml
 from halfstep.disk import parse_json, read_sealed
-from halfstep.errors import CheckpointError
+from halfstep.errors import CheckpointError, format_duration
 from halfstep.report.config_view import format_setting
 from halfstep.report.metrics_file import read
 
@@ -62,6 +62,35 @@ class RunRecord:
     @property
     def has_ended(self) -> bool:
         return bool(self.summary)
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """Return the record of the best validation."""
+        found = (record for record in reversed(self.select_kind("val")) if record.get("best") and self.metric in record)
+        return next(found, None)
+
+    @property
+    def epoch_loss(self) -> float | None:
+        """Return the newest mean training loss of an epoch; in a train record it is that of the epoch so far."""
+        keys = {"train": "epoch_loss", "val": "train_loss", "epoch": "train_loss"}
+        found = (record.get(keys.get(str(record.get("kind")), "")) for record in reversed(self.records))
+        return next((loss for loss in found if loss is not None), None)
+
+    @property
+    def faults(self) -> list[tuple[float, str]]:
+        """Return the step of each event and what happened; an event is recorded two steps after its step."""
+        return [
+            # `bad_step` counts the steps before that one.
+            (float(record["bad_step"] + 1 if "bad_step" in record else record["step"]), str(record["event"]))
+            for record in self.select_kind("event")
+        ]
+
+
+def describe_progress(record: Mapping[str, Any]) -> str:
+    """Return `1,234 of 20,000, about 1 h 10 min left` for a train record, as far as it is known."""
+    whole = f" of {record['total_steps']:,}" if record.get("total_steps") else ""
+    left = f", about {format_duration(record['left_s'])} left" if record.get("left_s") else ""
+    return f"{record['step']:,}{whole}{left}"
 
 
 def read_run(path: Path) -> RunRecord:

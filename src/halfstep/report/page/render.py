@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from html import escape
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from halfstep.errors import format_bytes, suggest_command
+from halfstep.errors import format_bytes, format_duration, suggest_command
 from halfstep.report.config_view import format_setting
 from halfstep.report.memory_view import COLOURS
-from halfstep.report.page.read_run import SAMPLES, RunRecord, find_rate_key, format_rate_unit
+from halfstep.report.page.read_run import SAMPLES, RunRecord, describe_progress, find_rate_key, format_rate_unit
 
 MOST_ROWS = 200
 """Rows shown per table; further rows are only counted."""
@@ -90,10 +90,14 @@ def render_comparison(
 def _render_cards(run: RunRecord) -> str:
     """Render the main numbers of a run as cards."""
     summary = run.summary
-    state = "" if run.has_ended else "<p class=bad>This run has not ended: the page shows the records so far.</p>"
+    train, best = run.select_kind("train"), run.best
+    progress = f" Step {describe_progress(train[-1])}." if train and not run.has_ended else ""
+    unfinished = f"<p class=bad>This run has not ended: the page shows the records so far.{escape(progress)}</p>"
+    state = "" if run.has_ended else unfinished
     pairs = [
-        (f"best {run.metric}", _format_optional(summary.get("best"), "{:.4f}")),
-        ("time", _format_optional(summary.get("elapsed_s"), "{:,.0f} s")),
+        (f"best {run.metric}", _format_optional(best[run.metric] if best else summary.get("best"), "{:.4f}")),
+        ("mean loss of the last epoch", _format_optional(run.epoch_loss, "{:.4f}")),
+        ("time", format_duration(summary["elapsed_s"]) if "elapsed_s" in summary else ""),
         ("speed", _format_optional(summary.get(rate := find_rate_key(summary)), f"{{:,.1f}} {format_rate_unit(rate)}")),
         ("peak memory", _format_size(summary.get("peak_memory_bytes"))),
         ("energy", _format_optional(summary.get("joules"), "{:,.0f} J")),
@@ -124,7 +128,7 @@ def _render_chart(chart: Chart) -> str:
     description = escape(chart.description, quote=True)
     return (
         f"<figure class=chart><svg viewBox='0 0 460 230' role=img tabindex=0 aria-label=\"{description}\"></svg>"
-        f"<figcaption>{escape(chart.title)} over {escape(chart.x)}</figcaption><div class=legend></div>"
+        f"<figcaption>{escape(chart.caption)}</figcaption><div class=legend></div>"
         f"<script type='application/json'>{_dump_safe_json(chart.to_dict())}</script></figure>"
     )
 
@@ -157,7 +161,7 @@ def _render_time(run: RunRecord) -> str:
         ("waiting for data", waited, "#e8710a"),
         ("validation, checkpoints, start", whole - trained, "#9aa5b1"),
     ]
-    rows = [[name, f"{seconds:.1f} s", f"{seconds / whole:.0%}"] for name, seconds, _ in parts]
+    rows = [[name, format_duration(seconds), f"{seconds / whole:.0%}"] for name, seconds, _ in parts]
     return _render_stack("shares of the time", parts, whole) + _render_table(["part", "time", "share"], rows)
 
 
@@ -301,6 +305,7 @@ def _dump_safe_json(value: object) -> str:
     return json.dumps(value, allow_nan=False).replace("</", "<\\/").replace("<!--", "<\\!--")
 
 
+Point = TypeVar("Point")
 MOST_POINTS = 800
 """Longer curves are thinned to this many points."""
 BY_PHASE = {"loss", "grad_norm", "lr"}
@@ -333,10 +338,19 @@ class Chart:
     x: str
     series: list[Series] = field(default_factory=list)
     log: bool = False
+    high: float | None = None
+    """The end of the x axis, which starts at 0; None: that of the points."""
+    faults: list[tuple[float, str]] = field(default_factory=list)
+    """Steps to mark, each with what happened."""
 
     def to_dict(self) -> dict[str, Any]:
         lines = [{"name": s.name, "dashed": s.dashed, "colour": s.colour, "points": s.points} for s in self.series]
-        return {"title": self.title, "x": self.x, "log": self.log, "series": lines}
+        axis = {} if self.high is None else {"low": 0.0, "high": self.high}
+        return {"title": self.title, "x": self.x, "log": self.log, "series": lines, "faults": self.faults, **axis}
+
+    @property
+    def caption(self) -> str:
+        return f"{self.title} over {self.x}{', logarithmic scale' if self.log else ''}"
 
     @property
     def is_positive(self) -> bool:
@@ -352,7 +366,12 @@ class Chart:
 
 def build_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     """Build all charts that have points."""
-    losses = [*_build_series(runs, "train", "loss", "train"), *_build_series(runs, "val", "loss", "validation")]
+    losses = [*_build_series(runs, "train", "loss", "train, last"), *_build_series(runs, "val", "loss", "validation")]
+    if len(runs) == 1:  # several runs would have too many lines
+        means = [record for record in runs[0].records if record.get("kind") in ("val", "epoch")]
+        colour = 2 * len(runs[0].phases or [""])
+        points = _collect_points(means, "step", "train_loss")
+        losses.insert(1, Series(name="train, mean of the epoch", points=points, colour=colour))
     metrics = dict.fromkeys(run.metric for run in runs if run.metric)
     rates = {run.rate for run in runs}
     rate = rates.pop() if len(rates) == 1 else SAMPLES
@@ -365,8 +384,22 @@ def build_charts(runs: Sequence[RunRecord]) -> list[Chart]:
         Chart(title=format_rate_unit(rate), x="step", series=[*_build_series(runs, "train", rate)]),
         *(_build_monitor_chart(runs, key, title) for key, title in MONITOR.items()),
     ]
-    shown = (replace(chart, series=[line for line in chart.series if line.points]) for chart in charts)
-    return [replace(chart, log=chart.log and chart.is_positive) for chart in shown if chart.series]
+    charts = [replace(chart, series=[line for line in chart.series if line.points]) for chart in charts]
+    # Charts over the same quantity share their axis, so that what happened at one step is found in all of them.
+    highs: dict[str, float] = {}
+    for chart in charts:
+        highs[chart.x] = max([highs.get(chart.x, 0.0), *(x for line in chart.series for x, _ in line.points)])
+    faults = [fault for run in runs for fault in run.faults]
+    return [
+        replace(
+            chart,
+            log=chart.log and chart.is_positive,
+            high=highs[chart.x],
+            faults=_thin(faults) if chart.x == "step" else [],
+        )
+        for chart in charts
+        if chart.series
+    ]
 
 
 def _build_score_series(runs: Sequence[RunRecord], metric: str) -> list[Series]:
@@ -410,9 +443,13 @@ def _drop_constant_one(lines: Iterable[Series]) -> list[Series]:
 
 def _collect_points(records: Sequence[dict[str, Any]], x: str, y: str) -> list[tuple[float, float]]:
     found = [(float(r[x]), float(r[y])) for r in records if _is_number(r.get(x)) and _is_number(r.get(y))]
-    # Keep the last point, which shows the final value.
-    step = math.ceil(len(found) / MOST_POINTS)
-    return found if step < 2 else [*found[::step], found[-1]]
+    return _thin(found)
+
+
+def _thin(points: list[Point]) -> list[Point]:
+    """Return at most about MOST_POINTS of them; the last one, which shows the final value, is kept."""
+    step = math.ceil(len(points) / MOST_POINTS)
+    return points if step < 2 else [*points[::step], points[-1]]
 
 
 def _is_number(value: object) -> bool:
