@@ -196,7 +196,7 @@ class Loop:
         parts, position = self.parts, self.position
         if parts.world is not None and self._wants_to_stop:
             parts.ask_to_stop()
-        with self.ledger.around(self.engine) if self.ledger is not None else nullcontext():
+        with self.ledger.wrap_engine(self.engine) if self.ledger is not None else nullcontext():
             facts = self._run_window(window, position)
         self.journal.attempted = parts.step.attempted
         if self.ledger is not None:

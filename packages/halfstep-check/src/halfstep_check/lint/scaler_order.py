@@ -181,7 +181,7 @@ def find_bypassed_scaler(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterato
         if by_hand or unscaled and tests_for_inf(amp, step, between):
             continue
         if not any(is_same_object(optimizer, other) for other in through):
-            scale = amp.initial_scale(backward.scaled_by)
+            scale = amp.get_initial_scale(backward.scaled_by)
             message = f"{optimizer}.step() on gradients that are still scaled: steps {scale} times too long at first"
             if unscaled:
                 message = f"{optimizer}.step() steps on inf too: after unscale_() only the scaler's step() skips it"
