@@ -222,6 +222,12 @@ def test_a_training_step_that_cannot_be_traced_runs_eagerly(capfd: pytest.Captur
     assert "runs eagerly" in capfd.readouterr().err
 
 
+def test_a_captured_training_step_needs_a_loss() -> None:
+    module = make_module(training_step=lambda self, batch, batch_idx: None)
+    with pytest.raises(ConfigError, match="training_step returned None"):
+        fit_captured(module, 2)
+
+
 def override(name: str) -> Any:
     def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(super(type(self), self), name)(*args, **kwargs)
@@ -263,8 +269,7 @@ def test_other_obstacles_are_named() -> None:
 
 
 @pytest.mark.parametrize("level", ["guard", "captured"])
-@pytest.mark.parametrize("first", ["own", "ours"])
-@pytest.mark.parametrize("second", ["own", "ours"])
+@pytest.mark.parametrize(("first", "second"), [("own", "ours"), ("ours", "own"), ("ours", "ours")])
 def test_checkpoints_load_in_both_directions(tmp_path: Path, level: str, first: str, second: str) -> None:
     def make(kind: str, epochs: int) -> Any:
         return make_trainer(plugin=make_plugin(level=level) if kind == "ours" else None, max_epochs=epochs)
