@@ -3,6 +3,7 @@
 #   make test    install into .venv and run every check
 #   make soak    the tests that take minutes, and processes of a run killed thirty times at random points
 #   make docs    build the docs site into build/docs, offline, with warnings as errors
+#   make integrations   timm, nnU-Net and MONAI in an environment of their own, and the tests with them
 #   make rules   write docs/rules from the rules of halfstep-check
 #   make wheel   build both distributions, and use them with Python 3.11, 3.12 and 3.13;
 #                TORCH=2.10.0 installs that torch instead of the pinned one
@@ -15,7 +16,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo demos docs soak trackers test check check-hook rules format clean wheel
+.PHONY: demo demos docs integrations soak trackers test check check-hook rules format clean wheel
 
 demo: $(STAMP)
 	$(BIN)/halfstep train unet
@@ -46,6 +47,14 @@ check: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m sphinx -q -W --keep-going -b html -d build/doctrees docs build/docs
 	@echo "open build/docs/index.html"
+
+# timm, nnU-Net and MONAI bring a hundred packages: they get an environment of their own.
+INTEGRATIONS ?= .venv-integrations
+HOSTS := timm nnunetv2 monai pytorch-ignite
+integrations:
+	test -x $(INTEGRATIONS)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c tests/integrations/constraints.txt -e . pytest $(HOSTS)
+	$(INTEGRATIONS)/bin/python -m pytest -q tests/integrations/test_monai.py tests/integrations/test_nnunet.py tests/integrations/test_timm.py
 
 rules: $(STAMP)
 	$(BIN)/python packages/halfstep-check/rule_pages.py docs/rules

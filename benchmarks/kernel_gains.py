@@ -646,7 +646,7 @@ class TorchUpConcatConv(unet_chain.UpConcatConv):
             assert dcat is not None
             dhalf = dcat[:, skip.shape[1] :].contiguous(memory_format=torch.channels_last)
             side.keep(dhalf)
-            with side.aside():
+            with side.work_aside():
                 _, dw_up, db_up = transposed_gradients(dhalf, z, w_up, [False, True, True])
             dz, _, _ = transposed_gradients(dhalf, z, w_up, [True, False, False])
             ddeep, sums = gradient_through_norm(dz.contiguous(memory_format=torch.channels_last), deep, Norm(*vectors))

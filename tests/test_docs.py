@@ -28,7 +28,17 @@ from halfstep.workloads import KINDS, load
 COMMANDS = get_command(build_app()).commands  # type: ignore[attr-defined]
 SHOWN = [(shown, words) for page in PAGES for shown, words in commands(page)]
 TRAINED = [(shown, words) for shown, words in SHOWN if words[0] == "train" and words[1:2] and words[1] in set(KINDS)]
-RUN_ELSEWHERE = {"own_loop.md", "loop_kinds.md", "resume.md", "from_plain_amp.md", "from_nanogpt.md"}
+RUN_ELSEWHERE = {
+    "lightning.md",
+    "monai.md",
+    "nnunet.md",
+    "timm.md",
+    "own_loop.md",
+    "loop_kinds.md",
+    "resume.md",
+    "from_plain_amp.md",
+    "from_nanogpt.md",
+}
 """By test_own_loop_page.py, block after block."""
 HOSTS = ROOT / "docs" / "integrations"
 """Its pages need other packages: tests/integrations runs them."""

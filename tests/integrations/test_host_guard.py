@@ -245,3 +245,14 @@ def test_a_plateau_is_left_to_the_host() -> None:
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(loop.optimizer)
     assert loop.guard.follow(plateau) is plateau
     assert isinstance(loop.scheduler, GuardedScheduler)
+
+
+def test_a_copy_of_the_model_is_not_guarded() -> None:
+    """Averages of weights are made by copying the model, often after it was guarded."""
+    loop = Loop()
+    copied = copy.deepcopy(loop.model)
+    copied(loop.x[:8])
+    assert loop.guard is not None
+    assert not loop.guard._step.is_open
+    loop.train(0)
+    assert loop.guard.attempted == 1

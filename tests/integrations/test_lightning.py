@@ -15,9 +15,12 @@ import pytest
 import torch
 
 import halfstep as hs
+from doc_pages import ROOT, blocks
 from halfstep.errors import ConfigError, HalfstepError, TrainingStopped
+from halfstep.integrations import lightning
 from halfstep.integrations.lightning import HalfstepPrecision, find_package, make_plugin_class
 from host_faults import FAULTS, Fault, same_bits
+from host_pages import run_page
 from ranks_together import together
 from replay_stand_in import replays_on_cpu
 from tiny_lightning import ALL_FAULTS, PACKAGES, fit, list_state, make_module, make_trainer, make_watcher
@@ -219,6 +222,12 @@ def test_a_training_step_that_cannot_be_traced_runs_eagerly(capfd: pytest.Captur
     assert "runs eagerly" in capfd.readouterr().err
 
 
+def test_a_captured_training_step_needs_a_loss() -> None:
+    module = make_module(training_step=lambda self, batch, batch_idx: None)
+    with pytest.raises(ConfigError, match="training_step returned None"):
+        fit_captured(module, 2)
+
+
 def override(name: str) -> Any:
     def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(super(type(self), self), name)(*args, **kwargs)
@@ -260,8 +269,7 @@ def test_other_obstacles_are_named() -> None:
 
 
 @pytest.mark.parametrize("level", ["guard", "captured"])
-@pytest.mark.parametrize("first", ["own", "ours"])
-@pytest.mark.parametrize("second", ["own", "ours"])
+@pytest.mark.parametrize(("first", "second"), [("own", "ours"), ("ours", "own"), ("ours", "ours")])
 def test_checkpoints_load_in_both_directions(tmp_path: Path, level: str, first: str, second: str) -> None:
     def make(kind: str, epochs: int) -> Any:
         return make_trainer(plugin=make_plugin(level=level) if kind == "ours" else None, max_epochs=epochs)
@@ -315,8 +323,6 @@ def test_an_optimizer_that_needs_its_closure_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["FSDPStrategy", "DeepSpeedStrategy", "XLAStrategy", "ModelParallelStrategy"])
 def test_strategies_that_shard_are_refused(name: str) -> None:
-    from halfstep.integrations import lightning
-
     kind = getattr(importlib.import_module("lightning.pytorch.strategies"), name, None) or type(name, (), {})
     with pytest.raises(ConfigError, match=f"{name} cannot be guarded"):
         lightning._refuse_strategy(object.__new__(kind), lightning.GUARDABLE)
@@ -346,6 +352,21 @@ def test_wrong_arguments_are_refused(wrong: dict[str, Any]) -> None:
 
 def test_no_fault_is_left_out() -> None:
     assert set(ALL_FAULTS.values()) == set(FAULTS)
+
+
+# --- the page ---
+
+
+def test_the_code_of_the_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lightning, "find_package", lambda: PACKAGES[0])  # other tests have imported both
+    run_page("lightning")
+    printed = capfd.readouterr()
+    (line,) = blocks(ROOT / "docs" / "integrations" / "lightning.md", "text")
+    assert " ".join(line.text.split()) in " ".join(printed.err.split())
+    assert "sample row 4 of batch 0: ['batch'][0][0] is nan" in printed.out
 
 
 # --- two ranks ---

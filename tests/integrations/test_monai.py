@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from host_faults import FAULTS, Fault, Net, copy_state, make_data, same_bits, seeded
+from host_pages import run_page
 from replay_stand_in import replays_on_cpu
 
 if importlib.util.find_spec("monai") is None:
@@ -162,3 +163,8 @@ def test_one_line_says_what_is_guarded(capfd: pytest.CaptureFixture[str]) -> Non
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("halfstep:")]
     assert "runs MONAI's iterations in fp32" in line
     assert "not guarded: lr schedulers in handlers" in line
+
+
+def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_page("monai")

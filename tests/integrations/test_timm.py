@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ with warnings.catch_warnings():
 from halfstep.errors import ConfigError  # noqa: E402
 from halfstep.integrations.timm import HalfstepScaler  # noqa: E402
 from host_faults import FAULTS, Net, copy_state, make_data, same_bits, seeded  # noqa: E402
+from host_pages import run_page  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -162,3 +164,8 @@ def test_one_line_says_what_is_guarded(capfd: pytest.CaptureFixture[str]) -> Non
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("halfstep:")]
     assert "guards timm: loss, gradients and 3 buffers" in line
     assert "loss_scaler.follow" in line
+
+
+def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_page("timm")

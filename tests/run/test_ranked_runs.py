@@ -292,6 +292,18 @@ def test_an_error_of_one_process_is_shown_once_and_ends_the_others(tmp_path: Pat
     assert sorted(kind for kind, *_ in found) == ["DataError", "RankLost"]
 
 
+def test_a_callback_that_fails_ends_all_with_its_message_and_the_run_goes_on(tmp_path: Path) -> None:
+    failing = {"train.callbacks": ["rank_workload:fail_at_three"], "train.report_every": 1, "train.max_steps": 8}
+    found = [end for end, _ in ended(2, tmp_path, **failing)]
+    assert [kind for kind, *_ in found] == ["CallbackFailed"] * 2
+    assert [is_told for *_, is_told in found].count(False) == 1
+    assert all("rank_workload:fail_at_three raised ValueError: my own mistake" in text for _, text, _ in found)
+    stopped_at = newest(tmp_path / "run").state["step"]["attempted"]
+    assert 3 <= stopped_at < 8
+    pending = newest(tmp_path / "run").state["guard"]["pending"]
+    assert [reading["is_asked"] for reading in pending] == [False] * len(pending), "a resumed run must not stop again"
+
+
 @pytest.mark.parametrize(
     ("name", "fact"),
     [

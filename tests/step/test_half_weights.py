@@ -186,7 +186,7 @@ def test_small_updates_move_weights_that_rounding_to_nearest_leaves_where_they_a
         moved[how] = 1 - model[0].float().mean().item()
     assert moved[rounding] == pytest.approx(80 * 2**-12, rel=0.05)
     assert moved["nearest"] == 0
-    assert optimizer.lost_share() == 1.0
+    assert optimizer.compute_lost_share() == 1.0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -237,7 +237,7 @@ def test_a_state_without_low_halves_goes_on_rounded_to_nearest() -> None:
     give(new, 1)
     optimizer.step()
     assert optimizer.state[new[0]]["exp_avg"].dtype == torch.float32
-    assert optimizer.lost_share() is not None
+    assert optimizer.compute_lost_share() is not None
 
 
 @pytest.mark.parametrize("kind", KINDS)

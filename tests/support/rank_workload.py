@@ -110,3 +110,9 @@ def build(config: Any, store: Mapping[str, Any] | None = None) -> Workload:
         metric="accuracy",
         store=dict(store or {}),
     )
+
+
+def fail_at_three(event: dict[str, Any]) -> None:
+    """A callback that fails on rank 0, which alone calls it."""
+    if event["kind"] == "train" and event["step"] >= 3:
+        raise ValueError("my own mistake")

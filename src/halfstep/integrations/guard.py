@@ -122,7 +122,7 @@ class HostGuard:
         self._recorder = make_recorder(folder, self._step, spikes=False, model=plain) if folder else None
         self._observe(options)
         self._hooks: list[Any] = [
-            *(one.register_forward_pre_hook(self._open_before_forward) for one in models),
+            *(one.register_forward_pre_hook(_OpenWindow(self)) for one in models),
             optimizer.register_state_dict_post_hook(self._store_plain_rates),
             optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: self.settle()),
             optimizer.register_load_state_dict_post_hook(self._forget),
@@ -331,10 +331,6 @@ class HostGuard:
 
     # --- inside ---
 
-    def _open_before_forward(self, module: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self.open_window()
-
     def _unscale(self, scaler: torch.amp.GradScaler) -> None:
         """Unscale the gradients unless the host has, and take over what that found."""
         state = scaler._per_optimizer_states[id(self.optimizer)]
@@ -389,6 +385,20 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     while hasattr(model, "_orig_mod") or isinstance(model, DistributedDataParallel):
         model = getattr(model, "_orig_mod" if hasattr(model, "_orig_mod") else "module")
     return model
+
+
+class _OpenWindow:
+    """A forward hook of the guarded model. A copy of the model, such as an average, gets one that does nothing."""
+
+    def __init__(self, guard: HostGuard | None) -> None:
+        self._guard = guard
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if self._guard is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._guard.open_window()
+
+    def __deepcopy__(self, memo: Any) -> _OpenWindow:
+        return _OpenWindow(None)
 
 
 def refuse_second_guard(optimizer: Optimizer) -> None:

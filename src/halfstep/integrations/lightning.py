@@ -20,7 +20,7 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal, cast
 
@@ -123,8 +123,6 @@ class HalfstepPrecision:
         device = next(model.parameters()).device
         self._device = device.type
         plan = decide(self._asked, probe(str(device)), pl_module, strict=self._strict, simulate=self._simulate)
-        for warning in plan.warnings:
-            say(warning)
         self._granted, self.precision = plan.granted, NAMES.get(plan.granted, plan.granted)
         self._dtype = get_autocast_dtype(plan.granted)
         if not optimizers:  # validation or prediction alone
@@ -154,6 +152,8 @@ class HalfstepPrecision:
                 why="the guard leaves computing to Lightning, which has no such precision",
                 fix="'bf16', 'fp16' or 'fp32'; for tf32 torch.set_float32_matmul_precision('high') with 'fp32'",
             )
+        for warning in plan.warnings if self._is_guard else ():  # a captured step gives them itself
+            say(warning)
         if self._granted == "fp16":
             self.scaler = torch.amp.GradScaler(self._device)
         return model, optimizers, lr_schedulers
@@ -348,6 +348,8 @@ def _find_obstacle(pl_module: Any) -> str:
         return "several ranks train together, and their reductions are not captured"
     if not pl_module.automatic_optimization:
         return "the module optimizes manually"
+    if getattr(pl_module, "_compiler_ctx", None) is not None:
+        return "the module is compiled as a whole; a captured step compiles by itself"
     if trainer.accumulate_grad_batches != 1 or any(
         type(callback).__name__ == "GradientAccumulationScheduler" for callback in trainer.callbacks
     ):
@@ -392,17 +394,20 @@ class CapturedSteps:
         self.last_facts: Facts | None = None
         self.calls = LogCalls()
         self._loss_fn = _make_loss_fn(pl_module, self.calls)
+        # The same objects in every step: a guard of the trace may compare identities.
+        self._methods = {"log": self.calls.log, "log_dict": self.calls.log_dict}
 
     def run(self, closure: Any) -> Any:
         """Make one step in place of Lightning's closure, and give the closure its result."""
         module, calls = self.pl_module, self.calls
         # What Lightning's own closure would call training_step with: batch, and batch_idx if it takes that.
         arguments = dict(closure._step_fn.args[0])
-        module.__dict__["log"], module.__dict__["log_dict"] = calls.log, calls.log_dict
+        vars(module).update(self._methods)
         try:
             self.last_facts = self.loop(self._loss_fn, [arguments])
         finally:
-            del module.__dict__["log"], module.__dict__["log_dict"]
+            for name in self._methods:
+                del vars(module)[name]
         optimization = module.trainer.fit_loop.epoch_loop.automatic_optimization
         closure._result = optimization.output_result_cls(calls.loss, extra=calls.extra)
         before, module._current_fx_name = module._current_fx_name, "training_step"
@@ -438,15 +443,18 @@ def _make_loss_fn(pl_module: Any, calls: LogCalls) -> Callable[[Any], Tensor]:
     def run_training_step(arguments: dict[str, Any]) -> Tensor:
         calls.noted = []
         output = pl_module.training_step(*arguments.values())
-        loss = output["loss"] if isinstance(output, Mapping) else output
+        extra: dict[str, Any] = {}
+        loss = output
+        if output is not None and not isinstance(output, Tensor):
+            loss = output["loss"]
+            extra = {name: value for name, value in output.items() if name != "loss"}
         if loss is None:
             raise ConfigError(
                 "training_step returned None",
                 why="a captured step cannot be skipped by its own code",
                 fix='return the loss: a step that is not finite is dropped; or HalfstepPrecision(level="guard")',
             )
-        extra = {k: v for k, v in output.items() if k != "loss"} if isinstance(output, Mapping) else {}
-        calls.extra = tree_map(_detach, extra)
+        calls.extra = tree_map(_detach, extra) if extra else {}
         calls.loss = loss.detach().clone()
         return loss
 

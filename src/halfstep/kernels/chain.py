@@ -68,7 +68,7 @@ def _compute_weight_gradient_aside(
     side: SideStream, dy: Tensor, z: Tensor, w: Tensor, stride: int, padding: int
 ) -> Tensor | None:
     side.keep(dy)  # may be a contiguous copy that no one else references
-    with side.aside():
+    with side.work_aside():
         return _call_library_backward(dy, z, w, stride, padding, (False, True))[1]
 
 
@@ -153,7 +153,7 @@ def _cast_all(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 class SideStream:
-    """A context whose `aside()` blocks run on a second stream, after all work queued before them.
+    """A context whose `work_aside()` blocks run on a second stream, after all work queued before them.
 
     At its end the device, not the host, waits for them. On the CPU everything runs in order.
     """
@@ -167,7 +167,7 @@ class SideStream:
         return self
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
+    def work_aside(self) -> Iterator[None]:
         """Run the block on the side stream."""
         if self.stream is None:
             yield

@@ -148,7 +148,7 @@ class UpConcatConv(torch.autograd.Function):
             dcat, dw = convolve_backward(side, gradients[0], cat, w, 1, 1, (True, ctx.needs_input_grad[8]))
             assert dcat is not None
             dhalf = dcat[:, skip.shape[1] :]
-            with side.aside():
+            with side.work_aside():
                 dtaps, db_up = compute_tap_gradients(dhalf, z)
             dz = compute_doubling_gradient(dhalf, z, taps)
             sums = sum_gradients(dz, deep, norm)

@@ -201,7 +201,7 @@ class Journal:
     def describe_left(self) -> str:
         """Return `about 1 h 10 min left`; empty while unknown, and at the end."""
         left_s = self.pace.estimate_left_s(self.attempted)
-        return f"about {format_duration(left_s)} left" if left_s else ""
+        return f"about {format_duration(left_s)} left" if left_s and left_s >= 0.5 else ""
 
     def describe_progress(self) -> str:
         """Return position and time left, estimated from the whole run until this start has its own pace."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from halfstep.data.prefetch import Prefetcher, prefetch
 from halfstep.errors import CheckpointError, ConfigError, Interrupted, MemoryLimitError, TrainingStopped
 from halfstep.hardware.clock import Stopwatch, Throughput
+from halfstep.report.listeners import CallbackFailed
 from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import Checkpoint, Checkpoints
 from halfstep.run.engine import make_engine
@@ -101,8 +102,7 @@ class Loop:
             except OutOfMemory as error:
                 error.__traceback__ = None  # its frames hold the activations that did not fit
                 raise self._explain(error) from error
-        if self.journal.failure is not None:  # in the last record
-            self._stop_for_callback(self.checkpoints.list_all()[-1])
+        self._stop_for_callback()  # which may have failed in the last record
         if self.parts.stopping.should_stop and self.position.epoch < epochs:
             when = f"step {self.parts.step.attempted}" if self._by_steps else f"epoch {self.position.epoch}"
             self.journal.record_early_stop(when, self.parts.stopping)
@@ -196,7 +196,7 @@ class Loop:
         parts, position = self.parts, self.position
         if parts.world is not None and self._wants_to_stop:
             parts.ask_to_stop()
-        with self.ledger.around(self.engine) if self.ledger is not None else nullcontext():
+        with self.ledger.wrap_engine(self.engine) if self.ledger is not None else nullcontext():
             facts = self._run_window(window, position)
         self.journal.attempted = parts.step.attempted
         if self.ledger is not None:
@@ -412,8 +412,7 @@ class Loop:
     def _save_and_stop(self) -> NoReturn:
         """Save and raise Interrupted with the command to resume."""
         path = self.save()
-        if self.journal.failure is not None:
-            self._stop_for_callback(path)
+        self._stop_for_callback()
         raise Interrupted(
             f"stopped by {self.interrupts.received.name if self.interrupts.received else 'a signal to another rank'} "
             f"after step {self.parts.step.attempted}; the run is saved in {path}",
@@ -421,12 +420,20 @@ class Loop:
             exit_code=self.interrupts.exit_code,
         )
 
-    def _stop_for_callback(self, path: Path) -> NoReturn:
-        failure = self.journal.failure
-        assert failure is not None
-        failure.why = f"training stopped after step {self.parts.step.attempted}; the run is saved in {path}"
-        failure.fix = f"correct the function, then {suggest_resume(self.checkpoints.folder.parent)}"
-        raise failure
+    def _stop_for_callback(self) -> None:
+        """Raise if a callback has failed, on every rank with the message of rank 0, which calls them."""
+        failure, world = self.journal.failure, self.parts.world
+        what = failure.what if failure is not None else ""
+        if world is not None:
+            what = world.broadcast_from_first(lambda: what)
+        if not what:
+            return
+        saved = self.checkpoints.list_all()[-1]
+        raise CallbackFailed(
+            what,
+            why=f"training stopped after step {self.parts.step.attempted}; the run is saved in {saved}",
+            fix=f"correct the function, then {suggest_resume(self.checkpoints.folder.parent)}",
+        ) from failure
 
     def save(self, *, is_best: bool = False) -> Path:
         """Save a checkpoint of the whole run."""

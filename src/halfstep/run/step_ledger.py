@@ -175,7 +175,7 @@ class RunLedger:
         self._modes: set[str] = set()
         self._replay: Recording | None = None
 
-    def around(self, engine: AnyEngine) -> AbstractContextManager[object]:
+    def wrap_engine(self, engine: AnyEngine) -> AbstractContextManager[object]:
         """Return the context of a step: it records a replay that is due to be observed."""
         self._replay = None
         # Profile only the replay that will be observed: the profiler is slow.

@@ -216,7 +216,7 @@ def handle_missing_low(optimizers: Iterable[Optimizer], changes: Changes) -> lis
 
 def count_lost_updates(optimizers: Iterable[Optimizer]) -> list[tuple[str, str]]:
     """Return a summary row for each optimizer that counts lost updates; waits for the device."""
-    shares = (o.lost_share() for o in optimizers if isinstance(o, JudgedAdamW))
+    shares = (o.compute_lost_share() for o in optimizers if isinstance(o, JudgedAdamW))
     return [("lost updates", f"{share:.1%} of all, rounded away") for share in shares if share is not None]
 
 

@@ -231,7 +231,8 @@ class Guard:
     def state_dict(self) -> dict[str, Any]:
         """Return counters and facts not yet judged, as numbers: a resumed run judges them at the same step."""
         pending = [item if isinstance(item, Reading) else item.read() for item in self.pending]
-        plain = [asdict(replace(reading, holds=False)) for reading in pending]  # let_go() came before
+        # let_go() came before, and a request to stop ends with this process: it must not stop the resumed run.
+        plain = [asdict(replace(reading, holds=False, is_asked=False)) for reading in pending]
         return {"pending": plain, **{name: getattr(self, name) for name in COUNTERS}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -268,7 +268,7 @@ def _measure_state(optimizer: Optimizer) -> int:
 def _build_states(optimizer: Optimizer, parameters: list[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
     """Yield the optimizer state of each parameter, built by one step on empty gradients."""
     if isinstance(optimizer, AdamW8bit):
-        yield from ((p, [*make_state(p).values(), *optimizer.low_of(p).values()]) for p in parameters)
+        yield from ((p, [*make_state(p).values(), *optimizer.make_low_state(p).values()]) for p in parameters)
         return
     held = [group["params"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:

@@ -48,13 +48,13 @@ class AdamW8bit(JudgedAdamW):
             weight_decay=group["weight_decay"],
         )
 
-    def low_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        return {name: flatten(value) for name, value in super().low_of(parameter).items()}
+    def make_low_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        return {name: flatten(value) for name, value in super().make_low_state(parameter).items()}
 
     def _update_all(self, parameters: list[Tensor], setting: Setting) -> None:
         for parameter in parameters:
             if not self.state[parameter]:
-                self.state[parameter].update(make_state(parameter) | self.low_of(parameter))
+                self.state[parameter].update(make_state(parameter) | self.make_low_state(parameter))
         states = [self.state[parameter] for parameter in parameters]
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, [(setting.found_inf == 0).float()] * len(steps))

@@ -25,13 +25,13 @@ ROWS, WARPS = 8, 4
 
 
 @triton.jit
-def _decoded(codes, scale, table, inside):
+def _decode(codes, scale, table, inside):
     """Decode blocks of a moment from one-byte codes and one scale per block."""
     return tl.load(table + tl.load(codes, inside, 0).to(tl.int32)) * scale[:, None]
 
 
 @triton.jit
-def _ranks(magnitudes, LEVELS: tl.constexpr):
+def _rank_magnitudes(magnitudes, LEVELS: tl.constexpr):
     """Return the rank of the nearest value in the table's upper half, as `codes.rank_magnitudes` does."""
     slope = tl.zeros_like(magnitudes)
     offset = tl.zeros_like(magnitudes)
@@ -45,15 +45,15 @@ def _ranks(magnitudes, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _encoded(moment, SMALLEST: tl.constexpr, LEVELS: tl.constexpr, IS_SIGNED: tl.constexpr):
+def _encode(moment, SMALLEST: tl.constexpr, LEVELS: tl.constexpr, IS_SIGNED: tl.constexpr):
     """Encode blocks of a moment; return codes and one scale per block."""
     largest = tl.maximum(tl.max(tl.abs(moment), 1), SMALLEST)
     values = moment * tl.div_rn(1.0, largest)[:, None]
     if IS_SIGNED:
-        ranks = _ranks(tl.abs(values), LEVELS)
+        ranks = _rank_magnitudes(tl.abs(values), LEVELS)
         ranks = tl.where(values < 0, tl.maximum(127 - ranks, 0), 127 + ranks)
     else:
-        ranks = _ranks(values, LEVELS)
+        ranks = _rank_magnitudes(values, LEVELS)
     return ranks.to(tl.uint8), largest
 
 
@@ -81,9 +81,9 @@ def _update(
         if IS_SCALED:
             g = tl.div_rn(g, tl.load(grad_scale))
             tl.store(gradients + at, g.to(gradients.dtype.element_ty), inside)
-        first = _decoded(first_codes + at, tl.load(first_scale + row, is_row, 0.0), first_table, inside)
+        first = _decode(first_codes + at, tl.load(first_scale + row, is_row, 0.0), first_table, inside)
         first += (g - first) * first_share
-        second = _decoded(second_codes + at, tl.load(second_scale + row, is_row, 0.0), second_table, inside)
+        second = _decode(second_codes + at, tl.load(second_scale + row, is_row, 0.0), second_table, inside)
         second += (g * g - second) * second_share
         lr = tl.load(rate)
         theta -= lr * weight_decay * theta
@@ -92,10 +92,10 @@ def _update(
         denominator = tl.sqrt_rn(second) * tl.div_rn(1.0, root) + eps
         theta -= tl.div_rn(size * first, denominator)
         store_weight(weights + at, low + at, theta, at, key, inside, HOW)
-        codes, largest = _encoded(first, SMALLEST, LEVELS, True)
+        codes, largest = _encode(first, SMALLEST, LEVELS, True)
         tl.store(first_codes + at, codes, inside)
         tl.store(first_scale + row, largest, is_row)
-        codes, largest = _encoded(second, SMALLEST, UNSIGNED_LEVELS, False)
+        codes, largest = _encode(second, SMALLEST, UNSIGNED_LEVELS, False)
         tl.store(second_codes + at, codes, inside)
         tl.store(second_scale + row, largest, is_row)
 

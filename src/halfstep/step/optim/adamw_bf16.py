@@ -73,7 +73,7 @@ class JudgedAdamW(Optimizer):
     def _update_on(self, device: torch.device, parameters: list[Tensor], group: dict[str, Any]) -> None:
         raise NotImplementedError
 
-    def low_of(self, parameter: Tensor) -> dict[str, Tensor]:
+    def make_low_state(self, parameter: Tensor) -> dict[str, Tensor]:
         if self.rounding != "split" or not is_kept_in_half(parameter):
             return {}
         return {LOW: torch.zeros_like(parameter, dtype=torch.int16)}
@@ -106,7 +106,7 @@ class JudgedAdamW(Optimizer):
         counted = self.lost.get(weights.device)
         self.lost[weights.device] = facts if counted is None else counted.add_(facts)
 
-    def lost_share(self) -> float | None:
+    def compute_lost_share(self) -> float | None:
         """Return the share of lost updates since the start or resume; None if not counted. Waits for the device."""
         facts = [count.tolist() for count in self.lost.values()]
         moved = sum(count[1] for count in facts)
@@ -132,7 +132,7 @@ class JudgedAdamW(Optimizer):
         """Start splitting after a state without low halves: low halves of zero represent a bf16 weight exactly."""
         self.rounding, self.was_stored_without_low = "split", False
         for parameter, state in self.state.items():
-            state.update(self.low_of(parameter))
+            state.update(self.make_low_state(parameter))
 
 
 class AdamWBf16(JudgedAdamW):
@@ -166,7 +166,7 @@ class AdamWBf16(JudgedAdamW):
 
     def _empty_state(self, parameter: Tensor) -> dict[str, Tensor]:
         moments = {name: torch.zeros_like(parameter, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
-        return {"step": torch.zeros((), device=parameter.device)} | moments | self.low_of(parameter)
+        return {"step": torch.zeros((), device=parameter.device)} | moments | self.make_low_state(parameter)
 
 
 def split_for_memory(parameters: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -20,7 +20,7 @@ SECOND: tl.constexpr = tl.constexpr(half_weights.SECOND)
 
 
 @triton.jit
-def hashed(bits):
+def hash_bits(bits):
     """Return a 32-bit hash of uint32 numbers, whose products wrap around."""
     bits = (bits ^ (bits >> 16)) * tl.full([], FIRST, tl.uint32)
     bits = (bits ^ (bits >> 15)) * tl.full([], SECOND, tl.uint32)
@@ -46,7 +46,7 @@ def store_weight(weights, low, values, positions, key, inside, HOW: tl.constexpr
         tl.store(weights, high.to(tl.int16).to(tl.bfloat16, bitcast=True), inside)
         tl.store(low, (bits - (high << 16)).to(tl.int16), inside)
     elif HOW == IS_STOCHASTIC:
-        noise = hashed(positions.to(tl.uint32) + tl.load(key).to(tl.uint32)) & 0xFFFF
+        noise = hash_bits(positions.to(tl.uint32) + tl.load(key).to(tl.uint32)) & 0xFFFF
         bits = values.to(tl.int32, bitcast=True)
         rounded = ((bits + noise.to(tl.int32)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
         is_finite = (bits & 0x7F800000) != 0x7F800000

@@ -55,13 +55,13 @@ class Amp:
         found = []
         for name, values in self.script.assigned.items():
             for value in values:
-                found += [ScalerMade(key=name, call=made, enabled=on) for made, on in self.made_scalers(value)]
+                found += [ScalerMade(key=name, call=made, enabled=on) for made, on in self.list_made_scalers(value)]
         return found
 
-    def made_scalers(self, value: ast.expr) -> Iterator[tuple[ast.Call, bool | None]]:
+    def list_made_scalers(self, value: ast.expr) -> Iterator[tuple[ast.Call, bool | None]]:
         """Return GradScalers a value may be: the call itself, or one branch of `GradScaler() if amp else None`."""
         if isinstance(value, ast.IfExp):
-            yield from ((call, None) for part in (value.body, value.orelse) for call, _ in self.made_scalers(part))
+            yield from ((call, None) for part in (value.body, value.orelse) for call, _ in self.list_made_scalers(part))
         elif isinstance(value, ast.Call) and self.script.resolve_name(value.func) in SCALERS:
             yield value, read_enabled(value, self.script)
 
@@ -136,6 +136,7 @@ class Amp:
     def steps(self) -> bool:
         """Whether anything is stepped here, profilers aside: a lone backward() only looks at gradients."""
         stepped = [call.func.value for call in self.script.calls if getattr(call.func, "attr", "") == "step"]  # type: ignore[attr-defined]
+        # torch.profiler has a step() too.
         return any("prof" not in ast.unparse(owner) for owner in stepped)
 
     @cached_property
@@ -145,7 +146,7 @@ class Amp:
         followed = {event for trace in self.traces for event in trace.events}
         return {argument for event in followed for argument in list_passed_names(event) if argument}
 
-    def initial_scale(self, key: str) -> str:
+    def get_initial_scale(self, key: str) -> str:
         """Return the scale a GradScaler starts at, as a number or as the script writes it; 65536 by default."""
         for made in (made for made in self.scalers if is_same_object(made.key, key)):
             # torch.amp's takes the device first, torch.cuda.amp's the scale.

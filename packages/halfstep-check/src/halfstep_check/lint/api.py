@@ -304,7 +304,7 @@ def find_loads_into_none(amp: Amp) -> Iterator[Finding]:
 def is_none_without_amp(amp: Amp) -> Callable[[ast.expr], bool]:
     def judge(value: ast.expr) -> bool:
         choice = isinstance(value, ast.IfExp) and is_constant(value.orelse, None)
-        return choice and any(True for _ in amp.made_scalers(value))
+        return choice and any(True for _ in amp.list_made_scalers(value))
 
     return judge
 
@@ -351,7 +351,7 @@ def is_scaler(amp: Amp, node: ast.expr) -> bool:
         for t, v in pair_assignments(n)
         if last_name(dotted_name(t)) == last_name(name) and ("." in dotted_name(t)) == ("." in name)
     ]
-    return bool(values) and all(is_constant(v, None) or any(True for _ in amp.made_scalers(v)) for v in values)
+    return bool(values) and all(is_constant(v, None) or any(True for _ in amp.list_made_scalers(v)) for v in values)
 
 
 def find_tested_results(amp: Amp) -> Iterator[Finding]:

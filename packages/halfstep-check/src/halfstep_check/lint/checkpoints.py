@@ -33,6 +33,7 @@ def find_unsaved_scalers(amp: Amp) -> Iterator[Finding]:
     loaded = list_receivers(amp, "load_state_dict")
     if not saved & live.keys():
         yield from find_unsaved(amp, live)
+    # A scaler that is not saved either is one finding, not two.
     if saved & live.keys() or not any(map(amp.script.is_optimizer, saved)):
         yield from find_unloaded(amp, live, loaded)
 
@@ -54,7 +55,7 @@ def find_unloaded(amp: Amp, live: dict[str, ast.AST], loaded: set[str]) -> Itera
     if not loaded & live.keys() and any(amp.script.is_optimizer(name) for name in loaded):
         first = next(call for call in amp.script.calls if is_optimizer_load(amp, call))
         scaler = sorted(live)[0]
-        message = f"resume loads the optimizer but not {scaler}: the scale restarts at {amp.initial_scale(scaler)}"
+        message = f"resume loads the optimizer but not {scaler}: the scale restarts at {amp.get_initial_scale(scaler)}"
         yield amp.script.report("scaler-not-loaded", first, message, fix=f"also call {scaler}.load_state_dict(…)")
 
 
@@ -100,12 +101,13 @@ def find_unsaved(amp: Amp, live: dict[str, ast.AST]) -> Iterator[Finding]:
         if here and not (isinstance(node, ast.Assign) and loads_nearby(amp, node)):
             if None in keys:
                 return  # **extra may hold it
-            scale = amp.initial_scale(here[0])
+            scale = amp.get_initial_scale(here[0])
             message = (
                 f"the checkpoint has the optimizer but not {here[0]}: the scale restarts at {scale} after a resume"
             )
             fix = f'add "scaler": {here[0]}.state_dict(), and load it'
             found = amp.script.report("scaler-not-saved", node, message, fix=fix)
+            # Without a resume in this file, the optimizer may be stored for inspection only.
             yield found if resumes(amp) else dataclasses.replace(found, severity=Severity.INFO)
             return
 
@@ -224,7 +226,7 @@ def find_remade(amp: Amp, trace: Trace) -> Iterator[Finding]:
         scaled = [e for e in scaled if any(is_scaler_step(step, e.scaled_by) for step in trace.calls("step"))]
         if scaled and not made.conditions - scaled[0].conditions and is_repeated(amp, trace, made, scaled[0]):
             name = last_name(scaled[0].scaled_by)
-            scale = amp.initial_scale(name)
+            scale = amp.get_initial_scale(name)
             message = f"{name} is created again {describe_repeat(made, scaled[0])}: its scale restarts at {scale}"
             fix = "make it once, before the loop over epochs, and pass it on"
             yield amp.script.report("scaler-remade", made.node, message, fix=fix, related=scaled[0].node)
