@@ -184,6 +184,7 @@ def get_frozen_parts(predictor: Predictor) -> dict[str, FrozenPart]:
 
 def describe_failure(item: Input, error: DataError) -> Failure:
     """Return the failure of a file: the error's reason without the file's name, and without its advice for training."""
+    # Messages about a file start with its path, which the answer already has.
     about_the_file = error.what.removeprefix(f"{item.path} ")
     is_specific = about_the_file != error.what or not error.why
     return Failure(file=str(item.path), why=about_the_file if is_specific else error.why)

@@ -109,6 +109,7 @@ NAME_LENGTH = 22
 def draw_confusion(counts: Sequence[Sequence[int]], names: Sequence[str], path: Path) -> None:
     """Draw the confusion matrix: counts by true class (row) and predicted class (column)."""
     matrix = np.asarray(counts, dtype=np.float64)
+    # Colours are shares of each true class, so that rare classes are visible; 1 avoids 0/0 for absent ones.
     shares = matrix / matrix.sum(axis=1, keepdims=True).clip(min=1)
     side = min(MOST_INCHES, max(LEAST_INCHES, INCHES_PER_CLASS * len(names)))
     figure = make_figure((side + 2.6, side + 1.8))
@@ -142,6 +143,7 @@ def _label_axes(axes: Axes, names: Sequence[str]) -> None:
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     if len(names) <= NAMED_UP_TO:
+        # Minor ticks lie between the cells; their grid separates them.
         edges = np.arange(len(names) + 1) - 0.5
         axes.set_xticks(edges, minor=True)
         axes.set_yticks(edges, minor=True)
@@ -183,6 +185,7 @@ def draw_mistakes(mistakes: Sequence[ShownMistake], path: Path, *, total: int) -
     for index, mistake in enumerate(mistakes):
         row, column = divmod(index, across)
         top = high - TITLE_HIGH - row * INCHES_HIGH
+        # add_axes takes fractions of the figure, measured from its lower left corner.
         corner = column * INCHES_WIDE / wide, (top - PICTURE) / high
         _draw_mistake(figure.add_axes((*corner, PICTURE / wide, PICTURE / high)), mistake)
     title = f"The most confident mistakes, {len(mistakes):,} of {total:,}"

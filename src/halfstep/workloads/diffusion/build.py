@@ -120,10 +120,12 @@ class DiffusionPrepare:
         first = next(iter(batch.values()))
         num, device = len(first), first.device
         made = dict(batch)
+        # Cached latents come with their flips and need no pixels.
         if "moments" not in batch:
             made["image"] = scale_images(batch, key=key, flip=self.flip if training else 0.0)
         if self.has_latents:
             made["posterior_noise"] = noise.normal(key, num, self.shape, device, stream="posterior")
+        # Validation spreads its timesteps evenly over all noise levels, by the index of the sample.
         made |= self.noising.draw(num, key=key, device=device, index=None if training else batch.get("index"))
         return made | (self.conditions.drop(batch, key=key, share=self.drop) if training else {})
 
@@ -166,6 +168,7 @@ def make_random_batch(config: DiffusionConfig | VaeConfig, store: Store) -> Batc
     label = torch.randint(NUM_CLASSES, (size,), generator=generator)
     batch = {"image": image, "label": label, "index": torch.arange(size)}
     if isinstance(config, DiffusionConfig) and config.model.text_encoder:
+        # Only its sizes are needed; on meta nothing is allocated.
         with torch.device("meta"):
             text = open_text(config.model.text_encoder)
         vocabulary = int(text.encoder.config.vocab_size)

@@ -92,6 +92,7 @@ def open_samples(
         about.append(("VAE's format", f"{choice.name}: {choice.why}"))
         form = choice.name
     else:
+        # A resumed run keeps the format it was started with, whatever this device would choose.
         form = store.get("vae_format") or modules.pop("vae", "fp32")
     if config.data.cache == "off":
         settled = {"precision.modules": {**modules, "vae": form}}
@@ -107,6 +108,7 @@ def choose_format(config: DiffusionConfig, data: DiffusionData, parts: Diffusion
     if requested is None and default in ("fp32", "tf32"):
         return FormatChoice(name=default, why="the format of the run")
     samples = make_square_samples(data.train, config.data.image_size)
+    # Formats are compared by a round trip through the VAE, on the device that will train.
     device, trip = pick_training_device(config), CODEC.decode_means
     return choose_vae_format(
         parts.vae, trip, lambda: pick_images(samples), device, requested or "auto", config.precision
@@ -128,6 +130,7 @@ def _open_cached(
     cache, is_new = make_encoding(config, data, parts.vae, form).open_or_encode()
     line = f"cached in {cache.path}, {_describe_views(cache)}"
     line += describe_resume(cache, stored["latents_sha256"], is_new=is_new)
+    # One cache holds both splits, training images first.
     split = len(data.train)
     extra: list[dict[str, Tensor]] = [{"label": torch.tensor(part.labels)} for part in (data.train, data.val)]
     for part, words in zip(extra, tokens or (), strict=tokens is not None):

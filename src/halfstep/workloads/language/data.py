@@ -76,8 +76,10 @@ def _open_texts(whole: LanguageConfig, root: Path, known: Tokenizer | None) -> L
     config = whole.data
     bad_files = BadFiles(config.on_bad_file)
     texts = find_texts(root, val_fraction=config.val_fraction, bad_files=bad_files)
+    # A resumed run keeps its tokenizer; then the setting, the data and the start weights are asked, in this order.
     named = known or _find_named_tokenizer(config.tokenizer, root) or _find_weights_tokenizer(whole)
     tokenizer = named or _make_text_tokenizer(config.tokenizer, texts)
+    # The tokenizer of a stored run was compared with its start weights when that run began.
     if known is None:
         _refuse_different_tokenizer(tokenizer, whole)
     path = Path(config.cache_file) if config.cache_file else choose_cache_path(root, tokenizer)
@@ -117,6 +119,7 @@ def _open_ids(
         or _find_weights_tokenizer(config)
     )
     _refuse_mismatched_ids(tokenizer, root)
+    # Ids without a tokenizer are taken for GPT-2's, as nanoGPT's prepare.py writes them: 50,257 tokens.
     vocab = int((store or {}).get("vocab", 0)) or (tokenizer.num_tokens if tokenizer else config.model.vocab or 50257)
     train, val = (open_tokens(paths, vocab=vocab) for paths in (files.train, files.val))
     num_files = format_count(len(files.train) + len(files.val), "file")

@@ -55,6 +55,7 @@ def load_gpt2_(model: GPT2, path: Path, *, has_its_tokenizer: bool = False) -> N
         )
     _refuse_different_network(model, description, path, len(weights[POSITIONS]))
     weights = _to_linear_layers(weights)
+    # Rows past the tokenizer's tokens pad the matrix, and no text ever uses them.
     embedding = weights[EMBEDDING][: model.size.vocab] if has_its_tokenizer else weights[EMBEDDING]
     weights[EMBEDDING] = _pad_embedding(embedding, model.size.vocab, path)
     weights[POSITIONS] = _cut_positions(weights[POSITIONS], model.size.context, path)
@@ -75,9 +76,11 @@ def to_transformers(model: GPT2) -> dict[str, Tensor]:
     for name, tensor in model.state_dict().items():
         exact = tensor.detach().float().cpu()
         exact = exact[: model.size.vocab] if name == EMBEDDING else exact
+        # transformers stores these layers as Conv1D: (in, out) instead of (out, in).
         found[name] = (exact.t() if name.endswith(TRANSPOSED) else exact).contiguous()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is None:
+            # transformers' GPT-2 always has biases; zeros leave the function unchanged.
             width = module.out_features if isinstance(module, nn.Linear) else module.normalized_shape[0]
             found[f"{name}.bias"] = torch.zeros(width)
     return found
@@ -110,6 +113,7 @@ def _read_any(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         weights, other_entries = read_weights(path)
         args = other_entries.get("model_args")
         return weights, dict(args) if isinstance(args, Mapping) else _read_config(path.parent)
+    # safetensors first: they cannot run code. An index lists the shards of a file that is split.
     for name in (INDEXES[0], "model.safetensors", INDEXES[1], "pytorch_model.bin", "ckpt.pt"):
         if (path / name).is_file():
             return _read_any(path / name)

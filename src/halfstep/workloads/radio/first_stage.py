@@ -94,6 +94,7 @@ def open_first_stage(config: RadioDiffConfig) -> FirstStage:
             fix="model.vae=RUN of halfstep train radiodiff_vae, or a file with weights",
         )
     if path.is_dir():
+        # A run keeps its export in model/; the export itself may be named, too.
         folder = next((candidate for candidate in (path / "model", path) if (candidate / WEIGHTS).is_file()), None)
         if folder is None:
             raise ModelError(
@@ -103,6 +104,7 @@ def open_first_stage(config: RadioDiffConfig) -> FirstStage:
             )
         path, facts = folder / WEIGHTS, _read_facts(folder / FACTS)
     else:
+        # A bare file has no sizes: the config gives them, and the scale is measured from the data.
         facts = {"sizes": dump_sizes(config.model.first_stage), "scale_factor": None}
     vae = RadioVAE(**facts["sizes"])
     load_vae_(vae, str(path))
@@ -136,6 +138,7 @@ def measure_scale(vae: RadioVAE, maps: RadioMaps, *, count: int, threshold: floa
 
 def read_some_maps(maps: RadioMaps, count: int, threshold: float) -> Iterator[Tensor]:
     """Yield maps (1, 1, H, W) in -1..1, spread over the whole set."""
+    # Evenly spaced: samples are sorted by map, and transmitters of one map look alike.
     for index in range(0, len(maps), max(1, len(maps) // count)):
         yield to_signed(scale_gain(maps.sample(index, key=(0, 0, index))["gain"][None], threshold))
 
@@ -151,6 +154,7 @@ def add_latents(
         return data, dict(store)
     cache, is_new = make_encoding(config, data.train, vae).open_or_encode()
     line = f"cached in {cache.path}" + describe_resume(cache, str(store.get(LATENTS_CHECKSUM, "")), is_new=is_new)
+    # View 0 is the only one: radio maps are not flipped.
     train = WithColumn(data.train, MOMENTS, cache.moments[:, 0])
     found = replace(data, train=train, about=(*data.about, ("encoded maps", line)))
     return found, {**store, LATENTS_CHECKSUM: cache.checksum}

@@ -88,6 +88,7 @@ def _make_workload(config: SteveConfig, train: Samples, val: Samples, *, about: 
         scoring="fg_ari and mbo: attention masks against true masks, if the data has any",
         fragile=FRAGILE,
         groups=(
+            # STEVE's own: the dVAE learns at a constant rate, everything else with warm-up and decay.
             Group(modules=("dvae",), lr=config.optimizer.dvae_lr, schedule={"name": "constant", "warmup_steps": 0}),
             Group(modules=("steve_encoder",), lr=config.optimizer.encoder_lr),
         ),
@@ -128,6 +129,7 @@ class PrepareClips:
 
 def build_with_words(config: WordsConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """Build the workload for `config.data.dir`."""
+    # Start weights hold the words too: they are loaded below, into the complete model.
     workload = add_words(slotcontrast.build(config.replace(model={"weights": None}), store), config)
     if store is None and config.model.weights:
         load_weights_file_(workload.model, config.model.weights, rename_upstream)
@@ -162,9 +164,11 @@ def add_words(plain: Workload, config: WordsConfig) -> Workload:
 
     def loss(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor | float]:
         total, weight = plain.compute_loss(outputs, batch)
+        # The model sums over the values of a frame (C, H, W), as STEVE does; "mean" divides by their number.
         pixels = batch["video"][0, 0].numel() if m.dvae_loss == "mean" else 1
         total = total + m.dvae_weight / pixels * outputs["mse"]
         if "cross_entropy" in outputs:
+            # One word per word_side × word_side pixels.
             words = (config.data.image_size // m.word_side) ** 2 if m.words_loss == "mean" else 1
             total = total + m.words_weight / words * outputs["cross_entropy"]
         return total, weight
@@ -204,6 +208,7 @@ def build_words_model(config: WordsConfig, backbone: nn.Module) -> SlotContrastW
     return model
 
 
+# Keys are int32, so that the hash in dvae.py stays in 32-bit arithmetic on the device.
 KEY_RANGE = 2**31
 
 

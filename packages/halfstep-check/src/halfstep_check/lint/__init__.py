@@ -100,7 +100,9 @@ def lint_tree(tree: ast.Module, text: str, path: str) -> list[Finding]:
             found += [f for find in FLOW_RULES for f in find(linked) if f.place.line not in timed]
     except RecursionError as error:
         raise ConfigError(f"{path}: nested too deeply to be read", fix="check the scripts it was made from") from error
+    # Imported helpers are appended to the text: lines past its end are other files'.
     end = text.count("\n") + 1
     here = [replace(f, related=tuple(p for p in f.related if p.line <= end)) for f in found if f.place.line <= end]
+    # Several traces may report one line; reversed, so that the first report wins.
     first = {(f.rule, f.place.line): f for f in reversed(here)}
     return sorted(first.values(), key=lambda f: (f.place, f.rule))

@@ -42,6 +42,7 @@ def find_undivided_windows(amp: Amp) -> Iterator[Finding]:
         yield from find_missing_accumulate(amp, trace)
         for window in (*find_windows(trace), *find_inner_windows(amp, trace)):
             chain = trace_loss(trace, window.backward)
+            # Each line below is one of the ways in which scripts divide; any of them silences the rule.
             steps = [*(event.node for event in chain), window.backward.node]
             divided = any(divides(amp, node, window) for node in steps) or any(map(rescales_gradients, trace.events))
             divided = divided or divides_itself(amp, window.backward)
@@ -177,6 +178,7 @@ def find_windows(trace: Trace) -> Iterator[Window]:
         waiting = [e for e in backwards if (tests[0], False) in e.conditions and e.loops == step.loops]
         latest = waiting[-1] if waiting else latest
         free = latest is not None and (waiting or not any(text == tests[0] for text, _ in latest.conditions))
+        # A function that is walked twice gives its window once.
         own = step.loops, step.optimizer
         if latest is not None and free and own not in seen:
             seen.add(own)
@@ -328,6 +330,7 @@ def find_dropped_tail(amp: Amp, trace: Trace, window: Window) -> Iterator[Findin
         isinstance(loop, ast.For) and iterates_batches(loop.iter) for loop in get_step_loop(amp, window)
     ):
         return
+    # What runs once per epoch has the loops around the loop over batches.
     outer = window.step.loops[:-1]
     inside = [e.index for e in trace.events if e.loops[: len(window.step.loops)] == window.step.loops]
     before = [e for e in trace.calls("zero_grad") if e.loops == outer and e.index < inside[0]]

@@ -136,6 +136,7 @@ class Amp:
     def steps(self) -> bool:
         """Whether anything is stepped here, profilers aside: a lone backward() only looks at gradients."""
         stepped = [call.func.value for call in self.script.calls if getattr(call.func, "attr", "") == "step"]  # type: ignore[attr-defined]
+        # torch.profiler has a step() too.
         return any("prof" not in ast.unparse(owner) for owner in stepped)
 
     @cached_property

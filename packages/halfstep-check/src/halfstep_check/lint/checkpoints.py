@@ -33,6 +33,7 @@ def find_unsaved_scalers(amp: Amp) -> Iterator[Finding]:
     loaded = list_receivers(amp, "load_state_dict")
     if not saved & live.keys():
         yield from find_unsaved(amp, live)
+    # A scaler that is not saved either is one finding, not two.
     if saved & live.keys() or not any(map(amp.script.is_optimizer, saved)):
         yield from find_unloaded(amp, live, loaded)
 
@@ -106,6 +107,7 @@ def find_unsaved(amp: Amp, live: dict[str, ast.AST]) -> Iterator[Finding]:
             )
             fix = f'add "scaler": {here[0]}.state_dict(), and load it'
             found = amp.script.report("scaler-not-saved", node, message, fix=fix)
+            # Without a resume in this file, the optimizer may be stored for inspection only.
             yield found if resumes(amp) else dataclasses.replace(found, severity=Severity.INFO)
             return
 

@@ -115,6 +115,7 @@ def find_uncovered(amp: Amp, trace: Trace) -> Iterator[Finding]:
         # `inferer(inputs=images, diffusion_model=model)` runs the model that it is given.
         given = {last_name(name) for e in inside for name in list_passed_names(e)}
         covered = covered or not given.isdisjoint(amp.script.model_names)
+        # Without any autocast in the loop another check reports the scaler that scales for nothing.
         used = any(e.regions and e.region is not None and e.region.may_be_on for e in before)
         if forwards and not covered and used and not forwards[-1].conditions - backward.conditions:
             message = (

@@ -70,10 +70,12 @@ class Event:
 
     def excludes(self, other: Event) -> bool:
         """Return whether the two are in opposite branches."""
+        # One test with both answers is enough: the two can then never run in the same iteration.
         return any((text, not holds) in other.conditions for text, holds in self.conditions)
 
     def implied_by(self, other: Event) -> bool:
         """Return whether this happens whenever `other` does, accumulation windows aside."""
+        # A test with a modulo is a window: it decides when a step is due, not which branch runs.
         return all("%" in text or (text, holds) in other.conditions for text, holds in self.conditions)
 
 

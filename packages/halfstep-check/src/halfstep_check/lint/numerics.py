@@ -55,6 +55,7 @@ def find_manual_casts(amp: Amp) -> Iterator[Finding]:
         for event in trace.events:
             is_on = event.region is not None and event.region.may_be_on and event.region.device != "cpu"
             value = event.node.value if not isinstance(event.node, ast.Call) else None
+            # A name stays cast until it is given another value; a cast before the block is the author's choice.
             for target in event.targets:
                 casts.pop(target, None)
                 if is_on and isinstance(value, ast.Call) and get_cast_dtype(value, amp.script) in ("fp16", "bf16"):

@@ -55,6 +55,7 @@ def find_backward_in_autocast(amp: Amp, trace: Trace) -> Iterator[Finding]:
 
 def find_fp16_without_scaler(amp: Amp, trace: Trace) -> Iterator[Finding]:
     for backward in trace.calls("backward"):
+        # Accelerate scales only with mixed_precision="fp16", so one with "no" is like a plain backward().
         framework = amp.script.canonicalise(backward.receiver) in amp.plain_accelerators
         if not framework and not is_plain_backward(backward):
             continue
@@ -122,6 +123,7 @@ def may_be_scaled(amp: Amp, trace: Trace, backward: Event) -> bool:
     """Return whether a scaler could be at work: nothing certain, unless this loop scales another loss and forgets this
     one."""
     scaled = [e for e in trace.events if is_scaled_backward(e) and not amp.is_disabled(e.scaled_by)]
+    # Two losses in one iteration, one scaled and one not, under the same tests: the second was forgotten.
     together = [e for e in scaled if e.loops == backward.loops and not e.excludes(backward)]
     forgotten = bool(together) and backward.conditions == together[0].conditions
     # `if meta: … backward(), step()` and `else: scaler.scale(…)`: what is asked has nothing to do with AMP.

@@ -110,6 +110,7 @@ def may_be_fp16(node: ast.expr | None, script: Script, depth: int = 0) -> bool:
     # A parameter's values are what calls in this file pass; without such calls nothing is known.
     handed = script.list_passed_values(name) if script.is_taken(node) else []
     values = [*handed, *(script.list_values(name) if handed or not script.is_taken(node) else [])]
+    # Without a known value the expression itself may be the choice.
     choices = [arm for v in values or ([node] if node else []) for arm in list_choices(v, script)]
     # `self.dtype = dtype`, which the caller chose.
     passed_on = [a for a in choices if depth < MAX_ALIASES and isinstance(a, ast.Name) and a is not node]

@@ -54,6 +54,7 @@ def find_clip_after_accelerate(amp: Amp, trace: Trace) -> Iterator[Finding]:
     """Find torch's clipping after accelerator.backward(): fp16's scale is still in the gradients."""
     for clip in filter(is_clip, trace.events):
         between = [e for e in trace.events[: clip.index] if shares_loop(e, clip) and not e.excludes(clip)]
+        # The last of these before the clip says in which state the gradients are.
         changed = [e for e in between if e.method in ("backward", "step", "unscale_gradients")]
         backward = changed[-1] if changed and changed[-1].method == "backward" else None
         owner = amp.script.canonicalise(backward.receiver) if backward is not None else ""
@@ -115,6 +116,7 @@ def is_optional(unscale: Event, clip: Event, backward: Event) -> bool:
     """Return whether the clip runs on every path, and the unscale only where something else is asked for: `if
     log_norms:`."""
     extra = [text for text, _ in unscale.conditions - clip.conditions - backward.conditions]
+    # Conditions that both share say nothing about the one without the other.
     always = clip.conditions <= backward.conditions
     return always and bool(extra) and unscale.method == "unscale_" and not any(map(ABOUT_AMP.search, extra))
 

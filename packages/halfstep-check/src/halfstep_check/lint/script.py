@@ -256,6 +256,7 @@ class Script:
         found: list[ast.expr] = []
         seen |= {key}
         for value in self.list_values(key):
+            # These return the object itself.
             while isinstance(value, ast.Call) and getattr(value.func, "attr", "") in ("to", "cuda", "train", "eval"):
                 value = value.func.value  # type: ignore[attr-defined]
             for end in self.list_returns(value) or [value]:
@@ -283,6 +284,7 @@ class Script:
     def local_names(self) -> set[str]:
         """Names of this module's functions, also with an object of this module before them: `amp.context`."""
         dotted = {dotted_name(call.func) for call in self.calls}
+        # Methods of objects whose class is in this file, so that `amp.context()` is followed into it.
         held = {n for n in dotted if "." in n and self.find_class(n.rpartition(".")[0]) is not None}
         return held | {node.name for node in self.nodes if isinstance(node, Function)}
 

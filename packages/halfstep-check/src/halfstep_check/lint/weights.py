@@ -57,6 +57,7 @@ def find_half_weights(amp: Amp) -> Iterator[Finding]:
         pair for call in script.calls if is_plain_optimizer(amp, call) for pair in list_optimized_models(script, call)
     ]
     optimized += [pair for call in script.calls for pair in list_models_optimized_elsewhere(script, call)]
+    # Models that a Trainer is given: it makes the optimizer itself.
     handed = [pair for call in script.calls for pair in list_trained_models(script, call)]
     optimized = [*(optimized if amp.goes_backward or "training_step" in script.named_functions else []), *handed]
     seen: set[tuple[str, str]] = set()
