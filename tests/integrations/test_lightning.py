@@ -105,6 +105,16 @@ def test_a_bad_step_leaves_everything_as_it_was(precision: str, accumulate: int)
             assert same_bits(before, after) == (number in bad), (number, bad.get(number))
 
 
+def test_a_second_fit_guards_its_own_average() -> None:
+    average = importlib.import_module("lightning.pytorch.callbacks").EMAWeightAveraging()
+    for _ in range(2):
+        watcher = make_watcher(PACKAGES[0], {3: "loss"})
+        fit(make_module(), make_trainer(plugin=make_plugin(), callbacks=[average, watcher]), 6)
+        assert "on_train_batch_end" not in vars(average)
+        average._latest_update_step = 0
+        assert same_bits(watcher.states[3], watcher.states[4])
+
+
 def test_dropped_steps_do_not_move_an_exact_schedule() -> None:
     watcher = make_watcher(PACKAGES[0], ALL_FAULTS)
     fit(make_module(), make_trainer(plugin=make_plugin(schedule="exact", max_consecutive=9), callbacks=[watcher]), 20)

@@ -528,10 +528,13 @@ def _pick_group(curve: Curve, position: int) -> Callable[[int], float]:
     return lambda count: curve(count)[position]
 
 
-def keep_average_of_good_steps(owner: Any, name: str, average: nn.Module, read_verdict: Callable[[], Any]) -> None:
+def keep_average_of_good_steps(
+    owner: Any, name: str, average: nn.Module, read_verdict: Callable[[], Any]
+) -> Callable[[], None]:
     """Let a host's method that averages weights after every step leave the average alone after a dropped one.
 
-    `read_verdict` returns the flag of the newest step on the device, or None. Copies the average at every step."""
+    `read_verdict` returns the flag of the newest step on the device, or None. Copies the average at every step. Return
+    a function that gives the method back."""
     update = getattr(owner, name)
 
     def update_after_good_steps(*args: Any, **kwargs: Any) -> Any:
@@ -545,3 +548,4 @@ def keep_average_of_good_steps(owner: Any, name: str, average: nn.Module, read_v
         return result
 
     setattr(owner, name, update_after_good_steps)
+    return lambda: delattr(owner, name)

@@ -108,6 +108,7 @@ class HalfstepPrecision:
         self._configs: list[Any] = []
         self._guard: HostGuard | None = None
         self._captured: CapturedSteps | None = None
+        self._undo: list[Callable[[], None]] = []
 
     @property
     def step(self) -> Step | None:
@@ -201,8 +202,9 @@ class HalfstepPrecision:
             loop.announce()
         for callback in trainer.callbacks:
             average = getattr(callback, "_average_model", None)  # of a WeightAveraging
-            if isinstance(average, nn.Module) and "on_train_batch_end" not in vars(callback):
-                keep_average_of_good_steps(callback, "on_train_batch_end", average, self._read_verdict)
+            if isinstance(average, nn.Module):
+                undo = keep_average_of_good_steps(callback, "on_train_batch_end", average, self._read_verdict)
+                self._undo.append(undo)
 
     def _read_verdict(self) -> Tensor | None:
         """Return whether the newest step was bad, on the device."""
@@ -220,6 +222,8 @@ class HalfstepPrecision:
                 owner.close()
             for config in self._configs:
                 config.scheduler = getattr(config.scheduler, "inner", config.scheduler)
+            while self._undo:
+                self._undo.pop()()
             self._guard = self._captured = self._optimizer = self.scaler = None
             self._configs = []
 
