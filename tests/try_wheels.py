@@ -27,6 +27,7 @@ import torch
 from torch import nn
 import halfstep as hs
 
+torch.manual_seed(0)  # for 6 of 500 seeds AdamW starts so near the minimum that it overshoots, in plain torch too
 model = nn.Linear(4, 1)
 step = hs.Step(model, torch.optim.AdamW(model.parameters(), 1e-2, fused=True), "fp32")
 loss_fn = lambda x: model(x).square().mean()
