@@ -1,6 +1,8 @@
 """Run the tests of the library core (own_loop, step, precision, evidence) with other versions of torch, on the CPU.
 
     python benchmarks/torch_versions.py 2.10.0 2.9.1 --envs DIR [--wheels DIR]
+    python benchmarks/torch_versions.py 2.10.0 --envs DIR --failed          only what failed before, after a fix
+    python benchmarks/torch_versions.py 2.10.0 --envs DIR --report FILE     read a JUnit report of these tests
 
 For each version: make an environment in DIR (an existing one is reused), install that torch and what the tests need,
 run the tests, and store what passed and failed in benchmarks/results/torch_versions.json. Tests marked slow or ranks
@@ -15,6 +17,7 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -34,11 +37,19 @@ def main() -> int:
     parser.add_argument("versions", nargs="+", help="versions of torch, such as 2.10.0")
     parser.add_argument("--envs", type=Path, required=True, help="folder for one environment per version")
     parser.add_argument("--wheels", help="folder with wheels that pip shall also look at")
+    parser.add_argument("--failed", action="store_true", help="run only the tests that the stored result lists")
+    parser.add_argument("--report", type=Path, help="JUnit report of an earlier run, instead of running the tests")
     arguments = parser.parse_args()
     has_failed = False
     for version in arguments.versions:
         python = prepare(version, arguments.envs / f"torch-{version}", arguments.wheels)
-        found = run_tests(python, arguments.envs / f"torch-{version}.xml")
+        before = (json.loads(RESULT.read_text()) if RESULT.exists() else {}).get(version, {})
+        tests = before["failed"] if arguments.failed else TESTS
+        report = arguments.report or run_tests(python, tests, arguments.envs / f"torch-{version}.xml")
+        found = read_report(python, report)
+        if arguments.failed:
+            # The others passed on an earlier commit: say which ones this one adds.
+            found |= {"passed": before["passed"] + found["passed"], "skipped": before["skipped"], "run_again": tests}
         has_failed |= bool(found["failed"])
         print(f"torch {version}: {found['passed']} passed, {len(found['failed'])} failed", flush=True)
         # Read again: another process may have added a version in the meantime.
@@ -64,12 +75,17 @@ def prepare(version: str, folder: Path, wheels: str | None) -> Path:
     return python
 
 
-def run_tests(python: Path, report: Path) -> dict[str, Any]:
-    """Run the core tests; return what passed, failed and was skipped."""
+def run_tests(python: Path, tests: Iterable[str], report: Path) -> Path:
+    """Run the tests and return the JUnit report."""
     paths = os.pathsep.join(str(path) for path in (ROOT / "src", ROOT / "packages" / "halfstep-check" / "src"))
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    called = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not ranks", *TESTS]
+    called = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not ranks", *tests]
     subprocess.run([*called, f"--junitxml={report}"], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    return report
+
+
+def read_report(python: Path, report: Path) -> dict[str, Any]:
+    """Return what passed, failed and was skipped, and with which torch."""
     cases = list(ElementTree.parse(report).getroot().iter("testcase"))
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = [case for case in cases if case.find("skipped") is not None]
@@ -83,7 +99,7 @@ def run_tests(python: Path, report: Path) -> dict[str, Any]:
         "tests": list(TESTS),
         "passed": len(cases) - len(failed) - len(skipped),
         "skipped": len(skipped),
-        "failed": sorted(f"{case.get('classname')}::{case.get('name')}" for case in failed),
+        "failed": sorted(f"{str(case.get('classname')).replace('.', '/')}.py::{case.get('name')}" for case in failed),
     }
 
 

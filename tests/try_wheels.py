@@ -97,7 +97,10 @@ def use(python: Path, wheels: list[Path], constraints: Path, venv: Path) -> None
     """Install the wheels into a fresh environment and use the library, then the commands."""
     halfstep, check = sorted(wheels, key=lambda path: "check" in path.name)
     run(python, "-m", "venv", venv)
-    bin_folder, install = venv / "bin", (venv / "bin" / "python", "-m", "pip", "install", "--quiet", "-c", constraints)
+    bin_folder, install = (
+        venv / "bin",
+        (venv / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-compile", "-c", constraints),
+    )
     version = read_version(halfstep)
     run(*install, halfstep)
     run(bin_folder / "python", "-c", CORE, cwd=venv)
@@ -107,7 +110,7 @@ def use(python: Path, wheels: list[Path], constraints: Path, venv: Path) -> None
     run(*install, f"{halfstep}[cli]", check)
     shown = subprocess.check_output([bin_folder / "halfstep", "--version"], cwd=venv, text=True)
     assert shown.split() == ["halfstep", version], shown
-    small = ("train.max_steps=2", "train.epochs=1", "model.width=8", "data.image_size=32", "data.num_workers=0")
+    small = ("train.max_steps=2", "train.epochs=1", "model.base_channels=8", "data.image_size=32", "data.num_workers=0")
     run(bin_folder / "halfstep", "train", "unet", "--out", "run", "--quiet", "--precision", "fp32", *small, cwd=venv)
     run(bin_folder / "halfstep", "evaluate", "run", "--json", cwd=venv, quiet=True)
     (venv / "train.py").write_text("import torch\n")
