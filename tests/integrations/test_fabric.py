@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.nn import functional as F
 import halfstep as hs
 from halfstep.errors import ConfigError
 from host_faults import FAULTS, Net, copy_state, make_data, same_bits, seeded
+from ranks_together import together
 
 pytest.importorskip("lightning")
 
@@ -24,17 +27,24 @@ class Script:
 
     def __init__(
         self, package: str = PACKAGES[0], *, guarded: bool = True, accumulate: int = 1,
-        clip: dict[str, float] | None = None, precision: Any = "32-true", **more: Any,
+        clip: dict[str, float] | None = None, precision: Any = "32-true",
+        devices: int = 1, strategy: str = "auto", **more: Any,
     ) -> None:  # fmt: skip
         host = importlib.import_module(package)
         plugins = [host.plugins.MixedPrecision(precision, "cpu")] if precision == "16-mixed" else None
         self.fabric = host.Fabric(
-            accelerator="cpu", devices=1, plugins=plugins, **({} if plugins else {"precision": precision})
+            accelerator="cpu",
+            devices=devices,
+            strategy=strategy,
+            plugins=plugins,
+            **({} if plugins else {"precision": precision}),
         )
         model: Any = seeded(Net)
         self.net, self.accumulate, self.clip = model, accumulate, clip
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
         self.scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+        if devices > 1:
+            self.fabric.launch()
         self.model, self.optimizer = self.fabric.setup(model, optimizer)
         if guarded:
             self.guard = hs.integrations.lightning.guard(
@@ -143,3 +153,27 @@ def test_one_line_says_what_is_guarded(capfd: pytest.CaptureFixture[str]) -> Non
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("halfstep:")]
     assert "guards Fabric: loss, gradients and 3 buffers" in line
     assert "counters and averages of your loop" in line
+
+
+# --- two ranks ---
+
+
+def train_on_a_rank(rank: int, size: int, port: int) -> list[bool]:
+    """Train with DDP while one rank alone is at fault; return whether each fault changed nothing on this rank."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(address, WORLD_SIZE=str(size), RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0",
+                      LOCAL_WORLD_SIZE=str(size), TORCHELASTIC_RUN_ID="1")  # fmt: skip
+    script = Script(devices=size, strategy="ddp")
+    script.train(2)
+    found = []
+    for fault in FAULTS:
+        before = script.state
+        script.train(1, fault if rank == 1 else None)
+        found.append(same_bits(before, script.state))
+        script.train(1)
+    return found
+
+
+@pytest.mark.ranks
+def test_two_ranks_drop_the_same_steps(tmp_path: Path) -> None:
+    assert together(2, train_on_a_rank, tmp_path) == [[True] * len(FAULTS)] * 2

@@ -2,6 +2,11 @@
 
 hs.integrations.accelerate.guard(accelerator, model, optimizer)
 class MyTrainer(hs.integrations.transformers.HalfstepMixin, transformers.Trainer)
+lightning.Trainer(plugins=[hs.integrations.lightning.HalfstepPrecision("bf16")])
+hs.integrations.lightning.guard(fabric, model, optimizer)
+loss_scaler = hs.integrations.timm.HalfstepScaler(model, optimizer, "bf16")
+nnUNetv2_train ... -tr nnUNetTrainerHalfstep, with nnUNet_extTrainer=$(python -m halfstep.integrations.nnunet)
+SupervisedTrainer(..., iteration_update=hs.integrations.monai.HalfstepUpdate("bf16"))
 """
 
 from __future__ import annotations
