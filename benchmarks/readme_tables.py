@@ -225,10 +225,7 @@ def start_times(starts: dict[str, Any] | None, own: dict[str, Any] | None) -> st
 def small_table() -> str:
     """The README's: one row per model with the fastest peer that was tuned by hand, and what accuracy was compared."""
     problems = result("speed")["problems"]
-    first = next(iter(problems.values()))
     lines = [
-        f"One training step in bf16 on one {first['device']}, torch {first['versions']['torch']}, batch copy included:",
-        "",
         "| model, batch | halfstep | fastest peer tuned by hand | speedup | peak memory, halfstep / peer |",
         "|---|---|---|---|---|",
     ]
@@ -241,7 +238,46 @@ def small_table() -> str:
             lines.append(f"| {' | '.join(cells)} |")
     lines += beside_torch(result("gpt2_speed")["cases"])
     compared = [f"{title} {verdict(result(name), 'bf16')}" for name, title in COMPARED.items()]
-    return "\n".join([*lines, "", f"Accuracy in bf16 compared with fp32, over paired seeds. {'; '.join(compared)}."])
+    accuracy = f"Accuracy in bf16 compared with fp32, over paired seeds. {'; '.join(compared)}."
+    ours = "The workloads of halfstep, with `halfstep train`:"
+    return "\n".join([own_loop_table(), "", ours, "", *lines, "", accuracy])
+
+
+OWN_MODELS = {
+    "mlp": "MLP 784-512-512-10, 128", "resnet18": "ResNet-18 for CIFAR, 128",
+    "encoder": "nn.TransformerEncoder 6×256, 32×128", "gpt2": "transformers' GPT-2, 8×1024",
+    "convnext_tiny": "torchvision ConvNeXt-T, 128", "vit_b_16": "torchvision ViT-B/16, 64",
+}  # fmt: skip
+PLAIN_LOOPS = ("plain", "compiled", "reduce-overhead")
+
+
+def own_loop_table() -> str:
+    """A user's own model in a user's own loop: hs.Step beside the loops that people write."""
+    found = result("own_loop")
+    lines = [
+        f"Your own model in your own loop, one step in bf16 with fused AdamW, clip 1.0, one {found['device']}, torch "
+        f"{found['torch']} (`{found['command']}`):",
+        "",
+        "| model, batch | autocast loop | faster of torch.compile's modes | hs.Step | speedup over each |",
+        "|---|---|---|---|---|",
+    ]
+    for name, title in OWN_MODELS.items():
+        rows = found["models"][name]
+        plain, own = rows["plain"]["ms"], rows["hs auto"]["ms"]
+        mode, peer = min(((mode, rows[mode]["ms"]) for mode in PLAIN_LOOPS[1:]), key=lambda pair: pair[1])
+        cells = [
+            title,
+            show_ms(plain),
+            f"{show_ms(peer)}, {mode}",
+            show_ms(own),
+            f"{plain / own:.1f}x, {peer / own:.2f}x",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def show_ms(ms: float) -> str:
+    return f"{ms:.2f} ms" if ms < 10 else f"{ms:.1f} ms"
 
 
 def beside_torch(cases: dict[str, Any]) -> list[str]:
@@ -258,7 +294,7 @@ def beside_torch(cases: dict[str, Any]) -> list[str]:
 
 
 def tables() -> str:
-    parts = [unet_table(), other_table()]
+    parts = [own_loop_table(), unet_table(), other_table()]
     if (HERE / "results" / "speed.json").exists():
         speed = result("speed")
         parts[:0] = [speed_table(speed["problems"], speed["starts"]), conditions(speed["problems"], speed["starts"])]

@@ -15,7 +15,8 @@ from halfstep.integrations.guard import HostGuard
 from host_faults import FAULTS, Fault, Net, copy_state, make_data, same_bits, seeded
 from no_waiting import no_host_wait
 
-pytestmark = pytest.mark.gpu
+# torch warns once of lru_cache in transformers' code, and the warning would end the trace here.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache")]
 
 
 class Loop:
