@@ -252,7 +252,7 @@ PLAIN_LOOPS = ("plain", "compiled", "reduce-overhead")
 
 
 def own_loop_table() -> str:
-    """A user's own model in a user's own loop: hs.Step beside the loops that people write."""
+    """Return the table of hs.Step next to plain and compiled loops, for six public models."""
     found = result("own_loop")
     lines = [
         f"Your own model in your own loop, one step in bf16 with fused AdamW, clip 1.0, one {found['device']}, torch "

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import planted_faults
+from halfstep.own_loop import fast
 from planted_faults import (
     FACTOR,
     WriteOnTheSide,
@@ -46,11 +47,16 @@ def test_python_code_that_no_guard_covers(monkeypatch: pytest.MonkeyPatch) -> No
 
     change = lambda model: monkeypatch.setenv("HALFSTEP_TEST_FACTOR", "3.0")  # noqa: E731
     step, said = train(CPU, monkeypatch, loss_of, change)
-    # torch either guards the variable, and follows it, or the check finds it.
     if said:
         assert_found_by_check(step, said)
-    else:
-        assert step.mode == "graph"
+        return
+    # This version of torch guards the variable: then the replays must have followed it.
+    monkeypatch.setenv("HALFSTEP_TEST_FACTOR", "1.0")
+    captures = fast.CAPTURES.pop("cpu")
+    eager, _ = train(CPU, monkeypatch, loss_of, change)
+    fast.CAPTURES["cpu"] = captures
+    assert (step.mode, eager.mode) == ("graph", "eager")
+    assert all(map(torch.equal, step._step.model.parameters(), eager._step.model.parameters()))
 
 
 def test_random_numbers_at_a_wrong_offset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +70,6 @@ def test_a_tensor_changed_on_the_side(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_found_by_check(step, said)
 
 
-def test_a_custom_operator_must_be_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_declared_operator_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     step, said = train(CPU, monkeypatch, planted_faults.get_scaled_loss)
     assert (step.mode, said) == ("graph", [])

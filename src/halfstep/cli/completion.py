@@ -96,7 +96,7 @@ def _complete_setting(given: Sequence[str], incomplete: str, resume: str) -> Ite
 
 
 def _find_workload(target: str) -> str:
-    """Return the workload that a name, a config file or a run's folder stands for."""
+    """Return the workload of a name, a config file or a run folder."""
     from halfstep.config.yaml_source import read_yaml
     from halfstep.workloads import DEMO_WORKLOAD, KINDS
 

@@ -232,7 +232,9 @@ class TrainConfig(Section):
         names = split_names(value)
         for name in names if isinstance(names, list | tuple) else ():
             if not isinstance(name, str) or not is_import_path(name):
-                raise ValueError(f"{name!r} is not an import path such as my_pkg.my_mod:fn")
+                meant = ":".join(str(name).rsplit(".", 1))
+                likely = f"; did you mean {meant}?" if is_import_path(meant) else ""
+                raise ValueError(f"{name!r} is not an import path such as my_pkg.my_mod:fn{likely}")
         return names
 
     @model_validator(mode="after")

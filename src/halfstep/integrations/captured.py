@@ -1,6 +1,6 @@
 """An hs.Step inside a host that counts, schedules, logs and saves by itself.
 
-Learning rates are a table on the device, by committed steps. The host keeps its scheduler: what stands in for it
+Learning rates are a table on the device, indexed by committed steps. The host's scheduler is replaced by one that
 ignores `step()`, and catches up with the committed steps where it is read or saved.
 """
 

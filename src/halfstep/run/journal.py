@@ -354,7 +354,7 @@ class Journal:
         whole = self._format_whole if self.pace.total_steps else None
         self.pace.begin_training()
         with self.report.show_phase(label, num_windows, whole=whole, is_summarised=True) as bar:
-            self._epoch, self._bar, self._has_shown = epoch, bar, False
+            self._epoch, self._bar, self._has_shown, self._shown_metric = epoch, bar, False, ""
             bar.show({"precision": self._precision})
             try:
                 yield

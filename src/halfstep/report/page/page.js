@@ -102,7 +102,7 @@ function start(figure, number) {
   svg.dataset.number = number;
   const xs = data.series.flatMap(s => s.points.map(p => p[0]));
   const first = data.low ?? Math.min(...xs), last = data.high ?? Math.max(...xs);
-  const air = first === last ? 1 : 0;  // a single step stands in the middle
+  const air = first === last ? 1 : 0;  // draw a single step in the middle
   const whole = {low: first - air, high: last + air + (last - first) * 0.02};  // the last point is not cut off
   let view = {...whole};
   const show = next => { view = next; draw(svg, data, view); };
