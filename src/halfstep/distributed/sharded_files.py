@@ -1,0 +1,623 @@
+"""Sharded checkpoints: each rank writes its pieces, and a manifest states which files form one save.
+
+    FOLDER/rank-00000.safetensors    rank 0's pieces of the sharded tensors, and every tensor that all ranks hold alike
+           rank-00001.safetensors    rank 1's pieces, and tensors that differ between ranks (BatchNorm statistics)
+           manifest.json             mesh, step, size and SHA-256 of each file, shape and pieces of each tensor
+
+Each file also holds the rank's JSON document, the part of the state that is not tensors. Nothing is unpickled.
+
+Saving: the ranks copy their tensors to host memory and train on, while a thread per rank writes and flushes its file.
+The threads use the rendezvous store, no collectives, which would mix with those of training. When every file is on the
+disk, rank 0 writes the manifest and calls `publish`, which renames the folder or moves `latest`: until then the save
+does not exist for a reader. With replicas (HSDP), only the first replica writes.
+
+Loading: manifest and files are checked before any tensor is read: every file there with its size and checksum, no other
+one, and every tensor covered once. A rank reads only its slices, so another number of ranks can load the save as well.
+
+torch.distributed.checkpoint was not used: its safetensors storage loads a save with a missing file silently, merges
+older files in the folder, and stores no checksums.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import itertools
+import json
+import math
+import os
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from halfstep import __version__
+from halfstep.disk import flush, name_hidden, read_sealed, remove_leftovers, seal
+from halfstep.distributed.world import World, mark_agreed
+from halfstep.errors import CheckpointError, HalfstepError, format_count, summarise_error
+
+MANIFEST = "manifest.json"
+LAYOUT_VERSION = 1
+DOCUMENT = "halfstep"
+CHUNK_BYTES = 1 << 22
+NUM_SHOWN = 3
+DTYPES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3", torch.int16: "I16", torch.uint16: "U16", torch.float16: "F16",
+    torch.bfloat16: "BF16", torch.int32: "I32", torch.uint32: "U32", torch.float32: "F32", torch.complex64: "C64",
+    torch.float64: "F64", torch.int64: "I64", torch.uint64: "U64",
+}  # fmt: skip
+"""Names of dtypes in safetensors files, in the order in which safetensors itself sorts them."""
+BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError)
+
+
+# --- how tensors are cut ---
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The mesh of a sharded model, and which of its dimensions shards; the others hold replicas."""
+
+    mesh: DeviceMesh
+    dim: int
+
+    @property
+    def is_first_replica(self) -> bool:
+        coordinate = self.mesh.get_coordinate()
+        assert coordinate is not None
+        return all(place == 0 for dim, place in enumerate(coordinate) if dim != self.dim)
+
+    def find_range(self, length: int) -> tuple[int, int]:
+        """Return the start and length of this rank's piece: pieces are cut as by torch.chunk, the last may be empty."""
+        each = -(-length // self.mesh.size(self.dim))
+        start = min(self.mesh.get_local_rank(self.dim) * each, length)
+        return start, min(each, length - start)
+
+    def describe(self) -> Any:
+        """Return the ranks of the mesh as nested lists, and the dimension that shards."""
+        return {"ranks": self.mesh.mesh.tolist(), "dim": self.dim}
+
+    def wrap(self, local: Tensor, shape: Iterable[int], dim: int | None) -> DTensor:
+        """Return this rank's piece as a DTensor. Unlike DTensor.from_local, it stays in host memory."""
+        placements = [Shard(dim) if place == self.dim and dim is not None else Replicate()
+                      for place in range(self.mesh.ndim)]  # fmt: skip
+        whole = torch.empty(torch.Size(shape), dtype=local.dtype, device="meta")
+        meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+        return DTensor(local, DTensorSpec(self.mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
+
+
+def find_mesh(tensors: Iterable[object]) -> Mesh | None:
+    """Return the mesh of the sharded tensors; None if none is sharded."""
+    found: Mesh | None = None
+    for tensor in tensors:
+        if not isinstance(tensor, DTensor):
+            continue
+        dims = [dim for dim, placement in enumerate(tensor.placements) if type(placement) is Shard]
+        others = [p for p in tensor.placements if type(p) not in (Shard, Replicate)]
+        if len(dims) > 1 or others or found is not None and tensor.device_mesh != found.mesh:
+            raise CheckpointError(
+                f"a tensor is sharded as {tensor.placements} on {tensor.device_mesh}",
+                why="sharded checkpoints support one mesh, of which one dimension shards and the others replicate",
+                fix="apply fully_shard to the whole model with one mesh (1D, or 2D for HSDP)",
+            )
+        if dims and (found is None or found.dim != dims[0]):
+            found = Mesh(tensor.device_mesh, dims[0])
+    return found
+
+
+def is_sharded(tensors: Iterable[object]) -> bool:
+    return any(isinstance(tensor, DTensor) for tensor in tensors)
+
+
+def _find_sharded_dim(tensor: DTensor) -> int | None:
+    """Return the tensor's dimension that is cut; None if every rank holds all of it."""
+    dims = [placement.dim % tensor.ndim for placement in tensor.placements if isinstance(placement, Shard)]
+    return dims[0] if dims else None
+
+
+# --- safetensors files, written as they are hashed ---
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Write and flush a file; return its size and SHA-256. Unlike safetensors' own writer it makes no copies and leaves
+    Python to the training thread while it writes."""
+    head, offsets = make_header({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, metadata)
+    digest, size = hashlib.sha256(head), len(head)
+    with path.open("xb") as file:
+        file.write(head)
+        for name in offsets:
+            for chunk in _cut_bytes(tensors[name]):
+                digest.update(chunk)
+                size += file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    flush(path.parent)
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def make_header(
+    described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, int]]:
+    """Return the head of a safetensors file, byte for byte as safetensors writes it, and where each tensor starts."""
+    order = list(DTYPES)
+    names = sorted(described, key=lambda name: (-order.index(described[name][0]), name))
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offsets, end = dict[str, int](), 0
+    for name in names:
+        dtype, shape = described[name]
+        offsets[name], start = end, end
+        end += math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    return head, {name: len(head) + offset for name, offset in offsets.items()}
+
+
+def _cut_bytes(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield a host tensor's bytes in chunks."""
+    if tensor.numel():
+        whole = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        for start in range(0, len(whole), CHUNK_BYTES):
+            yield whole[start : start + CHUNK_BYTES]
+
+
+def _hash(chunks: Iterable[memoryview | bytes]) -> str:
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous copies in host memory; waits for the device once."""
+    copies = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        copies[name].copy_(tensor, non_blocking=True)
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.current_stream().synchronize()
+    return copies
+
+
+# --- saving ---
+
+
+class BackgroundSave:
+    """A save under way. `wait` returns when all ranks' files are on the disk and published, or raises why not."""
+
+    def __init__(
+        self, folder: Path, document: Any, tensors: Mapping[str, Tensor], world: World, *, step: int,
+        publish: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """Copy the tensors and start to write; every rank calls it. `folder` is new: it must not exist on any disk.
+
+        `publish` runs on rank 0 when the save is complete and flushed.
+        """
+        self.folder, self._world, self._publish, self._step = folder, world, publish, step
+        self._error: HalfstepError | None = None
+        mesh = find_mesh(tensors.values())
+        self._mesh = mesh.describe() if mesh is not None else None
+        self._cuts: dict[str, dict[str, Any]] = {}
+        own = self._choose_own(tensors, mesh)
+        document = json.dumps(document)  # now, as training changes the state while the thread runs
+        self._save = world.broadcast_from_first(self._make_folder)
+        staged = copy_to_host(own)
+        # Not a daemon: the interpreter ends when the files are written.
+        self._thread = threading.Thread(target=self._run, args=(staged, document), name=f"save {folder.name}")
+        atexit.register(self._report_unseen)
+        self._thread.start()
+
+    def wait(self) -> None:
+        self._thread.join()
+        atexit.unregister(self._report_unseen)
+        if self._error is not None:
+            raise self._error
+
+    def _report_unseen(self) -> None:
+        """Show the error of the last save of a program that ended without waiting for it."""
+        self._thread.join()
+        if self._error is not None:
+            print(f"error: {self._error}", file=sys.stderr)
+
+    def _choose_own(self, tensors: Mapping[str, Tensor], mesh: Mesh | None) -> dict[str, Tensor]:
+        """Return what this rank may have to write, and note how sharded tensors are cut."""
+        own: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            if tensor.dtype not in DTYPES:
+                raise CheckpointError(f"safetensors cannot store {name}, which is {tensor.dtype}")
+            if not isinstance(tensor, DTensor):
+                own[name] = tensor
+                continue
+            dim, local = _find_sharded_dim(tensor), tensor.to_local()
+            start = 0
+            if dim is not None:
+                assert mesh is not None
+                start, length = mesh.find_range(tensor.shape[dim])
+                assert local.shape[dim] == length, f"{name}: {tuple(local.shape)} is not piece {start}+{length}"
+            is_written = mesh.is_first_replica if mesh is not None else True
+            if dim is None:
+                is_written = self._world.is_first
+            self._cuts[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "dim": dim, "start": start}
+            if is_written and local.numel():
+                own[name] = local
+        return own
+
+    def _make_folder(self) -> str:
+        try:
+            self.folder.mkdir(parents=True)
+        except OSError as error:
+            raise _explain_unwritten(self.folder, summarise_error(error)) from error
+        return secrets.token_hex(8)
+
+    # --- in the thread ---
+
+    def _run(self, staged: dict[str, Tensor], document: str) -> None:
+        try:
+            problem = self._write_and_report(staged, document)
+            if self._world.is_first:
+                problem = problem or self._finish()
+                self._world.post_text(f"{self._save}/end", problem)
+                with suppress(HalfstepError):
+                    for rank in range(1, self._world.size):  # the store may end with this rank
+                        self._world.await_text(f"{self._save}/seen/{rank}", rank)
+                    self._world.drop_texts([f"{self._save}/{key}" for key in ("whole", *range(self._world.size))])
+            else:
+                problem = self._world.await_text(f"{self._save}/end", 0)
+                self._world.post_text(f"{self._save}/seen/{self._world.rank}", "")
+        except HalfstepError as error:  # a rank is gone
+            problem = f"{error.what}: {error.why}"
+        except Exception as error:
+            problem = summarise_error(error)
+        if problem:
+            self._error = mark_agreed(_explain_unwritten(self.folder, problem))
+
+    def _write_and_report(self, staged: dict[str, Tensor], document: str) -> str:
+        """Write this rank's file and post its size and checksum, or why it could not be written."""
+        rank = self._world.rank
+        try:
+            self._drop_what_first_writes(staged)
+            own = {"save": self._save, "rank": rank, "cuts": self._cuts, "state": json.loads(document)}
+            written = write_safetensors(self.folder / name_file(rank), staged, {DOCUMENT: json.dumps(seal(own))})
+            problem = ""
+        except Exception as error:
+            # Of any kind: a rank that does not report would leave the others waiting.
+            written, problem = {}, f"rank {rank}: {summarise_error(error)}"
+        self._world.post_text(f"{self._save}/{rank}", json.dumps([problem, written]))
+        return problem
+
+    def _drop_what_first_writes(self, staged: dict[str, Tensor]) -> None:
+        """Drop tensors that are not sharded and equal those of rank 0, which writes them."""
+        whole = {name: tensor for name, tensor in staged.items() if name not in self._cuts}
+        own = {name: [str(t.dtype), list(t.shape), _hash(_cut_bytes(t))] for name, t in whole.items()}
+        if self._world.is_first:
+            self._world.post_text(f"{self._save}/whole", json.dumps(own))
+            return
+        first = json.loads(self._world.await_text(f"{self._save}/whole", 0))
+        for name in whole:
+            if own[name] == first.get(name):
+                del staged[name]
+
+    def _finish(self) -> str:
+        """On rank 0: wait for all files, write the manifest and publish the save; return why that failed."""
+        files: dict[str, Any] = {}
+        for rank in range(self._world.size):
+            problem, written = json.loads(self._world.await_text(f"{self._save}/{rank}", rank))
+            if problem:
+                return str(problem)
+            files[name_file(rank)] = written
+        try:
+            manifest = self._make_manifest(files)
+            check_coverage(manifest)
+            path = self.folder / MANIFEST
+            path.write_text(json.dumps(seal(manifest)))
+            flush(path)
+            flush(self.folder)
+            self._publish()
+        except CheckpointError as error:
+            return error.what
+        except OSError as error:
+            return summarise_error(error)
+        return ""
+
+    def _make_manifest(self, files: dict[str, Any]) -> dict[str, Any]:
+        for rank, name in enumerate(files):
+            if not (self.folder / name).is_file():
+                raise CheckpointError(
+                    f"rank 0 does not see {name}, which rank {rank} wrote: machines must share the folder's disk"
+                )
+        sharded, whole = list_tensors([_read_head(self.folder / name) for name in files])
+        return {
+            "layout": LAYOUT_VERSION, "halfstep": __version__, "save": self._save, "step": self._step,
+            "ranks": self._world.size, "mesh": self._mesh, "files": files, "sharded": sharded, "whole": whole,
+        }  # fmt: skip
+
+
+def name_file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _explain_unwritten(folder: Path, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"cannot write the sharded checkpoint {folder}: {problem}",
+        why="it is incomplete and will not be loaded; what was stored before is intact",
+        fix="free some space, or choose a folder on a disk that all ranks share and can write to",
+    )
+
+
+def _read_head(path: Path) -> dict[str, Any]:
+    """Return a file's document, with dtype and shape of each of its tensors under "held"."""
+    with safe_open(path, framework="pt") as file:
+        head = read_sealed((file.metadata() or {})[DOCUMENT])
+        held = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # it is not a dict
+        return head | {"held": {name: [piece.get_dtype(), piece.get_shape()] for name, piece in held.items()}}
+
+
+def list_tensors(heads: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the pieces [rank, start, length] of each sharded tensor, and which ranks hold each of the others."""
+    whole: dict[str, Any] = {}
+    sharded = {
+        name: {key: cut[key] for key in ("dtype", "shape", "dim")} | {"pieces": []}
+        for name, cut in heads[0]["cuts"].items()
+    }
+    for rank, head in enumerate(heads):
+        for name, (dtype, shape) in head["held"].items():
+            if name in sharded:
+                dim = sharded[name]["dim"]
+                sharded[name]["pieces"].append([rank, head["cuts"][name]["start"], 1 if dim is None else shape[dim]])
+            else:
+                whole.setdefault(name, {})[str(rank)] = [dtype, shape]
+    return sharded, whole
+
+
+# --- loading ---
+
+
+def check_coverage(manifest: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless every sharded tensor is covered by its pieces once, and every rank has a file."""
+    expected = {name_file(rank) for rank in range(manifest["ranks"])}
+    if set(manifest["files"]) != expected:
+        named = ", ".join(sorted(set(manifest["files"]) ^ expected)[:NUM_SHOWN])
+        raise CheckpointError(f"the manifest does not list one file for each of {manifest['ranks']} ranks: {named}")
+    for name, entry in manifest["sharded"].items():
+        # A tensor that is not cut is one piece of length 1.
+        end = 1 if entry["dim"] is None else entry["shape"][entry["dim"]]
+        covered = end if 0 in entry["shape"] else 0
+        for rank, start, length in sorted(entry["pieces"], key=lambda piece: piece[1]):
+            if start != covered or length <= 0:
+                what = f"a gap at {covered}" if start > covered else f"an overlap at {start}"
+                raise CheckpointError(f"the pieces of {name} leave {what} of {end} (rank {rank})")
+            covered += length
+        if covered != end:
+            raise CheckpointError(f"the pieces of {name} end at {covered} of {end}")
+
+
+class StoredShards:
+    """A complete sharded save on the disk, whose tensors are read by slices."""
+
+    def __init__(self, folder: Path, world: World | None) -> None:
+        """Check manifest and files; every rank calls it. All ranks raise the error that one of them met."""
+        self.folder, self._world = folder, world
+        self.manifest: dict[str, Any] = {}
+        self._heads: list[dict[str, Any]] = []
+        self._files = ExitStack()
+        self._open: dict[int, Any] = {}
+        problem = ""
+        try:
+            self._check()
+        except CheckpointError as error:
+            problem = error.what
+        except MALFORMED as error:
+            problem = f"{type(error).__name__}: {error}"
+        problems = world.gather(problem) if world is not None else [problem]
+        if found := next(filter(None, problems), ""):
+            raise mark_agreed(
+                CheckpointError(
+                    f"checkpoint {folder.name} is damaged: {found}",
+                    why="a file was edited, is missing or of another save, or the disk or a copy damaged it",
+                    fix="load an older save, or copy it again",
+                )
+            )
+
+    def _check(self) -> None:
+        try:
+            self.manifest = manifest = read_sealed((self.folder / MANIFEST).read_bytes())
+        except FileNotFoundError:
+            raise CheckpointError(f"{MANIFEST} is missing: the save was not completed, or it is none") from None
+        except ValueError as error:
+            raise CheckpointError(f"{MANIFEST}: {error}") from None
+        if manifest["layout"] != LAYOUT_VERSION:
+            raise CheckpointError(f"it has layout {manifest['layout']}, this halfstep reads {LAYOUT_VERSION}; "
+                                  f"halfstep {manifest['halfstep']} wrote it")  # fmt: skip
+        check_coverage(manifest)
+        files = manifest["files"]
+        if foreign := sorted(path.name for path in self.folder.glob("*.safetensors") if path.name not in files):
+            raise CheckpointError(f"{', '.join(foreign[:NUM_SHOWN])} does not belong to this save")
+        for rank, (name, expected) in enumerate(sorted(files.items())):
+            self._heads.append(self._check_file(rank, self.folder / name, expected))
+        for kind, found in zip(("sharded", "whole"), list_tensors(self._heads), strict=True):
+            names = found.keys() | manifest[kind].keys()
+            if differing := sorted(name for name in names if found.get(name) != manifest[kind].get(name)):
+                raise CheckpointError(f"manifest and files differ in {', '.join(differing[:NUM_SHOWN])}")
+
+    def _check_file(self, rank: int, path: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
+        if not path.is_file():
+            raise CheckpointError(f"{path.name} is missing")
+        if (size := path.stat().st_size) != expected["bytes"]:
+            raise CheckpointError(f"{path.name} has {size} bytes, {expected['bytes']} were written")
+        head = _read_head(path)
+        if head["save"] != self.manifest["save"] or head["rank"] != rank:
+            raise CheckpointError(f"{path.name} is of another save or rank")
+        # Each file is hashed by one rank: with the same number of ranks, by the one that reads it.
+        num_hashing, own = (self._world.size, self._world.rank) if self._world is not None else (1, 0)
+        if rank % num_hashing == own:
+            with path.open("rb") as file:
+                found = _hash(iter(lambda: file.read(CHUNK_BYTES), b""))
+            if found != expected["sha256"]:
+                raise CheckpointError(f"{path.name} was changed after it was written: its SHA-256 differs")
+        return head
+
+    def refuse_other_mesh(self, mesh: Mesh | None, *, reshard: bool, fix: str) -> str:
+        """Refuse another mesh than that of the save unless `reshard`; return one line if they differ."""
+        own = mesh.describe() if mesh is not None else None
+        if own == self.manifest["mesh"] and (self._world is None or self._world.size == self.manifest["ranks"]):
+            return ""
+        then, now = self.describe_mesh(self.manifest["mesh"]), self.describe_mesh(own)
+        if not reshard:
+            raise mark_agreed(
+                CheckpointError(
+                    f"checkpoint {self.folder.name} was saved by {then}, and this is {now}",
+                    why="sums over other ranks are added in another order, so training would not continue exactly",
+                    fix=f"start {format_count(self.manifest['ranks'], 'rank')}, or {fix}",
+                )
+            )
+        return f"loaded a save of {then} into {now}: training continues, but not bit-exactly"
+
+    @staticmethod
+    def describe_mesh(mesh: Mapping[str, Any] | None) -> str:
+        if mesh is None:
+            return "one unsharded model"
+        shape = list(torch.tensor(mesh["ranks"]).shape)
+        replicas = math.prod(shape) // shape[mesh["dim"]]
+        shards = format_count(shape[mesh["dim"]], "shard")
+        return f"{shards} in {replicas} replicas" if replicas > 1 else shards
+
+    def is_of(self, rank: int | None) -> int:
+        """Return the rank of the save whose document and own tensors a rank takes: its own, else rank 0's."""
+        is_same_size = self._world is not None and self._world.size == self.manifest["ranks"]
+        return rank if rank is not None and is_same_size else 0
+
+    def get_document(self, rank: int) -> Any:
+        """Return what is not tensors, as the rank stored it."""
+        return self._heads[rank]["state"]
+
+    def read_all(self, rank: int, mesh: Mesh | None) -> dict[str, Tensor]:
+        """Return all tensors in host memory: sharded ones as this rank's pieces, or whole without a mesh."""
+        found: dict[str, Tensor] = {}
+        for name in itertools.chain(self.manifest["sharded"], self.manifest["whole"]):
+            if name in self.manifest["whole"] and not {"0", str(rank)} & self.manifest["whole"][name].keys():
+                continue  # another rank's
+            found[name] = self.read(name, rank, mesh)
+        return found
+
+    def read(self, name: str, rank: int, mesh: Mesh | None) -> Tensor:
+        """Return one tensor: one that is not sharded as the rank stored it, or as rank 0 did if all had the same."""
+        entry = self.manifest["sharded"].get(name)
+        if entry is None:
+            holder = rank if str(rank) in self.manifest["whole"][name] else 0
+            tensor: Tensor = self._get_file(holder).get_tensor(name)
+            return tensor
+        shape, dim = list(entry["shape"]), entry["dim"]
+        if dim is None:
+            whole = self._get_file(entry["pieces"][0][0]).get_tensor(name) if entry["pieces"] else torch.empty(shape)
+            return whole if mesh is None else mesh.wrap(whole, shape, None)
+        start, length = (0, shape[dim]) if mesh is None else mesh.find_range(shape[dim])
+        local = torch.empty([*shape[:dim], length, *shape[dim + 1 :]], dtype=BY_NAME[entry["dtype"]])
+        for holder, first, count in entry["pieces"]:
+            low, high = max(first, start), min(first + count, start + length)
+            if low < high:
+                piece = self._get_file(holder).get_slice(name)
+                index = (*(slice(None) for _ in range(dim)), slice(low - first, high - first))
+                local.narrow(dim, low - start, high - low).copy_(piece[index])
+        return local if mesh is None else mesh.wrap(local, shape, dim)
+
+    def _get_file(self, rank: int) -> Any:
+        if rank not in self._open:
+            self._open[rank] = self._files.enter_context(safe_open(self.folder / name_file(rank), framework="pt"))
+        return self._open[rank]
+
+    def close(self) -> None:
+        self._files.close()
+        self._open.clear()
+
+
+# --- one file of the whole model ---
+
+
+def consolidate(
+    path: Path, tensors: Mapping[str, Tensor], world: World, *, dtype: torch.dtype | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> None:  # fmt: skip
+    """Write one safetensors file of sharded tensors; every rank calls it and writes its pieces at their positions.
+
+    No rank holds more than one of its own pieces in host memory. The file equals the one that safetensors' save_file
+    writes from the whole tensors. `dtype` converts floating-point tensors.
+    """
+    mesh = find_mesh(tensors.values())
+    dtypes = {n: dtype if dtype is not None and t.is_floating_point() else t.dtype for n, t in tensors.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    head, offsets = make_header({name: (dtypes[name], shapes[name]) for name in tensors}, metadata or {})
+    end = max((offsets[n] + math.prod(shapes[n]) * dtypes[n].itemsize for n in tensors), default=len(head))
+
+    def begin() -> Path:
+        remove_leftovers(path)
+        hidden = name_hidden(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with hidden.open("wb") as file:
+                file.write(head)
+                file.truncate(end)
+        except OSError as error:
+            raise _explain_unwritten(path, summarise_error(error)) from error
+        return hidden
+
+    hidden = world.broadcast_from_first(begin)
+    problem = ""
+    try:
+        with hidden.open("r+b") as file:
+            for name, tensor in tensors.items():
+                is_written = world.is_first
+                if isinstance(tensor, DTensor) and _find_sharded_dim(tensor) is not None:
+                    is_written = mesh is not None and mesh.is_first_replica
+                if is_written:
+                    _write_piece(file.fileno(), offsets[name], tensor, dtypes[name], mesh)
+            os.fsync(file.fileno())
+    except OSError as error:
+        problem = f"rank {world.rank}: {summarise_error(error)}"
+    problem = next(filter(None, world.gather(problem)), "")
+
+    def end_() -> None:
+        try:
+            if problem:
+                hidden.unlink(missing_ok=True)
+                raise _explain_unwritten(path, problem)
+            hidden.replace(path)
+            flush(path.parent)
+        except OSError as error:
+            raise _explain_unwritten(path, summarise_error(error)) from error
+
+    world.broadcast_from_first(end_)
+
+
+def _write_piece(file: int, offset: int, tensor: Tensor, dtype: torch.dtype, mesh: Mesh | None) -> None:
+    """Write a tensor, or this rank's piece of it, to where it belongs in the file of the whole."""
+    dim = _find_sharded_dim(tensor) if isinstance(tensor, DTensor) else None
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local.detach().to(dtype).cpu().contiguous()
+    if dim is None or mesh is None:
+        rows, stride, start = local.reshape(1, -1), 0, 0
+    else:
+        # Before `dim`, all rows of the piece are separate runs of bytes in the whole.
+        inner = math.prod(tensor.shape[dim + 1 :]) * dtype.itemsize
+        first, _ = mesh.find_range(tensor.shape[dim])
+        rows = local.reshape(math.prod(tensor.shape[:dim]), -1) if local.numel() else local.reshape(0, 0)
+        stride, start = tensor.shape[dim] * inner, first * inner
+    for number, row in enumerate(rows):
+        position = offset + number * stride + start
+        for chunk in _cut_bytes(row):
+            while chunk:
+                written = os.pwrite(file, chunk, position)
+                position, chunk = position + written, chunk[written:]
