@@ -22,16 +22,16 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import itertools
 import json
 import math
 import os
+import re
 import secrets
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from halfstep import __version__
-from halfstep.disk import flush, name_hidden, read_sealed, remove_leftovers, seal
+from halfstep.disk import flush, name_hidden, read_sealed, remove_leftovers, seal, write_atomically
 from halfstep.distributed.world import World, mark_agreed
 from halfstep.errors import CheckpointError, HalfstepError, format_count, summarise_error
 
 MANIFEST = "manifest.json"
+LATEST = "latest"
+SAVE_NAME = re.compile(r"step-\d{8,}-[0-9a-f]{8}")
 LAYOUT_VERSION = 1
 DOCUMENT = "halfstep"
 CHUNK_BYTES = 1 << 22
@@ -66,65 +68,51 @@ MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError, Recurs
 # --- how tensors are cut ---
 
 
-@dataclass(frozen=True, slots=True)
-class Mesh:
-    """The mesh of a sharded model, and which of its dimensions shards; the others hold replicas."""
-
-    mesh: DeviceMesh
-    dim: int
-
-    @property
-    def is_first_replica(self) -> bool:
-        coordinate = self.mesh.get_coordinate()
-        assert coordinate is not None
-        return all(place == 0 for dim, place in enumerate(coordinate) if dim != self.dim)
-
-    def find_range(self, length: int) -> tuple[int, int]:
-        """Return the start and length of this rank's piece: pieces are cut as by torch.chunk, the last may be empty."""
-        each = -(-length // self.mesh.size(self.dim))
-        start = min(self.mesh.get_local_rank(self.dim) * each, length)
-        return start, min(each, length - start)
-
-    def describe(self) -> Any:
-        """Return the ranks of the mesh as nested lists, and the dimension that shards."""
-        return {"ranks": self.mesh.mesh.tolist(), "dim": self.dim}
-
-    def wrap(self, local: Tensor, shape: Iterable[int], dim: int | None) -> DTensor:
-        """Return this rank's piece as a DTensor. Unlike DTensor.from_local, it stays in host memory."""
-        placements = [Shard(dim) if place == self.dim and dim is not None else Replicate()
-                      for place in range(self.mesh.ndim)]  # fmt: skip
-        whole = torch.empty(torch.Size(shape), dtype=local.dtype, device="meta")
-        meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
-        return DTensor(local, DTensorSpec(self.mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
-
-
-def find_mesh(tensors: Iterable[object]) -> Mesh | None:
-    """Return the mesh of the sharded tensors; None if none is sharded."""
-    found: Mesh | None = None
+def find_mesh(tensors: Iterable[object]) -> DeviceMesh | None:
+    """Return the mesh of the sharded tensors; None if none is sharded. Its last dimension shards, others replicate."""
+    mesh: DeviceMesh | None = None
     for tensor in tensors:
         if not isinstance(tensor, DTensor):
             continue
-        dims = [dim for dim, placement in enumerate(tensor.placements) if type(placement) is Shard]
-        others = [p for p in tensor.placements if type(p) not in (Shard, Replicate)]
-        if len(dims) > 1 or others or found is not None and tensor.device_mesh != found.mesh:
+        mesh = mesh or tensor.device_mesh
+        *others, last = tensor.placements
+        is_plain = type(last) in (Shard, Replicate) and all(type(placement) is Replicate for placement in others)
+        if not is_plain or tensor.device_mesh != mesh:
             raise CheckpointError(
                 f"a tensor is sharded as {tensor.placements} on {tensor.device_mesh}",
-                why="sharded checkpoints support one mesh, of which one dimension shards and the others replicate",
+                why="sharded checkpoints support one mesh, of which the last dimension shards and the others replicate",
                 fix="apply fully_shard to the whole model with one mesh (1D, or 2D for HSDP)",
             )
-        if dims and (found is None or found.dim != dims[0]):
-            found = Mesh(tensor.device_mesh, dims[0])
-    return found
+    return mesh
 
 
-def is_sharded(tensors: Iterable[object]) -> bool:
-    return any(isinstance(tensor, DTensor) for tensor in tensors)
+def _find_range(mesh: DeviceMesh, length: int) -> tuple[int, int]:
+    """Return start and length of this rank's piece of a dimension: cut as by torch.chunk, the last may be empty."""
+    each = -(-length // mesh.size(mesh.ndim - 1))
+    start = min(mesh.get_local_rank(mesh.ndim - 1) * each, length)
+    return start, min(each, length - start)
 
 
-def _find_sharded_dim(tensor: DTensor) -> int | None:
+def _find_sharded_dim(tensor: Tensor) -> int | None:
     """Return the tensor's dimension that is cut; None if every rank holds all of it."""
-    dims = [placement.dim % tensor.ndim for placement in tensor.placements if isinstance(placement, Shard)]
-    return dims[0] if dims else None
+    last = tensor.placements[-1] if isinstance(tensor, DTensor) else None
+    return last.dim % tensor.ndim if isinstance(last, Shard) else None
+
+
+def _is_writer(tensor: Tensor, world: World) -> bool:
+    """True if this rank writes what it holds of a tensor: shards by the first replica, all others by rank 0."""
+    if not isinstance(tensor, DTensor) or _find_sharded_dim(tensor) is None:
+        return world.is_first
+    *others, _ = tensor.device_mesh.get_coordinate() or ()
+    return not any(others)
+
+
+def _wrap(local: Tensor, mesh: DeviceMesh, shape: Iterable[int], dim: int | None) -> DTensor:
+    """Return this rank's piece as a DTensor. Unlike that of DTensor.from_local, it stays in host memory."""
+    whole = torch.empty(torch.Size(shape), dtype=local.dtype, device="meta")
+    placements = (*[Replicate()] * (mesh.ndim - 1), Replicate() if dim is None else Shard(dim))
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    return DTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
 
 
 # --- safetensors files, written as they are hashed ---
@@ -200,24 +188,22 @@ class BackgroundSave:
     """A save under way. `wait` returns when all ranks' files are on the disk and published, or raises why not."""
 
     def __init__(
-        self, folder: Path, document: Any, tensors: Mapping[str, Tensor], world: World, *, step: int,
-        publish: Callable[[], None],
+        self, make_folder: Callable[[], Path], document: Any, tensors: Mapping[str, Tensor], world: World, *, step: int,
+        publish: Callable[[Path], None],
     ) -> None:  # fmt: skip
-        """Copy the tensors and start to write; every rank calls it. `folder` is new: it must not exist on any disk.
+        """Copy the tensors and start to write; every rank calls it.
 
-        `publish` runs on rank 0 when the save is complete and flushed.
+        Rank 0 calls `make_folder`, which returns a new folder, and, when the save is complete and flushed, `publish`.
         """
-        self.folder, self._world, self._publish, self._step = folder, world, publish, step
+        self._world, self._publish, self._step = world, publish, step
         self._error: HalfstepError | None = None
-        mesh = find_mesh(tensors.values())
-        self._mesh = mesh.describe() if mesh is not None else None
+        self._mesh = find_mesh(tensors.values())
         self._cuts: dict[str, dict[str, Any]] = {}
-        own = self._choose_own(tensors, mesh)
-        document = json.dumps(document)  # now, as training changes the state while the thread runs
-        self._save = world.broadcast_from_first(self._make_folder)
-        staged = copy_to_host(own)
+        own = self._choose_own(tensors)
+        text = json.dumps(document)  # now: training changes the state while the thread runs
+        self.folder, self._save = world.broadcast_from_first(lambda: (make_folder(), secrets.token_hex(8)))
         # Not a daemon: the interpreter ends when the files are written.
-        self._thread = threading.Thread(target=self._run, args=(staged, document), name=f"save {folder.name}")
+        self._thread = threading.Thread(target=self._run, args=(copy_to_host(own), text), name="halfstep save")
         atexit.register(self._report_unseen)
         self._thread.start()
 
@@ -233,7 +219,7 @@ class BackgroundSave:
         if self._error is not None:
             print(f"error: {self._error}", file=sys.stderr)
 
-    def _choose_own(self, tensors: Mapping[str, Tensor], mesh: Mesh | None) -> dict[str, Tensor]:
+    def _choose_own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what this rank may have to write, and note how sharded tensors are cut."""
         own: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
@@ -243,25 +229,12 @@ class BackgroundSave:
                 own[name] = tensor
                 continue
             dim, local = _find_sharded_dim(tensor), tensor.to_local()
-            start = 0
-            if dim is not None:
-                assert mesh is not None
-                start, length = mesh.find_range(tensor.shape[dim])
-                assert local.shape[dim] == length, f"{name}: {tuple(local.shape)} is not piece {start}+{length}"
-            is_written = mesh.is_first_replica if mesh is not None else True
-            if dim is None:
-                is_written = self._world.is_first
+            start, length = (0, 1) if dim is None else _find_range(tensor.device_mesh, tensor.shape[dim])
+            assert dim is None or local.shape[dim] == length, f"{name}: {local.shape} is not {length} from {start} on"
             self._cuts[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "dim": dim, "start": start}
-            if is_written and local.numel():
+            if local.numel() and _is_writer(tensor, self._world):
                 own[name] = local
         return own
-
-    def _make_folder(self) -> str:
-        try:
-            self.folder.mkdir(parents=True)
-        except OSError as error:
-            raise _explain_unwritten(self.folder, summarise_error(error)) from error
-        return secrets.token_hex(8)
 
     # --- in the thread ---
 
@@ -326,7 +299,7 @@ class BackgroundSave:
             path.write_text(json.dumps(seal(manifest)))
             flush(path)
             flush(self.folder)
-            self._publish()
+            self._publish(self.folder)
         except CheckpointError as error:
             return error.what
         except OSError as error:
@@ -342,8 +315,59 @@ class BackgroundSave:
         sharded, whole = list_tensors([_read_head(self.folder / name) for name in files])
         return {
             "layout": LAYOUT_VERSION, "halfstep": __version__, "save": self._save, "step": self._step,
-            "ranks": self._world.size, "mesh": self._mesh, "files": files, "sharded": sharded, "whole": whole,
+            "ranks": self._world.size, "mesh": _list_ranks(self._mesh), "files": files, "sharded": sharded,
+            "whole": whole,
         }  # fmt: skip
+
+
+# --- a folder with one save, and `latest`, which names it ---
+
+
+def start_save(path: Path, document: Any, tensors: Mapping[str, Tensor], world: World, *, step: int) -> BackgroundSave:
+    """Save into a new folder below `path`; once it is complete, `latest` names it and older saves are removed.
+
+    `path` itself appears with the first complete save: where it exists, it can be loaded.
+    """
+    path = Path(os.path.realpath(path))
+
+    def make_folder() -> Path:
+        remove_leftovers(path)
+        try:
+            folder = (path if path.is_dir() else name_hidden(path)) / f"step-{step:08d}-{secrets.token_hex(4)}"
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise _explain_unwritten(path, summarise_error(error)) from error
+        return folder
+
+    def publish(folder: Path) -> None:
+        write_atomically(folder.parent / LATEST, json.dumps(seal({"save": folder.name})))
+        if folder.parent != path:
+            folder.parent.rename(path)
+            flush(path.parent)
+        for old in path.glob("step-*"):
+            if SAVE_NAME.fullmatch(old.name) and old.name != folder.name:
+                shutil.rmtree(old, ignore_errors=True)
+
+    return BackgroundSave(make_folder, document, tensors, world, step=step, publish=publish)
+
+
+def find_latest(path: Path) -> Path:
+    """Return the folder of the save that `latest` names."""
+    try:
+        name = read_sealed((path / LATEST).read_bytes())["save"]
+        if SAVE_NAME.fullmatch(name):
+            return path / name
+        raise ValueError(f"{name!r} is not the name of a save")
+    except FileNotFoundError:
+        why = "hs.save has not completed one there, or it was moved"
+        raise CheckpointError(f"there is no sharded save in {path}", why=why) from None
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{path / LATEST} cannot be read: {summarise_error(error)}") from error
+
+
+def _list_ranks(mesh: DeviceMesh | None) -> Any:
+    """Return the ranks of a mesh as nested lists, which the manifest stores."""
+    return None if mesh is None else mesh.mesh.tolist()
 
 
 def name_file(rank: int) -> str:
@@ -413,7 +437,6 @@ class StoredShards:
         self.folder, self._world = folder, world
         self.manifest: dict[str, Any] = {}
         self._heads: list[dict[str, Any]] = []
-        self._files = ExitStack()
         self._open: dict[int, Any] = {}
         problem = ""
         try:
@@ -470,61 +493,47 @@ class StoredShards:
                 raise CheckpointError(f"{path.name} was changed after it was written: its SHA-256 differs")
         return head
 
-    def refuse_other_mesh(self, mesh: Mesh | None, *, reshard: bool, fix: str) -> str:
+    def refuse_other_mesh(self, mesh: DeviceMesh | None, *, reshard: bool, fix: str) -> str:
         """Refuse another mesh than that of the save unless `reshard`; return one line if they differ."""
-        own = mesh.describe() if mesh is not None else None
-        if own == self.manifest["mesh"] and (self._world is None or self._world.size == self.manifest["ranks"]):
+        own, stored = _list_ranks(mesh), self.manifest["mesh"]
+        if own == stored:
             return ""
-        then, now = self.describe_mesh(self.manifest["mesh"]), self.describe_mesh(own)
+        then, now = _describe_mesh(stored), _describe_mesh(own)
         if not reshard:
             raise mark_agreed(
                 CheckpointError(
-                    f"checkpoint {self.folder.name} was saved by {then}, and this is {now}",
+                    f"checkpoint {self.folder.name} was saved with {then}, and this is {now}",
                     why="sums over other ranks are added in another order, so training would not continue exactly",
                     fix=f"start {format_count(self.manifest['ranks'], 'rank')}, or {fix}",
                 )
             )
-        return f"loaded a save of {then} into {now}: training continues, but not bit-exactly"
+        return (
+            f"checkpoint {self.folder.name} was saved with {then}, and this is {now}: it cannot continue bit-exactly"
+        )
 
-    @staticmethod
-    def describe_mesh(mesh: Mapping[str, Any] | None) -> str:
-        if mesh is None:
-            return "one unsharded model"
-        shape = list(torch.tensor(mesh["ranks"]).shape)
-        replicas = math.prod(shape) // shape[mesh["dim"]]
-        shards = format_count(shape[mesh["dim"]], "shard")
-        return f"{shards} in {replicas} replicas" if replicas > 1 else shards
+    def read(self, mesh: DeviceMesh | None) -> tuple[Any, dict[str, Tensor]]:
+        """Return this rank's document and tensors in host memory: of sharded ones its pieces; whole without a mesh.
 
-    def is_of(self, rank: int | None) -> int:
-        """Return the rank of the save whose document and own tensors a rank takes: its own, else rank 0's."""
-        is_same_size = self._world is not None and self._world.size == self.manifest["ranks"]
-        return rank if rank is not None and is_same_size else 0
+        Another number of ranks takes what is not sharded from rank 0.
+        """
+        world, tensors = self._world, dict[str, Tensor]()
+        rank = world.rank if world is not None and world.size == self.manifest["ranks"] else 0
+        with ExitStack() as self._files:
+            for name in self.manifest["sharded"]:
+                tensors[name] = self._read_sharded(name, mesh)
+            for name, holders in self.manifest["whole"].items():
+                if holders.keys() & {"0", str(rank)}:  # else it is another rank's
+                    tensors[name] = self._get_file(rank if str(rank) in holders else 0).get_tensor(name)
+        self._open.clear()
+        return self._heads[rank]["state"], tensors
 
-    def get_document(self, rank: int) -> Any:
-        """Return what is not tensors, as the rank stored it."""
-        return self._heads[rank]["state"]
-
-    def read_all(self, rank: int, mesh: Mesh | None) -> dict[str, Tensor]:
-        """Return all tensors in host memory: sharded ones as this rank's pieces, or whole without a mesh."""
-        found: dict[str, Tensor] = {}
-        for name in itertools.chain(self.manifest["sharded"], self.manifest["whole"]):
-            if name in self.manifest["whole"] and not {"0", str(rank)} & self.manifest["whole"][name].keys():
-                continue  # another rank's
-            found[name] = self.read(name, rank, mesh)
-        return found
-
-    def read(self, name: str, rank: int, mesh: Mesh | None) -> Tensor:
-        """Return one tensor: one that is not sharded as the rank stored it, or as rank 0 did if all had the same."""
-        entry = self.manifest["sharded"].get(name)
-        if entry is None:
-            holder = rank if str(rank) in self.manifest["whole"][name] else 0
-            tensor: Tensor = self._get_file(holder).get_tensor(name)
-            return tensor
+    def _read_sharded(self, name: str, mesh: DeviceMesh | None) -> Tensor:
+        entry = self.manifest["sharded"][name]
         shape, dim = list(entry["shape"]), entry["dim"]
         if dim is None:
             whole = self._get_file(entry["pieces"][0][0]).get_tensor(name) if entry["pieces"] else torch.empty(shape)
-            return whole if mesh is None else mesh.wrap(whole, shape, None)
-        start, length = (0, shape[dim]) if mesh is None else mesh.find_range(shape[dim])
+            return whole if mesh is None else _wrap(whole, mesh, shape, None)
+        start, length = (0, shape[dim]) if mesh is None else _find_range(mesh, shape[dim])
         local = torch.empty([*shape[:dim], length, *shape[dim + 1 :]], dtype=BY_NAME[entry["dtype"]])
         for holder, first, count in entry["pieces"]:
             low, high = max(first, start), min(first + count, start + length)
@@ -532,16 +541,20 @@ class StoredShards:
                 piece = self._get_file(holder).get_slice(name)
                 index = (*(slice(None) for _ in range(dim)), slice(low - first, high - first))
                 local.narrow(dim, low - start, high - low).copy_(piece[index])
-        return local if mesh is None else mesh.wrap(local, shape, dim)
+        return local if mesh is None else _wrap(local, mesh, shape, dim)
 
     def _get_file(self, rank: int) -> Any:
         if rank not in self._open:
             self._open[rank] = self._files.enter_context(safe_open(self.folder / name_file(rank), framework="pt"))
         return self._open[rank]
 
-    def close(self) -> None:
-        self._files.close()
-        self._open.clear()
+
+def _describe_mesh(ranks: Any) -> str:
+    if ranks is None:
+        return "an unsharded model"
+    *others, num_shards = torch.tensor(ranks).shape
+    shards, replicas = format_count(num_shards, "shard"), math.prod(others)
+    return f"{shards} in {replicas} replicas" if replicas > 1 else shards
 
 
 # --- one file of the whole model ---
@@ -556,7 +569,7 @@ def consolidate(
     No rank holds more than one of its own pieces in host memory. The file equals the one that safetensors' save_file
     writes from the whole tensors. `dtype` converts floating-point tensors.
     """
-    mesh = find_mesh(tensors.values())
+    find_mesh(tensors.values())  # refuses what cannot be cut
     dtypes = {n: dtype if dtype is not None and t.is_floating_point() else t.dtype for n, t in tensors.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     head, offsets = make_header({name: (dtypes[name], shapes[name]) for name in tensors}, metadata or {})
@@ -579,11 +592,8 @@ def consolidate(
     try:
         with hidden.open("r+b") as file:
             for name, tensor in tensors.items():
-                is_written = world.is_first
-                if isinstance(tensor, DTensor) and _find_sharded_dim(tensor) is not None:
-                    is_written = mesh is not None and mesh.is_first_replica
-                if is_written:
-                    _write_piece(file.fileno(), offsets[name], tensor, dtypes[name], mesh)
+                if _is_writer(tensor, world):
+                    _write_piece(file.fileno(), offsets[name], tensor, dtypes[name])
             os.fsync(file.fileno())
     except OSError as error:
         problem = f"rank {world.rank}: {summarise_error(error)}"
@@ -602,17 +612,17 @@ def consolidate(
     world.broadcast_from_first(end_)
 
 
-def _write_piece(file: int, offset: int, tensor: Tensor, dtype: torch.dtype, mesh: Mesh | None) -> None:
+def _write_piece(file: int, offset: int, tensor: Tensor, dtype: torch.dtype) -> None:
     """Write a tensor, or this rank's piece of it, to where it belongs in the file of the whole."""
-    dim = _find_sharded_dim(tensor) if isinstance(tensor, DTensor) else None
+    dim = _find_sharded_dim(tensor)
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     local = local.detach().to(dtype).cpu().contiguous()
-    if dim is None or mesh is None:
+    if dim is None or not isinstance(tensor, DTensor):
         rows, stride, start = local.reshape(1, -1), 0, 0
     else:
         # Before `dim`, all rows of the piece are separate runs of bytes in the whole.
         inner = math.prod(tensor.shape[dim + 1 :]) * dtype.itemsize
-        first, _ = mesh.find_range(tensor.shape[dim])
+        first, _ = _find_range(tensor.device_mesh, tensor.shape[dim])
         rows = local.reshape(math.prod(tensor.shape[:dim]), -1) if local.numel() else local.reshape(0, 0)
         stride, start = tensor.shape[dim] * inner, first * inner
     for number, row in enumerate(rows):
