@@ -31,7 +31,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -507,46 +507,67 @@ class StoredShards:
                     fix=f"start {format_count(self.manifest['ranks'], 'rank')}, or {fix}",
                 )
             )
-        return (
-            f"checkpoint {self.folder.name} was saved with {then}, and this is {now}: it cannot continue bit-exactly"
-        )
+        return f"checkpoint {self.folder.name} was saved with {then}, and this is {now}: it cannot continue bit-exactly"
 
     def read(self, mesh: DeviceMesh | None) -> tuple[Any, dict[str, Tensor]]:
         """Return this rank's document and tensors in host memory: of sharded ones its pieces; whole without a mesh.
 
         Another number of ranks takes what is not sharded from rank 0.
         """
-        world, tensors = self._world, dict[str, Tensor]()
-        rank = world.rank if world is not None and world.size == self.manifest["ranks"] else 0
-        with ExitStack() as self._files:
-            for name in self.manifest["sharded"]:
-                tensors[name] = self._read_sharded(name, mesh)
-            for name, holders in self.manifest["whole"].items():
-                if holders.keys() & {"0", str(rank)}:  # else it is another rank's
-                    tensors[name] = self._get_file(rank if str(rank) in holders else 0).get_tensor(name)
-        self._open.clear()
-        return self._heads[rank]["state"], tensors
+        rank = self._world.rank if self._world is not None and self._world.size == self.manifest["ranks"] else 0
+        document, whole = self.open_rank(rank)
+        sharded = {name: self._read_sharded(name, mesh) for name in self.manifest["sharded"]}
+        return document, sharded | dict(whole)
+
+    def open_rank(self, rank: int) -> tuple[Any, Mapping[str, Tensor]]:
+        """Return the document of a stored rank, and its tensors that are not sharded, read when they are looked up."""
+        return self._heads[rank]["state"], _WholeTensors(self, rank)
+
+    @staticmethod
+    def find_start(entry: Mapping[str, Any], tensor: Tensor) -> int:
+        """Return where this rank's piece of a tensor begins in the dimension in which the stored one is cut."""
+        return _find_range(tensor.device_mesh, entry["shape"][entry["dim"]])[0] if isinstance(tensor, DTensor) else 0
 
     def _read_sharded(self, name: str, mesh: DeviceMesh | None) -> Tensor:
         entry = self.manifest["sharded"][name]
         shape, dim = list(entry["shape"]), entry["dim"]
         if dim is None:
-            whole = self._get_file(entry["pieces"][0][0]).get_tensor(name) if entry["pieces"] else torch.empty(shape)
+            whole = self.get_file(entry["pieces"][0][0]).get_tensor(name) if entry["pieces"] else torch.empty(shape)
             return whole if mesh is None else _wrap(whole, mesh, shape, None)
         start, length = (0, shape[dim]) if mesh is None else _find_range(mesh, shape[dim])
         local = torch.empty([*shape[:dim], length, *shape[dim + 1 :]], dtype=BY_NAME[entry["dtype"]])
         for holder, first, count in entry["pieces"]:
             low, high = max(first, start), min(first + count, start + length)
             if low < high:
-                piece = self._get_file(holder).get_slice(name)
+                piece = self.get_file(holder).get_slice(name)
                 index = (*(slice(None) for _ in range(dim)), slice(low - first, high - first))
                 local.narrow(dim, low - start, high - low).copy_(piece[index])
         return local if mesh is None else _wrap(local, mesh, shape, dim)
 
-    def _get_file(self, rank: int) -> Any:
+    def get_file(self, rank: int) -> Any:
         if rank not in self._open:
-            self._open[rank] = self._files.enter_context(safe_open(self.folder / name_file(rank), framework="pt"))
+            self._open[rank] = safe_open(self.folder / name_file(rank), framework="pt")
         return self._open[rank]
+
+
+class _WholeTensors(Mapping[str, Tensor]):
+    """Tensors that are not sharded, as one rank had them: in its own file, or in rank 0's if all had the same."""
+
+    def __init__(self, stored: StoredShards, rank: int) -> None:
+        self._stored, held = stored, stored.manifest["whole"]
+        self._files = {
+            name: rank if str(rank) in ranks else 0 for name, ranks in held.items() if ranks.keys() & {"0", str(rank)}
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._stored.get_file(self._files[name]).get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
 
 
 def _describe_mesh(ranks: Any) -> str:

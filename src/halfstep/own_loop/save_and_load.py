@@ -29,6 +29,7 @@ from halfstep.distributed.sharding import find_sharding
 from halfstep.errors import CheckpointError, format_count, summarise_error
 from halfstep.own_loop.step import Step
 from halfstep.own_loop.user_warnings import warn_user
+from halfstep.step.optim.recut_shards import recut_optimizer_states
 from halfstep.step.snapshots import find_loose_buffers, restore_buffers
 from halfstep.step.tree import pack, unpack
 
@@ -197,9 +198,15 @@ def _read_shards(path: Path, steps: Sequence[Step], model: nn.Module, *, reshard
     stored, mesh = StoredShards(folder, world), find_mesh(model.parameters())
     note = stored.refuse_other_mesh(mesh, reshard=reshard, fix="hs.load(..., reshard=True)")
     document, tensors = stored.read(mesh)
-    if note:
-        warn_user(note)
     state: dict[str, Any] = unpack(document["state"], tensors)
+    if note:
+        notes = [note]
+        for number, (step, own) in enumerate(zip(steps, state["steps"], strict=False)):
+            path_to = ("state", "steps", number, "optimizers")
+            notes += recut_optimizer_states(stored, model, step.optimizers, own["optimizers"], path_to)
+        if world is None or world.is_first:
+            for line in dict.fromkeys(notes):
+                warn_user(line)
     return state
 
 
