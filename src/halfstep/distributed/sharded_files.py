@@ -210,8 +210,9 @@ class BackgroundSave:
     def wait(self) -> None:
         self._thread.join()
         atexit.unregister(self._report_unseen)
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None  # raised once, so that the next save can be tried
+        if error is not None:
+            raise error
 
     def _report_unseen(self) -> None:
         """Show the error of the last save of a program that ended without waiting for it."""
@@ -331,6 +332,8 @@ def start_save(path: Path, document: Any, tensors: Mapping[str, Tensor], world: 
     path = Path(os.path.realpath(path))
 
     def make_folder() -> Path:
+        if path.is_file():
+            raise _explain_unwritten(path, "it is a file, and a sharded model is saved as a folder")
         remove_leftovers(path)
         try:
             folder = (path if path.is_dir() else name_hidden(path)) / f"step-{step:08d}-{secrets.token_hex(4)}"
@@ -358,9 +361,12 @@ def find_latest(path: Path) -> Path:
         if SAVE_NAME.fullmatch(name):
             return path / name
         raise ValueError(f"{name!r} is not the name of a save")
-    except FileNotFoundError:
-        why = "hs.save has not completed one there, or it was moved"
-        raise CheckpointError(f"there is no sharded save in {path}", why=why) from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(
+            f"there is no sharded save in {path}",
+            why="it is a file, which was saved without fully_shard" if path.is_file() else "none was completed there",
+            fix=f'if os.path.exists("{path}"): hs.load(...), so that the first start begins from scratch',
+        ) from None
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"{path / LATEST} cannot be read: {summarise_error(error)}") from error
 

@@ -55,8 +55,7 @@ def save(
     """
     path, steps, num_models, model = Path(path), _list_steps(step), _count_models(model), _make_model(model)
     sharding = find_sharding(model)
-    for one in steps:
-        one.wait_for_save()
+    _wait_for_saves(steps)
     state = {
         "model": dict(model.state_dict()),
         "num_models": num_models,
@@ -108,8 +107,7 @@ def load(
     """
     path, steps, num_models, model = Path(path), _list_steps(step), _count_models(model), _make_model(model)
     sharding = find_sharding(model)
-    for one in steps:
-        one.wait_for_save()
+    _wait_for_saves(steps)
     if sharding is not None or path.is_dir():
         state = _read_shards(path, steps, model, reshard=reshard)
     else:
@@ -180,6 +178,12 @@ def _describe_number(num_models: int | None) -> str:
 
 
 # --- the folder of a sharded model ---
+
+
+def _wait_for_saves(steps: Sequence[Step]) -> None:
+    for step in steps:
+        if step.saving is not None:
+            step.saving.wait()
 
 
 def _begin_save(path: Path, packed: Any, tensors: Mapping[str, Tensor], step: Step) -> None:

@@ -376,13 +376,8 @@ class Step:
 
         `windows` and `with step:` call it at their end."""
         self._act_on(self._guard.drain())
-        self.wait_for_save()
-
-    def wait_for_save(self) -> None:
-        """Wait until the last `hs.save` of a sharded model is on the disk, or raise why it is not."""
-        saving, self.saving = self.saving, None
-        if saving is not None:
-            saving.wait()
+        if self.saving is not None:
+            self.saving.wait()
 
     def __enter__(self) -> Self:
         return self
