@@ -24,6 +24,7 @@ from halfstep.own_loop.arguments import (
     check_modules,
     check_names,
     check_number,
+    check_sharded,
     find_device,
     make_capturable,
     make_guard_options,
@@ -120,6 +121,8 @@ class Step:
         clip_type: "l2" or "inf" norm over all gradients, or "value" for each entry.
         accumulate: batches in one optimizer step. Each is weighted by its number of samples, or by the weight that
             loss_fn returns.
+        shard_reduce: when gradients of a model sharded by `fully_shard` are reduced over the ranks: after "each" batch,
+            or after the "last" of a step, which is faster and keeps whole gradients in memory until then.
         schedule: the learning-rate schedule: `hs.per_step(scheduler)`, `hs.per_epoch(scheduler)` with `epoch_ended()`,
             ReduceLROnPlateau with `validated(metric)`, a function of the step that returns a multiplier, or a list with
             one of them, or None, for each optimizer. A torch scheduler alone counts as per step. Without schedule= you
@@ -160,6 +163,7 @@ class Step:
         clip_norm: float | None = 0.0,
         clip_type: Literal["l2", "inf", "value"] = "l2",
         accumulate: int = 1,
+        shard_reduce: Literal["each", "last"] = "each",
         schedule: OneSchedule | Sequence[OneSchedule | None] | None = None,
         ema_decay: float | None = 0.0,
         guard: GuardOptions | Mapping[str, Any] | None = None,
@@ -187,6 +191,8 @@ class Step:
         refuse_recast(model, plan)
         check_choice("fast", fast, ("auto", "graph", "compile", "off"))
         check_choice("memory", memory, ("normal", "low"))
+        check_choice("shard_reduce", shard_reduce, ("each", "last"))
+        sharded = check_sharded(model, plan, capsules=folder)
         refuse_unrelated_optimizers(model, optimizers)
         self._schedules = LoopSchedules(schedule, optimizers, device)
         apply(plan, model, casts_storage=False)
@@ -200,11 +206,13 @@ class Step:
             spikes=SpikeMeter(device, skips=skip_spikes), also=also, on_gradients=on_gradients,
             on_commit=on_commit, norm_order=model.parameters(),  # as in clip_grad_norm_(model.parameters(), ...)
         )  # fmt: skip
+        if self._step.ranks is not None:
+            self._step.ranks.reduces_each = shard_reduce == "each"
         floor = self._step.scaler.options.min_scale
         self._guard = Guard(options, scaling=plan.needs_loss_scaling, min_scale=floor, advice=ADVICE_FOR_LOOPS)
         self._keep_ranks_alike(
             precision=plan.granted, simulate=simulate, accumulate=accumulate, clip=clip, ema_decay=decay,
-            skip_spikes=skip_spikes, guard=options, scaler=scaling,
+            skip_spikes=skip_spikes, guard=options, scaler=scaling, shard_reduce=shard_reduce, **sharded,
         )  # fmt: skip
         self._dropped = DroppedSteps(low_scale=self._step.scaler.low if plan.needs_loss_scaling else None)
         if self._step.ranks is None or self._step.ranks.world.rank == 0:
