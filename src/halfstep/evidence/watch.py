@@ -204,31 +204,38 @@ class Watch:
             given = {id(parameter): gradient for parameter, gradient in gradients}
             owned = [(p, given.get(id(p), p.grad)) for p in trained]
             befores = dict(zip(map(id, trained), opened.before, strict=False))
-            self._measure_weights(opened, [(p, g) for p, g in owned if g is not None and p.numel()], befores)
-            present = [g for _, g in owned if g is not None and g.numel()]
-            kind = float("inf") if self.step.clip.kind == "inf" else 2.0
+            plain = [(p, make_plain(p), make_plain(g)) for p, g in owned if g is not None]
+            plain = [(p, weight, gradient) for p, weight, gradient in plain if weight.numel() and gradient.numel()]
+            self._measure_weights(opened, plain, befores)
             # The optimizers' kernels may have unscaled and clipped these gradients. The ratio to the norm of the step
             # tells by how much.
-            measured = compute_total_norm([make_plain(g) for g in present], kind) if present else 1.0
+            ranks, kind = self.step.ranks, self.step.clip.norm_kind
+            is_sharded = ranks is not None and ranks.sharding is not None
+            compute = ranks.compute_norm if ranks is not None and is_sharded else compute_total_norm
+            measured = compute([g for *_, g in plain], kind) if plain or is_sharded else 1.0
             opened.scalars = [facts.grad_norm, measured, facts.scale, facts.bad.float()]
             for name, norm in list_batch_norms(self.step.model):
                 assert norm.running_var is not None
                 opened.measures.add_value(self._index[name, VARIANCE], norm.running_var.median())
 
     def _measure_weights(
-        self, opened: OpenObservation, owned: list[tuple[Tensor, Any]], befores: Mapping[int, Tensor]
+        self,
+        opened: OpenObservation,
+        owned: list[tuple[Tensor, Tensor, Tensor]],
+        befores: Mapping[int, Tensor],
     ) -> None:
+        """Measure parameters; each comes with its numbers and those of its gradient."""
         if not owned:
             return
-        add, index, measures = opened.measures, self._index, opened.measures
-        names = [self._owners.get(id(p), "") for p, _ in owned]
-        weights = [make_plain(p) for p, _ in owned]
-        gradients = [_align(make_plain(g), w) for (_, g), w in zip(owned, weights, strict=True)]
+        index, measures = self._index, opened.measures
+        names = [self._owners.get(id(p), "") for p, *_ in owned]
+        weights = [weight for _, weight, _ in owned]
+        gradients = [_align(gradient, weight) for _, weight, gradient in owned]
         for kind, tensors in ((WEIGHT, weights), (WEIGHT_GRADIENT, gradients)):
             for name, tensor, largest in zip(names, tensors, measure_largest(tensors), strict=True):
-                add.add_value(index[name, kind], largest)
-                add.add_sample(index[name, kind], take_sample(tensor))
-        for name, (parameter, _), weight, gradient in zip(names, owned, weights, gradients, strict=True):
+                measures.add_value(index[name, kind], largest)
+                measures.add_sample(index[name, kind], take_sample(tensor))
+        for name, (parameter, *_), weight, gradient in zip(names, owned, weights, gradients, strict=True):
             opened.formats[index[name, WEIGHT]] = opened.formats[index[name, WEIGHT_GRADIENT]] = self._find_compute(
                 name, parameter
             )
