@@ -110,7 +110,10 @@ def check_number(name: str, value: object, *, below: float = math.inf) -> float:
     return float(value)
 
 
-COUNTS = {"accumulate": "1 is plain training", "num_steps": "100_000, or leave it out", "max_graphs": "8"}
+COUNTS = {
+    "accumulate": "1 is plain training", "num_steps": "100_000, or leave it out", "max_graphs": "8",
+    "watch": "200; 0 turns it off",
+}  # fmt: skip
 
 
 def check_count(name: str, value: object) -> int:

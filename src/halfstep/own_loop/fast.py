@@ -142,6 +142,7 @@ class FastPath:
         self.expected: Compiling | None = None  # what compiling takes and saves, for windows of these shapes
         self.why_not_compiled = self._find_eager_commit() if asked == "auto" else f"fast={asked!r}"
         self.rates = HandRates(step)
+        self.is_pure = False  # whether the traced code of the last step changes no Python object
         self.first = step.attempted
         self.has_compiled_blocks = step.sharding is not None and asked == "compile" and not step.plan.simulated
         if step.sharding is not None and self.has_compiled_blocks:
@@ -190,6 +191,8 @@ class FastPath:
     def _run_traced(self, level: Level, traced: TracedWindow, loss_fn: LossFn, window: list[Batch]) -> Facts:
         references = self._trace_references(loss_fn, window) if level is self.trial and level.ran else None
         self._trace(level.find_tracer(self.step.plan, self.pure_ops), traced, loss_fn, window)
+        if self.step.watch is not None:
+            self.is_pure = not any(call.entry.has_side_effects for call in traced.calls)
         key = (*traced.key, *self.rates.key)
         graph = level.graphs.get(key)
         if graph is not None and graph.fits(traced, self.step):

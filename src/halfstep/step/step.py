@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, compress, islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,16 @@ LossFn = Callable[[Batch], "Tensor | tuple[Tensor, Weight]"]
 Accumulate = Callable[[LossFn, Sequence[Any], list[Tensor]], "tuple[Tensor, Weight]"]
 OnGradients = Callable[[nn.Module], None]
 OnCommit = Callable[[nn.Module], object]
+
+
+class StepWatch(Protocol):
+    """What observes every N-th step: it is called before each step and after its commit, and only reads."""
+
+    def begin(self) -> None: ...
+
+    def end(self, facts: Facts, gradients: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        """`gradients` are those of a captured step, whose parameters do not hold them."""
+        ...
 
 
 class Totals(NamedTuple):
@@ -123,6 +133,7 @@ class Step:
         self.writes = ForwardWrites(model, also, commits=on_commit is not None)
         self.observed: Callable[[], AbstractContextManager[object]] = nullcontext
         """A context that evidence enters around forward and backward, to observe what runs in them."""
+        self.watch: StepWatch | None = None  # set before the first step
         self.keeps_rng = True  # whether facts of replays hold the generators, for capsules
         self.hold: Hold | None = None  # set before the first step by a loop that can repeat held steps
         self.signals = DelayedSignals()
@@ -150,6 +161,8 @@ class Step:
         if self._rng:
             self.abandon()
         self._rng = read_rng_state(self.device)
+        if self.watch is not None:
+            self.watch.begin()
         try:
             facts = self.forward_backward(loss_fn, window, replay)
             self.writes.refuse_unsaved(facts.bad)
@@ -243,6 +256,8 @@ class Step:
                     self._rng, self._judged = {}, JudgedGradients()
                     self.attempted += 1
                     facts.send()
+                    if self.watch is not None:
+                        self.watch.end(facts)
                 else:
                     self.abandon()
 
