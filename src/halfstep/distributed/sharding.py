@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,8 @@ def get_local(tensor: Tensor) -> Tensor:
 
 
 def get_locals(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list(map(get_local, tensors))
+    """Return `get_local` of each; without a loop where no DTensor can exist."""
+    return list(tensors) if "torch.distributed.tensor" not in sys.modules else [get_local(t) for t in tensors]
 
 
 def wrap_local(local: Tensor, like: Any) -> Tensor:
@@ -50,6 +52,15 @@ def wrap_local(local: Tensor, like: Any) -> Tensor:
     # With its shape: from_local would infer a wrong one from uneven shards.
     shape = {"shape": like.shape, "stride": like.stride()}
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, **shape)
+
+
+def shard_like(tensor: Tensor, like: Any) -> Tensor:
+    """Return a whole tensor, which every rank has, as a DTensor sharded like another one; any other as it is."""
+    if not is_dtensor(like) or is_dtensor(tensor):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def find_sharded_modules(model: nn.Module) -> list[FSDPModule]:
@@ -96,6 +107,14 @@ class Sharding:
 
     def reshard(self) -> None:
         reshard(self.modules)
+
+    def abandon_pass(self) -> None:
+        """Let FSDP forget a pass that raised or was not followed by backward."""
+        for module in self.modules:
+            if hasattr(module, "reset_iter_state"):  # since torch 2.13
+                with suppress(RuntimeError):  # of one that is not a root
+                    module.reset_iter_state()
+        self.reshard()
 
     def describe(self) -> str:
         names = f" {self.mesh.mesh_dim_names}" if self.mesh.mesh_dim_names else ""
