@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Never, Self
@@ -257,6 +258,7 @@ class Step:
 
     def __call__(self, loss_fn: LossFn, window: Iterable[Batch] | None = None) -> Outcome:
         """Compute, judge and commit one window. `loss_fn(batch)` returns the loss, or (loss, weight)."""
+        began = time.monotonic()
         with self._step.signals.delay():  # but not in forward and backward, which can be undone
             batches = self._check(loss_fn, window)
 
@@ -271,7 +273,8 @@ class Step:
                 facts = self._fast.run(loss_fn, batches, run_eagerly)
             if self._recorder is not None:
                 self._recorder.keep(facts.attempted, batches)
-            self._act_on(self._guard.watch(facts))
+            self._act_on(self._guard.watch(facts))  # waits for the step before the last, so that this is its time
+            self._fast.in_steps_s += time.monotonic() - began
         return Outcome(facts)
 
     def compute(self, loss_fn: LossFn, window: Iterable[Batch]) -> Facts:
