@@ -53,6 +53,10 @@ def spikes(device: torch.device) -> Feature:
     return plain(device, skip_spikes=True)
 
 
+def watched(device: torch.device) -> Feature:
+    return plain(device, watch=3)
+
+
 def weighted(device: torch.device) -> Feature:
     feature = plain(device, accumulate=2)
     loss_fn = feature.loss_fn
@@ -218,6 +222,7 @@ FEATURES: dict[str, Callable[[torch.device], Feature]] = {
         plain, average, accumulated, scheduled, spikes, weighted, several_optimizers, unfused,
         unfused_rmsprop, muon, scheduled_muon, frozen_encoder, adapter,
         tied_weights, also_written, edited_gradients, on_commit, own_optimizer, unfused_sgd, compiled_model,
+        watched,
     )
 }  # fmt: skip
 

@@ -225,6 +225,8 @@ class Step:
             self._guard.observers.append(lambda facts, reading: on_outcome(Outcome(reading)))
         self._watch = make_watch(self._step, watch) if watch else None
         self._recorder = make_recorder(folder, self._step, spikes=skip_spikes) if folder else None
+        if self._recorder is not None and self._watch is not None:
+            self._recorder.watches = {"": self._watch}
         self._step.keeps_rng = self._recorder is not None
         if self._recorder is not None:
             self._guard.observers.append(self._recorder.observe)
