@@ -241,7 +241,11 @@ class Step:
         """The save of a sharded model that `hs.save` began last."""
         self._attempted_untrained = -1
         """The attempted steps as long as the window that was yielded last is not trained on; -1 outside of a pass."""
-        watch_for_second_step(optimizers)
+        for one in optimizers:
+            watch_for_second_step(one, (
+                f"{type(one).__name__}.step() was called in addition to hs.Step, which already steps it: weights are "
+                "updated twice, once unguarded. Leave optimizer.step() and scaler.step(optimizer) out"
+            ))  # fmt: skip
         hints = (committer.hint for committer in self._step.committers)
         for hint in filter(None, (*plan.warnings, *self._schedules.hints, *hints)):
             warnings.warn(hint, stacklevel=2)

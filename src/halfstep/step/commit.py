@@ -455,21 +455,17 @@ def _refuse_spoiled(committer: Committer, spoiled: Tensor) -> None:
 # --- an optimizer.step() that was left in the loop ---
 
 
-def watch_for_second_step(optimizers: Sequence[Optimizer]) -> None:
-    """Warn once when the user's loop steps an optimizer that a guarded step steps already."""
-    for optimizer in optimizers:
-        # One that wraps another, as Lookahead or Accelerate's, may have left torch's constructor out.
-        if not hasattr(optimizer, WATCHED) and hasattr(optimizer, "_optimizer_step_pre_hooks"):
-            setattr(optimizer, WATCHED, True)
-            optimizer.register_step_pre_hook(warn_of_second_step)
+def watch_for_second_step(optimizer: Optimizer, warning: str) -> Callable[[], None]:
+    """Warn once when the user's loop steps an optimizer that a guarded step steps. Return a function that ends this."""
+    # One that wraps another, as Lookahead or Accelerate's, may have left torch's constructor out.
+    if not hasattr(optimizer, WATCHED) and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        optimizer.register_step_pre_hook(warn_of_second_step)
+    setattr(optimizer, WATCHED, warning)
+    return lambda: setattr(optimizer, WATCHED, "")
 
 
 def warn_of_second_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if getattr(optimizer, COMMITTING, False) or not getattr(optimizer, WATCHED, False):
-        return
-    setattr(optimizer, WATCHED, False)  # once is enough
-    warnings.warn(
-        f"{type(optimizer).__name__}.step() was called in addition to hs.Step, which already steps it: weights are "
-        "updated twice, once unguarded. Leave optimizer.step() and scaler.step(optimizer) out",
-        stacklevel=3,
-    )
+    warning = getattr(optimizer, WATCHED, "")
+    if warning and not getattr(optimizer, COMMITTING, False):
+        setattr(optimizer, WATCHED, "")  # once is enough
+        warnings.warn(warning, stacklevel=3)
