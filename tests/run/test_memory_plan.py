@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from halfstep.cli.plan import read_size
 from halfstep.config.schema import RunConfig
 from halfstep.errors import ConfigError, HardwareError, MemoryLimitError, ModelError
 from halfstep.hardware.gpus import look_up_gpu
@@ -25,7 +26,6 @@ from halfstep.run.memory.planner import (
     find_largest_batch,
     list_levels,
     list_precisions,
-    read_size,
     refuse_nothing_fits,
 )  # fmt: skip
 from halfstep.run.memory.sizing import (
