@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Never, Self
+from typing import TYPE_CHECKING, Any, Literal, Never, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep.errors import ConfigError, TrainingStopped
+from halfstep.evidence.watch import Watch
 from halfstep.hardware.probe import probe
 from halfstep.own_loop.arguments import (
     check_choice,
@@ -23,6 +25,7 @@ from halfstep.own_loop.arguments import (
     check_modules,
     check_names,
     check_number,
+    check_sharded,
     find_device,
     make_capturable,
     make_guard_options,
@@ -39,8 +42,8 @@ from halfstep.own_loop.arguments import (
 )  # fmt: skip
 from halfstep.own_loop.certificate import Certificate
 from halfstep.own_loop.data_position import DataPosition
-from halfstep.own_loop.evidence import make_recorder
-from halfstep.own_loop.fast import Fast, FastPath
+from halfstep.own_loop.evidence import count_rows, make_recorder, make_watch
+from halfstep.own_loop.fast import Fast, FastPath, split_results
 from halfstep.own_loop.loss import ExplainedErrors, LossChecker, UnguardedNetworks, suggest_ways
 from halfstep.own_loop.schedule_argument import LoopSchedules, Paced
 from halfstep.own_loop.user_warnings import DroppedSteps, warn_user
@@ -60,6 +63,9 @@ from halfstep.step.snapshots import Snapshots, copy_to_host
 from halfstep.step.step import LossFn, OnCommit, OnGradients
 from halfstep.step.step import Step as GuardedStep
 from halfstep.step.step_state import refuse_unfit
+
+if TYPE_CHECKING:
+    from halfstep.distributed.sharded_files import BackgroundSave
 
 OneSchedule = LRScheduler | Schedule | Paced
 
@@ -119,6 +125,8 @@ class Step:
         clip_type: "l2" or "inf" norm over all gradients, or "value" for each entry.
         accumulate: batches in one optimizer step. Each is weighted by its number of samples, or by the weight that
             loss_fn returns.
+        shard_reduce: when gradients of a model sharded by `fully_shard` are reduced over the ranks: after "each" batch,
+            or after the "last" of a step, which is faster and keeps whole gradients in memory until then.
         schedule: the learning-rate schedule: `hs.per_step(scheduler)`, `hs.per_epoch(scheduler)` with `epoch_ended()`,
             ReduceLROnPlateau with `validated(metric)`, a function of the step that returns a multiplier, or a list with
             one of them, or None, for each optimizer. A torch scheduler alone counts as per step. Without schedule= you
@@ -134,6 +142,8 @@ class Step:
         on_gradients: called with the model to edit its gradients: they are unscaled, and not yet checked and clipped.
         on_commit: called with the model once the optimizers have stepped, to move a teacher or a target network. Name
             those networks in also=, so that a bad step restores them.
+        watch: measure the numbers of each module every so many steps, and warn before one leaves its range; 0 turns it
+            off. `print(step.watched)` shows them (docs/watch.md).
         capsules: a folder for the batches and weights of a bad step, or of one in which loss_fn raised;
             `hs.replay(capsule, model, loss_fn)` names the cause.
         on_outcome: called with the Outcome of each step two steps later, when reading it costs no wait: for logging.
@@ -157,6 +167,7 @@ class Step:
         clip_norm: float | None = 0.0,
         clip_type: Literal["l2", "inf", "value"] = "l2",
         accumulate: int = 1,
+        shard_reduce: Literal["each", "last"] = "each",
         schedule: OneSchedule | Sequence[OneSchedule | None] | None = None,
         ema_decay: float | None = 0.0,
         guard: GuardOptions | Mapping[str, Any] | None = None,
@@ -166,6 +177,7 @@ class Step:
         on_gradients: OnGradients | None = None,
         on_commit: OnCommit | None = None,
         on_outcome: Callable[[Outcome], None] | None = None,
+        watch: int = 0,
         capsules: str | os.PathLike[str] | None = None,
         **unknown: Never,  # refused here with a suggestion, and by type checkers
     ) -> None:
@@ -183,6 +195,8 @@ class Step:
         refuse_recast(model, plan)
         check_choice("fast", fast, ("auto", "graph", "compile", "off"))
         check_choice("memory", memory, ("normal", "low"))
+        check_choice("shard_reduce", shard_reduce, ("each", "last"))
+        sharded = check_sharded(model, plan, capsules=folder)
         refuse_unrelated_optimizers(model, optimizers)
         self._schedules = LoopSchedules(schedule, optimizers, device)
         apply(plan, model, casts_storage=False)
@@ -196,18 +210,23 @@ class Step:
             spikes=SpikeMeter(device, skips=skip_spikes), also=also, on_gradients=on_gradients,
             on_commit=on_commit, norm_order=model.parameters(),  # as in clip_grad_norm_(model.parameters(), ...)
         )  # fmt: skip
+        if self._step.ranks is not None:
+            self._step.ranks.reduces_each = shard_reduce == "each"
         floor = self._step.scaler.options.min_scale
         self._guard = Guard(options, scaling=plan.needs_loss_scaling, min_scale=floor, advice=ADVICE_FOR_LOOPS)
         self._keep_ranks_alike(
             precision=plan.granted, simulate=simulate, accumulate=accumulate, clip=clip, ema_decay=decay,
-            skip_spikes=skip_spikes, guard=options, scaler=scaling,
+            skip_spikes=skip_spikes, guard=options, scaler=scaling, shard_reduce=shard_reduce, **sharded,
         )  # fmt: skip
         self._dropped = DroppedSteps(low_scale=self._step.scaler.low if plan.needs_loss_scaling else None)
         if self._step.ranks is None or self._step.ranks.world.rank == 0:
             self._guard.observers.append(self._dropped.observe)
         if on_outcome is not None:
             self._guard.observers.append(lambda facts, reading: on_outcome(Outcome(reading)))
+        self._watch = make_watch(self._step, watch) if watch else None
         self._recorder = make_recorder(folder, self._step, spikes=skip_spikes) if folder else None
+        if self._recorder is not None and self._watch is not None:
+            self._recorder.watches = {"": self._watch}
         self._step.keeps_rng = self._recorder is not None
         if self._recorder is not None:
             self._guard.observers.append(self._recorder.observe)
@@ -221,9 +240,15 @@ class Step:
         )  # fmt: skip
         world = self._step.ranks.world if self._step.ranks is not None else None
         self._position = DataPosition(world.rank, world.size) if world is not None else DataPosition()
+        self.saving: BackgroundSave | None = None
+        """The save of a sharded model that `hs.save` began last."""
         self._attempted_untrained = -1
         """The attempted steps as long as the window that was yielded last is not trained on; -1 outside of a pass."""
-        watch_for_second_step(optimizers)
+        for one in optimizers:
+            watch_for_second_step(one, (
+                f"{type(one).__name__}.step() was called in addition to hs.Step, which already steps it: weights are "
+                "updated twice, once unguarded. Leave optimizer.step() and scaler.step(optimizer) out"
+            ))  # fmt: skip
         hints = (committer.hint for committer in self._step.committers)
         for hint in filter(None, (*plan.warnings, *self._schedules.hints, *hints)):
             warnings.warn(hint, stacklevel=2)
@@ -257,6 +282,7 @@ class Step:
 
     def __call__(self, loss_fn: LossFn, window: Iterable[Batch] | None = None) -> Outcome:
         """Compute, judge and commit one window. `loss_fn(batch)` returns the loss, or (loss, weight)."""
+        began = time.monotonic()
         with self._step.signals.delay():  # but not in forward and backward, which can be undone
             batches = self._check(loss_fn, window)
 
@@ -271,8 +297,22 @@ class Step:
                 facts = self._fast.run(loss_fn, batches, run_eagerly)
             if self._recorder is not None:
                 self._recorder.keep(facts.attempted, batches)
-            self._act_on(self._guard.watch(facts))
+            if self._watch is not None:
+                self._look(loss_fn, batches, facts)
+            self._act_on(self._guard.watch(facts))  # waits for the step before the last, so that this is its time
+            self._fast.in_steps_s += time.monotonic() - began
         return Outcome(facts)
+
+    def _look(self, loss_fn: LossFn, batches: list[Batch], facts: Facts) -> None:
+        """Let the watch see the step that was made, in a side step if its code was captured or compiled."""
+        assert self._watch is not None
+        if self._watch.lacks_activations and not self._fast.why_eager:
+            if self._fast.is_pure:
+                code = split_results(loss_fn, is_alone=True)
+                self._watch.look_aside(code, batches[0], num_rows=count_rows(batches[0]))
+            else:
+                self._watch.stop_activations("loss_fn changes Python objects, so a side step cannot run it")
+        self._watch.finish(facts)
 
     def compute(self, loss_fn: LossFn, window: Iterable[Batch]) -> Facts:
         """Run forward, backward and verdict, the first half of a call. Nothing is committed yet."""
@@ -292,9 +332,12 @@ class Step:
         checked = self._loss.wrap(loss_fn, is_alone=len(batches) == 1)
         is_new = self._loss.is_new(loss_fn)
         with ExplainedErrors():
-            if self._recorder is None and not is_new:
+            is_observed = self._watch is not None and self._watch.is_due()
+            if self._recorder is None and not is_new and not is_observed:
                 return self._step.compute(checked, batches)
             with contextlib.ExitStack() as watched:
+                if self._watch is not None and is_observed:
+                    watched.enter_context(self._watch.enter_real_step())
                 if self._recorder is not None:
                     watched.enter_context(self._recorder.watch(batches))
                 if is_new:
@@ -309,6 +352,8 @@ class Step:
         """Commit: the optimizers step, or everything stays as it was. The second half of a call."""
         with self._step.signals.delay():
             self._commit(facts)
+            if self._watch is not None:
+                self._watch.finish(facts)
             self._act_on(self._guard.watch(facts))
 
     def _commit(self, facts: Facts) -> None:
@@ -359,8 +404,14 @@ class Step:
         self._schedules.validated(float(metric))
 
     def finish(self) -> None:
-        """Judge the last steps, which the guard has not seen yet. `windows` and `with step:` call it at their end."""
+        """Judge the last steps, which the guard has not seen yet, and wait until a sharded model's save is on the disk.
+
+        `windows` and `with step:` call it at their end."""
+        if self._watch is not None:
+            self._watch.drain()
         self._act_on(self._guard.drain())
+        if self.saving is not None:
+            self.saving.wait()
 
     def __enter__(self) -> Self:
         return self
@@ -404,6 +455,14 @@ class Step:
     def certificate(self) -> Certificate:
         """Return what captured steps were compared with, and what came out."""
         return self._fast.certificate
+
+    @property
+    def watched(self) -> Watch:
+        """Return what `watch=` has observed: print it for a table; `.warnings` lists what will leave its range."""
+        if self._watch is None:
+            raise ConfigError("this step watches nothing", fix="hs.Step(..., watch=200)")
+        self._watch.drain()
+        return self._watch
 
     @property
     def epoch(self) -> int:

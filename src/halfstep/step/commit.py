@@ -2,9 +2,12 @@
 
     found_inf   fused SGD, Adam, AdamW, Adagrad and our AdamW8bit and AdamWBf16 read the flag inside their kernel: free;
                 in a CUDA graph AdamW's kernel, and Adam's without decay, is our own (single_pass.py), with torch's bits
-    select      torch's other optimizers: save parameters and state, step, restore by `where` if bad: costs a copy
+    select      torch's other optimizers, Muon among them: save parameters and state, step, restore by `where` if bad:
+                costs a copy
     host        anything else, an optimizer with state on the host, and one whose step() runs the user's code
                 (a hook, a `step` replaced on the instance), which must not run for a bad step: one wait per step
+
+Of a sharded model the optimizers that treat each number alone step this rank's shards (optim/shards.py).
 
 Only torch's classes use `select`: a custom optimizer may keep Python numbers or replace its state tensors, which cannot
 be restored from outside.
@@ -22,16 +25,16 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer, lr_scheduler
+from torch.optim import Optimizer, _muon, lr_scheduler
 from torch.optim import optimizer as torch_hooks
 
+from halfstep.distributed.sharding import get_local, get_locals, is_dtensor
 from halfstep.errors import ConfigError, HalfstepError, ModelError
 from halfstep.step.clip import compute_total_norm
 from halfstep.step.flat import (
@@ -45,6 +48,7 @@ from halfstep.step.flat import (
 from halfstep.step.optim.adamw8bit import AdamW8bit
 from halfstep.step.optim.adamw_bf16 import AdamWBf16
 from halfstep.step.optim.by_name import OPTIMIZERS, REFUSED
+from halfstep.step.optim.shards import ELEMENTWISE, ShardTwin
 from halfstep.step.optim.single_pass import SinglePass, can_run_single_pass
 from halfstep.step.tables import Rates
 
@@ -96,16 +100,19 @@ def runs_other_code(optimizer: Optimizer) -> bool:
 
 
 def get_stored_values(gradient: Tensor) -> Tensor:
-    """Return the values of a gradient that are scaled and judged; for a sparse gradient, its stored values."""
-    return gradient._values() if gradient.is_sparse else gradient
+    """Return the values of a gradient that are scaled and judged: of a sparse one those it stores, of a sharded one
+    this rank's."""
+    return gradient._values() if gradient.is_sparse else get_local(gradient)
 
 
 def _is_capturable(optimizer: Optimizer) -> bool:
-    return all(group.get("capturable") for group in optimizer.param_groups)
+    groups = optimizer.param_groups
+    if type(optimizer) is torch.optim.Muon:  # it counts no steps, and `step_muon` takes learning rates on the device
+        return all(p.is_cuda for group in groups for p in group["params"])
+    return all(group.get("capturable") for group in groups)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CommitWay:
+class CommitWay(NamedTuple):
     """How one commit is made."""
 
     method: CommitMethod
@@ -155,9 +162,10 @@ class Committer:
         is_fast = self._own_method == "found_inf" or self._own_method == "select" and _is_capturable(optimizer)
         self.takes_tensor_lr = is_fast
         self.stepped: dict[Tensor, bool] = {}  # parameters it has stepped -> whether it keeps state for them
-        self._settled: tuple[list[Tensor], list[Any], list[bool]] | None = None
+        self._settled: tuple[list[Any], list[bool]] | None = None
         """Parameters and state of the last commit that built no state: most steps find the same."""
         self._fused_adam: FusedAdam | None = None
+        self._twin: ShardTwin | None = None  # steps in place of the optimizer if parameters are sharded
         self.single_pass: SinglePass | None = None  # while a step is captured: replaces torch's kernel
         if rates is not None and self.takes_tensor_lr:
             rates.bind(optimizer)
@@ -198,7 +206,8 @@ class Committer:
 
     def choose(self) -> CommitWay:
         """Return how the next commit is made."""
-        method, parameters = self.method, list(self._with_grad())
+        method, parameters = self.method, self._with_grad()
+        self._prepare_twin()
         # Parameters with sparse gradients are not copied: a copy of a whole table would cost more than a wait.
         is_sparse = any(map(get_is_sparse, map(get_gradient, parameters)))
         is_first = self._has_first(parameters)
@@ -206,7 +215,7 @@ class Committer:
         return CommitWay(method=method, by_host=by_host, is_undone=method == "select" and not is_sparse)
 
     def copy(self, way: CommitWay) -> CommitUndo:
-        return CommitUndo(self.optimizer, list(self._with_grad()), by_host=way.by_host)
+        return CommitUndo(self.optimizer, self._with_grad(), by_host=way.by_host)
 
     def commit(self, way: CommitWay, bad: Tensor, factor: Tensor | None, found_inf: Tensor | None = None) -> None:
         """Step the optimizer with gradients times `factor`. If `bad` is set, the kernel or the host leaves everything
@@ -219,15 +228,20 @@ class Committer:
 
     def left_non_finite(self) -> Tensor | None:
         """Return on the device whether a stepped parameter is not finite; None if there is none to check."""
-        written = [p for p in self._with_grad() if p.numel() and p.grad is not None and not p.grad.is_sparse]
-        if not written:
+        written = [p for p in self._with_grad() if p.grad is not None and not p.grad.is_sparse]
+        filled = [p for p in get_locals(written) if p.numel()]
+        if not filled:
             return None
-        worst = compute_total_norm(written, float("inf"))
+        worst = compute_total_norm(filled, float("inf"))
         return worst - worst != 0
+
+    def release_gradients(self) -> None:
+        if self._twin is not None:
+            self._twin.drop_gradients()
 
     def forget(self) -> None:
         """Note which parameters have state, and bind the rates again, after state was loaded into new tensors."""
-        self._settled = None
+        self._settled = self._twin = None
         self.stepped = {p: bool(own) for p, own in self.optimizer.state.items()}
         if self.rates is not None and self.takes_tensor_lr:
             self.rates.bind(self.optimizer)
@@ -245,16 +259,29 @@ class Committer:
         """True if the optimizer has to build the state of one of these. Looked up by parameter only where parameters or
         state are others than at the last commit: hashing hundreds of tensors takes long."""
         states = list(self.optimizer.state.values())
-        are_filled = list(map(bool, states))
-        if self._settled is not None:
-            then, states_then, were_filled = self._settled
-            if are_filled == were_filled and are_same_objects(parameters + states, then + states_then):
-                return False
+        held, are_filled = [*parameters, *states], list(map(bool, states))
+        if self._settled is not None and are_filled == self._settled[1] and are_same_objects(held, self._settled[0]):
+            return False
         is_first = any(map(self._is_first, parameters))
-        self._settled = None if is_first else (parameters, states, are_filled)
+        self._settled = None if is_first else (held, are_filled)
         is_adam = type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not is_first
-        self._fused_adam = FusedAdam(self.optimizer) if is_adam else None
+        self._fused_adam = FusedAdam(self._stepped) if is_adam else None
         return is_first
+
+    @property
+    def _stepped(self) -> Optimizer:
+        """Return what step() is called on: the optimizer, or its twin that holds shards."""
+        return self.optimizer if self._twin is None else self._twin.twin
+
+    def _prepare_twin(self) -> None:
+        """Make the twin that steps shards, if parameters are sharded and each number can be stepped alone."""
+        is_sharded = any(is_dtensor(p) for group in self.optimizer.param_groups for p in group["params"])
+        if not is_sharded or type(self.optimizer) not in ELEMENTWISE or runs_other_code(self.optimizer):
+            self._twin = None
+        elif self._twin is None or not self._twin.fits():
+            self._twin, self._settled = ShardTwin(self.optimizer), None
+        if self._twin is not None:
+            self._twin.take_gradients()
 
     def _is_first(self, parameter: Tensor) -> bool:
         """True if the optimizer has to build the parameter's state, also after it was cleared."""
@@ -272,12 +299,12 @@ class Committer:
         """Create momentum buffers for parameters that first step after the others: fused SGD cannot begin them."""
         if type(self.optimizer) is not torch.optim.SGD or self.method != "found_inf" or not self.stepped:
             return
-        for group in self.optimizer.param_groups:
+        for group in self._stepped.param_groups:
             for p in group["params"]:
-                if group["momentum"] and p.grad is not None and not self.optimizer.state[p]:
+                if group["momentum"] and p.grad is not None and not self._stepped.state[p]:
                     # A first step makes the buffer the gradient g; m * b + (1 - d) * g is g for b = g * d / m.
                     first = p.grad * (group["dampening"] / group["momentum"])
-                    self.optimizer.state[p]["momentum_buffer"] = first
+                    self._stepped.state[p]["momentum_buffer"] = first
 
     def _commit_in_kernel(self, bad: Tensor, factor: Tensor | None, found_inf: Tensor) -> None:
         if self.single_pass is not None and self.single_pass.fits_gradients:
@@ -287,21 +314,31 @@ class Committer:
         said = {"found_inf": found_inf}
         if factor is not None:
             said["grad_scale"] = factor.float().reciprocal()
+        if self._twin is not None:
+            self._twin.take_settings()
         if self._fused_adam is not None and self._fused_adam.fits():
             return self._fused_adam.step(**said)
-        vars(self.optimizer).update(said)
+        vars(self._stepped).update(said)
         try:
             self._step()
         finally:
             for name in said:
-                delattr(self.optimizer, name)
+                delattr(self._stepped, name)
 
     def _step(self) -> None:
         if self.rates is not None and not self.takes_tensor_lr:
             self.rates.write_floats(self.optimizer)
-        setattr(self.optimizer, COMMITTING, True)
+        if self._twin is not None:
+            self._twin.take_settings()
+        setattr(self._stepped, COMMITTING, True)
         try:
-            self.optimizer.step()
+            is_muon = type(self.optimizer) is torch.optim.Muon and self.method != "host"
+            if is_muon and any(isinstance(group["lr"], Tensor) for group in self.optimizer.param_groups):
+                step_muon(self.optimizer)
+            else:
+                self._stepped.step()
+            if self._twin is not None:
+                self._twin.share_state()
         except Exception as error:
             if "closure" not in str(error):
                 raise
@@ -312,10 +349,10 @@ class Committer:
                 "(docs/loop_kinds.md)",
             ) from error
         finally:
-            setattr(self.optimizer, COMMITTING, False)
+            setattr(self._stepped, COMMITTING, False)
 
-    def _with_grad(self) -> Iterator[Tensor]:
-        return (p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None)
+    def _with_grad(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 class FusedAdam:
@@ -352,7 +389,7 @@ class FusedAdam:
             steps = [state["step"] for state in states]
             # torch adds 1 and subtracts the flag after the kernel, which does not read the count of a bad step. A list:
             # a single tensor is taken for a number, and the host would wait for it.
-            torch._foreach_add_(steps, [1 - found_inf] * len(steps))
+            torch._foreach_add_(steps, [torch.rsub(found_inf, 1)] * len(steps))
             kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
             kernel(
                 parameters, list(map(get_gradient, parameters)), [state["exp_avg"] for state in states],
@@ -363,11 +400,36 @@ class FusedAdam:
             )  # fmt: skip
 
 
+def step_muon(optimizer: Any) -> None:
+    """Make a step of torch's Muon with learning rates on the device: its own step() reads them on the host, which a
+    CUDA graph cannot hold. It rounds the product of update and rate, which torch's does not."""
+    for group in optimizer.param_groups:
+        parameters: list[Tensor] = []
+        gradients: list[Tensor] = []
+        buffers: list[Tensor] = []
+        optimizer._init_group(group, parameters, gradients, buffers)
+        lr, momentum = group["lr"], group["momentum"]
+        for p, gradient, buffer in zip(parameters, gradients, buffers, strict=True):
+            buffer.lerp_(gradient, 1 - momentum)
+            update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
+            update = _muon._zeropower_via_newtonschulz(
+                update, group["ns_coefficients"], group["ns_steps"], group["eps"]
+            )
+            rate = _muon._adjust_lr(lr, group["adjust_lr_fn"], p.shape)
+            # In fp32: next to bf16 weights a tensor without dimensions would be rounded to bf16.
+            p.copy_(p.float() * (1 - lr * group["weight_decay"]) - update.float() * rate)
+
+
 def commit_all(
-    committers: Sequence[Committer], bad: Tensor, factor: Tensor | None, found_inf: Tensor | None = None
+    committers: Sequence[Committer],
+    bad: Tensor,
+    factor: Tensor | None,
+    found_inf: Tensor | None = None,
+    *,
+    agree: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Step all optimizers or none. Return the verdict: `bad`, or an optimizer wrote non-finite numbers. `found_inf` is
-    `bad` as a number, if the caller has it.
+    `bad` as a number, if the caller has it. `agree` returns whether a flag is set on any of the ranks that hold shards.
 
     An optimizer that raises may have stepped some of its groups. Copying all weights at every step to restore those
     would cost more than resuming from a checkpoint, so a note on the error says it. Optimizers that stepped before it
@@ -381,6 +443,8 @@ def commit_all(
         try:
             committer.commit(way, bad, factor, found_inf)
             spoiled = committer.left_non_finite() if way.method != "found_inf" else None
+            if agree is not None and way.method != "found_inf":
+                spoiled = agree(torch.zeros_like(bad) if spoiled is None else spoiled)
             if spoiled is not None and not way.is_undone:
                 _refuse_spoiled(committer, spoiled & ~bad)
             if spoiled is not None:
@@ -395,6 +459,8 @@ def commit_all(
                     "to go on"
                 )
             raise
+        finally:
+            committer.release_gradients()
     for undo in copies:
         undo.restore_where(bad)
     return bad
@@ -412,21 +478,17 @@ def _refuse_spoiled(committer: Committer, spoiled: Tensor) -> None:
 # --- an optimizer.step() that was left in the loop ---
 
 
-def watch_for_second_step(optimizers: Sequence[Optimizer]) -> None:
-    """Warn once when the user's loop steps an optimizer that a guarded step steps already."""
-    for optimizer in optimizers:
-        # One that wraps another, as Lookahead or Accelerate's, may have left torch's constructor out.
-        if not hasattr(optimizer, WATCHED) and hasattr(optimizer, "_optimizer_step_pre_hooks"):
-            setattr(optimizer, WATCHED, True)
-            optimizer.register_step_pre_hook(warn_of_second_step)
+def watch_for_second_step(optimizer: Optimizer, warning: str) -> Callable[[], None]:
+    """Warn once when the user's loop steps an optimizer that a guarded step steps. Return a function that ends this."""
+    # One that wraps another, as Lookahead or Accelerate's, may have left torch's constructor out.
+    if not hasattr(optimizer, WATCHED) and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        optimizer.register_step_pre_hook(warn_of_second_step)
+    setattr(optimizer, WATCHED, warning)
+    return lambda: setattr(optimizer, WATCHED, "")
 
 
 def warn_of_second_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if getattr(optimizer, COMMITTING, False) or not getattr(optimizer, WATCHED, False):
-        return
-    setattr(optimizer, WATCHED, False)  # once is enough
-    warnings.warn(
-        f"{type(optimizer).__name__}.step() was called in addition to hs.Step, which already steps it: weights are "
-        "updated twice, once unguarded. Leave optimizer.step() and scaler.step(optimizer) out",
-        stacklevel=3,
-    )
+    warning = getattr(optimizer, WATCHED, "")
+    if warning and not getattr(optimizer, COMMITTING, False):
+        setattr(optimizer, WATCHED, "")  # once is enough
+        warnings.warn(warning, stacklevel=3)
