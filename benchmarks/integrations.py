@@ -2,7 +2,7 @@
 
     python benchmarks/integrations.py [--only trainer-gpt2,lightning-resnet18] [--rounds 9] [--out DIR] [--tiny]
 
-    host         the trainer with bf16, fused AdamW, clipping at 1.0 and its own torch.compile
+    host         the trainer with bf16, fused AdamW (Lightning: foreach), clipping at 1.0 and its own torch.compile
     host eager   the same without torch.compile
     guard        `host` with the guard
     captured     the trainer's steps made by an hs.Step (fast="auto"), without the trainer's torch.compile
@@ -10,10 +10,11 @@
 Random weights from a config, random tokens, loaded by the trainer's own loader. Lightning trains ResNet-18 on random
 images of CIFAR's size, from pinned memory, with a cosine schedule per step and `self.log` of the loss.
 
-Each variant is a process of its own. All build and compile side by side; then one at a time has the device, for a
-window of about half a second, and they take turns, round after round. `ms` is the median over the rounds with the
-smallest and largest; `ratio` is the median over the rounds of host / variant in the same round, with its smallest and
-largest: above 1 is faster than the host.
+Each variant is a process of its own. Those of all cases build and compile side by side, the captured ones after the
+others: an hs.Step times its graphs to choose one. Then one at a time has the device, for a window of about half a
+second, and the variants of a case take turns, round after round. `ms` is the median over the rounds with the smallest
+and largest; `ratio` is the median over the rounds of host / variant in the same round, with its smallest and largest:
+above 1 is faster than the host.
 
 `--tiny` runs every part with small models on a CPU, to test this script.
 
@@ -24,9 +25,11 @@ until that returns False.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -45,6 +48,7 @@ from recording import finish_device_work, store
 
 WARMUP_STEPS, MOST_WARMUP_STEPS, MOST_WARMUP_S = 30, 600, 300.0
 WINDOW_S = 0.5
+COMPILE_THREADS = "4"  # of Inductor in each of the processes that compile side by side
 PACKAGES = ("transformers", "accelerate", "lightning", "halfstep")
 
 
@@ -120,7 +124,7 @@ def make_gpt2(tiny: bool) -> tuple[Any, Any, int]:
         config = GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=1, n_head=2, bos_token_id=0,
                             eos_token_id=0)  # fmt: skip
         return GPT2LMHeadModel(config), Tokens(64, 16, 64, has_class=False), 4
-    return GPT2LMHeadModel(GPT2Config()), Tokens(512, 1024, 50257, has_class=False), 8
+    return GPT2LMHeadModel(GPT2Config()), Tokens(4096, 1024, 50257, has_class=False), 8
 
 
 def make_bert(tiny: bool) -> tuple[Any, Any, int]:
@@ -130,7 +134,7 @@ def make_bert(tiny: bool) -> tuple[Any, Any, int]:
         config = BertConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
                             intermediate_size=32, max_position_embeddings=32)  # fmt: skip
         return BertForSequenceClassification(config), Tokens(64, 16, 64, has_class=True), 4
-    return BertForSequenceClassification(BertConfig()), Tokens(4096, 128, 30522, has_class=True), 32
+    return BertForSequenceClassification(BertConfig()), Tokens(32768, 128, 30522, has_class=True), 32
 
 
 def train_with_trainer(make: Callable[[bool], tuple[Any, Any, int]], variant: str) -> Callable[[Turns, bool], None]:
@@ -214,7 +218,9 @@ def train_with_lightning(variant: str) -> Callable[[Turns, bool], None]:
                 return loss
 
             def configure_optimizers(self) -> Any:
-                optimizer = torch.optim.AdamW(self.parameters(), 1e-4, fused=True)
+                # Lightning's mixed precision refuses to clip the gradients of a fused optimizer: it gets foreach.
+                is_fused = not variant.startswith("host")
+                optimizer = torch.optim.AdamW(self.parameters(), 1e-4, fused=is_fused, foreach=not is_fused)
                 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1_000_000)
                 return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -267,8 +273,9 @@ class Variant:
         command = [sys.executable, __file__, "--train", case, "--variant", name, *(["--tiny"] if tiny else [])]
         self.log = Path(tempfile.mkdtemp()) / "log.txt"
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log.open("w"), text=True
-        )
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log.open("w"), text=True,
+            env={"TORCHINDUCTOR_COMPILE_THREADS": COMPILE_THREADS, **os.environ},
+        )  # fmt: skip
         self.found: dict[str, Any] = {}
         self.times: list[float] = []
         self.num_steps = 5
@@ -298,24 +305,36 @@ class Variant:
         self.found["mode"] = answer["mode"]
         return float(answer["seconds"]) / num_steps
 
+    def warm_up(self) -> None:
+        answer = self.read()
+        if answer is not None:
+            self.found |= {"warmup_s": answer["warmup_s"], "gb": answer["gb"]}
+
     def end(self) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.close()
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
         try:
-            self.process.wait(60)
+            self.process.wait(10)
         except subprocess.TimeoutExpired:
             self.process.kill()
         lines = [line for line in self.log.read_text().splitlines() if line.startswith("halfstep: ")]
         self.found["lines"] = lines
 
 
-def compare(case: str, rounds: int, *, tiny: bool, only: list[str] | None = None) -> dict[str, Any]:
-    names = [name for name in CASES[case] if only is None or name in only]
-    variants = [Variant(case, name, tiny=tiny) for name in names]
-    for one in variants:
-        answer = one.read()
-        if answer is not None:
-            one.found |= {"warmup_s": answer["warmup_s"], "gb": answer["gb"]}
+def start_variants(cases: list[str], only: list[str] | None, *, tiny: bool) -> dict[str, list[Variant]]:
+    """Start and warm up the variants of all cases, in the order of CASES; the captured ones after the others."""
+    started: dict[tuple[str, str], Variant] = {}
+    names = [(case, name) for case in cases for name in CASES[case] if only is None or name in only]
+    for is_captured in (False, True):
+        group = [one for one in names if (one[1] == "captured") is is_captured]
+        started |= {(case, name): Variant(case, name, tiny=tiny) for case, name in group}
+        for one in group:
+            started[one].warm_up()
+    return {case: [started[one] for one in names if one[0] == case] for case in cases}
+
+
+def compare(variants: list[Variant], rounds: int, *, tiny: bool) -> dict[str, Any]:
     window_s = 0.05 if tiny else WINDOW_S
     for number in range(rounds + 1):
         for one in variants:
@@ -355,11 +374,11 @@ def list_versions() -> dict[str, str]:
 def show(case: str, found: dict[str, Any]) -> None:
     for name, one in found.items():
         if "ms" not in one:
-            print(f"{case:16s}{name:12s} {one.get('problem')}", flush=True)
+            print(f"{case:20s}{name:12s} {one.get('problem')}", flush=True)
             continue
         ratio = f"x{one['ratio']:.3f} ({one['ratio_min']:.3f} to {one['ratio_max']:.3f})" if "ratio" in one else ""
         print(
-            f"{case:16s}{name:12s}{one['ms']:9.3f} ms ({one['ms_min']:.3f} to {one['ms_max']:.3f}) {ratio} "
+            f"{case:20s}{name:12s}{one['ms']:9.3f} ms ({one['ms_min']:.3f} to {one['ms_max']:.3f}) {ratio} "
             f"{one['gb']:.1f} GB {one['mode']}",
             flush=True,
         )
@@ -380,9 +399,10 @@ def main() -> None:
         return
     device = torch.device("cpu" if arguments.tiny else "cuda")
     found: dict[str, Any] = {}
-    for case in arguments.only.split(","):
-        only = arguments.variants.split(",") if arguments.variants else None
-        found[case] = compare(case, arguments.rounds, tiny=arguments.tiny, only=only)
+    only = arguments.variants.split(",") if arguments.variants else None
+    started = start_variants(arguments.only.split(","), only, tiny=arguments.tiny)
+    for case, variants in started.items():
+        found[case] = compare(variants, arguments.rounds, tiny=arguments.tiny)
         show(case, found[case])
         store(
             "integrations_tiny" if arguments.tiny else "integrations",

@@ -155,7 +155,6 @@ CASES = {
     "vae": Case(config=diffusion("vae"), parts=AVERAGED, ms=36, gb=5),
     "gpt2": Case(config=gpt2, parts=("adamw",), ms=32, gb=8),
     "radiodiff": Case(config=radio, parts=AVERAGED, ms=75, gb=9),
-    "sd_unet": Case(config=diffusion("sd_unet"), parts=AVERAGED, ms=76, gb=23),
     "resnet50_256": Case(config=vision("resnet50_256", *SMALL_RESNET), parts=RESNET, ms=29, gb=13),
     "steve": Case(config=steve, parts=("adamw",), ms=41, gb=8),
     "slotcontrast": Case(config=slotcontrast, parts=("adamw",), ms=142, gb=7),

@@ -36,6 +36,7 @@ ROOMS["run"] = set(ROOMS)
 LEVERS = {"tune.modes", "tune.repeated_blocks", "tune.memory_low"}
 """Primitives of modes and memory: free of config and workloads, so that hs.Step can use them."""
 ROOMS["own_loop"] = {"backend_flags", "data", "models", "hardware", "precision", "step", "evidence", "errors"} | LEVERS
+ROOMS["own_loop"] |= {"distributed"}
 ROOMS["integrations"] = {"own_loop", "step", "evidence", "precision", "hardware", "errors"}
 for room in ("use", "guide", "bench"):
     ROOMS[room] = ROOMS["run"] | {"run"}

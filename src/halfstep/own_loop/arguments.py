@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep.distributed.sharding import Sharding, find_sharding
 from halfstep.errors import ConfigError, ModelError, PrecisionError, suggest_nearest
 from halfstep.models.recompute import Recomputing
 from halfstep.own_loop.user_warnings import warn_user
@@ -109,7 +110,10 @@ def check_number(name: str, value: object, *, below: float = math.inf) -> float:
     return float(value)
 
 
-COUNTS = {"accumulate": "1 is plain training", "num_steps": "100_000, or leave it out", "max_graphs": "8"}
+COUNTS = {
+    "accumulate": "1 is plain training", "num_steps": "100_000, or leave it out", "max_graphs": "8",
+    "watch": "200; 0 turns it off",
+}  # fmt: skip
 
 
 def check_count(name: str, value: object) -> int:
@@ -218,7 +222,8 @@ def refuse_unrelated_optimizers(model: nn.Module, optimizers: Sequence[Optimizer
             raise ConfigError(
                 f"none of the {len(held)} parameters of {type(optimizer).__name__} belongs to this "
                 f"{type(model).__name__}",
-                why="it was made for another model, or before the weights were replaced, as by model.to(...) or a copy",
+                why="it was made for another model, or before the weights were replaced, as by model.to(...), a copy "
+                "or fully_shard(model)",
                 fix=f"make it again: {type(optimizer).__name__}(model.parameters(), ...); if it trains a loss "
                 "function, pass both: hs.Step(torch.nn.ModuleList([model, criterion]), [optimizer, its_optimizer])",
             )
@@ -253,11 +258,48 @@ def refuse_recast(model: nn.Module, plan: Plan) -> None:
             raise PrecisionError(
                 f"{name} is stored in {stored}, precision {plan.granted!r} stores it in {row.storage}",
                 why="the optimizer already refers to these weights, so they cannot be cast now",
-                fix=f"call model.{cast} before making the optimizer"
+                fix=f"call model.{cast} before making the optimizer, and before fully_shard"
                 + (
                     ", or choose another precision" if weight.dtype != torch.float64 else ": there is no fp64 precision"
                 ),
             )
+
+
+# --- a model sharded by fully_shard ---
+
+
+def check_sharded(model: nn.Module, plan: Plan, *, capsules: object) -> dict[str, object]:
+    """Refuse what a sharded model cannot have. Return what must be equal on all ranks; empty if it is not sharded."""
+    sharding = find_sharding(model)
+    if sharding is None:
+        return {}
+    if capsules:
+        raise ConfigError(
+            f"capsules={capsules!r} with a sharded model",
+            why="a capsule holds whole weights, and no rank has them",
+            fix="leave capsules= out; to look for the cause of a bad step, run a smaller model without fully_shard",
+        )
+    policies = _list_policies(sharding)
+    for policy in policies:
+        if torch.float16 in (policy.param_dtype, policy.reduce_dtype) and not plan.needs_loss_scaling:
+            raise PrecisionError(
+                f"the model is sharded with {policy}, precision is {plan.granted!r}",
+                why="fp16 gradients vanish without loss scaling",
+                fix='precision="fp16", or fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, '
+                "reduce_dtype=torch.float32))",
+            )
+        summed_in = policy.reduce_dtype or policy.param_dtype or next(model.parameters()).dtype
+        if summed_in == torch.bfloat16:
+            warn_user("FSDP sums gradients over the ranks in bf16, which loses small terms: "
+                      "MixedPrecisionPolicy(..., reduce_dtype=torch.float32) sums them in fp32")  # fmt: skip
+            break
+    return {"mesh": sharding.describe(), "mp_policy": policies}
+
+
+def _list_policies(sharding: Sharding) -> list[Any]:
+    """Return the mixed-precision policies of a sharded model's modules, each once."""
+    modules: Sequence[Any] = sharding.modules
+    return list(dict.fromkeys(module._get_fsdp_state()._mp_policy for module in modules))
 
 
 # --- the window ---

@@ -24,8 +24,11 @@ from halfstep.evidence.recorder import CapsuleContext, Recorder
 from halfstep.evidence.replay import Replayed
 from halfstep.evidence.replay import replay as replayed
 from halfstep.evidence.updates import Update
+from halfstep.evidence.watch import Watch
 from halfstep.hardware.probe import probe
+from halfstep.own_loop.arguments import check_count
 from halfstep.own_loop.loss import find_named
+from halfstep.own_loop.traced import list_tensors
 from halfstep.own_loop.user_warnings import warn_user
 from halfstep.precision.decide import decide, decide_again
 from halfstep.precision.plan import Plan
@@ -40,6 +43,18 @@ def make_recorder(
     rank = None if step.ranks is None else step.ranks.world.rank
     context = CapsuleContext(about={"plan": json.loads(step.plan.to_json())}, rank=rank)
     return Recorder(Path(folder), model or step.model, step, context, notice=warn_user, spikes=spikes)
+
+
+def make_watch(step: Step, every: int) -> Watch:
+    """Make the watch of `hs.Step(watch=every)`; with several ranks all measure, and rank 0 warns."""
+    is_first = step.ranks is None or step.ranks.world.rank == 0
+    return Watch(step, check_count("watch", every), notice=warn_user if is_first else lambda text: None)
+
+
+def count_rows(batch: Any) -> int:
+    """Return the number of samples of a batch whose tensors all have one row for each; 1 if they do not."""
+    sizes = {len(tensor) for tensor in list_tensors(batch) if tensor.ndim}
+    return sizes.pop() if len(sizes) == 1 else 1
 
 
 def replay(capsule: str | os.PathLike[str], model: nn.Module, loss_fn: LossFn) -> Replayed:

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 from halfstep.backend_flags import read_effective_leaves
+from halfstep.distributed.sharding import Sharding
 from halfstep.own_loop.certificate import Certificate, ReplayDiffers, StepState
 from halfstep.own_loop.compile_history import CompileHistory, Compiling
 from halfstep.own_loop.hand_rates import HandRates
@@ -141,14 +142,20 @@ class FastPath:
         self.expected: Compiling | None = None  # what compiling takes and saves, for windows of these shapes
         self.why_not_compiled = self._find_eager_commit() if asked == "auto" else f"fast={asked!r}"
         self.rates = HandRates(step)
+        self.is_pure = False  # whether the traced code of the last step changes no Python object
         self.first = step.attempted
-        if self.why_eager and asked in ("graph", "compile"):
+        self.has_compiled_blocks = step.sharding is not None and asked == "compile" and not step.plan.simulated
+        if step.sharding is not None and self.has_compiled_blocks:
+            compile_sharded_blocks(step.sharding)
+        elif self.why_eager and asked in ("graph", "compile"):
             say(f"runs eagerly: {self.why_eager}")
+        elif asked == "auto" and step.ranks is not None and step.sharding is not None and step.ranks.world.is_first:
+            say(f"runs eagerly: {self.why_eager}; fast='compile' compiles each sharded block")
 
     @property
     def mode(self) -> str:
         level = self.compiled or self.level
-        return level.mode if level.graphs else "eager"
+        return level.mode if level.graphs else "compile" if self.has_compiled_blocks else "eager"
 
     @property
     def certificate(self) -> Certificate:
@@ -184,6 +191,8 @@ class FastPath:
     def _run_traced(self, level: Level, traced: TracedWindow, loss_fn: LossFn, window: list[Batch]) -> Facts:
         references = self._trace_references(loss_fn, window) if level is self.trial and level.ran else None
         self._trace(level.find_tracer(self.step.plan, self.pure_ops), traced, loss_fn, window)
+        if self.step.watch is not None:
+            self.is_pure = not any(call.entry.has_side_effects for call in traced.calls)
         key = (*traced.key, *self.rates.key)
         graph = level.graphs.get(key)
         if graph is not None and graph.fits(traced, self.step):
@@ -556,6 +565,8 @@ class FastPath:
     def _find_obstacle(self) -> str:
         """Return why no step can be captured at present; empty if nothing is known to prevent it."""
         step = self.step
+        if step.sharding is not None and not step.plan.simulated:
+            return step.why_never_captured()
         if step.device.type not in CAPTURES:
             return f"a CUDA graph needs a CUDA device, not {step.device}"
         if step.ranks is not None:
@@ -606,6 +617,16 @@ class FastPath:
 
 
 NAMES = {"aten": "torch's kernels", "inductor": "Inductor's code"}
+
+
+def compile_sharded_blocks(sharding: Sharding) -> None:
+    """Compile each module that FSDP gathers as one, in place; its root stays eager, unless it is the only one. FSDP's
+    hooks run uncompiled around them."""
+    blocks: list[Any] = list(sharding.modules)
+    inner = [block for block in blocks if not any(other in blocks for other in block.modules() if other is not block)]
+    for block in inner:
+        if block._compiled_call_impl is None:  # the user may have compiled it
+            block.compile()
 
 
 def time_replays(replay: Replay, device: torch.device) -> float:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep.errors import ConfigError, TrainingStopped
+from halfstep.evidence.watch import Watch
 from halfstep.hardware.probe import probe
 from halfstep.own_loop.arguments import (
     check_choice,
@@ -23,6 +24,7 @@ from halfstep.own_loop.arguments import (
     check_modules,
     check_names,
     check_number,
+    check_sharded,
     find_device,
     make_capturable,
     make_guard_options,
@@ -39,8 +41,8 @@ from halfstep.own_loop.arguments import (
 )  # fmt: skip
 from halfstep.own_loop.certificate import Certificate
 from halfstep.own_loop.data_position import DataPosition
-from halfstep.own_loop.evidence import make_recorder
-from halfstep.own_loop.fast import Fast, FastPath
+from halfstep.own_loop.evidence import count_rows, make_recorder, make_watch
+from halfstep.own_loop.fast import Fast, FastPath, split_results
 from halfstep.own_loop.loss import ExplainedErrors, LossChecker, UnguardedNetworks, suggest_ways
 from halfstep.own_loop.schedule_argument import LoopSchedules, Paced
 from halfstep.own_loop.user_warnings import DroppedSteps, warn_user
@@ -119,6 +121,8 @@ class Step:
         clip_type: "l2" or "inf" norm over all gradients, or "value" for each entry.
         accumulate: batches in one optimizer step. Each is weighted by its number of samples, or by the weight that
             loss_fn returns.
+        shard_reduce: when gradients of a model sharded by `fully_shard` are reduced over the ranks: after "each" batch,
+            or after the "last" of a step, which is faster and keeps whole gradients in memory until then.
         schedule: the learning-rate schedule: `hs.per_step(scheduler)`, `hs.per_epoch(scheduler)` with `epoch_ended()`,
             ReduceLROnPlateau with `validated(metric)`, a function of the step that returns a multiplier, or a list with
             one of them, or None, for each optimizer. A torch scheduler alone counts as per step. Without schedule= you
@@ -134,6 +138,8 @@ class Step:
         on_gradients: called with the model to edit its gradients: they are unscaled, and not yet checked and clipped.
         on_commit: called with the model once the optimizers have stepped, to move a teacher or a target network. Name
             those networks in also=, so that a bad step restores them.
+        watch: measure the numbers of each module every so many steps, and warn before one leaves its range; 0 turns it
+            off. `print(step.watched)` shows them (docs/watch.md).
         capsules: a folder for the batches and weights of a bad step, or of one in which loss_fn raised;
             `hs.replay(capsule, model, loss_fn)` names the cause.
         on_outcome: called with the Outcome of each step two steps later, when reading it costs no wait: for logging.
@@ -157,6 +163,7 @@ class Step:
         clip_norm: float | None = 0.0,
         clip_type: Literal["l2", "inf", "value"] = "l2",
         accumulate: int = 1,
+        shard_reduce: Literal["each", "last"] = "each",
         schedule: OneSchedule | Sequence[OneSchedule | None] | None = None,
         ema_decay: float | None = 0.0,
         guard: GuardOptions | Mapping[str, Any] | None = None,
@@ -166,6 +173,7 @@ class Step:
         on_gradients: OnGradients | None = None,
         on_commit: OnCommit | None = None,
         on_outcome: Callable[[Outcome], None] | None = None,
+        watch: int = 0,
         capsules: str | os.PathLike[str] | None = None,
         **unknown: Never,  # refused here with a suggestion, and by type checkers
     ) -> None:
@@ -183,6 +191,8 @@ class Step:
         refuse_recast(model, plan)
         check_choice("fast", fast, ("auto", "graph", "compile", "off"))
         check_choice("memory", memory, ("normal", "low"))
+        check_choice("shard_reduce", shard_reduce, ("each", "last"))
+        sharded = check_sharded(model, plan, capsules=folder)
         refuse_unrelated_optimizers(model, optimizers)
         self._schedules = LoopSchedules(schedule, optimizers, device)
         apply(plan, model, casts_storage=False)
@@ -196,17 +206,20 @@ class Step:
             spikes=SpikeMeter(device, skips=skip_spikes), also=also, on_gradients=on_gradients,
             on_commit=on_commit, norm_order=model.parameters(),  # as in clip_grad_norm_(model.parameters(), ...)
         )  # fmt: skip
+        if self._step.ranks is not None:
+            self._step.ranks.reduces_each = shard_reduce == "each"
         floor = self._step.scaler.options.min_scale
         self._guard = Guard(options, scaling=plan.needs_loss_scaling, min_scale=floor, advice=ADVICE_FOR_LOOPS)
         self._keep_ranks_alike(
             precision=plan.granted, simulate=simulate, accumulate=accumulate, clip=clip, ema_decay=decay,
-            skip_spikes=skip_spikes, guard=options, scaler=scaling,
+            skip_spikes=skip_spikes, guard=options, scaler=scaling, shard_reduce=shard_reduce, **sharded,
         )  # fmt: skip
         self._dropped = DroppedSteps(low_scale=self._step.scaler.low if plan.needs_loss_scaling else None)
         if self._step.ranks is None or self._step.ranks.world.rank == 0:
             self._guard.observers.append(self._dropped.observe)
         if on_outcome is not None:
             self._guard.observers.append(lambda facts, reading: on_outcome(Outcome(reading)))
+        self._watch = make_watch(self._step, watch) if watch else None
         self._recorder = make_recorder(folder, self._step, spikes=skip_spikes) if folder else None
         self._step.keeps_rng = self._recorder is not None
         if self._recorder is not None:
@@ -271,8 +284,21 @@ class Step:
                 facts = self._fast.run(loss_fn, batches, run_eagerly)
             if self._recorder is not None:
                 self._recorder.keep(facts.attempted, batches)
+            if self._watch is not None:
+                self._look(loss_fn, batches, facts)
             self._act_on(self._guard.watch(facts))
         return Outcome(facts)
+
+    def _look(self, loss_fn: LossFn, batches: list[Batch], facts: Facts) -> None:
+        """Let the watch see the step that was made, in a side step if its code was captured or compiled."""
+        assert self._watch is not None
+        if self._watch.lacks_activations and not self._fast.why_eager:
+            if self._fast.is_pure:
+                code = split_results(loss_fn, is_alone=True)
+                self._watch.look_aside(code, batches[0], num_rows=count_rows(batches[0]))
+            else:
+                self._watch.stop_activations("loss_fn changes Python objects, so a side step cannot run it")
+        self._watch.finish(facts)
 
     def compute(self, loss_fn: LossFn, window: Iterable[Batch]) -> Facts:
         """Run forward, backward and verdict, the first half of a call. Nothing is committed yet."""
@@ -292,9 +318,12 @@ class Step:
         checked = self._loss.wrap(loss_fn, is_alone=len(batches) == 1)
         is_new = self._loss.is_new(loss_fn)
         with ExplainedErrors():
-            if self._recorder is None and not is_new:
+            is_observed = self._watch is not None and self._watch.is_due()
+            if self._recorder is None and not is_new and not is_observed:
                 return self._step.compute(checked, batches)
             with contextlib.ExitStack() as watched:
+                if self._watch is not None and is_observed:
+                    watched.enter_context(self._watch.enter_real_step())
                 if self._recorder is not None:
                     watched.enter_context(self._recorder.watch(batches))
                 if is_new:
@@ -309,6 +338,8 @@ class Step:
         """Commit: the optimizers step, or everything stays as it was. The second half of a call."""
         with self._step.signals.delay():
             self._commit(facts)
+            if self._watch is not None:
+                self._watch.finish(facts)
             self._act_on(self._guard.watch(facts))
 
     def _commit(self, facts: Facts) -> None:
@@ -360,6 +391,8 @@ class Step:
 
     def finish(self) -> None:
         """Judge the last steps, which the guard has not seen yet. `windows` and `with step:` call it at their end."""
+        if self._watch is not None:
+            self._watch.drain()
         self._act_on(self._guard.drain())
 
     def __enter__(self) -> Self:
@@ -404,6 +437,14 @@ class Step:
     def certificate(self) -> Certificate:
         """Return what captured steps were compared with, and what came out."""
         return self._fast.certificate
+
+    @property
+    def watched(self) -> Watch:
+        """Return what `watch=` has observed: print it for a table; `.warnings` lists what will leave its range."""
+        if self._watch is None:
+            raise ConfigError("this step watches nothing", fix="hs.Step(..., watch=200)")
+        self._watch.drain()
+        return self._watch
 
     @property
     def epoch(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,13 +24,17 @@ class Clip:
         if self.kind not in ("l2", "inf", "value"):
             raise ConfigError(f"unknown clipping {self.kind!r}", fix="set clip_type to l2, inf or value")
 
-    def measure(self, gradients: list[Tensor], unscale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return the norm of the unscaled gradients, and the factor, if any, that unscales and clips them.
+    def measure(
+        self, gradients: list[Tensor], unscale: Tensor | None = None, compute_norm: ComputeNorm | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the norm of the unscaled gradients, and the factor, if any, that unscales and clips them. Of gradients
+        that are shards, `compute_norm` returns the norm over all ranks.
 
         Nothing but clipping by value writes into the gradients."""
+        compute_norm = compute_norm or compute_total_norm
         if self.kind == "value" and self.limit:
-            return self._clamp(gradients, unscale), None
-        norm = self._compute_norm(gradients)
+            return self._clamp(gradients, unscale, compute_norm), None
+        norm = compute_norm(gradients, self.norm_kind)
         if unscale is not None:
             norm = norm * unscale
         if self.limit == 0:
@@ -38,17 +43,21 @@ class Clip:
         share = (norm + 1e-6).reciprocal_().mul_(self.limit).clamp_(max=1.0)
         return norm, share if unscale is None else unscale * share
 
-    def _compute_norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the norm that is judged and reported: the clipped one, or L2 if values are clipped."""
-        return compute_total_norm(gradients, float("inf") if self.kind == "inf" else 2.0)
+    @property
+    def norm_kind(self) -> float:
+        """Return the order of the norm that is judged and reported: the clipped one, or L2 if values are clipped."""
+        return float("inf") if self.kind == "inf" else 2.0
 
-    def _clamp(self, gradients: list[Tensor], unscale: Tensor | None) -> Tensor:
+    def _clamp(self, gradients: list[Tensor], unscale: Tensor | None, compute_norm: ComputeNorm) -> Tensor:
         if unscale is not None:
             torch._foreach_mul_(gradients, unscale)
-        norm = self._compute_norm(gradients)
+        norm = compute_norm(gradients, self.norm_kind)
         torch._foreach_clamp_min_(gradients, -self.limit)
         torch._foreach_clamp_max_(gradients, self.limit)
         return norm
+
+
+ComputeNorm = Callable[[list[Tensor], float], Tensor]
 
 
 def compute_total_norm(tensors: list[Tensor], kind: float = 2.0) -> Tensor:

@@ -6,6 +6,8 @@
     host        anything else, an optimizer with state on the host, and one whose step() runs the user's code
                 (a hook, a `step` replaced on the instance), which must not run for a bad step: one wait per step
 
+Of a sharded model the optimizers that treat each number alone step this rank's shards (optim/shards.py).
+
 Only torch's classes use `select`: a custom optimizer may keep Python numbers or replace its state tensors, which cannot
 be restored from outside.
 
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
@@ -32,6 +34,7 @@ from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim import optimizer as torch_hooks
 
+from halfstep.distributed.sharding import get_local, get_locals, is_dtensor
 from halfstep.errors import ConfigError, HalfstepError, ModelError
 from halfstep.step.clip import compute_total_norm
 from halfstep.step.flat import (
@@ -45,6 +48,7 @@ from halfstep.step.flat import (
 from halfstep.step.optim.adamw8bit import AdamW8bit
 from halfstep.step.optim.adamw_bf16 import AdamWBf16
 from halfstep.step.optim.by_name import OPTIMIZERS, REFUSED
+from halfstep.step.optim.shards import ELEMENTWISE, ShardTwin
 from halfstep.step.optim.single_pass import SinglePass, can_run_single_pass
 from halfstep.step.tables import Rates
 
@@ -96,8 +100,9 @@ def runs_other_code(optimizer: Optimizer) -> bool:
 
 
 def get_stored_values(gradient: Tensor) -> Tensor:
-    """Return the values of a gradient that are scaled and judged; for a sparse gradient, its stored values."""
-    return gradient._values() if gradient.is_sparse else gradient
+    """Return the values of a gradient that are scaled and judged: of a sparse one those it stores, of a sharded one
+    this rank's."""
+    return gradient._values() if gradient.is_sparse else get_local(gradient)
 
 
 def _is_capturable(optimizer: Optimizer) -> bool:
@@ -158,6 +163,7 @@ class Committer:
         self._settled: tuple[list[Tensor], list[Any], list[bool]] | None = None
         """Parameters and state of the last commit that built no state: most steps find the same."""
         self._fused_adam: FusedAdam | None = None
+        self._twin: ShardTwin | None = None  # steps in place of the optimizer if parameters are sharded
         self.single_pass: SinglePass | None = None  # while a step is captured: replaces torch's kernel
         if rates is not None and self.takes_tensor_lr:
             rates.bind(optimizer)
@@ -199,6 +205,7 @@ class Committer:
     def choose(self) -> CommitWay:
         """Return how the next commit is made."""
         method, parameters = self.method, list(self._with_grad())
+        self._prepare_twin()
         # Parameters with sparse gradients are not copied: a copy of a whole table would cost more than a wait.
         is_sparse = any(map(get_is_sparse, map(get_gradient, parameters)))
         is_first = self._has_first(parameters)
@@ -219,15 +226,20 @@ class Committer:
 
     def left_non_finite(self) -> Tensor | None:
         """Return on the device whether a stepped parameter is not finite; None if there is none to check."""
-        written = [p for p in self._with_grad() if p.numel() and p.grad is not None and not p.grad.is_sparse]
-        if not written:
+        written = [p for p in self._with_grad() if p.grad is not None and not p.grad.is_sparse]
+        filled = [p for p in get_locals(written) if p.numel()]
+        if not filled:
             return None
-        worst = compute_total_norm(written, float("inf"))
+        worst = compute_total_norm(filled, float("inf"))
         return worst - worst != 0
+
+    def release_gradients(self) -> None:
+        if self._twin is not None:
+            self._twin.drop_gradients()
 
     def forget(self) -> None:
         """Note which parameters have state, and bind the rates again, after state was loaded into new tensors."""
-        self._settled = None
+        self._settled = self._twin = None
         self.stepped = {p: bool(own) for p, own in self.optimizer.state.items()}
         if self.rates is not None and self.takes_tensor_lr:
             self.rates.bind(self.optimizer)
@@ -253,8 +265,24 @@ class Committer:
         is_first = any(map(self._is_first, parameters))
         self._settled = None if is_first else (parameters, states, are_filled)
         is_adam = type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not is_first
-        self._fused_adam = FusedAdam(self.optimizer) if is_adam else None
+        self._fused_adam = FusedAdam(self._stepped) if is_adam else None
         return is_first
+
+    @property
+    def _stepped(self) -> Optimizer:
+        """Return what step() is called on: the optimizer, or its twin that holds shards."""
+        return self.optimizer if self._twin is None else self._twin.twin
+
+    def _prepare_twin(self) -> None:
+        """Make the twin that steps shards, if parameters are sharded and each number can be stepped alone."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        can_step_alone = type(self.optimizer) in ELEMENTWISE and not runs_other_code(self.optimizer)
+        if not can_step_alone or not any(map(is_dtensor, parameters)):
+            self._twin = None
+        elif self._twin is None or not self._twin.fits():
+            self._twin, self._settled = ShardTwin(self.optimizer), None
+        if self._twin is not None:
+            self._twin.take_gradients()
 
     def _is_first(self, parameter: Tensor) -> bool:
         """True if the optimizer has to build the parameter's state, also after it was cleared."""
@@ -272,12 +300,12 @@ class Committer:
         """Create momentum buffers for parameters that first step after the others: fused SGD cannot begin them."""
         if type(self.optimizer) is not torch.optim.SGD or self.method != "found_inf" or not self.stepped:
             return
-        for group in self.optimizer.param_groups:
+        for group in self._stepped.param_groups:
             for p in group["params"]:
-                if group["momentum"] and p.grad is not None and not self.optimizer.state[p]:
+                if group["momentum"] and p.grad is not None and not self._stepped.state[p]:
                     # A first step makes the buffer the gradient g; m * b + (1 - d) * g is g for b = g * d / m.
                     first = p.grad * (group["dampening"] / group["momentum"])
-                    self.optimizer.state[p]["momentum_buffer"] = first
+                    self._stepped.state[p]["momentum_buffer"] = first
 
     def _commit_in_kernel(self, bad: Tensor, factor: Tensor | None, found_inf: Tensor) -> None:
         if self.single_pass is not None and self.single_pass.fits_gradients:
@@ -287,21 +315,27 @@ class Committer:
         said = {"found_inf": found_inf}
         if factor is not None:
             said["grad_scale"] = factor.float().reciprocal()
+        if self._twin is not None:
+            self._twin.take_settings()
         if self._fused_adam is not None and self._fused_adam.fits():
             return self._fused_adam.step(**said)
-        vars(self.optimizer).update(said)
+        vars(self._stepped).update(said)
         try:
             self._step()
         finally:
             for name in said:
-                delattr(self.optimizer, name)
+                delattr(self._stepped, name)
 
     def _step(self) -> None:
         if self.rates is not None and not self.takes_tensor_lr:
             self.rates.write_floats(self.optimizer)
-        setattr(self.optimizer, COMMITTING, True)
+        if self._twin is not None:
+            self._twin.take_settings()
+        setattr(self._stepped, COMMITTING, True)
         try:
-            self.optimizer.step()
+            self._stepped.step()
+            if self._twin is not None:
+                self._twin.share_state()
         except Exception as error:
             if "closure" not in str(error):
                 raise
@@ -312,7 +346,7 @@ class Committer:
                 "(docs/loop_kinds.md)",
             ) from error
         finally:
-            setattr(self.optimizer, COMMITTING, False)
+            setattr(self._stepped, COMMITTING, False)
 
     def _with_grad(self) -> Iterator[Tensor]:
         return (p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None)
@@ -364,10 +398,15 @@ class FusedAdam:
 
 
 def commit_all(
-    committers: Sequence[Committer], bad: Tensor, factor: Tensor | None, found_inf: Tensor | None = None
+    committers: Sequence[Committer],
+    bad: Tensor,
+    factor: Tensor | None,
+    found_inf: Tensor | None = None,
+    *,
+    agree: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Step all optimizers or none. Return the verdict: `bad`, or an optimizer wrote non-finite numbers. `found_inf` is
-    `bad` as a number, if the caller has it.
+    `bad` as a number, if the caller has it. `agree` returns whether a flag is set on any of the ranks that hold shards.
 
     An optimizer that raises may have stepped some of its groups. Copying all weights at every step to restore those
     would cost more than resuming from a checkpoint, so a note on the error says it. Optimizers that stepped before it
@@ -381,6 +420,8 @@ def commit_all(
         try:
             committer.commit(way, bad, factor, found_inf)
             spoiled = committer.left_non_finite() if way.method != "found_inf" else None
+            if agree is not None and way.method != "found_inf":
+                spoiled = agree(torch.zeros_like(bad) if spoiled is None else spoiled)
             if spoiled is not None and not way.is_undone:
                 _refuse_spoiled(committer, spoiled & ~bad)
             if spoiled is not None:
@@ -395,6 +436,8 @@ def commit_all(
                     "to go on"
                 )
             raise
+        finally:
+            committer.release_gradients()
     for undo in copies:
         undo.restore_where(bad)
     return bad

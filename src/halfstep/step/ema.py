@@ -3,6 +3,8 @@
 A bf16 average with decay 0.9999 never moves (the update is below its spacing), an average moved on skipped steps
 drifts, and averaged weights with the raw model's BatchNorm statistics were never trained together. So: fp32 always,
 selection by the step's flag, floating buffers averaged with the same decay, integer buffers copied.
+
+Of a sharded model each rank averages its shards, without communication.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from halfstep.distributed.sharding import find_sharded_modules, get_local, reshard, shard_like, wrap_local
 from halfstep.errors import CheckpointError
 from halfstep.step.flat import gather, is_dense, is_writable_in_place, scatter, view_like
 from halfstep.step.optim.by_name import is_within
@@ -36,20 +39,29 @@ class Ema:
         inv_gamma: float = 1.0,
     ) -> None:
         self.decay, self.warmup_power, self.inv_gamma = decay, warmup_power, inv_gamma
+        self._sharded_modules = find_sharded_modules(model)
+        reshard(self._sharded_modules)
         self.slots = {name: slot for name, slot in _find_slots(model).items() if not parts or is_within(name, parts)}
         kinds: dict[tuple[torch.device, torch.dtype, bool], list[str]] = {}
         live = self._find_live()
         for name in sorted(live, key=lambda name: live[name].numel() % ALIGNED_ELEMENTS != 0):
+            owner, key = self.slots[name]
             tensor = live[name]
-            kinds.setdefault((tensor.device, tensor.dtype, isinstance(tensor, nn.Parameter)), []).append(name)
-        self.groups = [chunk for names in kinds.values() for chunk in _cut_chunks(names, live)]
+            kinds.setdefault((tensor.device, tensor.dtype, isinstance(owner[key], nn.Parameter)), []).append(name)
+        chunks = [(chunk, kind[2]) for kind, names in kinds.items() for chunk in _cut_chunks(names, live)]
+        self.groups = [chunk for chunk, _ in chunks]
+        self._are_weights = [is_weight for _, is_weight in chunks]
         self.shadows = [self._gather_fp32(group) for group in self._find_live_groups()]
         self._pass = EmaPass()
 
     def _find_live(self) -> dict[str, Tensor]:
-        """Return the current tensors by name: a module may have replaced a buffer."""
+        """Return the current tensors by name, of a sharded one its shard: a module may have replaced a buffer."""
+        found = {name: get_local(tensor) for name, tensor in self._find_whole().items()}
+        return {name: t for name, t in found.items() if is_writable_in_place(t)}
+
+    def _find_whole(self) -> dict[str, Tensor]:
         found = {name: owner[key] for name, (owner, key) in self.slots.items()}
-        return {name: t for name, t in found.items() if t is not None and is_writable_in_place(t)}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def _find_live_groups(self) -> list[list[Tensor]]:
         live = self._find_live()
@@ -65,10 +77,12 @@ class Ema:
         """Move towards the model, unless the step was bad. `committed` counts the step that just committed."""
         keep, left = self._compute_decay(committed), []
         pairs: list[tuple[Tensor, Tensor]] = []
-        for group, shadow in zip(self._find_live_groups(), self.shadows, strict=True):
+        groups = zip(self._find_live_groups(), self._are_weights, self.shadows, strict=True)
+        for group, is_weight, shadow in groups:
             # Not buffers: a module may replace one in any step, and a table of addresses would be wrong.
-            if isinstance(group[0], nn.Parameter) and can_use_kernel(group):
-                pairs += zip(group, _split_like(shadow, group), strict=True)
+            if is_weight and can_use_kernel(group):
+                found = zip(group, _split_like(shadow, group), strict=True)
+                pairs += [pair for pair in found if pair[0].numel()]  # a shard may be empty
             else:
                 left.append((group, shadow))
         if pairs:
@@ -87,12 +101,15 @@ class Ema:
     @contextmanager
     def swap_in(self) -> Iterator[None]:
         """Put the averaged values into the model inside, and restore its own bits afterwards."""
+        # An evaluation leaves the parameters of a sharded model's root whole: it would be used in place of shards.
+        reshard(self._sharded_modules)
         with torch.no_grad():
             own = [gather(group) for group in self._find_live_groups()]
             self._write(self.shadows)
         try:
             yield
         finally:
+            reshard(self._sharded_modules)
             with torch.no_grad():
                 self._write(own)
 
@@ -102,16 +119,21 @@ class Ema:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return averaged values by the model's names, in fp32 and the model's shapes. Tensors are live, as those of
-        torch's optimizers are: a checkpoint is written before the next step, snapshots copy."""
+        torch's optimizers are: a checkpoint is written before the next step, snapshots copy. Those of a sharded model
+        are DTensors as its parameters are."""
+        reshard(self._sharded_modules)
         state: dict[str, Tensor] = {}
+        whole = self._find_whole()
         for names, group, shadow in zip(self.groups, self._find_live_groups(), self.shadows, strict=True):
             pieces = _split_like(shadow, group)
-            state |= {n: view_like(piece, t) for n, t, piece in zip(names, group, pieces, strict=True)}
+            for name, tensor, piece in zip(names, group, pieces, strict=True):
+                state[name] = wrap_local(view_like(piece, tensor), whole[name])
         return state
 
     @torch.no_grad()
     def restart(self) -> dict[str, Tensor]:
         """Start the average again from the current model, and return its state."""
+        reshard(self._sharded_modules)
         for shadow, group in zip(self.shadows, self._find_live_groups(), strict=True):
             shadow.copy_(self._gather_fp32(group))
         return self.state_dict()
@@ -141,7 +163,7 @@ class Ema:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.refuse_unfit(state)
         for name, shadow in self.state_dict().items():
-            shadow.copy_(state[name])
+            get_local(shadow).copy_(get_local(shard_like(state[name], shadow)))
 
 
 def _split_like(shadow: Tensor, group: list[Tensor]) -> tuple[Tensor, ...]:
@@ -183,7 +205,7 @@ Pairs = Sequence[tuple[Tensor, Tensor]]  # weights and their averages, which lie
 def can_use_kernel(weights: Sequence[Tensor]) -> bool:
     has_kernel = weights[0].is_cuda and _has_triton()
     is_known = all(weight.dtype in (torch.float32, torch.bfloat16) for weight in weights)
-    return has_kernel and is_known and all(is_dense(weight) and weight.numel() > 0 for weight in weights)
+    return has_kernel and is_known and all(map(is_dense, weights))
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 A skipped step must leave every tensor bit-identical. Multiplying by a flag cannot do that (0 * NaN is NaN, and
 x + 0 loses -0.0), so everything here *selects* with `torch.where`. There is no `_foreach_where`, and one `where`
 per tensor would be hundreds of launches. Concatenating per dtype, selecting once and copying back is about four.
+Of sharded tensors this rank's shard is treated, in place: no rank needs another's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from itertools import compress
 
 import torch
 from torch import Tensor
+
+from halfstep.distributed.sharding import get_locals
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -59,7 +62,7 @@ def group_by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 def view_all_flat(tensors: Iterable[Tensor]) -> list[Tensor]:
     """View tensors as one dimension, except those with gaps in their memory."""
-    return [view_flat(tensor) if is_dense(tensor) else tensor for tensor in tensors]
+    return [view_flat(tensor) if is_dense(tensor) else tensor for tensor in get_locals(tensors)]
 
 
 def gather(tensors: Sequence[Tensor]) -> Tensor:

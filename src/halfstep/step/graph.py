@@ -69,6 +69,7 @@ class GraphedStep:
             {name: torch.empty_like(value).copy_(value) for name, value in batch.items()} for batch in window
         ]
         self.graph = torch.cuda.CUDAGraph()
+        self.gradients: list[tuple[Tensor, Tensor]] = []  # of each parameter, if the step is watched
         self.passes: list[SinglePass] = []  # kernels read these tables at every replay: keep them alive
         self.facts: Any = self._capture(loss_fn, pool)
         self.sent: list[Sent] = []  # the last steps, with memory on the host that later ones use again
@@ -95,11 +96,15 @@ class GraphedStep:
         """Make one step by a replay, without a wait. Sample ids are those of the window, unless given."""
         step = self.step
         rng = read_rng_state(step.device) if step.keeps_rng else {}
+        if step.watch is not None:
+            step.watch.begin()
         self._replay(window)
         facts = self.facts.copy_for_replay(step.attempted)
         facts.ids, facts.rng = ids or read_sample_ids(window), rng
         step.attempted += 1
         self._send(facts)
+        if step.watch is not None:
+            step.watch.end(facts, self.gradients)
         return facts
 
     def _send(self, facts: Facts) -> None:
@@ -156,6 +161,9 @@ class GraphedStep:
         if reason := self._find_obstacle(self.step):
             raise CaptureFailed(reason)
         self.step.commit_on_device(facts)
+        if self.step.watch is not None:
+            # Kept, their memory is not used for anything else, and holds the gradients of the last replay.
+            self.gradients = [(p, p.grad) for p in self.step.find_trained_parameters() if p.grad is not None]
         return facts
 
 

@@ -1,4 +1,4 @@
-"""A step over several ranks, on torch.distributed and DDP. The only file of this package that communicates.
+"""A step over several ranks, on torch.distributed, DDP and FSDP2. The only file of this package that communicates.
 
     before backward   SUM of the first weights: the unit in which every rank weighs its micro-batches
     backward          DDP averages the gradients of the window's last micro-batch; the others stay local (no_sync)
@@ -11,7 +11,14 @@ its weight over all ranks, and a rank of weight 0 runs backward as well.
 A rank that cannot capture or compile its step runs it in the next best mode at once: the collectives are the same in
 every mode. Its flags tell the others, which all switch after the same later step.
 
-FSDP and other sharding are refused (refusals.py).
+A model that `fully_shard` has sharded (distributed/sharding.py) differs in this:
+
+    backward          FSDP averages the gradients of every micro-batch and leaves this rank's shards of them
+    after backward    one SUM more, of the norms of each rank's shards: from it every rank computes the same norm
+    commit            optimizers step this rank's shards; whether one wrote non-finite numbers is agreed on
+
+Each forward and backward pass communicates, so ranks need equally many micro-batches, and one of weight 0 runs backward
+too. Trained parameters outside of FSDP's modules are averaged here.
 """
 
 from __future__ import annotations
@@ -31,9 +38,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from halfstep import __version__
+from halfstep.distributed.sharding import Sharding, find_sharding, is_dtensor
 from halfstep.distributed.world import World, mark_agreed
 from halfstep.errors import ConfigError, ModelError
+from halfstep.step.clip import compute_total_norm
 from halfstep.step.facts import FELL, PER_RANK, Reading, Slower
+from halfstep.step.flat import gather, group_by_kind, scatter
 
 UNCAPTURED = 11  # windows that DDP must run before it can be captured (torch's notes on CUDA graphs)
 NEVER = 2**30  # DDP iterations between two of its timings, after its first ten
@@ -54,13 +64,23 @@ class Agreed:
 class Ranks:
     """What a step does together with the other ranks: weights, gradients, verdict."""
 
-    def __init__(self, world: World, wrapped: Sequence[DistributedDataParallel], device: torch.device) -> None:
-        self.world, self.wrapped, self.device = world, list(wrapped), device
+    def __init__(
+        self,
+        world: World,
+        wrapped: Sequence[DistributedDataParallel],
+        device: torch.device,
+        sharding: Sharding | None = None,
+    ) -> None:
+        self.world, self.wrapped, self.device, self.sharding = world, list(wrapped), device, sharding
+        self.reduces_each = True
+        """Whether a sharded model's gradients are reduced after each micro-batch. If only after the window's last one,
+        whole gradients stay in memory until then."""
         world.connected_models += self.wrapped
         self.asked = torch.zeros((), dtype=torch.float64, device=device)
         """1 if this rank was asked to stop; written by the host between steps."""
         self.uncompiled: Exception | None = None  # why this rank ran a step eager instead of compiled
-        self.talks_in_backward = any(isinstance(m, nn.SyncBatchNorm) for w in self.wrapped for m in w.modules())
+        has_synced_norms = any(isinstance(m, nn.SyncBatchNorm) for w in self.wrapped for m in w.modules())
+        self.talks_in_backward = sharding is not None or has_synced_norms
         """Whether layers or the loss communicate in backward, so that every rank must run the same one."""
         self._fell = torch.zeros_like(self.asked)
         self._waited_s = torch.zeros_like(self.asked)
@@ -98,6 +118,9 @@ class Ranks:
     def reduce_last(self, *, is_last: bool) -> Iterator[None]:
         """Reduce gradients only in the window's last micro-batch. Entered around forward and backward."""
         self._entered.clear()
+        if self.sharding is not None and not self.reduces_each:
+            for module in self.sharding.modules:
+                module.set_requires_gradient_sync(is_last, recurse=False)
         with ExitStack() as quiet:
             for wrapped in () if is_last else self.wrapped:
                 if self._num_reduced or not wrapped.static_graph:  # a static graph needs a first reduced backward
@@ -151,6 +174,31 @@ class Ranks:
         dist.all_reduce(both)
         loss = torch.where(both[0] == 0, torch.full_like(both[0], float("nan")), both[1] / both[0])
         return Agreed(weight=both[0].float(), loss=loss.float(), said=both[2:])
+
+    @torch.no_grad()
+    def average_unsharded(self, parameters: Sequence[Tensor]) -> None:
+        """Average the gradients of parameters outside of a sharded model's FSDP modules, which no one else reduces."""
+        if self.sharding is None:
+            return
+        own = [p for p in parameters if p.requires_grad and not is_dtensor(p)]
+        for parameter in own:
+            if parameter.grad is None:  # another rank may have a gradient, and waits for this one's
+                parameter.grad = torch.zeros_like(parameter)
+        for gradients in group_by_kind(p.grad for p in own if p.grad is not None):
+            sums = gather(gradients)
+            dist.all_reduce(sums)
+            scatter(sums / self.size, gradients)
+
+    def compute_norm(self, tensors: list[Tensor], kind: float = 2.0) -> Tensor:
+        """Return the norm over all ranks' shards; each rank gives the tensors that only it counts.
+
+        Every rank computes it from the same numbers in the same order, so that all get the same bits, however the
+        backend sums. A NaN of one rank makes it NaN on all."""
+        filled = [tensor for tensor in tensors if tensor.numel()]  # the largest of no numbers is an error
+        own = compute_total_norm(filled, kind).double() if filled else torch.zeros_like(self.asked)
+        norms = torch.where(self._own > 0, own, 0.0)  # not a product: 0 * NaN is NaN
+        dist.all_reduce(norms)
+        return torch.linalg.vector_norm(norms, kind).float()
 
     def agree_on_any(self, flag: Tensor) -> Tensor:
         found = flag.float()
@@ -263,15 +311,22 @@ MOST_NAMES = 4  # names that a message has room for
 
 
 def find_ranks(model: nn.Module, trained: Sequence[Tensor], device: torch.device) -> Ranks | None:
-    """Return the ranks of a user's model by its DDP; None without DDP. Refuse models that ranks would not share."""
+    """Return the ranks of a user's model by its DDP or FSDP2; None without. Refuse models that ranks would not
+    share."""
     size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    if size > 1:
+    sharding = find_sharding(model)
+    if sharding is not None:
+        refuse_unfit_sharding(sharding, model, trained)
+    elif size > 1:
         _refuse_unwrapped(model, trained, wrapped, size)
-    if not wrapped:
+    if not wrapped and sharding is None:
         return None
     patience_s = c10d._get_default_group()._get_backend(device).options._timeout.total_seconds()
-    return Ranks(World(limit_s=patience_s, limit_name="", go_on=RESTART_RANKS), wrapped, device)
+    world = World(limit_s=patience_s, limit_name="", go_on=RESTART_RANKS)
+    if sharding is not None:  # as DDP does: ranks must start from the same values
+        world.broadcast_([p.detach() for p in trained if not is_dtensor(p)])
+    return Ranks(world, wrapped, device, sharding)
 
 
 def _refuse_unwrapped(
@@ -283,7 +338,7 @@ def _refuse_unwrapped(
             f"torch.distributed runs {size} ranks, but the model is not wrapped in DDP",
             why="each rank would train different weights",
             fix="two lines before the optimizer: from torch.nn.parallel import DistributedDataParallel; "
-            "model = DistributedDataParallel(model)",
+            "model = DistributedDataParallel(model); a model that does not fit: fully_shard (docs/distributed.md)",
         )
     if any(ddp.process_group.size() != size for ddp in wrapped):
         raise ConfigError(
@@ -304,10 +359,60 @@ def _refuse_unwrapped(
         )
 
 
+# --- models that the user sharded with fully_shard ---
+
+
+def refuse_unfit_sharding(sharding: Sharding, model: nn.Module, trained: Sequence[Tensor]) -> None:
+    """Refuse models whose ranks could not decide together, or would train different values."""
+    mesh, size = sharding.mesh, dist.get_world_size()
+    for name, parameter in model.named_parameters():
+        if is_dtensor(parameter) and parameter.device_mesh != mesh:  # type: ignore[attr-defined]
+            other = parameter.device_mesh  # type: ignore[attr-defined]
+            raise ConfigError(
+                f"the model is sharded over several meshes: {sharding.describe()}, and {tuple(other.shape)} for {name}",
+                why="a gradient norm over both would count some gradients several times",
+                fix="give every fully_shard() the same mesh=",
+            )
+    sharded = [p for p in model.parameters() if is_dtensor(p)]
+    placements: Any = {p.placements for p in sharded}  # type: ignore[attr-defined]
+    is_data_parallel = mesh.ndim == 1 or mesh.ndim == 2 and all(found[0].is_replicate() for found in placements)
+    if mesh.size() != size or not is_data_parallel:
+        raise ConfigError(
+            f"the model is sharded over a mesh of {sharding.describe()}, and {size} ranks train it",
+            why="all ranks must accept or drop a step together; tensor and pipeline parallelism are not supported",
+            fix=f'one dimension, init_device_mesh(device, ({size},)), or replicas x shards: '
+            f'init_device_mesh(device, (2, {max(size // 2, 1)}), mesh_dim_names=("replicate", "shard"))',
+        )  # fmt: skip
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ConfigError(
+            "the model is wrapped in DDP and sharded by fully_shard",
+            why="gradients would be averaged twice",
+            fix="use fully_shard alone; for replicas of shards give it a mesh with two dimensions",
+        )
+    if sharded[0].device.type != mesh.device_type:
+        raise ConfigError(
+            f"weights are on {sharded[0].device.type}, the mesh on {mesh.device_type}: they are offloaded",
+            why="the step would judge and commit on the host",
+            fix="fully_shard(...) without offload_policy=",
+        )
+    own = {id(p) for p in model.parameters()}
+    strangers = sum(id(p) not in own for p in trained)
+    if strangers:
+        raise ConfigError(
+            f"{strangers} of {len(trained)} trained parameters are not the sharded model's",
+            why="fully_shard replaces parameters: an optimizer made before it trains the old ones, without effect",
+            fix="make the optimizer after the last fully_shard(); parameters of a loss function: "
+            "hs.Step(torch.nn.ModuleList([model, criterion]), optimizer)",
+        )
+
+
 def refuse_differing_steps(world: World, optimizers: Sequence[Optimizer], settings: Mapping[str, Any]) -> None:
     """Refuse steps whose settings differ between ranks."""
     own = {"halfstep": __version__, "torch": torch.__version__, **settings}
     own |= {"optimizers": ", ".join(type(optimizer).__name__ for optimizer in optimizers)}
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for key in {key: None for group in groups for key in group if key != "params"}:
+        own |= {key: [group.get(key) for group in groups]}
     refuse_differing_settings(
         world, own, why="the weights of the ranks would diverge", fix="give hs.Step the same arguments on every rank"
     )  # fmt: skip

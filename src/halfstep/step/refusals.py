@@ -1,4 +1,4 @@
-"""Refuse models that are not trained by one device or DDP, and losses and gradients that no step can use."""
+"""Refuse models that are not trained by one device, DDP or FSDP2, and losses and gradients that no step can use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from halfstep.errors import ConfigError
 from halfstep.step.flat import get_dtype
 
-SHARDED = {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
+SHARDED = {"FullyShardedDataParallel", "DeepSpeedEngine"}
 """By name: importing these classes takes seconds."""
 
 
@@ -24,7 +24,12 @@ def refuse_spread(model: nn.Module, trained: Sequence[Tensor]) -> None:
                 "statistics that its copies write are lost, and no verdict is about them",
             )
         if names := SHARDED & {kind.__name__ for kind in type(module).__mro__}:
-            raise _make_error(f"the model is sharded by {names.pop()}", "each rank sees only a part of the gradients")
+            raise ConfigError(
+                f"the model is sharded by {names.pop()}",
+                why="its flat parameters hide which gradients a rank holds",
+                fix="shard it with FSDP2: from torch.distributed.fsdp import fully_shard; for block in model.blocks: "
+                "fully_shard(block); then fully_shard(model)",
+            )
     devices = {p.device for p in trained} | {p.device for p in model.parameters() if p.is_cuda}
     if len(devices) > 1:
         raise _make_error(
@@ -99,10 +104,11 @@ def refuse_sparse(parameters: Sequence[Tensor]) -> None:
 
 
 def refuse_half_sums(trained: Sequence[Tensor], accumulate: int, ranks: object) -> None:
-    """Refuse accumulation of bf16 gradients under DDP: it sums in the parameter's dtype, and loses small terms."""
+    """Refuse accumulation of bf16 gradients on ranks: DDP and FSDP sum in the parameter's dtype, and lose small
+    terms."""
     if ranks is not None and accumulate > 1 and any(p.dtype == torch.bfloat16 for p in trained):
         raise ConfigError(
             f"accumulate={accumulate} with bf16 weights on several ranks",
-            why="DDP would sum the window's gradients in bf16",
+            why="DDP and FSDP would sum the window's gradients in bf16",
             fix="use a larger batch without accumulation, or fp32 weights (precision bf16)",
         )

@@ -19,19 +19,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain, islice
-from typing import Any, Literal, NamedTuple
+from itertools import chain, compress, islice
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep.distributed.sharding import Sharding, get_locals
 from halfstep.distributed.world import is_lost_rank
 from halfstep.errors import ConfigError
 from halfstep.precision.contexts import make_autocast_context
 from halfstep.precision.plan import Plan
 from halfstep.step.batches import Batch, Weight, Window, count_samples, is_one, make_positive, read_sample_ids
-from halfstep.step.clip import Clip, compute_total_norm
+from halfstep.step.clip import Clip, ComputeNorm, compute_total_norm
 from halfstep.step.commit import Committer, commit_all, get_stored_values
 from halfstep.step.ema import Ema
 from halfstep.step.facts import Facts, Hold, read_rng_state, restore_rng
@@ -50,6 +51,16 @@ LossFn = Callable[[Batch], "Tensor | tuple[Tensor, Weight]"]
 Accumulate = Callable[[LossFn, Sequence[Any], list[Tensor]], "tuple[Tensor, Weight]"]
 OnGradients = Callable[[nn.Module], None]
 OnCommit = Callable[[nn.Module], object]
+
+
+class StepWatch(Protocol):
+    """What observes every N-th step: it is called before each step and after its commit, and only reads."""
+
+    def begin(self) -> None: ...
+
+    def end(self, facts: Facts, gradients: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        """`gradients` are those of a captured step, whose parameters do not hold them."""
+        ...
 
 
 class Totals(NamedTuple):
@@ -99,6 +110,7 @@ class Step:
         """The ranks that train the same model together; None for a single process."""
         if ranks != "alone":
             self.ranks = find_ranks(model, trained, self.device) if ranks == "of the model" else ranks
+        self.sharding: Sharding | None = self.ranks.sharding if self.ranks is not None else None
         if isinstance(schedules, Rates):
             self.rates = schedules
         elif schedules:
@@ -121,6 +133,7 @@ class Step:
         self.writes = ForwardWrites(model, also, commits=on_commit is not None)
         self.observed: Callable[[], AbstractContextManager[object]] = nullcontext
         """A context that evidence enters around forward and backward, to observe what runs in them."""
+        self.watch: StepWatch | None = None  # set before the first step
         self.keeps_rng = True  # whether facts of replays hold the generators, for capsules
         self.hold: Hold | None = None  # set before the first step by a loop that can repeat held steps
         self.signals = DelayedSignals()
@@ -148,6 +161,8 @@ class Step:
         if self._rng:
             self.abandon()
         self._rng = read_rng_state(self.device)
+        if self.watch is not None:
+            self.watch.begin()
         try:
             facts = self.forward_backward(loss_fn, window, replay)
             self.writes.refuse_unsaved(facts.bad)
@@ -167,11 +182,15 @@ class Step:
         parameters = self.find_trained_parameters()
         if self.values is not None:
             self.values.refresh()
+        if self.sharding is not None:
+            self.sharding.reshard()  # an evaluation leaves the root's parameters whole
         self.writes.save(parameters)
         self._clear_known_gradients(parameters)
         choose_gradient_types(self.optimizers, len(window))
         with self.signals.allow():
             loss, weight = (replay or self.accumulate_gradients)(loss_fn, window, parameters)
+        if self.sharding is not None:
+            self.sharding.reshard()
         self.writes.find_writes()
         return self._judge(parameters, loss, weight, is_weighted=len(window) > 1)
 
@@ -195,7 +214,8 @@ class Step:
         self.writes.find_writes()
         if norm is None:
             gradients = collect_gradients(parameters)
-            norm = compute_total_norm(gradients) if gradients else torch.zeros_like(loss)
+            compute_norm = self._choose_norm(parameters)
+            norm = compute_norm(gradients, 2.0) if gradients else torch.zeros_like(loss)
         facts = self._judge(parameters, loss, 1, is_weighted=False, norm=norm)
         if overflow is not None:
             facts.bad = facts.bad | overflow
@@ -209,6 +229,8 @@ class Step:
         a sentence on what could not be undone, or an empty string."""
         unsaved = ""
         with self.signals.delay():
+            if self.sharding is not None:
+                self.sharding.abandon_pass()
             self.clear_gradients()
             if self._rng:
                 unsaved = self.writes.put_back()
@@ -234,6 +256,8 @@ class Step:
                     self._rng, self._judged = {}, JudgedGradients()
                     self.attempted += 1
                     facts.send()
+                    if self.watch is not None:
+                        self.watch.end(facts)
                 else:
                     self.abandon()
 
@@ -251,7 +275,8 @@ class Step:
             self.rates.refresh(self.committed)
         lr = self._read_first_rate()
         facts.found_inf = facts.bad.float()
-        verdict = commit_all(self.committers, facts.bad, facts.factor, facts.found_inf)
+        agree = self.ranks.agree_on_any if self.ranks is not None and self.sharding is not None else None
+        verdict = commit_all(self.committers, facts.bad, facts.factor, facts.found_inf, agree=agree)
         if verdict is not facts.bad:
             facts.spoil(verdict)
         try:
@@ -280,6 +305,8 @@ class Step:
 
     def why_never_captured(self) -> str:
         """Return why this step can never be captured, as far as known before its first step; empty if nothing does."""
+        if self.sharding is not None:
+            return "the model is sharded, and what FSDP gathers and reduces is not captured"
         by_host = [c.name for c in self.committers if c.method == "host"]
         return f"{', '.join(by_host)} commits by the host's decision" if by_host else ""
 
@@ -323,7 +350,8 @@ class Step:
                     if unit is None and self.ranks is not None:
                         unit = self.ranks.agree_on_unit(weight)
                     if not isinstance(weight, Tensor) and weight == 0:
-                        if self.ranks is not None and number == len(window):
+                        # Where FSDP gathers weights in backward, the other ranks wait for this one in every pass.
+                        if self.ranks is not None and (number == len(window) or self.sharding is not None):
                             self._backward(self.ranks.make_empty_loss(loss, parameters))
                         continue
                     unit = make_positive(weight) if unit is None else unit
@@ -355,19 +383,22 @@ class Step:
         norm: Tensor | None = None,
     ) -> Facts:  # fmt: skip
         """Return the verdict. A `norm` that is given is that of gradients which need neither unscaling nor clipping."""
-        gradients = collect_gradients(parameters)
-        scale = self.scaler.value.clone() if self.scaler.enabled else self.scaler.value
         if self.ranks is not None:
             refuse_sparse(parameters)
             self.ranks.refuse_unreduced(parameters, self.model)
+            self.ranks.average_unsharded(parameters)
+        gradients, compute_norm = collect_gradients(parameters), self._choose_norm(parameters)
+        scale = self.scaler.value.clone() if self.scaler.enabled else self.scaler.value
         totals = self._sum_up(loss_sum, weight, scale, is_weighted=is_weighted)
         loss, unscale, overflow = totals.loss, totals.unscale, None
         if self.on_gradients is not None:
-            overflow = self._unscale_and_edit(gradients, unscale)
-            gradients, unscale = collect_gradients(parameters), None
+            overflow = self._unscale_and_edit(gradients, unscale, compute_norm)
+            gradients, unscale, compute_norm = collect_gradients(parameters), None, self._choose_norm(parameters)
         factor: Tensor | None = None
-        if norm is None:
-            norm, factor = self.clip.measure(gradients, unscale) if gradients else (torch.zeros_like(loss), None)
+        if norm is None and gradients:
+            norm, factor = self.clip.measure(gradients, unscale, compute_norm)
+        elif norm is None:
+            norm = torch.zeros_like(loss)
         facts = Facts(
             attempted=self.attempted,
             loss=loss,
@@ -422,13 +453,23 @@ class Step:
         if self.hold is not None:
             self.hold.judge(facts, bad)
 
-    def _unscale_and_edit(self, gradients: list[Tensor], unscale: Tensor | None) -> Tensor | None:
+    def _choose_norm(self, parameters: Sequence[Tensor]) -> ComputeNorm:
+        """Return how the norm of these parameters' gradients is computed: of shards, over all ranks, each once."""
+        if self.ranks is None or self.sharding is None:
+            return compute_total_norm
+        ranks, gradients = self.ranks, [p.grad for p in parameters if p.grad is not None]
+        are_counted = list(map(self.sharding.counts, gradients))
+        return lambda shards, kind: ranks.compute_norm(list(compress(shards, are_counted)), kind)
+
+    def _unscale_and_edit(
+        self, gradients: list[Tensor], unscale: Tensor | None, compute_norm: ComputeNorm
+    ) -> Tensor | None:
         """Let the hook edit unscaled gradients. With loss scaling an overflow before the hook still counts, even if the
         hook removes it, as with torch's scaler: the scale has to fall."""
         assert self.on_gradients is not None
         if unscale is not None and gradients:
             torch._foreach_mul_(gradients, unscale)
-        norm = compute_total_norm(gradients) if self.scaler.enabled and gradients else None
+        norm = compute_norm(gradients, 2.0) if self.scaler.enabled and gradients else None
         self.on_gradients(self.model)
         return None if norm is None else norm - norm != 0
 
@@ -504,10 +545,11 @@ def choose_gradient_types(optimizers: Sequence[Optimizer], num_micro_batches: in
 
 
 def collect_gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients; of a sparse one its values, coalesced so that each row occurs once."""
+    """Return the gradients: of a sharded one this rank's shard, of a sparse one its values, coalesced so that each row
+    occurs once."""
     gradients = [gradient for gradient in map(get_gradient, parameters) if gradient is not None]
     if not any(map(get_is_sparse, gradients)):
-        return gradients
+        return get_locals(gradients)
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.coalesce()  # repeated rows are judged and clipped as their sum

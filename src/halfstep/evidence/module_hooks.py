@@ -1,0 +1,173 @@
+"""Observe what modules compute in one step: outputs, their gradients, attention logits, and variances of norms.
+
+Global module hooks see outputs, tensor hooks see their gradients, and a torch-function mode sees the calls of attention
+and softmax and casts to fp8 inside a module. All of them only read, so an observed step computes the same bits. Unlike
+`Observer`, no dispatch mode runs: a Python call for each kernel would take longer than the kernels of a small model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from halfstep.evidence.observer import iterate_floating
+
+Note = Callable[[str, str, Tensor, torch.dtype], None]
+"""Take numbers of a module: its name, their kind, and the dtype in which the step holds them."""
+
+ACTIVATION, GRADIENT, LOGITS, VARIANCE = "activation", "activation gradient", "attention logits", "variance"
+MOST_QUERIES = 64
+"""Queries of a head whose logits are computed: those with the largest norms."""
+MOST_ROWS = 1024
+"""Rows of a LayerNorm's input whose variance is computed."""
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+SOFTMAXES = (F.softmax, torch.softmax, Tensor.softmax)
+CASTS = (Tensor.to, Tensor.type)
+NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+class ModuleHooks:
+    """Pass what modules compute inside `observe()` to `note`."""
+
+    def __init__(self, model: nn.Module, note: Note) -> None:
+        self.names = {module: name for name, module in model.named_modules()}
+        self.note = note
+        self._stack: list[str] = []
+
+    @contextmanager
+    def observe(self) -> Iterator[None]:
+        """Observe the forward passes that run inside, and later their backward passes."""
+        with ExitStack() as stack:
+            for handle in (
+                register_module_forward_pre_hook(self._enter),
+                register_module_forward_hook(self._leave, always_call=True),
+            ):
+                stack.callback(handle.remove)
+            stack.enter_context(_Calls(self))
+            yield
+        self._stack.clear()
+
+    @property
+    def module(self) -> str:
+        """Return the name of the running module; the whole model outside of any."""
+        return self._stack[-1] if self._stack else ""
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        # A module that is not in the model, such as one made inside a forward, counts as the enclosing one.
+        self._stack.append(self.names.get(module, self.module))
+        if isinstance(module, NORMS) and module in self.names and args and isinstance(args[0], Tensor):
+            self.note(self.module, VARIANCE, measure_variance(module, args[0].detach()), torch.float32)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._stack:
+            self._stack.pop()
+        if module not in self.names:
+            return
+        name = self.names[module]
+        for tensor in iterate_floating(output):
+            self.note(name, ACTIVATION, tensor.detach(), tensor.dtype)
+            if tensor.requires_grad:
+                # The hook returns nothing, so the gradient is passed on as it is.
+                tensor.register_hook(partial(self._note_gradient, name))
+
+    def _note_gradient(self, name: str, gradient: Tensor) -> None:
+        self.note(name, GRADIENT, gradient.detach(), gradient.dtype)
+
+    def note_call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note what enters attention, a softmax over keys, or a cast to fp8."""
+        first = args[0] if args else kwargs.get("input", kwargs.get("query"))
+        if not isinstance(first, Tensor):
+            return
+        if func is torch._C._nn.scaled_dot_product_attention:
+            key = args[1] if len(args) > 1 else kwargs["key"]
+            self.note(self.module, LOGITS, find_largest_logit(first, key, kwargs.get("scale")), first.dtype)
+        elif func is F.multi_head_attention_forward:
+            query, key = project(*args, **kwargs)
+            self.note(self.module, LOGITS, find_largest_logit(query, key), query.dtype)
+        elif func in SOFTMAXES and first.ndim >= 3 and first.is_floating_point() and first.numel():
+            # The largest logit, not the largest magnitude: masks are -inf or a very negative number.
+            self.note(self.module, LOGITS, first.detach().amax().clamp(min=0), first.dtype)
+        elif func in CASTS:
+            target = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)), None)
+            if target in FP8:
+                self.note(self.module, ACTIVATION, first.detach(), target)
+
+
+class _Calls(TorchFunctionMode):
+    def __init__(self, hooks: ModuleHooks) -> None:
+        super().__init__()
+        self.hooks = hooks
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in WATCHED_CALLS:
+            with torch.no_grad():
+                self.hooks.note_call(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+WATCHED_CALLS = {
+    torch._C._nn.scaled_dot_product_attention, F.multi_head_attention_forward, *SOFTMAXES, *CASTS,
+}  # fmt: skip
+
+
+def find_largest_logit(query: Tensor, key: Tensor, scale: float | None = None) -> Tensor:
+    """Return the largest attention logit, of the queries with the largest norms: the largest one is nearly always
+    among them. Masks are not applied."""
+    query, key = query.detach(), key.detach()
+    width = query.shape[-1]
+    if query.shape[-2] > MOST_QUERIES:
+        longest = torch.linalg.vector_norm(query, dim=-1).topk(MOST_QUERIES, dim=-1).indices
+        query = query.gather(-2, longest.unsqueeze(-1).expand(*longest.shape, width))
+    if query.ndim == 4 and key.ndim == 4 and key.shape[1] != query.shape[1]:  # grouped queries share their keys
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    with torch.autocast(query.device.type, enabled=False):  # fp32: in fp16 the product would overflow unseen
+        logits = query.float() @ key.float().transpose(-2, -1)
+    return logits.amax().clamp(min=0) * (width**-0.5 if scale is None else scale)
+
+
+def project(
+    query: Tensor, key: Tensor, value: Tensor, width: int, num_heads: int, weight: Tensor | None, bias: Tensor | None,
+    *rest: Any, use_separate_proj_weight: bool = False, q_proj_weight: Tensor | None = None,
+    k_proj_weight: Tensor | None = None, **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return queries and keys of nn.MultiheadAttention, split into heads; its inputs have the sequence first."""
+    wq, wk = (q_proj_weight, k_proj_weight) if use_separate_proj_weight else (weight[:width], weight[width : 2 * width])  # type: ignore[index]
+    bq, bk = (None, None) if bias is None else (bias[:width], bias[width : 2 * width])
+
+    def split(inputs: Tensor, matrix: Any, offset: Any) -> Tensor:
+        heads = F.linear(inputs.detach(), matrix, offset)
+        heads = heads.unflatten(-1, (num_heads, width // num_heads))
+        return heads.transpose(0, -2)  # heads first, then whatever batch there is, then the sequence
+
+    return split(query, wq, bq), split(key, wk, bk)
+
+
+def measure_variance(norm: nn.Module, inputs: Tensor) -> Tensor:
+    """Return the median variance, over rows or groups, of what a normalisation divides by."""
+    if isinstance(norm, nn.GroupNorm):
+        rows = inputs.reshape(inputs.shape[0] * norm.num_groups, -1)
+    else:
+        rows = inputs.reshape(-1, *norm.normalized_shape).flatten(1)  # type: ignore[misc]
+    rows = rows[:: len(rows) // MOST_ROWS | 1].float()
+    spread = rows.square().mean(1) if isinstance(norm, nn.RMSNorm) else rows.var(1, unbiased=False)
+    return spread.median()
+
+
+def list_batch_norms(model: nn.Module) -> list[tuple[str, _NormBase]]:
+    """Return the norms that keep the variance of each channel in a buffer."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, _NormBase) and module.running_var is not None
+    ]

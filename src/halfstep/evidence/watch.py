@@ -1,0 +1,511 @@
+"""Watch the numbers of a training: every N steps measure each module, and warn before something leaves its range.
+
+    watch.begin()            before the step: keep a sample of the weights
+    watch.observe_modules()  around forward and backward of an eager step: activations, their gradients, attention
+    watch.end(facts)         after the commit: weights, gradients, updates
+    watch.look_aside(...)    instead of observe_modules, where steps are captured or compiled: an eager side step
+    watch.finish(facts)      send it; read what was sent two steps ago, forecast, and warn
+
+The guarded step calls `begin` and `end`; its owner, hs.Step or a run, calls the others. Nothing is written and nothing
+waits, so training is bit-identical with and without a watch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_map
+
+from halfstep.errors import summarise_error
+from halfstep.evidence.exponents import (
+    BIAS,
+    BINS,
+    SAMPLE,
+    RowMeasures,
+    SentMeasures,
+    make_plain,
+    measure_largest,
+    take_sample,
+)
+from halfstep.evidence.forecast import (
+    FIX_SCALE,
+    Crossing,
+    K,
+    Limit,
+    WatchWarning,
+    describe_crossing,
+    forecast,
+    list_limits,
+    to_logit,
+)
+from halfstep.evidence.module_hooks import ACTIVATION, GRADIENT, LOGITS, NORMS, VARIANCE, ModuleHooks, list_batch_norms
+from halfstep.evidence.precision_ledger import undo_after, watch_step
+from halfstep.formats import FP8_E4M3, FP16, Format, find_format
+from halfstep.precision.plan import ROOT, align_columns
+from halfstep.step.clip import compute_total_norm
+from halfstep.step.facts import Facts
+from halfstep.step.guard import LAG
+from halfstep.step.optim.adamw8bit import AdamW8bit
+from halfstep.step.optim.adamw_bf16 import AdamWBf16
+from halfstep.step.step import LossFn, Step
+
+KEPT = 64
+"""Observations that are kept, and stored in a capsule."""
+MOST_ROWS = 16
+"""Samples of a micro-batch in a side step."""
+MOST_SHOWN = 40  # rows of the table
+WEIGHT, WEIGHT_GRADIENT, UPDATE, SCALE = "weight", "weight gradient", "update", "loss scale"
+NAMES = {
+    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2",
+}  # fmt: skip
+Key = tuple[str, str]
+"""Module and kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchRow:
+    """One kind of numbers of one module in one observation."""
+
+    module: str
+    kind: str
+    format: str
+    """The format in which the step holds these numbers."""
+    numbers: Mapping[str, float]
+    """`high`: log2 of the largest magnitude; `zeros`: share of zeros; `lost`: share of updates that change nothing."""
+    counts: Any = None
+    """Number of sampled magnitudes by exponent: entry k counts those from 2^(k - 127) to twice that."""
+
+    @property
+    def high(self) -> float:
+        return self.numbers.get("high", math.nan)
+
+    def find_headroom(self, fmt: Format) -> float:
+        """Return the bits between the largest magnitude and the format's largest number."""
+        return math.log2(fmt.largest) - self.high
+
+    def find_share_below(self, fmt: Format) -> float:
+        """Return the share of nonzero magnitudes below the format's smallest normal number."""
+        if self.counts is None or not (total := int(self.counts[1 : BINS - 1].sum())):
+            return math.nan
+        first = int(math.log2(fmt.smallest_normal)) + BIAS
+        return float(self.counts[1 : max(first, 1)].sum()) / total
+
+
+@dataclass(slots=True)
+class Observation:
+    step: int
+    rows: dict[Key, WatchRow]
+
+
+@dataclass(slots=True)
+class OpenObservation:
+    """An observation of the step in flight."""
+
+    attempted: int
+    measures: RowMeasures
+    before: list[Tensor]
+    """Samples of the weights before the commit; empty if updates are not measured."""
+    formats: dict[int, str] = field(default_factory=dict)
+    """By row."""
+    scalars: list[Tensor | float] = field(default_factory=list)
+    """Gradient norm, the same of the gradients as measured, loss scale, verdict; empty until the step has committed."""
+    factor: float = 1.0
+    """What activation gradients of a side step are multiplied by: its mean is over fewer samples."""
+    has_activations: bool = False
+
+
+class Watch:
+    """Observe one guarded step every `every` steps. Print it for a table; `warnings` lists what will go wrong."""
+
+    def __init__(
+        self, step: Step, every: int, *, notice: Callable[[str], None], warn: Callable[[str], None] | None = None
+    ) -> None:
+        self.step, self.every, self.notice, self.warn = step, every, notice, warn or notice
+        self.history: deque[Observation] = deque(maxlen=KEPT)
+        self.warnings: list[WatchWarning] = []
+        self.why_no_activations = ""
+        self.has_updates = True
+        self.on_observation: Callable[[Observation, list[WatchWarning]], None] = lambda seen, new: None
+        self._open: OpenObservation | None = None
+        self._sent: deque[tuple[OpenObservation, SentMeasures]] = deque()
+        self._is_aside = False
+        self._warned: set[Key] = set()
+        """Rows that were reported, or followed from one that was."""
+        model = step.model
+        self._owners = {id(p): name for name, m in model.named_modules() for p in m.parameters(recurse=False)}
+        self._modules = dict(model.named_modules())
+        self._rows: list[Key] = []
+        for name, module in self._modules.items():
+            kinds = [ACTIVATION, GRADIENT, LOGITS]
+            kinds += [VARIANCE] if isinstance(module, (*NORMS, _NormBase)) else []
+            self._rows += [(name, kind) for kind in kinds]
+        owners = dict.fromkeys(self._owners.get(id(p), "") for p in step.find_trained_parameters())
+        self._rows += [(name, kind) for name in owners for kind in (WEIGHT, WEIGHT_GRADIENT, UPDATE)]
+        self._index = {key: row for row, key in enumerate(self._rows)}
+        self._computes = {row.module.replace(ROOT, ""): row.compute for row in step.plan.rows}
+        self._hooks = ModuleHooks(model, self._note)
+        step.watch = self
+
+    # --- one step ---
+
+    def is_due(self, attempted: int | None = None) -> bool:
+        """True if the step with this number is observed."""
+        attempted = self.step.attempted if attempted is None else attempted
+        return attempted > 0 and attempted % self.every == 0 and not self._is_aside
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Keep what the commit of the next step overwrites, if that step is observed."""
+        if not self.is_due():
+            return
+        with self._survive_lack_of_memory():
+            measures = RowMeasures(len(self._rows), self.step.device)
+            trained = self.step.find_trained_parameters() if self.has_updates else []
+            before = [take_sample(make_plain(parameter)).clone() for parameter in trained]
+            self._open = OpenObservation(self.step.attempted, measures, before)
+
+    @contextmanager
+    def observe_modules(self) -> Iterator[None]:
+        """Observe what modules compute inside, if this step is observed."""
+        if self._open is None or self.why_no_activations:
+            yield
+            return
+        self._open.has_activations = True
+        with self._hooks.observe():
+            yield
+
+    @contextmanager
+    def enter_real_step(self) -> Iterator[None]:
+        """Observe the modules of the step that runs inside, unless its code is compiled: hooks would change it."""
+        compiled = [name for name, module in self._modules.items() if is_compiled(module)]
+        if compiled:
+            self.stop_activations(f"{compiled[0] or 'the model'} is compiled")
+        with watch_step(self.step, self.observe_modules):
+            yield
+
+    @torch.no_grad()
+    def end(self, facts: Facts, gradients: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        """Measure weights, gradients and updates of a committed step; `gradients` are those of a captured one."""
+        opened = self._open
+        if opened is None or opened.attempted != facts.attempted or self._is_aside:
+            return
+        with self._survive_lack_of_memory():
+            trained = self.step.find_trained_parameters()
+            given = {id(parameter): gradient for parameter, gradient in gradients}
+            owned = [(p, given.get(id(p), p.grad)) for p in trained]
+            befores = dict(zip(map(id, trained), opened.before, strict=False))
+            plain = [(p, make_plain(p), make_plain(g)) for p, g in owned if g is not None]
+            plain = [(p, weight, gradient) for p, weight, gradient in plain if weight.numel() and gradient.numel()]
+            self._measure_weights(opened, plain, befores)
+            # The optimizers' kernels may have unscaled and clipped these gradients. The ratio to the norm of the step
+            # tells by how much.
+            ranks, kind = self.step.ranks, self.step.clip.norm_kind
+            is_sharded = ranks is not None and ranks.sharding is not None
+            compute = ranks.compute_norm if ranks is not None and is_sharded else compute_total_norm
+            measured = compute([g for *_, g in plain], kind) if plain or is_sharded else 1.0
+            opened.scalars = [facts.grad_norm, measured, facts.scale, facts.bad.float()]
+            for name, norm in list_batch_norms(self.step.model):
+                assert norm.running_var is not None
+                opened.measures.add_value(self._index[name, VARIANCE], norm.running_var.median())
+
+    def _measure_weights(
+        self,
+        opened: OpenObservation,
+        owned: list[tuple[Tensor, Tensor, Tensor]],
+        befores: Mapping[int, Tensor],
+    ) -> None:
+        """Measure parameters; each comes with its numbers and those of its gradient."""
+        if not owned:
+            return
+        index, measures = self._index, opened.measures
+        names = [self._owners.get(id(p), "") for p, *_ in owned]
+        weights = [weight for _, weight, _ in owned]
+        gradients = [_align(gradient, weight) for _, weight, gradient in owned]
+        for kind, tensors in ((WEIGHT, weights), (WEIGHT_GRADIENT, gradients)):
+            for name, tensor, largest in zip(names, tensors, measure_largest(tensors), strict=True):
+                measures.add_value(index[name, kind], largest)
+                measures.add_sample(index[name, kind], take_sample(tensor))
+        for name, (parameter, *_), weight, gradient in zip(names, owned, weights, gradients, strict=True):
+            opened.formats[index[name, WEIGHT]] = opened.formats[index[name, WEIGHT_GRADIENT]] = self._find_compute(
+                name, parameter
+            )
+            opened.formats[index[name, UPDATE]] = self._find_storage(parameter)
+            before = befores.get(id(parameter))
+            if before is None:
+                continue
+            after, slope = take_sample(weight), take_sample(gradient)
+            if len(slope) == len(after) == len(before):
+                # Where the gradient is zero no update was due: in the bin of infinities, which is not counted.
+                change = torch.where(slope == 0, math.inf, after.float() - before.float())
+                measures.add_sample(index[name, UPDATE], change)
+
+    @property
+    def lacks_activations(self) -> bool:
+        """True if this step is observed, and its modules were not."""
+        return self._open is not None and not self._open.has_activations and not self.why_no_activations
+
+    def look_aside(self, loss_fn: LossFn, batch: Any, *, num_rows: int) -> None:
+        """Observe modules in an eager side step on a few samples of one micro-batch; all effects are undone."""
+        opened = self._open
+        if opened is None or not self.lacks_activations:
+            return
+        cut = cut_rows(batch, num_rows)
+        opened.factor = min(MOST_ROWS, num_rows) / num_rows if cut is not batch else 1.0
+        self._is_aside = True
+        try:
+            with undo_after(self.step), watch_step(self.step, self.observe_modules):
+                self.step.compute(loss_fn, [cut])
+        except torch.OutOfMemoryError:
+            self._drop_activations("a side step does not fit into memory")
+        except Exception as error:  # all effects are undone, so training goes on
+            self._drop_activations(f"a side step failed: {summarise_error(error)}")
+        finally:
+            self._is_aside = False
+
+    def finish(self, facts: Facts) -> None:
+        """Send the observation of this step; read those of two steps ago and more."""
+        opened, self._open = self._open, None
+        if opened is not None and opened.attempted == facts.attempted and opened.scalars:
+            with self._survive_lack_of_memory():
+                packed = opened.measures.pack(opened.scalars)
+                self._sent.append((opened, SentMeasures(packed, len(self._rows), self.step.ranks)))
+        while self._sent and facts.attempted - self._sent[0][0].attempted >= LAG:
+            self._read(facts.attempted)
+
+    def drain(self) -> None:
+        """Read everything that was sent; waits for the device."""
+        while self._sent:
+            self._read(self.step.attempted)
+
+    def _note(self, name: str, kind: str, tensor: Tensor, dtype: torch.dtype) -> None:
+        if self._open is None or (row := self._index.get((name, kind))) is None:
+            return
+        with self._survive_lack_of_memory():
+            self._open.formats[row] = NAMES.get(dtype, "fp32")
+            if kind in (LOGITS, VARIANCE):
+                self._open.measures.add_value(row, tensor)
+            else:
+                self._open.measures.add(row, tensor)
+
+    # --- what is not watched ---
+
+    @contextmanager
+    def _survive_lack_of_memory(self) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            self._open, self.has_updates = None, False
+            self._drop_activations("memory is short")
+
+    def _drop_activations(self, reason: str) -> None:
+        self.stop_activations(reason)
+        if self._open is not None:
+            self._open.has_activations = False
+
+    def stop_activations(self, reason: str) -> None:
+        """Watch weights and gradients only from here on."""
+        if not self.why_no_activations:
+            self.why_no_activations = reason
+            self.notice(f"watch: weights and gradients only, activations are not watched: {reason}")
+
+    def _find_compute(self, name: str, parameter: Tensor) -> str:
+        """Return the narrower of the formats in which a module keeps and multiplies its weights."""
+        stored, computed = NAMES.get(parameter.dtype, "fp32"), self._computes.get(name, "fp32")
+        # fp8 scales each operand to its range, so that only bf16, in which it sums, can overflow.
+        computed = {"fp8": "bf16", "tf32": "fp32"}.get(computed, computed)
+        return min(stored, computed, key=lambda own: find_format(own).largest)
+
+    def _find_storage(self, parameter: Tensor) -> str:
+        """Return the format that an update has to survive: fp32 where the optimizer keeps the bits that bf16 lacks."""
+        for optimizer in self.step.optimizers:
+            if isinstance(optimizer, AdamWBf16 | AdamW8bit) and getattr(optimizer, "rounding", "") != "nearest":
+                return "fp32"
+        return NAMES.get(parameter.dtype, "fp32")
+
+    # --- on the host ---
+
+    def _read(self, now: int) -> None:
+        opened, sent = self._sent.popleft()
+        counts, largest, (norm, measured, scale, is_bad) = sent.read()
+        shift = math.log2(norm / measured) if 0 < norm < math.inf and 0 < measured < math.inf else 0.0
+        in_format = {WEIGHT_GRADIENT: shift + math.log2(scale), GRADIENT: math.log2(opened.factor)}
+        rows: dict[Key, WatchRow] = {}
+        in_order = dict.fromkeys((*opened.formats, *range(len(self._rows))))  # activations as they were computed
+        for row in in_order:
+            module, kind = self._rows[row]
+            own = counts[row]
+            is_seen = bool(own.any()) or largest[row] > 0 or row in opened.formats
+            if not is_seen or kind == UPDATE and is_bad:
+                continue
+            by = in_format.get(kind, 0.0)
+            numbers = {"high": log2(float(largest[row])) + by} if kind != UPDATE else {}
+            total = int(own[: BINS - 1].sum())
+            if kind == UPDATE:
+                numbers["lost"] = float(own[0]) / total if total else math.nan
+            elif total:
+                numbers["zeros"] = float(own[0]) / total
+            shown = np.roll(own, round(by)) if round(by) else own.copy()
+            rows[module, kind] = WatchRow(module, kind, opened.formats.get(row, "fp32"), numbers, shown)
+        scaler = self.step.scaler
+        if scaler.enabled:
+            # What the scale would have to be for the largest gradient to fit: that moves before the scale does.
+            raw = [r.high - math.log2(scale) for r in rows.values() if "gradient" in r.kind and r.format == "fp16"]
+            need = max(filter(math.isfinite, raw), default=math.nan)
+            rows["", SCALE] = WatchRow("", SCALE, "fp32", {"high": math.log2(scale), "need": need})
+        seen = Observation(opened.attempted, rows)
+        if self.history:
+            self.history[-1].rows = {key: _forget_counts(row) for key, row in self.history[-1].rows.items()}
+        self.history.append(seen)
+        new = self._find_warnings(now)
+        self.warnings += new
+        self.on_observation(seen, new)
+        for warning in new:
+            self.warn(f"watch: {warning.message}")
+
+    def _find_warnings(self, now: int) -> list[WatchWarning]:
+        """Return the warnings of the newest observation: for each kind the module in which the trend begins.
+
+        What grows in a module grows in all that follow, so of crossings that may come first the one that was computed
+        first is reported. The others are its consequences; no module is reported twice."""
+        found: dict[str, list[tuple[Key, Limit, Crossing]]] = {}
+        for key, row in self.history[-1].rows.items():
+            for limit in self._list_limits(row):
+                steps, values = self._collect(key, limit.of)
+                if (crossing := forecast(steps, values, limit)) is not None:
+                    found.setdefault(key[1], []).append((key, limit, crossing))
+        new: list[WatchWarning] = []
+        for crossings in sorted(found.values(), key=lambda own: min(one[2].at for one in own)):
+            soonest = min((crossing for *_, crossing in crossings), key=lambda one: one.at)
+            first, limit, crossing = next(one for one in crossings if one[2].low <= soonest.high)
+            keys = {key for key, *_ in crossings}
+            if self._warned.isdisjoint(keys) and first[0] not in {module for module, _ in self._warned}:
+                new.append(describe_crossing(*first, limit, crossing, now, num_more=len(keys) - 1))
+            self._warned |= keys
+        return new
+
+    def _list_limits(self, row: WatchRow) -> list[Limit]:
+        scaler = self.step.scaler
+        if row.kind == SCALE:
+            floor = math.log2(scaler.options.min_scale)
+            return [
+                Limit("loss scale floor", math.log2(FP16.largest) - floor, True, "need", FIX_SCALE),
+                Limit("loss scale floor", floor, False, "high", FIX_SCALE),
+            ]
+        eps = getattr(self._modules.get(row.module), "eps", None) or 0.0
+        return list_limits(row.kind, row.format, row.module, scales=scaler.enabled, eps=eps)
+
+    def _collect(self, key: Key, of: str) -> tuple[list[float], list[float]]:
+        """Return the last steps and numbers of a row; shares as logits, infinities left out."""
+        points = []
+        for seen in reversed(self.history):
+            value = seen.rows[key].numbers.get(of, math.nan) if key in seen.rows else math.nan
+            if math.isfinite(value):
+                points.append((float(seen.step), to_logit(value) if of in ("zeros", "lost") else value))
+            if len(points) == K:
+                break
+        points.reverse()
+        return [step for step, _ in points], [value for _, value in points]
+
+    # --- what it shows ---
+
+    @property
+    def rows(self) -> list[WatchRow]:
+        """Return the newest observation, rows with the least headroom in fp16 first."""
+        rows = self.history[-1].rows.values() if self.history else ()
+        return sorted(rows, key=lambda row: row.find_headroom(FP16) if math.isfinite(row.high) else math.inf)
+
+    def __str__(self) -> str:
+        if not self.history:
+            return f"watch: nothing observed yet (every {self.every} steps)"
+        rows = self.rows
+        table = [("module", "kind", "format", "largest", "to its max", "to fp16", "to fp8", "< fp16 normal", "zeros",
+                  "lost"), *map(_format_row, rows[:MOST_SHOWN])]  # fmt: skip
+        lines = [f"step {self.history[-1].step}; bits of headroom", *align_columns(table)]
+        lines += [f"… and {len(rows) - MOST_SHOWN} more rows"] if len(rows) > MOST_SHOWN else []
+        lines += [f"activations are not watched: {self.why_no_activations}"] if self.why_no_activations else []
+        return "\n".join([*lines, *(f"warning (step {w.step}): {w.message}" for w in self.warnings)])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the observations for a capsule: steps, and the numbers of each row at them."""
+        keys = dict.fromkeys(key for seen in self.history for key in seen.rows)
+        rows = [
+            {"module": module, "kind": kind, "high": [_round(self._get(seen, (module, kind))) for seen in self.history]}
+            for module, kind in keys
+        ]
+        return {"steps": [seen.step for seen in self.history], "rows": rows,
+                "warnings": [warning.message for warning in self.warnings]}  # fmt: skip
+
+    def _get(self, seen: Observation, key: Key) -> float:
+        row = seen.rows.get(key)
+        return math.nan if row is None else row.numbers.get("lost" if key[1] == UPDATE else "high", math.nan)
+
+
+def cut_rows(batch: Any, num_rows: int) -> Any:
+    """Return the first rows of a micro-batch, cut in all its tensors of `num_rows` rows."""
+    if num_rows <= MOST_ROWS:
+        return batch
+
+    def cut(value: Any) -> Any:
+        is_long = isinstance(value, Tensor) and value.ndim > 0 and len(value) == num_rows
+        return value[:MOST_ROWS] if is_long else value
+
+    return tree_map(cut, batch)
+
+
+def estimate_bytes(model: nn.Module) -> int:
+    """Return the device memory of an observation: samples of weights before and after, of gradients, updates and
+    activations with their gradients, in fp32, the indices of one chunk, and the counts."""
+    num_weights = sum(min(p.numel(), SAMPLE) for p in model.parameters() if p.requires_grad)
+    num_modules = len(list(model.modules()))
+    return 4 * (4 * num_weights + 2 * num_modules * SAMPLE) + (24 << 20) + 6 * num_modules * BINS * 4
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """True for a module that torch.compile has wrapped, or compiled in place."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def log2(value: float) -> float:
+    return math.log2(value) if 0 < value < math.inf else -math.inf if value == 0 else math.nan
+
+
+def _align(gradient: Tensor, weight: Tensor) -> Tensor:
+    """Return a gradient with the memory order of its weight, so that samples of both are of the same elements."""
+    if gradient.stride() == weight.stride() or gradient.shape != weight.shape:
+        return gradient
+    return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
+
+
+def _forget_counts(row: WatchRow) -> WatchRow:
+    return WatchRow(row.module, row.kind, row.format, row.numbers)
+
+
+def _round(value: float) -> float | None:
+    return round(value, 2) if math.isfinite(value) else None
+
+
+def _format_row(row: WatchRow) -> tuple[str, ...]:
+    own = row.numbers
+
+    def show(value: float, form: str) -> str:
+        return format(value, form) if math.isfinite(value) else ""
+
+    bits = [row.find_headroom(fmt) for fmt in (find_format(row.format), FP16, FP8_E4M3)]
+    if row.kind in (VARIANCE, SCALE, UPDATE):
+        bits = [math.nan] * 3
+    below = row.find_share_below(FP16) if row.kind not in (VARIANCE, SCALE, UPDATE) else math.nan
+    return (
+        row.module or "(model)", row.kind, row.format, show(2.0**row.high if row.high < 1023 else math.nan, ".3g"),
+        *(show(b, ".1f") for b in bits), show(below, ".1%"), show(own.get("zeros", math.nan), ".1%"),
+        show(own.get("lost", math.nan), ".1%"),
+    )  # fmt: skip
