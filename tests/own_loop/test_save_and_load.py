@@ -210,7 +210,7 @@ def test_other_files_are_explained_and_never_unpickled(tmp_path: Path) -> None:
     error = refuse(tmp_path / "none", "there is no file")
     assert "os.path.exists" in error.fix
     (tmp_path / "folder").mkdir()
-    refuse(tmp_path / "folder", "cannot be read")
+    refuse(tmp_path / "folder", "there is no sharded save in")
 
     class Trap:
         def __reduce__(self) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -230,6 +230,29 @@ class World(Share):
                 self._is_there(rank) and not self._store.check([f"knows/{rank}"]) for rank in self._others
             ):
                 time.sleep(0.05)
+
+    # --- texts for other ranks, without collectives: also from threads while the ranks train ---
+
+    def post_text(self, key: str, text: str) -> None:
+        with self.translate_losses():
+            self._store.set(key, text)
+
+    def await_text(self, key: str, rank: int) -> str:
+        """Return what a rank posts under a key; raise RankLost if it ends before or the time limit passes."""
+        until, pause_s = time.monotonic() + self.limit_s, 1e-3
+        with self.translate_losses():
+            while not self._store.check([key]):
+                # The rank may have posted and ended after the first look.
+                if not self._is_there(rank) and not self._store.check([key]) or time.monotonic() > until:
+                    raise self.explain_loss()
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.05)
+            return self._store.get(key).decode()
+
+    def drop_texts(self, keys: Iterable[str]) -> None:
+        with self.translate_losses():
+            for key in keys:
+                self._store.delete_key(key)
 
     # --- notices of other ranks ---
 

@@ -1,8 +1,10 @@
-"""`hs.save` and `hs.load`: a custom loop's whole state in one safetensors file.
+"""`hs.save` and `hs.load`: a custom loop's whole state in one safetensors file, or a folder for a sharded model.
 
 Tensors are stored by name, and everything else as JSON in the file's metadata, so nothing is unpickled. The JSON part
 holds a checksum of itself and of every tensor. The file is written under a hidden name, flushed to the disk and
 renamed: if the process is killed at any moment, the path holds the old state or the new one.
+
+distributed/sharded_files.py describes the folder of a sharded model, which the ranks write while they train on.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ from torch import Tensor, nn
 
 from halfstep import __version__
 from halfstep.disk import flush, name_hidden, read_sealed, remove_leftovers, seal
+from halfstep.distributed.sharding import find_sharding
 from halfstep.errors import CheckpointError, format_count, summarise_error
 from halfstep.own_loop.step import Step
 from halfstep.own_loop.user_warnings import warn_user
+from halfstep.step.optim.recut_shards import recut_optimizer_states
 from halfstep.step.snapshots import find_loose_buffers, restore_buffers
 from halfstep.step.tree import pack, unpack
 
@@ -40,12 +44,18 @@ def save(
 ) -> None:
     """Store model, step, generators, position in the data and `extra` in one file, atomically; waits for the device.
 
+    With a sharded model (fully_shard) every rank calls it, and the path is a folder on a disk that all ranks share. It
+    returns when the state is copied to host memory; the files are written during the next steps. The next hs.save,
+    `step.finish()` and the end of `step.windows` wait for them, and raise if they could not be written.
+
     `extra` takes numbers, strings, None, tensors, arrays, and lists, tuples and dicts of them. A loop with several
     steps or models passes lists. Call it after the step of a window, not before. ::
 
         hs.save("last.safetensors", step, model, best=best)
     """
     path, steps, num_models, model = Path(path), _list_steps(step), _count_models(model), _make_model(model)
+    sharding = find_sharding(model)
+    _wait_for_saves(steps)
     state = {
         "model": dict(model.state_dict()),
         "num_models": num_models,
@@ -56,17 +66,25 @@ def save(
     }
     _refuse_unstorable(extra, "")
     packed, tensors = pack(state)
-    stored = {name: tensor.cpu().resolve_conj().resolve_neg().contiguous().clone() for name, tensor in tensors.items()}
-    checksums = {name: _compute_checksum(tensor) for name, tensor in stored.items()}
-    document = {"layout": LAYOUT_VERSION, "halfstep": __version__, "state": packed, "checksums": checksums}
     try:
-        _write(path, stored, {DOCUMENT: json.dumps(seal(document))})
+        if sharding is not None:
+            _begin_save(path, packed, tensors, steps[0])
+        else:
+            _save_file(path, packed, tensors)
     except TypeError as error:  # a model's or loader's own state_dict may hold anything
         raise CheckpointError(
             f"cannot store the state of {type(model).__name__}: {error}",
             why="the state of the model, of an optimizer or of the loader holds what JSON and safetensors cannot",
             fix="return numbers, strings and tensors from its state_dict() or get_extra_state()",
         ) from error
+
+
+def _save_file(path: Path, packed: Any, tensors: Mapping[str, Tensor]) -> None:
+    stored = {name: tensor.cpu().resolve_conj().resolve_neg().contiguous().clone() for name, tensor in tensors.items()}
+    checksums = {name: _compute_checksum(tensor) for name, tensor in stored.items()}
+    document = {"layout": LAYOUT_VERSION, "halfstep": __version__, "state": packed, "checksums": checksums}
+    try:
+        _write(path, stored, {DOCUMENT: json.dumps(seal(document))})
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"cannot write {path}: {summarise_error(error)}",
@@ -76,16 +94,24 @@ def save(
 
 
 def load(
-    path: str | os.PathLike[str], step: Step | Sequence[Step], model: nn.Module | Sequence[nn.Module], /
-) -> dict[str, Any]:
+    path: str | os.PathLike[str], step: Step | Sequence[Step], model: nn.Module | Sequence[nn.Module], /, *,
+    reshard: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Continue as `hs.save` was called: load model, step, generators and position in the data; return `extra`.
 
-    Make model, optimizer and step as before, then call it. What does not fit is refused, and nothing is changed. ::
+    Make model, optimizer and step as before, then call it. What does not fit is refused, and nothing is changed.
+    `reshard=True` loads the folder of a sharded model into another number of shards, or into an unsharded model: the
+    loop continues, but not bit-exactly. ::
 
         best = hs.load("last.safetensors", step, model)["best"] if os.path.exists("last.safetensors") else 0.0
     """
     path, steps, num_models, model = Path(path), _list_steps(step), _count_models(model), _make_model(model)
-    state = _read(path)
+    sharding = find_sharding(model)
+    _wait_for_saves(steps)
+    if sharding is not None or path.is_dir():
+        state = _read_shards(path, steps, model, reshard=reshard)
+    else:
+        state = _read(path)
     if num_models != state["num_models"]:
         raise CheckpointError(
             f"{path} holds {_describe_number(state['num_models'])}, and hs.load was given "
@@ -149,6 +175,43 @@ def _count_models(model: object) -> int | None:
 
 def _describe_number(num_models: int | None) -> str:
     return "one model" if num_models is None else f"a list of {format_count(num_models, 'model')}"
+
+
+# --- the folder of a sharded model ---
+
+
+def _wait_for_saves(steps: Sequence[Step]) -> None:
+    for step in steps:
+        if step.saving is not None:
+            step.saving.wait()
+
+
+def _begin_save(path: Path, packed: Any, tensors: Mapping[str, Tensor], step: Step) -> None:
+    from halfstep.distributed.sharded_files import start_save
+
+    state = {"layout": LAYOUT_VERSION, "state": packed}
+    step.saving = start_save(path, state, tensors, step.ranks.world, step=step.attempted)
+
+
+def _read_shards(path: Path, steps: Sequence[Step], model: nn.Module, *, reshard: bool) -> dict[str, Any]:
+    """Read this rank's part of the newest complete save; a whole unsharded model's on one rank."""
+    from halfstep.distributed.sharded_files import StoredShards, find_latest, find_mesh
+
+    world = steps[0].ranks.world if steps[0].ranks is not None else None
+    folder = world.broadcast_from_first(lambda: find_latest(path)) if world is not None else find_latest(path)
+    stored, mesh = StoredShards(folder, world), find_mesh(model.parameters())
+    note = stored.refuse_other_mesh(mesh, reshard=reshard, fix="hs.load(..., reshard=True)")
+    document, tensors = stored.read(mesh)
+    state: dict[str, Any] = unpack(document["state"], tensors)
+    if note:
+        notes = [note]
+        for number, (step, own) in enumerate(zip(steps, state["steps"], strict=False)):
+            path_to = ("state", "steps", number, "optimizers")
+            notes += recut_optimizer_states(stored, model, step.optimizers, own["optimizers"], path_to)
+        if world is None or world.is_first:
+            for line in dict.fromkeys(notes):
+                warn_user(line)
+    return state
 
 
 # --- the file ---

@@ -6,7 +6,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Never, Self
+from typing import TYPE_CHECKING, Any, Literal, Never, Self
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,9 @@ from halfstep.step.snapshots import Snapshots, copy_to_host
 from halfstep.step.step import LossFn, OnCommit, OnGradients
 from halfstep.step.step import Step as GuardedStep
 from halfstep.step.step_state import refuse_unfit
+
+if TYPE_CHECKING:
+    from halfstep.distributed.sharded_files import BackgroundSave
 
 OneSchedule = LRScheduler | Schedule | Paced
 
@@ -234,6 +237,8 @@ class Step:
         )  # fmt: skip
         world = self._step.ranks.world if self._step.ranks is not None else None
         self._position = DataPosition(world.rank, world.size) if world is not None else DataPosition()
+        self.saving: BackgroundSave | None = None
+        """The save of a sharded model that `hs.save` began last."""
         self._attempted_untrained = -1
         """The attempted steps as long as the window that was yielded last is not trained on; -1 outside of a pass."""
         watch_for_second_step(optimizers)
@@ -390,10 +395,14 @@ class Step:
         self._schedules.validated(float(metric))
 
     def finish(self) -> None:
-        """Judge the last steps, which the guard has not seen yet. `windows` and `with step:` call it at their end."""
+        """Judge the last steps, which the guard has not seen yet, and wait until a sharded model's save is on the disk.
+
+        `windows` and `with step:` call it at their end."""
         if self._watch is not None:
             self._watch.drain()
         self._act_on(self._guard.drain())
+        if self.saving is not None:
+            self.saving.wait()
 
     def __enter__(self) -> Self:
         return self

@@ -6,6 +6,7 @@ Floats survive exactly: Python writes the shortest text that reads back to the s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ def pack(tree: Any) -> tuple[Any, dict[str, Tensor]]:
     return visit(tree, "state"), tensors
 
 
-def unpack(packed: Any, tensors: dict[str, Tensor]) -> Any:
+def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(packed, list):
         return [unpack(value, tensors) for value in packed]
     if not isinstance(packed, dict):

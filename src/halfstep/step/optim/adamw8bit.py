@@ -12,7 +12,7 @@ does not support found_inf. Here the kernel itself drops a bad step, as in torch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -215,3 +215,32 @@ def _store(
     nearest = codes_of(blocks * largest.reciprocal()[:, None]).view(-1)
     codes.copy_(torch.where(keep, codes, nearest))
     scale.copy_(torch.where(keep, scale, largest))
+
+
+def recut_state(
+    shape: Sequence[int], dim: int, start: int, pieces: Iterable[tuple[dict[str, Tensor], Sequence[int], int]]
+) -> dict[str, Tensor]:
+    """Return the state of a shard that is cut differently from the stored shards: moments are quantised again.
+
+    The new shard has `shape` and begins at `start` of the parameter's dimension `dim`. `pieces` are the stored shards:
+    state, shape and begin.
+    """
+    made, values, end = make_state(torch.empty(shape)), dict[str, Tensor](), start + shape[dim]
+    for state, stored_shape, first in pieces:
+        low, high = max(first, start), min(first + stored_shape[dim], end)
+        if low >= high:
+            continue
+        made["step"] = state["step"]
+        for name in (*MOMENTS, LOW):
+            if name in state or f"{name}_codes" in state:
+                flat = state[name] if name in state else _decode(state, name)
+                whole = values.setdefault(name, torch.zeros(shape, dtype=flat.dtype))
+                whole.narrow(dim, low - start, high - low).copy_(
+                    flat.view(*stored_shape).narrow(dim, low - first, high - low)
+                )
+    for name, codes in zip(MOMENTS, (encode_signed, encode_unsigned), strict=True):
+        if name in made and name in values:
+            made[name] = values[name].reshape(-1)
+        elif name in values:
+            _store(made, name, values[name].reshape(-1), codes, torch.tensor(False))
+    return made | ({LOW: values[LOW].reshape(-1)} if LOW in values else {})

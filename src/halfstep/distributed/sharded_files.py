@@ -1,0 +1,660 @@
+"""Sharded checkpoints: each rank writes its pieces, and a manifest states which files form one save.
+
+    FOLDER/rank-00000.safetensors    rank 0's pieces of the sharded tensors, and every tensor that all ranks hold alike
+           rank-00001.safetensors    rank 1's pieces, and tensors that differ between ranks (BatchNorm statistics)
+           manifest.json             mesh, step, size and SHA-256 of each file, shape and pieces of each tensor
+
+Each file also holds the rank's JSON document, the part of the state that is not tensors. Nothing is unpickled.
+
+Saving: the ranks copy their tensors to host memory and train on, while a thread per rank writes and flushes its file.
+The threads use the rendezvous store, no collectives, which would mix with those of training. When every file is on the
+disk, rank 0 writes the manifest and calls `publish`, which renames the folder or moves `latest`: until then the save
+does not exist for a reader. With replicas (HSDP), only the first replica writes.
+
+Loading: manifest and files are checked before any tensor is read: every file there with its size and checksum, no other
+one, and every tensor covered once. A rank reads only its slices, so another number of ranks can load the save as well.
+
+torch.distributed.checkpoint was not used: its safetensors storage loads a save with a missing file silently, merges
+older files in the folder, and stores no checksums.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import math
+import os
+import re
+import secrets
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from halfstep import __version__
+from halfstep.disk import flush, name_hidden, read_sealed, remove_leftovers, seal, write_atomically
+from halfstep.distributed.world import World, mark_agreed
+from halfstep.errors import CheckpointError, HalfstepError, format_count, summarise_error
+
+MANIFEST = "manifest.json"
+LATEST = "latest"
+SAVE_NAME = re.compile(r"step-\d{8,}-[0-9a-f]{8}")
+LAYOUT_VERSION = 1
+DOCUMENT = "halfstep"
+CHUNK_BYTES = 1 << 22
+NUM_SHOWN = 3
+DTYPES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3", torch.int16: "I16", torch.uint16: "U16", torch.float16: "F16",
+    torch.bfloat16: "BF16", torch.int32: "I32", torch.uint32: "U32", torch.float32: "F32", torch.complex64: "C64",
+    torch.float64: "F64", torch.int64: "I64", torch.uint64: "U64",
+}  # fmt: skip
+"""Names of dtypes in safetensors files, in the order in which safetensors itself sorts them."""
+BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError)
+
+
+# --- how tensors are cut ---
+
+
+def find_mesh(tensors: Iterable[object]) -> DeviceMesh | None:
+    """Return the mesh of the sharded tensors; None if none is sharded. Its last dimension shards, others replicate."""
+    mesh: DeviceMesh | None = None
+    for tensor in tensors:
+        if not isinstance(tensor, DTensor):
+            continue
+        mesh = mesh or tensor.device_mesh
+        *others, last = tensor.placements
+        is_plain = type(last) in (Shard, Replicate) and all(type(placement) is Replicate for placement in others)
+        if not is_plain or tensor.device_mesh != mesh:
+            raise CheckpointError(
+                f"a tensor is sharded as {tensor.placements} on {tensor.device_mesh}",
+                why="sharded checkpoints support one mesh, of which the last dimension shards and the others replicate",
+                fix="apply fully_shard to the whole model with one mesh (1D, or 2D for HSDP)",
+            )
+    return mesh
+
+
+def _find_range(mesh: DeviceMesh, length: int) -> tuple[int, int]:
+    """Return start and length of this rank's piece of a dimension: cut as by torch.chunk, the last may be empty."""
+    each = -(-length // mesh.size(mesh.ndim - 1))
+    start = min(mesh.get_local_rank(mesh.ndim - 1) * each, length)
+    return start, min(each, length - start)
+
+
+def _find_sharded_dim(tensor: Tensor) -> int | None:
+    """Return the tensor's dimension that is cut; None if every rank holds all of it."""
+    last = tensor.placements[-1] if isinstance(tensor, DTensor) else None
+    return last.dim % tensor.ndim if isinstance(last, Shard) else None
+
+
+def _is_writer(tensor: Tensor, world: World) -> bool:
+    """True if this rank writes what it holds of a tensor: shards by the first replica, all others by rank 0."""
+    if not isinstance(tensor, DTensor) or _find_sharded_dim(tensor) is None:
+        return world.is_first
+    *others, _ = tensor.device_mesh.get_coordinate() or ()
+    return not any(others)
+
+
+def _wrap(local: Tensor, mesh: DeviceMesh, shape: Iterable[int], dim: int | None) -> DTensor:
+    """Return this rank's piece as a DTensor. Unlike that of DTensor.from_local, it stays in host memory."""
+    whole = torch.empty(torch.Size(shape), dtype=local.dtype, device="meta")
+    placements = (*[Replicate()] * (mesh.ndim - 1), Replicate() if dim is None else Shard(dim))
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    return DTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
+
+
+# --- safetensors files, written as they are hashed ---
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Write and flush a file; return its size and SHA-256. Unlike safetensors' own writer it makes no copies and leaves
+    Python to the training thread while it writes."""
+    head, offsets = make_header({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, metadata)
+    digest, size = hashlib.sha256(head), len(head)
+    with path.open("xb") as file:
+        file.write(head)
+        for name in offsets:
+            for chunk in _cut_bytes(tensors[name]):
+                digest.update(chunk)
+                size += file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    flush(path.parent)
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def make_header(
+    described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, int]]:
+    """Return the head of a safetensors file, byte for byte as safetensors writes it, and where each tensor starts."""
+    order = list(DTYPES)
+    names = sorted(described, key=lambda name: (-order.index(described[name][0]), name))
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offsets, end = dict[str, int](), 0
+    for name in names:
+        dtype, shape = described[name]
+        offsets[name], start = end, end
+        end += math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    return head, {name: len(head) + offset for name, offset in offsets.items()}
+
+
+def _cut_bytes(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield a host tensor's bytes in chunks."""
+    if tensor.numel():
+        whole = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        for start in range(0, len(whole), CHUNK_BYTES):
+            yield whole[start : start + CHUNK_BYTES]
+
+
+def _hash(chunks: Iterable[memoryview | bytes]) -> str:
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous copies in host memory; waits for the device once."""
+    copies = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        copies[name].copy_(tensor, non_blocking=True)
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.current_stream().synchronize()
+    return copies
+
+
+# --- saving ---
+
+
+class BackgroundSave:
+    """A save under way. `wait` returns when all ranks' files are on the disk and published, or raises why not."""
+
+    def __init__(
+        self, make_folder: Callable[[], Path], document: Any, tensors: Mapping[str, Tensor], world: World, *, step: int,
+        publish: Callable[[Path], None],
+    ) -> None:  # fmt: skip
+        """Copy the tensors and start to write; every rank calls it.
+
+        Rank 0 calls `make_folder`, which returns a new folder, and, when the save is complete and flushed, `publish`.
+        """
+        self._world, self._publish, self._step = world, publish, step
+        self._error: HalfstepError | None = None
+        self._mesh = find_mesh(tensors.values())
+        self._cuts: dict[str, dict[str, Any]] = {}
+        own = self._choose_own(tensors)
+        text = json.dumps(document)  # now: training changes the state while the thread runs
+        self.folder, self._save = world.broadcast_from_first(lambda: (make_folder(), secrets.token_hex(8)))
+        # Not a daemon: the interpreter ends when the files are written.
+        self._thread = threading.Thread(target=self._run, args=(copy_to_host(own), text), name="halfstep save")
+        atexit.register(self._report_unseen)
+        self._thread.start()
+
+    def wait(self) -> None:
+        self._thread.join()
+        atexit.unregister(self._report_unseen)
+        error, self._error = self._error, None  # raised once, so that the next save can be tried
+        if error is not None:
+            raise error
+
+    def _report_unseen(self) -> None:
+        """Show the error of the last save of a program that ended without waiting for it."""
+        self._thread.join()
+        if self._error is not None:
+            print(f"error: {self._error}", file=sys.stderr)
+
+    def _choose_own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what this rank may have to write, and note how sharded tensors are cut."""
+        own: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            if tensor.dtype not in DTYPES:
+                raise CheckpointError(f"safetensors cannot store {name}, which is {tensor.dtype}")
+            if not isinstance(tensor, DTensor):
+                own[name] = tensor
+                continue
+            dim, local = _find_sharded_dim(tensor), tensor.to_local()
+            start, length = (0, 1) if dim is None else _find_range(tensor.device_mesh, tensor.shape[dim])
+            assert dim is None or local.shape[dim] == length, f"{name}: {local.shape} is not {length} from {start} on"
+            self._cuts[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "dim": dim, "start": start}
+            if local.numel() and _is_writer(tensor, self._world):
+                own[name] = local
+        return own
+
+    # --- in the thread ---
+
+    def _run(self, staged: dict[str, Tensor], document: str) -> None:
+        try:
+            problem = self._write_and_report(staged, document)
+            if self._world.is_first:
+                problem = problem or self._finish()
+                self._world.post_text(f"{self._save}/end", problem)
+                with suppress(HalfstepError):
+                    for rank in range(1, self._world.size):  # the store may end with this rank
+                        self._world.await_text(f"{self._save}/seen/{rank}", rank)
+                    self._world.drop_texts([f"{self._save}/{key}" for key in ("whole", *range(self._world.size))])
+            else:
+                problem = self._world.await_text(f"{self._save}/end", 0)
+                self._world.post_text(f"{self._save}/seen/{self._world.rank}", "")
+        except HalfstepError as error:  # a rank is gone
+            problem = f"{error.what}: {error.why}"
+        except Exception as error:
+            problem = summarise_error(error)
+        if problem:
+            self._error = mark_agreed(_explain_unwritten(self.folder, problem))
+
+    def _write_and_report(self, staged: dict[str, Tensor], document: str) -> str:
+        """Write this rank's file and post its size and checksum, or why it could not be written."""
+        rank = self._world.rank
+        try:
+            self._drop_what_first_writes(staged)
+            own = {"save": self._save, "rank": rank, "cuts": self._cuts, "state": json.loads(document)}
+            written = write_safetensors(self.folder / name_file(rank), staged, {DOCUMENT: json.dumps(seal(own))})
+            problem = ""
+        except Exception as error:
+            # Of any kind: a rank that does not report would leave the others waiting.
+            written, problem = {}, f"rank {rank}: {summarise_error(error)}"
+        self._world.post_text(f"{self._save}/{rank}", json.dumps([problem, written]))
+        return problem
+
+    def _drop_what_first_writes(self, staged: dict[str, Tensor]) -> None:
+        """Drop tensors that are not sharded and equal those of rank 0, which writes them."""
+        whole = {name: tensor for name, tensor in staged.items() if name not in self._cuts}
+        own = {name: [str(t.dtype), list(t.shape), _hash(_cut_bytes(t))] for name, t in whole.items()}
+        if self._world.is_first:
+            self._world.post_text(f"{self._save}/whole", json.dumps(own))
+            return
+        first = json.loads(self._world.await_text(f"{self._save}/whole", 0))
+        for name in whole:
+            if own[name] == first.get(name):
+                del staged[name]
+
+    def _finish(self) -> str:
+        """On rank 0: wait for all files, write the manifest and publish the save; return why that failed."""
+        files: dict[str, Any] = {}
+        for rank in range(self._world.size):
+            problem, written = json.loads(self._world.await_text(f"{self._save}/{rank}", rank))
+            if problem:
+                return str(problem)
+            files[name_file(rank)] = written
+        try:
+            manifest = self._make_manifest(files)
+            check_coverage(manifest)
+            path = self.folder / MANIFEST
+            path.write_text(json.dumps(seal(manifest)))
+            flush(path)
+            flush(self.folder)
+            self._publish(self.folder)
+        except CheckpointError as error:
+            return error.what
+        except OSError as error:
+            return summarise_error(error)
+        return ""
+
+    def _make_manifest(self, files: dict[str, Any]) -> dict[str, Any]:
+        for rank, name in enumerate(files):
+            if not (self.folder / name).is_file():
+                raise CheckpointError(
+                    f"rank 0 does not see {name}, which rank {rank} wrote: machines must share the folder's disk"
+                )
+        sharded, whole = list_tensors([_read_head(self.folder / name) for name in files])
+        return {
+            "layout": LAYOUT_VERSION, "halfstep": __version__, "save": self._save, "step": self._step,
+            "ranks": self._world.size, "mesh": _list_ranks(self._mesh), "files": files, "sharded": sharded,
+            "whole": whole,
+        }  # fmt: skip
+
+
+# --- a folder with one save, and `latest`, which names it ---
+
+
+def start_save(path: Path, document: Any, tensors: Mapping[str, Tensor], world: World, *, step: int) -> BackgroundSave:
+    """Save into a new folder below `path`; once it is complete, `latest` names it and older saves are removed.
+
+    `path` itself appears with the first complete save: where it exists, it can be loaded.
+    """
+    path = Path(os.path.realpath(path))
+
+    def make_folder() -> Path:
+        if path.is_file():
+            raise _explain_unwritten(path, "it is a file, and a sharded model is saved as a folder")
+        remove_leftovers(path)
+        try:
+            folder = (path if path.is_dir() else name_hidden(path)) / f"step-{step:08d}-{secrets.token_hex(4)}"
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise _explain_unwritten(path, summarise_error(error)) from error
+        return folder
+
+    def publish(folder: Path) -> None:
+        write_atomically(folder.parent / LATEST, json.dumps(seal({"save": folder.name})))
+        if folder.parent != path:
+            folder.parent.rename(path)
+            flush(path.parent)
+        for old in path.glob("step-*"):
+            if SAVE_NAME.fullmatch(old.name) and old.name != folder.name:
+                shutil.rmtree(old, ignore_errors=True)
+
+    return BackgroundSave(make_folder, document, tensors, world, step=step, publish=publish)
+
+
+def find_latest(path: Path) -> Path:
+    """Return the folder of the save that `latest` names."""
+    try:
+        name = read_sealed((path / LATEST).read_bytes())["save"]
+        if SAVE_NAME.fullmatch(name):
+            return path / name
+        raise ValueError(f"{name!r} is not the name of a save")
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(
+            f"there is no sharded save in {path}",
+            why="it is a file, which was saved without fully_shard" if path.is_file() else "none was completed there",
+            fix=f'if os.path.exists("{path}"): hs.load(...), so that the first start begins from scratch',
+        ) from None
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{path / LATEST} cannot be read: {summarise_error(error)}") from error
+
+
+def _list_ranks(mesh: DeviceMesh | None) -> Any:
+    """Return the ranks of a mesh as nested lists, which the manifest stores."""
+    return None if mesh is None else mesh.mesh.tolist()
+
+
+def name_file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _explain_unwritten(folder: Path, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"cannot write the sharded checkpoint {folder}: {problem}",
+        why="it is incomplete and will not be loaded; what was stored before is intact",
+        fix="free some space, or choose a folder on a disk that all ranks share and can write to",
+    )
+
+
+def _read_head(path: Path) -> dict[str, Any]:
+    """Return a file's document, with dtype and shape of each of its tensors under "held"."""
+    with safe_open(path, framework="pt") as file:
+        head = read_sealed((file.metadata() or {})[DOCUMENT])
+        held = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # it is not a dict
+        return head | {"held": {name: [piece.get_dtype(), piece.get_shape()] for name, piece in held.items()}}
+
+
+def list_tensors(heads: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the pieces [rank, start, length] of each sharded tensor, and which ranks hold each of the others."""
+    whole: dict[str, Any] = {}
+    sharded = {
+        name: {key: cut[key] for key in ("dtype", "shape", "dim")} | {"pieces": []}
+        for name, cut in heads[0]["cuts"].items()
+    }
+    for rank, head in enumerate(heads):
+        for name, (dtype, shape) in head["held"].items():
+            if name in sharded:
+                dim = sharded[name]["dim"]
+                sharded[name]["pieces"].append([rank, head["cuts"][name]["start"], 1 if dim is None else shape[dim]])
+            else:
+                whole.setdefault(name, {})[str(rank)] = [dtype, shape]
+    return sharded, whole
+
+
+# --- loading ---
+
+
+def check_coverage(manifest: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless every sharded tensor is covered by its pieces once, and every rank has a file."""
+    expected = {name_file(rank) for rank in range(manifest["ranks"])}
+    if set(manifest["files"]) != expected:
+        named = ", ".join(sorted(set(manifest["files"]) ^ expected)[:NUM_SHOWN])
+        raise CheckpointError(f"the manifest does not list one file for each of {manifest['ranks']} ranks: {named}")
+    for name, entry in manifest["sharded"].items():
+        # A tensor that is not cut is one piece of length 1.
+        end = 1 if entry["dim"] is None else entry["shape"][entry["dim"]]
+        covered = end if 0 in entry["shape"] else 0
+        for rank, start, length in sorted(entry["pieces"], key=lambda piece: piece[1]):
+            if start != covered or length <= 0:
+                what = f"a gap at {covered}" if start > covered else f"an overlap at {start}"
+                raise CheckpointError(f"the pieces of {name} leave {what} of {end} (rank {rank})")
+            covered += length
+        if covered != end:
+            raise CheckpointError(f"the pieces of {name} end at {covered} of {end}")
+
+
+class StoredShards:
+    """A complete sharded save on the disk, whose tensors are read by slices."""
+
+    def __init__(self, folder: Path, world: World | None) -> None:
+        """Check manifest and files; every rank calls it. All ranks raise the error that one of them met."""
+        self.folder, self._world = folder, world
+        self.manifest: dict[str, Any] = {}
+        self._heads: list[dict[str, Any]] = []
+        self._open: dict[int, Any] = {}
+        problem = ""
+        try:
+            self._check()
+        except CheckpointError as error:
+            problem = error.what
+        except MALFORMED as error:
+            problem = f"{type(error).__name__}: {error}"
+        problems = world.gather(problem) if world is not None else [problem]
+        if found := next(filter(None, problems), ""):
+            raise mark_agreed(
+                CheckpointError(
+                    f"checkpoint {folder.name} is damaged: {found}",
+                    why="a file was edited, is missing or of another save, or the disk or a copy damaged it",
+                    fix="load an older save, or copy it again",
+                )
+            )
+
+    def _check(self) -> None:
+        try:
+            self.manifest = manifest = read_sealed((self.folder / MANIFEST).read_bytes())
+        except FileNotFoundError:
+            raise CheckpointError(f"{MANIFEST} is missing: the save was not completed, or it is none") from None
+        except ValueError as error:
+            raise CheckpointError(f"{MANIFEST}: {error}") from None
+        if manifest["layout"] != LAYOUT_VERSION:
+            raise CheckpointError(f"it has layout {manifest['layout']}, this halfstep reads {LAYOUT_VERSION}; "
+                                  f"halfstep {manifest['halfstep']} wrote it")  # fmt: skip
+        check_coverage(manifest)
+        files = manifest["files"]
+        if foreign := sorted(path.name for path in self.folder.glob("*.safetensors") if path.name not in files):
+            raise CheckpointError(f"{', '.join(foreign[:NUM_SHOWN])} does not belong to this save")
+        for rank, (name, expected) in enumerate(sorted(files.items())):
+            self._heads.append(self._check_file(rank, self.folder / name, expected))
+        for kind, found in zip(("sharded", "whole"), list_tensors(self._heads), strict=True):
+            names = found.keys() | manifest[kind].keys()
+            if differing := sorted(name for name in names if found.get(name) != manifest[kind].get(name)):
+                raise CheckpointError(f"manifest and files differ in {', '.join(differing[:NUM_SHOWN])}")
+
+    def _check_file(self, rank: int, path: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
+        if not path.is_file():
+            raise CheckpointError(f"{path.name} is missing")
+        if (size := path.stat().st_size) != expected["bytes"]:
+            raise CheckpointError(f"{path.name} has {size} bytes, {expected['bytes']} were written")
+        head = _read_head(path)
+        if head["save"] != self.manifest["save"] or head["rank"] != rank:
+            raise CheckpointError(f"{path.name} is of another save or rank")
+        # Each file is hashed by one rank: with the same number of ranks, by the one that reads it.
+        num_hashing, own = (self._world.size, self._world.rank) if self._world is not None else (1, 0)
+        if rank % num_hashing == own:
+            with path.open("rb") as file:
+                found = _hash(iter(lambda: file.read(CHUNK_BYTES), b""))
+            if found != expected["sha256"]:
+                raise CheckpointError(f"{path.name} was changed after it was written: its SHA-256 differs")
+        return head
+
+    def refuse_other_mesh(self, mesh: DeviceMesh | None, *, reshard: bool, fix: str) -> str:
+        """Refuse another mesh than that of the save unless `reshard`; return one line if they differ."""
+        own, stored = _list_ranks(mesh), self.manifest["mesh"]
+        if own == stored:
+            return ""
+        then, now = _describe_mesh(stored), _describe_mesh(own)
+        if not reshard:
+            raise mark_agreed(
+                CheckpointError(
+                    f"checkpoint {self.folder.name} was saved with {then}, and this is {now}",
+                    why="sums over other ranks are added in another order, so training would not continue exactly",
+                    fix=f"start {format_count(self.manifest['ranks'], 'rank')}, or {fix}",
+                )
+            )
+        return f"checkpoint {self.folder.name} was saved with {then}, and this is {now}: it cannot continue bit-exactly"
+
+    def read(self, mesh: DeviceMesh | None) -> tuple[Any, dict[str, Tensor]]:
+        """Return this rank's document and tensors in host memory: of sharded ones its pieces; whole without a mesh.
+
+        Another number of ranks takes what is not sharded from rank 0.
+        """
+        rank = self._world.rank if self._world is not None and self._world.size == self.manifest["ranks"] else 0
+        document, whole = self.open_rank(rank)
+        sharded = {name: self._read_sharded(name, mesh) for name in self.manifest["sharded"]}
+        return document, sharded | dict(whole)
+
+    def open_rank(self, rank: int) -> tuple[Any, Mapping[str, Tensor]]:
+        """Return the document of a stored rank, and its tensors that are not sharded, read when they are looked up."""
+        return self._heads[rank]["state"], _WholeTensors(self, rank)
+
+    @staticmethod
+    def find_start(entry: Mapping[str, Any], tensor: Tensor) -> int:
+        """Return where this rank's piece of a tensor begins in the dimension in which the stored one is cut."""
+        return _find_range(tensor.device_mesh, entry["shape"][entry["dim"]])[0] if isinstance(tensor, DTensor) else 0
+
+    def _read_sharded(self, name: str, mesh: DeviceMesh | None) -> Tensor:
+        entry = self.manifest["sharded"][name]
+        shape, dim = list(entry["shape"]), entry["dim"]
+        if dim is None:
+            whole = self.get_file(entry["pieces"][0][0]).get_tensor(name) if entry["pieces"] else torch.empty(shape)
+            return whole if mesh is None else _wrap(whole, mesh, shape, None)
+        start, length = (0, shape[dim]) if mesh is None else _find_range(mesh, shape[dim])
+        local = torch.empty([*shape[:dim], length, *shape[dim + 1 :]], dtype=BY_NAME[entry["dtype"]])
+        for holder, first, count in entry["pieces"]:
+            low, high = max(first, start), min(first + count, start + length)
+            if low < high:
+                piece = self.get_file(holder).get_slice(name)
+                index = (*(slice(None) for _ in range(dim)), slice(low - first, high - first))
+                local.narrow(dim, low - start, high - low).copy_(piece[index])
+        return local if mesh is None else _wrap(local, mesh, shape, dim)
+
+    def get_file(self, rank: int) -> Any:
+        if rank not in self._open:
+            self._open[rank] = safe_open(self.folder / name_file(rank), framework="pt")
+        return self._open[rank]
+
+
+class _WholeTensors(Mapping[str, Tensor]):
+    """Tensors that are not sharded, as one rank had them: in its own file, or in rank 0's if all had the same."""
+
+    def __init__(self, stored: StoredShards, rank: int) -> None:
+        self._stored, held = stored, stored.manifest["whole"]
+        self._files = {
+            name: rank if str(rank) in ranks else 0 for name, ranks in held.items() if ranks.keys() & {"0", str(rank)}
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._stored.get_file(self._files[name]).get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def _describe_mesh(ranks: Any) -> str:
+    if ranks is None:
+        return "an unsharded model"
+    *others, num_shards = torch.tensor(ranks).shape
+    shards, replicas = format_count(num_shards, "shard"), math.prod(others)
+    return f"{shards} in {replicas} replicas" if replicas > 1 else shards
+
+
+# --- one file of the whole model ---
+
+
+def consolidate(
+    path: Path, tensors: Mapping[str, Tensor], world: World, *, dtype: torch.dtype | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> None:  # fmt: skip
+    """Write one safetensors file of sharded tensors; every rank calls it and writes its pieces at their positions.
+
+    No rank holds more than one of its own pieces in host memory. The file equals the one that safetensors' save_file
+    writes from the whole tensors. `dtype` converts floating-point tensors.
+    """
+    find_mesh(tensors.values())  # refuses what cannot be cut
+    dtypes = {n: dtype if dtype is not None and t.is_floating_point() else t.dtype for n, t in tensors.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    head, offsets = make_header({name: (dtypes[name], shapes[name]) for name in tensors}, metadata or {})
+    end = max((offsets[n] + math.prod(shapes[n]) * dtypes[n].itemsize for n in tensors), default=len(head))
+
+    def begin() -> Path:
+        remove_leftovers(path)
+        hidden = name_hidden(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with hidden.open("wb") as file:
+                file.write(head)
+                file.truncate(end)
+        except OSError as error:
+            raise _explain_unwritten(path, summarise_error(error)) from error
+        return hidden
+
+    hidden = world.broadcast_from_first(begin)
+    problem = ""
+    try:
+        with hidden.open("r+b") as file:
+            for name, tensor in tensors.items():
+                if _is_writer(tensor, world):
+                    _write_piece(file.fileno(), offsets[name], tensor, dtypes[name])
+            os.fsync(file.fileno())
+    except OSError as error:
+        problem = f"rank {world.rank}: {summarise_error(error)}"
+    problem = next(filter(None, world.gather(problem)), "")
+
+    def end_() -> None:
+        try:
+            if problem:
+                hidden.unlink(missing_ok=True)
+                raise _explain_unwritten(path, problem)
+            hidden.replace(path)
+            flush(path.parent)
+        except OSError as error:
+            raise _explain_unwritten(path, summarise_error(error)) from error
+
+    world.broadcast_from_first(end_)
+
+
+def _write_piece(file: int, offset: int, tensor: Tensor, dtype: torch.dtype) -> None:
+    """Write a tensor, or this rank's piece of it, to where it belongs in the file of the whole."""
+    dim = _find_sharded_dim(tensor)
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local.detach().to(dtype).cpu().contiguous()
+    if dim is None or not isinstance(tensor, DTensor):
+        rows, stride, start = local.reshape(1, -1), 0, 0
+    else:
+        # Before `dim`, all rows of the piece are separate runs of bytes in the whole.
+        inner = math.prod(tensor.shape[dim + 1 :]) * dtype.itemsize
+        first, _ = _find_range(tensor.device_mesh, tensor.shape[dim])
+        rows = local.reshape(math.prod(tensor.shape[:dim]), -1) if local.numel() else local.reshape(0, 0)
+        stride, start = tensor.shape[dim] * inner, first * inner
+    for number, row in enumerate(rows):
+        position = offset + number * stride + start
+        for chunk in _cut_bytes(row):
+            while chunk:
+                written = os.pwrite(file, chunk, position)
+                position, chunk = position + written, chunk[written:]
