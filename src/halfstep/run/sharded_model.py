@@ -1,4 +1,4 @@
-"""`train.shard`: divide a model among the ranks of a run, block by block (FSDP2). memory/sizing.py decides about `auto`.
+"""`train.shard`: divide a model among the ranks of a run, block by block (FSDP2). memory/sizing.py decides on `auto`.
 
 The units are the model's repeated blocks, and one for the rest. FSDP2 gathers a unit when its module is called. Regions
 call whichever methods of a model they like, so the rest is a unit of a module around the model, whose forward is the
@@ -26,7 +26,7 @@ from halfstep.errors import ConfigError
 from halfstep.precision.plan import Plan
 from halfstep.precision.swapped import InFp32
 from halfstep.step.ranks import Ranks
-from halfstep.tune.modes import Batch, Region, cast_weights_again, compile_region
+from halfstep.tune.modes import Batch, Mode, Region, cast_weights_again, compile_region
 from halfstep.workloads.base.workload import Workload
 
 if TYPE_CHECKING:
@@ -37,12 +37,15 @@ OF_FROZEN = ":"
 """Separates a frozen network's name from its block's: `vae:decoder.up.0`."""
 
 
-def choose_sharded_mode(config: RunConfig, plan: Plan) -> Plan:
+def choose_sharded_mode(config: RunConfig, plan: Plan, say: Callable[[str], None]) -> Plan:
     """Return the plan with the mode of a sharded run. Nothing is timed: a trial would need a copy of the model."""
-    is_on = config.train.fast in ("compile", "graph") or config.train.fast == "auto" and plan.on_cuda
-    is_on = is_on and not plan.simulated and bool(plan.shard_blocks)
-    reason = "sharded models are compiled block by block and never captured" if is_on else f"train.fast={config.train.fast}"
-    return dataclasses.replace(plan, mode="compile" if is_on else "eager", mode_reason=reason)
+    fast = config.train.fast
+    is_on = fast in ("compile", "graph") or fast == "auto" and plan.on_cuda
+    mode: Mode = "compile" if is_on and not plan.simulated and plan.shard_blocks else "eager"
+    if fast == "graph":
+        say(f"train.fast=graph: a sharded step is not captured; it runs in {mode} mode")
+    reason = "a sharded model is compiled block by block" if mode == "compile" else f"train.fast={fast}"
+    return dataclasses.replace(plan, mode=mode, mode_reason=reason)
 
 
 def refuse_unshardable(config: RunConfig, workload: Workload, world: World | None) -> None:
@@ -112,9 +115,8 @@ class ShardedModel:
             for part in _find_own_units(block, gathers_half=config.train.shard_gather == "bf16"):
                 shard(part, mp_policy=_make_policy(config, gathers_half=False))
             shard(block, mp_policy=_make_policy(config, gathers_half=config.train.shard_gather == "bf16"))
-        self._root: Any = fully_shard(
-            Around(model), mesh=mesh, mp_policy=_make_policy(config, gathers_half=False), ignored_params=scalars
-        )
+        self._root: Any = Around(model)
+        fully_shard(self._root, mesh=mesh, mp_policy=_make_policy(config, gathers_half=False), ignored_params=scalars)
         with torch.no_grad():
             for scalar in scalars:
                 scalar.data = scalar.data.to(device)
@@ -201,4 +203,3 @@ def refuse_unfit_gather(config: RunConfig, plan: Plan) -> None:
 def call_plain(function: Callable[..., Found], *arguments: Any) -> Found:
     """Call a function that uses a model which is not sharded."""
     return function(*arguments)
-

@@ -126,15 +126,18 @@ def choose_sharding(config: RunConfig, workload: Workload, plan: Plan, num_ranks
         blocks, problem = step.shard_blocks, ""
         planner = MemoryPlanner(step, probe(plan.device))
         cell = Cell.of(config, plan.granted, "eager")
-        whole, shard = (planner.predict(cell.spread(num_ranks, layout)).total for layout in ("ddp", "shard"))  # type: ignore[arg-type]
+        whole, shard = (planner.predict(cell.spread(num_ranks, layout)).total for layout in ("ddp", "shard"))
     except HalfstepError as error:
         blocks, problem, whole, shard = [[]], error.what, 0, 0
     if config.train.shard == "auto":
         limit = _measure_limit(plan, num_ranks)
         if problem or whole <= limit:
-            why = f"memory cannot be predicted: {problem}" if problem else f"DDP takes {_compare(whole, limit)} per rank"
+            why = (
+                f"memory cannot be predicted: {problem}" if problem else f"DDP takes {_compare(whole, limit)} per rank"
+            )
             return _set_sharding(plan, False, f"train.shard=auto: not sharded, {why}", (), say)
-        reason = f"train.shard=auto: sharded, DDP would take {_compare(whole, limit)} per rank, a shard {format_bytes(shard)}"
+        reason = f"train.shard=auto: sharded, DDP would take {_compare(whole, limit)} per rank"
+        reason += f", a shard takes {format_bytes(shard)}"
     else:
         reason = f"train.shard=true: {format_bytes(shard)} per rank are predicted, {format_bytes(whole)} with DDP"
         reason = f"train.shard=true: {problem}" if problem else reason
