@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.integrations.guard import HostGuard
-from host_faults import FAULTS, Fault, Net, copy_state, make_data, same_bits, seeded
+from host_faults import ADVICE, FAULTS, Fault, Net, copy_state, make_data, same_bits, seeded
 from no_waiting import no_host_wait
 
 # torch warns once of lru_cache in transformers' code, and the warning would end the trace here.
@@ -26,7 +26,7 @@ class Loop:
         self.model = seeded(Net).cuda()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3, fused=True)
         self.scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10) if scaled else None
-        self.guard = HostGuard("a loop", self.model, self.optimizer, scaler=self.scaler, **more)
+        self.guard = HostGuard("a loop", self.model, self.optimizer, ADVICE, scaler=self.scaler, **more)
         self.scheduler = self.guard.follow(torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 10_000))
         self.x, self.y = (one.cuda() for one in make_data(256))
 

@@ -201,8 +201,9 @@ def test_save_state_resumes_with_and_without_the_guard(tmp_path: Path, ways: str
 
 def test_several_bad_steps_in_a_row_stop() -> None:
     script = Script(max_consecutive=3)
-    with pytest.raises(TrainingStopped, match="3 bad steps in a row"):
+    with pytest.raises(TrainingStopped, match="3 bad steps in a row") as stopped:
         script.train(6, "batch")
+    assert "clip gradients (accelerator.clip_grad_norm_(model.parameters(), 1.0))" in stopped.value.fix
 
 
 def test_a_capsule_names_the_sample_and_the_module(tmp_path: Path) -> None:
@@ -254,7 +255,67 @@ def test_a_scheduler_that_was_not_prepared_is_named_and_can_follow(capsys: pytes
     assert schedule.last_epoch == 1
 
 
+@pytest.mark.parametrize("ways", ["read", "exact"])
+def test_a_prepared_scheduler_by_epochs_moves_although_the_last_step_was_dropped(ways: str) -> None:
+    script = Script(ways=ways)
+    step = script.scheduler.step
+    script.scheduler.step = lambda: None
+    script.train(2)
+    script.train(1, "batch")
+    assert script.accelerator.optimizer_step_was_skipped == (ways == "read")
+    step()
+    assert script.accelerator.optimizer_step_was_skipped == (ways == "read")
+    assert script.scheduler.scheduler.state_dict()["last_epoch"] == 1
+
+
+def test_the_end_says_how_many_steps_were_dropped(capsys: pytest.CaptureFixture[str]) -> None:
+    script = Script()
+    script.train(2)
+    script.train(1, "batch")
+    with pytest.warns(UserWarning, match="step 2 was dropped"):
+        script.accelerator.end_training()
+    assert "halfstep: 1 of 3 steps of Accelerate dropped\n" in capsys.readouterr().err
+    assert script.guard is not None
+    assert script.guard.num_dropped == 1
+    script.guard.finish()
+    assert capsys.readouterr().err == ""
+
+
 # --- bad input ---
+
+
+def test_models_that_the_optimizer_does_not_train_alone_are_refused() -> None:
+    accelerator, unet, encoder = Accelerator(cpu=True), Net(), torch.nn.Linear(4, 4)
+    both = torch.optim.AdamW([*unet.parameters(), *encoder.parameters()])
+    unet, encoder, both = accelerator.prepare(unet, encoder, both)
+    guard = hs.integrations.accelerate.guard
+    with pytest.raises(ConfigError, match=r"2 of the 8 parameters .* none of the models given \(Net\)"):
+        guard(accelerator, unet, both)
+    with pytest.raises(ConfigError, match=r"6 of the 8 parameters .* none of the models given \(Linear\)"):
+        guard(accelerator, encoder, both)
+    guard(accelerator, [unet, encoder], both)
+
+
+def test_swapped_arguments_are_refused() -> None:
+    script = Script(guarded=False)
+    guard: Any = hs.integrations.accelerate.guard
+    with pytest.raises(ConfigError, match="takes a model, or a list of models, not AcceleratedOptimizer"):
+        guard(script.accelerator, script.optimizer, script.model)
+    with pytest.raises(ConfigError, match="takes an optimizer after the model, not DataLoaderShard"):
+        guard(script.accelerator, script.model, script.loader)
+    with pytest.raises(ConfigError, match="takes a model, or a list of models, not NoneType"):
+        guard(script.accelerator, [], script.optimizer)
+
+
+def test_a_loop_that_steps_another_optimizer_is_told() -> None:
+    script = Script()
+    assert script.guard is not None
+    x, y = next(script.batches)
+    script.accelerator.backward(F.cross_entropy(script.model(x), y))
+    with pytest.warns(UserWarning, match="no guarded step was made: call step.. of the optimizer that accelerator.pre"):
+        script.guard.finish()
+    with pytest.warns(UserWarning, match="past the guard inside Accelerate.*that accelerator.prepare returned instead"):
+        script.optimizer.optimizer.step()
 
 
 def test_guard_before_prepare_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,29 @@ def test_clipping_neither_raises_nor_hides_a_bad_gradient(clip: dict[str, float]
     assert same_bits(before, script.state)
 
 
+@pytest.mark.parametrize("made_from", ["inner", "wrapped"])
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_torch_does_not_warn_of_the_order_of_schedulers(made_from: str, is_followed: bool) -> None:
+    script = Script(guarded=False)
+    optimizer = script.optimizer if made_from == "wrapped" else script.optimizer.optimizer
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    guard = hs.integrations.lightning.guard(script.fabric, script.model, script.optimizer)
+    script.scheduler = guard.follow(scheduler) if is_followed else scheduler
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        script.train(3)
+    assert [str(one.message) for one in found] == []
+    assert scheduler.last_epoch == 3
+
+
+def test_the_end_says_how_many_steps_were_dropped(capfd: pytest.CaptureFixture[str]) -> None:
+    script = Script()
+    script.train(2)
+    script.guard.finish()
+    assert "halfstep: none of 2 steps of Fabric dropped\n" in capfd.readouterr().err
+    assert script.guard.num_dropped == 0
+
+
 def test_closing_gives_the_loop_back() -> None:
     script = Script()
     script.train(2)
@@ -140,6 +164,10 @@ def test_wrong_use_is_refused() -> None:
         guard(script.fabric, script.net, script.optimizer)
     with pytest.raises(ConfigError, match="AdamW was not set up by Fabric"):
         guard(script.fabric, script.model, script.optimizer.optimizer)
+    with pytest.raises(ConfigError, match="takes a model, or a list of models, not FabricAdamW"):
+        guard(script.fabric, script.optimizer, script.model)
+    with pytest.raises(ConfigError, match="6 of the 6 parameters"):
+        guard(script.fabric, script.fabric.setup(torch.nn.Linear(1, 1)), script.optimizer)
     with pytest.raises(ConfigError, match="not Linear"):
         guard(torch.nn.Linear(1, 1), script.model, script.optimizer)
     made = guard(script.fabric, script.model, script.optimizer)

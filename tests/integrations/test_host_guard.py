@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 
 from halfstep.errors import ConfigError, TrainingStopped
 from halfstep.integrations.guard import GuardedScheduler, HostGuard
-from host_faults import FAULTS, Fault, Net, copy_state, make_data, same_bits, seeded
+from host_faults import ADVICE, FAULTS, Fault, Net, copy_state, make_data, same_bits, seeded
 
 ADAMW = {"fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True), "plain": lambda p: torch.optim.AdamW(p, 1e-2)}
 
@@ -41,7 +42,9 @@ class Loop:
         self.accumulate = accumulate
         self.guard = None
         if guarded:
-            self.guard = HostGuard("a loop", self.model, self.optimizer, schedule=schedule, scaler=self.scaler, **more)
+            self.guard = HostGuard(
+                "a loop", self.model, self.optimizer, ADVICE, schedule=schedule, scaler=self.scaler, **more
+            )
             self.scheduler = self.guard.follow(self.scheduler)
         self.x, self.y = make_data(256)
 
@@ -183,7 +186,7 @@ def test_closing_gives_the_loop_back() -> None:
         plain.train(number)
         guarded.train(number)
     assert same_bits(guarded.state, plain.state)
-    HostGuard("a loop", guarded.model, guarded.optimizer).close()
+    HostGuard("a loop", guarded.model, guarded.optimizer, ADVICE).close()
 
 
 def test_exact_waits_for_nothing_that_read_waits_for() -> None:
@@ -219,7 +222,7 @@ def test_the_line_says_what_is_guarded() -> None:
 def test_a_second_guard_is_refused() -> None:
     loop = Loop()
     with pytest.raises(ConfigError, match="already guarded"):
-        HostGuard("a loop", loop.model, loop.optimizer)
+        HostGuard("a loop", loop.model, loop.optimizer, ADVICE)
 
 
 def test_exact_needs_an_optimizer_that_reads_its_rate_on_the_device() -> None:
@@ -234,9 +237,66 @@ def test_a_model_that_was_not_called_is_refused() -> None:
         loop.guard.step()
 
 
-def test_rollback_is_refused() -> None:
-    with pytest.raises(ConfigError, match="not supported inside a loop"):
-        Loop(guard={"on_fault": "rollback"})
+def test_two_schedulers_need_one_read_per_step() -> None:
+    loops = Loop(schedule="exact"), Loop(schedule="read")
+    second = [torch.optim.lr_scheduler.StepLR(loop.optimizer, 1) for loop in loops]
+    assert loops[0].guard is not None
+    assert loops[1].guard is not None
+    with pytest.raises(ConfigError, match="a second scheduler, StepLR"):
+        loops[0].guard.follow(second[0])
+    loops[1].guard.follow(second[1])
+
+
+@pytest.mark.parametrize("schedule", ["read", "exact"])
+def test_a_scheduler_by_epochs_moves_although_the_last_step_was_dropped(schedule: str) -> None:
+    loop = Loop(schedule=schedule)
+    by_epochs, loop.scheduler = loop.scheduler, SimpleNamespace(step=lambda: None)
+    for number in range(6):
+        loop.train(number, "batch" if number in (2, 4) else None)
+        if number in (2, 5):
+            by_epochs.step()
+    by_epochs.settle()
+    assert by_epochs.inner.last_epoch == 2
+
+
+def test_the_end_says_how_many_steps_were_dropped(capsys: pytest.CaptureFixture[str]) -> None:
+    loop = Loop(scaled=True)
+    assert loop.guard is not None
+    loop.guard.finish()
+    assert capsys.readouterr().err == ""  # nothing was made yet
+    for number, fault in enumerate((None, "batch", "gradient", None)):
+        loop.train(number, fault)
+    loop.guard.finish()
+    line = "halfstep: 2 of 4 steps of a loop dropped, 1 of them overflows of fp16's gradients\n"
+    assert capsys.readouterr().err == line
+    loop.guard.finish()
+    assert capsys.readouterr().err == ""
+    assert loop.guard.num_dropped == 2
+
+
+def test_a_stop_names_what_the_user_of_the_host_can_do() -> None:
+    loop = Loop(max_consecutive=2)
+    for number in range(3):
+        loop.train(number, "loss")
+    with pytest.raises(TrainingStopped) as stopped:
+        loop.train(3, "loss")
+    assert stopped.value.fix == (
+        'lower the learning rate, clip gradients (clip=1); capsules="DIR" keeps such a step, and hs.replay names its '
+        "cause"
+    )
+
+
+def test_a_step_past_the_guard_is_named_once() -> None:
+    loop = Loop()
+    assert loop.guard is not None
+    loop.train(0)
+    loop.model(loop.x[:8]).sum().backward()
+    with pytest.warns(UserWarning, match=r"AdamW.step\(\) was called past the guard inside a loop.* loop.step"):
+        loop.optimizer.step()
+    loop.optimizer.step()
+    loop.guard.close()
+    HostGuard("a loop", loop.model, loop.optimizer, ADVICE).close()
+    loop.optimizer.step()
 
 
 def test_a_plateau_is_left_to_the_host() -> None:

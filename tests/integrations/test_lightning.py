@@ -166,13 +166,24 @@ def test_a_step_without_a_loss_is_skipped_as_lightning_does() -> None:
 def test_five_bad_steps_in_a_row_stop_the_training() -> None:
     always: dict[int, Fault] = dict.fromkeys(range(2, 20), "loss")
     trainer = make_trainer(plugin=make_plugin(), callbacks=[make_watcher(PACKAGES[0], always)])
-    with pytest.raises(TrainingStopped, match="5 bad steps|five|in a row"):
+    with pytest.raises(TrainingStopped, match="5 bad steps in a row") as stopped:
         fit(make_module(), trainer, 20)
+    assert "Trainer(gradient_clip_val=1.0)" in stopped.value.fix
+
+
+@pytest.mark.parametrize("level", ["guard", "captured"])
+def test_the_end_says_how_many_steps_were_dropped(level: str, capfd: pytest.CaptureFixture[str]) -> None:
+    plugin = make_plugin(level=level)
+    with replays_on_cpu():
+        fit(make_module(), make_trainer(plugin=plugin, callbacks=[make_watcher(PACKAGES[0], {2: "loss"})]), 6)
+    assert "halfstep: 1 of 6 steps of Lightning dropped\n" in capfd.readouterr().err
+    assert plugin.num_dropped == 1
 
 
 def test_one_line_says_what_is_guarded(capfd: pytest.CaptureFixture[str]) -> None:
     fit(make_module(), make_trainer(plugin=make_plugin()), 4)
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("halfstep:")]
+    line, end = (line for line in capfd.readouterr().err.splitlines() if line.startswith("halfstep:"))
+    assert end == "halfstep: none of 4 steps of Lightning dropped"
     for part in ("guards Lightning: loss, gradients and 3 buffers", "CosineAnnealingLR", "global_step", "not captured"):
         assert part in line
 

@@ -13,6 +13,7 @@ import torch
 
 from host_faults import FAULTS, Fault, Net, copy_state, make_data, same_bits, seeded
 from host_pages import run_page
+from ranks_together import together
 from replay_stand_in import replays_on_cpu
 
 if importlib.util.find_spec("monai") is None:
@@ -37,7 +38,7 @@ class Training:
 
     def __init__(
         self, update: Any = None, *, num: int = 30, faults: dict[int, Fault] | None = None, is_meta: bool = False,
-        **more: Any,
+        ddp: bool = False, **more: Any,
     ) -> None:  # fmt: skip
         self.net: Any = seeded(Net)
         self.optimizer = torch.optim.AdamW(self.net.parameters(), 1e-2, fused=True)
@@ -45,7 +46,8 @@ class Training:
         wrap = MetaTensor if is_meta else (lambda tensor: tensor)
         batches = [{"image": wrap(x[i : i + 8]), "label": y[i : i + 8]} for i in range(0, 8 * num, 8)]
         self.trainer = SupervisedTrainer(
-            device="cpu", max_epochs=1, train_data_loader=batches, network=self.net, optimizer=self.optimizer,
+            device="cpu", max_epochs=1, train_data_loader=batches, optimizer=self.optimizer,
+            network=torch.nn.parallel.DistributedDataParallel(self.net) if ddp else self.net,
             loss_function=self.compute_loss, iteration_update=update, decollate=False, **more,
         )  # fmt: skip
         self.states: list[Any] = []
@@ -145,10 +147,39 @@ def test_a_checkpoint_resumes(tmp_path: Path) -> None:
     assert update.step.attempted == 20
 
 
-@pytest.mark.parametrize(("wrong", "words"), [({"accumulation_steps": 2}, "accumulation_steps=2")])
-def test_what_cannot_be_guarded_is_refused(wrong: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        Training(HalfstepUpdate("fp32"), num=2, **wrong).run()
+# --- accumulation: MONAI's own iterations, guarded ---
+
+
+def test_an_accumulated_run_without_faults_equals_monais_own() -> None:
+    own, ours = (Training(one, num=31, accumulation_steps=3).run() for one in (None, HalfstepUpdate("fp32")))
+    assert same_bits(own.states, ours.states)
+    assert own.losses == ours.losses
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_bad_accumulated_step_leaves_everything_as_it_was(precision: str, capfd: pytest.CaptureFixture[str]) -> None:
+    faults = {3 + 6 * number: fault for number, fault in enumerate(FAULTS)}  # each in the first half of a window
+    update = HalfstepUpdate(precision, guard={"max_consecutive": 9}, clip_norm=0.5)
+    training = Training(update, num=30, faults=faults, accumulation_steps=3).run()
+    weights = [state[1] for state in training.states]  # of the optimizer: forward writes statistics in each micro-batch
+    same = [n // 3 for n in range(0, 30, 3) if same_bits(weights[n], weights[n + 3])]
+    assert same == [1, 3, 5, 7]
+    assert all(same_bits(training.states[3 * n][0], training.states[3 * n + 3][0]) for n in same)
+    assert update.num_dropped == 4
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("halfstep:")]
+    assert "guards MONAI" in lines[0]
+    assert "steps are not captured: MONAI accumulates gradients" in lines[0]
+    assert lines[1].startswith("halfstep: 4 of 10 steps of MONAI dropped")
+
+
+def test_an_accumulated_capsule_holds_the_window(tmp_path: Path) -> None:
+    Training(HalfstepUpdate("fp32", capsules=tmp_path), num=6, faults={4: "batch"}, accumulation_steps=3).run()
+    assert [path.name for path in tmp_path.iterdir()] == ["00000001"]
+
+
+def test_options_that_need_a_whole_step_are_refused() -> None:
+    with pytest.raises(ConfigError, match="accumulation_steps=2.* does not take ema_decay of hs.Step"):
+        Training(HalfstepUpdate("fp32", ema_decay=0.9), num=2, accumulation_steps=2).run()
 
 
 def test_autocast_of_the_trainer_is_refused() -> None:
@@ -160,11 +191,34 @@ def test_autocast_of_the_trainer_is_refused() -> None:
 
 def test_one_line_says_what_is_guarded(capfd: pytest.CaptureFixture[str]) -> None:
     Training(HalfstepUpdate("fp32"), num=2).run()
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("halfstep:")]
-    assert "runs MONAI's iterations in fp32" in line
+    line, end = (line for line in capfd.readouterr().err.splitlines() if line.startswith("halfstep:"))
+    assert "makes the steps of MONAI as an hs.Step (fp32)" in line
     assert "not guarded: lr schedulers in handlers" in line
+    assert end == "halfstep: none of 2 steps of MONAI dropped"
 
 
 def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run_page("monai")
+
+
+# --- two ranks ---
+
+
+def train_on_a_rank(rank: int, size: int, port: int) -> dict[int, list[int]]:
+    """Train with DDP while one rank alone is at fault; return the steps that changed nothing, by accumulation."""
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    found = {}
+    for accumulate in (1, 2):
+        # Statistics in the last micro-batch: before the next one DDP replaces them by those of rank 0.
+        faults: dict[int, Fault] = {3 * accumulate: "batch", 6 * accumulate - 1: "statistics"} if rank == 1 else {}
+        training = Training(HalfstepUpdate("fp32"), num=8 * accumulate, faults=faults, ddp=True,
+                            accumulation_steps=accumulate).run()  # fmt: skip
+        states = training.states[::accumulate]
+        found[accumulate] = [n for n in range(8) if same_bits(states[n], states[n + 1])]
+    return found
+
+
+@pytest.mark.ranks
+def test_a_fault_of_one_rank_drops_the_step_on_both(tmp_path: Path) -> None:
+    assert together(2, train_on_a_rank, tmp_path) == [{1: [3, 5], 2: [3, 5]}] * 2

@@ -28,6 +28,7 @@ from halfstep.errors import ConfigError  # noqa: E402
 from halfstep.integrations.timm import HalfstepScaler  # noqa: E402
 from host_faults import FAULTS, Net, copy_state, make_data, same_bits, seeded  # noqa: E402
 from host_pages import run_page  # noqa: E402
+from ranks_together import together  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -35,11 +36,14 @@ pytestmark = pytest.mark.filterwarnings("default")
 class Script:
     """One epoch as timm's train.py writes it."""
 
-    def __init__(self, scaler: str = "ours", *, precision: Any = "fp32", accumulate: int = 1, **clip: Any) -> None:
-        self.model: Any = seeded(Net)
+    def __init__(
+        self, scaler: str = "ours", *, precision: Any = "fp32", accumulate: int = 1, ddp: bool = False, **clip: Any
+    ) -> None:
+        self.net: Any = seeded(Net)
+        self.model: Any = torch.nn.parallel.DistributedDataParallel(self.net) if ddp else self.net
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-2, fused=True)
         self.schedule: Any = CosineLRScheduler(self.optimizer, t_initial=60, t_in_epochs=False)
-        self.ema = ModelEmaV3(self.model, decay=0.9)
+        self.ema = ModelEmaV3(self.net, decay=0.9)
         self.loss_scaler: Any = NativeScaler("cpu") if scaler == "own" else None
         if scaler == "ours":
             self.loss_scaler = HalfstepScaler(self.model, self.optimizer, precision, max_consecutive=9)
@@ -51,7 +55,7 @@ class Script:
 
     def train(self, num_steps: int, fault: Any = None) -> None:
         for number in range(num_steps * self.accumulate):
-            self.model.fault = fault
+            self.net.fault = fault
             rows = slice(8 * (self.num % 64), 8 * (self.num % 64) + 8)
             self.num += 1
             need_update = (number + 1) % self.accumulate == 0
@@ -68,7 +72,7 @@ class Script:
             if need_update:
                 self.num_updates += 1
                 self.optimizer.zero_grad()
-                self.ema.update(self.model, step=self.num_updates)
+                self.ema.update(self.net, step=self.num_updates)
                 self.schedule.step_update(num_updates=self.num_updates, metric=0.0)
 
     @property
@@ -151,12 +155,21 @@ def test_wrong_use_is_refused() -> None:
         script.loss_scaler(torch.zeros(()), other)
     with pytest.raises(ConfigError, match="already guarded"):
         HalfstepScaler(script.model, script.optimizer)
-    with pytest.raises(ConfigError, match=r"not \(str, NoneType\)"):
+    with pytest.raises(ConfigError, match="HalfstepScaler takes a model, or a list of models, not str"):
         HalfstepScaler("cuda", None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="precision='fp12'"):
         HalfstepScaler(script.model, other, "fp12")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="not Linear"):
         script.loss_scaler.follow(torch.nn.Linear(1, 1))
+
+
+def test_the_end_says_how_many_steps_were_dropped(capfd: pytest.CaptureFixture[str]) -> None:
+    script = Script()
+    script.train(2)
+    script.train(1, "batch")
+    script.loss_scaler.guard.finish()
+    assert "halfstep: 1 of 3 steps of timm dropped\n" in capfd.readouterr().err
+    assert script.loss_scaler.guard.num_dropped == 1
 
 
 def test_one_line_says_what_is_guarded(capfd: pytest.CaptureFixture[str]) -> None:
@@ -169,3 +182,26 @@ def test_one_line_says_what_is_guarded(capfd: pytest.CaptureFixture[str]) -> Non
 def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run_page("timm")
+
+
+# --- two ranks ---
+
+
+def train_on_a_rank(rank: int, size: int, port: int) -> list[bool]:
+    """Train with DDP while one rank alone is at fault; return whether each fault changed nothing on this rank."""
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    script = Script(clip_grad=0.5, ddp=True)
+    script.train(2)
+    found = []
+    for fault in FAULTS:
+        before = script.state
+        script.train(1, fault if rank == 1 else None)
+        found.append(same_bits(before, script.state))
+        script.train(1)
+        assert not same_bits(before[:3], script.state[:3])
+    return found
+
+
+@pytest.mark.ranks
+def test_a_fault_of_one_rank_drops_the_step_on_both(tmp_path: Path) -> None:
+    assert together(2, train_on_a_rank, tmp_path) == [[True] * len(FAULTS)] * 2

@@ -122,8 +122,9 @@ def make_trainer(
     make, dataset = MODELS[model]
     args = TrainingArguments(
         str(folder), max_steps=steps, per_device_train_batch_size=8, gradient_accumulation_steps=accumulate,
-        use_cpu=True, report_to=[], disable_tqdm=True, learning_rate=1e-2, optim="adamw_torch_fused",
-        **{"save_strategy": "no", "logging_steps": 3, "lr_scheduler_type": "cosine"} | (given or {}),
+        use_cpu=True, report_to=[], disable_tqdm=True, optim="adamw_torch_fused",
+        **{"save_strategy": "no", "logging_steps": 3, "lr_scheduler_type": "cosine", "learning_rate": 1e-2,
+           **(given or {})},
     )  # fmt: skip
     watch = Watch(faults or {})
     trainer = kind(model=seeded(make), args=args, train_dataset=data or dataset(), callbacks=[watch], **more)
@@ -194,6 +195,25 @@ def test_a_bad_row_of_the_data_is_dropped_and_the_log_repaired_as_by_the_host(tm
     assert all(value.isfinite().all() for value in trainer.model.state_dict().values())
 
 
+@pytest.mark.parametrize(("level", "accumulate"), [("guard", 1), ("guard", 2), ("captured", 2)])
+def test_a_dropped_step_does_not_lower_the_logged_loss(tmp_path: Path, level: str, accumulate: int) -> None:
+    faults: dict[int, Fault] = {3: "batch", 5: "batch"}
+    given = {"logging_steps": 3, "learning_rate": 1e-9}
+    with replays_on_cpu():
+        trainer = train(tmp_path, halfstep=level, faults=faults, given=given, accumulate=accumulate)
+    losses = [row["loss"] for row in read_logs(trainer) if "loss" in row]
+    # The weights hardly move, so the mean loss of the second log is that of the first up to what batches differ by.
+    assert losses[1] == pytest.approx(losses[0], rel=0.15)
+    assert trainer.num_dropped == 2
+
+
+def test_the_end_says_how_many_steps_were_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.warns(UserWarning, match="step 2 was dropped"):
+        trainer = train(tmp_path, faults={2: "batch"}, steps=4)
+    assert "halfstep: 1 of 4 steps of the transformers Trainer dropped\n" in capsys.readouterr().err
+    assert trainer.num_dropped == 1
+
+
 @pytest.mark.parametrize("schedule", ["read", "exact"])
 def test_checkpoints_are_the_hosts_and_resume(tmp_path: Path, schedule: str) -> None:
     given = {"given": {"save_strategy": "steps", "save_steps": 4}, "steps": 8}
@@ -250,8 +270,10 @@ def test_a_model_that_the_trainer_compiles_is_guarded(tmp_path: Path) -> None:
 
 def test_several_bad_steps_in_a_row_stop(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, faults=dict.fromkeys(range(6), "batch"), max_consecutive=3)
-    with pytest.raises(TrainingStopped, match="3 bad steps in a row"):
+    with pytest.raises(TrainingStopped, match="3 bad steps in a row") as stopped:
         trainer.train()
+    assert "TrainingArguments(max_grad_norm=1.0)" in stopped.value.fix
+    assert "hs.Step" not in str(stopped.value)
     trainer.watch.faults = {}
     trainer.train()  # and it can go on
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,10 +144,41 @@ def drop_one(rank: int, mesh: Any = None, optimizer: str = "fused AdamW", **more
     }
 
 
-def refused(case: Callable[[], object]) -> str:
-    with pytest.raises(HalfstepError) as error:
-        case()
-    return error.value.what
+def spoil_one() -> tuple[str, bool]:
+    """Let an optimizer divide 0 by 0 in the last rank's shard alone: its rows get no gradient."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    net = fully_shard(nn.Linear(6, 4, bias=False))
+    before = whole(net.weight)
+    step = hs.Step(net, torch.optim.AdamW(net.parameters(), eps=0.0), "fp32", fast="off")
+    outcome = step(lambda x: net(x)[:, :2].pow(2).mean(), [ROWS[0]])
+    return outcome.reason, torch.equal(before, whole(net.weight))
+
+
+def refused(rank: int) -> list[str]:
+    """Give ranks different settings, and shards to some of the ranks only."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    def make_over_one() -> hs.Step:
+        return make_step(make_net(True, DeviceMesh("cpu", [[0], [1]][rank])))
+
+    def make_other_rates() -> hs.Step:
+        net = make_net(True)
+        return hs.Step(net, torch.optim.AdamW(net.parameters(), lr=1e-2 * (1 + rank), fused=True), "fp32")
+
+    cases: list[Callable[[], hs.Step]] = [
+        lambda: make_step(make_net(True), ema_decay=0.5 + 0.1 * rank),
+        lambda: make_step(make_net(True), precision=("fp32", "bf16")[rank], simulate=True),
+        make_other_rates,
+        make_over_one,
+    ]
+    found = []
+    for case in cases:
+        with pytest.raises(HalfstepError) as error:
+            case()
+        found.append(error.value.what)
+    return found
 
 
 def start(rank: int, size: int, port: int) -> None:
@@ -180,6 +212,23 @@ def scenario(rank: int, size: int, port: int) -> dict[str, Any]:
     for name in ("fused AdamW", "AdamW", "AdamW8bit"):
         found[f"dropped {name}"] = drop_one(rank, optimizer=name)
     found["overflow"] = drop_one(rank, precision="fp16", simulate=True)
+    found["spoiled"], found["refused"] = spoil_one(), refused(rank)
+    return found
+
+
+def scenario_of_four(rank: int, size: int, port: int) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    start(rank, size, port)
+    rows = rows_of(rank, size)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    found: dict[str, Any] = {}
+    for name, over in {"shards": None, "replicas of shards": mesh}.items():
+        net = make_net(True, over)
+        found[name] = train(net, make_step(net), rows)
+        found[f"dropped by {name}"] = drop_one(rank, over)
+    net = make_net(True, mesh, only_blocks=True)
+    found["only blocks"] = train(net, make_step(net), rows)
     return found
 
 
@@ -224,3 +273,36 @@ def test_a_nan_of_one_rank_drops_the_step_on_all(case: str, found: list[dict[str
     if case == "overflow":
         before, after = found[0][case]["scale"]
         assert after == before / 2
+
+
+def test_a_shard_that_an_optimizer_ruins_drops_the_step_on_all(found: list[dict[str, Any]]) -> None:
+    for own in found:
+        reason, is_same = own["spoiled"]
+        assert "the optimizer wrote weights that are not finite" in reason
+        assert is_same
+
+
+def test_ranks_with_different_settings_are_refused_before_the_first_step(found: list[dict[str, Any]]) -> None:
+    for own in found:
+        average, precision, rate, mesh = own["refused"]
+        assert average == "rank 0 and rank 1 differ in ema_decay: 0.5 and 0.6"
+        assert precision.startswith("rank 0 and rank 1 differ in precision: fp32 and bf16")
+        assert rate == "rank 0 and rank 1 differ in lr: [0.01] and [0.02]"
+        assert mesh == "the model is sharded over a mesh of 1, and 2 ranks train it"
+
+
+@pytest.mark.soak
+def test_four_ranks_train_as_one_process_also_as_replicas_of_shards(tmp_path: Path) -> None:
+    launches = [together(4, scenario_of_four, tmp_path / f"launch {number}") for number in range(2)]
+    alone = train_alone()
+    for case in ("shards", "replicas of shards", "only blocks"):
+        for first, second in zip(*launches, strict=True):
+            torch.testing.assert_close(first[case]["weights"], alone["weights"], rtol=0, atol=1e-5)
+            assert first[case]["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+            assert torch.equal(first[case]["weights"], second[case]["weights"])
+            assert torch.equal(first[case]["weights"], launches[0][0][case]["weights"])
+    for case in ("dropped by shards", "dropped by replicas of shards"):
+        for own in launches[0]:
+            assert own[case]["same"]
+            assert own[case]["moved"]
+            assert own[case]["reason"] == "loss is nan (rank 3)"

@@ -9,6 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from halfstep.integrations.guard import HostAdvice
+
+ADVICE = HostAdvice(overflow="bf16", clip="clip=1", step="loop.step()")
 Fault = Literal["batch", "loss", "gradient", "statistics"]
 FAULTS: tuple[Fault, ...] = ("batch", "loss", "gradient", "statistics")
 

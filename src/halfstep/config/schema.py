@@ -432,6 +432,12 @@ class LogConfig(Section):
         default=0, ge=0, description="Record the ledger again every N steps; 0: only the first step of each mode"
     )
 
+    watch: int = Field(
+        default=0,
+        ge=0,
+        description="Measure the ranges of all modules every N steps, and warn before one leaves its format; 0: off",
+    )
+
     @model_validator(mode="after")
     def refuse_quiet_and_verbose(self) -> Self:
         if self.quiet and self.verbose:

@@ -20,7 +20,14 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from halfstep.errors import ConfigError
-from halfstep.integrations.guard import GUARDED, HostGuard, unwrap_model
+from halfstep.integrations.guard import (
+    ONE_LOSS,
+    HostAdvice,
+    HostGuard,
+    list_models,
+    refuse_second_guard,
+    unwrap_model,
+)
 from halfstep.step.forward_writes import Also
 
 GUARDABLE = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
@@ -28,34 +35,33 @@ PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
 """What a capsule's replay computes in, by Accelerate's name; fp8's layers are replayed in bf16."""
 
 
+ADVICE = HostAdvice(
+    overflow='Accelerator(mixed_precision="bf16")', clip="accelerator.clip_grad_norm_(model.parameters(), 1.0)",
+    step="step() of the optimizer that accelerator.prepare returned",
+)  # fmt: skip
+USE = "model, optimizer = accelerator.prepare(model, optimizer), then guard(accelerator, model, optimizer)"
+
+
 class AccelerateGuard(HostGuard):
     """The guard of one prepared optimizer; `guard` makes it."""
 
     def __init__(
-        self, accelerator: Accelerator, optimizer: AcceleratedOptimizer, model: Any, *, host: str, **more: Any
-    ) -> None:
+        self, accelerator: Accelerator, model: Any, optimizer: AcceleratedOptimizer, *, host: str = "Accelerate",
+        advice: HostAdvice = ADVICE, **more: Any,
+    ) -> None:  # fmt: skip
         _refuse_steps_in_backward(accelerator, optimizer.optimizer)
         self.accelerator, self.accelerated = accelerator, optimizer
         super().__init__(
-            host, model, optimizer.optimizer, precision=PRECISIONS.get(accelerator.mixed_precision, "fp32"),
-            scaler=optimizer.scaler, **more,
+            host, model, optimizer.optimizer, advice, scaler=optimizer.scaler,
+            precision=PRECISIONS.get(accelerator.mixed_precision, "fp32"), **more,
         )  # fmt: skip
-        self._undo: list[Callable[[], None]] = []
         self._replace(accelerator, "backward", self._backward)
         self._replace(accelerator, "clip_grad_norm_", self._clip_grad_norm)
         self._replace(accelerator, "clip_grad_value_", self._clip_grad_value)
         self._replace(accelerator, "join_uneven_inputs", self._refuse_uneven_inputs)
-        self._replace(optimizer, "step", self._step_optimizer)
-        # torch's schedulers warn of an optimizer whose step() was replaced after they were made.
-        optimizer.step._wrapped_by_lr_sched = True
-        setattr(accelerator, GUARDED, self)
-
-    def close(self) -> None:
-        super().close()
-        while self._undo:
-            self._undo.pop()()
-        if hasattr(self.accelerator, GUARDED):
-            delattr(self.accelerator, GUARDED)
+        self._replace(accelerator, "end_training", self._end_training)
+        self._replace(optimizer, "step", self._step_if_synced)
+        self._mark(accelerator)
 
     def follow_prepared(self, schedulers: Iterable[Any]) -> None:
         """Let the prepared schedulers of this optimizer follow good steps only."""
@@ -65,56 +71,53 @@ class AccelerateGuard(HostGuard):
             if scheduler.step_with_optimizer:
                 self._undo.append(partial(setattr, scheduler, "scheduler", scheduler.scheduler))
                 scheduler.scheduler = self.follow(scheduler.scheduler)
+                self._replace(scheduler, "step", self._step_schedule)
             else:
                 self.limits.append("the schedule, which step_scheduler_with_optimizer=False leaves to your loop")
 
-    def _replace(self, owner: Any, name: str, make: Callable[..., Any]) -> None:
-        """Put a method on the object in place of its class's; `close` removes it."""
-        then = getattr(owner, name)
-        undo = partial(setattr, owner, name, then) if name in vars(owner) else partial(delattr, owner, name)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return make(then, *args, **kwargs)
-
-        setattr(owner, name, run)
-        self._undo.append(undo)
-
-    def _backward(self, then: Callable[..., Any], loss: Tensor, **kwargs: Any) -> Any:
+    def _backward(self, before: Callable[..., Any], loss: Tensor, **kwargs: Any) -> Any:
         self.record(loss, share=1 / self.accelerator.gradient_accumulation_steps)
-        return then(loss, **kwargs)
+        return before(loss, **kwargs)
 
-    def _clip_grad_norm(self, then: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    def _clip_grad_norm(self, before: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        norm = then(parameters, *args, **kwargs)
+        norm = before(parameters, *args, **kwargs)
         self.note_norm(norm, parameters)
         return norm
 
-    def _clip_grad_value(self, then: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _clip_grad_value(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.scaler is None:  # which looks at them when it unscales
             self.look_at_gradients()
-        return then(*args, **kwargs)
+        return before(*args, **kwargs)
 
-    def _refuse_uneven_inputs(self, then: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _refuse_uneven_inputs(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.accelerator.num_processes == 1:
-            return then(*args, **kwargs)
+            return before(*args, **kwargs)
         raise ConfigError(
             "accelerator.join_uneven_inputs cannot be used with the guard",
             why="all ranks decide on a step together, and one that has run out of batches would not take part",
             fix="leave it out: a loader that accelerator.prepare returns gives every rank equally many batches",
         )
 
-    def _step_optimizer(self, then: Callable[..., Any], closure: Any = None) -> None:
-        if closure is not None:
-            raise ConfigError(
-                "optimizer.step(closure) cannot be guarded",
-                why="the closure evaluates the model inside the step, which cannot be judged before it is made",
-                fix="use an optimizer that steps without a closure",
-            )
-        if not self.accelerated.gradient_state.sync_gradients:
-            return
-        self.step()
-        # What accelerator.optimizer_step_was_skipped reports. Without a wait it is unknown, and `dropped` tells.
-        self.accelerated._is_overflow = self.schedule == "read" and self.dropped
+    def _end_training(self, before: Callable[..., Any]) -> None:
+        try:
+            self.finish()
+        finally:
+            before()
+
+    def _step_if_synced(self, before: Callable[..., Any], closure: Any = None) -> None:
+        if self.accelerated.gradient_state.sync_gradients or closure is not None:
+            self._step_optimizer(before, closure)
+            # What accelerator.optimizer_step_was_skipped reports. Without a wait it is unknown, and `dropped` tells.
+            self.accelerated._is_overflow = self.schedule == "read" and self.dropped
+
+    def _step_schedule(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Let the guard decide what a dropped step does to a schedule: Accelerate does not know one by epochs."""
+        was_skipped, self.accelerated._is_overflow = self.accelerated._is_overflow, False
+        try:
+            before(*args, **kwargs)
+        finally:
+            self.accelerated._is_overflow = was_skipped
 
 
 def guard(
@@ -143,15 +146,16 @@ def guard(
         max_consecutive: bad steps in a row that raise hs.TrainingStopped.
         also: modules or tensors that your loss writes into although the optimizer does not train them.
 
-    The result has `dropped` (was the newest step dropped? waits for the device), `attempted`, `committed`,
-    `follow(scheduler)` for a scheduler that was not prepared, `finish()` for the end, and `close()`.
+    The result has `dropped` (was the newest step dropped?), `num_dropped`, `committed` (these wait for the device),
+    `attempted`, `follow(scheduler)` for a scheduler that was not prepared, `finish()` for the end unless you call
+    accelerator.end_training(), and `close()`.
     """
     refuse_unfit_accelerator(accelerator)
-    models = [model] if isinstance(model, nn.Module) else list(model)
+    models = list_models("guard", model, optimizer, USE)
     _refuse_unprepared(accelerator, models, optimizer)
     made = AccelerateGuard(
-        accelerator, optimizer, models, host="Accelerate", schedule=schedule, capsules=capsules,
-        guard={"max_consecutive": max_consecutive}, also=also, limits=["counters and averages of your loop"],
+        accelerator, models, optimizer, schedule=schedule, capsules=capsules, max_consecutive=max_consecutive,
+        also=also, limits=["counters and averages of your loop"],
     )  # fmt: skip
     made.follow_prepared(accelerator._schedulers)
     if not accelerator._schedulers and hasattr(vars(optimizer.optimizer).get("step"), "_wrapped_by_lr_sched"):
@@ -165,16 +169,8 @@ def guard(
 def refuse_unfit_accelerator(accelerator: Any) -> None:
     """Refuse setups whose gradients or optimizer steps this process does not see as a whole."""
     if not isinstance(accelerator, Accelerator):
-        raise ConfigError(
-            f"guard takes an accelerate.Accelerator first, not {type(accelerator).__name__}",
-            fix="hs.integrations.accelerate.guard(accelerator, model, optimizer)",
-        )
-    if hasattr(accelerator, GUARDED):
-        raise ConfigError(
-            "this Accelerator is already guarded",
-            why="its backward does not tell for which of two optimizers a loss is",
-            fix="call guard once, after prepare; to guard anew, call .close() of the first one",
-        )
+        raise ConfigError(f"guard takes an accelerate.Accelerator first, not {type(accelerator).__name__}", fix=USE)
+    refuse_second_guard(accelerator, ONE_LOSS)
     kind = accelerator.distributed_type
     if kind not in GUARDABLE:
         raise ConfigError(
@@ -204,18 +200,11 @@ def _refuse_steps_in_backward(accelerator: Accelerator, optimizer: Any) -> None:
 
 
 def _refuse_unprepared(accelerator: Accelerator, models: list[nn.Module], optimizer: Any) -> None:
-    fix = "model, optimizer = accelerator.prepare(model, optimizer), then guard(accelerator, model, optimizer)"
-    if not isinstance(optimizer, AcceleratedOptimizer) or not any(optimizer is one for one in accelerator._optimizers):
-        raise ConfigError(
-            f"this {type(optimizer).__name__} was not prepared by this Accelerator",
-            why="the guard replaces the step() of the prepared one, and your loop would call another",
-            fix=fix,
-        )
-    known = {id(unwrap_model(one)) for one in accelerator._models}
-    for one in models:
-        if not isinstance(one, nn.Module) or id(unwrap_model(one)) not in known:
+    prepared = [unwrap_model(one) for one in accelerator._models] + accelerator._optimizers
+    for one in (optimizer, *map(unwrap_model, models)):
+        if not any(one is own for own in prepared):
             raise ConfigError(
                 f"this {type(one).__name__} was not prepared by this Accelerator",
-                why="the guard watches the forward pass of the prepared one, which your loop calls",
-                fix=fix,
+                why="the guard replaces methods of what accelerator.prepare returned, and your loop would call others",
+                fix=USE,
             )

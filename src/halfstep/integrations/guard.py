@@ -1,6 +1,6 @@
 """The guard for a trainer's own loop: it judges and commits. Division, clipping and order stay the host's.
 
-    guard = HostGuard("Accelerate", model, optimizer)   after the host has wrapped both
+    guard = HostGuard("Accelerate", model, optimizer, advice)    after the host has wrapped both
     model(batch)                 a hook opens the window: what forward may write is saved
     guard.record(loss)           where the host calls backward, with the loss before scaling
     guard.note_norm(norm, parameters)       where the host clips by norm; or guard.look_at_gradients() before it clips
@@ -25,8 +25,9 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, Self
 
 import torch
@@ -41,14 +42,16 @@ from halfstep.hardware.probe import probe
 from halfstep.own_loop.arguments import check_choice, check_folder, make_guard_options
 from halfstep.own_loop.evidence import make_recorder
 from halfstep.own_loop.fast import say
+from halfstep.own_loop.loss import suggest_ways
 from halfstep.own_loop.user_warnings import DroppedSteps, warn_user
 from halfstep.precision.decide import decide
 from halfstep.step.batches import read_sample_ids
 from halfstep.step.clip import compute_total_norm
+from halfstep.step.commit import watch_for_second_step
 from halfstep.step.facts import Facts, Reading
 from halfstep.step.flat import Snapshot
 from halfstep.step.forward_writes import Also
-from halfstep.step.guard import ADVICE_FOR_LOOPS, Action, Guard, Verdict
+from halfstep.step.guard import Action, Advice, Guard, Verdict
 from halfstep.step.ranks import refuse_differing_rates, refuse_differing_steps
 from halfstep.step.scaler import FAR_BELOW, USUAL_FIRST, Scaler
 from halfstep.step.schedule import Curve
@@ -57,22 +60,159 @@ from halfstep.step.tables import Rates
 
 Way = Literal["exact", "read"]
 GUARDED = "_halfstep_guard"
-"""A mark on the optimizer: two guards of one optimizer would judge each step twice."""
+"""A mark on optimizers and hosts: two guards of one optimizer would judge each step twice."""
+ONE_LOSS = "its backward does not tell for which of two optimizers a loss is"
 AHEAD = 256  # steps that a schedule is asked for in advance
 
 
-class HostGuard:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostAdvice(Advice):
+    """What a user of a host can do against several bad steps in a row; `step` is what makes guarded steps."""
+
+    step: str
+
+
+class HostSteps:
+    """What a guard and a captured step have in common: schedulers, counts, lines on stderr, and the way back."""
+
+    _step: Step
+    _warnings: DroppedSteps
+    last_facts: Facts | None = None
+    """The facts of the newest step, on the device; None before the first."""
+
+    def __init__(self, host: str, optimizer: Optimizer, limits: Iterable[str]) -> None:
+        refuse_second_guard(optimizer, "two guards would judge each step twice, and the second what the first has made")
+        self.host, self.optimizer, self.limits = host, optimizer, list(limits)
+        self._schedulers: list[FollowedScheduler] = []
+        self._undo: list[Callable[[], object]] = []
+        self._num_told = 0  # steps when their total was printed
+
+    @property
+    def dropped(self) -> bool:
+        """True if the newest step was dropped; waits for the device. For what the host does not guard, such as an
+        average of the weights."""
+        return self.last_facts is not None and bool(self.last_facts.bad)
+
+    @property
+    def attempted(self) -> int:
+        """Return the number of steps so far, including dropped ones."""
+        return self._step.attempted
+
+    @property
+    def committed(self) -> int:
+        """Return the number of steps that moved the weights; waits for the device."""
+        return int(self._step.committed)
+
+    @property
+    def num_dropped(self) -> int:
+        """Return the number of steps that were dropped, overflows of fp16 included; waits for the device."""
+        return self.attempted - self.committed
+
+    @property
+    def is_first_rank(self) -> bool:
+        return self._step.ranks is None or self._step.ranks.world.rank == 0
+
+    def announce(self) -> None:
+        """Print one line: what is guarded, how, and what this host does not allow."""
+        if self.is_first_rank:
+            say(str(self))
+
+    def __str__(self) -> str:
+        return self._describe() + (f"; not guarded: {'; '.join(self.limits)}" if self.limits else "")
+
+    def _describe(self) -> str:
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Bring the host's schedulers up to date; waits for the device. Call it before a log, save or evaluation."""
+        for scheduler in self._schedulers:
+            scheduler.settle()
+
+    def finish(self) -> None:
+        """Judge the last steps, which were not read yet, settle the schedulers, and print how many steps were dropped.
+        Call it when training ends."""
+        self.settle()
+        try:
+            self._judge_rest()
+        finally:
+            if self.is_first_rank and self.attempted != self._num_told:
+                self._num_told, num = self.attempted, self.num_dropped
+                num_overflows = num - self._warnings.num_dropped
+                which = f", {num_overflows} of them overflows of fp16's gradients" if num_overflows else ""
+                say(f"{num or 'none'} of {format_count(self.attempted, 'step')} of {self.host} dropped{which}")
+
+    def _judge_rest(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Give the loop back to the host: let optimizer, schedulers and methods be as if never guarded."""
+        self.settle()
+        while self._undo:
+            self._undo.pop()()
+        for scheduler in self._schedulers:
+            scheduler.let_go()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
+        if kind is None:
+            self.finish()
+        self.close()
+
+    def _mark(self, *owners: object) -> None:
+        for owner in owners:
+            setattr(owner, GUARDED, self)
+            self._undo.append(partial(delattr, owner, GUARDED))
+
+    def _replace(self, owner: Any, name: str, make: Callable[..., Any]) -> None:
+        """Put a method on the object in place of its class's, until `close`. `make` gets the one before it first."""
+        before, held = getattr(owner, name), vars(owner).get(name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return make(before, *args, **kwargs)
+
+        # torch's schedulers warn of an optimizer whose step() was replaced after they were made.
+        run._wrapped_by_lr_sched = name == "step"  # type: ignore[attr-defined]
+        vars(owner)[name] = run
+        undo = partial(vars(owner).pop, name, None) if held is None else partial(setattr, owner, name, held)
+        self._undo.append(undo)
+
+    def guard_average(self, owner: Any, name: str, average: nn.Module) -> None:
+        """Let a host's method that averages weights after every step leave the average alone after a dropped one, until
+        `close`. Copies the average at every step."""
+
+        def update(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            snapshot = Snapshot([*average.parameters(), *average.buffers()])
+            snapshot.save()
+            result = before(*args, **kwargs)
+            if self.last_facts is not None:
+                with torch.no_grad():
+                    snapshot.restore_where(self.last_facts.bad)
+            return result
+
+        self._replace(owner, name, update)
+
+    def _store_plain_rates(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Store learning rates as numbers, so that a checkpoint loads without this guard."""
+        self.settle()
+        for scheduler in self._schedulers:
+            scheduler.write_plain_rates(state["param_groups"])
+
+
+class HostGuard(HostSteps):
     """Judge and commit the steps of one optimizer in a host's loop.
 
     Arguments:
         host: the name of the trainer, for messages.
         model: the module that the host calls, wrapped as it is called; or several of them.
         optimizer: a torch optimizer, not the host's wrapper around it.
+        advice: what a user of this host can do, for errors and warnings.
         precision: what the host computes in: "fp32", "bf16", "fp16"; used by capsules and their replay.
         schedule: "exact", "read", or "auto": exact on a GPU if the optimizer reads its rate there, else read.
         scaler: the host's GradScaler, if it has one.
         capsules: a folder for the batches and weights of a bad step; the host's adapter calls `keep(batch)`.
-        guard: {"max_consecutive": 5}: so many bad steps in a row raise hs.TrainingStopped.
+        max_consecutive: so many bad steps in a row raise hs.TrainingStopped.
         also: modules or tensors outside of the model that forward writes into.
         limits: what this host does not allow to guard, for the line that `announce` prints.
     """
@@ -82,52 +222,58 @@ class HostGuard:
         host: str,
         model: nn.Module | Iterable[nn.Module],
         optimizer: Optimizer,
+        advice: HostAdvice,
         *,
         precision: str = "fp32",
         schedule: Literal["auto", "exact", "read"] = "auto",
         scaler: torch.amp.GradScaler | None = None,
         capsules: str | os.PathLike[str] | None = None,
-        guard: Mapping[str, Any] | None = None,
+        max_consecutive: int = 5,
         also: Also = (),
         limits: Iterable[str] = (),
     ) -> None:
         check_choice("schedule", schedule, ("auto", "exact", "read"))
-        options, folder = make_guard_options(guard), check_folder(capsules)
-        if options.on_fault != "stop":
-            raise ConfigError(
-                f"guard={{'on_fault': {options.on_fault!r}}} is not supported inside {host}",
-                why=f"the steps that {host} counts cannot be taken back",
-                fix="leave on_fault out: training stops after several bad steps in a row, at the last good weights",
-            )
-        refuse_second_guard(optimizer)
-        models = [model] if isinstance(model, nn.Module) else list(model)
-        whole = join_models(models)
+        options, folder = make_guard_options({"max_consecutive": max_consecutive}), check_folder(capsules)
+        super().__init__(host, optimizer, limits)
+        self.models = [model] if isinstance(model, nn.Module) else list(model)
         device = next(p.device for group in optimizer.param_groups for p in group["params"])
-        self.host, self.models, self.optimizer, self.limits = host, models, optimizer, list(limits)
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        plain = join_models(list(map(unwrap_model, models)))
+        plain = join_models([unwrap_model(one) for one in self.models])
         plan = decide(precision, probe(str(device)), plain, simulate=device.type == "cpu")
         # The host has scaled and clipped: this step's own scaler is off, and it has no clipping.
-        self._step = Step(whole, optimizer, plan, scaler=Scaler(device, enabled=False), also=also)
+        self._step = Step(
+            join_models(self.models), optimizer, plan, scaler=Scaler(device, enabled=False), also=also
+        )  # fmt: skip
         self.schedule: Way = self._choose_way(schedule)
-        self._schedulers: list[GuardedScheduler] = []
         self._loss: Tensor | None = None
         self._overflow: Tensor | None = None
         self._norm: tuple[Tensor, JudgedGradients] | None = None
         self._has_warned = False
-        self._last: Facts | None = None
         self._batches: list[Any] = []
-        self._low_scale = USUAL_FIRST / FAR_BELOW if self.scaler is not None else None
-        self._guard = Guard(options, scaling=self.scaler is not None, advice=ADVICE_FOR_LOOPS)
+        self._guard = Guard(options, scaling=self.scaler is not None, advice=advice)
         self._recorder = make_recorder(folder, self._step, spikes=False, model=plain) if folder else None
-        self._observe(options)
-        self._hooks: list[Any] = [
-            *(one.register_forward_pre_hook(_OpenWindow(self)) for one in models),
+        self._warnings = DroppedSteps(low_scale=USUAL_FIRST / FAR_BELOW if self.scaler is not None else None)
+        if self._step.ranks is not None:
+            settings = {"guard": options, "schedule": self.schedule, "host": host}
+            refuse_differing_steps(self._step.ranks.world, self._step.optimizers, settings)
+            self._guard.observers.append(refuse_differing_rates)
+        if self.is_first_rank:
+            self._guard.observers.append(self._warnings.observe)
+        if self._recorder is not None:
+            self._guard.observers.append(self._record_fault)
+        hooks = [
+            *(one.register_forward_pre_hook(_OpenWindow(self)) for one in self.models),
             optimizer.register_state_dict_post_hook(self._store_plain_rates),
             optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: self.settle()),
             optimizer.register_load_state_dict_post_hook(self._forget),
         ]
-        setattr(optimizer, GUARDED, self)
+        self._undo += [hook.remove for hook in hooks]
+        warning = (
+            f"{type(optimizer).__name__}.step() was called past the guard inside {host}: such steps are neither judged "
+            f"nor dropped. Call {advice.step} instead"
+        )
+        self._undo.append(watch_for_second_step(optimizer, warning))
+        self._mark(optimizer)
 
     def _choose_way(self, asked: str) -> Way:
         takes_tensors = all(committer.takes_tensor_lr for committer in self._step.committers)
@@ -143,22 +289,10 @@ class HostGuard:
             return "exact" if asked == "exact" else "read"
         return "exact" if takes_tensors and not waits and self._step.device.type != "cpu" else "read"
 
-    def _observe(self, options: Any) -> None:
-        ranks = self._step.ranks
-        if ranks is not None:
-            settings = {"guard": options, "schedule": self.schedule, "host": self.host}
-            refuse_differing_steps(ranks.world, self._step.optimizers, settings)
-            self._guard.observers.append(refuse_differing_rates)
-        self._dropped = DroppedSteps(low_scale=self._low_scale)
-        if self.is_first_rank:
-            self._guard.observers.append(self._dropped.observe)
-        if self._recorder is not None:
-            self._guard.observers.append(self._record_fault)
-
     def _record_fault(self, facts: Any, reading: Reading) -> None:
         assert self._recorder is not None
-        is_search = self._low_scale is not None and reading.scale > self._low_scale and math.isfinite(reading.loss)
         # Searching for fp16's scale overflows: routine, and no fault to keep.
+        is_search = self._warnings.is_overflow(reading)
         self._recorder.observe(facts, replace(reading, is_bad=False) if is_search else reading)
 
     # --- what the host's loop calls ---
@@ -217,7 +351,7 @@ class HostGuard:
                       "loss is not")  # fmt: skip
         with torch.no_grad():
             facts = self._judge_and_commit()
-        self._last = facts
+        self.last_facts = facts
         if self._recorder is not None:
             self._recorder.keep(facts.attempted, self._batches)
         self._act_on(self._guard.watch(facts))
@@ -244,72 +378,23 @@ class HostGuard:
         if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
             self.limits.append(f"{type(scheduler).__name__} is the host's")
             return scheduler
+        if self._schedulers and self.schedule == "exact":
+            raise ConfigError(
+                f"the optimizer has a second scheduler, {type(scheduler).__name__}",
+                why="with schedule='exact' its learning rate is one table on the device, which two cannot write",
+                fix="schedule='read', or one scheduler: torch's ChainedScheduler or SequentialLR",
+            )
         guarded = GuardedScheduler(scheduler, self)
         self._schedulers.append(guarded)
         return guarded
 
-    def settle(self) -> None:
-        """Bring the host's schedulers up to date; waits for the device. Call it before a log, save or evaluation."""
-        for scheduler in self._schedulers:
-            scheduler.settle()
-
-    def finish(self) -> None:
-        """Judge the last steps, which were not read yet, and settle the schedulers. Call it when training ends."""
-        self.settle()
+    def _judge_rest(self) -> None:
+        if self._loss is not None and self.attempted == 0:
+            step = self._guard.advice.step  # type: ignore[attr-defined]
+            warn_user(f"backward was called inside {self.host}, but no guarded step was made: call {step}")
         self._act_on(self._guard.drain())
 
-    def close(self) -> None:
-        """Give the loop back to the host: remove hooks, and let optimizer and schedulers be as if never guarded."""
-        self.settle()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        for scheduler in self._schedulers:
-            scheduler.let_go()
-        if hasattr(self.optimizer, GUARDED):
-            delattr(self.optimizer, GUARDED)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
-        if kind is None:
-            self.finish()
-        self.close()
-
-    # --- what became of it ---
-
-    @property
-    def last_facts(self) -> Facts | None:
-        """Return the facts of the newest step, on the device; None before the first."""
-        return self._last
-
-    @property
-    def dropped(self) -> bool:
-        """True if the newest step was dropped; waits for the device. For what the host does not guard, such as an
-        average of the weights."""
-        return self._last is not None and bool(self._last.bad)
-
-    @property
-    def attempted(self) -> int:
-        """Return the number of steps so far, including dropped ones."""
-        return self._step.attempted
-
-    @property
-    def committed(self) -> int:
-        """Return the number of steps that moved the weights; waits for the device."""
-        return int(self._step.committed)
-
-    @property
-    def is_first_rank(self) -> bool:
-        return self._step.ranks is None or self._step.ranks.world.rank == 0
-
-    def announce(self) -> None:
-        """Print one line: what is guarded, how, and what this host does not allow."""
-        if self.is_first_rank:
-            say(str(self))
-
-    def __str__(self) -> str:
+    def _describe(self) -> str:
         num_buffers = sum(1 for one in self.models for _ in one.buffers())
         buffers = f" and {format_count(num_buffers, 'buffer')}" if num_buffers else ""
         ways = {
@@ -325,8 +410,6 @@ class HostGuard:
             parts.append(f"schedule {names}: {how}")
         if self.scaler is not None:
             parts.append("the loss scale moves for overflows only")
-        if self.limits:
-            parts.append(f"not guarded: {'; '.join(self.limits)}")
         return "; ".join(parts)
 
     # --- inside ---
@@ -358,14 +441,18 @@ class HostGuard:
         raise TrainingStopped(
             f"training stopped: {verdict.reason}",
             why="the weights are as they were before those steps",
-            fix=verdict.fix,
+            fix="; ".join([verdict.fix, *suggest_ways(None, has_capsules=self._recorder is not None)]),
         )
 
-    def _store_plain_rates(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Store learning rates as numbers, so that a checkpoint loads without this guard."""
-        self.settle()
-        for scheduler in self._schedulers:
-            scheduler.write_plain_rates(state["param_groups"])
+    def _step_optimizer(self, before: Callable[..., Any], closure: Any = None) -> None:
+        """Take the place of the step() of a host's optimizer."""
+        if closure is not None:
+            raise ConfigError(
+                "optimizer.step(closure) cannot be guarded",
+                why="the closure evaluates the model inside the step, which cannot be judged before it is made",
+                fix="use an optimizer that steps without a closure",
+            )
+        self.step()
 
     def _forget(self, optimizer: Optimizer) -> None:
         """Start over from the state that was loaded into the optimizer."""
@@ -401,40 +488,122 @@ class _OpenWindow:
         return _OpenWindow(None)
 
 
-def refuse_second_guard(optimizer: Optimizer) -> None:
-    if hasattr(optimizer, GUARDED):
-        host = getattr(optimizer, GUARDED).host
+def refuse_second_guard(owner: object, why: str) -> None:
+    if hasattr(owner, GUARDED):
         raise ConfigError(
-            f"this {type(optimizer).__name__} is already guarded, inside {host}",
-            why="two guards would judge each step twice, and the second would see gradients the first has committed",
+            f"this {type(owner).__name__} is already guarded, inside {getattr(owner, GUARDED).host}",
+            why=why,
             fix="call guard once; to guard anew, call .close() of the first one",
         )
 
 
-class GuardedScheduler:
-    """Take the place of a host's per-step scheduler, whose `step()` a dropped step must not move.
+def list_models(taker: str, model: Any, optimizer: Any, fix: str) -> list[nn.Module]:
+    """Return the models of a loop as a list; refuse something else, and models that are not all that are trained."""
+    models = list(model) if isinstance(model, (list, tuple)) else [model]
+    for one in models or [None]:
+        if not isinstance(one, nn.Module):
+            raise ConfigError(f"{taker} takes a model, or a list of models, not {type(one).__name__}", fix=fix)
+    if not hasattr(optimizer, "param_groups"):
+        raise ConfigError(f"{taker} takes an optimizer after the model, not {type(optimizer).__name__}", fix=fix)
+    known = {id(parameter) for one in models for parameter in one.parameters()}
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    num_others = sum(id(parameter) not in known for parameter in trained)
+    if num_others:
+        raise ConfigError(
+            f"{num_others} of the {len(trained)} parameters of the optimizer belong to none of the models given "
+            f"({', '.join(type(unwrap_model(one)).__name__ for one in models)})",
+            why="what the forward pass of each trained model writes is saved, so that a bad step can be undone",
+            fix="give every model that the optimizer trains, in a list if there are several",
+        )
+    return models
+
+
+# --- schedules ---
+
+
+class FollowedScheduler:
+    """Take the place of a host's scheduler, which catches up with the device where it is read or saved.
+
+    `count_good` returns how often it has to be stepped in all, and waits for the device."""
+
+    def __init__(self, inner: LRScheduler, optimizer: Optimizer, count_good: Callable[[], int]) -> None:
+        self.inner, self._optimizer, self._count_good = inner, optimizer, count_good
+        self._plain = self._read_rates()  # the rates that the inner scheduler has set, as numbers
+        self._num_settled = 0
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the device has moved on, if the step was good."""
+
+    def _read_rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    def settle(self) -> None:
+        num_due = self._count_good() - self._num_settled
+        if not num_due:
+            return
+        groups = self._optimizer.param_groups
+        held = [group["lr"] for group in groups]  # tensors that the optimizer reads on the device
+        self.write_plain_rates(groups)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch asks for optimizer.step() first, which was replaced
+            for _ in range(num_due):
+                self.inner.step()
+        self._num_settled += num_due
+        self._plain = self._read_rates()
+        for group, rate in zip(groups, held, strict=True):
+            group["lr"] = rate
+
+    def write_plain_rates(self, groups: list[dict[str, Any]]) -> None:
+        for group, rate in zip(groups, self._plain, strict=False):
+            group["lr"] = rate
+
+    def let_go(self) -> None:
+        self.write_plain_rates(self._optimizer.param_groups)
+
+    def get_last_lr(self) -> list[Any]:
+        self.settle()
+        return self.inner.get_last_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        self.settle()
+        return self.inner.state_dict()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("inner", "_optimizer"):  # while it is copied, before it has attributes
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+class GuardedScheduler(FollowedScheduler):
+    """Follow the steps of a HostGuard: `step()` after a dropped step moves nothing.
 
     "exact": the rates are a table on the device (step/tables.py). `step()` adds one to a device counter if the newest
     step was good; the scheduler itself is stepped later, in `settle`, as often as the counter says.
     "read": `step()` reads the verdict of the newest step.
+
+    A scheduler that follows epochs is stepped after several steps, whatever became of the last one.
     """
 
     def __init__(self, inner: LRScheduler, guard: HostGuard) -> None:
-        self.inner, self._guard = inner, guard
-        self._optimizer = guard.optimizer
+        super().__init__(inner, guard.optimizer, self._count_called)
+        self._guard, self._plain = guard, []  # with "read" the inner scheduler writes its rates itself
         self._rates: Rates | None = None
-        self._plain: list[float] = []  # the rates that the inner scheduler has set, as numbers
         self._count = torch.zeros((), dtype=torch.int64, device=guard._step.device)
-        self._num_called = self._num_settled = 0
+        self._num_called = 0
+        self._num_seen = guard.attempted  # steps of the guard at the last call
+        self._follows_one = False  # whether the last call came after exactly one
         self._is_stale = guard.schedule == "exact"
         self.follow_again()
 
     # --- the host's calls ---
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        last = self._guard.last_facts
+        last, num_new = self._guard.last_facts, self._guard.attempted - self._num_seen
+        if num_new:  # none: Accelerate steps a scheduler once for each rank
+            self._num_seen, self._follows_one = self._guard.attempted, num_new == 1
+        bad = last.bad if last is not None and self._follows_one else None
         if self._rates is None:
-            if last is None or not bool(last.bad):
+            if bad is None or not bool(bad):
                 # torch's schedulers ask for optimizer.step() first, which a kernel may have replaced.
                 self.inner.optimizer._opt_called = last is not None  # type: ignore[attr-defined]
                 self.inner.step(*args, **kwargs)
@@ -446,25 +615,12 @@ class GuardedScheduler:
                 fix="schedule='read': one wait per step",
             )
         self._num_called += 1
-        self._count.add_(1 if last is None else ~last.bad)
-
-    def get_last_lr(self) -> list[Any]:
-        self.settle()
-        return self.inner.get_last_lr()
-
-    def state_dict(self) -> dict[str, Any]:
-        self.settle()
-        return self.inner.state_dict()
+        self._count.add_(1 if bad is None else ~bad)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.settle()
         self.inner.load_state_dict(state)
         self.forget()
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("inner", "_guard"):  # while it is copied, before it has attributes
-            raise AttributeError(name)
-        return getattr(self.inner, name)
 
     # --- the guard's calls ---
 
@@ -474,23 +630,9 @@ class GuardedScheduler:
             self._rates.cover(self._num_called, self._count)
             self._rates.refresh(self._count)
 
-    def settle(self) -> None:
-        """Step the host's scheduler as often as good steps were followed by its step(). Waits for the device."""
-        if self._rates is None or self._is_stale or self._num_called == 0:
-            return
-        num_due = int(self._count) - self._num_settled
-        self._show_plain_rates()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch asks for optimizer.step() first, which a kernel may have replaced
-            for _ in range(num_due):
-                self.inner.step()
-        self._num_settled += num_due
-        self._plain = [float(group["lr"]) for group in self._optimizer.param_groups]
-        self._rates.bind(self._optimizer)
-
-    def write_plain_rates(self, groups: list[dict[str, Any]]) -> None:
-        for group, rate in zip(groups, self._plain, strict=False):
-            group["lr"] = rate
+    def _count_called(self) -> int:
+        is_behind = self._rates is not None and not self._is_stale and self._num_called > 0
+        return int(self._count) if is_behind else self._num_settled
 
     def forget(self) -> None:
         """Make the table anew before the next step: a state was loaded."""
@@ -499,8 +641,8 @@ class GuardedScheduler:
     def follow_again(self) -> None:
         if not self._is_stale:
             return
-        self._plain = [float(group["lr"]) for group in self._optimizer.param_groups]
-        self._show_plain_rates()
+        self._plain = self._read_rates()
+        self.write_plain_rates(self._optimizer.param_groups)
         self._count.zero_()
         self._num_called = self._num_settled = 0
         curve, device = Curve(self.inner), self._count.device
@@ -517,35 +659,9 @@ class GuardedScheduler:
 
     def let_go(self) -> None:
         if self._rates is not None and not self._is_stale:
-            self._show_plain_rates()
+            super().let_go()
         self._rates, self._is_stale = None, False
-
-    def _show_plain_rates(self) -> None:
-        self.write_plain_rates(self._optimizer.param_groups)
 
 
 def _pick_group(curve: Curve, position: int) -> Callable[[int], float]:
     return lambda count: curve(count)[position]
-
-
-def keep_average_of_good_steps(
-    owner: Any, name: str, average: nn.Module, read_verdict: Callable[[], Any]
-) -> Callable[[], None]:
-    """Let a host's method that averages weights after every step leave the average alone after a dropped one.
-
-    `read_verdict` returns the flag of the newest step on the device, or None. Copies the average at every step. Return
-    a function that gives the method back."""
-    update = getattr(owner, name)
-
-    def update_after_good_steps(*args: Any, **kwargs: Any) -> Any:
-        snapshot = Snapshot([*average.parameters(), *average.buffers()])
-        snapshot.save()
-        result = update(*args, **kwargs)
-        bad = read_verdict()
-        if bad is not None:
-            with torch.no_grad():
-                snapshot.restore_where(bad)
-        return result
-
-    setattr(owner, name, update_after_good_steps)
-    return lambda: delattr(owner, name)

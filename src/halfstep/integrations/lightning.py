@@ -32,13 +32,12 @@ from torch.utils._pytree import tree_map
 from halfstep.errors import ConfigError
 from halfstep.hardware.probe import probe
 from halfstep.integrations.captured import CapturedLoop
-from halfstep.integrations.guard import GUARDED, HostGuard, keep_average_of_good_steps
+from halfstep.integrations.guard import ONE_LOSS, HostAdvice, HostGuard, list_models, refuse_second_guard
 from halfstep.own_loop.arguments import check_choice, read_precision
 from halfstep.own_loop.fast import CAPTURES, Fast, say
 from halfstep.own_loop.step import Step
 from halfstep.precision.contexts import get_autocast_dtype
 from halfstep.precision.decide import decide
-from halfstep.step.facts import Facts
 from halfstep.step.forward_writes import Also
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -51,6 +50,10 @@ MODULE_HOOKS = (
 )  # fmt: skip
 CALLBACK_HOOKS = MODULE_HOOKS[:4]
 SCALER_KEY = "MixedPrecision"  # where Lightning stores its own GradScaler
+ADVICE = HostAdvice(
+    overflow='HalfstepPrecision("bf16")', clip="Trainer(gradient_clip_val=1.0)",
+    step="self.optimizers().step() in manual optimization",
+)  # fmt: skip
 
 
 class HalfstepPrecision:
@@ -106,14 +109,22 @@ class HalfstepPrecision:
         self._model: Any = None
         self._optimizer: Optimizer | None = None
         self._configs: list[Any] = []
-        self._guard: HostGuard | None = None
-        self._captured: CapturedSteps | None = None
-        self._undo: list[Callable[[], None]] = []
+        self._steps: HostGuard | CapturedSteps | None = None
+        self._num_dropped = 0
 
     @property
     def step(self) -> Step | None:
         """Return the hs.Step of captured steps: its `mode` and `certificate` say what runs. None at level "guard"."""
-        return None if self._captured is None else self._captured.loop.step
+        return self._steps.step if isinstance(self._steps, CapturedSteps) else None
+
+    @property
+    def num_dropped(self) -> int:
+        """Return the number of dropped steps of the training that runs, or of the last one; waits for the device."""
+        return self._num_dropped if self._steps is None else self._steps.num_dropped
+
+    @property
+    def _guard(self) -> HostGuard | None:
+        return self._steps if isinstance(self._steps, HostGuard) else None
 
     # --- set-up ---
 
@@ -165,7 +176,7 @@ class HalfstepPrecision:
 
     def _begin(self) -> None:
         """Make guard or step, once optimizer, schedulers and scaler hold what a checkpoint stored."""
-        if self._optimizer is None or self._guard is not None or self._captured is not None:
+        if self._optimizer is None or self._steps is not None:
             return
         if self.scaler is not None and self._stored_scale:
             self.scaler.load_state_dict(self._stored_scale)
@@ -181,50 +192,41 @@ class HalfstepPrecision:
             way = self._schedule_way
             if way == "auto" and any(_cycles_momentum(config.scheduler) for config in by_step):
                 way = "read"  # a table holds learning rates only
-            self._guard = HostGuard(
-                "Lightning", self._model, self._optimizer, precision=self._granted, scaler=self.scaler,
+            self._steps = guard = HostGuard(
+                "Lightning", self._model, self._optimizer, ADVICE, precision=self._granted, scaler=self.scaler,
                 schedule=way, limits=limits, capsules=self._capsules, also=self._also,
-                guard={"max_consecutive": self._max_consecutive},
+                max_consecutive=self._max_consecutive,
             )  # fmt: skip
             for config in by_step:
-                config.scheduler = self._guard.follow(config.scheduler)
-            self._guard.announce()
+                config.scheduler = guard.follow(config.scheduler)
         else:
-            loop = CapturedLoop(
-                "Lightning", self._model, self._optimizer, by_step[0].scheduler if by_step else None,
+            self._steps = captured = CapturedSteps(
+                "Lightning", self._model, self._optimizer, by_step[0].scheduler if by_step else None, ADVICE,
                 precision=self._asked, clip_norm=trainer.gradient_clip_val or 0.0, scaler=self.scaler,
                 clip_type="value" if trainer.gradient_clip_algorithm == "value" else "l2", limits=limits,
-                capsules=self._capsules, also=self._also, max_consecutive=self._max_consecutive, **self._step_options,
+                capsules=self._capsules, also=self._also, guard={"max_consecutive": self._max_consecutive},
+                **self._step_options,
             )  # fmt: skip
-            self._captured = CapturedSteps(loop, self._model)
             for config in by_step:
-                config.scheduler = loop.scheduler
-            loop.announce()
+                config.scheduler = captured.scheduler
+        self._steps.announce()
         for callback in trainer.callbacks:
             average = getattr(callback, "_average_model", None)  # of a WeightAveraging
             if isinstance(average, nn.Module):
-                undo = keep_average_of_good_steps(callback, "on_train_batch_end", average, self._read_verdict)
-                self._undo.append(undo)
-
-    def _read_verdict(self) -> Tensor | None:
-        """Return whether the newest step was bad, on the device."""
-        owner = self._guard or self._captured
-        return owner.last_facts.bad if owner is not None and owner.last_facts is not None else None
+                self._steps.guard_average(callback, "on_train_batch_end", average)
 
     def _end(self) -> None:
-        owner = self._guard or (self._captured.loop if self._captured is not None else None)
         try:
             # While another error is being handled, a second one would hide it.
-            if owner is not None and sys.exc_info()[0] is None:
-                owner.finish()
+            if self._steps is not None and sys.exc_info()[0] is None:
+                self._steps.finish()
         finally:
-            if owner is not None:
-                owner.close()
+            if self._steps is not None:
+                self._num_dropped = self._steps.num_dropped
+                self._steps.close()
             for config in self._configs:
                 config.scheduler = getattr(config.scheduler, "inner", config.scheduler)
-            while self._undo:
-                self._undo.pop()()
-            self._guard = self._captured = self._optimizer = self.scaler = None
+            self._steps = self._optimizer = self.scaler = None
             self._configs = []
 
     def teardown(self) -> None:
@@ -258,16 +260,16 @@ class HalfstepPrecision:
         if kwargs:
             raise ConfigError(f"optimizer.step() was given {', '.join(kwargs)}, which a guarded step does not take")
         self._begin()
-        if self._captured is not None:
-            return self._captured.run(closure)
-        assert self._guard is not None
+        if isinstance(self._steps, CapturedSteps):
+            return self._steps.run(closure)
+        assert self._steps is not None
         result = closure()
         if self.scaler is not None and any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
             self.scaler.unscale_(optimizer)
         cast(Any, self)._after_closure(model, optimizer)
         if result is None and model.automatic_optimization:
             return None  # training_step returned None: Lightning skips this step
-        self._guard.step()
+        self._steps.step()
         return result
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> Any:
@@ -278,8 +280,8 @@ class HalfstepPrecision:
     # --- checkpoints: the loss scale under Lightning's own key, so that either plugin can load it ---
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self.scaler is not None and self._captured is not None:
-            self.scaler.load_state_dict(self._captured.loop.step.scaler.state_dict())
+        if self.scaler is not None and self.step is not None:
+            self.scaler.load_state_dict(self.step.scaler.state_dict())
         if self.scaler is not None:
             checkpoint[SCALER_KEY] = self.scaler.state_dict()
 
@@ -390,13 +392,12 @@ def _import_host(pl_module: Any) -> ModuleType:
 # --- captured steps ---
 
 
-class CapturedSteps:
+class CapturedSteps(CapturedLoop):
     """Run a LightningModule's training_step in hs.Step."""
 
-    def __init__(self, loop: CapturedLoop, pl_module: Any) -> None:
-        self.loop, self.pl_module = loop, pl_module
-        self.last_facts: Facts | None = None
-        self.calls = LogCalls()
+    def __init__(self, host: str, pl_module: Any, *rest: Any, **more: Any) -> None:
+        super().__init__(host, pl_module, *rest, **more)
+        self.pl_module, self.calls = pl_module, LogCalls()
         self._loss_fn = _make_loss_fn(pl_module, self.calls)
         # The same objects in every step: a guard of the trace may compare identities.
         self._methods = {"log": self.calls.log, "log_dict": self.calls.log_dict}
@@ -408,7 +409,7 @@ class CapturedSteps:
         arguments = dict(closure._step_fn.args[0])
         vars(module).update(self._methods)
         try:
-            self.last_facts = self.loop(self._loss_fn, [arguments])
+            self(self._loss_fn, [arguments])
         finally:
             for name in self._methods:
                 del vars(module)[name]
@@ -468,53 +469,36 @@ def _make_loss_fn(pl_module: Any, calls: LogCalls) -> Callable[[Any], Tensor]:
 # --- Fabric ---
 
 
+FABRIC_ADVICE = HostAdvice(
+    overflow='Fabric(precision="bf16-mixed")', clip="fabric.clip_gradients(model, optimizer, max_norm=1.0)",
+    step="step() of the optimizer that fabric.setup returned",
+)  # fmt: skip
+
+
 class FabricGuard(HostGuard):
     """The guard of one optimizer that Fabric has set up; `guard` makes it."""
 
-    def __init__(self, fabric: Any, model: Any, optimizer: Any, **more: Any) -> None:
-        self.fabric, self.wrapped = fabric, optimizer
+    def __init__(self, fabric: Any, models: list[Any], optimizer: Any, **more: Any) -> None:
         plugin = fabric.strategy.precision
         names = {theirs: ours for ours, theirs in NAMES.items() if ours != "tf32"}
         super().__init__(
-            "Fabric", [one._forward_module for one in model], optimizer.optimizer,
+            "Fabric", [one._forward_module for one in models], optimizer.optimizer, FABRIC_ADVICE,
             precision=names.get(str(plugin.precision), "fp32"), scaler=getattr(plugin, "scaler", None), **more,
         )  # fmt: skip
-        self._undo: list[Callable[[], None]] = []
-        for owner, name in ((fabric, "backward"), (fabric, "clip_gradients"), (optimizer, "step")):
-            self._replace(owner, name, getattr(self, f"_{name}" if name != "step" else "_step_optimizer"))
-        setattr(fabric, GUARDED, self)
+        self._replace(fabric, "backward", self._backward)
+        self._replace(fabric, "clip_gradients", self._clip_gradients)
+        self._replace(optimizer, "step", self._step_optimizer)
+        self._mark(fabric)
 
-    def _replace(self, owner: Any, name: str, make: Callable[..., Any]) -> None:
-        """Put a method on the object in place of its class's; `close` removes it."""
-        then = getattr(owner, name)
-        vars(owner)[name] = lambda *args, **kwargs: make(then, *args, **kwargs)
-        self._undo.append(lambda: vars(owner).pop(name, None))
-
-    def _backward(self, then: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _backward(self, before: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         self.record(tensor)
-        return then(tensor, *args, **kwargs)
+        return before(tensor, *args, **kwargs)
 
-    def _clip_gradients(self, then: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _clip_gradients(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Fabric's default would raise, after a wait, for what the guard drops.
         if kwargs.get("clip_val") is not None and self.scaler is None:
             self.look_at_gradients()
-        return then(*args, **{"error_if_nonfinite": False, **kwargs})
-
-    def _step_optimizer(self, then: Callable[..., Any], closure: Any = None) -> None:
-        if closure is not None:
-            raise ConfigError(
-                "optimizer.step(closure) cannot be guarded",
-                why="the closure evaluates the model inside the step, which cannot be judged before it is made",
-                fix="use an optimizer that steps without a closure",
-            )
-        self.step()
-
-    def close(self) -> None:
-        super().close()
-        while self._undo:
-            self._undo.pop()()
-        if hasattr(self.fabric, GUARDED):
-            delattr(self.fabric, GUARDED)
+        return before(*args, **{"error_if_nonfinite": False, **kwargs})
 
 
 def guard(
@@ -535,17 +519,12 @@ def guard(
 
     The arguments and the result are those of hs.integrations.accelerate.guard.
     """
-    models = [model] if isinstance(model, nn.Module) else list(model)
     fix = "model, optimizer = fabric.setup(model, optimizer), then guard(fabric, model, optimizer)"
     if not hasattr(fabric, "strategy") or not hasattr(fabric, "backward"):
         raise ConfigError(f"guard takes a Fabric first, not {type(fabric).__name__}", fix=fix)
-    if hasattr(fabric, GUARDED):
-        raise ConfigError(
-            "this Fabric is already guarded",
-            why="its backward does not tell for which of two optimizers a loss is",
-            fix="call guard once, after setup; to guard anew, call .close() of the first one",
-        )
+    refuse_second_guard(fabric, ONE_LOSS)
     _refuse_strategy(fabric.strategy, GUARDABLE)
+    models = list_models("guard", model, optimizer, fix)
     for one, attribute in ((optimizer, "_strategy"), *((own, "_forward_module") for own in models)):
         if attribute not in vars(one) and attribute not in getattr(one, "_modules", {}):
             raise ConfigError(
@@ -554,8 +533,8 @@ def guard(
                 fix=fix,
             )
     made = FabricGuard(
-        fabric, models, optimizer, schedule=schedule, capsules=capsules, guard={"max_consecutive": max_consecutive},
-        also=also, limits=["counters and averages of your loop", "schedulers without guard.follow(scheduler)"],
+        fabric, models, optimizer, schedule=schedule, capsules=capsules, max_consecutive=max_consecutive, also=also,
+        limits=["counters and averages of your loop", "schedulers without guard.follow(scheduler)"],
     )  # fmt: skip
     made.announce()
     return made

@@ -8,7 +8,7 @@ function in hs.Step, and fills engine.state.output as MONAI does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,46 +16,72 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from halfstep.errors import ConfigError
-from halfstep.own_loop.fast import say
+from halfstep.hardware.probe import probe
+from halfstep.integrations.captured import CapturedLoop
+from halfstep.integrations.guard import HostAdvice, HostGuard
+from halfstep.own_loop.arguments import read_precision
 from halfstep.own_loop.step import Step
+from halfstep.precision.contexts import get_autocast_dtype
+from halfstep.precision.decide import decide
+from halfstep.step.forward_writes import Also
 
 # Events and keys are MONAI's enumerations of strings; these are their values.
 IMAGE, LABEL, PRED, LOSS = "image", "label", "pred", "loss"
 
 
+ADVICE = HostAdvice(
+    overflow='HalfstepUpdate("bf16")',
+    clip="HalfstepUpdate(clip_norm=1.0)",
+    rollback='HalfstepUpdate(guard={"on_fault": "rollback"})',
+    scale_floor='HalfstepUpdate(scaler={"min_scale": ...})',
+    step="HalfstepUpdate",
+)
+LIMITS = ("lr schedulers in handlers, which follow iterations or epochs", "averages in handlers")
+
+
 class HalfstepUpdate:
-    """One iteration of a SupervisedTrainer, as an hs.Step.
+    """One iteration of a SupervisedTrainer, as an hs.Step; with accumulation_steps, as MONAI's own, guarded.
 
     Arguments:
         precision: "auto", "bf16", "fp16", "tf32", "fp32", in place of the trainer's amp=True.
-        step_options: more arguments of hs.Step: clip_norm, schedule, ema_decay, capsules, guard, ...
+        step_options: more arguments of hs.Step: clip_norm, schedule, ema_decay, capsules, guard, ... With
+            accumulation_steps clip_norm, capsules, also and guard={"max_consecutive": 5}.
 
-    `step` is the hs.Step, once the first iteration has begun. Save it with the trainer's own objects:
+    `step` is the hs.Step, once the first iteration has begun. Save this object with the trainer's own:
     CheckpointSaver(save_dict={"network": network, "optimizer": optimizer, "halfstep": update}).
     """
 
     def __init__(self, precision: str | torch.dtype = "auto", **step_options: Any) -> None:
         self.precision, self.step_options = precision, step_options
-        self.step: Step | None = None
+        self._steps: CapturedLoop | AccumulatedSteps | None = None
         self._engine: Any = None
-        self._last_event: Any = None
+        self._events: list[Any] = []  # of MONAI, in the order of an iteration
         self._fires: list[Any] = []  # events inside forward that have handlers
         self._kept: dict[str, Any] = {}
         self._stored: Mapping[str, Any] | None = None
 
+    @property
+    def step(self) -> Step | None:
+        return self._steps.step if isinstance(self._steps, CapturedLoop) else None
+
+    @property
+    def num_dropped(self) -> int:
+        """Return the number of steps that were dropped; waits for the device."""
+        return 0 if self._steps is None else self._steps.num_dropped
+
     def __call__(self, engine: Any, batchdata: Any) -> dict[str, Any]:
         if batchdata is None:
             raise ValueError("Must provide batch data for current iteration.")
-        step = self._make_step(engine) if self.step is None else self.step
+        steps = self._steps or self._begin(engine)
         prepared = engine.prepare_batch(batchdata, engine.state.device, engine.non_blocking, **engine.to_kwargs)
         inputs, targets, args, kwargs = prepared if len(prepared) == 4 else (*prepared, (), {})
         engine.state.output = {IMAGE: inputs, LABEL: targets}
         engine.network.train()
         # Plain tensors: a MetaTensor runs Python code for every operation, which cannot be traced.
         batch = {"inputs": inputs, "targets": targets, "args": args, "kwargs": kwargs}
-        step(self._compute_loss, [tree_map(_make_plain, batch)])
+        steps(self._compute_loss, [tree_map(_make_plain, batch)])
         engine.state.output |= {PRED: _restore_meta(self._kept[PRED], inputs), LOSS: self._kept[LOSS]}
-        engine.fire_event(self._last_event)
+        engine.fire_event(self._events[3])
         return engine.state.output
 
     def _compute_loss(self, batch: dict[str, Any]) -> Tensor:
@@ -73,43 +99,42 @@ class HalfstepUpdate:
         self._kept = kept
         return loss
 
-    def _make_step(self, engine: Any) -> Step:
+    def _begin(self, engine: Any) -> CapturedLoop | AccumulatedSteps:
         if engine.amp:
             raise ConfigError(
                 "SupervisedTrainer(amp=True) has its own autocast and scaler",
                 why="the step chooses the precision, and scales the loss in fp16",
                 fix='leave amp=True out: HalfstepUpdate("bf16") or HalfstepUpdate("fp16")',
             )
-        if getattr(engine, "accumulation_steps", 1) != 1:
-            raise ConfigError(
-                f"SupervisedTrainer(accumulation_steps={engine.accumulation_steps}) cannot be guarded",
-                why="the trainer gives one batch at a time, and a step needs all batches of its window",
-                fix="accumulation_steps=1 with a larger batch, or hs.Step(accumulate=...) in your own loop",
-            )
-        self._engine = engine
+        from ignite.engine import Events
         from monai.engines.utils import IterationEvents as E
 
-        events = [E.FORWARD_COMPLETED, E.LOSS_COMPLETED, E.BACKWARD_COMPLETED]
-        self._last_event = E.MODEL_COMPLETED
-        heard = [event for event in events if engine._event_handlers[event]]
-        self._fires = events[:2] if set(heard) & set(events[:2]) else []
-        options = dict(self.step_options)
-        if events[2] in heard:
-            options.setdefault("on_gradients", lambda model: engine.fire_event(events[2]))
-        self.step = Step(engine.network, engine.optimizer, self.precision, **options)
+        self._engine = engine
+        self._events = [E.FORWARD_COMPLETED, E.LOSS_COMPLETED, E.BACKWARD_COMPLETED, E.MODEL_COMPLETED]
+        heard = [event for event in self._events[:3] if engine._event_handlers[event]]
+        self._fires = self._events[:2] if set(heard) & set(self._events[:2]) else []
+        options = {"precision": self.precision, **self.step_options}
+        if self._events[2] in heard:
+            options.setdefault("on_gradients", lambda model: engine.fire_event(self._events[2]))
+        if getattr(engine, "accumulation_steps", 1) > 1:
+            self._steps = AccumulatedSteps(engine, **options)
+        else:
+            limits = [*LIMITS, *[f"not captured: handlers of {', '.join(map(str, heard))}"] * bool(heard)]
+            self._steps = CapturedLoop(
+                "MONAI", engine.network, engine.optimizer, None, ADVICE, limits=limits, **options
+            )
         if self._stored is not None:
-            self.step.load_state_dict(self._stored)
-        limits = "; ".join(
-            ["lr schedulers in handlers, which follow iterations or epochs", "averages in handlers"]
-            + [f"not captured: handlers of {', '.join(str(event) for event in heard)}"] * bool(heard)
-        )
-        say(f"runs MONAI's iterations in {self.step.plan.granted} as hs.Step does: a bad one changes nothing; not "
-            f"guarded: {limits}")  # fmt: skip
-        return self.step
+            self.load_state_dict(self._stored)
+        steps = self._steps
+        engine.add_event_handler(Events.COMPLETED, lambda engine: steps.finish())
+        steps.announce()
+        return steps
 
     def state_dict(self) -> dict[str, Any]:
         # Without the position in the data and the generators: MONAI has its own loader, and a checkpoint that is
         # loaded with weights_only=True may not hold numpy's state.
+        if isinstance(self._steps, AccumulatedSteps):
+            return self._steps.loss_scaler.state_dict()
         state = {} if self.step is None else self.step.state_dict()
         state.pop("position", None)
         return state
@@ -117,8 +142,59 @@ class HalfstepUpdate:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.step is not None:
             self.step.load_state_dict(state)
+        elif isinstance(self._steps, AccumulatedSteps):
+            self._steps.loss_scaler.load_state_dict(dict(state))
         else:
             self._stored = state or None
+
+
+class AccumulatedSteps(HostGuard):
+    """Make MONAI's iterations with accumulation_steps as MONAI does, one micro-batch at a time, and guard the steps."""
+
+    def __init__(
+        self, engine: Any, *, precision: str | torch.dtype, clip_norm: float | None = 0.0, on_gradients: Any = None,
+        guard: Mapping[str, int] | None = None, capsules: Any = None, also: Also = (), **others: Any,
+    ) -> None:  # fmt: skip
+        if others:
+            raise ConfigError(
+                f"SupervisedTrainer(accumulation_steps={engine.accumulation_steps}) does not take "
+                f"{', '.join(others)} of hs.Step",
+                why="the trainer gives one batch at a time, and an hs.Step needs all batches of its window",
+                fix=f"leave {', '.join(others)} out, or accumulation_steps=1",
+            )
+        self.engine, self.clip_norm, self.on_gradients = engine, clip_norm, on_gradients
+        device = torch.device(engine.state.device)
+        asked = decide(read_precision(precision), probe(str(device)), engine.network, simulate=device.type == "cpu")
+        self.autocast_dtype = get_autocast_dtype(asked.granted)
+        self.loss_scaler = torch.amp.GradScaler(device.type, enabled=asked.granted == "fp16")
+        limits = [*LIMITS, "steps are not captured: MONAI accumulates gradients"]
+        super().__init__(
+            "MONAI", engine.network, engine.optimizer, ADVICE, precision=asked.granted, scaler=self.loss_scaler,
+            capsules=capsules, also=also, limits=limits, max_consecutive=(guard or {}).get("max_consecutive", 5),
+        )  # fmt: skip
+
+    def __call__(self, loss_fn: Callable[[Any], Tensor], window: list[Any]) -> None:
+        engine, num = self.engine, self.engine.accumulation_steps
+        length = engine.state.epoch_length
+        position = engine.state.iteration - 1
+        position = position % length if length else position  # of the micro-batch in its epoch, as MONAI counts
+        if position % num == 0:
+            engine.optimizer.zero_grad(set_to_none=engine.optim_set_to_none)
+        (batch,) = window
+        self.keep(batch)
+        device = torch.device(engine.state.device).type
+        with torch.autocast(device, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None):
+            loss = loss_fn(batch) / num
+        self.record(loss)
+        self.loss_scaler.scale(loss).backward()
+        if self.on_gradients is not None:
+            self.on_gradients(engine.network)
+        if (position + 1) % num and position + 1 != length:
+            return
+        if self.clip_norm:
+            self.loss_scaler.unscale_(engine.optimizer)
+            torch.nn.utils.clip_grad_norm_(engine.network.parameters(), self.clip_norm)
+        self.step()
 
 
 def _detach(value: Any) -> Any:

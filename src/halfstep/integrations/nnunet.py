@@ -116,6 +116,12 @@ class HalfstepSteps(Trainer):  # type: ignore[misc]
         losses = [outcome.loss for outcome in outcomes if outcome.committed] or [float("nan")]
         super().on_train_epoch_end([{"loss": np.float32(loss)} for loss in losses])
 
+    def on_train_end(self) -> None:
+        if self._step is not None:
+            num = self._step.attempted - self._step.committed
+            self.print_to_log_file(f"halfstep: {num} of {self._step.attempted} steps were dropped since the start")
+        super().on_train_end()
+
     def validation_step(self, batch: dict[str, Any]) -> dict[str, Any]:
         with self._choose_autocast():
             return super().validation_step(batch)

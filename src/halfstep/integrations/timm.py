@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.errors import ConfigError
-from halfstep.integrations.guard import HostGuard, keep_average_of_good_steps
+from halfstep.integrations.guard import HostAdvice, HostGuard, list_models
 from halfstep.own_loop.arguments import check_choice
 from halfstep.step.forward_writes import Also
+
+ADVICE = HostAdvice(overflow="--amp-dtype bfloat16", clip="--clip-grad 1.0", step="loss_scaler(loss, optimizer, ...)")
 
 
 class HalfstepScaler:
@@ -47,19 +49,15 @@ class HalfstepScaler:
         also: Also = (),
     ) -> None:
         check_choice("precision", precision, ("fp16", "bf16", "fp32"))
-        if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
-            raise ConfigError(
-                f"HalfstepScaler takes the model and its optimizer, not ({type(model).__name__}, "
-                f"{type(optimizer).__name__})",
-                why="a bad step restores what forward wrote, and leaves the optimizer alone",
-                fix="loss_scaler = HalfstepScaler(model, optimizer, 'bf16')",
-            )
+        models = list_models(
+            "HalfstepScaler", model, optimizer, "loss_scaler = HalfstepScaler(model, optimizer, 'bf16')"
+        )
         device = next(p.device for group in optimizer.param_groups for p in group["params"])
         self._scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
         limits = ["lr_scheduler.step_update and model_ema, unless you pass them to loss_scaler.follow(...)"]
         self.guard = HostGuard(
-            "timm", model, optimizer, precision=precision, scaler=self._scaler, capsules=capsules,
-            guard={"max_consecutive": max_consecutive}, also=also, limits=limits,
+            "timm", models, optimizer, ADVICE, precision=precision, scaler=self._scaler, capsules=capsules,
+            max_consecutive=max_consecutive, also=also, limits=limits,
         )  # fmt: skip
         self.guard.announce()
 
@@ -98,15 +96,12 @@ class HalfstepScaler:
         if hasattr(owner, "step_update"):
             return _FollowedSchedule(owner, self.guard)
         if isinstance(owner, nn.Module) and hasattr(owner, "update"):
-            keep_average_of_good_steps(owner, "update", owner, lambda: self._read_verdict())
+            self.guard.guard_average(owner, "update", owner)
             return owner
         raise ConfigError(
             f"follow takes a scheduler or a ModelEma of timm, not {type(owner).__name__}",
             fix="lr_scheduler = loss_scaler.follow(lr_scheduler)",
         )
-
-    def _read_verdict(self) -> Tensor | None:
-        return None if self.guard.last_facts is None else self.guard.last_facts.bad
 
     def state_dict(self) -> dict[str, Any]:
         return self._scaler.state_dict()

@@ -29,11 +29,17 @@ from halfstep.errors import ConfigError
 from halfstep.evidence.replay import Replayed
 from halfstep.integrations.accelerate import AccelerateGuard, refuse_unfit_accelerator
 from halfstep.integrations.captured import CapturedLoop
+from halfstep.integrations.guard import HostAdvice
 from halfstep.own_loop.evidence import replay as replay_capsule
 from halfstep.own_loop.fast import CAPTURES, Fast, say
 
 HOST = "the transformers Trainer"
 LIMITS = ("state.global_step and callbacks, which count dropped steps",)
+ADVICE = HostAdvice(
+    overflow="TrainingArguments(bf16=True)",
+    clip="TrainingArguments(max_grad_norm=1.0)",
+    step="trainer.optimizer.step()",
+)
 ITEMS, INDEX = "num_items_in_batch", "index"
 
 if TYPE_CHECKING:
@@ -78,12 +84,13 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
             raise ConfigError(f"unknown halfstep={halfstep!r}", fix='halfstep="guard" or halfstep="captured"')
         self._hs_level, self._hs_schedule, self._hs_fast = halfstep, schedule, fast
         self._hs_capsules, self._hs_max_consecutive = capsules, max_consecutive
-        self._hs_guard: AccelerateGuard | None = None
-        self._hs_captured: CapturedLoop | None = None
+        self._hs_steps: AccelerateGuard | CapturedLoop | None = None
         self._hs_window: list[Any] = []
         self._hs_num_batches = 1
         self._hs_norm: Tensor | None = None
+        self._hs_last_loss: Tensor | None = None
         self._hs_filters_logs = False
+        self._hs_num_dropped = 0
         super().__init__(*args, **kwargs)
         refuse_unfit_accelerator(self.accelerator)
         self.add_callback(_Ends(self))
@@ -91,7 +98,12 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
     @property
     def halfstep(self) -> AccelerateGuard | CapturedLoop | None:
         """Return the guard or the captured step of the training that runs; None outside of train()."""
-        return self._hs_guard or self._hs_captured
+        return self._hs_steps
+
+    @property
+    def num_dropped(self) -> int:
+        """Return the number of dropped steps of the training that runs, or of the last one; waits for the device."""
+        return self._hs_num_dropped if self._hs_steps is None else self._hs_steps.num_dropped
 
     train_dataset: Any
     data_collator: Any
@@ -103,61 +115,54 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         why_not = self._find_why_not_captured() if self._hs_level == "captured" else ""
         if why_not:
             say(f"does not capture the steps of {HOST}, and guards them: {why_not}")
-        if self._hs_level == "captured" and not why_not:
-            self._begin_captured()
-        else:
-            self._begin_guard()
+        is_captured = self._hs_level == "captured" and not why_not
+        self._hs_steps = self._begin_captured() if is_captured else self._begin_guard()
+        self._hs_steps.announce()
         # The Trainer looks at each loss on the host to repair its log, which waits. The same is done on the device.
         self._hs_filters_logs = self.args.logging_nan_inf_filter and hasattr(self, "_tr_loss")
         if self._hs_filters_logs:
             self.args.logging_nan_inf_filter = False
 
-    def _begin_guard(self) -> None:
+    def _begin_guard(self) -> AccelerateGuard:
         guard = AccelerateGuard(
-            self.accelerator, self.optimizer, self.model_wrapped, host=HOST, schedule=self._hs_schedule,
-            capsules=self._hs_capsules, guard={"max_consecutive": self._hs_max_consecutive}, limits=LIMITS,
+            self.accelerator, self.model_wrapped, self.optimizer, host=HOST, advice=ADVICE, schedule=self._hs_schedule,
+            capsules=self._hs_capsules, max_consecutive=self._hs_max_consecutive, limits=LIMITS,
         )  # fmt: skip
-        self._hs_guard = guard
         self._put_scheduler(guard.follow(self.lr_scheduler))
-        guard.announce()
+        return guard
 
-    def _begin_captured(self) -> None:
+    def _begin_captured(self) -> CapturedLoop:
         args = self.args
         captured = CapturedLoop(
-            HOST, self.model, self.optimizer.optimizer, self.lr_scheduler, precision=self._choose_precision(),
+            HOST, self.model, self.optimizer.optimizer, self.lr_scheduler, ADVICE, precision=self._choose_precision(),
             fast=self._hs_fast, clip_norm=max(args.max_grad_norm or 0.0, 0.0),
             accumulate=args.gradient_accumulation_steps, num_steps=max(self.state.max_steps, 1),
-            capsules=self._hs_capsules, max_consecutive=self._hs_max_consecutive,
+            capsules=self._hs_capsules, guard={"max_consecutive": self._hs_max_consecutive},
             limits=[*LIMITS, "on_pre_optimizer_step comes after the step"],
         )  # fmt: skip
-        self._hs_captured, self._hs_window = captured, []
+        self._hs_window = []
         self._put_scheduler(captured.scheduler)
-        step: Callable[..., None] = lambda closure=None: None  # noqa: E731
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        self.optimizer.step = step
-        self.accelerator.clip_grad_norm_ = lambda *args, **kwargs: self._hs_norm
-        captured.announce()
+        captured._replace(self.optimizer, "step", lambda *args: None)
+        captured._replace(self.accelerator, "clip_grad_norm_", lambda *args, **kwargs: self._hs_norm)
+        return captured
 
     def _put_scheduler(self, scheduler: Any) -> None:
         self.lr_scheduler = self.callback_handler.lr_scheduler = scheduler
 
     def _end(self) -> None:
         """Give everything back to the Trainer; harmless if nothing has begun."""
-        guard, self._hs_guard = self._hs_guard, None
-        captured, self._hs_captured = self._hs_captured, None
-        if captured is not None:
-            del self.optimizer.step, self.accelerator.clip_grad_norm_
-        if (held := guard or captured) is not None:
-            held.close()
+        steps, self._hs_steps = self._hs_steps, None
+        if steps is not None:
+            self._hs_num_dropped = steps.num_dropped
+            steps.close()
             self._put_scheduler(getattr(self.lr_scheduler, "inner", self.lr_scheduler))
         if self._hs_filters_logs:
             self.args.logging_nan_inf_filter, self._hs_filters_logs = True, False
 
     def _finish(self) -> None:
-        held = self.halfstep
-        if held is not None:
+        if self._hs_steps is not None:
             try:
-                held.finish()
+                self._hs_steps.finish()
             finally:
                 self._end()
 
@@ -193,28 +198,28 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         index = inputs.pop(INDEX, None) if self._hs_capsules is not None else None
-        if self._hs_captured is None and self._hs_guard is None:
+        steps = self._hs_steps
+        if steps is None:
             return super().training_step(model, inputs, num_items_in_batch)
         batch = {**inputs}
         batch |= {} if num_items_in_batch is None else {ITEMS: num_items_in_batch}
         batch |= {} if index is None else {INDEX: index}
-        if self._hs_captured is not None:
-            loss = self._step_captured(self._hs_captured, model, batch)
+        if isinstance(steps, CapturedLoop):
+            self._hs_window.append(self._prepare_inputs(batch))
+            if len(self._hs_window) < self._hs_num_batches:
+                return torch.zeros((), device=self.args.device)  # the last micro-batch brings the loss of the window
+            loss = self._step_captured(steps, model)
         else:
-            assert self._hs_guard is not None
-            self._hs_guard.open_window()
-            self._hs_guard.keep(batch)
+            steps.open_window()
+            steps.keep(batch)
             loss = super().training_step(model, inputs, num_items_in_batch)
-        if not self._hs_filters_logs:
-            return loss
-        # The Trainer's own repair of its log: in place of a bad loss, the mean of those since the last log.
-        usual = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
-        return torch.where(loss.isfinite(), loss, usual.to(loss.dtype))
+        if self._hs_filters_logs:
+            # The log adds up losses, also those of dropped steps: in place of a bad one, the last good one.
+            last = torch.zeros_like(loss) if self._hs_last_loss is None else self._hs_last_loss
+            loss = self._hs_last_loss = torch.where(loss.isfinite(), loss, last)
+        return loss
 
-    def _step_captured(self, captured: CapturedLoop, model: Any, batch: dict[str, Any]) -> Tensor:
-        self._hs_window.append(self._prepare_inputs(batch))
-        if len(self._hs_window) < self._hs_num_batches:
-            return torch.zeros((), device=self.args.device)  # the loss of the window comes with its last micro-batch
+    def _step_captured(self, captured: CapturedLoop, model: Any) -> Tensor:
         model.train()
         window, self._hs_window = self._hs_window, []
         facts = captured(self._compute_window_loss, window)
@@ -235,7 +240,7 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
 
     @property
     def _keeps_rates_on_device(self) -> bool:
-        return self._hs_captured is not None or self._hs_guard is not None and self._hs_guard.schedule == "exact"
+        return self._hs_steps is not None and getattr(self._hs_steps, "schedule", "exact") == "exact"
 
     def _get_learning_rate(self) -> Any:
         """Return the rate of the newest step. The Trainer asks at every step: a tensor, so that nothing waits."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Never, Self
@@ -224,6 +225,8 @@ class Step:
             self._guard.observers.append(lambda facts, reading: on_outcome(Outcome(reading)))
         self._watch = make_watch(self._step, watch) if watch else None
         self._recorder = make_recorder(folder, self._step, spikes=skip_spikes) if folder else None
+        if self._recorder is not None and self._watch is not None:
+            self._recorder.watches = {"": self._watch}
         self._step.keeps_rng = self._recorder is not None
         if self._recorder is not None:
             self._guard.observers.append(self._recorder.observe)
@@ -241,7 +244,11 @@ class Step:
         """The save of a sharded model that `hs.save` began last."""
         self._attempted_untrained = -1
         """The attempted steps as long as the window that was yielded last is not trained on; -1 outside of a pass."""
-        watch_for_second_step(optimizers)
+        for one in optimizers:
+            watch_for_second_step(one, (
+                f"{type(one).__name__}.step() was called in addition to hs.Step, which already steps it: weights are "
+                "updated twice, once unguarded. Leave optimizer.step() and scaler.step(optimizer) out"
+            ))  # fmt: skip
         hints = (committer.hint for committer in self._step.committers)
         for hint in filter(None, (*plan.warnings, *self._schedules.hints, *hints)):
             warnings.warn(hint, stacklevel=2)
@@ -275,6 +282,7 @@ class Step:
 
     def __call__(self, loss_fn: LossFn, window: Iterable[Batch] | None = None) -> Outcome:
         """Compute, judge and commit one window. `loss_fn(batch)` returns the loss, or (loss, weight)."""
+        began = time.monotonic()
         with self._step.signals.delay():  # but not in forward and backward, which can be undone
             batches = self._check(loss_fn, window)
 
@@ -291,7 +299,8 @@ class Step:
                 self._recorder.keep(facts.attempted, batches)
             if self._watch is not None:
                 self._look(loss_fn, batches, facts)
-            self._act_on(self._guard.watch(facts))
+            self._act_on(self._guard.watch(facts))  # waits for the step before the last, so that this is its time
+            self._fast.in_steps_s += time.monotonic() - began
         return Outcome(facts)
 
     def _look(self, loss_fn: LossFn, batches: list[Batch], facts: Facts) -> None:

@@ -32,10 +32,13 @@ class DroppedSteps:
         self.low_scale = low_scale  # of fp16's loss scale: what overflows there does so at any scale
         self.num_dropped = self.num_dropped_before = self.first_step = 0
 
+    def is_overflow(self, reading: Reading) -> bool:
+        """True if gradients overflowed because fp16's loss scale is still too high."""
+        is_high = self.low_scale is not None and reading.scale > self.low_scale
+        return is_high and math.isfinite(reading.loss) and not math.isfinite(reading.grad_norm)
+
     def observe(self, facts: object, reading: Reading) -> None:
-        is_overflow = self.low_scale is not None and reading.scale > self.low_scale
-        is_overflow = is_overflow and math.isfinite(reading.loss) and not math.isfinite(reading.grad_norm)
-        if not reading.is_bad or reading.is_empty or is_overflow:
+        if not reading.is_bad or reading.is_empty or self.is_overflow(reading):
             return
         self.num_dropped += 1
         if math.log10(self.num_dropped).is_integer():

@@ -427,6 +427,10 @@ class Journal:
         self.report.notice(COMPILING)
         self._is_compiling = True
 
+    def record_watch(self, record: Mapping[str, object]) -> None:
+        """Record an observation of `log.watch`."""
+        self._log(record)
+
     def record_early_stop(self, when: str, stopping: EarlyStopping) -> None:
         """Print why the run ends early."""
         self.report.notice(

@@ -30,6 +30,7 @@ from halfstep.run.memory.out_of_memory import OutOfMemory, explain_out_of_memory
 from halfstep.run.memory.sizing import suggest_for_run
 from halfstep.run.resume import Changes
 from halfstep.run.step_ledger import RunLedger
+from halfstep.run.step_watch import RunWatch
 from halfstep.run.stored_state import capture_state, restore_state
 from halfstep.run.validate import sample, use_average, validate
 from halfstep.step.facts import Facts, Hold, PhasedFacts, Reading
@@ -60,6 +61,10 @@ class Loop:
         if parts.config.log.ledger or parts.config.log.ledger_every:
             file = checkpoints.folder.parent / "report" / "ledger.json"
             self.ledger = RunLedger(parts, file, journal.notice, writes=checkpoints.writes)
+        self.watch: RunWatch | None = None
+        if parts.config.log.watch:
+            file = checkpoints.folder.parent / "report" / "watch.json"
+            self.watch = RunWatch(parts, self.engine, file, journal, writes=checkpoints.writes)
         self.held = HeldWindows(parts) if parts.config.guard.hold else None
         if self.held is not None:
             parts.guard.make_again = self._run_again
@@ -203,6 +208,8 @@ class Loop:
         self.journal.attempted = parts.step.attempted
         if self.ledger is not None:
             self.ledger.look(self.engine, window)
+        if self.watch is not None:
+            self.watch.finish(self.engine, window, facts)
         return facts
 
     def _run_window(self, window: list[dict[str, Tensor]], position: Position) -> Facts | PhasedFacts:
@@ -448,6 +455,9 @@ class Loop:
             "validated_at": self.validated_at,
             "sampled_at": self.sampled_at,
             "train_metrics": self._sum_metrics(),
+            "watch": self.watch.state_dict()
+            if self.watch is not None
+            else {},  # before the journal: it may add records
             "journal": self.journal.state_dict(),
             "is_best": is_best,
         }
@@ -471,6 +481,8 @@ class Loop:
         if self.parts.world is None or self.parts.world.is_first:
             self.train_metrics.load_state_dict(state["train_metrics"])
         self.journal.load_state_dict(state["journal"])
+        if self.watch is not None:
+            self.watch.load_state_dict(state["watch"])
         self.journal.attempted = self.parts.step.attempted
         if state["is_best"]:
             # The run may have been killed between writing the checkpoint and marking it.

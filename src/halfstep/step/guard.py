@@ -71,12 +71,13 @@ class GuardOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """What helps against several bad steps in a row, as settings of runs or arguments of hs.Step."""
+    """What helps against several bad steps in a row, as settings of runs, arguments of hs.Step or of another trainer,
+    which has neither a rollback nor a floor of the scale."""
 
     overflow: str
     clip: str
-    rollback: str
-    scale_floor: str
+    rollback: str = ""
+    scale_floor: str = ""
 
 
 ADVICE_FOR_RUNS = Advice(
@@ -203,6 +204,7 @@ class Guard:
     def _explain_floor(self, reading: Reading) -> str:
         if math.isfinite(reading.loss):
             lower = f"let the scale fall further ({self.advice.scale_floor}), as a loss summed over pixels needs"
+            lower = lower if self.advice.scale_floor else "use the mean over pixels or tokens as loss, not the sum"
             return f"the loss is finite, its gradients are not: {lower}; or try"
         return "the model itself produces infinities: try"
 
@@ -220,12 +222,12 @@ class Guard:
         if reading.is_spoiled:
             fix = "give the optimizer an eps above 0 (1e-8 is usual): 0 / 0 is NaN wherever a gradient stays 0"
             return Verdict(action=Action.STOP, reason=reason + tried, fix=fix)
-        going_back = f", or let halfstep go back by itself with {self.advice.rollback}"
+        can_go_back = self.options.on_fault == "stop" and self.advice.rollback
+        going_back = f", or let halfstep go back by itself with {self.advice.rollback}" if can_go_back else ""
         return Verdict(
             action=Action.STOP,
             reason=reason + tried,
-            fix=f"lower the learning rate, clip gradients ({self.advice.clip})"
-            f"{going_back if self.options.on_fault == 'stop' else ''}{_format_samples(reading)}",
+            fix=f"lower the learning rate, clip gradients ({self.advice.clip}){going_back}{_format_samples(reading)}",
         )
 
     def state_dict(self) -> dict[str, Any]:
