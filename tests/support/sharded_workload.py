@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +56,10 @@ def build(config: Any, store: Mapping[str, Any] | None = None) -> Workload:
         if not training:
             return batch
         image = batch["image"] + 0.1 * noise.normal(key, len(batch["image"]), (2, 8, 8), batch["image"].device)
+        time.sleep(options.get("pause_s", 0))
+        if options.get("killed") == [rank(), key[1]] and not Path(options["once"]).exists():
+            Path(options["once"]).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         if options.get("poisoned") == key[1] and rank() == 1:
             image[0, 0, 0, 0] = float("nan")
         seen = image.flatten(1)[:, :WIDTH]
