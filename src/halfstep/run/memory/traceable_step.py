@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -144,7 +145,8 @@ class TraceableStep:
     def shard_blocks(self) -> list[list[str]]:
         """Return the blocks that FSDP2 shards, of the model and of each frozen network, in order.
 
-        FSDP2 gathers a block when it is called, so those that a step never calls as a module are left out.
+        FSDP2 gathers a block when it is called, so those that a step never calls as a module are left out, as are those
+        that share a parameter.
         """
         called: set[nn.Module] = set()
         hook = register_module_forward_pre_hook(lambda module, _: called.add(module))
@@ -159,7 +161,10 @@ class TraceableStep:
         found = []
         for module in self.workload.list_modules():
             uncalled = [name for name, part in module.named_modules() if part not in called]
-            found.append(find_blocks(module, uncalled, of_any=True))
+            # Tied parameters must be in one unit: torch 2.11 would untie them silently.
+            owners = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+            blocks = find_blocks(module, uncalled, of_any=True)
+            found.append([b for b in blocks if all(owners[id(p)] == 1 for p in module.get_submodule(b).parameters())])
         return found
 
     @functools.cached_property
