@@ -504,7 +504,7 @@ class FabricGuard(HostGuard):
 def guard(
     fabric: Any,
     model: Any,
-    optimizer: Any,
+    optimizer: Any = None,  # refused: a forgotten one gets an explanation
     *,
     schedule: Literal["auto", "exact", "read"] = "auto",
     capsules: str | os.PathLike[str] | None = None,
