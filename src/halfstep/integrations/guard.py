@@ -28,7 +28,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -152,14 +152,6 @@ class HostSteps:
         for scheduler in self._schedulers:
             scheduler.let_go()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
-        if kind is None:
-            self.finish()
-        self.close()
-
     def _mark(self, *owners: object) -> None:
         for owner in owners:
             setattr(owner, GUARDED, self)
@@ -275,19 +267,18 @@ class HostGuard(HostSteps):
         self._undo.append(watch_for_second_step(optimizer, warning))
         self._mark(optimizer)
 
-    def _choose_way(self, asked: str) -> Way:
-        takes_tensors = all(committer.takes_tensor_lr for committer in self._step.committers)
-        waits = any(committer.method == "host" for committer in self._step.committers)
-        if asked == "exact" and (not takes_tensors or waits):
+    def _choose_way(self, asked: Literal["auto", "exact", "read"]) -> Way:
+        reads_rate = all(one.takes_tensor_lr and one.method != "host" for one in self._step.committers)
+        if asked == "exact" and not reads_rate:
             name = type(self.optimizer).__name__
             raise ConfigError(
                 f"schedule='exact' needs an optimizer that reads its learning rate on the device, not this {name}",
                 why="it takes the rate as a number, which the host knows only after a wait",
                 fix=f"{name}(..., fused=True), or schedule='read': one wait per step",
             )
-        if asked != "auto":
-            return "exact" if asked == "exact" else "read"
-        return "exact" if takes_tensors and not waits and self._step.device.type != "cpu" else "read"
+        if asked == "auto":
+            return "exact" if reads_rate and self._step.device.type != "cpu" else "read"
+        return asked
 
     def _record_fault(self, facts: Any, reading: Reading) -> None:
         assert self._recorder is not None
