@@ -237,6 +237,7 @@ class HostGuard(HostSteps):
             join_models(self.models), optimizer, plan, scaler=Scaler(device, enabled=False), also=also
         )  # fmt: skip
         self.schedule: Way = self._choose_way(schedule)
+        self._may_read = schedule == "auto"  # if a scheduler turns out not to fit a table
         self._loss: Tensor | None = None
         self._overflow: Tensor | None = None
         self._norm: tuple[Tensor, JudgedGradients] | None = None
@@ -369,12 +370,18 @@ class HostGuard(HostSteps):
         if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
             self.limits.append(f"{type(scheduler).__name__} is the host's")
             return scheduler
-        if self._schedulers and self.schedule == "exact":
-            raise ConfigError(
-                f"the optimizer has a second scheduler, {type(scheduler).__name__}",
-                why="with schedule='exact' its learning rate is one table on the device, which two cannot write",
-                fix="schedule='read', or one scheduler: torch's ChainedScheduler or SequentialLR",
-            )
+        cycles_momentum = getattr(scheduler, "cycle_momentum", False)
+        if self.schedule == "exact" and (self._schedulers or cycles_momentum):
+            if not self._may_read:
+                what = "changes momentum, too" if cycles_momentum else "is the second scheduler of this optimizer"
+                raise ConfigError(
+                    f"schedule='exact' is not possible: {type(scheduler).__name__} {what}",
+                    why="the device holds one table, of learning rates",
+                    fix="schedule='read': one wait per step",
+                )
+            self.schedule = "read"
+            for earlier in self._schedulers:
+                earlier.let_go()
         guarded = GuardedScheduler(scheduler, self)
         self._schedulers.append(guarded)
         return guarded
@@ -650,8 +657,9 @@ class GuardedScheduler(FollowedScheduler):
 
     def let_go(self) -> None:
         if self._rates is not None and not self._is_stale:
+            self.settle()
             super().let_go()
-        self._rates, self._is_stale = None, False
+        self._rates, self._is_stale, self._plain = None, False, []
 
 
 def _pick_group(curve: Curve, position: int) -> Callable[[int], float]:

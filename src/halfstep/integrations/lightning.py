@@ -190,12 +190,9 @@ class HalfstepPrecision:
         if self._is_guard:
             if self._why_guard:
                 limits.append(f"steps are not captured: {self._why_guard}")
-            way = self._schedule_way
-            if way == "auto" and any(_cycles_momentum(config.scheduler) for config in by_step):
-                way = "read"  # a table holds learning rates only
             self._steps = guard = HostGuard(
                 "Lightning", self._model, self._optimizer, ADVICE, precision=self._granted, scaler=self.scaler,
-                schedule=way, limits=limits, max_consecutive=self._max_consecutive, **self._options,
+                schedule=self._schedule_way, limits=limits, max_consecutive=self._max_consecutive, **self._options,
             )  # fmt: skip
             for config in by_step:
                 config.scheduler = guard.follow(config.scheduler)
@@ -366,7 +363,7 @@ def _find_obstacle(pl_module: Any) -> str:
     by_step = [config for config in trainer.lr_scheduler_configs if config.interval == "step"]
     if by_step and (len(trainer.lr_scheduler_configs) > 1 or by_step[0].frequency != 1):
         return "there are several schedulers, or one that does not follow every step"
-    if by_step and _cycles_momentum(by_step[0].scheduler):
+    if by_step and getattr(by_step[0].scheduler, "cycle_momentum", False):
         return f"{type(by_step[0].scheduler).__name__} changes momentum at every step (cycle_momentum=True)"
     for name in MODULE_HOOKS:
         if is_overridden(name, pl_module):
@@ -376,10 +373,6 @@ def _find_obstacle(pl_module: Any) -> str:
             if is_overridden(name, callback, host.Callback):
                 return f"the callback {type(callback).__name__} overrides {name}"
     return ""
-
-
-def _cycles_momentum(scheduler: Any) -> bool:
-    return bool(getattr(scheduler, "cycle_momentum", False))
 
 
 def _import_host(pl_module: Any) -> ModuleType:
