@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -264,3 +265,52 @@ def test_rows_know_their_headroom() -> None:
     row = watch.history[-1].rows["first", "activation"]
     assert row.find_headroom(FP16) == pytest.approx(math.log2(65504) - row.high)
     assert 0 <= row.find_share_below(FP16) < 0.1
+
+
+@pytest.mark.filterwarnings("ignore:watch:UserWarning")
+@pytest.mark.filterwarnings("ignore:step .* was (dropped|saved):UserWarning")
+def test_a_capsule_tells_what_grew_before(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0, fused=True)
+    step = hs.Step(model, optimizer, "fp32", watch=2, capsules=tmp_path)
+
+    def loss_fn(x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    for number in range(24):
+        with torch.no_grad():
+            model[2].weight.mul_(math.inf if number == 20 else 2.0)  # type: ignore[operator, union-attr]
+        step(loss_fn, [torch.randn(16, 6)])
+    step.finish()
+    (folder,) = tmp_path.iterdir()
+    found = hs.replay(folder, model, loss_fn)
+    assert "2, activation: grew for 16 steps before" in str(found) or "2, weight: grew for 16 steps" in str(found)
+    assert found.to_json()["before"]
+
+
+def test_a_watch_survives_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, _ = train(0, 30, make=Tiny)
+
+    def fail(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(RowMeasures, "add", fail)
+    with pytest.warns(UserWarning, match="weights and gradients only, activations are not watched: memory is short"):
+        watched, step = train(10, 30, make=Tiny)
+    assert equal_bits(plain, watched)
+    assert {row.kind for row in step.watched.rows} == {"weight", "weight gradient", "variance"}
+
+
+def test_a_compiled_model_is_not_hooked() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    compiled = torch.compile(model, backend="eager")
+    step = hs.Step(compiled, torch.optim.SGD(model.parameters(), 0.1, fused=True), "fp32", watch=2)  # type: ignore[arg-type]
+
+    def train() -> None:
+        for _ in range(4):
+            step(lambda x: compiled(x).square().mean(), [torch.randn(8, 6)])
+
+    with pytest.warns(UserWarning, match="is compiled"):
+        train()
+    assert {row.kind for row in step.watched.rows} == {"weight", "weight gradient", "update"}

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from halfstep.cli.plan import read_size
 from halfstep.config.schema import RunConfig
 from halfstep.errors import ConfigError, HardwareError, MemoryLimitError, ModelError
+from halfstep.evidence.watch import estimate_bytes
 from halfstep.hardware.gpus import look_up_gpu
 from halfstep.hardware.memory import LiveBytes
 from halfstep.precision.decide import decide
@@ -25,7 +27,6 @@ from halfstep.run.memory.planner import (
     find_largest_batch,
     list_levels,
     list_precisions,
-    read_size,
     refuse_nothing_fits,
 )  # fmt: skip
 from halfstep.run.memory.sizing import (
@@ -180,6 +181,16 @@ def test_average_and_select_optimizers_are_counted() -> None:
     assert plain["average"] == 0
     assert more["average"] == pytest.approx(more["weights"], rel=0.01)
     assert 0 < more["optimizer"] < plain["optimizer"]
+
+
+def test_a_watch_takes_samples_and_next_to_a_graph_a_side_step() -> None:
+    plain, watched = (planner_of(*UNET, f"log.watch={every}") for every in (0, 200))
+    more = {}
+    for mode in ("eager", "graph"):
+        cell = Cell(precision="bf16", mode=mode, batch_size=4)
+        more[mode] = watched.predict(cell).components["workspaces"] - plain.predict(cell).components["workspaces"]
+    assert more["eager"] == estimate_bytes(watched.step.workload.model)
+    assert more["graph"] > more["eager"]
 
 
 def test_on_the_way_to_an_average_no_more_is_taken_than_it_has() -> None:

@@ -109,6 +109,7 @@ FEATURES: dict[str, Feature] = {
     "simulated precision": Feature({"precision.default": "bf16", "precision.simulate": True}),
     "deterministic": Feature({"train.deterministic": True}),
     "ledger": Feature({"log.ledger": True}, shows=lambda out: (out / "report" / "ledger.json").is_file()),
+    "watch": Feature({"log.watch": 2}, shows=lambda out: "body.0" in records(out, "watch")[0]["headroom"]),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,8 @@ def command(
     flags = {"precision": precision, "data_dir": data_dir, "device": device, "strict": strict, "simulate": simulate}
     loaded = load_config(arguments, flags, gpu=gpu)
     _choose_mode(mode, loaded.config)
+    if fit:
+        read_size(fit)
     if memory:
         return show_memory(arguments, flags, gpu=gpu, fit=fit, mode=mode, picture=picture, as_json=as_json)
     for name, value in (("--fit", fit), ("--mode", mode), ("--picture", picture)):
@@ -97,7 +100,10 @@ TRACED = {
 }
 NO_FOLDER = "random"
 """Any text: with a data folder a workload has its full size, without one that of its demo."""
-UNITS = "1 GB is 10^9 bytes, in every command: a GPU sold with 24 GB has 25.8 GB"
+UNIT = "1 GB is 10^9 bytes, in every command: a GPU sold with 24 GB has 25.8 GB"
+SIZES = {"": 1} | {f"{letter}i": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1)}
+SIZES |= {letter: 10 ** (3 * power) for power, letter in enumerate("kmgt", 1)}
+MOST_BYTES = 10**15
 TABLE_WIDTH = 125
 """Columns of a terminal that are enough for all components."""
 MADE_UP = "predicted for synthetic data of the usual shape; --data-dir DIR uses yours"
@@ -230,7 +236,6 @@ def _choose_device(gpu: str | None, fit: str | None, flags: Flags) -> tuple[Hard
     """Return the hardware that decides the formats, the memory size in bytes (0: not given), and its description."""
     from halfstep.hardware.gpus import look_up_gpu
     from halfstep.hardware.probe import probe
-    from halfstep.run.memory.planner import read_size
 
     size = read_size(fit) if fit else 0
     if gpu:
@@ -244,6 +249,23 @@ def _choose_device(gpu: str | None, fit: str | None, flags: Flags) -> tuple[Hard
     if hardware is None:
         return None, 0, ""
     return hardware, hardware.memory_total_bytes, f"{hardware.name} ({format_bytes(hardware.memory_total_bytes)})"
+
+
+def read_size(text: str) -> int:
+    """Parse `24GB`, `24 GiB` or `24e9` to bytes; a number alone is gigabytes."""
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*((?:[kmgt]i?)?)(b?)\s*", text.lower())
+    try:
+        number, unit = float(found[1]) if found else 0.0, found[2] if found else ""
+        # `--fit 24` means 24 GB, `--fit 24000000000` bytes.
+        is_bare = found is not None and not unit and not found[3]
+        size = int(number * (SIZES["g"] if is_bare and number < 10**6 else SIZES[unit]))
+    except (ValueError, OverflowError):
+        size = 0
+    if not 0 < size <= MOST_BYTES:
+        raise ConfigError(
+            f"--fit {text!r} is not a memory size", fix="write a number and its unit: --fit 24GB, or --fit 40GiB"
+        )
+    return size
 
 
 def _list_gpu_notes(hardware: Hardware, precision: str, memory: int) -> Iterator[str]:
@@ -310,7 +332,7 @@ def _print_memory(plan: MemoryPlan) -> None:
     console.print("\ncolumns", style="dim")
     for name, about in legend.items():
         console.print(f"  {name}: {about}", style="dim")
-    console.print(f"  {UNITS}", style="dim")
+    console.print(f"  {UNIT}", style="dim")
 
 
 def _build_fit_table(fits: Sequence[Fit], unit: str, unit_bytes: float) -> Table:

@@ -96,11 +96,22 @@ def collect_facts(run: RunRecord) -> dict[str, Any]:
         facts["best"] = {"value": best[metric], "epoch": best["epoch"]}
     if run.monitor:
         facts |= {key: run.monitor[-1][key] for key in GPU if run.monitor[-1].get(key) is not None}
+    if watched := run.select_kind("watch"):
+        facts["watch"] = summarise_watch(watched)
     if events:
         last = events[-1]
         step, reason = last.get("bad_step", last["step"]), last.get("reason", last["event"])
         facts["last_fault"] = {"step": step, "reason": reason}
     return facts
+
+
+def summarise_watch(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the module with the least headroom in the newest observation, and the newest warning."""
+    newest = records[-1]
+    module = min(newest["headroom"], key=lambda name: newest["headroom"][name], default="")
+    warnings = [warning["message"] for record in records for warning in record["warnings"]]
+    headroom = newest["headroom"].get(module, float("nan"))
+    return {"step": newest["step"], "module": module, "headroom": headroom, "warning": warnings[-1] if warnings else ""}
 
 
 def build_table(run: RunRecord, facts: dict[str, Any]) -> Table:
@@ -122,6 +133,9 @@ def build_table(run: RunRecord, facts: dict[str, Any]) -> Table:
     if best := facts.get("best"):
         lines[f"best {metric}"] = f"{best['value']:.4f} (epoch {best['epoch']})"
     lines["GPU"] = ", ".join(f"{facts[key]:.0f} {unit}" for key, unit in GPU.items() if key in facts)
+    if watch := facts.get("watch"):
+        least = f"{watch['module'] or 'the model'} {watch['headroom']:.1f} bits below fp16's largest number"
+        lines["watch"] = watch["warning"] or f"{least} (step {watch['step']})"
     if fault := facts.get("last_fault"):
         lines["last fault"] = f"step {fault['step']}: {fault['reason']}"
     return make_pairs_table(pair for pair in lines.items() if pair[1])

@@ -77,6 +77,9 @@ class TrainFlags:
     device: Device = None
     ledger: Annotated[bool | None, option(LEDGER, "--ledger", panel=RUN)] = None
     ledger_every: Annotated[int | None, option("Like --ledger, and again every N steps.", panel=RUN)] = None
+    watch: Annotated[int | None, option("Measure all modules every N steps; warn before an overflow.", panel=RUN)] = (
+        None
+    )
     track: Annotated[
         str | None, option("Trackers: tensorboard, wandb, mlflow, or several: wandb,mlflow.", panel=RUN)
     ] = None

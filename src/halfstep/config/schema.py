@@ -178,7 +178,8 @@ class TrainConfig(Section):
     )
     report_every: Literal["auto"] | PositiveCount = Field(
         default="auto",
-        description="Attempted steps between two lines of metrics; auto: 10, fewer in runs below 100 steps",
+        description="Attempted steps between two lines of metrics; before the first one also steps 1, 2, 4, ...; "
+        "auto: 10, fewer in runs below 100 steps",
     )
     fast: Literal["auto", "off", "compile", "graph"] = Field(
         default="auto",
@@ -422,6 +423,12 @@ class LogConfig(Section):
         default=0, ge=0, description="Record the ledger again every N steps; 0: only the first step of each mode"
     )
 
+    watch: int = Field(
+        default=0,
+        ge=0,
+        description="Measure the ranges of all modules every N steps, and warn before one leaves its format; 0: off",
+    )
+
     @model_validator(mode="after")
     def refuse_quiet_and_verbose(self) -> Self:
         if self.quiet and self.verbose:
@@ -467,6 +474,13 @@ class RunConfig(Section):
         default_factory=dict, description="Custom values, which any setting can refer to as ${globals.NAME}"
     )
 
+    @field_validator("device")
+    @classmethod
+    def check_device(cls, value: str) -> str:
+        if not is_device(value):
+            raise ValueError("there is no such kind of device")
+        return value
+
     def replace(self, **sections: Mapping[str, Any]) -> Self:
         """Return a copy with other values in some of its sections; nothing is validated again."""
         parts = {name: getattr(self, name).model_copy(update=dict(values)) for name, values in sections.items()}
@@ -505,6 +519,14 @@ class Schemas(Protocol):
     def __getitem__(self, workload: str) -> HasSchema: ...
     def __iter__(self) -> Iterator[str]: ...
     def list_translators(self) -> Iterable[Translator]: ...
+
+
+DEVICE = re.compile(r"(auto|cpu|cuda|rocm|mps|xpu)(:\d+)?", re.IGNORECASE)
+
+
+def is_device(name: str) -> bool:
+    """True if a machine can have a device of this name."""
+    return DEVICE.fullmatch(name) is not None
 
 
 def is_import_path(name: str) -> bool:

@@ -21,6 +21,7 @@ from halfstep.errors import HalfstepError, suggest_command
 from halfstep.evidence import capsule
 from halfstep.evidence.ranges import has_fractions
 from halfstep.evidence.updates import record_update
+from halfstep.evidence.watch import Watch
 from halfstep.step.facts import Facts, PhasedFacts, Reading, read_rng_state, split_phases
 from halfstep.step.guard import LAG
 from halfstep.step.phases import PhasedStep
@@ -78,6 +79,8 @@ class Recorder:
         """The kind of the current series of faults; empty after a good step."""
         self._newest = -1
         """The last recorded step: no step is recorded twice."""
+        self.watches: Mapping[str, Watch] = {}
+        """By phase, if the training is watched: capsules hold the last observations."""
         # Measured once, when training begins: replay compares grown weights with it.
         self._start = _measure_sizes(model)
 
@@ -196,6 +199,7 @@ class Recorder:
             "layout": list_shapes(self.model),
             "code": capsule.fingerprint_code(self.model),
             "update": record_update(self._get_step(phase), self.model),
+            **({"watch": self.watches[phase].to_json()} if phase in self.watches else {}),
             **self.context.describe_share(reading),
             **self.context.about,
         }

@@ -6,13 +6,14 @@ replayed again to find the fault behind the first one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from halfstep.evidence.attempts import Attempt, Subject
 from halfstep.evidence.capsule import Capsule, find_changed_code, to_strict_json
 from halfstep.evidence.causes import Diagnosis, diagnose
-from halfstep.evidence.ranges import Operation, Range, group_by_module
+from halfstep.evidence.ranges import ROOT, Operation, Range, group_by_module
 from halfstep.evidence.remedies import Remedy, find_remedies, repair_temporarily
 
 
@@ -70,7 +71,8 @@ class Replayed:
         place = f" of {about['phase']}" if about.get("phase") else ""
         inexact = [self.capsule.inexact] if self.capsule.inexact else []
         inexact += [f"the code of {name} has changed since: this is not the step as it was" for name in self.changed]
-        return [f"step {self.capsule.step}{place}: {about['reason']}", *inexact, "", *self._format_answer()]
+        before = describe_growth(about.get("watch"), self.module)
+        return [f"step {self.capsule.step}{place}: {about['reason']}", *inexact, *before, "", *self._format_answer()]
 
     def _format_answer(self) -> list[str]:
         lines = [f"cause: {self.cause}", *(f"  {line}" for line in self.diagnosis.shown)]
@@ -98,6 +100,7 @@ class Replayed:
             "reason": self.capsule.about["reason"],
             "inexact": self.capsule.inexact,
             "changed_code": self.changed,
+            "before": describe_growth(self.capsule.about.get("watch"), self.module),
             "cause": self.cause,
             "shown": self.diagnosis.shown,
             "operation": None if origin is None else _operation_to_json(origin),
@@ -138,6 +141,32 @@ def replay(subject: Subject, capsule: Capsule) -> Replayed:
         changed=find_changed_code(capsule, subject.model),
         behind=behind,
     )
+
+
+LEAST_GROWTH = 2.0
+"""Bits by which a row has to grow to be worth mentioning."""
+BACK = 0.25
+"""Bits by which it may shrink in between."""
+
+
+def describe_growth(watch: Mapping[str, Any] | None, module: str) -> list[str]:
+    """Return what a watch saw grow before the step: of the module at fault, or else of all, the two that grew most."""
+    if watch is None:
+        return []
+    found = []
+    for row in watch["rows"]:
+        seen = [(s, v) for s, v in zip(watch["steps"], row["high"], strict=True) if isinstance(v, int | float)]
+        if row["kind"] == "update" or len(seen) < 3:
+            continue
+        first = len(seen) - 1
+        while first and seen[first - 1][1] <= seen[first][1] + BACK:
+            first -= 1
+        (begin, low), (end, high) = seen[first], seen[-1]
+        if high - low >= LEAST_GROWTH:
+            is_at_fault = row["module"] == module.replace(ROOT, "") and bool(module)
+            text = f"{row['module'] or 'the model'}, {row['kind']}: grew for {end - begin:,} steps before, from "
+            found.append((not is_at_fault, low - high, f"{text}{2**low:.3g} to {2**high:.3g}"))
+    return [text for *_, text in sorted(found)[:2]]
 
 
 def _operation_to_json(origin: Operation) -> dict[str, Any]:

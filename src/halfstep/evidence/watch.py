@@ -16,7 +16,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -187,6 +187,9 @@ class Watch:
     @contextmanager
     def enter_real_step(self) -> Iterator[None]:
         """Observe the modules of the step that runs inside, unless its code is compiled: hooks would change it."""
+        if not self.is_due():
+            yield
+            return
         compiled = [name for name, module in self._modules.items() if is_compiled(module)]
         if compiled:
             self.stop_activations(f"{compiled[0] or 'the model'} is compiled")
@@ -239,10 +242,10 @@ class Watch:
             opened.formats[index[name, WEIGHT]] = opened.formats[index[name, WEIGHT_GRADIENT]] = self._find_compute(
                 name, parameter
             )
-            opened.formats[index[name, UPDATE]] = self._find_storage(parameter)
             before = befores.get(id(parameter))
             if before is None:
                 continue
+            opened.formats[index[name, UPDATE]] = self._find_storage(parameter)
             after, slope = take_sample(weight), take_sample(gradient)
             if len(slope) == len(after) == len(before):
                 # Where the gradient is zero no update was due: in the bin of infinities, which is not counted.
@@ -434,6 +437,26 @@ class Watch:
         lines += [f"… and {len(rows) - MOST_SHOWN} more rows"] if len(rows) > MOST_SHOWN else []
         lines += [f"activations are not watched: {self.why_no_activations}"] if self.why_no_activations else []
         return "\n".join([*lines, *(f"warning (step {w.step}): {w.message}" for w in self.warnings)])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what forecasts need after a resume: the last observations, and what was reported."""
+        seen = [
+            [s.step, [[r.module, r.kind, r.format, dict(r.numbers)] for r in s.rows.values()]] for s in self.history
+        ]
+        return {
+            "seen": seen[-K:],
+            "warnings": [asdict(warning) for warning in self.warnings],
+            "warned": sorted(map(list, self._warned)),
+            "why_no_activations": self.why_no_activations,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.history.clear()
+        for step, rows in state["seen"]:
+            self.history.append(Observation(step, {(m, kind): WatchRow(m, kind, *more) for m, kind, *more in rows}))
+        self.warnings = [WatchWarning(**stored) for stored in state["warnings"]]
+        self._warned = {(module, kind) for module, kind in state["warned"]}
+        self.why_no_activations = state["why_no_activations"]
 
     def to_json(self) -> dict[str, Any]:
         """Return the observations for a capsule: steps, and the numbers of each row at them."""

@@ -27,7 +27,7 @@ COMPONENTS = {
     "half copies": "half-precision copies of fp32 weights (autocast)",
     "activations": "tensors stored for backward",
     "inputs": "the batch",
-    "workspaces": "temporary tensors and the scratch memory of cuDNN and cuBLAS",
+    "workspaces": "temporary tensors, those of a watch, and the scratch memory of cuDNN and cuBLAS",
     "graph pool": "fragmentation of a CUDA graph's memory",
 }
 """What each component of a peak holds."""

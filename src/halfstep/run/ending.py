@@ -25,6 +25,7 @@ from halfstep.errors import (
 from halfstep.evidence.capsule import list_capsules
 from halfstep.hardware.memory import get_peak_memory_bytes
 from halfstep.hardware.probe import probe
+from halfstep.report.listeners import CallbackFailed
 from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import load
 from halfstep.run.folder import RunFolder, suggest_resume
@@ -47,7 +48,7 @@ def explain_ending(
         return _remove_run(error, folder)
     if isinstance(error, DataError):
         return _save_after_bad_file(error, loop, folder)
-    if isinstance(error, TrainingStopped):
+    if isinstance(error, TrainingStopped) and not isinstance(error, CallbackFailed):
         names, capsules = loop.journal.list_latest_files(), list_capsules(folder.path / "capsules")
         cause = f"find the cause with: {suggest_command('replay', capsules[0])}" if capsules else ""
         error.fix = "; ".join(filter(None, [cause, error.fix, f"files of that step: {names}" if names else ""]))
@@ -144,23 +145,23 @@ def _extend_error(error: HalfstepError, *, why: str = "", fix: str = "") -> Half
 # --- report/summary.json ---
 
 
-def write_summary(folder: RunFolder, loop: Loop, elapsed_s: float, joules: float | None) -> None:
-    """Write report/summary.json; `elapsed_s` and energy count since the last start or resume."""
+def write_summary(folder: RunFolder, loop: Loop, joules: float | None) -> None:
+    """Write report/summary.json; energy and peak memory count since the last start or resume."""
     import halfstep
 
     parts, plan = loop.parts, loop.parts.plan
-    best = parts.stopping.best
+    best, num_samples, elapsed_s = parts.stopping.best, loop.count_samples(), loop.journal.elapsed_s
     record: dict[str, Any] = {
         "workload": parts.config.workload,
         "metric": parts.workload.metric,
         "mode": parts.workload.mode,
         "best": best if math.isfinite(best) else None,
         "steps": parts.step.attempted,
-        "epochs": loop.num_samples / max(len(parts.workload.train_samples), 1),
-        "samples": loop.num_samples,
+        "epochs": num_samples / max(len(parts.workload.train_samples), 1),
+        "samples": num_samples,
         "elapsed_s": elapsed_s,
-        "samples_per_s": loop.num_samples / max(elapsed_s, 1e-9),
-        **loop.journal.unit.compute_rates(loop.num_samples / max(elapsed_s, 1e-9)),
+        "samples_per_s": num_samples / max(elapsed_s, 1e-9),
+        **loop.journal.unit.compute_rates(num_samples / max(elapsed_s, 1e-9)),
         "peak_memory_bytes": get_peak_memory_bytes(parts.device),
         "joules": joules,
         "skipped": loop.journal.num_skipped,

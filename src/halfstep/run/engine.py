@@ -94,6 +94,8 @@ class Engine:
     ) -> None:
         self.parts, self.mode, self.notice, self.count = parts, mode, notice, count
         self._before_compiling = before_compiling
+        self.observe: Callable[[], AbstractContextManager[None]] = nullcontext
+        """A context of eager steps, in which a watch observes their modules."""
         self._compiler_warnings = CompilerWarnings(lambda text: self.notice(text, "warning"))
         self.pieces = parts.plan.pieces
         """Micro-batches each batch is cut into; more than 1 after an out-of-memory with train.auto_batch."""
@@ -140,7 +142,11 @@ class Engine:
                 if compiles := not compiled <= self.shapes.ready:
                     self._before_compiling()
                 outputs: list[Any] = []
-                with allow_cudnn_trials(self._allows_cudnn_trials(pieces)), self._compiler_warnings.shorten_warnings():
+                with (
+                    allow_cudnn_trials(self._allows_cudnn_trials(pieces)),
+                    self._compiler_warnings.shorten_warnings(),
+                    self.observe() if self.mode == "eager" else nullcontext(),
+                ):
                     facts = self.guarded.compute(self.make_loss(outputs), pieces)
             except OutOfMemory as error:
                 self._make_room(error)

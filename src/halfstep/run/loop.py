@@ -29,6 +29,7 @@ from halfstep.run.memory.out_of_memory import OutOfMemory, explain_out_of_memory
 from halfstep.run.memory.sizing import suggest_for_run
 from halfstep.run.resume import Changes
 from halfstep.run.step_ledger import RunLedger
+from halfstep.run.step_watch import RunWatch
 from halfstep.run.stored_state import capture_state, restore_state
 from halfstep.run.validate import sample, use_average, validate
 from halfstep.step.facts import Facts, Hold, PhasedFacts, Reading
@@ -59,14 +60,21 @@ class Loop:
         if parts.config.log.ledger or parts.config.log.ledger_every:
             file = checkpoints.folder.parent / "report" / "ledger.json"
             self.ledger = RunLedger(parts, file, journal.notice, writes=checkpoints.writes)
+        self.watch: RunWatch | None = None
+        if parts.config.log.watch:
+            file = checkpoints.folder.parent / "report" / "watch.json"
+            self.watch = RunWatch(parts, self.engine, file, journal, writes=checkpoints.writes)
         self.held = HeldWindows(parts) if parts.config.guard.hold else None
         if self.held is not None:
             parts.guard.make_again = self._run_again
             if parts.recorder is not None:
                 parts.guard.look_early = parts.recorder.look_early
-        self.throughput, self.waiting, self.num_samples = Throughput(), Waiting(), 0
+        self.throughput, self.waiting = Throughput(), Waiting()
+        self.num_samples = 0
+        """Training samples since this start."""
         self.num_made = 0
         """Steps since this start; the first ones compile and capture."""
+        self._is_settled = False
         self.settled: Callable[[], None] = lambda: None
         """Called once, after the first steps."""
         self._is_asked = False
@@ -112,6 +120,11 @@ class Loop:
         return explain_out_of_memory(
             error, parts.config, self.engine.pieces, parts.device, num_ranks, suggest_for_run(parts)
         )
+
+    def count_samples(self) -> int:
+        """Return the training samples of the whole run, including those before it was resumed."""
+        loader, position = self.parts.train_loader, self.position
+        return position.epoch * sum(loader.list_sizes(0, len(loader))) + sum(loader.list_sizes(0, position.batch))
 
     def _compute_metrics(self) -> dict[str, float]:
         """Return the training metrics of the epoch so far, if the steps' outputs fit the workload's metrics."""
@@ -167,7 +180,7 @@ class Loop:
         """Train on the epoch's windows up to the next validation or samples."""
         parts = self.parts
         self.throughput.restart()
-        clock, waited_s = Stopwatch(), feed.waited_s
+        waiting, clock, waited_s = Waiting(), Stopwatch(), feed.waited_s
         with self.journal.show_training(self.position.epoch, num_windows):
             for window in windows:
                 facts = self._run_step(window)
@@ -175,20 +188,28 @@ class Loop:
                 # Advance before the guard's verdict: if that is to save and stop, this window must not come again.
                 self.position.batch += len(window)
                 self._act_on(parts.guard.watch(facts))
-                waiting = Waiting(trained_s=clock.elapsed_s, waited_s=feed.waited_s - waited_s)
-                self._count_start(waiting)
+                lap_s, lap_waited_s, waited_s = clock.restart(), feed.waited_s - waited_s, feed.waited_s
+                waiting.add(lap_s, lap_waited_s)
+                self._count_time(lap_s, lap_waited_s)
                 self._finish_step(samples, waiting)
                 # Leave the bar: validation and samples have their own output.
                 if self.is_over or self._samples_are_due() or self._validation_is_due():
                     break
-        self.waiting.add(clock.elapsed_s, feed.waited_s - waited_s)
+            # Read the last steps for the finished bar. Samples come before that: a rollback would change them.
+            if not self._samples_are_due():
+                self._act_on(parts.guard.drain())
+            self.journal.finish_bar()
 
-    def _count_start(self, since: Waiting) -> None:
-        """Record how long compiling and capturing took; `since` is time that `self.waiting` does not include yet."""
+    def _count_time(self, lap_s: float, waited_s: float) -> None:
+        """Add the time of one step to that of the run; the first steps of a start compile and capture."""
         self.num_made += 1
-        if self.waiting.start_s == 0 and self.num_made >= START_STEPS[self.engine.mode]:
-            self.waiting.start_s = self.waiting.trained_s + since.trained_s
-            self.waiting.start_waited_s = self.waiting.waited_s + since.waited_s
+        self.waiting.add(lap_s, waited_s)
+        if self._is_settled:
+            return
+        self.waiting.start_s += lap_s
+        self.waiting.start_waited_s += waited_s
+        if self.num_made >= START_STEPS[self.engine.mode]:
+            self._is_settled = True
             self.settled()
 
     def _run_step(self, window: list[dict[str, Tensor]]) -> Facts | PhasedFacts:
@@ -201,6 +222,8 @@ class Loop:
         self.journal.attempted = parts.step.attempted
         if self.ledger is not None:
             self.ledger.look(self.engine, window)
+        if self.watch is not None:
+            self.watch.finish(self.engine, window, facts)
         return facts
 
     def _run_window(self, window: list[dict[str, Tensor]], position: Position) -> Facts | PhasedFacts:
@@ -239,10 +262,9 @@ class Loop:
         if parts.snapshots is not None and parts.snapshots.is_due(attempted):
             parts.guard.release_held()
             parts.snapshots.take(parts.model, parts.step)
-        if every and attempted % every == 0:
-            self.save()
+        saved = self.save() if every and attempted % every == 0 else None
         if self._must_stop:
-            self._save_and_stop()
+            self._stop(saved or self.save())
 
     # --- the guard's verdict ---
 
@@ -309,9 +331,9 @@ class Loop:
             self._act_on(self.parts.guard.drain())
             is_best = self._validate(self.position.epoch, in_turn=True)
             self.train_metrics = self.parts.workload.metrics()
-            self.save(is_best=is_best)
+            saved = self.save(is_best=is_best)
             if self._must_stop:
-                self._save_and_stop()
+                self._stop(saved)
 
     def _sample(self) -> None:
         """Write samples of the model's outputs; only rank 0 does."""
@@ -345,10 +367,9 @@ class Loop:
         if is_due or not self._by_steps:
             self.train_metrics = parts.workload.metrics()
         # If checkpoints are saved by steps, the end of an epoch needs one only after a validation.
-        if is_due or not train.checkpoint_every:
-            self.save(is_best=is_best)
+        saved = self.save(is_best=is_best) if is_due or not train.checkpoint_every else None
         if self._must_stop:
-            self._save_and_stop()
+            self._stop(saved or self.save())
 
     def _validate(self, epoch: int, *, in_turn: bool) -> bool:
         """Validate and return whether the result is the best so far.
@@ -364,7 +385,7 @@ class Loop:
                     raw = self._run_with_room(lambda: self._compute_scores(self._check_interrupts(lambda: None)))
                     found |= {f"raw_{name}": value for name, value in raw.items()}
         except StopRequested:
-            self._save_and_stop()  # leaving the context has restored the model's weights
+            self._stop(self.save())  # leaving the context has restored the model's weights
         self.validated_at = parts.step.attempted
         value = found[parts.workload.metric]
         is_best = parts.stopping.observe(value, epoch, in_turn=in_turn)
@@ -409,9 +430,8 @@ class Loop:
 
     # --- saving and restoring ---
 
-    def _save_and_stop(self) -> NoReturn:
-        """Save and raise Interrupted with the command to resume."""
-        path = self.save()
+    def _stop(self, path: Path) -> NoReturn:
+        """Raise Interrupted with the checkpoint of this moment and the command to resume."""
         self._stop_for_callback()
         raise Interrupted(
             f"stopped by {self.interrupts.received.name if self.interrupts.received else 'a signal to another rank'} "
@@ -444,7 +464,11 @@ class Loop:
             "validated_at": self.validated_at,
             "sampled_at": self.sampled_at,
             "train_metrics": self._sum_metrics(),
+            "watch": self.watch.state_dict()
+            if self.watch is not None
+            else {},  # before the journal: it may add records
             "journal": self.journal.state_dict(),
+            "waiting": asdict(self.waiting),
             "is_best": is_best,
         }
         path = self.checkpoints.save(self.parts.step.attempted, capture_state(self.parts, own))
@@ -465,7 +489,10 @@ class Loop:
         if self.parts.world is None or self.parts.world.is_first:
             self.train_metrics.load_state_dict(state["train_metrics"])
         self.journal.load_state_dict(state["journal"])
+        if self.watch is not None:
+            self.watch.load_state_dict(state["watch"])
         self.journal.attempted = self.parts.step.attempted
+        self.waiting = Waiting(**state["waiting"])
         if state["is_best"]:
             self._mark_best(path)  # the run may have been killed between writing the checkpoint and marking it
 

@@ -20,11 +20,11 @@ import torch
 from halfstep.config.dump import dump_values, to_yaml
 from halfstep.config.load import Loaded
 from halfstep.config.schema import RunConfig
+from halfstep.config.statements import Origin
 from halfstep.disk import make_absolute, write_atomically
 from halfstep.distributed.launch import Launch, join_world
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, HalfstepError
-from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.memory import reset_peak
 from halfstep.hardware.monitor import monitor_device
@@ -201,7 +201,8 @@ def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan, decided: d
 def _make_demo_data(loaded: Loaded, folder: RunFolder, rank: RunRank) -> Loaded:
     data_dir = make_absolute(folder.path) / "data"
     rank.run_on_first(partial(_write_demo, loaded.config, data_dir))
-    return dataclasses.replace(loaded, config=loaded.config.replace(data={"dir": str(data_dir)}))
+    origins = {**loaded.origins, "data.dir": Origin(layer="default", where="generated demo data")}
+    return dataclasses.replace(loaded, config=loaded.config.replace(data={"dir": str(data_dir)}), origins=origins)
 
 
 def _write_demo(config: RunConfig, data_dir: Path) -> None:
@@ -352,7 +353,7 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
             if resumed is not None:
                 _continue(loop, folder, resumed)
             reset_peak(parts.device)
-            clock, energy = Stopwatch(), EnergyMeter(parts.device)
+            energy = EnergyMeter(parts.device)
             start = Progress.of(parts.step)
             monitor = watch.enter_context(monitor_device(parts.device, folder.path / "monitor.jsonl", records=writes))
             journal.gpu, loop.settled = monitor.summarise, monitor.mark_steady
@@ -364,11 +365,11 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
             if writes:
                 _draw_curves(config, folder, report)
                 export_model(parts, folder)
-                elapsed_s, joules = clock.elapsed_s, energy.read_joules()
-                write_summary(folder, loop, elapsed_s, joules)
-                busy = describe_gpu_use(monitor, loop.waiting, elapsed_s, loop.engine.mode)
+                joules = energy.read_joules()
+                write_summary(folder, loop, joules)
+                busy = describe_gpu_use(monitor, loop.waiting, journal.elapsed_s, loop.engine.mode)
                 _track_files(folder, report)
-                show_summary(report, folder, loop, elapsed_s, joules, busy)
+                show_summary(report, folder, loop, joules, busy)
         except (HalfstepError, KeyboardInterrupt) as error:
             shown = explain_ending(error, loop, folder, is_new=is_new and writes)
             if folder.path.is_dir() and writes:
@@ -415,7 +416,7 @@ def _import_callback(path: str) -> Callable[..., object]:
 
 def _track_files(folder: RunFolder, report: RunReport) -> None:
     """Send config, plan, records and the HTML report to the trackers."""
-    if not report.is_tracked:
+    if not report.trackers:
         return
     page = render_runs([read_run(folder.path)], [predict_memory_for_page(folder.path)])
     write_atomically(folder.report / "report.html", page)

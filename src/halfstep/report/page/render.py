@@ -47,6 +47,11 @@ def render_runs(runs: Sequence[RunRecord], memory: Sequence[Memory] = ()) -> str
         ),
         *(_render_section(_name_section("Faults", run, runs), _render_faults(run)) for run in runs),
         *(
+            _render_section(_name_section("Ranges", run, runs), _render_watch(run))
+            for run in runs
+            if run.select_kind("watch")
+        ),
+        *(
             _render_section(_name_section("What really ran", run, runs), _render_ledger(run))
             for run in runs
             if run.ledger
@@ -214,6 +219,63 @@ def _render_faults(run: RunRecord) -> str:
         for c in run.capsules
     ]
     return found + (_render_table(["capsule", "reason", "find the cause"], capsules) if capsules else "")
+
+
+MOST_COLUMNS = 48
+"""Observations in a heat map; of more, each column shows the least headroom of several."""
+MOST_MODULES = 60
+FULL_BITS = 16.0
+"""Headroom from which a cell has no colour: the largest value is at most 1."""
+
+
+def _render_watch(run: RunRecord) -> str:
+    """Render the headroom of modules over time as a heat map: darker cells are nearer to fp16's largest number.
+
+    One hue of growing strength reads the same with any colour vision and on a light or dark page; cells below 3 bits
+    also carry their number."""
+    records = run.select_kind("watch")
+    size = -(-len(records) // MOST_COLUMNS)
+    groups = [records[k : k + size] for k in range(0, len(records), size)]
+    cells: dict[str, list[float | None]] = {}
+    for place, group in enumerate(groups):
+        for name, bits in ((n, b) for record in group for n, b in record["headroom"].items()):
+            row = cells.setdefault(name, [None] * len(groups))
+            row[place] = min(bits, FULL_BITS if row[place] is None else row[place])
+    least = {name: min(b for b in row if b is not None) for name, row in cells.items()}
+    kept = sorted(least, key=lambda name: least[name])[:MOST_MODULES]
+    lines = []
+    for name in (name for name in cells if name in kept):
+        shown = "".join(
+            _render_cell(bits, f"{name or 'the model'}, step {group[-1]['step']:,}")
+            for bits, group in zip(cells[name], groups, strict=True)
+        )
+        lines.append(f"<tr><th scope=row><bdi>{escape(name or '(model)')}</bdi></th>{shown}</tr>")
+    first, last = records[0]["step"], records[-1]["step"]
+    head = f"<tr><th></th><td colspan={len(groups)} class=faint>step {first:,} to {last:,}</td></tr>"
+    keys = "".join(f"<span>{_render_key(bits)}{bits} bits</span>" for bits in (0, 4, 8, 12))
+    found = [[str(r["step"]), w["message"]] for r in records for w in r["warnings"]]
+    table = _render_table(["step", "warning"], found) if found else "<p>No warnings.</p>"
+    more = f"<p class=faint>and {len(cells) - len(kept)} modules with more</p>" if len(cells) > len(kept) else ""
+    return (
+        f"{table}<p>Headroom below fp16's largest number, the least of each module's activations, weights and "
+        f"gradients:</p><div class='legend heat'>{keys}</div>"
+        f"<div class=scroll><table class=heat>{head}{''.join(lines)}</table></div>{more}"
+    )
+
+
+def _render_cell(bits: float | None, where: str) -> str:
+    if bits is None:
+        return "<td></td>"
+    text = f"{bits:.0f}" if bits < 3 else ""
+    return f"<td style='--heat:{_find_heat(bits):.0f}%' title=\"{escape(where)}: {bits:.1f} bits\">{text}</td>"
+
+
+def _render_key(bits: float) -> str:
+    return f"<i style='--heat:{_find_heat(bits):.0f}%'></i>"
+
+
+def _find_heat(bits: float) -> float:
+    return 100 * min(max(1 - bits / FULL_BITS, 0.0), 1.0) ** 1.5  # the usual headroom stays pale
 
 
 def _render_ledger(run: RunRecord) -> str:

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from halfstep.config.schema import ADAM_LIKE, RunConfig
-from halfstep.errors import ConfigError, MemoryLimitError, format_bytes
+from halfstep.errors import MemoryLimitError, format_bytes
+from halfstep.evidence.watch import MOST_ROWS, estimate_bytes
 from halfstep.hardware.device_facts import Hardware
 from halfstep.kernels.fast_forms import has_triton
 from halfstep.models.recompute import Recompute
@@ -116,12 +116,20 @@ class MemoryPlanner:
                 "average": fixed.average,
                 "frozen parts": fixed.frozen,
                 "inputs": raw + prepared,
-                "workspaces": self._count_library(),
+                "workspaces": self._count_library() + self._count_watch(cell, moving.total()),
                 "graph pool": int(POOL_GAPS * moving.total()) + prepared if cell.mode == "graph" else 0,
             }
         )
         found.update(moving)
         return Prediction(cell=cell, components={name: found[name] for name in COMPONENTS})
+
+    def _count_watch(self, cell: Cell, moving_bytes: int) -> int:
+        """Return what an observation of `log.watch` takes. Next to a captured step, whose memory stays reserved, its
+        side step takes that of a few samples; otherwise it runs while a step's memory is free."""
+        if not self.step.config.log.watch:
+            return 0
+        rows = min(MOST_ROWS, cell.batch_size) if cell.mode == "graph" else 0
+        return estimate_bytes(self.step.workload.model) + moving_bytes * rows // cell.batch_size
 
     def _predict_temporary(self, cell: Cell, base_batch: int) -> Counter[str]:
         """Return temporary memory at its peak: in forward and backward, or while the optimizer updates."""
@@ -236,9 +244,6 @@ LARGEST_GROWTH = 4
 """Largest factor by which a larger batch is proposed: far larger ones need more epochs (McCandlish et al. 2018)."""
 MOST = 1 << 20
 """Upper limit of the search for a batch size."""
-UNITS = {"": 1} | {f"{letter}i": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1)}
-UNITS |= {letter: 10 ** (3 * power) for power, letter in enumerate("kmgt", 1)}
-MOST_BYTES = 10**15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,23 +271,6 @@ class Fit:
             levers.append("optimizer.moment_bits=8")
         size = [f"train.batch_size={self.batch_size}", f"train.accumulate={self.accumulate}"]
         return ["--precision", cell.precision, *size, *levers]
-
-
-def read_size(text: str) -> int:
-    """Parse `24GB`, `24 GiB` or `24e9` to bytes; a number alone is gigabytes."""
-    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*((?:[kmgt]i?)?)(b?)\s*", text.lower())
-    try:
-        number, unit = float(found[1]) if found else 0.0, found[2] if found else ""
-        # `--fit 24` means 24 GB, `--fit 24000000000` bytes.
-        is_bare = found is not None and not unit and not found[3]
-        size = int(number * (UNITS["g"] if is_bare and number < 10**6 else UNITS[unit]))
-    except (ValueError, OverflowError):
-        size = 0
-    if not 0 < size <= MOST_BYTES:
-        raise ConfigError(
-            f"--fit {text!r} is not a memory size", fix="write a number and its unit: --fit 24GB, or --fit 40GiB"
-        )
-    return size
 
 
 def compute_usable_bytes(memory_bytes: int) -> int:
