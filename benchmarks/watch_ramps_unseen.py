@@ -495,6 +495,6 @@ def no_negatives() -> Ramp:
 
 UNSEEN = {build.__name__: build for build in (
     raw_guidance, warming_sensor, fading_channel, annealed_noise, longer_sequences, epidemic_rollout, counted_thrice,
-    unlimited_critic, rising_returns, doubling_weight, linear_decay, growing_batch, hot_pixel, camera_gain, growing_rate,
-    annealed_auxiliary, discharging, sinking_offset, easy_triplets, no_negatives,
+    unlimited_critic, rising_returns, doubling_weight, linear_decay, growing_batch, hot_pixel, camera_gain,
+    growing_rate, annealed_auxiliary, discharging, sinking_offset, easy_triplets, no_negatives,
 )}  # fmt: skip
