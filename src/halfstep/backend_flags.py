@@ -12,12 +12,10 @@ These flags belong to the whole process, not to a thread.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections import deque
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -25,20 +23,21 @@ Fp32Mode = Literal["ieee", "tf32"]
 
 PARENTS = (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))
 AGREEING_LEAVES = {
-    ("cuda", "matmul"): "ieee",
-    ("mkldnn", "matmul"): "ieee",
-    ("cuda", "conv"): "tf32",
-    ("cuda", "rnn"): "tf32",
+    ("cuda", "matmul"): ("ieee", "none"),
+    ("mkldnn", "matmul"): ("ieee", "none"),
+    ("cuda", "conv"): ("tf32",),
+    ("cuda", "rnn"): ("tf32",),
 }
-"""Leaves under which torch will read any matmul switch, and cudnn's unless it is off."""
+"""Leaves under which torch will read any matmul switch, and cudnn's unless it is off; torch's defaults are among
+them."""
 LEAVES = tuple((backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn"))
+BACKENDS, OPERATIONS = zip(*LEAVES, strict=True)  # for `map`: every step reads and writes all leaves
 
 _read = torch._C._get_fp32_precision_getter
 _write = torch._C._set_fp32_precision_setter
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BackendFlags:
+class BackendFlags(NamedTuple):
     """The raw state: leaves without what they inherit, and the two old switches."""
 
     leaves: tuple[str, ...]
@@ -52,15 +51,28 @@ WANTED: dict[Fp32Mode, BackendFlags] = {
 }
 
 
-@contextlib.contextmanager
-def set_fp32_mode(mode: Fp32Mode) -> Iterator[None]:
-    """Run every fp32 matmul, convolution and RNN in this mode; all flags are restored on exit."""
-    before = read_flags()
-    try:
-        write_flags(WANTED[mode])
-        yield
-    finally:
-        write_flags(before)
+class Fp32Context:
+    """A context that runs every fp32 matmul, convolution and RNN in one mode; all flags are restored on exit.
+
+    A class: every step enters one, and a generator takes twice the time."""
+
+    def __init__(self, mode: Fp32Mode) -> None:
+        self.mode = mode
+
+    def __enter__(self) -> None:
+        self.before = read_flags()
+        try:
+            write_flags(WANTED[self.mode])
+        except BaseException:
+            write_flags(self.before)
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        write_flags(self.before)
+
+
+def set_fp32_mode(mode: Fp32Mode) -> Fp32Context:
+    return Fp32Context(mode)
 
 
 def read_effective_leaves() -> dict[tuple[str, str], str]:
@@ -75,11 +87,11 @@ def read_flags() -> BackendFlags:
         if (value := _read(*parent)) != "none":
             changed[parent] = value
             _write(*parent, "none")
-    leaves = tuple([_read(*leaf) for leaf in LEAVES])
+    leaves = tuple(map(_read, BACKENDS, OPERATIONS))
     for leaf, value in zip(LEAVES, leaves, strict=True):
-        if AGREEING_LEAVES.get(leaf, value) != value:
+        if leaf in AGREEING_LEAVES and value not in AGREEING_LEAVES[leaf]:
             changed[leaf] = value
-            _write(*leaf, AGREEING_LEAVES[leaf])
+            _write(*leaf, AGREEING_LEAVES[leaf][0])
     _use_up_deprecation_notice()
     old = _read_old_switches()
     for name, value in changed.items():
@@ -91,8 +103,7 @@ def write_flags(flags: BackendFlags) -> None:
     """Set the old switches first, since they overwrite leaves, then the leaves."""
     torch._C._set_float32_matmul_precision(flags.matmul_precision)
     torch._C._set_cudnn_allow_tf32(flags.cudnn_allow_tf32)
-    for leaf, value in zip(LEAVES, flags.leaves, strict=True):
-        _write(*leaf, value)
+    deque(map(_write, BACKENDS, OPERATIONS, flags.leaves), maxlen=0)
 
 
 @functools.cache

@@ -23,6 +23,9 @@ from typing import Literal
 
 from halfstep.errors import FormatError, suggest_nearest
 
+DryRunTarget = Literal["fp16", "bf16-true", "fp8"]
+"""What `halfstep dry-run` judges."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:

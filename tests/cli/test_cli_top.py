@@ -81,6 +81,7 @@ def test_a_run_without_records_and_a_folder_that_is_none(tmp_path: Path, capsys:
     assert "starting" in look(capsys, str(tmp_path / "run"), "--once")[1]
     code, text = look(capsys, str(tmp_path), "--once")
     assert (code, "is not a run" in text) == (2, True)
+    assert f"`halfstep runs {tmp_path}` lists" in " ".join(text.split()), "it holds one"
 
 
 HOLDS = """import sys, pathlib, halfstep.disk

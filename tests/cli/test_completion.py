@@ -24,6 +24,7 @@ CASES: dict[str, str] = {
     "train my.yaml model.dro": "model.dropout= model.dropout=0.0",  # of gpt2, which my.yaml names
     "train --resume runs/two model.dro": "model.dropout= model.dropout=0.0",
     "train unet --strict --strict train.epo": "train.epochs= train.epochs=100",
+    "train unet train.callb": "train.callbacks=",
     "train broken.yaml train.epo": "",
     "train --precision bf": "bf16 bf16-true",
     "plan vit_s": "vit_s_16",

@@ -28,8 +28,12 @@ def test_features(name: str) -> None:
     captured_features.assert_same(name, CUDA)
 
 
+def test_muon_follows_a_learning_rate_written_by_hand() -> None:
+    captured_features.assert_muon_follows_rates(CUDA)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("name", ["plain", "accumulated", "average"])
+@pytest.mark.parametrize("name", ["plain", "accumulated", "average", "muon"])
 def test_half_precision(name: str, precision: str) -> None:
     captured_features.assert_same(name, CUDA, precision)
 

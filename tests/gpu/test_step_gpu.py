@@ -19,7 +19,7 @@ from tiny_training import OPTIONS, assert_same_bits, batch, everything, loss_of,
 
 pytestmark = pytest.mark.gpu
 
-WAITS_BY_ITSELF = {"adafactor", "adagrad", "muon"}
+WAITS_BY_ITSELF = {"adafactor", "adagrad"}
 """torch's own implementations keep or read values on the host on CUDA, so their commit is decided there too."""
 
 

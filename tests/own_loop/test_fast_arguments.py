@@ -141,6 +141,31 @@ def test_the_usual_shape_is_compiled_and_others_stay_captured(monkeypatch: pytes
     assert all(map(torch.equal, model.parameters(), expected.parameters()))
 
 
+@pytest.mark.parametrize("is_inside", [True, False], ids=["in steps", "between steps"])
+def test_time_between_steps_pays_for_no_check(is_inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def read_clock() -> float:
+        nonlocal now
+        now += 1e-3
+        return now
+
+    def pass_time(*_: object) -> None:
+        nonlocal now
+        now += 100.0
+
+    monkeypatch.setattr(fast_path.time, "monotonic", read_clock)
+    with replays_on_cpu():
+        model = Block()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+        step = hs.Step(model, optimizer, "fp32", fast="graph", on_outcome=pass_time if is_inside else None)
+        for _ in range(3 * fast_path.LOOK_EVERY):
+            step(lambda batch: model(batch).square().mean(), [torch.randn(4, 8)])
+            pass_time()
+        assert step.mode == "graph"
+        assert step.certificate.num_checks == (2 if is_inside else 0)
+
+
 @pytest.mark.parametrize("number", [4, 5])  # the step that is compared with eager, and the one that is captured
 def test_an_interrupt_while_a_graph_is_checked_leaves_whole_steps(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with replays_on_cpu():

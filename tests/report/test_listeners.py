@@ -34,6 +34,7 @@ def tracked(folder: Path) -> RunReport:
 def test_a_resumed_run_replaces_what_tensorboard_had_beyond_the_checkpoint(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="needs the extra track: this was NOT tested")
     first = tracked(tmp_path)
+    assert first.trackers == [("tensorboard", f"tensorboard --logdir {tmp_path / 'tensorboard'}")]
     for step in (1, 2, 3, 4):
         first.log({"kind": "train", "step": step, "epoch": 1, "loss": float(step), "note": "text"})
     first.close()
@@ -61,7 +62,7 @@ def test_trackers_get_the_numbers_of_a_record_by_its_kind() -> None:
 class Failing:
     """A tracker whose connection is lost after one record."""
 
-    name = "elsewhere"
+    name, where = "elsewhere", ""
 
     def __init__(self) -> None:
         self.got: list[int] = []

@@ -48,6 +48,7 @@ def test_a_failing_callback_ends_the_run_with_its_line_and_a_checkpoint_from_whi
     assert f"the callback {name}:fn raised RuntimeError: no disk for my notes (" in caught.value.what
     assert f"{name}.py:7)" in caught.value.what
     assert f"the run is saved in {tmp_path / 'run' / 'checkpoints' / 'step-'}" in caught.value.why
+    assert not any(path.name.count("-") > 1 for path in (tmp_path / "run" / "checkpoints").iterdir()), "saved once"
     assert f"halfstep train --resume {tmp_path / 'run'}" in caught.value.fix
     assert json.loads(file.read_text().splitlines()[-1]) == fails, "not called again"
     stored = tmp_path / "run" / "config.yaml"
@@ -66,6 +67,8 @@ def test_callbacks_get_every_record(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ("path", "message"),
     [
         ("notes", "'notes' is not an import path such as my_pkg.my_mod:fn"),
+        ("json.dumps", "fix: did you mean json:dumps?"),
+        ("json.encode:fn", "fix: did you mean 'json.encoder' or "),
         ("no_such_module:fn", "train.callbacks 'no_such_module:fn' cannot be imported"),
         ("json:nothing", "json has no function 'nothing'"),
         ("shutil:copyfile", "shutil:copyfile cannot be called as copyfile(event)"),

@@ -136,6 +136,14 @@ def test_skipped_steps_and_the_end_of_a_run_name_the_files(
     assert f"files of that step: {', '.join(last['files'])}" in stopped.value.fix
 
 
+def test_a_failing_callback_names_no_files(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "raising_notes.py").write_text("def fn(event): raise RuntimeError")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(TrainingStopped) as stopped:
+        unet(tmp_path / "run", data, **{"train.callbacks": ["raising_notes:fn"]})
+    assert stopped.value.fix == f"correct the function, then continue with: halfstep train --resume {tmp_path / 'run'}"
+
+
 def test_pictures_in_class_folders_are_named_with_their_class(tmp_path: Path) -> None:
     from halfstep.data.image_folder import FolderLayout, find_images
     from halfstep.data.image_samples import EvaluationFiles, TrainingFiles, TrainingImages

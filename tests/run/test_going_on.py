@@ -143,4 +143,4 @@ def test_every_step_of_a_short_run_has_its_own_line_of_metrics(tmp_path: Path, s
     assert rates == sorted(set(rates), reverse=True)
     many = run(tmp_path / "asked", {"train.max_steps": steps, "train.report_every": 3})
     steps_of_many = [record["step"] for record in records(many) if record["kind"] == "train"]
-    assert steps_of_many == [step for step in range(1, steps + 1) if step % 3 == 0]
+    assert steps_of_many == [step for step in range(1, steps + 1) if step % 3 == 0 or step < 3]

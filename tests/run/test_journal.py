@@ -58,10 +58,22 @@ def test_precision_shows_at_once_and_the_numbers_with_the_first_step_that_is_rea
             assert "fp32" in bar_of(told).format_parts()
             if epoch == 0:
                 told.record_step(1, 1.0, Waiting())
-                assert not any(part.startswith("loss") for part in bar_of(told).format_parts())
+                assert not any("loss" in part for part in bar_of(told).format_parts())
                 told.observe(None, fact(1, 0.75))
             told.record_step(2, 1.0, Waiting())
             assert {"mean loss 0.7500", "last loss 0.7500", "lr 1.0e-03", "fp32"} <= set(bar_of(told).format_parts())
+    told.report.close()
+
+
+def test_a_later_epoch_shows_every_step_until_its_first_record(tmp_path: Path, plan: Plan) -> None:
+    told = journal(tmp_path, plan)
+    with told.show_training(1, 12):
+        for attempted in range(12, 24):
+            told.observe(None, fact(attempted, float(attempted)))
+            told.record_step(attempted + 1, 1.0, Waiting())
+            shown = attempted if attempted < 19 else 19
+            assert f"last loss {shown:.4f}" in bar_of(told).format_parts()
+    told.report.close()
 
 
 def test_bar_record_and_epoch_line_show_the_same_losses(tmp_path: Path, plan: Plan) -> None:
@@ -71,14 +83,18 @@ def test_bar_record_and_epoch_line_show_the_same_losses(tmp_path: Path, plan: Pl
             told.observe(None, fact(attempted, 1.0 / (attempted + 1)))
             told.record_step(attempted + 1, 1.0, Waiting())
             shown = [part for part in bar_of(told).format_parts() if "loss" in part]
-            # Fields change with the first step, with a record, and with the last step.
-            seen = [1.0 / (k + 1) for k in range(1 if attempted < 9 else 10 if attempted < 11 else 12)]
+            # Fields change with a record: each tenth step, and before that 1, 2, 4 and 8.
+            seen = [1.0 / (k + 1) for k in range(max(step for step in (1, 2, 4, 8, 10) if step <= attempted + 1))]
             assert shown == [f"mean loss {sum(seen) / len(seen):.4f}", f"last loss {seen[-1]:.4f}"]
+        told.finish_bar()
+        seen = [1.0 / (k + 1) for k in range(12)]
+        assert f"mean loss {sum(seen) / len(seen):.4f}" in bar_of(told).format_parts()
     told.record_epoch(
         0, 12, {}, {"loss": 0.5, "accuracy": 0.75}, stopping=EarlyStopping(mode="max", patience=0), is_best=True
     )
     told.report.close()
-    train, val = read(tmp_path / "metrics.jsonl")
+    *early, train, val = read(tmp_path / "metrics.jsonl")
+    assert [(record["step"], record["loss"]) for record in early] == [(1, 1.0), (2, 0.5), (4, 0.25), (8, 0.125)]
     assert (train["step"], train["loss"]) == (10, pytest.approx(0.1))
     assert train["epoch_loss"] == pytest.approx(sum(1.0 / (k + 1) for k in range(10)) / 10)
     assert val["train_loss"] == pytest.approx(sum(1.0 / (k + 1) for k in range(12)) / 12)

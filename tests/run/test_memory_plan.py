@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from halfstep.cli.plan import read_size
 from halfstep.config.schema import RunConfig
 from halfstep.errors import ConfigError, HardwareError, MemoryLimitError, ModelError
 from halfstep.evidence.watch import estimate_bytes
@@ -26,7 +27,6 @@ from halfstep.run.memory.planner import (
     find_largest_batch,
     list_levels,
     list_precisions,
-    read_size,
     refuse_nothing_fits,
 )  # fmt: skip
 from halfstep.run.memory.sizing import (

@@ -119,6 +119,17 @@ def test_the_bar_says_which_runs_are_mixed(tmp_path: Path, capsys: pytest.Captur
     assert " mp bf16 (simulated)" in said
 
 
+def test_a_finished_bar_shows_the_losses_of_the_line_below_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = said_by_a_run(tmp_path / "run", capsys, **{"train.max_steps": 6, "train.report_every": 5})
+    bar = next(line for line in said.splitlines() if line.startswith("Epoch 1/1 6/6"))
+    line = next(line for line in said.splitlines() if line.startswith("Epoch 1/1 train:"))
+    mean, accuracy = line.split(": ")[1].split(", ")[:2]
+    assert f" {mean} " in bar
+    assert f" accuracy {float(accuracy.split()[1]):.3f} " in bar
+
+
 def test_the_bar_ends_where_the_run_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = said_by_a_run(tmp_path / "run", capsys, **{"train.max_steps": 8, "train.epochs": 1000})
     assert "Epoch 1/2 6/6" in said

@@ -179,13 +179,24 @@ def test_settings_that_would_make_it_another_run_are_refused(tmp_path: Path) -> 
 
 def test_free_settings_may_change(tmp_path: Path) -> None:
     out = run(tmp_path / "run", config(more={"train.epochs": 1}))
+    before = summary(out)
     resume(out, "train.epochs=2", "data.num_workers=1", "train.early_stopping_patience=3")
     assert max(r["epoch"] for r in records(out) if "epoch" in r) == 2
+    after = summary(out)
+    assert (before["samples"], after["samples"], after["epochs"]) == (22, 44, 2.0)
+    assert all(after[name] > before[name] > 0 for name in ("elapsed_s", "trained_s", "start_s")), "of the whole run"
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "report" / "summary.json").read_text())
 
 
 def test_a_finished_run_resumed_trains_no_further(unbroken: Path, tmp_path: Path) -> None:
     out = resume(Path(shutil.copytree(unbroken, tmp_path / "run")))
     assert_same_bits(final_state(unbroken)[0], final_state(out)[0])
+    before, after = summary(unbroken), summary(out)
+    assert after["samples"] == before["samples"] == 88
+    assert after["samples_per_s"] > 0
 
 
 def test_changed_data_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

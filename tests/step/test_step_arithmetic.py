@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 
 from halfstep.errors import ConfigError, DataError
 from halfstep.step.clip import Clip
+from halfstep.step.commit import step_muon
 from halfstep.step.optim.by_name import build_optimizer, make_parameter_groups
 from halfstep.step.step import Step, count_samples
 from tiny_training import assert_same_bits, batch, everything, loss_of, make_model, make_step, plan
@@ -212,3 +214,21 @@ def test_a_reloaded_step_goes_on_bit_for_bit(layout: torch.memory_format) -> Non
     for k in range(3, 6):
         second(loss_of(second.model), [batch(k)])
     assert_same_bits(everything(whole), everything(second))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("settings", [{}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"}])
+def test_muon_with_a_rate_on_the_device_is_a_rounding_away_from_torchs(dtype: torch.dtype, settings: Any) -> None:
+    torch.manual_seed(0)
+    start = torch.randn(6, 4).to(dtype)
+    weights = [torch.nn.Parameter(start.clone()) for _ in range(2)]
+    plain, ours = (torch.optim.Muon([w], lr=0.01, weight_decay=0.1, **settings) for w in weights)
+    ours.param_groups[0]["lr"] = torch.tensor(0.01)
+    for k in range(3):
+        for weight in weights:
+            weight.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(k)).to(dtype)
+        plain.step()
+        with torch.no_grad():
+            step_muon(ours)
+    # torch rounds bf16 weights twice per step, and its Muon without nesterov divides a bf16 momentum in place.
+    assert (weights[1] - weights[0]).norm() <= 2 * torch.finfo(dtype).eps * weights[0].norm()

@@ -44,6 +44,7 @@ def final_state(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
     checkpoint = newest(folder)
     for name in ("elapsed_s", "records_crc32"):  # a clock's, and of what a clock decides
         checkpoint.state["journal"].pop(name)
+    checkpoint.state.pop("waiting")  # a clock's too
     plain, tensors = pack(checkpoint.state)
     named = {f"model.{k}": v for k, v in checkpoint.model.items()} | {f"ema.{k}": v for k, v in checkpoint.ema.items()}
     return named | tensors, json.dumps(plain, sort_keys=True)

@@ -71,8 +71,11 @@ def read_wandb(folder: Path) -> tuple[list[dict[str, Any]], str]:
     return rows, rest
 
 
-def test_both_get_every_number_the_config_the_plan_and_the_report(tmp_path: Path) -> None:
+def test_both_get_every_number_the_config_the_plan_and_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = run(tmp_path / "run", **{"log.track": ["wandb", "mlflow"]})
+    said = capsys.readouterr().out
     records = [record for record in read(folder / "metrics.jsonl") if record["kind"] == "train"]
     losses = [(record["step"], record["loss"]) for record in records]
     ids = json.loads((folder / "tracking.json").read_text())
@@ -93,6 +96,8 @@ def test_both_get_every_number_the_config_the_plan_and_the_report(tmp_path: Path
     assert any("val/loss" in row for row in rows)
     (offline,) = folder.glob("wandb/offline-run-*")
     assert offline.name.endswith(ids["wandb"])
+    assert f"wandb: wandb sync {offline}\n" in said
+    assert f"mlflow: run {ids['mlflow']} in sqlite:///" in said
     assert "report/report.html" in rest
     assert "early_stopping_patience" in rest
     assert "strict fp32: TF32 off" in rest

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from halfstep.cli.compare import parse_budget
 from halfstep.cli.main import main
@@ -25,7 +27,7 @@ from halfstep.use.compare import (
     open_comparison,
 )
 from halfstep.use.compare_run import ComparedRow, RunOutcome, train_row
-from halfstep.use.compare_table import build_columns, build_lines, collect_notes, convert_comparison
+from halfstep.use.compare_table import build_columns, build_lines, collect_notes, convert_comparison, show_comparison
 from halfstep.workloads import load
 
 MOONS = "own_workload:KIND"
@@ -247,6 +249,20 @@ def test_a_table_counts_in_the_unit_of_the_workload() -> None:
     runs = [timed(row, 0, [0.5], samples_per_s=60.0, tokens_per_s=600.0) for row in ("a", "b")]
     lines = build_lines(Comparison(request=CompareRequest(target="x", overrides=(), rows=rows), margin=0.05, runs=runs))
     assert build_columns(lines, "accuracy")["tokens/s"] == ["1,000", "1,000"]
+
+
+def test_a_table_wider_than_the_terminal_is_split_and_not_cut() -> None:
+    rows = tuple(ComparedRow(name=name, overrides=()) for name in ("baseline", "everything else"))
+    runs = [timed(row.name, seed, [0.5 + seed / 1e6], joules=123_456.0) for row in rows for seed in range(3)]
+    request = CompareRequest(target="x", overrides=(), rows=rows, price=7.2)
+    lines = build_lines(Comparison(request=request, margin=0.05, runs=runs))
+    console = Console(width=80, file=io.StringIO(), record=True)
+    show_comparison(lines, "accuracy", [], console)
+    said = console.export_text()
+    cells = [cell for column in build_columns(lines, "accuracy").values() for cell in column]
+    assert all(cell in said for cell in cells)
+    assert max(map(len, said.splitlines())) <= 80
+    assert said.count("everything else") == 2, "one row in each of two tables"
 
 
 def test_the_largest_batch_is_that_of_the_gpu_the_rows_ran_on_wherever_the_table_is_read() -> None:

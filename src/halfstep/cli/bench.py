@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from halfstep.cli.options import MaybeArguments, Strict, option, refuse_to_overwrite
+from halfstep.cli.options import MaybeArguments, Strict, option, refuse_to_overwrite, refuse_unknown_device
 from halfstep.errors import ConfigError, suggest_command, suggest_nearest
 from halfstep.workloads import DEMO_WORKLOAD, KINDS
 
@@ -49,7 +49,7 @@ def command(
     steps: Annotated[
         int | None, option("Timed steps per row: 100, on a CPU 20; with --explain 10 and 5.", panel=WHAT)
     ] = None,
-    device: Annotated[str | None, option("cpu, cuda, cuda:1.", panel=WHAT)] = None,
+    device: Annotated[str | None, option("cpu, cuda, cuda:1.", panel=WHAT, callback=refuse_unknown_device)] = None,
     strict: Strict = None,
     explain: Annotated[bool, option("Profile: show where the time of a step goes.", "--explain", panel=WHAT)] = False,
     as_json: Annotated[bool, option("Print JSON.", "--json", panel=OUTPUT)] = False,

@@ -109,7 +109,7 @@ def _find_workload(target: str) -> str:
 def _list_values(field: FieldInfo) -> list[str]:
     """Return the choices of a setting, or its default."""
     choices = [str(choice) for choice in _list_choices(field.annotation)]
-    default = [] if field.is_required() or field.default in (None, "") else [str(field.default)]
+    default = [] if field.is_required() or field.default in (None, "", ()) else [str(field.default)]
     return list(dict.fromkeys(choices or [one for one in default if " " not in one]))
 
 

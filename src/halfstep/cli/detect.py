@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfstep.cli.options import Json, option
+from halfstep.cli.options import Json, option, refuse_unknown_device
 from halfstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     from halfstep.precision.advice import HardwareAdvice
 
 
-THIS_MACHINE = re.compile(r"(auto|cpu|cuda|rocm|mps|xpu)(:\d+)?", re.IGNORECASE)
-"""Matches a device of this machine; any other name is looked up in the GPU table."""
 LIST = "list"
 
 
@@ -28,7 +25,9 @@ def command(
         typer.Argument(metavar="GPU|DEVICE", help="Same as --gpu or --device: v100, rtx 4090, cuda:1."),
     ] = None,
     gpu: Annotated[str, option("Report a known GPU instead: v100, 4090; list: show all.", metavar="NAME")] = "",
-    device: Annotated[str, option("Only this device: cuda:1, cpu, mps, xpu, or auto for the best.")] = "",
+    device: Annotated[
+        str, option("Only this device: cuda:1, cpu, mps, xpu, or auto for the best.", callback=refuse_unknown_device)
+    ] = "",
     no_measure: Annotated[bool, option("Probe only, measure nothing.", "--no-measure")] = False,
     fresh: Annotated[bool, option("Measure again instead of using cached results.", "--fresh")] = False,
     bugs: Annotated[bool, option("Test which known bugs of torch and cuDNN this machine has.", "--bugs")] = False,
@@ -112,7 +111,9 @@ def resolve_name(name: str, gpu: str, device: str) -> tuple[str, str]:
     if not name:
         return gpu, device
     # `cuda:1` is a device of this machine, `rtx 4090` a GPU of the table.
-    is_here = THIS_MACHINE.fullmatch(name) is not None
+    from halfstep.config.schema import is_device
+
+    is_here = is_device(name)  # any other name is looked up in the GPU table
     flag, given = ("--device", device) if is_here else ("--gpu", gpu)
     if given and given != name:
         raise ConfigError(f"{name!r} and {flag} {given} disagree", fix="keep one of them")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
 from halfstep.cli.options import ArgumentsOrRun, BatchSize, DataDir, Device, Json, Trust, option, refuse_bad_target
+from halfstep.errors import ConfigError
+from halfstep.formats import DryRunTarget
 
 if TYPE_CHECKING:
     from halfstep.evidence.dry_run import Judgement
@@ -38,10 +40,14 @@ def command(
         halfstep dry-run --target fp16 unet --data-dir data/carvana --picture heat.png
     """
     flags = {"data_dir": data_dir, "batch_size": batch_size, "device": device}
+    chosen = next((one for one in get_args(DryRunTarget) if one == target), None)
+    if chosen is None:
+        supported = ", ".join(get_args(DryRunTarget))
+        raise ConfigError(f"--target {target} is not a supported format", fix=f"use one of {supported}")
     refuse_bad_target(arguments, flags, trust=trust)
     from halfstep.use.observe_step import dry_run
 
-    rows = dry_run(arguments[0], target, num_batches=batches, flags=flags, overrides=arguments[1:], trust=trust)
+    rows = dry_run(arguments[0], chosen, num_batches=batches, flags=flags, overrides=arguments[1:], trust=trust)
     if picture is not None:
         from halfstep.report.curves import draw_heat_map
 

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from halfstep.cli.options import refuse_unknown_device
+from halfstep.errors import ConfigError, Interrupted
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -20,7 +23,10 @@ def command(
     answers: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Answers in YAML or JSON; missing ones use their default.")
     ] = None,
-    device: Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu, cuda:1, mps, xpu; default: best.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="DEVICE", help="cpu, cuda:1, mps, xpu; default: best.", callback=refuse_unknown_device),
+    ] = None,
     no_measure: Annotated[
         bool, typer.Option("--no-measure", help="Probe the device only: estimates instead of trials.")
     ] = False,
@@ -40,6 +46,8 @@ def command(
 
     where answers.yaml holds any of: task, model, workload, data, goal, pick, file, start.
     """
+    if answers is not None and not answers.exists():
+        raise ConfigError(f"no file of answers at {answers}", fix="give a YAML or JSON file, or leave --answers out")
     outcome = run_conversation(yes=yes, answers=answers, device=device, no_measure=no_measure)
     if outcome.start:
         from halfstep.run.train import train
@@ -54,7 +62,6 @@ def run_conversation(*, yes: bool, answers: Path | None, device: str | None, no_
 
     from rich.console import Console
 
-    from halfstep.errors import Interrupted
     from halfstep.guide.guide import guide
 
     console = Console()

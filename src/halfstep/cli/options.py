@@ -98,6 +98,16 @@ def refuse_bad_run(run: Path, out: Path | None) -> None:
         refuse_used_folder(out)
 
 
+def refuse_unknown_device(name: str | None) -> str | None:
+    """Raise for a --device that no machine has, before torch is imported, which knows the devices of this one."""
+    from halfstep.config.schema import is_device
+
+    if name and not is_device(name):
+        raise ConfigError(f"--device {name}: there is no such kind of device", fix=f"use one of {DEVICES}")
+    return name
+
+
+DEVICES = "auto, cpu, cuda, cuda:1, mps, xpu"
 TARGET, OR_RUN = "WORKLOAD|CONFIG.yaml KEY=VALUE", "WORKLOAD|CONFIG.yaml|RUN KEY=VALUE"
 USED, TRAINED = "What to use, then settings.", "What to train, then settings."
 Arguments = Annotated[list[str], typer.Argument(metavar=TARGET, help=USED, autocompletion=complete_target)]
@@ -127,8 +137,10 @@ BatchSize = Annotated[int | None, option("Samples per micro-batch.", panel=DATA)
 ImageSize = Annotated[int | None, option("Image side in pixels.", panel=DATA)]
 Epochs = Annotated[int | None, option("Passes over the training set.", panel=DATA)]
 MaxSteps = Annotated[int | None, option("At most this many steps; 0: no limit.", panel=DATA)]
-Device = Annotated[str | None, option("cpu, cuda, cuda:1, mps, xpu.", panel=RUN)]
-UsedDevice = Annotated[str | None, option("cpu, cuda, cuda:1, mps, xpu; default: the run's.")]
+Device = Annotated[str | None, option("cpu, cuda, cuda:1, mps, xpu.", panel=RUN, callback=refuse_unknown_device)]
+UsedDevice = Annotated[
+    str | None, option("cpu, cuda, cuda:1, mps, xpu; default: the run's.", callback=refuse_unknown_device)
+]
 UsedPrecision = Annotated[str | None, option("Precision to compute in; default: the run's.")]
 Checkpoint = Annotated[str, option("Which checkpoint, or its step.", metavar="best|last|NAME")]
 Trust = Annotated[

@@ -157,15 +157,19 @@ def suggest_remedy(path: str, details: list[ErrorDetails], schema: type[Section]
     is_word = meaning[1:2].islower()  # NHWC and TF32 keep their capitals
     named = f"{path} ({meaning[:1].lower() + meaning[1:] if is_word else meaning})"
     change = (
-        f"leave out {named}" if details[0]["type"] == "value_error" else f"set {named} to {describe_wanted(details)}"
+        f"change or leave out {named}"
+        if details[0]["type"] == "value_error"
+        else f"set {named} to {describe_wanted(details)}"
     )
     has_default = not field.is_required() and field.default not in (None, "", ())
     return f"{change}; its default is {field.default}" if has_default else change
 
 
 def suggest_choice(details: list[ErrorDetails]) -> str:
-    """Return `did you mean 'adam'?` for a mistyped choice; empty if no choice is similar."""
+    """Return `did you mean 'adam'?` for a mistyped choice or as the validator says; empty if nothing is similar."""
     for detail in details:
+        if "did you mean" in detail["msg"]:
+            return detail["msg"][detail["msg"].index("did you mean") :]
         if detail["type"] == "literal_error" and isinstance(detail["input"], str):
             found = suggest_nearest(detail["input"], re.findall(r"'([^']*)'", detail["ctx"]["expected"]))
             return found if found.startswith("did you mean") else ""
@@ -202,7 +206,7 @@ def describe_setting(path: str, statements: Mapping[str, Statement], complaint: 
 
 def describe_complaint(details: list[ErrorDetails]) -> str:
     if details[0]["type"] == "value_error":
-        return str(details[0]["ctx"]["error"])
+        return str(details[0]["ctx"]["error"]).partition("; did you mean ")[0]  # which is the fix
     return f"expected {describe_wanted(details)}"
 
 

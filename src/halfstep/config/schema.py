@@ -178,7 +178,8 @@ class TrainConfig(Section):
     )
     report_every: Literal["auto"] | PositiveCount = Field(
         default="auto",
-        description="Attempted steps between two lines of metrics; auto: 10, fewer in runs below 100 steps",
+        description="Attempted steps between two lines of metrics; before the first one also steps 1, 2, 4, ...; "
+        "auto: 10, fewer in runs below 100 steps",
     )
     fast: Literal["auto", "off", "compile", "graph"] = Field(
         default="auto",
@@ -207,6 +208,16 @@ class TrainConfig(Section):
     )
     reduce: Literal["fp32", "bf16"] = Field(
         default="fp32", description="Several ranks: format in which gradients are all-reduced"
+    )
+    shard: Literal["auto"] | bool = Field(
+        default=False,
+        description="Several ranks: divide parameters, gradients and optimizer state among them (FSDP2); auto: only "
+        "if the memory plan says that a whole copy per rank does not fit",
+    )
+    shard_gather: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description="With shard: format in which blocks are gathered; bf16 halves the traffic; norms and modules "
+        "that compute in fp32 stay in fp32",
     )
     sync_batch_norm: bool = Field(
         default=False, description="Several ranks: BatchNorm computes its statistics over all of them (GPUs only)"
@@ -473,6 +484,13 @@ class RunConfig(Section):
         default_factory=dict, description="Custom values, which any setting can refer to as ${globals.NAME}"
     )
 
+    @field_validator("device")
+    @classmethod
+    def check_device(cls, value: str) -> str:
+        if not is_device(value):
+            raise ValueError("there is no such kind of device")
+        return value
+
     def replace(self, **sections: Mapping[str, Any]) -> Self:
         """Return a copy with other values in some of its sections; nothing is validated again."""
         parts = {name: getattr(self, name).model_copy(update=dict(values)) for name, values in sections.items()}
@@ -511,6 +529,14 @@ class Schemas(Protocol):
     def __getitem__(self, workload: str) -> HasSchema: ...
     def __iter__(self) -> Iterator[str]: ...
     def list_translators(self) -> Iterable[Translator]: ...
+
+
+DEVICE = re.compile(r"(auto|cpu|cuda|rocm|mps|xpu)(:\d+)?", re.IGNORECASE)
+
+
+def is_device(name: str) -> bool:
+    """True if a machine can have a device of this name."""
+    return DEVICE.fullmatch(name) is not None
 
 
 def is_import_path(name: str) -> bool:

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from halfstep.errors import PrecisionError
 from halfstep.evidence.attempts import Attempt, Subject, attempt
 from halfstep.evidence.ranges import ROOT, Operation, RangeTrace
-from halfstep.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, Format
+from halfstep.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, DryRunTarget, Format
 from halfstep.precision.simulate import round_to
 
-Target = Literal["fp16", "bf16-true", "fp8"]
-TARGETS: tuple[Target, ...] = ("fp16", "bf16-true", "fp8")
 DTYPES = {"fp16": "float16", "bf16-true": "bfloat16", "fp8": "bfloat16"}
 MUCH = 0.1
 """A module loses much where a tenth of its numbers that are not zero become zero, or a tenth of its updates vanish."""
@@ -107,7 +105,7 @@ class Histograms(RangeTrace):
                     self.operands.setdefault((seen.module, seen.is_backward), Magnitudes()).add(tensor)
 
 
-def judge_modules(subject: Subject, target: Target, windows: Iterable[list[Any]]) -> list[Judgement]:
+def judge_modules(subject: Subject, target: DryRunTarget, windows: Iterable[list[Any]]) -> list[Judgement]:
     """Judge weights, activations and gradients of each module."""
     in_fp32 = subject.plan_for("fp32", {})
     # fp8 applies to operands of linear layers only, which the fp32 trace records; it needs no simulated step.
@@ -173,7 +171,7 @@ def judge_updates(before: Mapping[str, Tensor], after: Mapping[str, Tensor], sav
     ]  # fmt: skip
 
 
-def _find_held(run: Attempt, target: Target) -> dict[tuple[Any, ...], bool]:
+def _find_held(run: Attempt, target: DryRunTarget) -> dict[tuple[Any, ...], bool]:
     """Return whether each operation gives numbers in the format, by module, name, direction and occurrence."""
     assert run.trace is not None
     return {key: op.output.dtype == DTYPES[target] for key, op in _enumerate_operations(run.trace)}
@@ -188,7 +186,7 @@ def _enumerate_operations(trace: RangeTrace) -> Iterable[tuple[tuple[Any, ...], 
 
 
 def _select_magnitudes(
-    trace: Histograms, target: Target, held: Mapping[tuple[Any, ...], bool], model: nn.Module
+    trace: Histograms, target: DryRunTarget, held: Mapping[tuple[Any, ...], bool], model: nn.Module
 ) -> Iterable[tuple[tuple[str, bool], Magnitudes]]:
     if target == "fp8":
         linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -206,7 +204,7 @@ def _find_best_scale(found: Mapping[tuple[str, str], Magnitudes]) -> float:
     return 2.0 ** min(math.floor(math.log2(FP16.largest / high)), 24) if high else 1.0
 
 
-def _judge(module: str, kind: str, found: Magnitudes, target: Target, scale: float) -> Judgement:
+def _judge(module: str, kind: str, found: Magnitudes, target: DryRunTarget, scale: float) -> Judgement:
     if target == "fp8":
         fmt = FP8_E5M2 if kind == "gradients" else FP8_E4M3
         # Scaled so that the largest value becomes the largest of the format.

@@ -175,8 +175,6 @@ def parse_path(answer: str) -> Path:
 
 def read_answers(path: Path, questions: Sequence[Question]) -> dict[str, str]:
     """Read answers from a YAML or JSON file, `key: value` for any of the questions; check each choice."""
-    if not path.exists():
-        raise ConfigError(f"no file of answers at {path}", fix="give a YAML or JSON file, or leave --answers out")
     known = {question.key: question for question in questions}
     answers: dict[str, str] = {}
     for statement in read_file_statements(read_yaml(path)):

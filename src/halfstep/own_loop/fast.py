@@ -67,7 +67,7 @@ MAX_TRACERS = 4  # combinations of backend flags that are not guarded by Dynamo
 MAX_UNUSED = 4  # graphs captured in a row without one replay
 COMPILED: Compiler = "inductor"
 LOOK_EVERY = 20  # replays between two looks at whether compiling pays, or a check is due
-CHECK_SHARE = 0.005  # of the time, for comparing replays with uncaptured code again
+CHECK_SHARE = 0.005  # of the time in steps, for comparing replays with uncaptured code again
 TIMED = 20  # replays
 ERROR = 2.0  # how much further from fp32 compiled gradients may be than those of torch's kernels
 ROUNDING = 1e-5  # relative, of sums in another order in fp32
@@ -95,8 +95,8 @@ class Level:
     num_unused: int = 0  # graphs in a row that were captured and not replayed
     num_replays: int = 0
     is_full: bool = False  # graphs were dropped before they could be replayed, so no more are captured
-    began: float = 0.0  # when the first graph was captured
-    checked: float = 0.0  # when replays were last compared with uncaptured code
+    began_s: float = 0.0  # the time in steps when the first graph was captured
+    checked_s: float = 0.0  # and when replays were last compared with uncaptured code
     check_s: float = 0.0  # how long that took
     num_trusted: int = 0  # replays until then
 
@@ -142,6 +142,9 @@ class FastPath:
         self.expected: Compiling | None = None  # what compiling takes and saves, for windows of these shapes
         self.why_not_compiled = self._find_eager_commit() if asked == "auto" else f"fast={asked!r}"
         self.rates = HandRates(step)
+        self.in_steps_s = 0.0
+        """Seconds spent in steps: what the loop does in between, such as validation, pays for no check, and compiling
+        does not shorten it."""
         self.is_pure = False  # whether the traced code of the last step changes no Python object
         self.first = step.attempted
         self.has_compiled_blocks = step.sharding is not None and asked == "compile" and not step.plan.simulated
@@ -202,7 +205,7 @@ class FastPath:
             if level.num_replays % LOOK_EVERY == 0:
                 if not self.why_not_compiled and self.trial is None and self._is_worth_compiling(traced.batches):
                     self._begin_trial(traced.batches, graph)
-                if (time.monotonic() - level.checked) * CHECK_SHARE > level.check_s:
+                if (self.in_steps_s - level.checked_s) * CHECK_SHARE > level.check_s:
                     self._check_again(level, graph, traced, loss_fn)
             return self._replay(graph, traced)
         if obstacle := self._find_obstacle():
@@ -299,8 +302,8 @@ class FastPath:
             self._leave(level, (str(error).splitlines() or [type(error).__name__])[0])
             return self._run_uncaptured(level, key, traced)
         level.certificate.add("its uncaptured code")
-        level.checked, level.num_trusted = time.monotonic(), level.num_replays
-        level.check_s = level.checked - began  # with the capture: an upper bound until the first real check
+        level.checked_s, level.num_trusted = self.in_steps_s, level.num_replays
+        level.check_s = time.monotonic() - began  # with the capture: an upper bound until the first real check
         is_first = not level.graphs
         level.graphs[key] = graph
         while len(level.graphs) > self.max_graphs:
@@ -308,7 +311,7 @@ class FastPath:
         if level is self.trial:
             self._end_trial(level, graph, StepState(self.step, traced.list_written()))
         elif is_first:
-            level.began = time.monotonic()
+            level.began_s = self.in_steps_s
             alone = f"; the commit runs uncaptured: {eager_commit}" if eager_commit else ""
             say(f"captured as a CUDA graph of {NAMES[level.compiler]}: {level.certificate}{alone}")
         return facts
@@ -347,8 +350,8 @@ class FastPath:
             if is_python:
                 traced.calls.clear()  # the traced code is suspect, too: make this step from the Python code
             raise NotTraced(f"replays differ from uncaptured steps, {num_suspect} steps are suspect") from None
-        level.checked, level.num_trusted = time.monotonic(), level.num_replays
-        level.check_s = level.checked - began
+        level.checked_s, level.num_trusted = self.in_steps_s, level.num_replays
+        level.check_s = time.monotonic() - began
         level.certificate.num_checks += 1
 
     def _note_changing(self, level: Level, traced: TracedWindow, last: TracedWindow) -> None:
@@ -489,7 +492,7 @@ class FastPath:
             num_nodes = sum(entry.num_nodes for tracer in level.tracers.values() for entry in tracer.entries)
             self.shapes, self.history = shapes, CompileHistory(self.step, shapes)
             self.expected = self.history.expect(num_nodes)
-        spent = time.monotonic() - level.began
+        spent = self.in_steps_s - level.began_s
         if self.num_steps is not None:
             spent *= max(0, self.num_steps - self.step.attempted) / level.num_replays
         return spent * self.expected.saving > self.expected.seconds

@@ -204,8 +204,9 @@ def _check_weight(weight: Any) -> Weight:
 
 def _count_samples(batch: Batch, *, is_alone: bool) -> int:
     array = find_first_array(batch)
-    is_unknown = array is None or not array.ndim
-    return 1 if is_unknown and is_alone else count_samples(batch)  # alone in its window it counts whatever it weighs
+    if array is not None and array.ndim:
+        return len(array)
+    return 1 if is_alone else count_samples(batch)  # alone in its window it counts whatever it weighs
 
 
 def find_half_dtypes(loss: Tensor, most: int = 20_000) -> set[torch.dtype]:

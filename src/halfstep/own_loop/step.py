@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Never, Self
@@ -281,6 +282,7 @@ class Step:
 
     def __call__(self, loss_fn: LossFn, window: Iterable[Batch] | None = None) -> Outcome:
         """Compute, judge and commit one window. `loss_fn(batch)` returns the loss, or (loss, weight)."""
+        began = time.monotonic()
         with self._step.signals.delay():  # but not in forward and backward, which can be undone
             batches = self._check(loss_fn, window)
 
@@ -297,7 +299,8 @@ class Step:
                 self._recorder.keep(facts.attempted, batches)
             if self._watch is not None:
                 self._look(loss_fn, batches, facts)
-            self._act_on(self._guard.watch(facts))
+            self._act_on(self._guard.watch(facts))  # waits for the step before the last, so that this is its time
+            self._fast.in_steps_s += time.monotonic() - began
         return Outcome(facts)
 
     def _look(self, loss_fn: LossFn, batches: list[Batch], facts: Facts) -> None:
@@ -543,7 +546,10 @@ class Step:
 
 
 class Outcome:
-    """The outcome of one step. The first property read waits for the device, so read it when you report."""
+    """The outcome of one step. The first property read waits for the device, so read it when you report.
+
+    `item()`, `float()` and `f"{outcome:.3f}"` give the loss, so that a loop's logging lines can stay as they are.
+    """
 
     def __init__(self, facts: Facts | Reading) -> None:
         self._facts = facts
@@ -564,6 +570,16 @@ class Outcome:
     def loss(self) -> float:
         """Return the window's loss, unscaled."""
         return self.reading.loss
+
+    def item(self) -> float:
+        """Return the window's loss, as `loss.item()` does in a plain loop."""
+        return self.loss
+
+    def __float__(self) -> float:
+        return self.loss
+
+    def __format__(self, spec: str) -> str:
+        return format(self.loss, spec) if spec else repr(self)
 
     @property
     def grad_norm(self) -> float:

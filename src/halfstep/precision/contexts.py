@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from halfstep.backend_flags import Fp32Mode, read_effective_leaves, set_fp32_mode
+from halfstep.backend_flags import Fp32Context, Fp32Mode, read_effective_leaves, set_fp32_mode
 from halfstep.errors import PrecisionError
 from halfstep.precision.op_lists import use_cuda_op_lists
 from halfstep.precision.simulate import simulate_kernels
@@ -46,29 +46,30 @@ def make_forward_context(plan: Plan) -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _enter_forward(plan: Plan) -> Iterator[None]:
     # torch.compile traces torch.autocast, but not the functions that read and clear its state.
-    autocast = _make_autocast if torch.compiler.is_compiling() else _enter_fresh_autocast
-    with _enter_backend(plan), autocast(get_device_type(plan), get_autocast_dtype(plan.granted)):
+    autocast = _make_autocast if torch.compiler.is_compiling() else FreshAutocast
+    with enter_backend(plan), autocast(get_device_type(plan), get_autocast_dtype(plan.granted)):
         yield
 
 
 def make_backend_context(plan: Plan) -> contextlib.AbstractContextManager[None]:
     """Set backend flags and simulated kernels: the context of backward and the optimizer."""
-    return _enter_backend(plan) if torch.compiler.is_compiling() else Reusable(lambda: _enter_backend(plan))
+    return enter_backend(plan) if torch.compiler.is_compiling() else Reusable(lambda: enter_backend(plan))
 
 
-def make_autocast_context(plan: Plan) -> contextlib.AbstractContextManager[None]:
-    """Enter autocast as planned: what a forward pass needs in addition to `make_backend_context`."""
-    return Reusable(lambda: _enter_fresh_autocast(get_device_type(plan), get_autocast_dtype(plan.granted)))
+def enter_autocast(plan: Plan) -> contextlib.AbstractContextManager[None]:
+    """Enter autocast as planned: what a forward pass needs in addition to `enter_backend`."""
+    return FreshAutocast(get_device_type(plan), get_autocast_dtype(plan.granted))
 
 
-def _enter_backend(plan: Plan) -> contextlib.AbstractContextManager[None]:
+def enter_backend(plan: Plan) -> contextlib.AbstractContextManager[None]:
+    """Enter the context of `plan.backend()` once, in less time."""
     mode: Fp32Mode = "tf32" if plan.compute == "tf32" and not plan.simulated else "ieee"
     if torch.compiler.is_compiling():
         _check_compiled_region(mode, simulated=plan.simulated)
         return contextlib.nullcontext()
     if plan.simulated:
         return _enter_simulated_backend(plan)
-    return _enter_native_backend(plan, mode)
+    return SoundBackend(mode) if has_cudnn_fault(plan.device) else Fp32Context(mode)
 
 
 def get_device_type(plan: Plan) -> str:
@@ -90,33 +91,68 @@ def _make_autocast(device_type: str, dtype: torch.dtype | None) -> torch.autocas
     return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None, cache_enabled=CACHE_ENABLED)
 
 
-@contextlib.contextmanager
-def _enter_fresh_autocast(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """Enter autocast with an empty cache of cast weights, and leave nothing of it behind.
+class FreshAutocast:
+    """Autocast with an empty cache of cast weights, which leaves nothing of it behind. It is entered once.
 
     torch counts the open autocast contexts of a thread and clears the cache when the count returns to 0. An interrupt
     inside `torch.autocast.__enter__` or `__exit__` leaves the count too high: the cache would then never be cleared,
-    and all later steps would use stale copies of the weights.
+    and all later steps would use stale copies of the weights. The state is set directly here: torch.autocast asks the
+    device in every call whether it has the dtype, which the plan knows.
     """
-    was_enabled, kept_casts = torch.is_autocast_enabled(device_type), torch.is_autocast_cache_enabled()
-    num_open = torch.autocast_increment_nesting()
-    torch.clear_autocast_cache()  # the copies of a context that was left open before
-    try:
-        with _make_autocast(device_type, dtype):
-            yield
-    finally:
-        while torch.autocast_decrement_nesting() >= num_open:
-            pass  # close the contexts that were left open inside
+
+    def __init__(self, device_type: str, dtype: torch.dtype | None) -> None:
+        self.device_type, self.dtype = device_type, dtype
+
+    def __enter__(self) -> None:
+        device_type, dtype = self.device_type, self.dtype
+        self.before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        self.kept_casts = torch.is_autocast_cache_enabled()
+        self.num_open = torch.autocast_increment_nesting()
+        try:
+            torch.clear_autocast_cache()  # the copies of a context that was left open before
+            torch.set_autocast_enabled(device_type, dtype is not None)
+            if dtype is not None:
+                torch.set_autocast_dtype(device_type, dtype)
+            torch.set_autocast_cache_enabled(self.kept_casts and CACHE_ENABLED is None)
+        except BaseException:
+            self._restore()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._restore()
+        except BaseException:  # an interrupt in between
+            self._restore()
+            raise
+
+    def _restore(self) -> None:
+        """Close this context and those that were left open inside. Calling it twice is harmless."""
+        num_open = torch.autocast_increment_nesting()
+        while num_open >= self.num_open:
+            num_open = torch.autocast_decrement_nesting()
         torch.clear_autocast_cache()
-        torch.set_autocast_enabled(device_type, was_enabled)
-        torch.set_autocast_cache_enabled(kept_casts)
+        torch.set_autocast_enabled(self.device_type, self.before[0])
+        torch.set_autocast_dtype(self.device_type, self.before[1])
+        torch.set_autocast_cache_enabled(self.kept_casts)
 
 
-@contextlib.contextmanager
-def _enter_native_backend(plan: Plan, mode: Fp32Mode) -> Iterator[None]:
-    # In backward too: activation checkpointing runs forward again there.
-    with set_fp32_mode(mode), use_sound_attention(plan.device):
-        yield
+class SoundBackend(Fp32Context):
+    """Backend flags, and attention without cuDNN's faulty shapes (below). In backward too: activation checkpointing
+    runs forward again there."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        try:
+            _count_entry(1)
+        except BaseException:
+            super().__exit__()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            _count_entry(-1)
+        finally:
+            super().__exit__()
 
 
 @contextlib.contextmanager
@@ -165,7 +201,7 @@ def _enter_simulation(dtype: torch.dtype | None, device_type: str) -> Iterator[N
     with (
         simulate_kernels(tf32=dtype is None),
         use_cuda_op_lists(device_type),
-        _enter_fresh_autocast(device_type, dtype),
+        FreshAutocast(device_type, dtype),
     ):
         yield
 

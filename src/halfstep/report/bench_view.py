@@ -14,7 +14,7 @@ from rich.text import Text
 
 from halfstep.errors import format_count
 from halfstep.report.config_view import format_setting
-from halfstep.report.console import make_columns_table, print_text
+from halfstep.report.console import make_columns_table, print_text, split_columns
 from halfstep.report.picture_file import FAINT, INK, make_figure, save_figure
 from halfstep.report.progress import format_time
 
@@ -27,8 +27,6 @@ NOTHING = "-"
 WHO = ("who", "mode", "precision")
 OLDER_UNIT = {"name": "sample", "per_sample": 1}
 """Unit of stored results in benchmarks/results that do not name one."""
-GAP = 2
-"""Spaces between two columns."""
 
 
 def show_bench(record: Record, console: Console) -> None:
@@ -37,7 +35,7 @@ def show_bench(record: Record, console: Console) -> None:
     console.print(Text(format_title(record), style="bold"), soft_wrap=True)
     measured = [row for row in rows if row["window_ms"]]
     columns = _build_columns(measured, record.get("unit", OLDER_UNIT))
-    for table in split_columns(columns, console.width) if measured else ():
+    for table in split_columns(columns, console.width, names=WHO) if measured else ():
         console.print(make_columns_table(table, left=WHO))
     missing = [f"not measured: {_format_label(row)}: {row['reason']}" for row in rows if not row["window_ms"]]
     remarks = [f"{_format_label(row)}: {remark}" for row in measured for remark in row["remarks"]]
@@ -92,21 +90,6 @@ def format_digits(value: float | None, significant: int = 3) -> str:
 def format_start(row: Record) -> str:
     """Format the seconds to the first step and the state of the compiler's cache."""
     return f"{format_digits(row['start_s'])} {row['cache']}".rstrip()
-
-
-def split_columns(columns: Mapping[str, Sequence[str]], width: int) -> list[dict[str, Sequence[str]]]:
-    """Split the columns into as few tables as fit the width, each with the row names."""
-    widths = {name: max(map(len, (name, *cells))) + GAP for name, cells in columns.items()}
-    names = {name: columns[name] for name in WHO}
-    tables: list[dict[str, Sequence[str]]] = [dict(names)]
-    for name in columns:
-        if name in WHO:
-            continue
-        # Start a new table when the next column would exceed the width, unless the table is empty.
-        if len(tables[-1]) > len(WHO) and sum(widths[n] for n in (*tables[-1], name)) - GAP > width:
-            tables.append(dict(names))
-        tables[-1][name] = columns[name]
-    return tables
 
 
 def _build_columns(rows: Sequence[Record], unit: Record) -> dict[str, list[str]]:

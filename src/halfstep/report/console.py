@@ -65,6 +65,27 @@ def make_columns_table(columns: Mapping[str, Sequence[str]], *, left: Iterable[s
     return table
 
 
+GAP = 2
+"""Spaces between two columns."""
+
+
+def split_columns(
+    columns: Mapping[str, Sequence[str]], width: int, *, names: Sequence[str]
+) -> list[dict[str, Sequence[str]]]:
+    """Split the columns into as few tables as fit the width, each with the columns that name its rows."""
+    widths = {title: max(map(len, (*title.split("\n"), *cells))) + GAP for title, cells in columns.items()}
+    named = {title: columns[title] for title in names}
+    tables: list[dict[str, Sequence[str]]] = [dict(named)]
+    for title in columns:
+        if title in names:
+            continue
+        # Start a new table when the next column would exceed the width, unless the table is empty.
+        if len(tables[-1]) > len(names) and sum(widths[one] for one in (*tables[-1], title)) - GAP > width:
+            tables.append(dict(named))
+        tables[-1][title] = columns[title]
+    return tables
+
+
 def make_pairs_table(pairs: Iterable[tuple[str, str]]) -> Table:
     """Make a table of names and values without titles."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shlex
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ class Listener(Protocol):
     """Receives every record of a run."""
 
     name: str
+    where: str
+    """How to see what it recorded; empty for callbacks."""
 
     def add(self, record: Mapping[str, Any]) -> None: ...
 
@@ -117,6 +120,7 @@ class TensorBoard:
 
         # Events after the last record are from steps that a resumed run repeats: TensorBoard hides them.
         purge_step = None if after_step is None else after_step + 1
+        self.where = shlex.join(["tensorboard", "--logdir", str(folder / "tensorboard")])
         self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
         for title, value in {"config": settings, "plan": plan}.items():
             # Indented by four spaces: Markdown shows it as written.
@@ -161,6 +165,8 @@ class WandB:
             settings=wandb.Settings(console="off", silent=quiet),
         )
         self.id = str(self._run.id)
+        # An offline run has no address.
+        self.where = self._run.url or shlex.join(["wandb", "sync", str(Path(self._run.dir).parent)])
         self._artifact: Callable[..., Any] = wandb.Artifact
         # Records do not come in the order of their steps: an event is recorded before the train record of its step.
         self._run.define_metric("step", hidden=True)
@@ -192,6 +198,7 @@ class MLflow:
         self._mlflow: Any = mlflow
         started = mlflow.start_run(run_id=run_id, run_name=None if run_id else folder.resolve().name)
         self.id = str(started.info.run_id)
+        self.where = f"run {self.id} in {mlflow.get_tracking_uri()}"
         if run_id is not None:  # MLflow refuses to change the parameters of a run
             return
         flat = flatten_keys({**settings, "plan": dict(plan)})
@@ -221,6 +228,7 @@ class Callbacks:
     """Calls the user's functions with each record; after an exception none of them is called again."""
 
     name = "train.callbacks"
+    where = ""
 
     def __init__(self, functions: Mapping[str, Callable[[dict[str, Any]], object]]) -> None:
         self._functions = functions

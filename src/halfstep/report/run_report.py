@@ -147,8 +147,9 @@ class RunReport:
         self._tell(lambda listener: listener.add_files(self.folder, files))
 
     @property
-    def is_tracked(self) -> bool:
-        return any(not isinstance(one, Callbacks) for one in self._listeners)
+    def trackers(self) -> list[tuple[str, str]]:
+        """Return the name of each tracker and how to see what it recorded."""
+        return [(one.name, one.where) for one in self._listeners if not isinstance(one, Callbacks)]
 
     def _tell(self, pass_on: Callable[[Listener], None]) -> None:
         """Drop a tracker that fails, with a warning: a lost connection must not end a run."""

@@ -126,12 +126,12 @@ class Journal:
         self.gpu: Callable[[], str] = str  # the GPU's utilisation in short; empty if unknown
         self._epoch, self._samples_per_s, self._waiting = 0, 0.0, Waiting()
         self._bar: Bar | None = None
-        self._has_shown = False  # whether this bar has shown the fields of a step
+        self._has_record = False  # whether this bar has shown a record
         self._is_due = False  # whether a record was written that the bar does not show yet
         self.pace, self._is_announced = Pace(total_steps), False
         self._is_compiling = False
         self._lagging = Lagging()
-        self._shown_metric = ""
+        self._shown_metric: str | None = None  # None: not computed in this pass
         self._since_metric = Stopwatch()
         self._clock, self._before_s = Stopwatch(), 0.0
 
@@ -155,7 +155,10 @@ class Journal:
         for name, part in split_phases(reading).items():
             self.seen[name].newest = part
             self._report_reading(part, name)
-        if (reading.attempted + 1) % self.report_every == 0:  # `attempted` counts the steps before this one
+        step = reading.attempted + 1  # `attempted` counts the steps before this one
+        # Before the first regular record also steps 1, 2, 4, ..., so that bar and `top` show progress from the start.
+        is_early = step < self.report_every and step.bit_count() == 1
+        if is_early or step % self.report_every == 0:
             self._record(reading)
 
     def _report_reading(self, reading: Reading, phase: str) -> None:
@@ -259,21 +262,26 @@ class Journal:
         return {f"{key}/{name}": getattr(r, key) for name, r in read if r is not None for key in shown} | means
 
     def _advance(self, bar: Bar) -> None:
-        # With each record, so that bar, metrics.jsonl and `top` show the same numbers. The last step always updates
-        # the fields: a finished bar must not show the numbers of an earlier step.
-        is_wanted = self._is_due or not self._has_shown or bar.done + 1 == bar.total
+        # With each record, so that bar, metrics.jsonl and `top` show the same numbers; every step until the first one.
+        is_wanted = self._is_due or not self._has_record
         is_read = any(one.num_losses for one in self.seen.values())  # a step of this epoch
         fields = self._format_fields() if is_wanted and is_read else None
         bar.advance(fields, begins_pace=self._is_compiling)
-        self._has_shown |= fields is not None
+        self._has_record |= self._is_due and fields is not None
         self._is_due &= fields is None
         self._is_compiling = False
+
+    def finish_bar(self) -> None:
+        """Show the last step that was read: a finished bar must not show the numbers of an earlier one."""
+        if self._bar is not None and any(one.num_losses for one in self.seen.values()):
+            self._shown_metric, self._is_due = None, False
+            self._bar.show(self._format_fields())
 
     def _format_fields(self) -> dict[str, str]:
         """Return the fields next to the progress bar, most important first."""
         r = self.latest
         assert r is not None
-        if self._since_metric.elapsed_s > METRIC_EVERY_S or not self._shown_metric:
+        if self._since_metric.elapsed_s > METRIC_EVERY_S or self._shown_metric is None:
             found = self.train_metric()
             self._shown_metric = f"{found[self.metric]:.3f}" if self.metric in found else ""
             self._since_metric.restart()
@@ -354,7 +362,7 @@ class Journal:
         whole = self._format_whole if self.pace.total_steps else None
         self.pace.begin_training()
         with self.report.show_phase(label, num_windows, whole=whole, is_summarised=True) as bar:
-            self._epoch, self._bar, self._has_shown, self._shown_metric = epoch, bar, False, ""
+            self._epoch, self._bar, self._has_record, self._shown_metric = epoch, bar, False, None
             bar.show({"precision": self._precision})
             try:
                 yield
@@ -508,7 +516,7 @@ class Waiting:
     trained_s: float = 0.0
     waited_s: float = 0.0
     start_s: float = 0.0
-    """The part of `trained_s` until steps were compiled and captured."""
+    """The part of `trained_s` until steps were compiled and captured, of every start of the run."""
     start_waited_s: float = 0.0
     """The part of `waited_s` in that time."""
 

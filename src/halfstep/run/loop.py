@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -69,9 +70,12 @@ class Loop:
             parts.guard.make_again = self._run_again
             if parts.recorder is not None:
                 parts.guard.look_early = parts.recorder.look_early
-        self.throughput, self.waiting, self.num_samples = Throughput(), Waiting(), 0
+        self.throughput, self.waiting = Throughput(), Waiting()
+        self.num_samples = 0
+        """Training samples since this start."""
         self.num_made = 0
         """Steps since this start; the first ones compile and capture."""
+        self._is_settled = False
         self.settled: Callable[[], None] = lambda: None
         """Called once, after the first steps."""
         self._is_asked = False
@@ -107,6 +111,7 @@ class Loop:
             except OutOfMemory as error:
                 error.__traceback__ = None  # its frames hold the activations that did not fit
                 raise self._explain(error) from error
+        self.checkpoints.wait()
         self._stop_for_callback()  # which may have failed in the last record
         if self.parts.stopping.should_stop and self.position.epoch < epochs:
             when = f"step {self.parts.step.attempted}" if self._by_steps else f"epoch {self.position.epoch}"
@@ -117,6 +122,11 @@ class Loop:
         return explain_out_of_memory(
             error, parts.config, self.engine.pieces, parts.device, num_ranks, suggest_for_run(parts)
         )
+
+    def count_samples(self) -> int:
+        """Return the training samples of the whole run, including those before it was resumed."""
+        loader, position = self.parts.train_loader, self.position
+        return position.epoch * sum(loader.list_sizes(0, len(loader))) + sum(loader.list_sizes(0, position.batch))
 
     def _compute_metrics(self) -> dict[str, float]:
         """Return the training metrics of the epoch so far, if the steps' outputs fit the workload's metrics."""
@@ -172,7 +182,7 @@ class Loop:
         """Train on the epoch's windows up to the next validation or samples."""
         parts = self.parts
         self.throughput.restart()
-        clock, waited_s = Stopwatch(), feed.waited_s
+        waiting, clock, waited_s = Waiting(), Stopwatch(), feed.waited_s
         with self.journal.show_training(self.position.epoch, num_windows):
             for window in windows:
                 facts = self._run_step(window)
@@ -180,20 +190,28 @@ class Loop:
                 # Advance before the guard's verdict: if that is to save and stop, this window must not come again.
                 self.position.batch += len(window)
                 self._act_on(parts.guard.watch(facts))
-                waiting = Waiting(trained_s=clock.elapsed_s, waited_s=feed.waited_s - waited_s)
-                self._count_start(waiting)
+                lap_s, lap_waited_s, waited_s = clock.restart(), feed.waited_s - waited_s, feed.waited_s
+                waiting.add(lap_s, lap_waited_s)
+                self._count_time(lap_s, lap_waited_s)
                 self._finish_step(samples, waiting)
                 # Leave the bar: validation and samples have their own output.
                 if self.is_over or self._samples_are_due() or self._validation_is_due():
                     break
-        self.waiting.add(clock.elapsed_s, feed.waited_s - waited_s)
+            # Read the last steps for the finished bar. Samples come before that: a rollback would change them.
+            if not self._samples_are_due():
+                self._act_on(parts.guard.drain())
+            self.journal.finish_bar()
 
-    def _count_start(self, since: Waiting) -> None:
-        """Record how long compiling and capturing took; `since` is time that `self.waiting` does not include yet."""
+    def _count_time(self, lap_s: float, waited_s: float) -> None:
+        """Add the time of one step to that of the run; the first steps of a start compile and capture."""
         self.num_made += 1
-        if self.waiting.start_s == 0 and self.num_made >= START_STEPS[self.engine.mode]:
-            self.waiting.start_s = self.waiting.trained_s + since.trained_s
-            self.waiting.start_waited_s = self.waiting.waited_s + since.waited_s
+        self.waiting.add(lap_s, waited_s)
+        if self._is_settled:
+            return
+        self.waiting.start_s += lap_s
+        self.waiting.start_waited_s += waited_s
+        if self.num_made >= START_STEPS[self.engine.mode]:
+            self._is_settled = True
             self.settled()
 
     def _run_step(self, window: list[dict[str, Tensor]]) -> Facts | PhasedFacts:
@@ -246,10 +264,9 @@ class Loop:
         if parts.snapshots is not None and parts.snapshots.is_due(attempted):
             parts.guard.release_held()
             parts.snapshots.take(parts.model, parts.step)
-        if every and attempted % every == 0:
-            self.save()
+        saved = self.save() if every and attempted % every == 0 else None
         if self._must_stop:
-            self._save_and_stop()
+            self._stop(saved or self.save())
 
     # --- the guard's verdict ---
 
@@ -263,6 +280,7 @@ class Loop:
             # A resumed run continues with the next window and counts faults from zero.
             self.parts.guard.acknowledge()
             path = self.save()
+            self.checkpoints.wait()
             raise TrainingStopped(
                 f"training stopped: {verdict.reason}",
                 why=f"the weights are as they were before those steps, saved in {path}",
@@ -316,16 +334,16 @@ class Loop:
             self._act_on(self.parts.guard.drain())
             is_best = self._validate(self.position.epoch, in_turn=True)
             self.train_metrics = self.parts.workload.metrics()
-            self.save(is_best=is_best)
+            saved = self.save(is_best=is_best)
             if self._must_stop:
-                self._save_and_stop()
+                self._stop(saved)
 
     def _sample(self) -> None:
-        """Write samples of the model's outputs; only rank 0 does."""
+        """Write samples of the model's outputs; only rank 0 does, unless ranks divide the model."""
         folder = self.checkpoints.folder.parent / "report" / "samples" / f"{self.parts.step.attempted:08d}"
         self.sampled_at = self.parts.step.attempted
         self.parts.guard.release_held()
-        if not self.checkpoints.writes:
+        if not self.checkpoints.writes and self.parts.sharded is None:
             return
         try:
             written = self._run_with_room(lambda: sample(self.parts, folder))
@@ -352,10 +370,9 @@ class Loop:
         if is_due or not self._by_steps:
             self.train_metrics = parts.workload.metrics()
         # If checkpoints are saved by steps, the end of an epoch needs one only after a validation.
-        if is_due or not train.checkpoint_every:
-            self.save(is_best=is_best)
+        saved = self.save(is_best=is_best) if is_due or not train.checkpoint_every else None
         if self._must_stop:
-            self._save_and_stop()
+            self._stop(saved or self.save())
 
     def _validate(self, epoch: int, *, in_turn: bool) -> bool:
         """Validate and return whether the result is the best so far.
@@ -371,7 +388,7 @@ class Loop:
                     raw = self._run_with_room(lambda: self._compute_scores(self._check_interrupts(lambda: None)))
                     found |= {f"raw_{name}": value for name, value in raw.items()}
         except StopRequested:
-            self._save_and_stop()  # leaving the context has restored the model's weights
+            self._stop(self.save())  # leaving the context has restored the model's weights
         self.validated_at = parts.step.attempted
         value = found[parts.workload.metric]
         is_best = parts.stopping.observe(value, epoch, in_turn=in_turn)
@@ -409,16 +426,16 @@ class Loop:
             parts.world.broadcast_(list(parts.model.buffers()))  # each rank has its own BatchNorm statistics
         found = validate(
             parts.workload, parts.model, parts.plan, parts.val_loader, pieces=self.engine.pieces, world=parts.world,
-            advance=advance,
+            call=None if parts.sharded is None else parts.sharded.call, advance=advance,
         )  # fmt: skip
         # Early stopping and plateau depend on the scores: ranks that round differently must not disagree.
         return found if parts.world is None else parts.world.broadcast_from_first(lambda: found)
 
     # --- saving and restoring ---
 
-    def _save_and_stop(self) -> NoReturn:
-        """Save and raise Interrupted with the command to resume."""
-        path = self.save()
+    def _stop(self, path: Path) -> NoReturn:
+        """Raise Interrupted with the checkpoint of this moment and the command to resume."""
+        self.checkpoints.wait()
         self._stop_for_callback()
         raise Interrupted(
             f"stopped by {self.interrupts.received.name if self.interrupts.received else 'a signal to another rank'} "
@@ -455,12 +472,15 @@ class Loop:
             if self.watch is not None
             else {},  # before the journal: it may add records
             "journal": self.journal.state_dict(),
+            "waiting": asdict(self.waiting),
             "is_best": is_best,
         }
-        path = self.checkpoints.save(self.parts.step.attempted, capture_state(self.parts, own))
-        if is_best:
-            self._mark_best(path)
-        return path
+        best = partial(self.checkpoints.mark_best, metric=self.parts.workload.metric, value=self.parts.stopping.best)
+        return self.checkpoints.save(
+            self.parts.step.attempted,
+            capture_state(self.parts, own),
+            on_saved=best if is_best else lambda path: None,
+        )
 
     def restore(self, path: Path, checkpoint: Checkpoint, changes: Changes) -> None:
         """Continue exactly where the checkpoint was taken, except for changed settings."""
@@ -478,11 +498,10 @@ class Loop:
         if self.watch is not None:
             self.watch.load_state_dict(state["watch"])
         self.journal.attempted = self.parts.step.attempted
+        self.waiting = Waiting(**state["waiting"])
         if state["is_best"]:
-            self._mark_best(path)  # the run may have been killed between writing the checkpoint and marking it
-
-    def _mark_best(self, path: Path) -> None:
-        self.checkpoints.mark_best(path, self.parts.workload.metric, self.parts.stopping.best)
+            # The run may have been killed between writing the checkpoint and marking it.
+            self.checkpoints.mark_best(path, self.parts.workload.metric, self.parts.stopping.best)
 
 
 # --- guard.hold: keep windows that may have to run again after a fault, with the state before their steps ---

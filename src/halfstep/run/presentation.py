@@ -70,10 +70,9 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
         report.notice(line)
 
 
-def show_summary(
-    report: RunReport, folder: RunFolder, loop: Loop, elapsed_s: float, joules: float | None, busy: str = ""
-) -> None:
+def show_summary(report: RunReport, folder: RunFolder, loop: Loop, joules: float | None, busy: str = "") -> None:
     """Print the result of the run, what it cost, and where its files are."""
+    elapsed_s = loop.journal.elapsed_s
     parts, stopping = loop.parts, loop.parts.stopping
     memory = get_peak_memory_bytes(parts.device)
     best = loop.checkpoints.find_best()
@@ -82,7 +81,7 @@ def show_summary(
         *([] if is_dry_run(folder.path) else [("run", str(folder.path))]),
         (f"best {parts.workload.metric}", best_metric),
         ("time", f"{elapsed_s:.1f} s" if elapsed_s < 60 else format_duration(elapsed_s)),
-        ("speed", f"{parts.unit.format_rate(loop.num_samples / max(elapsed_s, 1e-9))}, validation included"),
+        ("speed", f"{parts.unit.format_rate(loop.count_samples() / max(elapsed_s, 1e-9))}, validation included"),
         ("peak memory", format_bytes(memory) if memory else "not measured on this device"),
         ("skipped steps", str(loop.journal.num_skipped)),
         *count_lost_updates(parts.step.optimizers),
@@ -95,6 +94,7 @@ def show_summary(
     if loop.waiting.is_worth_saying:
         faster = suggest_faster_data(parts.config, parts.workload.train_samples, count_cores())
         rows.append(("waiting for data", f"{loop.waiting.share:.0%} of the training time; faster with {faster}"))
+    rows += report.trackers
     report.finish("done", rows + ([] if is_dry_run(folder.path) else _list_results(folder, loop)))
 
 

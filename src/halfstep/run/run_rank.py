@@ -227,7 +227,6 @@ class FarReport(RunReport):
 
     show_header = show_epoch = log = finish = close = add_files = _do_nothing
     failure = None
-    is_tracked = False
 
     @contextlib.contextmanager
     def show_phase(self, label: str, total: int, **_: object) -> Iterator[Bar]:

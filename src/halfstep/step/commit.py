@@ -2,7 +2,8 @@
 
     found_inf   fused SGD, Adam, AdamW, Adagrad and our AdamW8bit and AdamWBf16 read the flag inside their kernel: free;
                 in a CUDA graph AdamW's kernel, and Adam's without decay, is our own (single_pass.py), with torch's bits
-    select      torch's other optimizers: save parameters and state, step, restore by `where` if bad: costs a copy
+    select      torch's other optimizers, Muon among them: save parameters and state, step, restore by `where` if bad:
+                costs a copy
     host        anything else, an optimizer with state on the host, and one whose step() runs the user's code
                 (a hook, a `step` replaced on the instance), which must not run for a bad step: one wait per step
 
@@ -23,15 +24,15 @@ write finite numbers; with eps = 0 they use `select`.
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer, lr_scheduler
+from torch.optim import Optimizer, _muon, lr_scheduler
 from torch.optim import optimizer as torch_hooks
 
 from halfstep.distributed.sharding import get_local, get_locals, is_dtensor
@@ -106,11 +107,13 @@ def get_stored_values(gradient: Tensor) -> Tensor:
 
 
 def _is_capturable(optimizer: Optimizer) -> bool:
-    return all(group.get("capturable") for group in optimizer.param_groups)
+    groups = optimizer.param_groups
+    if type(optimizer) is torch.optim.Muon:  # it counts no steps, and `step_muon` takes learning rates on the device
+        return all(p.is_cuda for group in groups for p in group["params"])
+    return all(group.get("capturable") for group in groups)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CommitWay:
+class CommitWay(NamedTuple):
     """How one commit is made."""
 
     method: CommitMethod
@@ -160,7 +163,7 @@ class Committer:
         is_fast = self._own_method == "found_inf" or self._own_method == "select" and _is_capturable(optimizer)
         self.takes_tensor_lr = is_fast
         self.stepped: dict[Tensor, bool] = {}  # parameters it has stepped -> whether it keeps state for them
-        self._settled: tuple[list[Tensor], list[Any], list[bool]] | None = None
+        self._settled: tuple[list[Any], list[bool]] | None = None
         """Parameters and state of the last commit that built no state: most steps find the same."""
         self._fused_adam: FusedAdam | None = None
         self._twin: ShardTwin | None = None  # steps in place of the optimizer if parameters are sharded
@@ -204,7 +207,7 @@ class Committer:
 
     def choose(self) -> CommitWay:
         """Return how the next commit is made."""
-        method, parameters = self.method, list(self._with_grad())
+        method, parameters = self.method, self._with_grad()
         self._prepare_twin()
         # Parameters with sparse gradients are not copied: a copy of a whole table would cost more than a wait.
         is_sparse = any(map(get_is_sparse, map(get_gradient, parameters)))
@@ -213,7 +216,7 @@ class Committer:
         return CommitWay(method=method, by_host=by_host, is_undone=method == "select" and not is_sparse)
 
     def copy(self, way: CommitWay) -> CommitUndo:
-        return CommitUndo(self.optimizer, list(self._with_grad()), by_host=way.by_host)
+        return CommitUndo(self.optimizer, self._with_grad(), by_host=way.by_host)
 
     def commit(self, way: CommitWay, bad: Tensor, factor: Tensor | None, found_inf: Tensor | None = None) -> None:
         """Step the optimizer with gradients times `factor`. If `bad` is set, the kernel or the host leaves everything
@@ -257,13 +260,11 @@ class Committer:
         """True if the optimizer has to build the state of one of these. Looked up by parameter only where parameters or
         state are others than at the last commit: hashing hundreds of tensors takes long."""
         states = list(self.optimizer.state.values())
-        are_filled = list(map(bool, states))
-        if self._settled is not None:
-            then, states_then, were_filled = self._settled
-            if are_filled == were_filled and are_same_objects(parameters + states, then + states_then):
-                return False
+        held, are_filled = [*parameters, *states], list(map(bool, states))
+        if self._settled is not None and are_filled == self._settled[1] and are_same_objects(held, self._settled[0]):
+            return False
         is_first = any(map(self._is_first, parameters))
-        self._settled = None if is_first else (parameters, states, are_filled)
+        self._settled = None if is_first else (held, are_filled)
         is_adam = type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not is_first
         self._fused_adam = FusedAdam(self._stepped) if is_adam else None
         return is_first
@@ -275,9 +276,8 @@ class Committer:
 
     def _prepare_twin(self) -> None:
         """Make the twin that steps shards, if parameters are sharded and each number can be stepped alone."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        can_step_alone = type(self.optimizer) in ELEMENTWISE and not runs_other_code(self.optimizer)
-        if not can_step_alone or not any(map(is_dtensor, parameters)):
+        is_sharded = any(is_dtensor(p) for group in self.optimizer.param_groups for p in group["params"])
+        if not is_sharded or type(self.optimizer) not in ELEMENTWISE or runs_other_code(self.optimizer):
             self._twin = None
         elif self._twin is None or not self._twin.fits():
             self._twin, self._settled = ShardTwin(self.optimizer), None
@@ -333,7 +333,11 @@ class Committer:
             self._twin.take_settings()
         setattr(self._stepped, COMMITTING, True)
         try:
-            self._stepped.step()
+            is_muon = type(self.optimizer) is torch.optim.Muon and self.method != "host"
+            if is_muon and any(isinstance(group["lr"], Tensor) for group in self.optimizer.param_groups):
+                step_muon(self.optimizer)
+            else:
+                self._stepped.step()
             if self._twin is not None:
                 self._twin.share_state()
         except Exception as error:
@@ -348,8 +352,8 @@ class Committer:
         finally:
             setattr(self._stepped, COMMITTING, False)
 
-    def _with_grad(self) -> Iterator[Tensor]:
-        return (p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None)
+    def _with_grad(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 class FusedAdam:
@@ -386,7 +390,7 @@ class FusedAdam:
             steps = [state["step"] for state in states]
             # torch adds 1 and subtracts the flag after the kernel, which does not read the count of a bad step. A list:
             # a single tensor is taken for a number, and the host would wait for it.
-            torch._foreach_add_(steps, [1 - found_inf] * len(steps))
+            torch._foreach_add_(steps, [torch.rsub(found_inf, 1)] * len(steps))
             kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
             kernel(
                 parameters, list(map(get_gradient, parameters)), [state["exp_avg"] for state in states],
@@ -395,6 +399,26 @@ class FusedAdam:
                 weight_decay=group["weight_decay"], eps=group["eps"], maximize=group["maximize"],
                 grad_scale=grad_scale, found_inf=found_inf,
             )  # fmt: skip
+
+
+def step_muon(optimizer: Any) -> None:
+    """Make a step of torch's Muon with learning rates on the device: its own step() reads them on the host, which a
+    CUDA graph cannot hold. It rounds the product of update and rate, which torch's does not."""
+    for group in optimizer.param_groups:
+        parameters: list[Tensor] = []
+        gradients: list[Tensor] = []
+        buffers: list[Tensor] = []
+        optimizer._init_group(group, parameters, gradients, buffers)
+        lr, momentum = group["lr"], group["momentum"]
+        for p, gradient, buffer in zip(parameters, gradients, buffers, strict=True):
+            buffer.lerp_(gradient, 1 - momentum)
+            update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
+            update = _muon._zeropower_via_newtonschulz(
+                update, group["ns_coefficients"], group["ns_steps"], group["eps"]
+            )
+            rate = _muon._adjust_lr(lr, group["adjust_lr_fn"], p.shape)
+            # In fp32: next to bf16 weights a tensor without dimensions would be rounded to bf16.
+            p.copy_(p.float() * (1 - lr * group["weight_decay"]) - update.float() * rate)
 
 
 def commit_all(
@@ -468,4 +492,8 @@ def warn_of_second_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     warning = getattr(optimizer, WATCHED, "")
     if warning and not getattr(optimizer, COMMITTING, False):
         setattr(optimizer, WATCHED, "")  # once is enough
-        warnings.warn(warning, stacklevel=3)
+        # At the user's line: Accelerate ignores warnings that come from torch's schedulers, which wrap step().
+        level, frame = 1, sys._getframe()
+        while frame.f_back is not None and frame.f_globals["__name__"].startswith(("torch.", __name__)):
+            level, frame = level + 1, frame.f_back
+        warnings.warn(warning, stacklevel=level)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -214,6 +215,29 @@ class Facts:
         return reading if self.said is None else _add_ranks(reading, values[len(self._fields) :])
 
 
+class Outbox:
+    """Send facts to the host through pinned memory and events that are used again: new ones take long to make."""
+
+    NUM_SENT = 4  # facts are read two steps later
+
+    def __init__(self) -> None:
+        self.sent: deque[tuple[Facts, Tensor, torch.cuda.Event]] = deque()
+
+    def send(self, facts: Facts) -> None:
+        packed = facts.packed
+        assert packed is not None
+        if not packed.is_cuda:
+            return facts.send()
+        host: Tensor | None = None
+        if len(self.sent) == self.NUM_SENT:
+            last, host, event = self.sent.popleft()
+            last.keep()
+        if host is None or (host.shape, host.dtype) != (packed.shape, packed.dtype):
+            host, event = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True), torch.cuda.Event()
+        self.sent.append((facts, host, event))
+        return facts.send(host, event)
+
+
 def _add_ranks(reading: Reading, said: Sequence[float]) -> Reading:
     asked, *of_ranks = said
     num_ranks = len(of_ranks) // PER_RANK
@@ -247,7 +271,7 @@ def start_copy_to_host(values: Tensor) -> Tensor:
 
 def read_rng_state(device: torch.device) -> dict[str, Tensor]:
     """Return the state of the generators that a forward pass draws from, without a wait."""
-    state = {"cpu": torch.get_rng_state()}
+    state = {"cpu": torch.default_generator.get_state()}
     if device.type == "cuda":
         is_ready = torch.cuda.is_initialized() and device.index is not None
         # The generator itself: torch.cuda.get_rng_state takes several times as long to find it.

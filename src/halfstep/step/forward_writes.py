@@ -526,6 +526,7 @@ class TensorSlots:
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self.roots = list(roots)
         self.modules: list[nn.Module] = []
+        self.owners: list[dict[str, Any]] = []  # where these modules hold children, parameters and buffers
         self.children: list[nn.Module | None] = []
         self.sizes: list[int] = []
         self.buffers: list[TensorSlot] = []
@@ -534,13 +535,14 @@ class TensorSlots:
     def refresh(self) -> bool:
         """Find what was registered, removed or exchanged since the last call; return whether anything was."""
         # The same children of the same modules, in the same order: then a walk would find the same modules.
-        if self.modules and _list_children(self.modules) == self.children and not self.have_grown:
+        if self.modules and self._list_children() == self.children and not self.have_grown:
             return False
         modules = walk_modules(self.roots)
-        sizes = _count_entries(modules)
-        if modules == self.modules and sizes == self.sizes:
+        if modules == self.modules and not self.have_grown:
             return False
-        self.modules, self.sizes, self.children = modules, sizes, _list_children(modules)
+        self.modules = modules
+        self.owners = list(itertools.chain.from_iterable((m._modules, m._parameters, m._buffers) for m in modules))
+        self.sizes, self.children = list(map(len, self.owners)), self._list_children()
         self.buffers = [TensorSlot(m, m._buffers, key) for m in modules for key in m._buffers]
         self.parameters = [TensorSlot(m, m._parameters, key) for m in modules for key in m._parameters]
         return True
@@ -548,15 +550,17 @@ class TensorSlots:
     @property
     def have_grown(self) -> bool:
         """True if a module has registered something since `refresh`, in its forward pass."""
-        return _count_entries(self.modules) != self.sizes
+        return list(map(len, self.owners)) != self.sizes
+
+    def _list_children(self) -> list[nn.Module | None]:
+        return list(itertools.chain.from_iterable(map(dict.values, self.owners[::3])))
 
     def remove_new_entries(self) -> None:
         """Remove what was registered since `refresh`: dicts keep insertion order, so new entries are last."""
-        owners = [(module, owner) for module in self.modules for owner in _list_owners(module)]
-        for (module, owner), size in zip(owners, self.sizes, strict=True):
+        for number, (owner, size) in enumerate(zip(self.owners, self.sizes, strict=True)):
             for key in list(owner)[size:]:
                 del owner[key]
-                module._non_persistent_buffers_set.discard(key)
+                self.modules[number // 3]._non_persistent_buffers_set.discard(key)
 
     def find_full_name(self, slot: TensorSlot) -> str:
         """Return the slot's name as in `named_parameters`, under the root that holds it."""
@@ -577,15 +581,3 @@ def walk_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
             found[module] = None
             stack.extend(module._modules.values())
     return list(found)
-
-
-def _list_children(modules: Sequence[nn.Module]) -> list[nn.Module | None]:
-    return list(itertools.chain.from_iterable([m._modules.values() for m in modules]))
-
-
-def _list_owners(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    return module._modules, module._parameters, module._buffers
-
-
-def _count_entries(modules: Sequence[nn.Module]) -> list[int]:
-    return list(map(len, itertools.chain.from_iterable(map(_list_owners, modules))))

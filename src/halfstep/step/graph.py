@@ -13,7 +13,7 @@ import contextlib
 import gc
 import sys
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -46,17 +46,6 @@ def explain_not_copied(window: list[Batch], device: torch.device) -> str:
     return f"{', '.join(map(repr, elsewhere))} of the batch not on {device}" if elsewhere else ""
 
 
-class Sent(NamedTuple):
-    """Facts on their way to the host, in memory that is used again."""
-
-    facts: Facts
-    host: Tensor
-    event: torch.cuda.Event
-
-
-NUM_SENT = 4  # they are read two steps later
-
-
 class GraphedStep:
     commits = True  # whether the graph holds the optimizers
 
@@ -72,7 +61,6 @@ class GraphedStep:
         self.gradients: list[tuple[Tensor, Tensor]] = []  # of each parameter, if the step is watched
         self.passes: list[SinglePass] = []  # kernels read these tables at every replay: keep them alive
         self.facts: Any = self._capture(loss_fn, pool)
-        self.sent: list[Sent] = []  # the last steps, with memory on the host that later ones use again
         for single_pass in self.passes:
             single_pass.fill()
 
@@ -102,21 +90,10 @@ class GraphedStep:
         facts = self.facts.copy_for_replay(step.attempted)
         facts.ids, facts.rng = ids or read_sample_ids(window), rng
         step.attempted += 1
-        self._send(facts)
+        step.outbox.send(facts)
         if step.watch is not None:
             step.watch.end(facts, self.gradients)
         return facts
-
-    def _send(self, facts: Facts) -> None:
-        if len(self.sent) < NUM_SENT:
-            assert facts.packed is not None
-            host = torch.empty(facts.packed.shape, dtype=facts.packed.dtype, pin_memory=True)
-            sent = Sent(facts, host, torch.cuda.Event())
-        else:
-            sent = self.sent.pop(0)
-            sent.facts.keep()
-        self.sent.append(Sent(facts, sent.host, sent.event))
-        facts.send(sent.host, sent.event)
 
     def _replay(self, window: list[Batch]) -> None:
         for own, batch in zip(self.inputs, window, strict=True):

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 # The C functions of `signal`: its wrappers make enums of what they return, at five times the cost.
 import _signal  # type: ignore[import-not-found]
-import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -38,15 +36,9 @@ class DelayedSignals:
         """Run the handlers of signals that arrive inside when the block ends; of nested blocks, the outermost."""
         return Delay(self)
 
-    @contextlib.contextmanager
-    def allow(self) -> Iterator[None]:
+    def allow(self) -> Allow:
         """Let handlers run at once inside: for the user's code, which may take long and can be undone."""
-        self._is_allowed = True
-        try:
-            self._run_pending()
-            yield
-        finally:
-            self._is_allowed = False
+        return Allow(self)
 
     def begin(self) -> None:
         try:
@@ -92,8 +84,27 @@ class DelayedSignals:
             self._handlers[number](number, frame)
 
 
+class Allow:
+    """A block of `DelayedSignals.allow`. A class, as `Delay`: every step enters them, and generators take twice the
+    time."""
+
+    def __init__(self, signals: DelayedSignals) -> None:
+        self.signals = signals
+
+    def __enter__(self) -> None:
+        self.signals._is_allowed = True
+        try:
+            self.signals._run_pending()
+        except BaseException:
+            self.signals._is_allowed = False
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        self.signals._is_allowed = False
+
+
 class Delay:
-    """A block of `DelayedSignals.delay`. A class: three are entered per step, and generators take twice the time."""
+    """A block of `DelayedSignals.delay`."""
 
     def __init__(self, signals: DelayedSignals) -> None:
         self.signals, self.is_outermost = signals, False

@@ -29,18 +29,25 @@ from torch.optim import Optimizer
 from halfstep.distributed.sharding import Sharding, get_locals
 from halfstep.distributed.world import is_lost_rank
 from halfstep.errors import ConfigError
-from halfstep.precision.contexts import make_autocast_context
+from halfstep.precision.contexts import enter_autocast, enter_backend
 from halfstep.precision.plan import Plan
 from halfstep.step.batches import Batch, Weight, Window, count_samples, is_one, make_positive, read_sample_ids
 from halfstep.step.clip import Clip, ComputeNorm, compute_total_norm
 from halfstep.step.commit import Committer, commit_all, get_stored_values
 from halfstep.step.ema import Ema
-from halfstep.step.facts import Facts, Hold, read_rng_state, restore_rng
+from halfstep.step.facts import Facts, Hold, Outbox, read_rng_state, restore_rng
 from halfstep.step.flat import are_same_objects, get_gradient, get_is_sparse, get_version
 from halfstep.step.forward_writes import Also, ForwardWrites, walk_modules
 from halfstep.step.guard import SpikeMeter
 from halfstep.step.ranks import BAD, RUINED, Agreed, Ranks, find_ranks
-from halfstep.step.refusals import check_parameters, refuse_half_sums, refuse_sparse, refuse_spread, refuse_unfit_loss
+from halfstep.step.refusals import (
+    check_parameters,
+    refuse_half_sums,
+    refuse_sharded,
+    refuse_sparse,
+    refuse_spread,
+    refuse_unfit_loss,
+)
 from halfstep.step.scaler import Scaler, ScalerOptions
 from halfstep.step.schedule import Schedule
 from halfstep.step.signals import DelayedSignals
@@ -108,7 +115,9 @@ class Step:
         self.device = trained[0].device
         self.ranks: Ranks | None = None
         """The ranks that train the same model together; None for a single process."""
-        if ranks != "alone":
+        if ranks == "alone":
+            refuse_sharded(model)
+        else:
             self.ranks = find_ranks(model, trained, self.device) if ranks == "of the model" else ranks
         self.sharding: Sharding | None = self.ranks.sharding if self.ranks is not None else None
         if isinstance(schedules, Rates):
@@ -137,11 +146,11 @@ class Step:
         self.keeps_rng = True  # whether facts of replays hold the generators, for capsules
         self.hold: Hold | None = None  # set before the first step by a loop that can repeat held steps
         self.signals = DelayedSignals()
-        self._backend, self._autocast = plan.backend(), make_autocast_context(plan)
+        self.outbox = Outbox()
         self._weights: list[dict[str, Any]] = []  # where the model's modules hold their parameters
         self._modules: list[nn.Module] = []  # those that `_weights` was made from
         self._rng: dict[str, Tensor] = {}  # the generators before a compute() that is not committed yet
-        self._judged = JudgedGradients()
+        self._judged = NOT_JUDGED
 
     def windows(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
         """Yield windows of `accumulate` micro-batches; a last partial window still steps."""
@@ -174,7 +183,7 @@ class Step:
                 raise self.ranks.world.explain_loss(error) from error
             raise
         facts.ids, facts.rng = read_sample_ids(window), self._rng
-        self._judged = JudgedGradients(self.find_trained_parameters())
+        self._judged = JudgedGradients(self._trained)  # those of the verdict
         return facts
 
     def forward_backward(self, loss_fn: LossFn, window: Window, replay: Accumulate | None = None) -> Facts:
@@ -192,7 +201,8 @@ class Step:
         if self.sharding is not None:
             self.sharding.reshard()
         self.writes.find_writes()
-        return self._judge(parameters, loss, weight, is_weighted=len(window) > 1)
+        with torch.set_grad_enabled(False):  # torch.no_grad() takes twice the time
+            return self._judge(parameters, loss, weight, is_weighted=len(window) > 1)
 
     def open_window(self) -> None:
         """Save what forward may write, before the first forward pass of a window that another loop runs; once."""
@@ -235,7 +245,7 @@ class Step:
             if self._rng:
                 unsaved = self.writes.put_back()
                 restore_rng(self._rng, self.device)
-            self._rng, self._judged = {}, JudgedGradients()
+            self._rng, self._judged = {}, NOT_JUDGED
         return unsaved
 
     def commit(self, facts: Facts) -> None:
@@ -253,9 +263,9 @@ class Step:
                 self.commit_on_device(facts)
             finally:
                 if facts.is_packed:
-                    self._rng, self._judged = {}, JudgedGradients()
+                    self._rng, self._judged = {}, NOT_JUDGED
                     self.attempted += 1
-                    facts.send()
+                    self.outbox.send(facts)
                     if self.watch is not None:
                         self.watch.end(facts)
                 else:
@@ -268,22 +278,22 @@ class Step:
         if self.values is not None:
             self.values.look_ahead()
 
-    @torch.no_grad()
     def commit_on_device(self, facts: Facts) -> None:
         """Do the device's part of `commit`. Everything is written in place, so that a graph can hold it."""
-        if self.rates is not None:
-            self.rates.refresh(self.committed)
-        lr = self._read_first_rate()
-        facts.found_inf = facts.bad.float()
-        agree = self.ranks.agree_on_any if self.ranks is not None and self.sharding is not None else None
-        verdict = commit_all(self.committers, facts.bad, facts.factor, facts.found_inf, agree=agree)
-        if verdict is not facts.bad:
-            facts.spoil(verdict)
-        try:
-            if self.on_commit is not None:
-                self.on_commit(self.model)
-        finally:  # the optimizers have stepped: even if the hook raises, average, scale and counters must follow
-            self._conclude(facts, lr)
+        with torch.set_grad_enabled(False):
+            if self.rates is not None:
+                self.rates.refresh(self.committed)
+            lr = self._read_first_rate()
+            facts.found_inf = facts.bad.float()
+            agree = self.ranks.agree_on_any if self.ranks is not None and self.sharding is not None else None
+            verdict = commit_all(self.committers, facts.bad, facts.factor, facts.found_inf, agree=agree)
+            if verdict is not facts.bad:
+                facts.spoil(verdict)
+            try:
+                if self.on_commit is not None:
+                    self.on_commit(self.model)
+            finally:  # the optimizers have stepped: even if the hook raises, average, scale and counters must follow
+                self._conclude(facts, lr)
 
     def _conclude(self, facts: Facts, lr: Tensor | float) -> None:
         bad = facts.bad
@@ -321,7 +331,7 @@ class Step:
     def forget_writes(self) -> None:
         """Forget an uncommitted compute() and what forward writes, after state was loaded."""
         self.writes.restart_comparison()
-        self._rng, self._judged = {}, JudgedGradients()
+        self._rng, self._judged = {}, NOT_JUDGED
 
     def forget_capture(self) -> None:
         """Drop references into a graph's memory, after a capture that succeeded or failed."""
@@ -341,10 +351,10 @@ class Step:
         total_loss: Tensor | None = None
         total_weight: Weight = 0.0
         unit: Weight | None = None
-        with self._backend:  # once for the window: backward needs it as well, and entering it takes long
+        with enter_backend(self.plan):  # once for the window: backward needs it as well, and entering it takes long
             for number, batch in enumerate(window, 1):
                 with self._reduce_last(is_last=number == len(window)):
-                    with self._autocast, self.observed():
+                    with enter_autocast(self.plan), self.observed():
                         result = loss_fn(batch)
                     loss, weight = result if isinstance(result, tuple) else (result, count_samples(batch))
                     if unit is None and self.ranks is not None:
@@ -377,7 +387,6 @@ class Step:
         with self.observed():
             self.scaler.scale(loss).backward()
 
-    @torch.no_grad()
     def _judge(
         self, parameters: list[Tensor], loss_sum: Tensor, weight: Weight, *, is_weighted: bool,
         norm: Tensor | None = None,
@@ -563,9 +572,9 @@ def are_scaled_in_kernels(committers: Sequence[Committer], parameters: Sequence[
     two. On a CPU, where a pass is cheap, gradients are multiplied instead, so that a step is bit-identical to a plain
     loop. Kernels also write the gradients back: a second optimizer of the same parameter would scale them twice."""
     on_gpu = bool(parameters) and parameters[0].device.type == "cuda"
-    in_kernels = on_gpu and all(c.method == "found_inf" for c in committers)
-    held = sum(len(group["params"]) for c in committers for group in c.optimizer.param_groups)
-    return in_kernels and held == len(parameters)
+    if not on_gpu or any(c.method != "found_inf" for c in committers):
+        return False
+    return len(parameters) == sum(len(group["params"]) for c in committers for group in c.optimizer.param_groups)
 
 
 class JudgedGradients:
@@ -592,3 +601,6 @@ class JudgedGradients:
                 fix="edit them in a hook: hs.Step(..., on_gradients=edit), where edit(model) changes .grad in place, "
                 "unscaled and before clipping",
             )
+
+
+NOT_JUDGED = JudgedGradients()

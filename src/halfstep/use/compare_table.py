@@ -15,7 +15,7 @@ from rich.text import Text
 
 from halfstep.config.precision_names import normalise_precision
 from halfstep.errors import format_bytes, format_count
-from halfstep.report.console import make_columns_table, print_text
+from halfstep.report.console import make_columns_table, print_text, split_columns
 from halfstep.report.page.read_run import SAMPLES, find_rate_key, format_rate_unit
 from halfstep.report.picture_file import FAINT, INK, make_figure, save_figure
 from halfstep.run.memory.sizing import predict_largest_batch
@@ -255,7 +255,8 @@ def build_columns(lines: Sequence[TableLine], metric: str) -> dict[str, list[str
 
 
 def show_comparison(lines: Sequence[TableLine], metric: str, notes: Sequence[str], console: Console) -> None:
-    console.print(make_columns_table(build_columns(lines, metric), left=("row", "verdict")))
+    for columns in split_columns(build_columns(lines, metric), console.width, names=("row",)):
+        console.print(make_columns_table(columns, left=("row", "verdict")))
     for note in notes:
         print_text(console, Text(note, style="dim"))
 

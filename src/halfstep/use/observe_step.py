@@ -16,12 +16,12 @@ from torch import Tensor
 
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
-from halfstep.errors import ConfigError
 from halfstep.evidence.attempts import Subject
 from halfstep.evidence.capsule import collect_state, copy_state
-from halfstep.evidence.dry_run import TARGETS, Judgement, judge_modules, judge_updates
+from halfstep.evidence.dry_run import Judgement, judge_modules, judge_updates
 from halfstep.evidence.kernel_events import Event
 from halfstep.evidence.precision_ledger import Ledger
+from halfstep.formats import DryRunTarget
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
@@ -115,7 +115,7 @@ WARM_UP = 3
 
 def dry_run(
     source: str,
-    target: str,
+    target: DryRunTarget,
     *,
     num_batches: int,
     flags: Mapping[str, object],
@@ -123,18 +123,15 @@ def dry_run(
     trust: bool = False,
 ) -> list[Judgement]:
     """Predict what the format would do, module by module; a stored run is not changed."""
-    chosen = next((own for own in TARGETS if own == target), None)
-    if chosen is None:
-        raise ConfigError(f"--target {target} is not a supported format", fix=f"use one of {', '.join(TARGETS)}")
     if not is_run(source):  # a run keeps the precision that it was trained in
         flags = {**flags, "precision": "fp32"}
     with assemble_step(source, flags=flags, overrides=overrides, trust=trust) as (parts, engine, _):
         windows = read_windows(parts, num_batches)
         found: list[Judgement] = []
         for phase, own in list_engines(engine):
-            rows = judge_modules(build_subject(own, windows[0]), chosen, windows)
+            rows = judge_modules(build_subject(own, windows[0]), target, windows)
             found += [_add_phase(row, phase) for row in rows]
-        if chosen == "bf16-true":
+        if target == "bf16-true":
             found += _judge_updates(parts, engine)
         return found
 

@@ -10,7 +10,7 @@ from typing import Any
 from halfstep.config.foreign import flatten_keys
 from halfstep.config.yaml_source import read_yaml
 from halfstep.disk import parse_json, read_sealed
-from halfstep.errors import CheckpointError, format_duration
+from halfstep.errors import CheckpointError, format_duration, suggest_command
 from halfstep.report.config_view import format_setting
 from halfstep.report.metrics_file import read
 
@@ -96,8 +96,10 @@ def describe_progress(record: Mapping[str, Any]) -> str:
 def read_run(path: Path) -> RunRecord:
     """Read all records of a run; a folder without config.yaml is an error."""
     if not (path / "config.yaml").is_file():
+        has_runs = any(path.glob("*/config.yaml"))
+        runs = f"give one of the runs in it, which `{suggest_command('runs', path)}` lists" if has_runs else ""
         raise CheckpointError(
-            f"{path} is not a run", why="config.yaml is missing", fix="give a folder that `halfstep train` made"
+            f"{path} is not a run", why="config.yaml is missing", fix=runs or "give a folder that `halfstep train` made"
         )
     return RunRecord(
         name=path.resolve().name,

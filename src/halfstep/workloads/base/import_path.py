@@ -154,9 +154,14 @@ def _add_working_folder() -> None:
 
 
 def _suggest_location(module_name: str, error: ImportError) -> str:
-    if error.name != module_name.split(".")[0]:
+    missing = str(error.name)
+    if not f"{module_name}.".startswith(f"{missing}."):
         return "an import inside that module or its package fails: fix it there"
-    candidates = [path.stem for path in sorted(Path.cwd().glob("*.py"))]
-    guess = suggest_nearest(module_name, candidates)
+    parent = missing.rpartition(".")[0]
+    spec = importlib.util.find_spec(parent) if parent else None
+    folders = [Path(place) for place in spec.submodule_search_locations or ()] if spec else [Path.cwd()]
+    names = [path.stem for folder in folders for path in sorted(folder.glob("[!_]*.py"))]
+    names += [path.parent.name for folder in folders for path in sorted(folder.glob("*/__init__.py"))]
+    guess = suggest_nearest(missing, [f"{parent}.{name}" if parent else name for name in names])
     here = "Install it, run where the module is, or set PYTHONPATH"
     return f"{guess} {here}" if guess.startswith("did you mean") else here
