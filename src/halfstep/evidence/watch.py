@@ -271,7 +271,12 @@ class Watch:
         cut, opened.factor = cut_rows(batch, num_rows, num_kept), num_kept / num_rows
         self._is_aside = True
         try:
-            with undo_after(self.step), watch_step(self.step, self.observe_modules):
+            # Hooks do not see compiled code, and would make torch compile it again.
+            with (
+                torch.compiler.set_stance("force_eager"),
+                undo_after(self.step),
+                watch_step(self.step, self.observe_modules),
+            ):
                 self.step.compute(loss_fn, [cut])
         except torch.OutOfMemoryError:
             self._drop_activations("a side step does not fit into memory")
