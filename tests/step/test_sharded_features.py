@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 
 import halfstep as hs
 from halfstep.distributed.sharding import get_local
-from halfstep.errors import HalfstepError, TrainingStopped
+from halfstep.errors import ConfigError, HalfstepError, TrainingStopped
 from halfstep.step.optim.adamw8bit import AdamW8bit
 from halfstep.step.optim.adamw_bf16 import AdamWBf16
 from tiny_training import assert_same_bits
@@ -133,17 +133,27 @@ def test_an_evaluation_between_steps_changes_nothing() -> None:
     assert_alike(run)
 
 
-def test_a_step_whose_loss_raises_leaves_no_trace() -> None:
+@pytest.mark.parametrize("where", ["after forward", "inside a block", "in backward"])
+def test_a_step_whose_loss_raises_leaves_no_trace(where: str) -> None:
     def run(net: nn.Module) -> object:
         step = hs.Step(net, adamw(net), "fp32", fast="off")
         train(net, step, ROWS[:2])
 
-        def fail(batch: Tensor) -> Tensor:
-            net(batch)
+        def raise_error(*given: object) -> None:
             raise ValueError("no labels")
 
+        def fail(batch: Tensor) -> Tensor:
+            loss = loss_of(net)(batch)
+            loss.register_hook(raise_error)
+            if where == "after forward":
+                raise_error()
+            return loss
+
+        hook = net.blocks[1][0].register_forward_hook(raise_error) if where == "inside a block" else None
         with pytest.raises(ValueError, match="no labels"):
             step(fail, [ROWS[0]])
+        if hook is not None:
+            hook.remove()
         return train(net, step, ROWS[2:])
 
     assert_alike(run)
@@ -284,6 +294,13 @@ def test_a_policy_of_ones_own_is_followed_and_half_sums_are_reported() -> None:
         step = hs.Step(net, adamw(net), "bf16", simulate=True, fast="off")
     assert all(get_local(p).dtype == torch.float32 for p in net.parameters())
     assert train(net, step)[-1][0] < 1
+
+
+def test_the_ledger_is_refused() -> None:
+    net = make(shard=True)
+    step = hs.Step(net, adamw(net), "fp32", fast="off")
+    with pytest.raises(ConfigError, match="hs.ledger with a sharded model"), hs.ledger(step):
+        pass
 
 
 # --- what is refused before the first step ---
