@@ -43,11 +43,11 @@ class Nodes:
         self.agents: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        log = (self.folder / f"{len(self.agents)}.log").open("wb")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-        self.agents.append(
-            subprocess.Popen(self.command, stdout=log, stderr=log, start_new_session=True, env=environment)
-        )
+        with (self.folder / f"{len(self.agents)}.log").open("wb") as log:
+            self.agents.append(
+                subprocess.Popen(self.command, stdout=log, stderr=log, start_new_session=True, env=environment)
+            )
         while len(self.agents) == 1:  # the first one hosts the store
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", self.port)) == 0:
@@ -82,6 +82,7 @@ def started() -> Iterator[list[Nodes]]:
         for agent in nodes.agents:
             with suppress(ProcessLookupError):
                 os.killpg(agent.pid, signal.SIGKILL)
+            agent.wait()
 
 
 def test_a_lost_worker_restarts_with_the_same_ranks_and_the_same_bits(started: list[Nodes], tmp_path: Path) -> None:

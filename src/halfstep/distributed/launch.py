@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import secrets
 import time
@@ -39,6 +38,7 @@ class Launch:
     port: int
     restarts: int = 0  # how often torchrun has started the processes again
     by_torchrun: bool = True
+    keeps_store: bool = False  # whether torchrun's store at this address survives a restart
 
     @property
     def meeting(self) -> str:
@@ -80,6 +80,7 @@ def _read_torchrun(variables: Mapping[str, str]) -> Launch:
         address=variables["MASTER_ADDR"],
         port=_read_number(variables, "MASTER_PORT"),
         restarts=_read_number(variables, "TORCHELASTIC_RESTART_COUNT"),
+        keeps_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 
@@ -157,7 +158,7 @@ def join_world(config: RunConfig, launch: Launch | None) -> Iterator[World | Non
     by_nccl = device.type == "cuda" and config.train.backend != "gloo"
     if not dist.is_initialized():
         meeting: dict[str, Any] = {"init_method": launch.meeting}
-        if launch.by_torchrun and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if launch.keeps_store:
             meeting = {"store": meet_at_kept_store(launch, limit_s)}
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if by_nccl else "gloo",
