@@ -97,6 +97,8 @@ def main() -> None:
         where = f"tcp://127.0.0.1:{one.getsockname()[1]}"
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=where, rank=0, world_size=1)
+    if device.type == "cuda":
+        torch.cuda.init()  # or there are no statistics of memory to reset
     mode: Mode = "compile" if device.type == "cuda" else "eager"
     name, precision = ("gpt2", "fp32") if arguments.small else ("gpt2_xl", "bf16")
     size = {"batch_size": 2 if arguments.small else arguments.batch}

@@ -273,6 +273,13 @@ class HalfstepPrecision:
             self._guard.look_at_gradients()  # clipping makes an infinite one finite
         return cast(Any, super()).clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip as Lightning does, and note the norm: to measure it again takes as long as to clip."""
+        parameters = list(cast(Any, self).main_params(optimizer))
+        norm = torch.nn.utils.clip_grad_norm_(parameters, clip_val)
+        if self._guard is not None:
+            self._guard.note_norm(norm, parameters)
+
     # --- checkpoints: the loss scale under Lightning's own key, so that either plugin can load it ---
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -486,7 +493,10 @@ class FabricGuard(HostGuard):
         # Fabric's default would raise, after a wait, for what the guard drops.
         if kwargs.get("clip_val") is not None and self.scaler is None:
             self.look_at_gradients()
-        return before(*args, **{"error_if_nonfinite": False, **kwargs})
+        norm = before(*args, **{"error_if_nonfinite": False, **kwargs})
+        if norm is not None:  # over all parameters of the optimizer
+            self.note_norm(norm, self._step.find_trained_parameters())
+        return norm
 
 
 def guard(
