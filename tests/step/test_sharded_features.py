@@ -90,6 +90,19 @@ def train(net: nn.Module, step: hs.Step, rows: Tensor = ROWS) -> list[tuple[floa
     return [(o.loss, o.grad_norm, o.reason.removesuffix(" (rank 0)")) for o in outcomes]
 
 
+def test_a_watch_measures_shards_as_whole_tensors() -> None:
+    found = []
+    for shard in (False, True):
+        net = make(shard=shard)
+        step = hs.Step(net, adamw(net), "fp32", fast="off", clip_norm=0.5, watch=3)
+        train(net, step)
+        found.append(step.watched.history[-1].rows)
+    plain, sharded = found
+    assert sharded.keys() == plain.keys()
+    for key, row in plain.items():
+        assert sharded[key].numbers == pytest.approx(row.numbers, abs=1e-3), key
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -98,6 +111,7 @@ def train(net: nn.Module, step: hs.Step, rows: Tensor = ROWS) -> list[tuple[floa
         {"precision": "fp16", "simulate": True, "clip_norm": 0.5},
         {"precision": "bf16", "simulate": True},
         {"skip_spikes": True},
+        {"watch": 3},
         {"memory": "low"},
         {"schedule": lambda number: 1 / (1 + number)},
         {"on_gradients": lambda net: [p.grad.mul_(0.5) for p in net.parameters()]},
