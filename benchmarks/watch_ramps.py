@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import time
 import warnings
 from collections import defaultdict
@@ -145,7 +146,7 @@ def find_largest_logit(attention: nn.MultiheadAttention, query: Tensor, key: Ten
     return (q @ k.transpose(-3, -2).mT).abs().max().item() / heads[2] ** 0.5
 
 
-def label(build: Callable[[], Ramp], trial: bool = False) -> dict[str, Any]:
+def label(build: Callable[[], Ramp]) -> dict[str, Any]:
     """Train without watch until something fails, and describe it."""
     ramp = build_seeded(build)
     instruments = Instruments(ramp.model, ramp.precision)
@@ -161,21 +162,7 @@ def label(build: Callable[[], Ramp], trial: bool = False) -> dict[str, Any]:
             course = {f"F-{back}": f"{values[number - back]:.4g}" for back in (300, 200, 100, 50, 1, 0)}
             found = dict(zip(("module", "kind", "threshold"), first[0], strict=True))
             return found | {"F": number, "also failing": [" ".join(key) for key in first[1:]], "course": course}
-        if trial and number % 50 == 0:
-            print(number, f"{outcome.loss:.3g}", f"{outcome.scale:g}", show(instruments.history))
     raise RuntimeError(f"{build.__name__}: nothing failed in {ramp.steps} steps")
-
-
-def show(history: Mapping[Key, list[float]]) -> str:
-    """What is nearest to its threshold, for designing a ramp."""
-    shown = {key: values[-1] for key, values in history.items()}
-    nearest = sorted(shown, key=lambda key: measure_distance(key[2], shown[key]))[:4]
-    return "; ".join(f"{' '.join(key)}: {shown[key]:.3g}" for key in nearest)
-
-
-def measure_distance(threshold: str, value: float) -> float:
-    side, limit = THRESHOLDS[threshold]
-    return abs(math.log(max(value, 1e-9) / limit))
 
 
 def build_seeded(build: Callable[[], Any]) -> Any:
@@ -189,19 +176,18 @@ def make_step(ramp: Ramp, **options: Any) -> hs.Step:
                    **options)  # fmt: skip
 
 
-def train_watched(run: Ramp, steps: int) -> list[dict[str, Any]]:
-    """Return the warnings of a watched run in the order in which they were issued."""
-    step = make_step(run, watch=WATCH)
+def train_watched(run: Ramp, steps: int) -> tuple[list[dict[str, Any]], list[float]]:
+    """Return the warnings of a watched run in the order in which they were issued, and its losses."""
+    step, losses = make_step(run, watch=WATCH), []
     try:
         for number in range(steps):
-            step(run.loss_fn, [run.batch(number)])
+            losses.append(step(run.loss_fn, [run.batch(number)]).loss)
         step.finish()
     except hs.TrainingStopped as stopped:
         print(f"  stopped: {str(stopped).splitlines()[0]}")
     fields = ("module", "kind", "threshold", "step", "at", "low", "high", "message")
-    return [
-        {field: getattr(one, field) for field in fields} for one in sorted(step.watched.warnings, key=lambda w: w.step)
-    ]
+    issued = sorted(step.watched.warnings, key=lambda warning: warning.step)
+    return [{field: getattr(warning, field) for field in fields} for warning in issued], losses
 
 
 def score(expected: Mapping[str, Any], issued: list[dict[str, Any]]) -> dict[str, Any]:
@@ -243,43 +229,50 @@ def find_set(name: str) -> dict[str, Callable[[], Ramp]]:
     return HEALTHY
 
 
+def measure(task: str, one: str, key: str, build: Callable[[], Ramp]) -> dict[str, Any]:
+    """Label a ramp, or train it or a healthy run with watch."""
+    if task == "label":
+        return label(build)
+    run = build_seeded(build)
+    if one == "healthy":
+        issued, losses = train_watched(run, run.steps)
+        means = {"first loss": statistics.fmean(losses[:50]), "last loss": statistics.fmean(losses[-50:])}
+        return {"precision": run.precision, "steps": len(losses), **means, "warnings": issued}
+    expected = read("watch_labels")[one][key]
+    return score(expected, train_watched(run, expected["F"])[0])
+
+
+def keep(task: str, one: str, key: str, result: Mapping[str, Any]) -> None:
+    """Add one result to what is stored, which is read again because several processes may share the work."""
+    name = "watch_labels" if task == "label" else "watch_ramps"
+    results = {part: value for part, value in read(name).items() if isinstance(value, dict)}
+    runs = results.setdefault(one, {}) if task == "label" else results.setdefault(one, {"runs": {}})["runs"]
+    runs[key] = result
+    if task != "label":
+        results[one]["summary"] = summarise(one, runs)
+        print(results[one]["summary"])
+    store(name, results, torch.device("cpu"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=("label", "tuning", "unseen", "healthy"))
     parser.add_argument("--set", choices=("tuning", "unseen"), help="label only this set")
-    parser.add_argument("--only", help="one ramp or run by name")
-    parser.add_argument("--trial", action="store_true", help="label: print the course, store nothing")
+    parser.add_argument("--only", help="names of ramps or runs, with commas")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    name = "watch_labels" if arguments.task == "label" else "watch_ramps"
-    results = {key: value for key, value in read(name).items() if isinstance(value, dict)}
-    chosen = (
-        [arguments.task] if arguments.task != "label" else [arguments.set] if arguments.set else ["tuning", "unseen"]
-    )
+    chosen = [arguments.task]
+    if arguments.task == "label":
+        chosen = [arguments.set] if arguments.set else ["tuning", "unseen"]
     for one in chosen:
-        runs = {key: run for key, run in find_set(one).items() if arguments.only in (None, key)}
-        found = results.setdefault(one, {}) if arguments.task == "label" else results.setdefault(one, {"runs": {}})
-        for key, build in runs.items():
+        for key, build in find_set(one).items():
+            if arguments.only and key not in arguments.only.split(","):
+                continue
             start = time.process_time()
-            if arguments.task == "label":
-                found[key] = label(build, arguments.trial)
-            elif one == "healthy":
-                run = build_seeded(build)
-                found["runs"][key] = {
-                    "steps": run.steps,
-                    "precision": run.precision,
-                    "warnings": train_watched(run, run.steps),
-                }
-            else:
-                expected = read("watch_labels")[one][key]
-                found["runs"][key] = score(expected, train_watched(build_seeded(build), expected["F"]))
-            print(key, f"{time.process_time() - start:.0f} s", json.dumps(found.get(key) or found["runs"][key]))
-            if arguments.task != "label":
-                found["summary"] = summarise(one, found["runs"])
-                print(found["summary"])
-            if not arguments.trial:
-                store(name, results, torch.device("cpu"))
+            result = measure(arguments.task, one, key, build)
+            print(key, f"{time.process_time() - start:.0f} s", json.dumps(result), flush=True)
+            keep(arguments.task, one, key, result)
 
 
 if __name__ == "__main__":

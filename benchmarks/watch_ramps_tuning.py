@@ -23,7 +23,7 @@ class Ramp:
     """One training: precisions other than fp32 are simulated, so that a CPU has their numerics at its own speed."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer]
     loss_fn: Callable[[Batch], Tensor]
     batch: Callable[[int], Batch]
     """The batch of a step, counted from 0."""

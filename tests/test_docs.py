@@ -146,7 +146,7 @@ def test_snippets_compile_and_what_they_take_from_halfstep_is_there(block: Shown
         assert hasattr(found, name) or importlib.import_module(f"{module}.{name}"), f"{module} has no {name}"
 
 
-NOT_RUN = ("...", "DistributedDataParallel")
+NOT_RUN = ("...", "DistributedDataParallel", "fully_shard")
 """Outlines, and what needs several processes (tests/step/test_ranks.py)."""
 
 

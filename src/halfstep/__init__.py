@@ -29,6 +29,7 @@ _PUBLIC = {
     "probe": "halfstep.hardware.probe",
     "replay": "halfstep.own_loop.evidence",
     "save": "halfstep.own_loop.save_and_load",
+    "save_weights": "halfstep.own_loop.save_and_load",
     "seeded": "halfstep.data.seeded",
     "simulate": "halfstep.precision.contexts",
     "train": "halfstep.api",

@@ -77,6 +77,7 @@ def test_the_memory_plan_has_a_row_for_each_precision_and_level_and_what_fits(tm
         (("--memory", "--gpu", "warp9"), "unknown GPU 'warp9'"),
         (("--memory", "--mode", "slow"), "unknown --mode 'slow'"),
         (("--fit", "24GB"), "--memory --fit 24GB"),
+        (("--memory", "--ranks", "99"), "--ranks 99 with train.batch_size"),
         (("--memory", "--picture", "x.docx"), "is not an image file name"),
     ],
 )
@@ -128,8 +129,20 @@ def test_a_memory_plan_reports_its_progress() -> None:
 
     told: list[str] = []
     flags = dict.fromkeys(("data_dir", "device", "strict", "simulate")) | {"precision": "bf16"}
-    plan = _plan_memory(["unet", *SMALL], flags, gpu=None, fit="1GB", mode="eager", tell=told.append)
+    plan = _plan_memory(["unet", *SMALL], flags, gpu=None, fit="1GB", ranks=None, mode="eager", tell=told.append)
     num = len(plan.rows)
     assert told[0] == f"predicting bf16, normal (1 of {num})"
     assert f"finding the largest batch: bf16, normal (1 of {num})" in told
     assert len(told) == 2 * num
+
+
+def test_a_memory_plan_of_ranks_has_a_row_for_each_layout_and_says_what_fits() -> None:
+    words = ("gpt2", "model.depth=2", "model.heads=2", "model.dim=32", "model.context=8", "model.vocab=64")
+    asked = ("--memory", "--precision", "fp32", "--mode", "eager", "--fit", "24GB", "--ranks", "4")
+    found = json.loads(printed(*words, "train.batch_size=8", *asked, "--json"))
+    assert found["ranks"] == 4
+    assert {row["layout"] for row in found["rows"]} == {"ddp", "shard"}
+    ddp, shard = (next(row for row in found["rows"] if row["layout"] == layout) for layout in ("ddp", "shard"))
+    assert shard["components"]["weights"] < 0.3 * ddp["components"]["weights"]
+    assert "shard (train.shard=true) fits 24.0 GB on each rank from fp32, normal on" in found["notes"]
+    assert "ranks: peak on the rank with most samples" in printed(*words, "train.batch_size=8", *asked)

@@ -285,7 +285,7 @@ def test_a_capsule_tells_what_grew_before(tmp_path: Path) -> None:
     step.finish()
     (folder,) = tmp_path.iterdir()
     found = hs.replay(folder, model, loss_fn)
-    assert "2, activation: grew for 16 steps before" in str(found) or "2, weight: grew for 16 steps" in str(found)
+    assert "2, weight: grew for 16 steps before, from " in str(found)
     assert found.to_json()["before"]
 
 

@@ -242,9 +242,46 @@ def test_two_schedulers_need_one_read_per_step() -> None:
     second = [torch.optim.lr_scheduler.StepLR(loop.optimizer, 1) for loop in loops]
     assert loops[0].guard is not None
     assert loops[1].guard is not None
-    with pytest.raises(ConfigError, match="a second scheduler, StepLR"):
+    with pytest.raises(ConfigError, match="StepLR is the second scheduler of this optimizer"):
         loops[0].guard.follow(second[0])
     loops[1].guard.follow(second[1])
+
+
+def test_a_scheduler_of_momentum_is_not_kept_in_a_table() -> None:
+    def make_one_cycle(loop: Loop) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(loop.optimizer, 1e-2, 20)
+
+    loop = Loop(schedule="exact")
+    assert loop.guard is not None
+    loop.guard._schedulers.clear()
+    with pytest.raises(ConfigError, match="OneCycleLR changes momentum, too"):
+        loop.guard.follow(make_one_cycle(loop))
+    plain, guarded = Loop(guarded=False), Loop()
+    assert guarded.guard is not None
+    guarded.guard._schedulers.clear()
+    guarded.guard.schedule = "exact"  # as on a GPU
+    plain.scheduler, guarded.scheduler = make_one_cycle(plain), guarded.guard.follow(make_one_cycle(guarded))
+    assert guarded.guard.schedule == "read"
+    for number in range(6):
+        plain.train(number)
+        guarded.train(number)
+    assert same_bits(guarded.state, plain.state)
+
+
+def test_a_second_scheduler_ends_the_table_of_the_first() -> None:
+    loop, plain = Loop(schedule="exact"), Loop(guarded=False)
+    assert loop.guard is not None
+    loop.guard._may_read = True  # as with "auto" on a GPU
+    seconds = [torch.optim.lr_scheduler.StepLR(one.optimizer, 2) for one in (loop, plain)]
+    for number in range(6):
+        loop.train(number)
+        plain.train(number)
+        if number == 1:
+            seconds[0] = loop.guard.follow(seconds[0])
+        if number > 1:
+            for second in seconds:
+                second.step()
+    assert same_bits(loop.state, plain.state)
 
 
 @pytest.mark.parametrize("schedule", ["read", "exact"])

@@ -51,6 +51,8 @@ def test_the_hooks_of_lightning_are_as_expected(package: str) -> None:
     assert names(precision.pre_backward) == ["self", "tensor", "module"]
     assert names(precision._after_closure) == ["self", "model", "optimizer"]
     assert names(precision.clip_gradients) == ["self", "optimizer", "clip_val", "gradient_clip_algorithm"]
+    assert names(precision.clip_grad_by_norm) == ["self", "optimizer", "clip_val"]
+    assert "clip_grad_norm_(parameters, clip_val)" in inspect.getsource(precision.clip_grad_by_norm)
     assert names(precision.train_step_context) == ["self"]
     assert {"on_save_checkpoint", "on_load_checkpoint", "teardown"} <= set(dir(precision))
     closure = automatic.Closure(functools.partial(print, {"batch": 1}))

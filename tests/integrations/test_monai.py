@@ -177,9 +177,12 @@ def test_an_accumulated_capsule_holds_the_window(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["00000001"]
 
 
-def test_options_that_need_a_whole_step_are_refused() -> None:
-    with pytest.raises(ConfigError, match="accumulation_steps=2.* does not take ema_decay of hs.Step"):
-        Training(HalfstepUpdate("fp32", ema_decay=0.9), num=2, accumulation_steps=2).run()
+@pytest.mark.parametrize(("given", "name"), [
+    ({"ema_decay": 0.9}, "ema_decay"), ({"guard": {"on_fault": "rollback"}}, "on_fault"),
+])  # fmt: skip
+def test_options_that_need_a_whole_step_are_refused(given: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=f"accumulation_steps=2.* does not take {name} of hs.Step"):
+        Training(HalfstepUpdate("fp32", **given), num=2, accumulation_steps=2).run()
 
 
 def test_autocast_of_the_trainer_is_refused() -> None:

@@ -96,6 +96,9 @@ def save_and_resume(rank: int, size: int, port: int, folder: Path) -> dict[str, 
             train(model, step, None, rank, size)
             found[name] = all(map(torch.equal, straight, take(model, step)))
             found["extra"] = extra["best"], torch.equal(extra["rows"], ROWS[:2])
+        with step.averaged():
+            hs.save_weights(folder / "average.safetensors", model, dtype=torch.bfloat16)
+            found["average"] = take_whole(model)
         path, found["latest"] = folder / "failing", []
         for limit in (resource.RLIM_INFINITY, 64, resource.RLIM_INFINITY):
             if rank == 1:  # as on a full disk
@@ -179,3 +182,14 @@ def test_an_unsharded_model_loads_a_sharded_save_if_asked(saved: Any) -> None:
             assert all(torch.equal(whole[key], value) for key, value in found[0]["8bit at save"].items())
         step.end_pass()
         train(model, step, None)
+
+
+def test_the_whole_model_is_written_as_one_file(saved: Any, tmp_path: Path) -> None:
+    folder, found = saved
+    model, _ = make("adamw", shard=False)
+    model.load_state_dict(found[0]["average"])
+    hs.save_weights(tmp_path / "expected", model, dtype=torch.bfloat16)
+    assert (tmp_path / "expected").read_bytes() == (folder / "average.safetensors").read_bytes()
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(CheckpointError, match="cannot write"):
+        hs.save_weights(tmp_path / "taken", model)

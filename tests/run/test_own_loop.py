@@ -68,6 +68,9 @@ def test_an_outcome_tells_loss_gradient_rate_and_scale() -> None:
     assert outcome.loss == pytest.approx(F.mse_loss(model(X), X).item(), rel=0.2)
     assert outcome.grad_norm > 0
     assert (outcome.lr, outcome.scale, outcome.step) == (pytest.approx(0.1), 65536.0, 0)
+    assert outcome.item() == float(outcome) == outcome.loss
+    assert f"{outcome:.2f}" == f"{outcome.loss:.2f}"
+    assert f"{outcome}" == repr(outcome)
 
 
 def test_on_outcome_is_called_with_every_step_in_order() -> None:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 
 import halfstep as hs
 from halfstep.distributed.sharding import get_local
-from halfstep.errors import HalfstepError, TrainingStopped
+from halfstep.errors import ConfigError, HalfstepError, TrainingStopped
 from halfstep.step.optim.adamw8bit import AdamW8bit
 from halfstep.step.optim.adamw_bf16 import AdamWBf16
 from tiny_training import assert_same_bits
@@ -90,6 +90,19 @@ def train(net: nn.Module, step: hs.Step, rows: Tensor = ROWS) -> list[tuple[floa
     return [(o.loss, o.grad_norm, o.reason.removesuffix(" (rank 0)")) for o in outcomes]
 
 
+def test_a_watch_measures_shards_as_whole_tensors() -> None:
+    found = []
+    for shard in (False, True):
+        net = make(shard=shard)
+        step = hs.Step(net, adamw(net), "fp32", fast="off", clip_norm=0.5, watch=3)
+        train(net, step)
+        found.append(step.watched.history[-1].rows)
+    plain, sharded = found
+    assert sharded.keys() == plain.keys()
+    for key, row in plain.items():
+        assert sharded[key].numbers == pytest.approx(row.numbers, abs=1e-3), key
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -98,6 +111,7 @@ def train(net: nn.Module, step: hs.Step, rows: Tensor = ROWS) -> list[tuple[floa
         {"precision": "fp16", "simulate": True, "clip_norm": 0.5},
         {"precision": "bf16", "simulate": True},
         {"skip_spikes": True},
+        {"watch": 3},
         {"memory": "low"},
         {"schedule": lambda number: 1 / (1 + number)},
         {"on_gradients": lambda net: [p.grad.mul_(0.5) for p in net.parameters()]},
@@ -133,17 +147,27 @@ def test_an_evaluation_between_steps_changes_nothing() -> None:
     assert_alike(run)
 
 
-def test_a_step_whose_loss_raises_leaves_no_trace() -> None:
+@pytest.mark.parametrize("where", ["after forward", "inside a block", "in backward"])
+def test_a_step_whose_loss_raises_leaves_no_trace(where: str) -> None:
     def run(net: nn.Module) -> object:
         step = hs.Step(net, adamw(net), "fp32", fast="off")
         train(net, step, ROWS[:2])
 
-        def fail(batch: Tensor) -> Tensor:
-            net(batch)
+        def raise_error(*given: object) -> None:
             raise ValueError("no labels")
 
+        def fail(batch: Tensor) -> Tensor:
+            loss = loss_of(net)(batch)
+            loss.register_hook(raise_error)
+            if where == "after forward":
+                raise_error()
+            return loss
+
+        hook = net.blocks[1][0].register_forward_hook(raise_error) if where == "inside a block" else None
         with pytest.raises(ValueError, match="no labels"):
             step(fail, [ROWS[0]])
+        if hook is not None:
+            hook.remove()
         return train(net, step, ROWS[2:])
 
     assert_alike(run)
@@ -284,6 +308,13 @@ def test_a_policy_of_ones_own_is_followed_and_half_sums_are_reported() -> None:
         step = hs.Step(net, adamw(net), "bf16", simulate=True, fast="off")
     assert all(get_local(p).dtype == torch.float32 for p in net.parameters())
     assert train(net, step)[-1][0] < 1
+
+
+def test_the_ledger_is_refused() -> None:
+    net = make(shard=True)
+    step = hs.Step(net, adamw(net), "fp32", fast="off")
+    with pytest.raises(ConfigError, match="hs.ledger with a sharded model"), hs.ledger(step):
+        pass
 
 
 # --- what is refused before the first step ---

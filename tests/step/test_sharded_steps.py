@@ -144,6 +144,47 @@ def drop_one(rank: int, mesh: Any = None, optimizer: str = "fused AdamW", **more
     }
 
 
+def ruin_gradient(rank: int) -> tuple[str, bool]:
+    """Ruin one number of the last rank's gradient shards, after finite losses."""
+    net = make_net(True)
+
+    def ruin(model: nn.Module) -> None:
+        if rank == dist.get_world_size() - 1:
+            model.blocks[0][0].weight.grad._local_tensor.view(-1)[0] = float("inf")  # type: ignore[index,union-attr]
+
+    before = weights(net)
+    outcome = make_step(net, on_gradients=ruin)(loss_of(net), rows_of(rank, dist.get_world_size())[0])
+    return outcome.reason, torch.equal(before, weights(net))
+
+
+def count_reductions(rank: int) -> list[list[int]]:
+    """Return the sizes of what each of three steps reduces by itself; gathering a whole tensor is an error."""
+    from torch.distributed.tensor import DTensor
+
+    def refuse(*given: Any, **more: Any) -> Any:
+        raise AssertionError("a step gathered a whole tensor")
+
+    sizes: list[int] = []
+    reduce, whole_tensor = dist.all_reduce, DTensor.full_tensor
+
+    def count(tensor: Tensor, *given: Any, **more: Any) -> Any:
+        sizes.append(tensor.numel())
+        return reduce(tensor, *given, **more)
+
+    net = make_net(True)
+    step = make_step(net, ema_decay=0.9)
+    dist.all_reduce, DTensor.full_tensor = count, refuse  # type: ignore[assignment]
+    try:
+        found = []
+        for window in rows_of(rank, dist.get_world_size())[:3]:
+            sizes.clear()
+            step(loss_of(net), window)
+            found.append(list(sizes))
+    finally:
+        dist.all_reduce, DTensor.full_tensor = reduce, whole_tensor  # type: ignore[assignment]
+    return found
+
+
 def spoil_one() -> tuple[str, bool]:
     """Let an optimizer divide 0 by 0 in the last rank's shard alone: its rows get no gradient."""
     from torch.distributed.fsdp import fully_shard
@@ -213,6 +254,7 @@ def scenario(rank: int, size: int, port: int) -> dict[str, Any]:
         found[f"dropped {name}"] = drop_one(rank, optimizer=name)
     found["overflow"] = drop_one(rank, precision="fp16", simulate=True)
     found["spoiled"], found["refused"] = spoil_one(), refused(rank)
+    found["ruined gradient"], found["reductions"] = ruin_gradient(rank), count_reductions(rank)
     return found
 
 
@@ -280,6 +322,15 @@ def test_a_shard_that_an_optimizer_ruins_drops_the_step_on_all(found: list[dict[
         reason, is_same = own["spoiled"]
         assert "the optimizer wrote weights that are not finite" in reason
         assert is_same
+
+
+def test_a_number_of_one_shard_of_a_gradient_drops_the_step_on_all(found: list[dict[str, Any]]) -> None:
+    assert [own["ruined gradient"] for own in found] == [("gradient norm is inf", True)] * 2
+
+
+def test_a_step_reduces_a_few_numbers_and_gathers_nothing(found: list[dict[str, Any]]) -> None:
+    unit, sums, norms = 1, 3 + 3 * 2, 2
+    assert [own["reductions"] for own in found] == [[[unit, sums, norms]] * 3] * 2
 
 
 def test_ranks_with_different_settings_are_refused_before_the_first_step(found: list[dict[str, Any]]) -> None:

@@ -492,6 +492,19 @@ def tensor_made_outside(device: torch.device) -> Case:
     return Case(model, lambda batch: get_loss(model, batch, state["noise"]), before=make)
 
 
+def batch_in_closure(device: torch.device) -> Case:
+    """Read the loop's own variables instead of the argument."""
+    model, kept = make_model(device), torch.zeros(0)
+    labels = kept
+
+    def keep(x: Tensor, y: Tensor, step: int) -> Any:
+        nonlocal kept, labels
+        kept, labels = x, y
+        return x, y
+
+    return Case(model, lambda _: get_loss(model, (kept, labels)), wrap=keep)
+
+
 def batch_on_the_host(device: torch.device) -> Case:
     model = make_model(device)
     return Case(
@@ -544,7 +557,7 @@ CASES: dict[str, Callable[[torch.device], Case]] = {
         hook_added, global_hook_added, submodule_replaced, buffer_replaced, eps_changed, state_loaded, two_models,
         output_stored, graph_stored, rate_by_hand, decay_by_hand, group_added, batch_in_place, nested_dict,
         dataclass_batch, named_tuple_batch, string_in_batch, ragged_last_batch, twelve_shapes, numpy_in_closure,
-        tensor_made_outside, batch_on_the_host, custom_op, lstm,
+        tensor_made_outside, batch_in_closure, batch_on_the_host, custom_op, lstm,
     )
 }  # fmt: skip
 

@@ -40,6 +40,7 @@ def command(
     fit: Annotated[
         str | None, option("With --memory: find the largest batch for this much memory, such as 24GB.")
     ] = None,
+    ranks: Annotated[int | None, option("With --memory: predict one rank of this many, with DDP and sharded.")] = None,
     mode: Annotated[str | None, option("With --memory: only eager, compile or graph; default: all.")] = None,
     picture: Annotated[Path | None, option("With --memory: draw stacked bars.")] = None,
     as_json: Json = False,
@@ -55,6 +56,8 @@ def command(
         halfstep plan resnet50 'precision.modules={fc: fp32}'
 
         halfstep plan gpt2 --memory --gpu "RTX 3090"
+
+        halfstep plan gpt2_xl --memory --ranks 4 --fit 24GB
     """
     flags = {"precision": precision, "data_dir": data_dir, "device": device, "strict": strict, "simulate": simulate}
     loaded = load_config(arguments, flags, gpu=gpu)
@@ -62,8 +65,8 @@ def command(
     if fit:
         read_size(fit)
     if memory:
-        return show_memory(arguments, flags, gpu=gpu, fit=fit, mode=mode, picture=picture, as_json=as_json)
-    for name, value in (("--fit", fit), ("--mode", mode), ("--picture", picture)):
+        return show_memory(arguments, flags, gpu=gpu, fit=fit, ranks=ranks, mode=mode, picture=picture, as_json=as_json)
+    for name, value in (("--fit", fit), ("--ranks", ranks), ("--mode", mode), ("--picture", picture)):
         if value is not None:
             raise ConfigError(f"{name} {value} needs --memory", fix=f"--memory {name} {value}")
     from halfstep.run.assemble import plan_config
@@ -98,6 +101,10 @@ TRACED = {
     "compile": "peak of the compiled step: the eager trace, partitioned and fused by the compiler's rules",
     "graph": "peak of the CUDA graph: our fused kernels if the model has them, else as compiled; plus its pool",
 }
+LAYOUTS = (
+    "peak on the rank with most samples. ddp: each rank has the whole model; shard: parameters, gradients, optimizer "
+    "state and average are divided among the ranks (train.shard=true, FSDP2); sharded steps are never captured"
+)
 NO_FOLDER = "random"
 """Any text: with a data folder a workload has its full size, without one that of its demo."""
 UNIT = "1 GB is 10^9 bytes, in every command: a GPU sold with 24 GB has 25.8 GB"
@@ -119,6 +126,8 @@ class MemoryPlan:
     config: RunConfig
     num_parameters: int
     mode: Mode
+    ranks: int | None
+    """None: one rank without others."""
     rows: Sequence[MemoryRow]
     fits: Sequence[Fit]
     memory_bytes: int
@@ -131,12 +140,14 @@ class MemoryPlan:
         train = self.config.train
         batch = f"{train.batch_size} x {train.accumulate}" if train.accumulate > 1 else f"{train.batch_size}"
         size = f"{self.num_parameters:,} parameters"
+        if self.ranks is not None:
+            batch += f" over {self.ranks} ranks"
         return f"{self.config.workload}, {size}, batch {batch}, {self.config.optimizer.name}, {self.mode}"
 
 
 def show_memory(
-    arguments: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | None, mode: str | None, picture: Path | None,
-    as_json: bool,
+    arguments: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | None, ranks: int | None, mode: str | None,
+    picture: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Print the memory plan as text or JSON, and draw it if a picture is wanted."""
     from rich.console import Console
@@ -147,7 +158,7 @@ def show_memory(
     if picture:
         refuse_unknown_format(picture)
     with Console(stderr=True).status("loading torch and building the model") as status:
-        plan = _plan_memory(arguments, flags, gpu=gpu, fit=fit, mode=mode, tell=status.update)
+        plan = _plan_memory(arguments, flags, gpu=gpu, fit=fit, ranks=ranks, mode=mode, tell=status.update)
     if picture:
         draw_memory(plan.title, merge_equal_rows(plan.rows), picture, limit_bytes=plan.memory_bytes)
     if as_json:
@@ -162,6 +173,7 @@ def _plan_memory(
     *,
     gpu: str | None,
     fit: str | None,
+    ranks: int | None,
     mode: str | None,
     tell: Callable[[str], None],
 ) -> MemoryPlan:
@@ -185,6 +197,7 @@ def _plan_memory(
     hardware, memory, where = _choose_device(gpu, fit, flags)
     config, is_made_up = _load_full_size(arguments, flags)
     shown = _choose_mode(mode, config)
+    _refuse_unfit_ranks(ranks, config)
     # Real data are read once, for the shapes of a batch.
     with contextlib.nullcontext(config) if is_made_up else provide_data(config) as with_data:
         planner = MemoryPlanner(build_traceable_step(with_data), hardware)
@@ -199,12 +212,17 @@ def _plan_memory(
     rows = []
     for number, (precision, setting) in enumerate(cells, 1):
         tell(f"predicting {precision}, {setting} ({number} of {len(cells)})")
-        rows.append(_predict_row(planner, config, shown, modes, precision, setting))
+        for layout in ("alone",) if ranks is None else ("ddp", "shard"):
+            rows.append(_predict_row(planner, config, shown, modes, precision, setting, ranks or 1, layout))
     limit = compute_usable_bytes(memory)
-    fits = find_fits(planner, config, limit, shown, precisions, hardware, tell=tell) if memory else []
-    if memory and not fits:
+    # For several ranks the rows say what fits.
+    finds = memory and ranks is None
+    fits = find_fits(planner, config, limit, shown, precisions, hardware, tell=tell) if finds else []
+    if finds and not fits:
         refuse_nothing_fits(planner, config, limit, shown, where)
     notes = [*([MADE_UP] if is_made_up else []), *(describe_effects(planner, config, fits) if fits else ())]
+    if ranks is not None:
+        notes += _list_rank_notes(rows, shown, memory, limit, where)
     if gpu and hardware:
         notes += _list_gpu_notes(hardware, name, memory)
     if planner.step.blocks:
@@ -213,6 +231,7 @@ def _plan_memory(
         config=config,
         num_parameters=planner.step.num_parameters,
         mode=shown,
+        ranks=ranks,
         rows=rows,
         fits=fits,
         memory_bytes=memory,
@@ -222,14 +241,52 @@ def _plan_memory(
 
 
 def _predict_row(
-    planner: MemoryPlanner, config: RunConfig, mode: Mode, modes: Sequence[Mode], precision: str, setting: Any
+    planner: MemoryPlanner,
+    config: RunConfig,
+    mode: Mode,
+    modes: Sequence[Mode],
+    precision: str,
+    setting: Any,
+    ranks: int,
+    layout: Any,
 ) -> MemoryRow:
     from halfstep.report.memory_view import MemoryRow
     from halfstep.run.memory.planner import Cell
 
-    found = {other: planner.predict(Cell.of(config, precision, other, setting)) for other in modes}
-    totals: dict[str, int] = {other: prediction.total for other, prediction in found.items()}
-    return MemoryRow(precision=precision, level=str(setting), components=found[mode].components, totals=totals)
+    gathers_half = config.train.shard_gather == "bf16"
+    found = {
+        other: planner.predict(
+            Cell.of(config, precision, other, setting).spread(ranks, layout, gathers_half=gathers_half)
+        )
+        for other in modes
+    }
+    return MemoryRow(
+        precision=precision,
+        level=str(setting),
+        components=found[mode].components,
+        totals={other: prediction.total for other, prediction in found.items()},
+        layout="" if layout == "alone" else layout,
+    )
+
+
+def _refuse_unfit_ranks(ranks: int | None, config: RunConfig) -> None:
+    if ranks is not None and not 1 <= ranks <= config.train.batch_size:
+        raise ConfigError(
+            f"--ranks {ranks} with train.batch_size={config.train.batch_size}",
+            why="batch_size counts samples over all ranks, and each rank needs at least one",
+            fix=f"--ranks 1 to {config.train.batch_size}, or a larger train.batch_size",
+        )
+
+
+def _list_rank_notes(rows: Sequence[MemoryRow], mode: str, memory: int, limit: int, where: str) -> Iterator[str]:
+    """Yield what fits on each rank, and which precision and level is the least."""
+    for layout, setting in (("ddp", "train.shard=false"), ("shard", "train.shard=true")):
+        fitting = [row for row in rows if row.layout == layout and row.totals[mode] <= limit]
+        if memory and fitting:
+            yield f"{layout} ({setting}) fits {where} on each rank from {fitting[0].precision}, {fitting[0].level} on"
+        elif memory:
+            least = min((row for row in rows if row.layout == layout), key=lambda row: row.totals[mode])
+            yield f"{layout} ({setting}) does not fit {where}: it needs at least {format_bytes(least.totals[mode])}"
 
 
 def _choose_device(gpu: str | None, fit: str | None, flags: Flags) -> tuple[Hardware | None, int, str]:
@@ -325,6 +382,8 @@ def _print_memory(plan: MemoryPlan) -> None:
     for note in plan.notes:
         print_text(console, Text(f"note: {note}"))
     legend = {"memory": LEVELS}
+    if plan.ranks is not None:
+        legend["ranks"] = LAYOUTS
     if is_wide:
         used = {name for row in plan.rows for name, size in row.components.items() if size}
         legend |= {name: about for name, about in COMPONENTS.items() if name in used}
@@ -360,9 +419,10 @@ def _convert_plan(plan: MemoryPlan) -> dict[str, Any]:
         "batch_size": plan.config.train.batch_size,
         "accumulate": plan.config.train.accumulate,
         "mode": plan.mode,
+        "ranks": plan.ranks,
         "traced": TRACED,
         "rows": [
-            {"precision": row.precision, "memory": row.level, "peak_bytes": row.total,
+            {"precision": row.precision, "memory": row.level, "layout": row.layout or None, "peak_bytes": row.total,
              "components": {name: size for name, size in row.components.items() if size},
              "peak_bytes_by_mode": dict(row.totals)}
             for row in plan.rows

@@ -209,6 +209,16 @@ class TrainConfig(Section):
     reduce: Literal["fp32", "bf16"] = Field(
         default="fp32", description="Several ranks: format in which gradients are all-reduced"
     )
+    shard: Literal["auto"] | bool = Field(
+        default=False,
+        description="Several ranks: divide parameters, gradients and optimizer state among them (FSDP2); auto: only "
+        "if the memory plan says that a whole copy per rank does not fit",
+    )
+    shard_gather: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description="With shard: format in which blocks are gathered; bf16 halves the traffic; norms and modules "
+        "that compute in fp32 stay in fp32",
+    )
     sync_batch_norm: bool = Field(
         default=False, description="Several ranks: BatchNorm computes its statistics over all of them (GPUs only)"
     )

@@ -298,8 +298,8 @@ class BackgroundSave:
             check_coverage(manifest)
             path = self.folder / MANIFEST
             path.write_text(json.dumps(seal(manifest)))
-            flush(path)
-            flush(self.folder)
+            for written in (path, self.folder, self.folder.parent):
+                flush(written)
             self._publish(self.folder)
         except CheckpointError as error:
             return error.what

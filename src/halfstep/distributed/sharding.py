@@ -85,20 +85,14 @@ class Sharding:
 
     modules: Sequence[FSDPModule]
     mesh: DeviceMesh
+    is_first_replica: bool
+    """True on the ranks that together hold the model once; with HSDP, the other ranks hold copies."""
+    is_first_shard: bool
 
     @property
     def num_shards(self) -> int:
         """Return the number of shards of a parameter: of HSDP's two mesh dimensions, the second."""
         return int(self.mesh.size(self.mesh.ndim - 1))
-
-    @property
-    def is_first_replica(self) -> bool:
-        """True on the ranks that together hold the model once; with HSDP, the other ranks hold copies."""
-        return self.mesh.ndim == 1 or self.mesh.get_local_rank(0) == 0
-
-    @property
-    def is_first_shard(self) -> bool:
-        return int(self.mesh.get_local_rank(self.mesh.ndim - 1)) == 0
 
     def counts(self, tensor: Any) -> bool:
         """True on one rank for each element of a tensor of the model, so that a sum over ranks counts it once."""
@@ -127,4 +121,7 @@ def find_sharding(model: nn.Module) -> Sharding | None:
     reshard(modules)
     meshes = (p.device_mesh for p in model.parameters() if is_dtensor(p))  # type: ignore[attr-defined]
     mesh = next(meshes, None)
-    return Sharding(modules, mesh) if modules and mesh is not None else None
+    if not modules or mesh is None:
+        return None
+    place = mesh.get_coordinate() or [0]  # None on a rank outside of the mesh, which is refused
+    return Sharding(modules, mesh, is_first_replica=mesh.ndim == 1 or place[0] == 0, is_first_shard=place[-1] == 0)

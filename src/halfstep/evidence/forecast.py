@@ -1,31 +1,39 @@
 """Forecast when a number of a step leaves its format: a robust trend over the last observations, with an interval.
 
-The trend is Theil and Sen's: the median of the slopes between all pairs of the last `K` observations, which one odd
-observation in four does not move. Its 90 % interval is the one that Kendall's rank test does not reject. Numbers are
-taken as logarithms, so exponential growth is a straight line.
+The trend is Theil and Sen's: the median of the slopes between pairs of the last `K` observations, which one odd
+observation hardly moves. Its 90 % interval is the one that Kendall's rank test does not reject. Numbers are
+taken as logarithms, and shares as logits, so exponential growth is a straight line. How the slope has changed between
+the two halves of the observations bends the line, up or down.
 
-A warning needs all of: a slope whose whole interval points at the limit, the newest observations still moving as fast,
-and a crossing at most `horizon` times as far ahead as the observations reach back.
+A warning needs all of: a slope whose whole interval points at the limit, observations that have moved by a third of
+what is left to it, and a crossing at most `horizon` times as far ahead as the observations reach back. The constants
+were chosen with the ten ramps of benchmarks/watch_ramps_tuning.py.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
-from halfstep.formats import find_format
+from halfstep.formats import FP8_E4M3, find_format
 
 K = 8
 HORIZON = 2.0
 RANKS = (6, 21)
 """Of the 28 slopes in order, those that bound 90 %: 14 ± 1.645 √(n (n - 1) (2n + 5) / 18) / 2, for n = 8."""
-SLOWING = 0.5
-"""The newest half of the observations has to move at least this fast, relative to all of them."""
-LEAST_MOVE = {"bits": 0.5, "share": 0.5}
+LEAST_DONE = 1 / 3
+"""How far the observations have to move at least, relative to what is left to the limit."""
+LEAST_SHARE = 0.01
+MOST_BEND = 2.0
+UNSURE = 1.25
+"""The factor by which the bend of a trend may change after the forecast, up or down."""
+MOST_WIDE = 4.0
+"""The end of an interval is at most this many times as far ahead as the forecast."""
+LEAST_MOVE = {"bits": 0.5, "share": 0.3}
 """How far the observations have to move at least, in bits or in the logit of a share: less may be noise."""
-MOST_ZERO, MOST_LOST = 0.99, 0.5
+SHARES = ("zeros", "lost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +67,14 @@ class Limit:
     """log2 of a magnitude, or the logit of a share."""
     is_upper: bool
     of: str = "high"
-    """Which number of a row is compared: `high`, `zeros` or `lost`."""
+    """Which number of a row is compared: `high`, log2 of the largest magnitude; `spread`, its distance from the median
+    in bits; `need`, for the loss scale; or a share, `zeros` or `lost`."""
     fix: str = ""
     horizon: float = HORIZON
 
     @property
     def unit(self) -> str:
-        return "bits" if self.of == "high" else "share"
+        return "share" if self.of in SHARES else "bits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,26 +90,47 @@ def forecast(steps: Sequence[float], values: Sequence[float], limit: Limit) -> C
         return None
     steps, values = steps[-K:], values[-K:]
     sign = 1.0 if limit.is_upper else -1.0
-    rising = [sign * value for value in values]
-    level = sign * limit.level
+    rising, level, half = [sign * value for value in values], sign * limit.level, K // 2
     slopes = sorted(_list_slopes(steps, rising))
-    slope, slowest, fastest = median(slopes), slopes[RANKS[0]], slopes[RANKS[1]]
-    half = K // 2
-    recent = median(_list_slopes(steps[half:], rising[half:]))
-    if slowest <= 0 or recent < SLOWING * slope or rising[-1] - rising[0] < LEAST_MOVE[limit.unit]:
+    slowest, fastest = slopes[RANKS[0]], slopes[RANKS[1]]
+    early, recent = (median(_list_slopes(steps[part], rising[part])) for part in (slice(half), slice(half, K)))
+    if slowest <= 0 or recent <= 0:
         return None
-    # All three lines pass through the median of the residuals, at the newest observation.
-    now, newest = steps[-1], median(y + slope * (steps[-1] - t) for t, y in zip(steps, rising, strict=True))
-    left = level - newest
+    now = steps[-1]
+    newest = median(y + recent * (now - t) for t, y in zip(steps[half:], rising[half:], strict=True))
+    left, span, moved = level - newest, now - steps[half - 1], rising[-1] - rising[0]
     if left <= 0:
         return None if rising[0] > level else Crossing(now, now, now)
-    speed = min(slope, recent) if recent < slope else slope
-    at = now + left / speed
-    if at - now > limit.horizon * (now - steps[0]):
+    if moved < max(LEAST_MOVE[limit.unit], LEAST_DONE * left):
         return None
-    low = now + left / max(fastest, recent)
-    high = now + left / min(slowest, recent)
-    return Crossing(at, min(low, at), max(high, at))
+    # The trend bends: its speed changes by this factor from one half of the observations to the next. Half of that is
+    # believed for the forecast, since four observations tell it poorly; the interval allows for more.
+    bend = min(max(recent / early, 1 / MOST_BEND), MOST_BEND) if early > 0 else MOST_BEND
+    ahead = _cross(left, recent, math.sqrt(bend), span)
+    if max(ahead, left / recent) > limit.horizon * (now - steps[0]):
+        return None
+    bends = [min(bend, 1.0) / UNSURE, max(bend, 1.0) * UNSURE]
+    ways = [left / fastest, left / slowest, ahead, *(_cross(left, recent, one, span) for one in bends)]
+    if limit.is_upper and limit.of == "high":  # growth may be linear, which is slower than exponential
+        ways.append(_cross_linearly(steps, values, limit.level))
+    return Crossing(now + ahead, now + min(ways), now + min(max(ways), MOST_WIDE * ahead))
+
+
+def _cross(left: float, speed: float, bend: float, span: float) -> float:
+    """Return the steps to go `left` further, at a speed that changes by `bend` in each `span` of steps; `speed` is that
+    of the last half of the observations, whose middle is about half a span ago."""
+    rate, speed = math.log(bend), speed * math.sqrt(bend)
+    if abs(rate) < 1e-6:
+        return left / speed
+    covered = 1 + left * rate / (speed * span)
+    return span * math.log(covered) / rate if covered > 0 else math.inf
+
+
+def _cross_linearly(steps: Sequence[float], values: Sequence[float], level: float) -> float:
+    """Return the steps until numbers with these logarithms cross a level, if they grow linearly."""
+    numbers = [2.0 ** (value - level) for value in values]  # relative to the level
+    speed = median(_list_slopes(steps, numbers))
+    return (1 - numbers[-1]) / speed if speed > 0 else 0.0
 
 
 def _list_slopes(steps: Sequence[float], values: Sequence[float]) -> list[float]:
@@ -110,8 +140,8 @@ def _list_slopes(steps: Sequence[float], values: Sequence[float]) -> list[float]
 
 
 def to_logit(share: float) -> float:
-    """Return the logit of a share, at most ±20 (log base 2)."""
-    bounded = min(max(share, 2.0**-20), 1 - 2.0**-20)
+    """Return the logit of a share (log base 2); below LEAST_SHARE a few elements would look like a trend."""
+    bounded = min(max(share, LEAST_SHARE), 1 - 2.0**-14)
     return math.log2(bounded / (1 - bounded))
 
 
@@ -141,7 +171,9 @@ def round_steps(steps: float) -> str:
 Fix = Callable[[str, str], str]
 
 
-def list_limits(kind: str, format: str, module: str, *, scales: bool, eps: float = 0.0) -> list[Limit]:
+def list_limits(
+    kind: str, format: str, module: str, *, scales: bool, eps: float = 0.0, is_fp8: bool = False
+) -> list[Limit]:
     """Return the limits of numbers of one kind in their format; `scales`: gradients are scaled by the loss scale."""
     name = module or "(the whole model)"
     if kind == "variance":
@@ -149,19 +181,23 @@ def list_limits(kind: str, format: str, module: str, *, scales: bool, eps: float
     if kind == "update":
         return [Limit("lost updates 50 %", 0.0, is_upper=True, of="lost", fix=FIX_LOST)] if is_half(format) else []
     fmt = find_format(format)
-    bounds = [
-        Limit(f"{format} maximum", math.log2(fmt.largest), is_upper=True, fix=FIX_HIGH[kind].format(module=name)),
-        Limit(f"{format} subnormal", math.log2(fmt.smallest_normal), is_upper=False, fix=FIX_LOW.format(module=name)),
-    ]
-    if kind in ("weight", "attention logits"):
-        bounds = bounds[:1]  # a weight that decays to zero is pruned, and small logits are harmless
-    if kind == "weight":  # what it multiplies leaves the range sooner, and is to be reported first
-        bounds = [replace(bounds[0], horizon=HORIZON / 2)]
+    # What a weight multiplies usually leaves the range sooner, and is to be reported first.
+    horizon = HORIZON / 2 if kind == "weight" else HORIZON
+    fix = FIX_HIGH[kind].format(module=name)
+    bounds = [Limit(f"{format} maximum", math.log2(fmt.largest), is_upper=True, fix=fix, horizon=horizon)]
     if scales and "gradient" in kind:
-        bounds = bounds[1:]  # an overflow lowers the loss scale, which has its own forecast
+        bounds = []  # an overflow lowers the loss scale, which has its own forecast
     if kind == "activation":
-        bounds.append(Limit(f"zeros {MOST_ZERO:.0%}".replace("%", " %"), to_logit(MOST_ZERO), True, "zeros", FIX_ZERO))
+        bounds.append(Limit("99 % zeros", to_logit(0.99), True, "zeros", FIX_ZERO))
+        if is_fp8:
+            bounds.append(Limit("50 % below fp8_e4m3's range", FP8_RANGE, True, "spread", FIX_FP8))
+    elif "gradient" in kind and format == "fp16":
+        bounds.append(Limit("90 % zeros in fp16", to_logit(0.9), True, "zeros", FIX_LOW.format(module=name)))
     return bounds
+
+
+FP8_RANGE = math.log2(FP8_E4M3.largest / FP8_E4M3.smallest_normal)
+"""Bits between the largest and the smallest normal number: fp8 scales a tensor's largest magnitude to the former."""
 
 
 def is_half(format: str) -> bool:
@@ -177,6 +213,7 @@ FIX_HIGH = {
 }
 FIX_LOW = 'Its values vanish: check its initialisation and normalisation, or modules={{"{module}": "bf16"}}'
 FIX_ZERO = "Its units die: lower the learning rate, or use an activation with a negative side, such as GELU"
+FIX_FP8 = "An outlier takes the range of fp8: normalise it, or run the layers that read it in bf16 (modules=)"
 FIX_VARIANCE = "Its inputs become constant: check what feeds it, or raise its eps"
 FIX_LOST = (
     "Keep the weights in fp32, round stochastically or keep the lost bits (precision.rounding), or raise the rate"

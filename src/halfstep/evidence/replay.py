@@ -165,8 +165,10 @@ def describe_growth(watch: Mapping[str, Any] | None, module: str) -> list[str]:
         if high - low >= LEAST_GROWTH:
             is_at_fault = row["module"] == module.replace(ROOT, "") and bool(module)
             text = f"{row['module'] or 'the model'}, {row['kind']}: grew for {end - begin:,} steps before, from "
-            found.append((not is_at_fault, low - high, f"{text}{2**low:.3g} to {2**high:.3g}"))
-    return [text for *_, text in sorted(found)[:2]]
+            # Gradients that grow are a consequence of activations and weights that do.
+            order = not is_at_fault, "gradient" in row["kind"], low - high
+            found.append((order, f"{text}{2**low:.3g} to {2**high:.3g}"))
+    return [text for _, text in sorted(found)[:2]]
 
 
 def _operation_to_json(origin: Operation) -> dict[str, Any]:

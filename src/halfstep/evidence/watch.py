@@ -38,6 +38,8 @@ from halfstep.evidence.exponents import (
 )
 from halfstep.evidence.forecast import (
     FIX_SCALE,
+    HORIZON,
+    SHARES,
     Crossing,
     K,
     Limit,
@@ -60,8 +62,8 @@ from halfstep.step.step import LossFn, Step
 
 KEPT = 64
 """Observations that are kept, and stored in a capsule."""
-MOST_ROWS = 16
-"""Samples of a micro-batch in a side step."""
+FEWEST_ROWS, MOST_ROWS = 4, 16
+"""Samples of a micro-batch in a side step: a quarter of them, within these bounds."""
 MOST_SHOWN = 40  # rows of the table
 WEIGHT, WEIGHT_GRADIENT, UPDATE, SCALE = "weight", "weight gradient", "update", "loss scale"
 NAMES = {
@@ -218,8 +220,11 @@ class Watch:
             measured = compute([g for *_, g in plain], kind) if plain or is_sharded else 1.0
             opened.scalars = [facts.grad_norm, measured, facts.scale, facts.bad.float()]
             for name, norm in list_batch_norms(self.step.model):
-                assert norm.running_var is not None
-                opened.measures.add_value(self._index[name, VARIANCE], norm.running_var.median())
+                # The smallest of channels that vary at all: one that is always zero hides none of the others.
+                variance = norm.running_var
+                assert variance is not None
+                smallest = torch.where(variance > 0, variance, math.inf).amin()
+                opened.measures.add_value(self._index[name, VARIANCE], smallest)
 
     def _measure_weights(
         self,
@@ -262,11 +267,16 @@ class Watch:
         opened = self._open
         if opened is None or not self.lacks_activations:
             return
-        cut = cut_rows(batch, num_rows)
-        opened.factor = min(MOST_ROWS, num_rows) / num_rows if cut is not batch else 1.0
+        num_kept = count_side_rows(num_rows)
+        cut, opened.factor = cut_rows(batch, num_rows, num_kept), num_kept / num_rows
         self._is_aside = True
         try:
-            with undo_after(self.step), watch_step(self.step, self.observe_modules):
+            # Hooks do not see compiled code, and would make torch compile it again.
+            with (
+                torch.compiler.set_stance("force_eager"),
+                undo_after(self.step),
+                watch_step(self.step, self.observe_modules),
+            ):
                 self.step.compute(loss_fn, [cut])
         except torch.OutOfMemoryError:
             self._drop_activations("a side step does not fit into memory")
@@ -293,7 +303,8 @@ class Watch:
     def _note(self, name: str, kind: str, tensor: Tensor, dtype: torch.dtype) -> None:
         if self._open is None or (row := self._index.get((name, kind))) is None:
             return
-        with self._survive_lack_of_memory():
+        # Hooks run inside autocast, which would copy each half tensor to fp32 before it is measured.
+        with self._survive_lack_of_memory(), torch.autocast(tensor.device.type, enabled=False):
             self._open.formats[row] = NAMES.get(dtype, "fp32")
             if kind in (LOGITS, VARIANCE):
                 self._open.measures.add_value(row, tensor)
@@ -357,6 +368,8 @@ class Watch:
                 numbers["lost"] = float(own[0]) / total if total else math.nan
             elif total:
                 numbers["zeros"] = float(own[0]) / total
+                if kind == ACTIVATION:
+                    numbers["spread"] = numbers["high"] - find_median(own)
             shown = np.roll(own, round(by)) if round(by) else own.copy()
             rows[module, kind] = WatchRow(module, kind, opened.formats.get(row, "fp32"), numbers, shown)
         scaler = self.step.scaler
@@ -401,11 +414,13 @@ class Watch:
         if row.kind == SCALE:
             floor = math.log2(scaler.options.min_scale)
             return [
-                Limit("loss scale floor", math.log2(FP16.largest) - floor, True, "need", FIX_SCALE),
+                # The scale reaches its floor when a gradient overflows at twice the floor.
+                Limit("loss scale floor", math.log2(FP16.largest) - floor - 1, True, "need", FIX_SCALE, HORIZON / 2),
                 Limit("loss scale floor", floor, False, "high", FIX_SCALE),
             ]
         eps = getattr(self._modules.get(row.module), "eps", None) or 0.0
-        return list_limits(row.kind, row.format, row.module, scales=scaler.enabled, eps=eps)
+        is_fp8 = self.step.plan.compute == "fp8"
+        return list_limits(row.kind, row.format, row.module, scales=scaler.enabled, eps=eps, is_fp8=is_fp8)
 
     def _collect(self, key: Key, of: str) -> tuple[list[float], list[float]]:
         """Return the last steps and numbers of a row; shares as logits, infinities left out."""
@@ -413,7 +428,7 @@ class Watch:
         for seen in reversed(self.history):
             value = seen.rows[key].numbers.get(of, math.nan) if key in seen.rows else math.nan
             if math.isfinite(value):
-                points.append((float(seen.step), to_logit(value) if of in ("zeros", "lost") else value))
+                points.append((float(seen.step), to_logit(value) if of in SHARES else value))
             if len(points) == K:
                 break
         points.reverse()
@@ -473,14 +488,17 @@ class Watch:
         return math.nan if row is None else row.numbers.get("lost" if key[1] == UPDATE else "high", math.nan)
 
 
-def cut_rows(batch: Any, num_rows: int) -> Any:
+def count_side_rows(num_rows: int) -> int:
+    """Return how many samples of a micro-batch a side step uses."""
+    return min(num_rows, MOST_ROWS, max(FEWEST_ROWS, num_rows // 4))
+
+
+def cut_rows(batch: Any, num_rows: int, num_kept: int) -> Any:
     """Return the first rows of a micro-batch, cut in all its tensors of `num_rows` rows."""
-    if num_rows <= MOST_ROWS:
-        return batch
 
     def cut(value: Any) -> Any:
         is_long = isinstance(value, Tensor) and value.ndim > 0 and len(value) == num_rows
-        return value[:MOST_ROWS] if is_long else value
+        return value[:num_kept] if is_long else value
 
     return tree_map(cut, batch)
 
@@ -496,6 +514,16 @@ def estimate_bytes(model: nn.Module) -> int:
 def is_compiled(module: nn.Module) -> bool:
     """True for a module that torch.compile has wrapped, or compiled in place."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def find_median(counts: Any) -> float:
+    """Return log2 of the median nonzero magnitude, interpolated within its bin."""
+    sums = np.cumsum(counts[1 : BINS - 1])
+    if not len(sums) or not sums[-1]:
+        return math.nan
+    place = int(np.searchsorted(sums, sums[-1] / 2))
+    before = sums[place - 1] if place else 0
+    return float(place + 1 - BIAS + (sums[-1] / 2 - before) / (sums[place] - before))
 
 
 def log2(value: float) -> float:

@@ -123,7 +123,7 @@ class AccelerateGuard(HostGuard):
 def guard(
     accelerator: Accelerator,
     model: nn.Module | Iterable[nn.Module],
-    optimizer: AcceleratedOptimizer,
+    optimizer: Any = None,  # refused: a forgotten one gets an explanation
     *,
     schedule: Literal["auto", "exact", "read"] = "auto",
     capsules: str | os.PathLike[str] | None = None,

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -19,6 +19,11 @@ from halfstep.own_loop.schedule_argument import per_step
 from halfstep.own_loop.step import Step
 from halfstep.step.facts import Facts
 from halfstep.step.step import LossFn
+
+
+def detach_copy(value: Any) -> Any:
+    """Return a copy of a tensor that leaves the step; other values as they are."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 class CapturedLoop(HostSteps):

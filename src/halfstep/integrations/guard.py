@@ -28,7 +28,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -152,14 +152,6 @@ class HostSteps:
         for scheduler in self._schedulers:
             scheduler.let_go()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
-        if kind is None:
-            self.finish()
-        self.close()
-
     def _mark(self, *owners: object) -> None:
         for owner in owners:
             setattr(owner, GUARDED, self)
@@ -245,6 +237,7 @@ class HostGuard(HostSteps):
             join_models(self.models), optimizer, plan, scaler=Scaler(device, enabled=False), also=also
         )  # fmt: skip
         self.schedule: Way = self._choose_way(schedule)
+        self._may_read = schedule == "auto"  # if a scheduler turns out not to fit a table
         self._loss: Tensor | None = None
         self._overflow: Tensor | None = None
         self._norm: tuple[Tensor, JudgedGradients] | None = None
@@ -275,19 +268,18 @@ class HostGuard(HostSteps):
         self._undo.append(watch_for_second_step(optimizer, warning))
         self._mark(optimizer)
 
-    def _choose_way(self, asked: str) -> Way:
-        takes_tensors = all(committer.takes_tensor_lr for committer in self._step.committers)
-        waits = any(committer.method == "host" for committer in self._step.committers)
-        if asked == "exact" and (not takes_tensors or waits):
+    def _choose_way(self, asked: Literal["auto", "exact", "read"]) -> Way:
+        reads_rate = all(one.takes_tensor_lr and one.method != "host" for one in self._step.committers)
+        if asked == "exact" and not reads_rate:
             name = type(self.optimizer).__name__
             raise ConfigError(
                 f"schedule='exact' needs an optimizer that reads its learning rate on the device, not this {name}",
                 why="it takes the rate as a number, which the host knows only after a wait",
                 fix=f"{name}(..., fused=True), or schedule='read': one wait per step",
             )
-        if asked != "auto":
-            return "exact" if asked == "exact" else "read"
-        return "exact" if takes_tensors and not waits and self._step.device.type != "cpu" else "read"
+        if asked == "auto":
+            return "exact" if reads_rate and self._step.device.type != "cpu" else "read"
+        return asked
 
     def _record_fault(self, facts: Any, reading: Reading) -> None:
         assert self._recorder is not None
@@ -378,12 +370,18 @@ class HostGuard(HostSteps):
         if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
             self.limits.append(f"{type(scheduler).__name__} is the host's")
             return scheduler
-        if self._schedulers and self.schedule == "exact":
-            raise ConfigError(
-                f"the optimizer has a second scheduler, {type(scheduler).__name__}",
-                why="with schedule='exact' its learning rate is one table on the device, which two cannot write",
-                fix="schedule='read', or one scheduler: torch's ChainedScheduler or SequentialLR",
-            )
+        cycles_momentum = getattr(scheduler, "cycle_momentum", False)
+        if self.schedule == "exact" and (self._schedulers or cycles_momentum):
+            if not self._may_read:
+                what = "changes momentum, too" if cycles_momentum else "is the second scheduler of this optimizer"
+                raise ConfigError(
+                    f"schedule='exact' is not possible: {type(scheduler).__name__} {what}",
+                    why="the device holds one table, of learning rates",
+                    fix="schedule='read': one wait per step",
+                )
+            self.schedule = "read"
+            for earlier in self._schedulers:
+                earlier.let_go()
         guarded = GuardedScheduler(scheduler, self)
         self._schedulers.append(guarded)
         return guarded
@@ -659,8 +657,9 @@ class GuardedScheduler(FollowedScheduler):
 
     def let_go(self) -> None:
         if self._rates is not None and not self._is_stale:
+            self.settle()
             super().let_go()
-        self._rates, self._is_stale = None, False
+        self._rates, self._is_stale, self._plain = None, False, []
 
 
 def _pick_group(curve: Curve, position: int) -> Callable[[int], float]:

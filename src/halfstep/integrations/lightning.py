@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map
 
 from halfstep.errors import ConfigError
 from halfstep.hardware.probe import probe
-from halfstep.integrations.captured import CapturedLoop
+from halfstep.integrations.captured import CapturedLoop, detach_copy
 from halfstep.integrations.guard import ONE_LOSS, HostAdvice, HostGuard, list_models, refuse_second_guard
 from halfstep.own_loop.arguments import check_choice, read_precision
 from halfstep.own_loop.fast import CAPTURES, Fast, say
@@ -98,9 +98,10 @@ class HalfstepPrecision:
         check_choice("level", level, ("auto", "captured", "guard"))
         check_choice("schedule", schedule, ("auto", "exact", "read"))
         self._asked, self._level, self._schedule_way = read_precision(precision), level, schedule
-        self._capsules, self._max_consecutive, self._also = capsules, max_consecutive, also
-        self._strict, self._simulate = strict, simulate
-        self._step_options = {"fast": fast, "strict": strict, "simulate": simulate, **step_options}
+        self._max_consecutive = max_consecutive
+        self._options: dict[str, Any] = {"capsules": capsules, "also": also}
+        self._ways: dict[str, Any] = {"strict": strict, "simulate": simulate}
+        self._step_options = {"fast": fast, **self._ways, **step_options}
         self._dtype: torch.dtype | None = None
         self._device = "cpu"
         self.scaler: torch.amp.GradScaler | None = None
@@ -134,7 +135,7 @@ class HalfstepPrecision:
         pl_module = _unwrap_module(model)
         device = next(model.parameters()).device
         self._device = device.type
-        plan = decide(self._asked, probe(str(device)), pl_module, strict=self._strict, simulate=self._simulate)
+        plan = decide(self._asked, probe(str(device)), pl_module, **self._ways)
         self._granted, self.precision = plan.granted, NAMES.get(plan.granted, plan.granted)
         self._dtype = get_autocast_dtype(plan.granted)
         if not optimizers:  # validation or prediction alone
@@ -189,13 +190,9 @@ class HalfstepPrecision:
         if self._is_guard:
             if self._why_guard:
                 limits.append(f"steps are not captured: {self._why_guard}")
-            way = self._schedule_way
-            if way == "auto" and any(_cycles_momentum(config.scheduler) for config in by_step):
-                way = "read"  # a table holds learning rates only
             self._steps = guard = HostGuard(
                 "Lightning", self._model, self._optimizer, ADVICE, precision=self._granted, scaler=self.scaler,
-                schedule=way, limits=limits, capsules=self._capsules, also=self._also,
-                max_consecutive=self._max_consecutive,
+                schedule=self._schedule_way, limits=limits, max_consecutive=self._max_consecutive, **self._options,
             )  # fmt: skip
             for config in by_step:
                 config.scheduler = guard.follow(config.scheduler)
@@ -204,8 +201,7 @@ class HalfstepPrecision:
                 "Lightning", self._model, self._optimizer, by_step[0].scheduler if by_step else None, ADVICE,
                 precision=self._asked, clip_norm=trainer.gradient_clip_val or 0.0, scaler=self.scaler,
                 clip_type="value" if trainer.gradient_clip_algorithm == "value" else "l2", limits=limits,
-                capsules=self._capsules, also=self._also, guard={"max_consecutive": self._max_consecutive},
-                **self._step_options,
+                guard={"max_consecutive": self._max_consecutive}, **self._options, **self._step_options,
             )  # fmt: skip
             for config in by_step:
                 config.scheduler = captured.scheduler
@@ -276,6 +272,13 @@ class HalfstepPrecision:
         if clip_val and gradient_clip_algorithm == "value" and self._guard is not None and self.scaler is None:
             self._guard.look_at_gradients()  # clipping makes an infinite one finite
         return cast(Any, super()).clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip as Lightning does, and note the norm: to measure it again takes as long as to clip."""
+        parameters = list(cast(Any, self).main_params(optimizer))
+        norm = torch.nn.utils.clip_grad_norm_(parameters, clip_val)
+        if self._guard is not None:
+            self._guard.note_norm(norm, parameters)
 
     # --- checkpoints: the loss scale under Lightning's own key, so that either plugin can load it ---
 
@@ -367,7 +370,7 @@ def _find_obstacle(pl_module: Any) -> str:
     by_step = [config for config in trainer.lr_scheduler_configs if config.interval == "step"]
     if by_step and (len(trainer.lr_scheduler_configs) > 1 or by_step[0].frequency != 1):
         return "there are several schedulers, or one that does not follow every step"
-    if by_step and _cycles_momentum(by_step[0].scheduler):
+    if by_step and getattr(by_step[0].scheduler, "cycle_momentum", False):
         return f"{type(by_step[0].scheduler).__name__} changes momentum at every step (cycle_momentum=True)"
     for name in MODULE_HOOKS:
         if is_overridden(name, pl_module):
@@ -377,10 +380,6 @@ def _find_obstacle(pl_module: Any) -> str:
             if is_overridden(name, callback, host.Callback):
                 return f"the callback {type(callback).__name__} overrides {name}"
     return ""
-
-
-def _cycles_momentum(scheduler: Any) -> bool:
-    return bool(getattr(scheduler, "cycle_momentum", False))
 
 
 def _import_host(pl_module: Any) -> ModuleType:
@@ -433,15 +432,11 @@ class LogCalls:
         self.loss: Any = None
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        self.noted.append(("log", (name, _detach(value), *args), kwargs))
+        self.noted.append(("log", (name, detach_copy(value), *args), kwargs))
 
     def log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
-        values = {k: _detach(v) for k, v in dictionary.items()} if type(dictionary) is dict else dictionary
+        values = {k: detach_copy(v) for k, v in dictionary.items()} if type(dictionary) is dict else dictionary
         self.noted.append(("log_dict", (values, *args), kwargs))
-
-
-def _detach(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _make_loss_fn(pl_module: Any, calls: LogCalls) -> Callable[[Any], Tensor]:
@@ -459,7 +454,7 @@ def _make_loss_fn(pl_module: Any, calls: LogCalls) -> Callable[[Any], Tensor]:
                 why="a captured step cannot be skipped by its own code",
                 fix='return the loss: a step that is not finite is dropped; or HalfstepPrecision(level="guard")',
             )
-        calls.extra = tree_map(_detach, extra) if extra else {}
+        calls.extra = tree_map(detach_copy, extra) if extra else {}
         calls.loss = loss.detach().clone()
         return loss
 
@@ -498,13 +493,16 @@ class FabricGuard(HostGuard):
         # Fabric's default would raise, after a wait, for what the guard drops.
         if kwargs.get("clip_val") is not None and self.scaler is None:
             self.look_at_gradients()
-        return before(*args, **{"error_if_nonfinite": False, **kwargs})
+        norm = before(*args, **{"error_if_nonfinite": False, **kwargs})
+        if norm is not None:  # over all parameters of the optimizer
+            self.note_norm(norm, self._step.find_trained_parameters())
+        return norm
 
 
 def guard(
     fabric: Any,
     model: Any,
-    optimizer: Any,
+    optimizer: Any = None,  # refused: a forgotten one gets an explanation
     *,
     schedule: Literal["auto", "exact", "read"] = "auto",
     capsules: str | os.PathLike[str] | None = None,

@@ -9,6 +9,7 @@ function in hs.Step, and fills engine.state.output as MONAI does.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from halfstep.errors import ConfigError
 from halfstep.hardware.probe import probe
-from halfstep.integrations.captured import CapturedLoop
+from halfstep.integrations.captured import CapturedLoop, detach_copy
 from halfstep.integrations.guard import HostAdvice, HostGuard
 from halfstep.own_loop.arguments import read_precision
 from halfstep.own_loop.step import Step
@@ -87,7 +88,7 @@ class HalfstepUpdate:
     def _compute_loss(self, batch: dict[str, Any]) -> Tensor:
         engine = self._engine
         pred = engine.inferer(batch["inputs"], engine.network, *batch["args"], **batch["kwargs"])
-        kept = {PRED: tree_map(_detach, pred)}
+        kept = {PRED: tree_map(detach_copy, pred)}
         if self._fires:
             engine.state.output |= kept
             engine.fire_event(self._fires[0])
@@ -155,7 +156,9 @@ class AccumulatedSteps(HostGuard):
         self, engine: Any, *, precision: str | torch.dtype, clip_norm: float | None = 0.0, on_gradients: Any = None,
         guard: Mapping[str, int] | None = None, capsules: Any = None, also: Also = (), **others: Any,
     ) -> None:  # fmt: skip
-        if others:
+        guard = dict(guard or {})
+        max_consecutive = guard.pop("max_consecutive", 5)
+        if others := others | guard:
             raise ConfigError(
                 f"SupervisedTrainer(accumulation_steps={engine.accumulation_steps}) does not take "
                 f"{', '.join(others)} of hs.Step",
@@ -165,12 +168,17 @@ class AccumulatedSteps(HostGuard):
         self.engine, self.clip_norm, self.on_gradients = engine, clip_norm, on_gradients
         device = torch.device(engine.state.device)
         asked = decide(read_precision(precision), probe(str(device)), engine.network, simulate=device.type == "cpu")
+        if asked.granted not in ("bf16", "fp16", "fp32"):
+            raise ConfigError(
+                f"precision {asked.granted!r} is not supported with accumulation_steps", fix="'bf16', 'fp16' or 'fp32'"
+            )
         self.autocast_dtype = get_autocast_dtype(asked.granted)
         self.loss_scaler = torch.amp.GradScaler(device.type, enabled=asked.granted == "fp16")
         limits = [*LIMITS, "steps are not captured: MONAI accumulates gradients"]
         super().__init__(
-            "MONAI", engine.network, engine.optimizer, ADVICE, precision=asked.granted, scaler=self.loss_scaler,
-            capsules=capsules, also=also, limits=limits, max_consecutive=(guard or {}).get("max_consecutive", 5),
+            "MONAI", engine.network, engine.optimizer, replace(ADVICE, rollback="", scale_floor=""),
+            precision=asked.granted, scaler=self.loss_scaler, capsules=capsules, also=also, limits=limits,
+            max_consecutive=max_consecutive,
         )  # fmt: skip
 
     def __call__(self, loss_fn: Callable[[Any], Tensor], window: list[Any]) -> None:
@@ -195,10 +203,6 @@ class AccumulatedSteps(HostGuard):
             self.loss_scaler.unscale_(engine.optimizer)
             torch.nn.utils.clip_grad_norm_(engine.network.parameters(), self.clip_norm)
         self.step()
-
-
-def _detach(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _make_plain(value: Any) -> Any:

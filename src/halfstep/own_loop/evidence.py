@@ -177,6 +177,13 @@ def ledger(step: object) -> Iterator[SeenSteps]:
     guarded = getattr(step, "_step", step)
     if not isinstance(guarded, Step):
         raise ConfigError(f"hs.ledger takes an hs.Step, not {type(step).__name__}", fix="with hs.ledger(step) as seen:")
+    if guarded.sharding is not None:
+        raise ConfigError(
+            "hs.ledger with a sharded model",
+            why="it tells casts of weights by their memory, and FSDP gathers weights into other memory at every pass",
+            fix="watch the same model without fully_shard, with fewer layers if it does not fit: its precision plan is "
+            "the same",
+        )
     observer = Observer(guarded.model)
     with watch_step(guarded, observer.watch):
         yield SeenSteps(guarded, observer)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from halfstep import __version__
 from halfstep.disk import flush, name_hidden, read_sealed, remove_leftovers, seal
 from halfstep.distributed.sharding import find_sharding
+from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, format_count, summarise_error
 from halfstep.own_loop.step import Step
 from halfstep.own_loop.user_warnings import warn_user
@@ -86,11 +87,7 @@ def _save_file(path: Path, packed: Any, tensors: Mapping[str, Tensor]) -> None:
     try:
         _write(path, stored, {DOCUMENT: json.dumps(seal(document))})
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"cannot write {path}: {summarise_error(error)}",
-            why="nothing was overwritten: what was stored there before is intact",
-            fix="free some space, or choose a folder that you can write to",
-        ) from error
+        raise _explain_unwritten(path, error) from error
 
 
 def load(
@@ -144,6 +141,35 @@ def load(
         )
     extra: dict[str, Any] = state["extra"]
     return extra
+
+
+def save_weights(path: str | os.PathLike[str], model: nn.Module, /, *, dtype: torch.dtype | None = None) -> None:
+    """Write weights and buffers as one safetensors file with the names of `model.state_dict()`, atomically.
+
+    With a sharded model (fully_shard) every rank calls it and writes its part into the file, so that no rank holds the
+    whole model. `dtype` converts floating-point tensors. Inside `with step.averaged():` it writes the average. ::
+
+        hs.save_weights("model.safetensors", model, dtype=torch.bfloat16)
+    """
+    path, sharding, tensors = Path(os.path.realpath(path)), find_sharding(model), dict(model.state_dict())
+    if sharding is not None:
+        from halfstep.distributed.sharded_files import consolidate
+
+        consolidate(path, tensors, World(limit_name=""), dtype=dtype)
+        return
+    whole = {n: t.to(dtype) if dtype is not None and t.is_floating_point() else t for n, t in tensors.items()}
+    try:
+        _write(path, {name: tensor.detach().cpu().contiguous().clone() for name, tensor in whole.items()}, {})
+    except (OSError, SafetensorError) as error:
+        raise _explain_unwritten(path, error) from error
+
+
+def _explain_unwritten(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"cannot write {path}: {summarise_error(error)}",
+        why="nothing was overwritten: what was stored there before is intact",
+        fix="free some space, or choose a folder that you can write to",
+    )
 
 
 def _list_steps(step: object) -> list[Step]:
@@ -226,7 +252,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) 
     folder.mkdir(exist_ok=True)
     try:
         written = folder / path.name
-        save_file(dict(tensors), written, metadata=metadata)
+        save_file(dict(tensors), written, metadata=metadata or None)
         written.chmod(folder.stat().st_mode & 0o666)  # of the umask; safetensors' file is private
         flush(written)
         written.replace(path)

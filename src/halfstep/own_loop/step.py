@@ -546,7 +546,10 @@ class Step:
 
 
 class Outcome:
-    """The outcome of one step. The first property read waits for the device, so read it when you report."""
+    """The outcome of one step. The first property read waits for the device, so read it when you report.
+
+    `item()`, `float()` and `f"{outcome:.3f}"` give the loss, so that a loop's logging lines can stay as they are.
+    """
 
     def __init__(self, facts: Facts | Reading) -> None:
         self._facts = facts
@@ -567,6 +570,16 @@ class Outcome:
     def loss(self) -> float:
         """Return the window's loss, unscaled."""
         return self.reading.loss
+
+    def item(self) -> float:
+        """Return the window's loss, as `loss.item()` does in a plain loop."""
+        return self.loss
+
+    def __float__(self) -> float:
+        return self.loss
+
+    def __format__(self, spec: str) -> str:
+        return format(self.loss, spec) if spec else repr(self)
 
     @property
     def grad_norm(self) -> float:

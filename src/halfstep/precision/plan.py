@@ -68,6 +68,11 @@ class Plan:
 
     pieces: int = 1
     """Micro-batches that each batch is split into from the first step on, as the ranks agreed before it."""
+    shards: bool = False
+    """Whether the ranks divide the model among them."""
+    shard_reason: str = ""
+    shard_blocks: tuple[str, ...] = ()
+    """Modules that are gathered one at a time; those of frozen networks as NETWORK:MODULE."""
 
     @property
     def on_cuda(self) -> bool:
@@ -114,7 +119,7 @@ class Plan:
             rows = tuple(PlanRow(**row) for row in fields.pop("rows"))
             frozen = tuple(PlanRow(**row) for row in fields.pop("frozen"))
             gains = tuple(Gain(**gain) for gain in fields.pop("gains"))
-            lines = {name: tuple(fields[name]) for name in ("warnings", "memory_trials", "blocks")}
+            lines = {name: tuple(fields[name]) for name in ("warnings", "memory_trials", "blocks", "shard_blocks")}
             return cls(**{**fields, **lines, "rows": rows, "frozen": frozen, "gains": gains})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             fix = "use the plan.json of a run folder"
@@ -143,6 +148,8 @@ def format_plan(plan: Plan) -> str:
     if plan.memory_reason:
         lines.append(f"memory     low: {plan.memory_reason}")
     lines += [f"           {line}" for line in plan.memory_trials]
+    if plan.shard_reason:
+        lines.append(f"ranks      {plan.shard_reason}")
     if plan.rows or plan.frozen:
         rows = fold_rows((*plan.rows, *plan.frozen))
         body = [(_format_names(names), row.storage, row.compute, row.reason) for names, row in rows]

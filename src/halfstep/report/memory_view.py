@@ -13,14 +13,17 @@ from halfstep.report.console import make_columns_table
 from halfstep.report.picture_file import FAINT, INK, make_figure, save_figure
 
 COLOURS = {
-    "weights": "#0072b2", "gradients": "#56b4e9", "optimizer": "#009e73", "average": "#8fd3c0",
+    "weights": "#0072b2", "gathered": "#7f7fd5", "gradients": "#56b4e9", "reductions": "#a6761d",
+    "optimizer": "#009e73", "average": "#8fd3c0",
     "frozen parts": "#5d6d7e", "half copies": "#f0e442", "activations": "#e69f00", "inputs": "#bdc3c7",
     "workspaces": "#d55e00", "graph pool": "#cc79a7",
 }  # fmt: skip
 """Okabe and Ito's palette, distinguishable for colour-blind readers, and greys."""
 COMPONENTS = {
     "weights": "parameters and buffers",
+    "gathered": "sharded: parameters of the blocks in use, whole, and the buffers they are gathered into",
     "gradients": "those that exist at the peak",
+    "reductions": "several ranks: gradients on their way to the other ranks",
     "optimizer": "optimizer state",
     "average": "averaged weights (EMA)",
     "frozen parts": "networks that are not trained",
@@ -42,6 +45,8 @@ class MemoryRow:
     level: str
     components: Mapping[str, int]
     totals: Mapping[str, int]
+    layout: str = ""
+    """Several ranks: whether each has the whole model (ddp) or a shard of it."""
 
     @property
     def total(self) -> int:
@@ -52,12 +57,14 @@ def build_memory_table(rows: Sequence[MemoryRow], *, with_components: bool) -> T
     """Build the table of peaks by mode in the unit of the largest, with components if there is room."""
     names = [name for name in COLOURS if with_components and any(row.components.get(name) for row in rows)]
     columns = {"precision": [row.precision for row in rows], "memory": [shorten_level(row.level) for row in rows]}
+    if rows[0].layout:
+        columns["ranks"] = [row.layout for row in rows]
     _, unit = choose_memory_unit(rows)
     columns |= {
         name.replace(" ", "\n"): [format_in_unit(row.components.get(name, 0), unit) for row in rows] for name in names
     }
     columns |= {mode: [format_in_unit(row.totals[mode], unit) for row in rows] for mode in rows[0].totals}
-    return make_columns_table(columns, left=("precision", "memory"))
+    return make_columns_table(columns, left=("precision", "memory", "ranks"))
 
 
 def choose_memory_unit(rows: Sequence[MemoryRow]) -> tuple[str, float]:
@@ -68,7 +75,7 @@ def merge_equal_rows(rows: Sequence[MemoryRow]) -> list[MemoryRow]:
     """Merge rows with equal numbers: list their precisions together, and omit levels that save nothing."""
     found: dict[tuple[object, ...], MemoryRow] = {}
     for row in rows:
-        key = (tuple(row.components.items()), tuple(row.totals.items()))
+        key = (row.layout, tuple(row.components.items()), tuple(row.totals.items()))
         same = found.setdefault(key, row)
         if same.level == row.level and row.precision not in same.precision.split(", "):
             found[key] = replace(same, precision=f"{same.precision}, {row.precision}")
@@ -99,7 +106,7 @@ def draw_memory(title: str, rows: Sequence[MemoryRow], path: Path, *, limit_byte
         axes.annotate(f"{end:.2f} {unit}", (end, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5)
     if limit_bytes:
         axes.axvline(limit_bytes / unit_bytes, color=INK, linestyle="--", linewidth=1)
-    axes.set_yticks(places, [f"{row.precision}  {row.level}" for row in rows])
+    axes.set_yticks(places, [f"{row.precision}  {row.level}  {row.layout}" for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, 1.15 * max([*ends, limit_bytes / unit_bytes]))
     axes.set_xlabel(f"predicted peak memory, {unit}", fontsize=9, color=FAINT)

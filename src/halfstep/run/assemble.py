@@ -42,6 +42,7 @@ from halfstep.run.optimizer import (
     refuse_unknown,
     select_options,
 )
+from halfstep.run.sharded_model import ShardedModel, call_plain, shard_frozen_
 from halfstep.run.validate import EarlyStopping
 from halfstep.step.ema import Ema
 from halfstep.step.guard import LAG, Guard, GuardOptions
@@ -90,6 +91,12 @@ class Assembly:
     unit: Unit  # what throughput counts
     recorder: Recorder | None = None  # stores the step of a fault as a capsule; set before the run begins
     world: World | None = None  # the ranks that train this model together; None for a single one
+    sharded: ShardedModel | None = None  # if they divide it among them
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        """Return how a function that uses the model's parameters is called outside of steps; by every rank."""
+        return call_plain if self.sharded is None else self.sharded.call
 
     @property
     def full_batch(self) -> int:
@@ -125,17 +132,21 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
     """
     setting = MemorySetting(**plan.memory)
     device = torch.device(plan.device)
-    model = place_model(config, synchronise_norms(config, workload.model, device, world), plan)
+    shards = plan.shards and world is not None
+    model = place_model(config, synchronise_norms(config, workload.model, device, world), plan, on_host=shards)
     place_frozen_(config, workload.frozen, plan)
+    if shards:
+        shard_frozen_(workload, plan, device)
     recompute = "blocks" if config.train.activation_checkpointing and setting.recompute == "none" else setting.recompute
     # Models with their own support for recomputation switch it on; in others the repeated blocks are wrapped.
     if setting.recompute != "none" or plan.blocks:
         recompute_blocks_(model, recompute, plan.blocks)
     eager = workload.make_region(model)
+    # The search may pick different kernels from one start to the next, which sum in different orders.
+    tunes_kernels = plan.tunes_kernels and not config.train.deterministic
     to_compiled = partial(
         compile_region,
-        # The search may pick different kernels from one start to the next, which sum in different orders.
-        tunes_kernels=plan.tunes_kernels and not config.train.deterministic,
+        tunes_kernels=tunes_kernels,
         activation_budget=setting.activation_budget,
         blocks=workload.blocks,
         is_repeated=repeats_blocks(model, plan.granted),
@@ -146,7 +157,10 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
     region = to_compiled(eager)
     # With phases each phase wraps its own region in DDP, over the parameters that it trains.
     ranks: Ranks | Literal["alone"] = "alone"
-    if not workload.phases:
+    sharded = ShardedModel(config, model, plan, world, device) if shards and world is not None else None
+    if sharded is not None:
+        eager, region, ranks = sharded.connect(eager, device, tunes_kernels=tunes_kernels)
+    elif not workload.phases:
         eager, region, ranks = connect_ranks(world, config, model, (eager, region), device)
     phases = assemble_phases(config, workload, model, plan, setting, length, to_compiled, values, world)
     ema_options = config.ema.model_dump(exclude={"enabled"})
@@ -182,6 +196,7 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
         total_steps=length.total_steps,
         unit=KINDS.of(config.workload).make_unit(config, workload.store),
         world=world,
+        sharded=sharded,
     )
 
 
@@ -203,9 +218,12 @@ def apply_settled(config: RunConfig, workload: Workload) -> RunConfig:
     return config
 
 
-def place_model(config: RunConfig, model: nn.Module, plan: Plan) -> nn.Module:
-    """Move the model to its device, in the plan's storage, compute format and memory layout."""
-    model = plan.apply(model.to(torch.device(plan.device)))
+def place_model(config: RunConfig, model: nn.Module, plan: Plan, *, on_host: bool = False) -> nn.Module:
+    """Move the model to its device, in the plan's storage, compute format and memory layout.
+
+    A model that ranks divide stays `on_host`: it may not fit the device as a whole.
+    """
+    model = plan.apply(model if on_host else model.to(torch.device(plan.device)))
     return to_channels_last_(model) if wants_channels_last(config, plan, model) else model
 
 

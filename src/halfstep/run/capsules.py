@@ -51,7 +51,7 @@ def record_faults(parts: Assembly, folder: RunFolder, notice: Notice) -> None:
     With several ranks the rank at fault writes its own window: the only files that rank 0 does not write.
     """
     config = parts.config
-    if not config.guard.capsules:
+    if not config.guard.capsules or parts.sharded is not None:
         return
     parts.recorder = Recorder(
         folder.path / FOLDER,

@@ -6,6 +6,8 @@
                               state.json           the rest, with size and checksum of the files above and its own
     checkpoints/best.json                          which checkpoint had the best metric
 
+A run whose ranks divide the model writes one file per rank instead (distributed/sharded_files.py), in the background.
+
 A checkpoint is written into a hidden folder, flushed to the disk and renamed, so it is either complete or absent.
 On reading, sizes and checksums are compared; a damaged checkpoint is skipped with a message.
 A resumed run renames it to `.damaged-…`, so that it does not count as one of the newest that are kept.
@@ -21,16 +23,23 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from halfstep.disk import open_atomic_folder, parse_json, read_sealed, seal, write_atomically
+from halfstep.disk import flush, open_atomic_folder, parse_json, read_sealed, seal, write_atomically
 from halfstep.errors import CheckpointError, suggest_command
 from halfstep.step.tree import pack, unpack
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from halfstep.distributed.sharded_files import BackgroundSave, StoredShards
+    from halfstep.distributed.world import World
+
+HIDDEN = ".writing-"
 STATE = "state.json"
 AVERAGE = "ema.safetensors"
 LAYOUT_VERSION = 1
@@ -52,12 +61,19 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints of one run: written atomically, checked when read, old ones removed."""
 
-    def __init__(self, folder: Path, *, keep: int = 0, writes: bool = True) -> None:
-        """Use the checkpoints in `folder`; keep the newest `keep` (0: all). Ranks other than 0 do not write."""
-        self.folder, self.keep, self.writes = folder, keep, writes
+    def __init__(self, folder: Path, *, keep: int = 0, writes: bool = True, world: World | None = None) -> None:
+        """Use the checkpoints in `folder`; keep the newest `keep` (0: all). Ranks other than 0 do not write, unless
+        the ranks of a `world` divide the model: then each writes its shards."""
+        self.folder, self.keep, self.writes, self._world = folder, keep, writes, world
+        self._saving: BackgroundSave | None = None
 
-    def save(self, step: int, checkpoint: Checkpoint) -> Path:
-        """Write a checkpoint atomically, then remove the oldest beyond the limit (never the best one)."""
+    def save(self, step: int, checkpoint: Checkpoint, *, on_saved: Callable[[Path], None] = lambda path: None) -> Path:
+        """Write a checkpoint atomically, call `on_saved`, and remove the oldest beyond the limit (never the best one).
+
+        Shards are written in the background: `wait` returns when they are complete.
+        """
+        if self._world is not None:
+            return self._save_shards(step, checkpoint, on_saved, self._world)
         final = self._choose_name(step)
         if not self.writes:
             return final
@@ -66,8 +82,40 @@ class Checkpoints:
                 _write(hidden, checkpoint)
         except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
             raise self._explain_unwritten(final, error) from error
+        on_saved(final)
         self._drop_old(final)
         return final
+
+    def _save_shards(self, step: int, checkpoint: Checkpoint, on_saved: Callable[[Path], None], world: World) -> Path:
+        from halfstep.distributed.sharded_files import BackgroundSave
+
+        self.wait()
+
+        def make_folder() -> Path:
+            hidden = self.folder / f"{HIDDEN}{self._choose_name(step).name}"
+            try:
+                hidden.mkdir(parents=True)
+            except OSError as error:
+                raise self._explain_unwritten(hidden, error) from error
+            return hidden
+
+        def publish(hidden: Path) -> None:
+            final = _unhide(hidden)
+            hidden.rename(final)
+            flush(self.folder)
+            on_saved(final)
+            self._drop_old(final)
+
+        packed, tensors = pack({"model": checkpoint.model, "ema": checkpoint.ema, "state": checkpoint.state})
+        document = {"layout": LAYOUT_VERSION, "state": packed}
+        self._saving = BackgroundSave(make_folder, document, tensors, world, step=step, publish=publish)
+        return _unhide(self._saving.folder)
+
+    def wait(self) -> None:
+        """Wait until the last save is complete; raise if it failed. Every rank of a sharded run calls it."""
+        if self._saving is not None:
+            self._saving.wait()
+            self._saving = None
 
     def mark_best(self, path: Path, metric: str, value: float) -> None:
         """Record that a checkpoint is the best one so far."""
@@ -102,16 +150,21 @@ class Checkpoints:
 
     def load_newest(self, *, on_damaged: Callable[[str], None]) -> tuple[Path, Checkpoint]:
         """Load the newest intact checkpoint; report damaged ones and move them aside."""
+        path = self.find_newest(on_damaged=on_damaged)
+        return path, load(path)
+
+    def find_newest(self, *, on_damaged: Callable[[str], None]) -> Path:
+        """Return the newest intact checkpoint; report damaged ones and move them aside."""
         damaged: list[Path] = []
         for path in reversed(self.list_all()):
             try:
-                found = load(path)
+                _check(path)
             except CheckpointError as error:
                 damaged.append(path)
                 on_damaged(f"{error.what}; going back to the checkpoint before it")
                 continue
             self._set_aside(damaged)
-            return path, found
+            return path
         raise CheckpointError(
             f"no usable checkpoint in {self.folder}",
             why="all are damaged" if damaged else "the run ended before its first one",
@@ -120,7 +173,7 @@ class Checkpoints:
 
     def clean_up(self) -> None:
         """Remove the hidden folders of checkpoints that a killed run had begun."""
-        for path in self.folder.glob(".writing-*"):
+        for path in self.folder.glob(f"{HIDDEN}*"):
             shutil.rmtree(path, ignore_errors=True)
 
     def _explain_unwritten(self, path: Path, error: Exception) -> CheckpointError:
@@ -173,8 +226,36 @@ def _parse_name(path: Path) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 0)
 
 
-def load(path: Path) -> Checkpoint:
-    """Read one checkpoint, checking every file against its recorded size and checksum."""
+def _unhide(hidden: Path) -> Path:
+    return hidden.with_name(hidden.name.removeprefix(HIDDEN))
+
+
+def is_sharded(path: Path) -> bool:
+    return (path / "manifest.json").is_file()
+
+
+def _check(path: Path) -> None:
+    """Raise if a checkpoint is damaged; of a sharded one, which may not fit the host's memory, read no tensor."""
+    if is_sharded(path):
+        from halfstep.distributed.sharded_files import StoredShards
+
+        StoredShards(path, None)
+    else:
+        load(path)
+
+
+def load(path: Path, stored: StoredShards | None = None, mesh: DeviceMesh | None = None) -> Checkpoint:
+    """Read one checkpoint, checking every file against its recorded size and checksum.
+
+    Of a sharded one, `stored` and `mesh` give this rank's pieces; without them everything is read as if unsharded.
+    """
+    if is_sharded(path):
+        from halfstep.distributed.sharded_files import StoredShards
+
+        stored = stored or StoredShards(path, None)
+        document, tensors = stored.read(mesh)
+        tree = unpack(document["state"], tensors)
+        return Checkpoint(model=tree["model"], ema=tree["ema"], state=tree["state"])
     document = read_document(path)
     try:
         files: Mapping[str, Mapping[str, int]] = document["files"]
@@ -189,6 +270,11 @@ def load(path: Path) -> Checkpoint:
 
 def read_document(path: Path) -> dict[str, Any]:
     """Read a checkpoint's state.json: the checksums of its files, and the state without its tensors."""
+    if is_sharded(path):
+        from halfstep.distributed.sharded_files import StoredShards
+
+        document: dict[str, Any] = StoredShards(path, None).open_rank(0)[0]
+        return document | {"state": document["state"]["state"]}
     try:
         document = read_sealed((path / STATE).read_bytes())
     except (OSError, ValueError) as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from halfstep.disk import open_atomic_folder, parse_json, write_atomically
 from halfstep.errors import (
@@ -26,10 +27,11 @@ from halfstep.evidence.capsule import list_capsules
 from halfstep.hardware.memory import get_peak_memory_bytes
 from halfstep.hardware.probe import probe
 from halfstep.report.listeners import CallbackFailed
-from halfstep.run.assemble import Assembly
+from halfstep.run.assemble import Assembly, build_workload
 from halfstep.run.checkpoint import load
 from halfstep.run.folder import RunFolder, suggest_resume
 from halfstep.run.loop import Loop
+from halfstep.run.sharded_model import make_mesh
 from halfstep.run.stored_state import load_for_use
 from halfstep.step.phases import PhasedStep
 from halfstep.step.scaler import Scaler
@@ -198,6 +200,41 @@ def is_exported(workload: str, folder: RunFolder) -> bool:
     return KINDS.of(workload).export is None or folder.model.is_dir()
 
 
+def export_sharded_model(parts: Assembly, folder: RunFolder) -> None:
+    """Export the best weights of a sharded run; every rank calls it and writes its pieces.
+
+    The whole model never exists in memory: rank 0 converts it to the family's format from a file that is mapped.
+    """
+    from halfstep.distributed.sharded_files import StoredShards, consolidate
+
+    assert parts.world is not None
+    checkpoints = folder.open_checkpoints()
+    path = parts.world.broadcast_from_first(lambda: checkpoints.find_best() or checkpoints.list_all()[-1])
+    stored = load(path, StoredShards(path, parts.world), make_mesh(parts.device))
+    whole = folder.path / ".whole" / "model.safetensors"
+    consolidate(whole, {**stored.model, **stored.ema}, parts.world)
+
+    def convert() -> None:
+        try:
+            with open_atomic_folder(folder.model, replaces=True) as hidden:
+                _convert_whole(parts, dict(stored.state["store"]), whole, hidden)
+            shutil.rmtree(whole.parent)
+        except OSError as error:
+            raise _explain_unexported(folder, path, error) from error
+
+    parts.world.broadcast_from_first(convert)
+
+
+def _convert_whole(parts: Assembly, store: dict[str, Any], whole: Path, folder: Path) -> None:
+    kind = KINDS.of(parts.config.workload)
+    if kind.export is None:  # no other program has a format for it: the names are those of the model
+        shutil.copyfile(whole, folder / whole.name)
+        return
+    model = build_workload(parts.config, store).model
+    model.load_state_dict(load_file(whole), assign=True)
+    load_part(kind.export)(model.eval(), parts.config, store, folder)
+
+
 def export_model(parts: Assembly, folder: RunFolder) -> None:
     """Export the best weights (the averaged ones, if any) atomically; the model holds them afterwards."""
     kind = KINDS.of(parts.config.workload)
@@ -211,8 +248,12 @@ def export_model(parts: Assembly, folder: RunFolder) -> None:
         with open_atomic_folder(folder.model, replaces=True) as hidden:
             load_part(kind.export)(parts.model.eval(), parts.config, dict(parts.workload.store), hidden)
     except OSError as error:
-        raise CheckpointError(
-            f"cannot write the model into {folder.model}: {error.strerror}",
-            why=f"the run itself is complete; its best weights are in {stored}",
-            fix="free disk space, then resume the run, which only repeats the export",
-        ) from error
+        raise _explain_unexported(folder, stored, error) from error
+
+
+def _explain_unexported(folder: RunFolder, stored: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"cannot write the model into {folder.model}: {error.strerror}",
+        why=f"the run itself is complete; its best weights are in {stored}",
+        fix="free disk space, then resume the run, which only repeats the export",
+    )

@@ -32,7 +32,7 @@ from halfstep.hardware.memory import release_unused_memory
 from halfstep.kernels.fast_forms import allow_chains
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import AssembledPhase, Assembly, assemble, make_all_due
-from halfstep.run.memory.out_of_memory import OutOfMemory, describe_halving, split_window
+from halfstep.run.memory.out_of_memory import OutOfMemory, count_parts, describe_halving, split_window
 from halfstep.step.batches import count_samples
 from halfstep.step.facts import Facts, PhasedFacts, Reading, split_phases
 from halfstep.step.graph import CaptureFailed, GraphedStep, Pool, Shape, describe_shape
@@ -131,7 +131,7 @@ class Engine:
     def _run_window(self, prepared: list[Batch]) -> tuple[Facts, list[Any], list[Batch]]:
         """Run the window in the current mode; after a failure that can be handled, try again in a slower one."""
         while True:
-            pieces = split_window(prepared, self.pieces)
+            pieces = self._split(prepared)
             compiles = False
             try:
                 captured = self._find_captured(pieces)
@@ -162,6 +162,19 @@ class Engine:
                 self.guarded.commit(facts)
                 self._note_uncompiled()
                 return facts, outputs, pieces
+
+    def _split(self, prepared: list[Batch]) -> list[Batch]:
+        """Cut a window into micro-batches. The ranks of a sharded model run equally many: one with fewer rows adds
+        some of weight 0."""
+        world = self.parts.world
+        if self.parts.sharded is None or world is None or self.pieces == 1:
+            return split_window(prepared, self.pieces)
+        found: list[Batch] = []
+        for batch, size in zip(prepared, self._sizes, strict=True):
+            own = split_window([batch], self.pieces)
+            most = max(count_parts(world.count_rows(size, rank), self.pieces) for rank in range(world.size))
+            found += [*own, *(Idle(own[-1]) for _ in range(most - len(own)))]
+        return found
 
     def follow(self, reading: Reading) -> None:
         """Follow a rank that could not compile or capture, from the same step on."""

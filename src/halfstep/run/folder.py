@@ -45,6 +45,7 @@ from halfstep.workloads import DEMO_WORKLOAD, KINDS, load
 from halfstep.workloads.base.import_path import refuse_unknown_code
 
 if TYPE_CHECKING:
+    from halfstep.distributed.world import World
     from halfstep.run.checkpoint import Checkpoints
     from halfstep.workloads.base.workload import Workload
 
@@ -113,10 +114,10 @@ class RunFolder:
                 f"cannot use {path}", why=why, fix=f"restore the file, or start a new run: {again}"
             ) from error
 
-    def open_checkpoints(self, *, keep: int = 0, writes: bool = True) -> Checkpoints:
+    def open_checkpoints(self, *, keep: int = 0, writes: bool = True, world: World | None = None) -> Checkpoints:
         from halfstep.run.checkpoint import Checkpoints
 
-        return Checkpoints(self.path / "checkpoints", keep=keep, writes=writes)
+        return Checkpoints(self.path / "checkpoints", keep=keep, writes=writes, world=world)
 
     def lock(self) -> AbstractContextManager[None]:
         return lock_folder(self.path)

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -110,6 +111,7 @@ class Loop:
             except OutOfMemory as error:
                 error.__traceback__ = None  # its frames hold the activations that did not fit
                 raise self._explain(error) from error
+        self.checkpoints.wait()
         self._stop_for_callback()  # which may have failed in the last record
         if self.parts.stopping.should_stop and self.position.epoch < epochs:
             when = f"step {self.parts.step.attempted}" if self._by_steps else f"epoch {self.position.epoch}"
@@ -278,6 +280,7 @@ class Loop:
             # A resumed run continues with the next window and counts faults from zero.
             self.parts.guard.acknowledge()
             path = self.save()
+            self.checkpoints.wait()
             raise TrainingStopped(
                 f"training stopped: {verdict.reason}",
                 why=f"the weights are as they were before those steps, saved in {path}",
@@ -336,11 +339,11 @@ class Loop:
                 self._stop(saved)
 
     def _sample(self) -> None:
-        """Write samples of the model's outputs; only rank 0 does."""
+        """Write samples of the model's outputs; only rank 0 does, unless ranks divide the model."""
         folder = self.checkpoints.folder.parent / "report" / "samples" / f"{self.parts.step.attempted:08d}"
         self.sampled_at = self.parts.step.attempted
         self.parts.guard.release_held()
-        if not self.checkpoints.writes:
+        if not self.checkpoints.writes and self.parts.sharded is None:
             return
         try:
             written = self._run_with_room(lambda: sample(self.parts, folder))
@@ -423,7 +426,7 @@ class Loop:
             parts.world.broadcast_(list(parts.model.buffers()))  # each rank has its own BatchNorm statistics
         found = validate(
             parts.workload, parts.model, parts.plan, parts.val_loader, pieces=self.engine.pieces, world=parts.world,
-            advance=advance,
+            call=None if parts.sharded is None else parts.sharded.call, advance=advance,
         )  # fmt: skip
         # Early stopping and plateau depend on the scores: ranks that round differently must not disagree.
         return found if parts.world is None else parts.world.broadcast_from_first(lambda: found)
@@ -432,6 +435,7 @@ class Loop:
 
     def _stop(self, path: Path) -> NoReturn:
         """Raise Interrupted with the checkpoint of this moment and the command to resume."""
+        self.checkpoints.wait()
         self._stop_for_callback()
         raise Interrupted(
             f"stopped by {self.interrupts.received.name if self.interrupts.received else 'a signal to another rank'} "
@@ -471,10 +475,12 @@ class Loop:
             "waiting": asdict(self.waiting),
             "is_best": is_best,
         }
-        path = self.checkpoints.save(self.parts.step.attempted, capture_state(self.parts, own))
-        if is_best:
-            self._mark_best(path)
-        return path
+        best = partial(self.checkpoints.mark_best, metric=self.parts.workload.metric, value=self.parts.stopping.best)
+        return self.checkpoints.save(
+            self.parts.step.attempted,
+            capture_state(self.parts, own),
+            on_saved=best if is_best else lambda path: None,
+        )
 
     def restore(self, path: Path, checkpoint: Checkpoint, changes: Changes) -> None:
         """Continue exactly where the checkpoint was taken, except for changed settings."""
@@ -494,10 +500,8 @@ class Loop:
         self.journal.attempted = self.parts.step.attempted
         self.waiting = Waiting(**state["waiting"])
         if state["is_best"]:
-            self._mark_best(path)  # the run may have been killed between writing the checkpoint and marking it
-
-    def _mark_best(self, path: Path) -> None:
-        self.checkpoints.mark_best(path, self.parts.workload.metric, self.parts.stopping.best)
+            # The run may have been killed between writing the checkpoint and marking it.
+            self.checkpoints.mark_best(path, self.parts.workload.metric, self.parts.stopping.best)
 
 
 # --- guard.hold: keep windows that may have to run again after a fault, with the state before their steps ---

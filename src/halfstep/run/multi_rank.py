@@ -15,6 +15,7 @@ from halfstep import __version__
 from halfstep.config.schema import RunConfig
 from halfstep.distributed.world import World, mark_agreed
 from halfstep.errors import ConfigError, HalfstepError, format_count
+from halfstep.precision.plan import Plan
 from halfstep.run.folder import digest_contents
 from halfstep.run.frozen_modules import compute_checksum
 from halfstep.run.memory.out_of_memory import OutOfMemory
@@ -96,7 +97,9 @@ def synchronise_norms(config: RunConfig, model: nn.Module, device: torch.device,
     return converted
 
 
-def describe_rank_effects(config: RunConfig, workload: Workload, model: nn.Module, world: World | None) -> list[str]:
+def describe_rank_effects(
+    config: RunConfig, workload: Workload, model: nn.Module, world: World | None, plan: Plan
+) -> list[str]:
     """Return notes on what the number of ranks changes in training."""
     if world is None or world.size == 1:
         return []
@@ -109,6 +112,8 @@ def describe_rank_effects(config: RunConfig, workload: Workload, model: nn.Modul
             f"BatchNorm computes its statistics over the {format_count(each, 'sample')} of one rank; "
             "train.sync_batch_norm=true uses those of all ranks (GPUs only)"
         ]
+    if plan.shards and config.guard.capsules:
+        notes.append("faults are not saved as capsules (guard.capsules), because no rank holds the whole model")
     return notes
 
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from halfstep.config.schema import RunConfig
 from halfstep.disk import get_free_bytes
+from halfstep.distributed.sharding import shard_like
 from halfstep.errors import CheckpointError, format_bytes, format_count
 from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import Checkpoint
@@ -63,7 +64,11 @@ def restore_state(parts: Assembly, checkpoint: Checkpoint, changes: Changes) -> 
     """Restore everything except for accepted changes of settings; return notes on what could not be restored."""
     state = checkpoint.state
     try:
-        parts.model.load_state_dict(checkpoint.model)
+        with torch.no_grad():
+            own = parts.model.state_dict()
+            parts.model.load_state_dict(
+                {name: shard_like(tensor, own.get(name)) for name, tensor in checkpoint.model.items()}
+            )
     except RuntimeError as error:
         raise CheckpointError(
             "the checkpoint does not hold the weights of this model", why=" ".join(str(error).split())[:300],

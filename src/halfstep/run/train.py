@@ -13,7 +13,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,7 +24,7 @@ from halfstep.config.statements import Origin
 from halfstep.disk import make_absolute, write_atomically
 from halfstep.distributed.launch import Launch, join_world
 from halfstep.distributed.world import World
-from halfstep.errors import CheckpointError, HalfstepError
+from halfstep.errors import CheckpointError, HalfstepError, format_count
 from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.memory import reset_peak
 from halfstep.hardware.monitor import monitor_device
@@ -41,12 +41,13 @@ from halfstep.report.page.render import render_runs
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import Assembly, apply_settled, assemble, build_workload, decide_plan, is_demo
 from halfstep.run.capsules import record_faults
-from halfstep.run.checkpoint import Checkpoint
+from halfstep.run.checkpoint import Checkpoint, is_sharded
 from halfstep.run.checkpoint import load as load_checkpoint
 from halfstep.run.ending import (
     Progress,
     explain_ending,
     export_model,
+    export_sharded_model,
     has_left_nothing,
     has_summary,
     is_exported,
@@ -67,7 +68,7 @@ from halfstep.run.interrupts import catch_interrupts, raise_at_once
 from halfstep.run.journal import Journal, describe_gpu_use, find_hint
 from halfstep.run.loop import Loop
 from halfstep.run.memory.out_of_memory import OutOfMemory, explain_model_too_large
-from halfstep.run.memory.sizing import choose_pieces, make_peak_predictor, predict_memory_for_page
+from halfstep.run.memory.sizing import choose_pieces, choose_sharding, make_peak_predictor, predict_memory_for_page
 from halfstep.run.multi_rank import derive_seed, describe_rank_effects, refuse_differences, refuse_unfit
 from halfstep.run.optimizer import count_steps_per_epoch
 from halfstep.run.presentation import show_header, show_summary
@@ -83,7 +84,9 @@ from halfstep.run.resume import (
     refuse_missing_device,
 )
 from halfstep.run.run_rank import FarReport, RunRank, post_warnings
+from halfstep.run.sharded_model import choose_sharded_mode, make_mesh, refuse_unshardable
 from halfstep.run.stored_state import check_disk
+from halfstep.step.optim.recut_shards import recut_optimizer_states
 from halfstep.step.randomness import choose_algorithms, seed_everything
 from halfstep.tune.choose import MEASURED_FOR, Say, strip_tuning, tune_plan
 from halfstep.tune.fresh_thread import forget_compiled
@@ -91,6 +94,9 @@ from halfstep.tune.trials import Rehearse
 from halfstep.workloads import KINDS, load
 from halfstep.workloads.base.import_path import check_call_form, import_callable, sign_code
 from halfstep.workloads.base.workload import Workload
+
+if TYPE_CHECKING:
+    from halfstep.distributed.sharded_files import StoredShards
 
 DEMO_NOTE = "no data folder was given: this is the DEMO, on data generated in {}; give your data with --data-dir DIR"
 
@@ -133,6 +139,7 @@ def _start(loaded: Loaded, out: str | None, rank: RunRank) -> Path:
             workload = add_checksums(build_workload(loaded.config))
             made = copy_made_here(workload.frozen)
             loaded = dataclasses.replace(loaded, config=apply_settled(loaded.config, workload))
+            refuse_unshardable(loaded.config, workload, rank.world)
             if rank.world is not None:
                 refuse_differences(loaded.config, workload, rank.world)
             decided = partial(_decide, loaded.config, workload, hardware, rank)
@@ -163,11 +170,16 @@ def _create_folder(out: str | None, name: str, rank: RunRank) -> RunFolder:
 
 
 def _decide(config: RunConfig, workload: Workload, hardware: Hardware, rank: RunRank, rehearse: Rehearse) -> Plan:
-    return _try_modes(config, workload, decide_plan(config, workload, hardware), rank, rehearse)
+    plan = decide_plan(config, workload, hardware)
+    if rank.world is not None:
+        plan = choose_sharding(config, workload, plan, rank.world.size, _make_say(config.log.quiet))
+    return _try_modes(config, workload, plan, rank, rehearse)
 
 
 def _try_modes(config: RunConfig, workload: Workload, plan: Plan, rank: RunRank, rehearse: Rehearse) -> Plan:
     """Return the plan with what trials find, and with the micro-batch of `train.auto_batch`."""
+    if plan.shards:
+        return dataclasses.replace(choose_sharded_mode(config, plan, _make_say(config.log.quiet)), pieces=1)
     own, say = rank.get_trial_config(config), _make_say(config.log.quiet)
     plan = tune_plan(own, workload, plan, say, rehearse, peak=make_peak_predictor(own, workload))
     if not config.train.auto_batch:
@@ -240,7 +252,7 @@ def _resume(loaded: Loaded, folder: RunFolder, rank: RunRank, *, allow_changes: 
     with folder.lock() if rank.writes else nullcontext():
         damaged: list[str] = []
         path = rank.run_on_first(lambda: _find_newest(folder, damaged))
-        checkpoint = load_checkpoint(path)
+        checkpoint, shards, note = _load_own_part(loaded.config, path, rank, allow_changes=allow_changes)
         # A finished run may still lack files that a kill prevented.
         if (finished := explain_finished(config, checkpoint.state)) and _is_tidy(config, folder, path, checkpoint):
             if rank.writes:
@@ -251,6 +263,7 @@ def _resume(loaded: Loaded, folder: RunFolder, rank: RunRank, *, allow_changes: 
         workload = _build_as_stored(loaded.config, checkpoint.state, folder)
         found = [len(workload.train_samples), len(workload.val_samples)]
         other += refuse_changed_data(checkpoint.state["num_samples"], found, allow=allow_changes)
+        refuse_unshardable(loaded.config, workload, rank.world)
         if rank.world is not None:
             refuse_differences(loaded.config, workload, rank.world)
         go_on = partial(_choose_plan, loaded.config, workload, folder, changes, rank)
@@ -260,16 +273,51 @@ def _resume(loaded: Loaded, folder: RunFolder, rank: RunRank, *, allow_changes: 
             cut_back(folder.metrics, int(journal["num_records"]))
         parts = _assemble(loaded.config, workload, plan, rank)
         warnings = [*damaged, *moved, *other, *describe_changed_data(workload, folder), *check_disk(parts, folder)]
+        warnings += _cut_for_fewer_ranks(checkpoint.state, rank)
+        if note and shards is not None:
+            states = checkpoint.state["step"]["optimizers"]
+            place = ("state", "state", "step", "optimizers")
+            warnings += [note, *recut_optimizer_states(shards, parts.model, parts.step.optimizers, states, place)]
         resumed = Resumed(path=path, checkpoint=checkpoint, changes=changes, settled=settled)
         _run(loaded, folder, parts, resumed=resumed, warnings=warnings)
     return folder.path
+
+
+def _load_own_part(
+    config: RunConfig, path: Path, rank: RunRank, *, allow_changes: bool
+) -> tuple[Checkpoint, StoredShards | None, str]:
+    """Return the checkpoint, of a sharded one this rank's part, and a line if another number of ranks wrote it."""
+    if not is_sharded(path):
+        return load_checkpoint(path), None, ""
+    from halfstep.distributed.sharded_files import StoredShards
+
+    stored = StoredShards(path, rank.world)
+    shards = rank.world is not None and config.train.shard is not False
+    mesh = make_mesh(torch.device(probe(rank.choose_device(config)).device)) if shards else None
+    # torchrun starts fewer ranks after a machine is lost: the run goes on with them.
+    is_restarted = rank.launch is not None and rank.launch.restarts > 0
+    note = stored.refuse_other_mesh(mesh, reshard=allow_changes or is_restarted, fix="accept it with --allow-changes")
+    return load_checkpoint(path, stored, mesh), stored, note
+
+
+def _cut_for_fewer_ranks(state: dict[str, Any], rank: RunRank) -> list[str]:
+    """Cut batches further after torchrun has lost ranks, so that those that are left need no more memory."""
+    then, now = len(state.get("rank_generators", ())), rank.world.size if rank.world is not None else 1
+    if rank.launch is None or not rank.launch.restarts or then <= now:
+        return []
+    for own in (state, *state.get("phases", {}).values()):
+        own["pieces"] = -(-then // now) * int(own["pieces"])
+    return [
+        f"{format_count(now, 'rank')} instead of {then}: each batch is cut into {state['pieces']} micro-batches, "
+        "with the same samples per step"
+    ]
 
 
 def _find_newest(folder: RunFolder, damaged: list[str]) -> Path:
     checkpoints = folder.open_checkpoints()
     checkpoints.clean_up()
     checkpoints.find_best()  # raises on a damaged best.json before anything is trained
-    return checkpoints.load_newest(on_damaged=damaged.append)[0]
+    return checkpoints.find_newest(on_damaged=damaged.append)
 
 
 def _build_as_stored(config: RunConfig, state: Mapping[str, Any], folder: RunFolder) -> Workload:
@@ -296,7 +344,7 @@ def _choose_plan(
     config: RunConfig, workload: Workload, folder: RunFolder, changes: Changes, rank: RunRank, rehearse: Rehearse
 ) -> Plan:
     """Return the stored plan, with new decisions and measurements for settings that have changed."""
-    if changes.touch("precision.", "device"):
+    if changes.touch("precision.", "device", "train.shard"):
         return _decide(config, workload, probe(rank.choose_device(config)), rank, rehearse)
     plan = folder.read_plan()
     refuse_missing_device(plan)
@@ -336,7 +384,9 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
         choose_algorithms(deterministic=config.train.deterministic),
         catch_interrupts(answers=writes) as asked_to_stop,
     ):
-        checkpoints = folder.open_checkpoints(keep=config.train.checkpoints_total_limit, writes=writes)
+        checkpoints = folder.open_checkpoints(
+            keep=config.train.checkpoints_total_limit, writes=writes, world=world if parts.sharded is not None else None
+        )
         loop = Loop(parts, checkpoints, journal, asked_to_stop)
         is_new = resumed is None
         if world is not None and not world.is_first:
@@ -347,7 +397,9 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
             if is_new and writes:  # a resumed run would name config.yaml as the source of every setting
                 write_atomically(folder.report / "config.json", json.dumps(dump_config(loaded), indent=1) + "\n")
             for warning in (
-                (*warnings, *describe_rank_effects(config, parts.workload, parts.model, world)) if writes else ()
+                (*warnings, *describe_rank_effects(config, parts.workload, parts.model, world, parts.plan))
+                if writes
+                else ()
             ):
                 report.notice(warning, "warning")
             if resumed is not None:
@@ -362,9 +414,12 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
             monitor.stop()
             # A run that trained nothing must not look like a success.
             refuse_only_skips(loop, start)
+            if parts.sharded is not None:
+                export_sharded_model(parts, folder)
             if writes:
                 _draw_curves(config, folder, report)
-                export_model(parts, folder)
+                if parts.sharded is None:
+                    export_model(parts, folder)
                 joules = energy.read_joules()
                 write_summary(folder, loop, joules)
                 busy = describe_gpu_use(monitor, loop.waiting, journal.elapsed_s, loop.engine.mode)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 
 from halfstep.data.loader import Loader
 from halfstep.data.prefetch import prefetch
@@ -20,12 +20,12 @@ from halfstep.disk import open_atomic_folder
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.precision.plan import Plan
-from halfstep.run.memory.out_of_memory import split_window
+from halfstep.run.memory.out_of_memory import count_parts, split_window
 from halfstep.step.phases import PhasedStep
 from halfstep.step.randomness import read_generators, restore_generators
 from halfstep.step.step import Step
 from halfstep.tune.channels_last import match_layout
-from halfstep.workloads.base.workload import Workload
+from halfstep.workloads.base.workload import Batch, Workload
 
 if TYPE_CHECKING:
     from halfstep.run.assemble import Assembly  # which holds this file's EarlyStopping
@@ -59,9 +59,18 @@ def validate(
     *,
     pieces: int = 1,
     world: World | None = None,
+    call: Callable[..., Any] | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Return loss and metrics over the whole set. Sums are divided once, at the end, so batch sizes do not matter."""
+    """Return loss and metrics over the whole set. Sums are divided once, at the end, so batch sizes do not matter.
+
+    `call` runs the forward pass of a sharded model, in which every rank takes part.
+    """
+
+    def run_forward(part: Batch) -> tuple[Any, Tensor, Tensor | float]:
+        outputs = workload.forward(model, part)
+        return outputs, *workload.compute_loss(outputs, part)
+
     device = torch.device(plan.device)
     metrics = workload.metrics()
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -75,13 +84,20 @@ def validate(
             key = Key.for_validation(index + place)
             index += size
             advance()
-            if world is not None and world.count_rows(size) == 0:
+            is_idle = world is not None and world.count_rows(size) == 0
+            if is_idle and call is None:
                 continue
             prepared = match_layout(model, workload.prepare_batch(batch, key=key, training=False))
             with plan.forward():
-                for part in split_window([prepared], pieces):
-                    outputs = workload.forward(model, part)
-                    loss, weight = workload.compute_loss(outputs, part)
+                own = split_window([prepared], pieces)
+                num = len(own)
+                if call is not None and world is not None:  # all ranks run equally many forward passes
+                    num = max(count_parts(world.count_rows(size, rank), pieces) for rank in range(world.size))
+                for k in range(num):
+                    part = own[min(k, len(own) - 1)]
+                    outputs, loss, weight = run_forward(part) if call is None else call(run_forward, part)
+                    if is_idle or k >= len(own):
+                        continue
                     # In fp64 on the device: the sum over a large set must not round, and the host does not wait.
                     loss_sum += loss.double() * weight
                     weight_sum += weight
@@ -105,10 +121,11 @@ def sample(parts: Assembly, folder: Path) -> list[Path]:
     parts.values.refresh()
     try:
         with use_average(parts.step), enter_evaluation(parts.model), parts.plan.forward():
-            found = parts.workload.sample(parts.model, Key.for_sampling(parts.config.train.seed))
+            found = parts.call(parts.workload.sample, parts.model, Key.for_sampling(parts.config.train.seed))
     finally:
         restore_generators(generators)
-    return write_samples(folder, found)
+    # All ranks of a sharded model compute the samples, and rank 0 writes them.
+    return write_samples(folder, found) if parts.world is None or parts.world.is_first else []
 
 
 def write_samples(folder: Path, found: Mapping[str, Any]) -> list[Path]:

@@ -24,6 +24,7 @@ write finite numbers; with eps = 0 they use `select`.
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -491,4 +492,8 @@ def warn_of_second_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     warning = getattr(optimizer, WATCHED, "")
     if warning and not getattr(optimizer, COMMITTING, False):
         setattr(optimizer, WATCHED, "")  # once is enough
-        warnings.warn(warning, stacklevel=3)
+        # At the user's line: Accelerate ignores warnings that come from torch's schedulers, which wrap step().
+        level, frame = 1, sys._getframe()
+        while frame.f_back is not None and frame.f_globals["__name__"].startswith(("torch.", __name__)):
+            level, frame = level + 1, frame.f_back
+        warnings.warn(warning, stacklevel=level)

@@ -412,10 +412,19 @@ def refuse_differing_steps(world: World, optimizers: Sequence[Optimizer], settin
     own |= {"optimizers": ", ".join(type(optimizer).__name__ for optimizer in optimizers)}
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     for key in {key: None for group in groups for key in group if key != "params"}:
-        own |= {key: [group.get(key) for group in groups]}
+        own |= {key: [_read_setting(group.get(key)) for group in groups]}
     refuse_differing_settings(
         world, own, why="the weights of the ranks would diverge", fix="give hs.Step the same arguments on every rank"
     )  # fmt: skip
+
+
+def _read_setting(value: object) -> object:
+    """Return a setting as numbers and strings alone: a tensor would also show its device, a function its address."""
+    if isinstance(value, tuple):
+        return tuple(map(_read_setting, value))
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value)
+    return value if isinstance(value, (float, int, str, type(None))) else type(value).__name__
 
 
 def refuse_differing_settings(world: World, own: Mapping[str, Any], *, why: str, fix: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.distributed.sharding import is_sharded
 from halfstep.errors import ConfigError
 from halfstep.step.flat import get_dtype
 
@@ -44,6 +45,16 @@ def _make_error(what: str, why: str) -> ConfigError:
         fix="run one rank per device, each with the whole model: torchrun --nproc_per_node=NUM_GPUS train.py, with "
         "model = DistributedDataParallel(model)",
     )
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Refuse a sharded model in a step that does not know its other ranks."""
+    if is_sharded(model):
+        raise ConfigError(
+            f"{type(model).__name__} is sharded, and this step is made for a single rank",
+            why="a rank that judged its shards alone would drop other steps than the others",
+            fix="hs.Step(model, optimizer) finds the ranks of a sharded model",
+        )
 
 
 def check_parameters(parameters: list[Tensor]) -> list[Tensor]:

@@ -40,7 +40,14 @@ from halfstep.step.flat import are_same_objects, get_gradient, get_is_sparse, ge
 from halfstep.step.forward_writes import Also, ForwardWrites, walk_modules
 from halfstep.step.guard import SpikeMeter
 from halfstep.step.ranks import BAD, RUINED, Agreed, Ranks, find_ranks
-from halfstep.step.refusals import check_parameters, refuse_half_sums, refuse_sparse, refuse_spread, refuse_unfit_loss
+from halfstep.step.refusals import (
+    check_parameters,
+    refuse_half_sums,
+    refuse_sharded,
+    refuse_sparse,
+    refuse_spread,
+    refuse_unfit_loss,
+)
 from halfstep.step.scaler import Scaler, ScalerOptions
 from halfstep.step.schedule import Schedule
 from halfstep.step.signals import DelayedSignals
@@ -108,7 +115,9 @@ class Step:
         self.device = trained[0].device
         self.ranks: Ranks | None = None
         """The ranks that train the same model together; None for a single process."""
-        if ranks != "alone":
+        if ranks == "alone":
+            refuse_sharded(model)
+        else:
             self.ranks = find_ranks(model, trained, self.device) if ranks == "of the model" else ranks
         self.sharding: Sharding | None = self.ranks.sharding if self.ranks is not None else None
         if isinstance(schedules, Rates):

@@ -79,9 +79,9 @@ def recompute_blocks_(model: nn.Module, how: Recompute, names: Collection[str]) 
                 swap_class(part, OutOfPlace)
 
 
-def find_blocks(model: nn.Module, uncalled: Collection[str] = ()) -> list[str]:
-    """Return the names of repeated blocks; none if the model supports recomputing itself. `uncalled` ones are left
-    out."""
+def find_blocks(model: nn.Module, uncalled: Collection[str] = (), *, of_any: bool = False) -> list[str]:
+    """Return the names of repeated blocks; none if the model supports recomputing itself, unless `of_any` model they
+    are wanted. `uncalled` ones are left out."""
     times = Counter(_get_kind(module) for _, module in model.named_modules(remove_duplicate=False))
     found: dict[nn.Module, str] = {}
 
@@ -95,7 +95,7 @@ def find_blocks(model: nn.Module, uncalled: Collection[str] = ()) -> list[str]:
             elif not isinstance(child, torch.jit.ScriptModule):
                 look_into(child, f"{name}.")
 
-    if not any(isinstance(module, Recomputing) for module in model.modules()):
+    if of_any or not any(isinstance(module, Recomputing) for module in model.modules()):
         look_into(model, "")
     return list(found.values())
 

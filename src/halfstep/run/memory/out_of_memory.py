@@ -29,6 +29,12 @@ def _split(batch: dict[str, Tensor], pieces: int) -> list[dict[str, Tensor]]:
     return [type(batch)({name: parts[k] for name, parts in chunks.items()}) for k in range(num)]
 
 
+def count_parts(rows: int, pieces: int) -> int:
+    """Return how many micro-batches `split_window` makes of a batch with so many rows."""
+    rows = max(rows, 1)
+    return -(-rows // -(-rows // pieces))
+
+
 def explain_out_of_memory(
     error: OutOfMemory,
     config: RunConfig,

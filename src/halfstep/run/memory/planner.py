@@ -16,28 +16,32 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from halfstep.config.schema import ADAM_LIKE, RunConfig
 from halfstep.errors import MemoryLimitError, format_bytes
-from halfstep.evidence.watch import MOST_ROWS, estimate_bytes
+from halfstep.evidence.watch import count_side_rows, estimate_bytes
 from halfstep.hardware.device_facts import Hardware
 from halfstep.kernels.fast_forms import has_triton
 from halfstep.models.recompute import Recompute
 from halfstep.precision.ladder import explain_lack
 from halfstep.precision.plan import Plan
 from halfstep.run.memory.compiled import PRODUCTS, derive_compiled_timeline
+from halfstep.run.memory.sharded import ShardUnit, UnitBytes, replicate_timeline, shard_timeline
 from halfstep.run.memory.step_trace import StepTrace, Timeline, derive_eager_timeline, interpolate_peak
 from halfstep.run.memory.traceable_step import Fixed, TraceableStep
 from halfstep.tune.memory_low import NORMAL, MemorySetting
 from halfstep.tune.modes import Mode, has_convolutions
 
 COMPONENTS = (
-    "weights", "gradients", "optimizer", "average", "frozen parts", "half copies", "activations", "inputs",
-    "workspaces", "graph pool",
+    "weights", "gathered", "gradients", "reductions", "optimizer", "average", "frozen parts", "half copies",
+    "activations", "inputs", "workspaces", "graph pool",
 )  # fmt: skip
 """In the order of tables and pictures."""
 
 MODES: tuple[Mode, ...] = ("eager", "compile", "graph")
+Layout = Literal["alone", "ddp", "shard"]
+"""One rank without the others; a whole copy of the model on each; or its parameters divided by FSDP2."""
 HALF = ("bf16", "fp16", "fp8")
 CUBLAS_BYTES = 33_562_624
 """cuBLAS' workspace on Hopper; the forward and the backward thread have one each."""
@@ -57,7 +61,12 @@ class Cell:
     mode: Mode
     setting: MemorySetting = NORMAL
     batch_size: int
+    """Samples of a micro-batch on one rank."""
     accumulate: int = 1
+    ranks: int = 1
+    layout: Layout = "alone"
+    gathers_half: bool = False
+    """Whether sharded blocks are gathered in bf16."""
 
     @classmethod
     def of(cls, config: RunConfig, precision: str, mode: Mode, setting: MemorySetting | None = None) -> Cell:
@@ -66,6 +75,13 @@ class Cell:
             setting = MemorySetting(recompute="blocks") if config.train.activation_checkpointing else NORMAL
         size, accumulate = config.train.batch_size, config.train.accumulate
         return cls(precision=precision, mode=mode, setting=setting, batch_size=size, accumulate=accumulate)
+
+    def spread(self, ranks: int, layout: Layout, *, gathers_half: bool = False) -> Cell:
+        """Return the cell of the rank with most samples if several ranks train this batch."""
+        size = -(-self.batch_size // ranks)
+        # Sharded steps are compiled, not captured.
+        mode: Mode = "compile" if layout == "shard" and self.mode == "graph" else self.mode
+        return replace(self, batch_size=size, ranks=ranks, layout=layout, mode=mode, gathers_half=gathers_half)
 
     @classmethod
     def of_plan(cls, config: RunConfig, plan: Plan) -> Cell:
@@ -92,7 +108,7 @@ class MemoryPlanner:
 
     step: TraceableStep
     hardware: Hardware | None = None
-    _timelines: dict[tuple[object, ...], list[Timeline]] = field(default_factory=dict)
+    _timelines: dict[tuple[object, ...], list[tuple[StepTrace, Timeline]]] = field(default_factory=dict)
     _traces: dict[tuple[object, ...], list[StepTrace]] = field(default_factory=dict)
     _fixed: dict[tuple[str, int], Fixed] = field(default_factory=dict)
     _inputs: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -106,7 +122,7 @@ class MemoryPlanner:
 
         With `base_batch`, interpolate between traces at that batch size and its double: cheaper for many batch sizes.
         """
-        fixed = self._get_fixed(cell)
+        fixed = self._divide_fixed(cell)
         raw, prepared = self._count_inputs(cell.batch_size)
         moving = self._predict_temporary(cell, base_batch)
         found = Counter(
@@ -116,26 +132,32 @@ class MemoryPlanner:
                 "average": fixed.average,
                 "frozen parts": fixed.frozen,
                 "inputs": raw + prepared,
-                "workspaces": self._count_library() + self._count_watch(cell, moving.total()),
+                "workspaces": self._count_library() + self._count_watch(cell, fixed, moving),
                 "graph pool": int(POOL_GAPS * moving.total()) + prepared if cell.mode == "graph" else 0,
             }
         )
         found.update(moving)
         return Prediction(cell=cell, components={name: found[name] for name in COMPONENTS})
 
-    def _count_watch(self, cell: Cell, moving_bytes: int) -> int:
+    def _count_watch(self, cell: Cell, fixed: Fixed, moving: Counter[str]) -> int:
         """Return what an observation of `log.watch` takes. Next to a captured step, whose memory stays reserved, its
-        side step takes that of a few samples; otherwise it runs while a step's memory is free."""
+        side step takes gradients, half copies and the activations of a few samples; otherwise it runs while a step's
+        memory is free."""
         if not self.step.config.log.watch:
             return 0
-        rows = min(MOST_ROWS, cell.batch_size) if cell.mode == "graph" else 0
-        return estimate_bytes(self.step.workload.model) + moving_bytes * rows // cell.batch_size
+        found = estimate_bytes(self.step.workload.model)
+        if cell.mode != "graph":
+            return found
+        by_batch = moving.total() - moving["gradients"] - moving["half copies"]
+        found += fixed.weights + moving["half copies"]
+        return found + by_batch * count_side_rows(cell.batch_size) // cell.batch_size
 
     def _predict_temporary(self, cell: Cell, base_batch: int) -> Counter[str]:
         """Return temporary memory at its peak: in forward and backward, or while the optimizer updates."""
         if cell.setting.recompute == "alternate" and cell.mode != "eager":
             return self._average_ways(cell, base_batch)
-        accumulates = cell.accumulate > 1
+        # DDP's buckets hold all gradients during every step; the shards of FSDP2 are part of its timeline.
+        accumulates = cell.layout == "ddp" or cell.layout == "alone" and cell.accumulate > 1
         if not base_batch or base_batch == cell.batch_size:
             peaks = [line.find_peak(accumulates=accumulates) for line in self._get_timelines(cell, cell.batch_size)]
         else:
@@ -146,7 +168,9 @@ class MemoryPlanner:
                 for one, two in zip(near, far, strict=True)
             ]
         gradients = max(line.gradient_bytes for line in self._get_timelines(cell, base_batch or cell.batch_size))
-        update = 0 if cell.mode == "graph" else self._get_fixed(cell).update
+        if cell.layout == "shard":
+            gradients = sum(unit.count_shard_bytes(cell.ranks, trained=True) for unit in self.step.units)
+        update = 0 if cell.mode == "graph" else self._divide_fixed(cell).update
         peaks.append(Counter({"gradients": gradients, "workspaces": update}))
         return max(peaks, key=lambda peak: peak.total())
 
@@ -161,29 +185,45 @@ class MemoryPlanner:
         key = (how, cell.mode, recompute, batch_size)
         if key not in self._timelines:
             self._timelines[key] = self._derive_timelines(how, cell.mode, recompute, batch_size)
-        return self._timelines[key]
+        if cell.layout == "alone":
+            return [timeline for _, timeline in self._timelines[key]]
+        if cell.layout == "ddp":
+            return [replicate_timeline(timeline) for _, timeline in self._timelines[key]]
+        units = [UnitBytes.of(unit, cell.ranks, gathers_half=cell.gathers_half) for unit in self.step.units]
+        return [
+            shard_timeline(
+                timeline,
+                trace,
+                units,
+                gathers_half=cell.gathers_half,
+                accumulates=cell.accumulate > 1,
+                is_compiled=cell.mode != "eager",
+            )
+            for trace, timeline in self._timelines[key]
+        ]
 
-    def _derive_timelines(self, how: str, mode: Mode, recompute: Recompute, batch_size: int) -> list[Timeline]:
+    def _derive_timelines(
+        self, how: str, mode: Mode, recompute: Recompute, batch_size: int
+    ) -> list[tuple[StepTrace, Timeline]]:
         """Derive the allocations of a mode from the traces that it needs, one timeline per phase."""
         if mode == "eager":
-            return [
-                derive_eager_timeline(trace) for trace in self._get_traces(how, recompute, batch_size, chains=False)
-            ]
+            traces = self._get_traces(how, recompute, batch_size, chains=False)
+            return [(trace, derive_eager_timeline(trace)) for trace in traces]
         if mode == "graph" and how in HALF and has_triton():
             # A model without chains gives the same trace as without them, so keep it for both.
             chained = self._get_traces(how, recompute, batch_size, chains=True)
             if not any(trace.is_chain for trace in chained):
                 self._traces[how, recompute, batch_size, False] = chained
             else:
-                return [_derive_compiled(trace) for trace in chained]
+                return [(trace, _derive_compiled(trace)) for trace in chained]
         if recompute == "blocks":
             # A compiled block is recomputed as a whole, not fused with the code that uses its results.
             traces = self._get_traces(how, recompute, batch_size, chains=False)
-            return [derive_eager_timeline(trace).scale(COMPILED_BLOCKS) for trace in traces]
+            return [(trace, derive_eager_timeline(trace).scale(COMPILED_BLOCKS)) for trace in traces]
         # A compiled model recomputes what is cheap between its kernels, not a whole block at once.
         keeps_cheap = recompute != "pointwise"
         traces = self._get_traces(how, recompute if keeps_cheap else "none", batch_size, chains=False)
-        return [_derive_compiled(trace, keeps_cheap=keeps_cheap) for trace in traces]
+        return [(trace, _derive_compiled(trace, keeps_cheap=keeps_cheap)) for trace in traces]
 
     def _find_family(self, precision: str) -> str:
         """Map precisions that take the same memory to one name; TF32 and fp32 differ only if the model convolves."""
@@ -203,6 +243,23 @@ class MemoryPlanner:
             self._fixed[key] = self.step.measure_fixed(key[0], cell.setting)
         return self._fixed[key]
 
+    def _divide_fixed(self, cell: Cell) -> Fixed:
+        """Return the fixed bytes of one rank: FSDP2 divides everything that belongs to a parameter."""
+        fixed = self._get_fixed(cell)
+        if cell.layout != "shard":
+            return fixed
+        trained = _compute_share(self.step.units, cell.ranks, trained=True)
+        # Buffers, and modules of frozen networks outside of blocks, are whole on every rank.
+        own = sum(unit.count_shard_bytes(1) for unit in self.step.units if not unit.is_frozen)
+        kept = sum(unit.count_shard_bytes(1) for unit in self.step.units if unit.is_frozen)
+        return Fixed(
+            weights=fixed.weights - int(own * (1 - _compute_share(self.step.units, cell.ranks))),
+            frozen=fixed.frozen - int(kept * (1 - _compute_share(self.step.units, cell.ranks, frozen=True))),
+            optimizer=int(fixed.optimizer * trained),
+            average=int(fixed.average * trained),
+            update=int(fixed.update * trained),
+        )
+
     def _count_inputs(self, batch_size: int) -> tuple[int, int]:
         """Return the bytes of batches as loaded and of one prepared batch; both are linear in the batch size."""
         if not self._inputs:
@@ -221,6 +278,13 @@ class MemoryPlanner:
         capability = self.hardware.capability if self.hardware is not None else (9, 0)
         each = CUBLAS_BYTES if capability is not None and capability >= (9, 0) else SMALL_CUBLAS_BYTES
         return 2 * each * multiplies
+
+
+def _compute_share(units: Sequence[ShardUnit], num_ranks: int, *, trained: bool = False, frozen: bool = False) -> float:
+    """Return the largest rank's share of these parameters; more than 1 / num_ranks where rows divide unevenly."""
+    some = [unit for unit in units if unit.is_frozen == frozen]
+    whole = sum(unit.count_shard_bytes(1, trained=trained) for unit in some)
+    return sum(unit.count_shard_bytes(num_ranks, trained=trained) for unit in some) / max(whole, 1)
 
 
 def _derive_compiled(trace: StepTrace, *, keeps_cheap: bool = True) -> Timeline:

@@ -14,6 +14,7 @@ import torch
 from halfstep.config.schema import RunConfig
 from halfstep.errors import HalfstepError, MemoryLimitError, format_bytes, summarise_error
 from halfstep.hardware.device_facts import Hardware
+from halfstep.hardware.probe import probe
 from halfstep.precision.advice import USABLE_MEMORY
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly
@@ -21,8 +22,11 @@ from halfstep.run.checkpoint import read_document
 from halfstep.run.folder import RunFolder, load_stored
 from halfstep.run.memory.planner import USABLE, Cell, MemoryPlanner, compute_usable_bytes, find_fits, find_largest_batch
 from halfstep.run.memory.traceable_step import build_traceable_step
+from halfstep.run.sharded_model import OF_FROZEN
+from halfstep.tune.choose import Say
 from halfstep.tune.memory_low import DoesNotFit, MemorySetting
 from halfstep.tune.modes import Mode
+from halfstep.tune.repeated_blocks import describe_blocks
 from halfstep.tune.trials import Rehearse, measure_cost
 from halfstep.workloads.base.import_path import UnknownCode
 from halfstep.workloads.base.kind import Store
@@ -108,6 +112,57 @@ def measure_free_bytes(device: torch.device) -> int:
     """Return the bytes that the tensors of a run may take at their peak: free memory and what torch has reserved."""
     free, _ = torch.cuda.mem_get_info(device)
     return int(USABLE * (free + torch.cuda.memory_reserved(device)))
+
+
+# --- train.shard ---
+
+
+def choose_sharding(config: RunConfig, workload: Workload, plan: Plan, num_ranks: int, say: Say) -> Plan:
+    """Return the plan with the decision and its reason, which is also printed; only rank 0 decides."""
+    if config.train.shard is False:
+        return plan
+    try:
+        step = build_traceable_step(config, workload.store)
+        blocks, problem = step.shard_blocks, ""
+        planner = MemoryPlanner(step, probe(plan.device))
+        cell = Cell.of(config, plan.granted, "eager")
+        whole, shard = (planner.predict(cell.spread(num_ranks, layout)).total for layout in ("ddp", "shard"))
+    except HalfstepError as error:
+        blocks, problem, whole, shard = [[]], error.what, 0, 0
+    if config.train.shard == "auto":
+        limit = _measure_limit(plan, num_ranks)
+        if problem or whole <= limit:
+            why = (
+                f"memory cannot be predicted: {problem}" if problem else f"DDP takes {_compare(whole, limit)} per rank"
+            )
+            return _set_sharding(plan, False, f"train.shard=auto: not sharded, {why}", (), say)
+        reason = f"train.shard=auto: sharded, DDP would take {_compare(whole, limit)} per rank"
+        reason += f", a shard takes {format_bytes(shard)}"
+    else:
+        reason = f"train.shard=true: {format_bytes(shard)} per rank are predicted, {format_bytes(whole)} with DDP"
+        reason = f"train.shard=true: {problem}" if problem else reason
+    if not blocks[0]:
+        return _set_sharding(plan, True, f"{reason}; the model is gathered as a whole: it repeats no block", (), say)
+    frozen = (f"{name}{OF_FROZEN}{b}" for name, own in zip(workload.frozen, blocks[1:], strict=False) for b in own)
+    reason += f"; in units of {describe_blocks(workload.model, blocks[0])}"
+    return _set_sharding(plan, True, reason, (*blocks[0], *frozen), say)
+
+
+def _set_sharding(plan: Plan, shards: bool, reason: str, blocks: tuple[str, ...], say: Say) -> Plan:
+    say(reason)
+    return dataclasses.replace(plan, shards=shards, shard_reason=reason, shard_blocks=blocks)
+
+
+def _compare(size: int, limit: int) -> str:
+    return f"{format_bytes(size)} of {format_bytes(limit)}"
+
+
+def _measure_limit(plan: Plan, num_ranks: int) -> int:
+    """Return the bytes that a rank may take: of its GPU, or its part of the host's memory."""
+    device = torch.device(plan.device)
+    if device.type == "cuda":
+        return measure_free_bytes(device)
+    return int(USABLE * probe(plan.device).memory_total_bytes) // num_ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

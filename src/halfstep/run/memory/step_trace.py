@@ -11,7 +11,7 @@ import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from types import FrameType
@@ -74,12 +74,21 @@ class StepTrace:
     """Whether the model ran as a chain of our own kernels, which the compiler does not change."""
     compiles: bool = True
     """False for a phase that runs eagerly in every mode."""
+    names: dict[int, str] = field(default_factory=dict)
+    """The parameter that a value is, or whose half copy or gradient it is."""
 
 
 class AllocationRecorder(TorchDispatchMode):
     """Record the operations that run inside; tensors in `known` existed before and are not activations."""
 
-    def __init__(self, known: Iterable[Tensor], parameters: Iterable[Tensor], *, is_strict: bool = False) -> None:
+    def __init__(
+        self,
+        known: Iterable[Tensor],
+        parameters: Iterable[Tensor],
+        *,
+        named: Mapping[str, Tensor] | None = None,
+        is_strict: bool = False,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_strict = is_strict
         """Whether fp32 products are computed in fp32, not in TF32."""
@@ -92,6 +101,8 @@ class AllocationRecorder(TorchDispatchMode):
             self._note(storage, made_by=-1)
         for parameter in parameters:
             self._weights.add(self._numbers[parameter.untyped_storage()._cdata])
+        for name, parameter in (named or {}).items():
+            self.trace.names[self._numbers[parameter.untyped_storage()._cdata]] = name
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and record what it read, made and needed."""
@@ -117,11 +128,14 @@ class AllocationRecorder(TorchDispatchMode):
         self.trace.ops.append(Op(name, reads, new, is_view, self.in_backward, workspace, as_written))
         return made
 
-    def settle(self, gradients: Iterable[Tensor]) -> StepTrace:
-        """Mark gradients and return the trace."""
-        for gradient in gradients:
-            if (number := self._number(gradient)) is not None:
-                self.trace.values[number].owner = "gradients"
+    def settle(self, parameters: Iterable[Tensor]) -> StepTrace:
+        """Mark the gradients of these parameters and return the trace."""
+        for parameter in parameters:
+            if parameter.grad is None or (number := self._number(parameter.grad)) is None:
+                continue
+            self.trace.values[number].owner = "gradients"
+            if (name := self.trace.names.get(self._numbers[parameter.untyped_storage()._cdata])) is not None:
+                self.trace.names[number] = name
         return self.trace
 
     def _is_as_written(self) -> bool:
@@ -157,6 +171,8 @@ class AllocationRecorder(TorchDispatchMode):
     def _name_half_copies(self, name: str, reads: tuple[int, ...], new: tuple[int, ...], made: Any) -> None:
         if name == "_to_copy" and len(new) == 1 and made.dtype in HALF and self._weights.issuperset(reads):
             self.trace.values[new[0]].owner = "half copies"
+            for read in self.trace.names.keys() & set(reads):
+                self.trace.names[new[0]] = self.trace.names[read]
 
 
 def _is_inside_disabled() -> bool:
@@ -203,7 +219,7 @@ def _count_convolution_workspace(image: Tensor, weight: Tensor, how: Any, passes
 
 
 Numbers = npt.NDArray[np.int64]
-KINDS = ("half copies", "gradients", "activations", "workspaces")
+KINDS = ("half copies", "gathered", "gradients", "reductions", "activations", "workspaces")
 
 
 @dataclass(frozen=True, slots=True)

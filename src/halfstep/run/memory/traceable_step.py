@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -36,6 +39,7 @@ from halfstep.precision.op_lists import use_cuda_op_lists
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import build_workload, configure_phase, has_parameter
 from halfstep.run.frozen_modules import get_modules
+from halfstep.run.memory.sharded import ShardUnit, list_units, name_parameters
 from halfstep.run.memory.step_trace import AllocationRecorder, StepTrace
 from halfstep.run.optimizer import Length, build_optimizer
 from halfstep.step.batches import count_samples
@@ -106,8 +110,7 @@ class TraceableStep:
         """Trace forward and backward of one micro-batch, once per phase."""
         with self.pretence.enter(chains=chains) as kernels, _explain_failures(self.config.workload):
             plan = self._place(precision, recompute)
-            for value in self.workload.values.values():
-                value.value = torch.empty(())
+            self._empty_values()
             batch = self._make_input(batch_size)
             found = []
             for turn in self._list_turns():
@@ -138,6 +141,37 @@ class TraceableStep:
                 update=max(updates) + EMA_PIECES * max((shadow.nbytes for shadow in average), default=0),
             )
 
+    @functools.cached_property
+    def shard_blocks(self) -> list[list[str]]:
+        """Return the blocks that FSDP2 shards, of the model and of each frozen network, in order.
+
+        FSDP2 gathers a block when it is called, so those that a step never calls as a module are left out, as are those
+        that share a parameter.
+        """
+        called: set[nn.Module] = set()
+        hook = register_module_forward_pre_hook(lambda module, _: called.add(module))
+        try:
+            with self.pretence.enter(), _explain_failures(self.config.workload), torch.no_grad():
+                self._empty_values()
+                batch = self._make_input(SEEN)
+                for turn in self._list_turns():
+                    turn.forward(self.workload.model.train(), batch)
+        finally:
+            hook.remove()
+        found = []
+        for module in self.workload.list_modules():
+            uncalled = [name for name, part in module.named_modules() if part not in called]
+            # Tied parameters must be in one unit: torch 2.11 would untie them silently.
+            owners = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+            blocks = find_blocks(module, uncalled, of_any=True)
+            found.append([b for b in blocks if all(owners[id(p)] == 1 for p in module.get_submodule(b).parameters())])
+        return found
+
+    @functools.cached_property
+    def units(self) -> list[ShardUnit]:
+        """Return what FSDP2 gathers together: the blocks of the model, its rest, and the blocks of frozen networks."""
+        return list_units(self.workload.list_modules(), self.shard_blocks)
+
     def sample_flops(self) -> int:
         """Return the FLOPs of forward and backward per sample, without recomputing; a multiply-add counts as two."""
         with self.pretence.enter(), _explain_failures(self.config.workload), torch.no_grad():
@@ -158,6 +192,10 @@ class TraceableStep:
         return BATCHES_AHEAD * sum(t.nbytes for t in _make_batch(self.raw, batch_size).values())
 
     # --- placing ---
+
+    def _empty_values(self) -> None:
+        for value in self.workload.values.values():
+            value.value = torch.empty(())
 
     def _place(self, precision: str, recompute: Recompute) -> Plan:
         """Apply the plan of this precision to the model, as a run would, and switch recomputation on."""
@@ -220,7 +258,10 @@ class TraceableStep:
         known = [t for m in self.workload.list_modules() for t in (*m.parameters(), *m.buffers())]
         try:
             with AllocationRecorder(
-                (*known, *batch.values()), named.values(), is_strict=plan.granted == "fp32"
+                (*known, *batch.values()),
+                named.values(),
+                named=name_parameters(self.workload.list_modules()),
+                is_strict=plan.granted == "fp32",
             ) as recorder:
                 with plan.forward():
                     outputs = turn.forward(model, batch)
@@ -229,8 +270,7 @@ class TraceableStep:
                 recorder.in_backward = True
                 with plan.backend():
                     run_backward(loss)
-            gradients = [p.grad for p in named.values() if p.grad is not None]
-            trace: StepTrace = recorder.settle(gradients)
+            trace: StepTrace = recorder.settle(named.values())
             del outputs, found, loss
             return trace
         finally:

@@ -1,0 +1,120 @@
+"""`make soak`: what torchrun's elastic agents do with a sharded run when a worker, a node or the store's host is lost.
+
+Each agent stands for a node: it has its own process group on this machine, which is killed as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranks_together import free_port
+from whole_runs import TINY, assert_same_bits, newest
+
+pytestmark = pytest.mark.soak
+SETTINGS = {**TINY, "train.shard": True, "train.checkpoint_every": 1, "train.max_steps": 8, "train.rank_timeout_s": 60,
+            "schedule.name": "constant", "schedule.warmup_steps": 0, "log.quiet": False}  # fmt: skip
+LIMIT_S = 300.0
+
+
+class Nodes:
+    """torchrun agents that meet at one store, which the first of them hosts."""
+
+    def __init__(self, folder: Path, ranks_per_node: int, nodes: str, **options: Any) -> None:
+        self.run, self.folder, self.port = folder / "run", folder, free_port()
+        overrides = [f"{k}={json.dumps(v)}" for k, v in {**SETTINGS, "model.options": options}.items()]
+        self.command = [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc_per_node", str(ranks_per_node),
+            "--max-restarts", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{self.port}",
+            "--rdzv_id", "soak", "--rdzv_conf", "last_call_timeout=45", "-m", "halfstep", "train",
+            "sharded_workload:build", "--out", str(self.run), *overrides,
+        ]  # fmt: skip
+        self.agents: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        log = (self.folder / f"{len(self.agents)}.log").open("wb")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        self.agents.append(
+            subprocess.Popen(self.command, stdout=log, stderr=log, start_new_session=True, env=environment)
+        )
+        while len(self.agents) == 1:  # the first one hosts the store
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.2)
+
+    def wait_for_step(self, step: int) -> None:
+        until = time.monotonic() + LIMIT_S
+        while not any((self.run / "checkpoints").glob(f"step-{step:08d}*")):
+            assert time.monotonic() < until, self.read(0)
+            time.sleep(0.1)
+
+    def lose(self, node: int) -> None:
+        os.killpg(self.agents[node].pid, signal.SIGKILL)
+
+    def end(self, node: int) -> int:
+        return self.agents[node].wait(LIMIT_S)
+
+    def read(self, node: int) -> str:
+        return (self.folder / f"{node}.log").read_text(errors="replace")
+
+
+@pytest.fixture
+def started() -> Iterator[list[Nodes]]:
+    found: list[Nodes] = []
+    yield found
+    for nodes in found:
+        for agent in nodes.agents:
+            if agent.poll() is None:
+                os.killpg(agent.pid, signal.SIGKILL)
+
+
+def test_a_lost_worker_restarts_with_the_same_ranks_and_the_same_bits(started: list[Nodes], tmp_path: Path) -> None:
+    for name, options in (("kept", {}), ("lost", {"killed": [1, 4], "once": str(tmp_path / "once")})):
+        (tmp_path / name).mkdir()
+        started.append(Nodes(tmp_path / name, 2, "1", **options))
+        started[-1].start()
+        assert started[-1].end(0) == 0, started[-1].read(0)
+    assert (tmp_path / "once").exists()
+    assert "resuming from step-" in started[1].read(0)
+    kept, lost = (newest(nodes.run) for nodes in started)
+    assert kept.state["step"]["attempted"] == lost.state["step"]["attempted"] == 8
+    assert_same_bits(kept.model, lost.model)
+
+
+def test_a_lost_node_leaves_fewer_ranks_and_the_same_global_batch(started: list[Nodes], tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 1, "1:2", pause_s=0.5)
+    started.append(nodes)
+    nodes.start()
+    nodes.start()
+    nodes.wait_for_step(2)
+    nodes.lose(1)
+    assert nodes.end(0) == 0, nodes.read(0)
+    said = nodes.read(0)
+    assert "1 rank instead of 2: each batch is cut into 2 micro-batches, with the same samples per step" in said
+    assert "was saved with 2 shards, and this is 1 shard: it cannot continue bit-exactly" in said
+    state = newest(nodes.run).state
+    assert state["step"]["attempted"] == 8
+    assert state["pieces"] == 2
+
+
+def test_a_lost_host_of_the_store_ends_the_run_with_one_message(started: list[Nodes], tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 1, "1:2", pause_s=0.5)
+    started.append(nodes)
+    nodes.start()
+    nodes.start()
+    nodes.wait_for_step(2)
+    nodes.lose(0)
+    assert nodes.end(1) != 0
+    assert nodes.read(1).count("error: ") == 1, nodes.read(1)
+    assert newest(nodes.run).state["step"]["attempted"] >= 2

@@ -1,0 +1,202 @@
+"""Runs whose ranks divide the model: the same weights as one rank, exact resume, one file at the end, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import json
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import sharded_workload
+from halfstep.distributed.launch import Launch
+from halfstep.distributed.world import Share
+from halfstep.errors import ConfigError, HalfstepError
+from halfstep.hardware.gpus import look_up_gpu
+from halfstep.run.assemble import build_workload, decide_plan
+from halfstep.run.checkpoint import is_sharded
+from halfstep.run.folder import RunFolder
+from halfstep.run.sharded_model import _find_own_units, refuse_unfit_gather, refuse_unshardable
+from halfstep.run.train import train
+from halfstep.use.open_run import open_run
+from halfstep.workloads import load
+from ranks_together import free_port, together
+from whole_runs import TINY, assert_same_bits, newest, resume, run
+
+WORKLOAD = "sharded_workload:build"
+SETTINGS = {**TINY, "train.max_steps": 8, "train.report_every": 1, "schedule.name": "constant",
+            "schedule.warmup_steps": 0, "ema.enabled": True, "train.checkpoint_every": 2, "optimizer.lr": 1e-2,
+            "train.sample_every": 4}  # fmt: skip
+SHARD = {"train.shard": True, "train.rank_timeout_s": 60}
+COMPILE = torch.compile
+
+
+def several(rank: int, size: int, port: int, ports: list[int], calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """One run after another in the same ranks: the error each ended with, and what it printed."""
+    torch.compile = functools.partial(_compile, COMPILE)
+    ends = {}
+    for own_port, (name, call) in zip(ports, calls.items(), strict=True):
+        num = call.get("size", size)
+        if rank >= num:
+            continue
+        launch = Launch(rank=rank, size=num, local_rank=rank, address="127.0.0.1", port=own_port, by_torchrun=False,
+                        restarts=call.get("restarts", 0))  # fmt: skip
+        resumed = call.get("resume")
+        target = WORKLOAD if resumed is None else str(resumed / "config.yaml")
+        overrides = [f"{key}={json.dumps(value)}" for key, value in call["settings"].items()]
+        shown, end = io.StringIO(), ""
+        with redirect_stdout(shown), redirect_stderr(shown):
+            try:
+                train(load(target, overrides=overrides), out=call.get("out"), resume=resumed, launch=launch)
+            except HalfstepError as error:
+                end = str(error)
+        ends[name] = end, shown.getvalue()
+    return ends
+
+
+def _compile(compiler: Any, region: Any, dynamic: bool, options: Any) -> Any:
+    return compiler(region, dynamic=dynamic, backend="aot_eager")
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("sharded")
+
+    def new(name: str, **more: Any) -> dict[str, Any]:
+        return {"out": folder / name, "settings": {**SETTINGS, **SHARD, **more}}
+
+    calls = {
+        "whole": new("whole", **{"log.quiet": False}),
+        "half": new("half", **{"train.max_steps": 4}),
+        "other half": {"resume": folder / "half", "settings": {"train.max_steps": 8}},
+        "poisoned": new("poisoned", **{"model.options": {"poisoned": 2}, "train.max_steps": 4}),
+        "compiled": new("compiled", **{"train.fast": "graph", "log.quiet": False}),
+        "auto": new("auto", **{"train.shard": "auto", "train.max_steps": 2, "log.quiet": False}),
+        "other ranks": {"resume": folder / "poisoned", "settings": {"train.max_steps": 8}, "size": 1}
+        | {"settings": {"train.max_steps": 8, "train.backend": "gloo"}},
+        "fewer": {"resume": folder / "poisoned", "size": 1, "restarts": 1}
+        | {"settings": {"train.max_steps": 8, "train.backend": "gloo", "log.quiet": False}},
+    }
+    ports = [free_port() for _ in calls]
+    return folder, together(2, several, folder / "ends", ports, calls)[0]
+
+
+pytestmark = pytest.mark.ranks
+
+
+def test_two_ranks_train_the_weights_of_one(ran: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    folder, ends = ran
+    assert ends["whole"][0] == ""
+    alone = newest(run(tmp_path / "alone", SETTINGS, WORKLOAD))
+    shards = newest(folder / "whole")
+    for name, tensor in {**alone.model, **{f"ema {k}": v for k, v in alone.ema.items()}}.items():
+        other = shards.ema[name[4:]] if name.startswith("ema ") else shards.model[name]
+        assert torch.allclose(tensor, other, atol=1e-5, rtol=1e-5), name
+    assert "3 x Block (blocks.0 ... blocks.2)" in ends["whole"][1]
+    assert is_sharded(next((folder / "whole" / "checkpoints").glob("step-*")))
+    plan = RunFolder.open(str(folder / "whole")).read_plan()
+    assert plan.shards
+    assert plan.shard_blocks == ("blocks.0", "blocks.1", "blocks.2", "extra:0", "extra:1")
+
+
+def test_a_resumed_run_has_the_same_bits(ran: tuple[Path, dict[str, Any]]) -> None:
+    folder, ends = ran
+    assert [ends[name][0] for name in ("half", "other half")] == ["", ""]
+    left, right = newest(folder / "half"), newest(folder / "whole")
+    assert_same_bits(left.model, right.model)
+    assert_same_bits(left.ema, right.ema)
+    assert left.state["position"] == right.state["position"]
+
+
+def test_the_end_writes_one_file_of_the_whole_model(ran: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = ran
+    found = load_file(folder / "whole" / "model" / "model.safetensors")
+    opened = open_run(folder / "whole", trust=True)
+    assert found.keys() == opened.checkpoint.model.keys()
+    for name, tensor in opened.checkpoint.ema.items():
+        assert torch.equal(found[name], tensor), name
+    assert not (folder / "whole" / ".whole").exists()
+    assert len(list((folder / "whole" / "report" / "samples").glob("*/scores.txt"))) == 2
+
+
+def test_nan_on_one_rank_drops_the_step_everywhere(ran: tuple[Path, dict[str, Any]]) -> None:
+    folder, ends = ran
+    assert ends["poisoned"][0] == ""
+    lines = [json.loads(line) for line in (folder / "poisoned" / "metrics.jsonl").read_text().splitlines()]
+    skipped = [line for line in lines if line.get("event") == "skipped"]
+    assert [(line["bad_step"], line["reason"]) for line in skipped] == [(2, "loss is nan (rank 1)")]
+
+
+def test_a_captured_step_falls_back_to_compiled_blocks_with_one_line(ran: tuple[Path, dict[str, Any]]) -> None:
+    folder, ends = ran
+    assert ends["compiled"][0] == ""
+    assert RunFolder.open(str(folder / "compiled")).read_plan().mode == "compile"
+    assert ends["compiled"][1].count("a sharded step is not captured; it runs in compile mode") == 1
+    compiled, eager = newest(folder / "compiled").model, newest(folder / "whole").model
+    assert all(torch.allclose(compiled[name], eager[name], atol=1e-5) for name in eager)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [("train.memory=low", "train.memory=low"), ("guard.on_fault=rollback", "guard.on_fault=rollback"),
+     ("train.auto_batch=true", "train.auto_batch=true"), ("log.ledger=true", "log.ledger")],
+)  # fmt: skip
+def test_what_a_sharded_run_does_not_have_is_refused(setting: str, said: str) -> None:
+    config = load(WORKLOAD, overrides=["train.shard=true", setting]).config
+    with pytest.raises(ConfigError, match=f"train.shard=true does not work with {said}"):
+        refuse_unshardable(config, build_workload(config), Share(0, 2))  # type: ignore[arg-type]
+
+
+def test_gathering_in_bf16_needs_a_step_in_bf16() -> None:
+    config = load(WORKLOAD, overrides=["train.shard=true", "train.shard_gather=bf16"]).config
+    plan = decide_plan(config, build_workload(config), look_up_gpu("H100"))
+    refuse_unfit_gather(config, dataclasses.replace(plan, granted="bf16"))
+    with pytest.raises(ConfigError, match="train.shard_gather=bf16 with precision tf32"):
+        refuse_unfit_gather(config, dataclasses.replace(plan, granted="tf32"))
+    with pytest.raises(ConfigError, match="simulated bf16"):
+        refuse_unfit_gather(config, dataclasses.replace(plan, granted="bf16", simulated=True))
+
+
+def test_norms_are_gathered_by_themselves_where_blocks_are_gathered_in_bf16() -> None:
+    block = sharded_workload.Block()
+    assert list(_find_own_units(block, gathers_half=True)) == [block.norm]
+    assert list(_find_own_units(block, gathers_half=False)) == []
+    assert list(_find_own_units(block.to(torch.bfloat16), gathers_half=False)) == []
+    block.norm.float()
+    assert list(_find_own_units(block, gathers_half=False)) == [block.norm]
+
+
+def test_one_rank_cannot_shard(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="train.shard=true with a single rank"):
+        run(tmp_path / "alone", {**SETTINGS, "train.shard": True}, WORKLOAD)
+
+
+def test_auto_shards_only_what_does_not_fit_and_says_so(ran: tuple[Path, dict[str, Any]]) -> None:
+    folder, ends = ran
+    assert ends["auto"][0] == ""
+    plan = RunFolder.open(str(folder / "auto")).read_plan()
+    assert not plan.shards
+    assert plan.shard_reason.startswith("train.shard=auto: not sharded, DDP takes")
+    assert plan.shard_reason in ends["auto"][1]
+
+
+def test_another_number_of_ranks_is_refused_unless_torchrun_lost_some(ran: tuple[Path, dict[str, Any]]) -> None:
+    folder, ends = ran
+    assert "was saved with 2 shards, and this is 1 shard" in ends["other ranks"][0]
+    assert ends["fewer"][0] == ""
+    assert "it cannot continue bit-exactly" in ends["fewer"][1]
+    assert "1 rank instead of 2: each batch is cut into 2 micro-batches" in ends["fewer"][1]
+    assert newest(folder / "poisoned").state["step"]["attempted"] == 8
+    assert newest(folder / "poisoned").state["pieces"] == 2
+
+
+def test_a_sharded_run_can_be_resumed_unsharded(ran: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = ran
+    resume(folder / "compiled", "train.shard=false", "train.max_steps=9", "train.fast=off", allow_changes=True)
+    assert newest(folder / "compiled").state["step"]["attempted"] == 9
