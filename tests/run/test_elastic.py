@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ranks_together import free_port
 from whole_runs import TINY, assert_same_bits, newest
 
 pytestmark = pytest.mark.soak
-SETTINGS = {**TINY, "train.shard": True, "train.checkpoint_every": 1, "train.max_steps": 8, "train.rank_timeout_s": 60,
+SETTINGS = {**TINY, "train.shard": True, "train.checkpoint_every": 1, "train.max_steps": 8, "train.rank_timeout_s": 90,
             "schedule.name": "constant", "schedule.warmup_steps": 0, "log.quiet": False}  # fmt: skip
 LIMIT_S = 300.0
 
@@ -42,11 +43,11 @@ class Nodes:
         self.agents: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        log = (self.folder / f"{len(self.agents)}.log").open("wb")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-        self.agents.append(
-            subprocess.Popen(self.command, stdout=log, stderr=log, start_new_session=True, env=environment)
-        )
+        with (self.folder / f"{len(self.agents)}.log").open("wb") as log:
+            self.agents.append(
+                subprocess.Popen(self.command, stdout=log, stderr=log, start_new_session=True, env=environment)
+            )
         while len(self.agents) == 1:  # the first one hosts the store
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", self.port)) == 0:
@@ -55,9 +56,13 @@ class Nodes:
 
     def wait_for_step(self, step: int) -> None:
         until = time.monotonic() + LIMIT_S
-        while not any((self.run / "checkpoints").glob(f"step-{step:08d}*")):
+        while not any((self.run / "checkpoints").glob("step-*")) or self.find_step() < step:
             assert time.monotonic() < until, self.read(0)
             time.sleep(0.1)
+
+    def find_step(self) -> int:
+        """The newest checkpoint; older ones are removed."""
+        return max(int(path.name.split("-")[1]) for path in (self.run / "checkpoints").glob("step-*"))
 
     def lose(self, node: int) -> None:
         os.killpg(self.agents[node].pid, signal.SIGKILL)
@@ -75,8 +80,9 @@ def started() -> Iterator[list[Nodes]]:
     yield found
     for nodes in found:
         for agent in nodes.agents:
-            if agent.poll() is None:
+            with suppress(ProcessLookupError):
                 os.killpg(agent.pid, signal.SIGKILL)
+            agent.wait()
 
 
 def test_a_lost_worker_restarts_with_the_same_ranks_and_the_same_bits(started: list[Nodes], tmp_path: Path) -> None:
@@ -93,7 +99,7 @@ def test_a_lost_worker_restarts_with_the_same_ranks_and_the_same_bits(started: l
 
 
 def test_a_lost_node_leaves_fewer_ranks_and_the_same_global_batch(started: list[Nodes], tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, 1, "1:2", pause_s=0.5)
+    nodes = Nodes(tmp_path, 1, "1:2", pause_s=1.0)
     started.append(nodes)
     nodes.start()
     nodes.start()
@@ -109,7 +115,7 @@ def test_a_lost_node_leaves_fewer_ranks_and_the_same_global_batch(started: list[
 
 
 def test_a_lost_host_of_the_store_ends_the_run_with_one_message(started: list[Nodes], tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, 1, "1:2", pause_s=0.5)
+    nodes = Nodes(tmp_path, 1, "1:2", pause_s=1.0)
     started.append(nodes)
     nodes.start()
     nodes.start()

@@ -145,7 +145,9 @@ def test_a_captured_step_falls_back_to_compiled_blocks_with_one_line(ran: tuple[
 @pytest.mark.parametrize(
     ("setting", "said"),
     [("train.memory=low", "train.memory=low"), ("guard.on_fault=rollback", "guard.on_fault=rollback"),
-     ("train.auto_batch=true", "train.auto_batch=true"), ("log.ledger=true", "log.ledger")],
+     ("train.auto_batch=true", "train.auto_batch=true"), ("log.ledger=true", "log.ledger"),
+     ("train.channels_last=true", "train.channels_last=true"),
+     ("train.activation_checkpointing=true", "train.activation_checkpointing=true in a model without its own")],
 )  # fmt: skip
 def test_what_a_sharded_run_does_not_have_is_refused(setting: str, said: str) -> None:
     config = load(WORKLOAD, overrides=["train.shard=true", setting]).config

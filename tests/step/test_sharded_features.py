@@ -90,6 +90,19 @@ def train(net: nn.Module, step: hs.Step, rows: Tensor = ROWS) -> list[tuple[floa
     return [(o.loss, o.grad_norm, o.reason.removesuffix(" (rank 0)")) for o in outcomes]
 
 
+def test_a_watch_measures_shards_as_whole_tensors() -> None:
+    found = []
+    for shard in (False, True):
+        net = make(shard=shard)
+        step = hs.Step(net, adamw(net), "fp32", fast="off", clip_norm=0.5, watch=3)
+        train(net, step)
+        found.append(step.watched.history[-1].rows)
+    plain, sharded = found
+    assert sharded.keys() == plain.keys()
+    for key, row in plain.items():
+        assert sharded[key].numbers == pytest.approx(row.numbers, abs=1e-3), key
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -98,6 +111,7 @@ def train(net: nn.Module, step: hs.Step, rows: Tensor = ROWS) -> list[tuple[floa
         {"precision": "fp16", "simulate": True, "clip_norm": 0.5},
         {"precision": "bf16", "simulate": True},
         {"skip_spikes": True},
+        {"watch": 3},
         {"memory": "low"},
         {"schedule": lambda number: 1 / (1 + number)},
         {"on_gradients": lambda net: [p.grad.mul_(0.5) for p in net.parameters()]},
@@ -273,8 +287,12 @@ def test_a_step_that_cannot_be_captured_says_so_in_one_line(fast: Any, capsys: p
     assert step.mode == "eager"
 
 
-def test_blocks_are_compiled_in_place_and_train_alike() -> None:
-    plain, sharded = make(shard=False), make(shard=True)
+@pytest.mark.parametrize("is_one_unit", [False, True])
+def test_blocks_are_compiled_in_place_and_train_alike(is_one_unit: bool) -> None:
+    plain, sharded = make(shard=False), make(shard=not is_one_unit)
+    if is_one_unit:
+        fully_shard([*sharded.blocks], reshard_after_forward=False)
+        fully_shard(sharded)
     losses = train(plain, hs.Step(plain, adamw(plain), "fp32", fast="off"))
     step = hs.Step(sharded, adamw(sharded), "fp32", fast="compile")
     assert step.mode == "compile"

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import re
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from halfstep.errors import ConfigError, HalfstepError, Interrupted, RankLost, TrainingStopped
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
     from halfstep.config.schema import RunConfig
     from halfstep.distributed.world import World
 
@@ -35,6 +38,7 @@ class Launch:
     port: int
     restarts: int = 0  # how often torchrun has started the processes again
     by_torchrun: bool = True
+    keeps_store: bool = False  # whether torchrun's store at this address survives a restart
 
     @property
     def meeting(self) -> str:
@@ -76,6 +80,7 @@ def _read_torchrun(variables: Mapping[str, str]) -> Launch:
         address=variables["MASTER_ADDR"],
         port=_read_number(variables, "MASTER_PORT"),
         restarts=_read_number(variables, "TORCHELASTIC_RESTART_COUNT"),
+        keeps_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 
@@ -152,9 +157,12 @@ def join_world(config: RunConfig, launch: Launch | None) -> Iterator[World | Non
     limit_s = config.train.rank_timeout_s
     by_nccl = device.type == "cuda" and config.train.backend != "gloo"
     if not dist.is_initialized():
+        meeting: dict[str, Any] = {"init_method": launch.meeting}
+        if launch.keeps_store:
+            meeting = {"store": meet_at_kept_store(launch, limit_s)}
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if by_nccl else "gloo",
-            init_method=launch.meeting,
+            **meeting,
             rank=launch.rank,
             world_size=launch.size,
             timeout=timedelta(seconds=limit_s),
@@ -168,6 +176,40 @@ def join_world(config: RunConfig, launch: Launch | None) -> Iterator[World | Non
         world.hang_up(dist.distributed_c10d._abort_process_group if by_nccl else dist.destroy_process_group)
         raise
     dist.destroy_process_group()
+
+
+def meet_at_kept_store(launch: Launch, limit_s: float) -> Store:
+    """Return torchrun's store with a prefix that only the ranks of this start share.
+
+    torchrun keeps its store when it restarts ranks, and gloo would read the addresses of those that are gone. Restart
+    counts differ between agents, so the ranks find each other by random tokens: rank 0 publishes those it sees, until
+    every rank has confirmed a list with its own token.
+    """
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    store = TCPStore(launch.address, launch.port, launch.size, is_master=False, timeout=timedelta(seconds=limit_s))
+    token, until, listed, confirmed = secrets.token_hex(8), time.monotonic() + limit_s, "", ""
+    store.set(f"halfstep/join/{launch.rank}", token)
+    while time.monotonic() < until:
+        if launch.rank == 0:
+            keys = [f"halfstep/join/{rank}" for rank in range(launch.size)]
+            if store.check(keys):
+                listed = " ".join(store.get(key).decode() for key in keys)
+                store.set("halfstep/listed", listed)
+        elif store.check(["halfstep/listed"]):
+            listed = store.get("halfstep/listed").decode()
+        if token in listed.split():
+            if listed != confirmed:
+                store.set(f"halfstep/confirmed/{listed}/{launch.rank}", "")
+                confirmed = listed
+            if store.check([f"halfstep/confirmed/{listed}/{rank}" for rank in range(launch.size)]):
+                return PrefixStore(f"halfstep/{listed}", store)
+        time.sleep(0.02)
+    raise RankLost(
+        f"not all {launch.size} ranks started within {limit_s:g} s (train.rank_timeout_s)",
+        why="a rank did not start, or ended while it did",
+        fix="look at the errors of the other ranks, or give a longer train.rank_timeout_s",
+    )
 
 
 def choose_speaker(error: HalfstepError, variables: Mapping[str, str]) -> None:

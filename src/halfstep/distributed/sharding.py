@@ -39,8 +39,12 @@ def get_local(tensor: Tensor) -> Tensor:
 
 
 def get_locals(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return `get_local` of each; without a loop where no DTensor can exist."""
-    return list(tensors) if "torch.distributed.tensor" not in sys.modules else [get_local(t) for t in tensors]
+    """Return `get_local` of each: every step asks this of all parameters, so DTensor is looked up once."""
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None:
+        return list(tensors)
+    kind = module.DTensor
+    return [t._local_tensor if isinstance(t, kind) else t for t in tensors]
 
 
 def wrap_local(local: Tensor, like: Any) -> Tensor:

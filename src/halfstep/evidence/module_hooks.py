@@ -41,6 +41,7 @@ class ModuleHooks:
     def __init__(self, model: nn.Module, note: Note) -> None:
         self.names = {module: name for name, module in model.named_modules()}
         self.note = note
+        self.device = next((p.device.type for p in model.parameters()), "cpu")
         self._stack: list[str] = []
 
     @contextmanager
@@ -82,17 +83,17 @@ class ModuleHooks:
     def _note_gradient(self, name: str, gradient: Tensor) -> None:
         self.note(name, GRADIENT, gradient.detach(), gradient.dtype)
 
-    def note_call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note what enters attention, a softmax over keys, or a cast to fp8."""
+    def note_call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], half: torch.dtype | None) -> None:
+        """Note what enters attention, a softmax over keys, or a cast to fp8; `half` is autocast's dtype."""
         first = args[0] if args else kwargs.get("input", kwargs.get("query"))
         if not isinstance(first, Tensor):
             return
         if func is torch._C._nn.scaled_dot_product_attention:
             key = args[1] if len(args) > 1 else kwargs["key"]
-            self.note(self.module, LOGITS, find_largest_logit(first, key, kwargs.get("scale")), first.dtype)
+            self.note(self.module, LOGITS, find_largest_logit(first, key, kwargs.get("scale")), half or first.dtype)
         elif func is F.multi_head_attention_forward:
             query, key = project(*args, **kwargs)
-            self.note(self.module, LOGITS, find_largest_logit(query, key), query.dtype)
+            self.note(self.module, LOGITS, find_largest_logit(query, key), half or query.dtype)
         elif func in SOFTMAXES and first.ndim >= 3 and first.is_floating_point() and first.numel():
             # The largest logit, not the largest magnitude: masks are -inf or a very negative number.
             self.note(self.module, LOGITS, first.detach().amax().clamp(min=0), first.dtype)
@@ -111,8 +112,11 @@ class _Calls(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in WATCHED_CALLS:
-            with torch.no_grad():
-                self.hooks.note_call(func, args, kwargs or {})
+            device = self.hooks.device
+            # Without autocast, which would keep casts of weights made here, without gradients, for the step itself.
+            half = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+            with torch.no_grad(), torch.autocast(device, enabled=False):
+                self.hooks.note_call(func, args, kwargs or {}, half)
         return func(*args, **(kwargs or {}))
 
 
@@ -131,8 +135,7 @@ def find_largest_logit(query: Tensor, key: Tensor, scale: float | None = None) -
         query = query.gather(-2, longest.unsqueeze(-1).expand(*longest.shape, width))
     if query.ndim == 4 and key.ndim == 4 and key.shape[1] != query.shape[1]:  # grouped queries share their keys
         key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
-    with torch.autocast(query.device.type, enabled=False):  # fp32: in fp16 the product would overflow unseen
-        logits = query.float() @ key.float().transpose(-2, -1)
+    logits = query.float() @ key.float().transpose(-2, -1)  # in fp16 the product would overflow unseen
     return logits.amax().clamp(min=0) * (width**-0.5 if scale is None else scale)
 
 
@@ -146,7 +149,7 @@ def project(
     bq, bk = (None, None) if bias is None else (bias[:width], bias[width : 2 * width])
 
     def split(inputs: Tensor, matrix: Any, offset: Any) -> Tensor:
-        heads = F.linear(inputs.detach(), matrix, offset)
+        heads = F.linear(inputs.detach().to(matrix.dtype), matrix, offset)
         heads = heads.unflatten(-1, (num_heads, width // num_heads))
         return heads.transpose(0, -2)  # heads first, then whatever batch there is, then the sequence
 

@@ -62,8 +62,10 @@ from halfstep.step.step import LossFn, Step
 
 KEPT = 64
 """Observations that are kept, and stored in a capsule."""
-MOST_ROWS = 16
-"""Samples of a micro-batch in a side step."""
+FEWEST_ROWS, MOST_ROWS = 4, 16
+"""Samples of a micro-batch in a side step: a quarter of them, within these bounds."""
+FLUSHED = math.log2(FP16.smallest_subnormal) + 6
+"""A median below this, six bits above fp16's smallest number, means that zeros are numbers that vanished."""
 MOST_SHOWN = 40  # rows of the table
 WEIGHT, WEIGHT_GRADIENT, UPDATE, SCALE = "weight", "weight gradient", "update", "loss scale"
 NAMES = {
@@ -267,11 +269,16 @@ class Watch:
         opened = self._open
         if opened is None or not self.lacks_activations:
             return
-        cut = cut_rows(batch, num_rows)
-        opened.factor = min(MOST_ROWS, num_rows) / num_rows if cut is not batch else 1.0
+        num_kept = count_side_rows(num_rows)
+        cut, opened.factor = cut_rows(batch, num_rows, num_kept), num_kept / num_rows
         self._is_aside = True
         try:
-            with undo_after(self.step), watch_step(self.step, self.observe_modules):
+            # Hooks do not see compiled code, and would make torch compile it again.
+            with (
+                torch.compiler.set_stance("force_eager"),
+                undo_after(self.step),
+                watch_step(self.step, self.observe_modules),
+            ):
                 self.step.compute(loss_fn, [cut])
         except torch.OutOfMemoryError:
             self._drop_activations("a side step does not fit into memory")
@@ -298,7 +305,8 @@ class Watch:
     def _note(self, name: str, kind: str, tensor: Tensor, dtype: torch.dtype) -> None:
         if self._open is None or (row := self._index.get((name, kind))) is None:
             return
-        with self._survive_lack_of_memory():
+        # Hooks run inside autocast, which would copy each half tensor to fp32 before it is measured.
+        with self._survive_lack_of_memory(), torch.autocast(tensor.device.type, enabled=False):
             self._open.formats[row] = NAMES.get(dtype, "fp32")
             if kind in (LOGITS, VARIANCE):
                 self._open.measures.add_value(row, tensor)
@@ -362,8 +370,8 @@ class Watch:
                 numbers["lost"] = float(own[0]) / total if total else math.nan
             elif total:
                 numbers["zeros"] = float(own[0]) / total
-                if kind == ACTIVATION:
-                    numbers["spread"] = numbers["high"] - find_median(own)
+                numbers["median"] = find_median(own) + by
+                numbers["spread"] = numbers["high"] - numbers["median"]
             shown = np.roll(own, round(by)) if round(by) else own.copy()
             rows[module, kind] = WatchRow(module, kind, opened.formats.get(row, "fp32"), numbers, shown)
         scaler = self.step.scaler
@@ -414,7 +422,10 @@ class Watch:
             ]
         eps = getattr(self._modules.get(row.module), "eps", None) or 0.0
         is_fp8 = self.step.plan.compute == "fp8"
-        return list_limits(row.kind, row.format, row.module, scales=scaler.enabled, eps=eps, is_fp8=is_fp8)
+        limits = list_limits(row.kind, row.format, row.module, scales=scaler.enabled, eps=eps, is_fp8=is_fp8)
+        # Zeros behind a ReLU or of samples that are learned are no loss: those of underflow come with small numbers.
+        is_flushed = row.kind == ACTIVATION or row.numbers.get("median", 0.0) < FLUSHED
+        return [limit for limit in limits if limit.of != "zeros" or is_flushed]
 
     def _collect(self, key: Key, of: str) -> tuple[list[float], list[float]]:
         """Return the last steps and numbers of a row; shares as logits, infinities left out."""
@@ -482,14 +493,17 @@ class Watch:
         return math.nan if row is None else row.numbers.get("lost" if key[1] == UPDATE else "high", math.nan)
 
 
-def cut_rows(batch: Any, num_rows: int) -> Any:
+def count_side_rows(num_rows: int) -> int:
+    """Return how many samples of a micro-batch a side step uses."""
+    return min(num_rows, MOST_ROWS, max(FEWEST_ROWS, num_rows // 4))
+
+
+def cut_rows(batch: Any, num_rows: int, num_kept: int) -> Any:
     """Return the first rows of a micro-batch, cut in all its tensors of `num_rows` rows."""
-    if num_rows <= MOST_ROWS:
-        return batch
 
     def cut(value: Any) -> Any:
         is_long = isinstance(value, Tensor) and value.ndim > 0 and len(value) == num_rows
-        return value[:MOST_ROWS] if is_long else value
+        return value[:num_kept] if is_long else value
 
     return tree_map(cut, batch)
 

@@ -221,10 +221,10 @@ def apply_settled(config: RunConfig, workload: Workload) -> RunConfig:
 def place_model(config: RunConfig, model: nn.Module, plan: Plan, *, on_host: bool = False) -> nn.Module:
     """Move the model to its device, in the plan's storage, compute format and memory layout.
 
-    A model that ranks divide stays `on_host`: it may not fit the device as a whole.
+    A model that ranks divide stays `on_host`: it may not fit the device as a whole. FSDP2 cuts contiguous weights only.
     """
     model = plan.apply(model if on_host else model.to(torch.device(plan.device)))
-    return to_channels_last_(model) if wants_channels_last(config, plan, model) else model
+    return to_channels_last_(model) if not on_host and wants_channels_last(config, plan, model) else model
 
 
 def _build_loaders(config: RunConfig, workload: Workload, world: World | None) -> tuple[Loader, Loader]:

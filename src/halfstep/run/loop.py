@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -228,11 +228,16 @@ class Loop:
             self.watch.finish(self.engine, window, facts)
         return facts
 
+    def _translate_losses(self) -> AbstractContextManager[None]:
+        """Name the rank that is gone where forward passes communicate, also in preparation and validation."""
+        world = self.parts.world
+        return nullcontext() if world is None or self.parts.sharded is None else world.translate_losses()
+
     def _run_window(self, window: list[dict[str, Tensor]], position: Position) -> Facts | PhasedFacts:
         parts = self.parts
         if self.held is not None:
             self.held.keep(parts.step.attempted, window, position, self.train_metrics)
-        with parts.recorder.watch(window) if parts.recorder is not None else nullcontext():
+        with parts.recorder.watch(window) if parts.recorder is not None else nullcontext(), self._translate_losses():
             facts = self.engine(window, parts.train_loader.list_sizes(position.batch, len(window)))
         # A capsule loads the window of a fault again by these numbers.
         facts.epoch, facts.window = position.epoch, position.batch // parts.step.accumulate
@@ -411,7 +416,8 @@ class Loop:
     def _run_with_room(self, look: Callable[[], Looked]) -> Looked:
         """Validate or sample; if that does not fit into memory next to the captured steps, drop them and try again."""
         try:
-            return look()
+            with self._translate_losses():
+                return look()
         except OutOfMemory as error:
             if not self.engine.graphs:
                 raise

@@ -23,6 +23,7 @@ from halfstep.config.schema import RunConfig
 from halfstep.distributed.sharding import Sharding, find_sharding
 from halfstep.distributed.world import World, mark_agreed
 from halfstep.errors import ConfigError
+from halfstep.models.recompute import Recomputing
 from halfstep.precision.plan import Plan
 from halfstep.precision.swapped import InFp32
 from halfstep.step.ranks import Ranks
@@ -64,6 +65,11 @@ def refuse_unshardable(config: RunConfig, workload: Workload, world: World | Non
     unfit = {
         "train.memory=low": (train.memory == "low", "train.activation_checkpointing=true"),
         "train.auto_batch=true": (train.auto_batch, "choose train.batch_size by halfstep plan --memory --ranks N"),
+        "train.channels_last=true": (train.channels_last is True, "leave train.channels_last out"),
+        "train.activation_checkpointing=true in a model without its own": (
+            train.activation_checkpointing and not any(isinstance(m, Recomputing) for m in workload.model.modules()),
+            "train.activation_checkpointing=false; recomputing other models is checked on a copy",
+        ),
         "guard.on_fault=rollback": (config.guard.on_fault == "rollback", "guard.on_fault=stop"),
         "guard.hold=true": (config.guard.hold, "guard.hold=false"),
         "log.ledger": (bool(config.log.ledger or config.log.ledger_every), "log.ledger=false log.ledger_every=0"),
@@ -75,7 +81,7 @@ def refuse_unshardable(config: RunConfig, workload: Workload, world: World | Non
             raise mark_agreed(
                 ConfigError(
                     f"train.shard={str(train.shard).lower()} does not work with {name}",
-                    why="it needs the whole model, or a copy of it, on one rank",
+                    why="it needs the whole model, a copy of it, or weights that FSDP2 cannot cut",
                     fix=fix,
                 )
             )
@@ -108,6 +114,7 @@ class ShardedModel:
         kinds = {type(block) for block in blocks if "forward" in vars(type(block))}
         self.kinds = {kind for kind in kinds if not kind.__module__.startswith("torch.nn.")}
         """Classes of blocks that are compiled; a Sequential of torch is not, because it may also hold blocks."""
+        _make_contiguous_(model)
         # FSDP2 cannot cut a scalar; the step averages the gradients of what FSDP2 leaves out.
         scalars = {p for p in model.parameters() if not p.ndim}
         for block in blocks:
@@ -161,7 +168,14 @@ def shard_frozen_(workload: Workload, plan: Plan, device: torch.device) -> None:
         network, _, block = name.partition(OF_FROZEN)
         if block:
             part = workload.frozen[network].module.get_submodule(block)
+            _make_contiguous_(part)
             fully_shard(part, mesh=make_mesh(device), reshard_after_forward=True)
+
+
+def _make_contiguous_(module: nn.Module) -> None:
+    """Undo channels_last: FSDP2 cuts contiguous weights only."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.contiguous()
 
 
 def _make_policy(config: RunConfig, *, gathers_half: bool) -> Any:

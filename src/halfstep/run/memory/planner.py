@@ -20,7 +20,7 @@ from typing import Literal
 
 from halfstep.config.schema import ADAM_LIKE, RunConfig
 from halfstep.errors import MemoryLimitError, format_bytes
-from halfstep.evidence.watch import MOST_ROWS, estimate_bytes
+from halfstep.evidence.watch import count_side_rows, estimate_bytes
 from halfstep.hardware.device_facts import Hardware
 from halfstep.kernels.fast_forms import has_triton
 from halfstep.models.recompute import Recompute
@@ -132,20 +132,25 @@ class MemoryPlanner:
                 "average": fixed.average,
                 "frozen parts": fixed.frozen,
                 "inputs": raw + prepared,
-                "workspaces": self._count_library() + self._count_watch(cell, moving.total()),
+                "workspaces": self._count_library() + self._count_watch(cell, fixed, moving),
                 "graph pool": int(POOL_GAPS * moving.total()) + prepared if cell.mode == "graph" else 0,
             }
         )
         found.update(moving)
         return Prediction(cell=cell, components={name: found[name] for name in COMPONENTS})
 
-    def _count_watch(self, cell: Cell, moving_bytes: int) -> int:
+    def _count_watch(self, cell: Cell, fixed: Fixed, moving: Counter[str]) -> int:
         """Return what an observation of `log.watch` takes. Next to a captured step, whose memory stays reserved, its
-        side step takes that of a few samples; otherwise it runs while a step's memory is free."""
+        side step takes gradients, half copies and the activations of a few samples; otherwise it runs while a step's
+        memory is free."""
         if not self.step.config.log.watch:
             return 0
-        rows = min(MOST_ROWS, cell.batch_size) if cell.mode == "graph" else 0
-        return estimate_bytes(self.step.workload.model) + moving_bytes * rows // cell.batch_size
+        found = estimate_bytes(self.step.workload.model)
+        if cell.mode != "graph":
+            return found
+        by_batch = moving.total() - moving["gradients"] - moving["half copies"]
+        found += fixed.weights + moving["half copies"]
+        return found + by_batch * count_side_rows(cell.batch_size) // cell.batch_size
 
     def _predict_temporary(self, cell: Cell, base_batch: int) -> Counter[str]:
         """Return temporary memory at its peak: in forward and backward, or while the optimizer updates."""
