@@ -66,7 +66,11 @@ def prepare(version: str, folder: Path, wheels: str | None) -> Path:
         return python
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     # The pins of the tested set, less those that belong to another torch.
-    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("torch==")]
+    pins = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if not line.startswith(("torch==", "triton=="))
+    ]
     constraints = folder / "constraints.txt"
     constraints.write_text("\n".join(pins))
     install = [python, "-m", "pip", "install", "-q", *(["--find-links", wheels] if wheels else [])]

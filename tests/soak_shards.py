@@ -1,10 +1,11 @@
-"""`make soak`: ranks of a sharded loop that saves at every step are killed at random moments, 25 times.
+"""`make soak`: ranks of a sharded loop and of a sharded run, which save at every step, are killed at random moments.
 
-    PYTHONPATH=tests/support python tests/soak_shards.py [NUM_KILLS] [SEED]
+    PYTHONPATH=tests/support python tests/soak_shards.py [NUM_KILLS] [SEED] [NUM_KILLS_OF_A_RUN]
 
 Each round continues from the last complete save with two ranks, and kills one of them or both: while they start, train
-or write a save. At the end, a run without kills trains as many steps: every step of every round must have left the same
-bits on every rank. The result goes to benchmarks/results/soak_shards.json.
+or write a save. At the end, a loop without kills trains as many steps: every step of every round must have left its
+bits on every rank. The run trains a few steps more: its last checkpoint must be that of a run without kills. The result
+goes to benchmarks/results/soak_shards.json.
 """
 
 from __future__ import annotations
@@ -71,6 +72,81 @@ def train(rank: int, port: int, path: Path, log: Path, num_steps: int) -> None:
     dist.destroy_process_group()
 
 
+RUN_SETTINGS = (
+    "data.dir=anywhere", "data.num_workers=0", "device=cpu", "train.batch_size=4", "precision=fp32", "log.curves=false",
+    "train.checkpoint_every=1", "train.epochs=100000", "train.rank_timeout_s=30", "train.shard=true",
+    "ema.enabled=true", "schedule.name=constant", "schedule.warmup_steps=0",
+)  # fmt: skip
+
+
+def train_run(rank: int, port: int, run: Path, num_steps: int) -> None:
+    """One rank of `torchrun -m halfstep train`, which resumes if there is a checkpoint."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(SIZE), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    with (run.parent / f"shown-{rank}").open("wb") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    from halfstep.cli.main import main
+
+    torch.set_num_threads(1)
+    new = ["sharded_workload:build", *RUN_SETTINGS, "--out", str(run)]
+    main(["train", *(["--resume", str(run)] if list_saved(run) else new), f"train.max_steps={num_steps}"])
+
+
+def start_run(run: Path, num_steps: int) -> list[Any]:
+    run.parent.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    processes = [FORKED.Process(target=train_run, args=(rank, port, run, num_steps)) for rank in range(SIZE)]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def list_saved(run: Path) -> list[int]:
+    return sorted(int(path.name.split("-")[1]) for path in (run / "checkpoints").glob("step-*"))
+
+
+def kill_run_once(run: Path, draw: random.Random) -> dict[str, Any]:
+    before = max(list_saved(run), default=0)
+    processes, until = start_run(run, 1_000_000), time.monotonic() + WAITING_S
+    while max(list_saved(run), default=0) == before and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(draw.uniform(0.0, 1.0))
+    victims = draw.choice(([0], [1], [0, 1]))
+    num_hangs, ended_s = kill(processes, victims)
+    is_in_save = any((run / "checkpoints").glob(".writing-*"))
+    return {
+        "victims": victims, "before": before, "after": max(list_saved(run), default=0), "in_a_save": is_in_save,
+        "hangs": num_hangs, "ended_s": ended_s,
+    }  # fmt: skip
+
+
+def compare_runs(folder: Path) -> bool:
+    """Train the killed run a few steps more, and one without kills as far; True if their last checkpoints are equal."""
+    from whole_runs import final_state
+
+    num_steps = max(list_saved(folder / "killed" / "run")) + 3
+    for name in ("killed", "whole"):
+        for process in start_run(folder / name / "run", num_steps):
+            process.join()
+    (left, _), (right, _) = (final_state(folder / name / "run") for name in ("killed", "whole"))
+    return left.keys() == right.keys() and all(torch.equal(value, right[name]) for name, value in left.items())
+
+
+def kill(processes: list[Any], victims: list[int]) -> tuple[int, float]:
+    """Kill some ranks; return how many of the others hang, and when all had ended."""
+    for victim in victims:
+        processes[victim].kill()
+    killed_at, num_hangs = time.monotonic(), 0
+    for process in processes:
+        process.join(LIMIT_S)
+        num_hangs += process.is_alive()
+        process.kill()
+        process.join()
+    return num_hangs, round(time.monotonic() - killed_at, 2)
+
+
 def _digest(model: Any, step: Any) -> str:
     tensors = [*model.state_dict().values(), *step.ema.state_dict().values()]
     digest = hashlib.sha256()
@@ -112,26 +188,19 @@ def kill_once(folder: Path, draw: random.Random) -> dict[str, Any]:
     else:
         time.sleep(draw.uniform(0.0, 6.0))
     victims = draw.choice(([0], [1], [0, 1]))
-    for victim in victims:
-        processes[victim].kill()
-    killed_at, num_hangs = time.monotonic(), 0
-    for process in processes:
-        process.join(LIMIT_S)
-        num_hangs += process.is_alive()
-        process.kill()
-        process.join()
+    num_hangs, ended_s = kill(processes, victims)
     new = set((folder / "last").glob("step-*")) - then
     is_unfinished = any(int(path.name.split("-")[1]) > find_saved_step(folder) for path in new)
     return {
         "moment": moment, "victims": victims, "before": before, "after": find_saved_step(folder),
         "steps": len(read_steps(folder)) - num_before, "in_a_save": is_unfinished, "hangs": num_hangs,
-        "ended_s": round(time.monotonic() - killed_at, 2),
+        "ended_s": ended_s,
     }  # fmt: skip
 
 
 def main() -> None:
-    num, seed = (int(word) for word in [*sys.argv[1:], *("25", "0")[len(sys.argv) - 1 :]])
-    draw, rounds = random.Random(seed), list[dict[str, Any]]()
+    num, seed, num_of_run = (int(word) for word in [*sys.argv[1:], *("25", "0", "10")[len(sys.argv) - 1 :]])
+    draw, rounds, run_rounds = random.Random(seed), list[dict[str, Any]](), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as name:
         folder, reference = Path(name) / "killed", Path(name) / "reference"
         for _ in range(num):
@@ -141,18 +210,30 @@ def main() -> None:
         for process in start(reference, max(step for _, step, _ in steps)):
             process.join()
         expected = {(rank, step): digest for rank, step, digest in read_steps(reference)}
+        for _ in range(num_of_run):
+            run_rounds.append(kill_run_once(Path(name) / "runs" / "killed" / "run", draw))
+            print(json.dumps(run_rounds[-1]), flush=True)
+        is_run_equal = compare_runs(Path(name) / "runs")
     differing = sum(expected.get((rank, step)) != digest for rank, step, digest in steps)
-    found = {
-        "command": f"PYTHONPATH=tests/support python tests/soak_shards.py {num} {seed}",
+    found: dict[str, Any] = {
+        "command": f"PYTHONPATH=tests/support python tests/soak_shards.py {num} {seed} {num_of_run}",
         "date": time.strftime("%Y-%m-%d"), "kills": num, "seed": seed, "ranks": SIZE,
         "kills_in_a_save": sum(r["in_a_save"] for r in rounds), "steps_compared": len(steps), "differing": differing,
         "lost_saves": sum(r["after"] < r["before"] for r in rounds), "hangs": sum(r["hangs"] for r in rounds),
         "slowest_end_s": max(r["ended_s"] for r in rounds), "torch": torch.__version__,
         "machine": platform.machine(), "rounds": rounds,
     }  # fmt: skip
+    found["run"] = {
+        "kills": num_of_run, "kills_in_a_save": sum(r["in_a_save"] for r in run_rounds), "is_equal": is_run_equal,
+        "lost_checkpoints": sum(r["after"] < r["before"] for r in run_rounds),
+        "hangs": sum(r["hangs"] for r in run_rounds), "slowest_end_s": max(r["ended_s"] for r in run_rounds),
+        "rounds": run_rounds,
+    }  # fmt: skip
     (ROOT / "benchmarks" / "results" / "soak_shards.json").write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps({key: value for key, value in found.items() if key != "rounds"}))
-    sys.exit(1 if differing or found["lost_saves"] or found["hangs"] or not steps else 0)
+    has_failed = differing or found["lost_saves"] or found["hangs"] or not steps
+    run = found["run"]
+    sys.exit(1 if has_failed or run["lost_checkpoints"] or run["hangs"] or not run["is_equal"] else 0)
 
 
 if __name__ == "__main__":

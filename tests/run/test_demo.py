@@ -9,6 +9,7 @@ import pytest
 
 from colour_threshold import best_threshold_iou
 from halfstep.report.metrics_file import read
+from halfstep.report.page.read_run import read_run
 from halfstep.run.train import train
 from halfstep.workloads import load
 
@@ -23,3 +24,4 @@ def test_the_first_steps_of_a_demo_learn_from_data_that_no_colour_threshold_expl
     first, last = (r["loss"] for r in read(folder / "metrics.jsonl") if r["kind"] == "val")
     assert last < first
     assert best_threshold_iou(folder / "data") < 0.6
+    assert read_run(folder).settings["data.dir"] == (str(folder / "data"), "default generated demo data")

@@ -287,8 +287,12 @@ def test_a_step_that_cannot_be_captured_says_so_in_one_line(fast: Any, capsys: p
     assert step.mode == "eager"
 
 
-def test_blocks_are_compiled_in_place_and_train_alike() -> None:
-    plain, sharded = make(shard=False), make(shard=True)
+@pytest.mark.parametrize("is_one_unit", [False, True])
+def test_blocks_are_compiled_in_place_and_train_alike(is_one_unit: bool) -> None:
+    plain, sharded = make(shard=False), make(shard=not is_one_unit)
+    if is_one_unit:
+        fully_shard([*sharded.blocks], reshard_after_forward=False)
+        fully_shard(sharded)
     losses = train(plain, hs.Step(plain, adamw(plain), "fp32", fast="off"))
     step = hs.Step(sharded, adamw(sharded), "fp32", fast="compile")
     assert step.mode == "compile"

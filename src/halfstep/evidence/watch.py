@@ -64,6 +64,8 @@ KEPT = 64
 """Observations that are kept, and stored in a capsule."""
 FEWEST_ROWS, MOST_ROWS = 4, 16
 """Samples of a micro-batch in a side step: a quarter of them, within these bounds."""
+FLUSHED = math.log2(FP16.smallest_subnormal) + 6
+"""A median below this, six bits above fp16's smallest number, means that zeros are numbers that vanished."""
 MOST_SHOWN = 40  # rows of the table
 WEIGHT, WEIGHT_GRADIENT, UPDATE, SCALE = "weight", "weight gradient", "update", "loss scale"
 NAMES = {
@@ -368,8 +370,8 @@ class Watch:
                 numbers["lost"] = float(own[0]) / total if total else math.nan
             elif total:
                 numbers["zeros"] = float(own[0]) / total
-                if kind == ACTIVATION:
-                    numbers["spread"] = numbers["high"] - find_median(own)
+                numbers["median"] = find_median(own) + by
+                numbers["spread"] = numbers["high"] - numbers["median"]
             shown = np.roll(own, round(by)) if round(by) else own.copy()
             rows[module, kind] = WatchRow(module, kind, opened.formats.get(row, "fp32"), numbers, shown)
         scaler = self.step.scaler
@@ -420,7 +422,10 @@ class Watch:
             ]
         eps = getattr(self._modules.get(row.module), "eps", None) or 0.0
         is_fp8 = self.step.plan.compute == "fp8"
-        return list_limits(row.kind, row.format, row.module, scales=scaler.enabled, eps=eps, is_fp8=is_fp8)
+        limits = list_limits(row.kind, row.format, row.module, scales=scaler.enabled, eps=eps, is_fp8=is_fp8)
+        # Zeros behind a ReLU or of samples that are learned are no loss: those of underflow come with small numbers.
+        is_flushed = row.kind == ACTIVATION or row.numbers.get("median", 0.0) < FLUSHED
+        return [limit for limit in limits if limit.of != "zeros" or is_flushed]
 
     def _collect(self, key: Key, of: str) -> tuple[list[float], list[float]]:
         """Return the last steps and numbers of a row; shares as logits, infinities left out."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shlex
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -198,7 +199,8 @@ class MLflow:
         self._mlflow: Any = mlflow
         started = mlflow.start_run(run_id=run_id, run_name=None if run_id else folder.resolve().name)
         self.id = str(started.info.run_id)
-        self.where = f"run {self.id} in {mlflow.get_tracking_uri()}"
+        store = re.sub("//[^/@]*@", "//", mlflow.get_tracking_uri())  # without a password
+        self.where = f"run {self.id} in {store}"
         if run_id is not None:  # MLflow refuses to change the parameters of a run
             return
         flat = flatten_keys({**settings, "plan": dict(plan)})

@@ -6,14 +6,19 @@ import json
 import math
 import shutil
 import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from halfstep.disk import open_atomic_folder, parse_json, write_atomically
+from halfstep.distributed.world import World
 from halfstep.errors import (
     CheckpointError,
     DataError,
@@ -28,7 +33,7 @@ from halfstep.hardware.memory import get_peak_memory_bytes
 from halfstep.hardware.probe import probe
 from halfstep.report.listeners import CallbackFailed
 from halfstep.run.assemble import Assembly, build_workload
-from halfstep.run.checkpoint import load
+from halfstep.run.checkpoint import Checkpoint, load
 from halfstep.run.folder import RunFolder, suggest_resume
 from halfstep.run.loop import Loop
 from halfstep.run.sharded_model import make_mesh
@@ -203,7 +208,7 @@ def is_exported(workload: str, folder: RunFolder) -> bool:
 def export_sharded_model(parts: Assembly, folder: RunFolder) -> None:
     """Export the best weights of a sharded run; every rank calls it and writes its pieces.
 
-    The whole model never exists in memory: rank 0 converts it to the family's format from a file that is mapped.
+    Where a family's export needs a whole model, rank 0 makes it in host memory from a file that is mapped.
     """
     from halfstep.distributed.sharded_files import StoredShards, consolidate
 
@@ -211,6 +216,9 @@ def export_sharded_model(parts: Assembly, folder: RunFolder) -> None:
     checkpoints = folder.open_checkpoints()
     path = parts.world.broadcast_from_first(lambda: checkpoints.find_best() or checkpoints.list_all()[-1])
     stored = load(path, StoredShards(path, parts.world), make_mesh(parts.device))
+    if KINDS.of(parts.config.workload).exports_shards:
+        _export_shards(parts, folder, stored, parts.world)
+        return
     whole = folder.path / ".whole" / "model.safetensors"
     consolidate(whole, {**stored.model, **stored.ema}, parts.world)
 
@@ -223,6 +231,27 @@ def export_sharded_model(parts: Assembly, folder: RunFolder) -> None:
             raise _explain_unexported(folder, path, error) from error
 
     parts.world.broadcast_from_first(convert)
+
+
+def _export_shards(parts: Assembly, folder: RunFolder, stored: Checkpoint, world: World) -> None:
+    """Let each rank convert its shards to the family's format, and write them into the one file."""
+    from halfstep.distributed.sharded_files import consolidate
+
+    kind, store = KINDS.of(parts.config.workload), dict(stored.state["store"])
+    assert kind.export is not None
+    model = build_workload(parts.config, store).model  # its own weights stay uninitialised, and take no memory
+    model.load_state_dict({**stored.model, **stored.ema}, assign=True)
+    # Ranks other than the first drop the small files that an export writes next to the weights.
+    opened: AbstractContextManager[Any] = TemporaryDirectory()
+    if world.is_first:
+        opened = open_atomic_folder(folder.model, replaces=True)
+    with opened as own:
+        shared = world.broadcast_from_first(lambda: own)
+
+        def save(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+            consolidate(shared / path.name, tensors, world, metadata=metadata)
+
+        load_part(kind.export)(model.eval(), parts.config, store, Path(own), save=save)
 
 
 def _convert_whole(parts: Assembly, store: dict[str, Any], whole: Path, folder: Path) -> None:

@@ -151,6 +151,8 @@ class Kind:
     """(scores) -> advice if the scores point to a known mistake, else an empty string."""
     export: Part | None = None
     """(model, config, store, folder): writes the best weights for other programs; called when training ends."""
+    exports_shards: bool = False
+    """Whether export also takes a sharded model, on every rank, and `save=`, to be called as safetensors' save_file."""
     foreign: Part | None = None
     """(document, name) -> Foreign, or None: reads another project's config files (no torch)."""
     sample: SampleUnit = SampleUnit()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from halfstep.data.loader import Batch, Samples
@@ -217,9 +218,11 @@ def compute_flops_per_sample(config: LanguageConfig, store: Store) -> float:
     return 6.0 * context * (in_blocks + size.vocab * size.dim) + 12.0 * size.depth * size.dim * context**2
 
 
-def export(model: nn.Module, config: LanguageConfig, store: Store, folder: Path) -> None:
+def export(
+    model: nn.Module, config: LanguageConfig, store: Store, folder: Path, *, save: Callable[..., None] = save_file
+) -> None:
     """Export the model and its tokenizer in Hugging Face's format."""
     tokenizer = load_stored_tokenizer(store)
-    save_gpt2(model, folder, ends_at=tokenizer.end if tokenizer is not None else None)
+    save_gpt2(model, folder, ends_at=tokenizer.end if tokenizer is not None else None, save=save)
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)

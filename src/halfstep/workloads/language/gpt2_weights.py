@@ -7,7 +7,7 @@ when loading and left out when saving.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +62,13 @@ def load_gpt2_(model: GPT2, path: Path, *, has_its_tokenizer: bool = False) -> N
     load_weights_(model, weights, source=str(path))
 
 
-def save_gpt2(model: nn.Module, folder: Path, *, ends_at: int | None = None) -> None:
+def save_gpt2(
+    model: nn.Module, folder: Path, *, ends_at: int | None = None, save: Callable[..., None] = save_file
+) -> None:
     """Write `config.json` and `model.safetensors` for transformers' `GPT2LMHeadModel.from_pretrained(folder)`."""
     assert isinstance(model, GPT2)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(to_transformers(model), folder / "model.safetensors", metadata={"format": "pt"})
+    save(to_transformers(model), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(_make_config(model, ends_at), indent=2) + "\n")
 
 
@@ -74,8 +76,8 @@ def to_transformers(model: GPT2) -> dict[str, Tensor]:
     """Return the weights in Hugging Face's form: fp32, transposed, without padding, with zeros for missing biases."""
     found: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
-        exact = tensor.detach().float().cpu()
-        exact = exact[: model.size.vocab] if name == EMBEDDING else exact
+        is_padded = name == EMBEDDING and len(tensor) > model.size.vocab  # cutting a sharded tensor gathers it
+        exact = (tensor[: model.size.vocab] if is_padded else tensor).detach().float().cpu()
         # transformers stores these layers as Conv1D: (in, out) instead of (out, in).
         found[name] = (exact.t() if name.endswith(TRANSPOSED) else exact).contiguous()
     for name, module in model.named_modules():
