@@ -1,11 +1,12 @@
-"""What a watch costs captured steps: U-Net 31M and GPT-2 124M, weights and gradients alone, and with activations.
+"""What a watch costs captured steps: U-Net 31M and GPT-2, weights and gradients alone, and with activations.
 
     python benchmarks/watch_cost.py [--out DIR] [--only unet,gpt2] [--rounds 8] [--small]
 
 Rounds of `EVERY` steps with one observation and rounds without take turns in one process, so that clocks and
 temperature drift together; the difference is the time of one observation, from which the cost at watch=200 and
 watch=50 follows. One long round at watch=50 checks that directly. Peak memory is what torch has reserved after the
-rounds with and without, captured graphs included.
+rounds with and without, captured graphs included. GPT-2 has the blocks of the 124M model, 85M parameters: the demo text
+has 43 tokens, so the embedding and the head of 50,257 tokens are missing.
 """
 
 from __future__ import annotations

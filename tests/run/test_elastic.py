@@ -1,6 +1,6 @@
 """`make soak`: what torchrun's elastic agents do with a sharded run when a worker, a node or the store's host is lost.
 
-Each agent stands for a node: it has its own process group on this machine, which is killed as a whole.
+Each agent stands for a node: it is killed together with its workers.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ class Nodes:
     def start(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
         with (self.folder / f"{len(self.agents)}.log").open("wb") as log:
-            self.agents.append(
-                subprocess.Popen(self.command, stdout=log, stderr=log, start_new_session=True, env=environment)
-            )
+            self.agents.append(subprocess.Popen(self.command, stdout=log, stderr=log, env=environment))
         while len(self.agents) == 1:  # the first one hosts the store
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", self.port)) == 0:
@@ -65,7 +63,7 @@ class Nodes:
         return max(int(path.name.split("-")[1]) for path in (self.run / "checkpoints").glob("step-*"))
 
     def lose(self, node: int) -> None:
-        os.killpg(self.agents[node].pid, signal.SIGKILL)
+        kill_tree(self.agents[node].pid)
 
     def end(self, node: int) -> int:
         return self.agents[node].wait(LIMIT_S)
@@ -74,14 +72,22 @@ class Nodes:
         return (self.folder / f"{node}.log").read_text(errors="replace")
 
 
+def kill_tree(pid: int) -> None:
+    """Kill an agent and its workers, which torchrun starts in sessions of their own."""
+    listed = subprocess.run(["ps", "-e", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    parents = {int(own): int(parent) for own, parent in map(str.split, listed.splitlines())}
+    for one in (pid, *(child for child, parent in parents.items() if parent == pid)):
+        with suppress(ProcessLookupError):
+            os.kill(one, signal.SIGKILL)
+
+
 @pytest.fixture
 def started() -> Iterator[list[Nodes]]:
     found: list[Nodes] = []
     yield found
     for nodes in found:
         for agent in nodes.agents:
-            with suppress(ProcessLookupError):
-                os.killpg(agent.pid, signal.SIGKILL)
+            kill_tree(agent.pid)
             agent.wait()
 
 

@@ -86,6 +86,8 @@ def build(config: Any, store: Mapping[str, Any] | None = None) -> Workload:
         loss=loss,
         metrics=Accuracy,
         metric="accuracy",
-        sample=lambda model, key: {"scores": str(model.classify(torch.ones(1, 2, 8, 8)).tolist())},
+        sample=lambda model, key: {
+            "scores": str(model.classify(torch.ones(1, 2, 8, 8, device=model.calls.device)).tolist())
+        },
         store=dict(store or {}),
     )

@@ -136,7 +136,8 @@ def choose_device(config: RunConfig, launch: Launch | None) -> str:
 def join_world(config: RunConfig, launch: Launch | None) -> Iterator[World | None]:
     """Join the other ranks for the duration of the run; yield None for a single process. An error on one rank ends all
     and is shown once."""
-    if launch is None or launch.size == 1 and config.train.backend == "auto":
+    # A sharded run that has lost all other ranks goes on as a world of one.
+    if launch is None or launch.size == 1 and config.train.backend == "auto" and config.train.shard is not True:
         yield None
         return
     import torch
