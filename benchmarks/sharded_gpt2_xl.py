@@ -1,6 +1,6 @@
 """A step of sharded GPT-2 XL in a world of one by NCCL, compiled, against the unsharded step; and its memory.
 
-    python benchmarks/sharded_gpt2_xl.py [--batch 4] [--rounds 7] [--steps 8] [--seconds 220] [--out DIR]
+    python benchmarks/sharded_gpt2_xl.py [--batch 16] [--rounds 7] [--steps 8] [--seconds 220] [--out DIR]
 
 The trainings take turns in one process: a round is a few steps of each, so that clocks and heat are shared. The cost is
 the median over rounds of the ratio of their times, with the smallest and the largest. A world of one sends nothing:
@@ -84,7 +84,7 @@ class Training:
 def main() -> None:
     start = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=220)
@@ -109,7 +109,8 @@ def main() -> None:
     def keep(**more: Any) -> None:
         found.update(more, seconds=round(time.monotonic() - start))
         print(more, f"after {found['seconds']} s", flush=True)
-        store("sharded_gpt2_xl", found, device, arguments.out)
+        name = "sharded_gpt2_xl" if arguments.batch == 16 else f"sharded_gpt2_xl_batch_{arguments.batch}"
+        store(name, found, device, arguments.out)
 
     reset_peak(device)
     both = {"sharded": Training(config, "sharded", mode, device)}

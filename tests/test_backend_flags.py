@@ -7,7 +7,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from halfstep.backend_flags import LEAVES, Fp32Mode, read_effective_leaves, read_flags, set_fp32_mode, write_flags
+from halfstep.backend_flags import (
+    LEAVES,
+    Fp32Mode,
+    _use_up_deprecation_notice,
+    read_effective_leaves,
+    read_flags,
+    set_fp32_mode,
+    write_flags,
+)
 
 set_leaf = torch._C._set_fp32_precision_setter
 get_leaf = torch._C._get_fp32_precision_getter
@@ -107,3 +115,10 @@ def test_fp32_flags_are_set_inside_and_a_leaf_still_follows_its_parent_after() -
         assert backends.cuda.matmul.fp32_precision == "none"
     finally:
         backends.fp32_precision = root
+
+
+def test_the_first_reading_of_a_process_changes_nothing() -> None:
+    before = [get_leaf(*leaf) for leaf in LEAVES]
+    _use_up_deprecation_notice.cache_clear()
+    read_flags()
+    assert [get_leaf(*leaf) for leaf in LEAVES] == before

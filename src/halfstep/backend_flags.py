@@ -112,9 +112,11 @@ def _use_up_deprecation_notice() -> None:
 
     Done once per process: catching warnings on every step would reset Python's record of warnings already shown.
     """
+    leaves = tuple(map(_read, BACKENDS, OPERATIONS))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         torch._C._set_float32_matmul_precision(_read_old_switches()[0])
+    deque(map(_write, BACKENDS, OPERATIONS, leaves), maxlen=0)  # the switch has overwritten some
 
 
 def _read_old_switches() -> tuple[str, bool]:

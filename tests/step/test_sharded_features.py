@@ -116,7 +116,7 @@ def test_a_watch_measures_shards_as_whole_tensors() -> None:
         {"schedule": lambda number: 1 / (1 + number)},
         {"on_gradients": lambda net: [p.grad.mul_(0.5) for p in net.parameters()]},
     ],
-    ids=str,
+    ids=lambda settings: "-".join(settings),
 )
 def test_settings_of_a_step_work_alike(settings: dict[str, Any]) -> None:
     def run(net: nn.Module) -> object:
