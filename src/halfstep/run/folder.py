@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import operator
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -248,7 +249,10 @@ def suggest_resume(path: Path) -> str:
     """Return the command that resumes a run which stopped before its end."""
     if is_dry_run(path):
         return "--dry removes the run's folder: leave --dry out to be able to continue"
-    return f"continue with: {suggest_command('train', '--resume', path)}"
+    size = os.environ.get("WORLD_SIZE", "1")
+    is_one_machine = size != "1" and os.environ.get("LOCAL_WORLD_SIZE") == size
+    ranks = ["--gpus", size] if is_one_machine else []
+    return f"continue with: {suggest_command('train', '--resume', path, *ranks)}"
 
 
 def _explain_taken(folder: RunFolder) -> CheckpointError:

@@ -130,7 +130,7 @@ def refuse_unfit(config: RunConfig, world: World) -> None:
         )
 
 
-def refuse_differences(config: RunConfig, workload: Workload, world: World) -> None:
+def refuse_differences(config: RunConfig, workload: Workload, world: World, *, resumes: bool = False) -> None:
     """Refuse to start on all ranks if they would train different things."""
     settings = {key: repr(value) for key, value in flatten_settings(config).items() if not key.startswith(OWN)}
     own = {
@@ -140,8 +140,9 @@ def refuse_differences(config: RunConfig, workload: Workload, world: World) -> N
         "the number of training samples": str(len(workload.train_samples)),
         "the number of validation samples": str(len(workload.val_samples)),
         "the names and sizes of the data files": digest_contents(workload),
-        "the first weights": compute_checksum(workload.model)[:12],
     }
+    if not resumes:  # weights are uninitialised until the checkpoint is loaded
+        own["the first weights"] = compute_checksum(workload.model)[:12]
     refuse_differing_settings(
         world,
         own,

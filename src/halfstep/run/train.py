@@ -265,7 +265,7 @@ def _resume(loaded: Loaded, folder: RunFolder, rank: RunRank, *, allow_changes: 
         other += refuse_changed_data(checkpoint.state["num_samples"], found, allow=allow_changes)
         refuse_unshardable(loaded.config, workload, rank.world)
         if rank.world is not None:
-            refuse_differences(loaded.config, workload, rank.world)
+            refuse_differences(loaded.config, workload, rank.world, resumes=True)
         go_on = partial(_choose_plan, loaded.config, workload, folder, changes, rank)
         plan = rank.agree_on_plan(go_on, loaded.config, workload)
         if rank.writes:
