@@ -52,7 +52,7 @@ def test_json_is_all_that_stands_on_standard_output(
         (("RUN", "--data", "RUN/checkpoints"), "no imgs/ and masks/"),
         (("RUN", "--checkpoint", "bset"), "did you mean 'best'"),
         (("RUN", "--precision", "fp7"), "unknown precision 'fp7'"),
-        (("RUN", "--device", "tpu"), "no device 'tpu'"),
+        (("RUN", "--device", "tpu"), "--device tpu: there is no such kind of device"),
         (("RUN", "--out", "RUN"), "exists already"),
         (("RUN", "--batch-size", "0"), "greater than or equal to 1"),
     ],

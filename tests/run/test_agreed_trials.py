@@ -89,7 +89,8 @@ def notes(world: World) -> list[str]:
     """On a model with BatchNorm."""
     config = config_with()
     workload = tiny_workload.build(config)
-    return describe_rank_effects(config, workload, workload.model, world)
+    plan = decide_plan(config, workload, probe("cpu"))
+    return describe_rank_effects(config, workload, workload.model, world, plan)
 
 
 def no_kernels(*_: Any) -> Any:

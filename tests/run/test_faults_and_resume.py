@@ -98,7 +98,7 @@ class Killed(BaseException):
 def test_a_kill_between_a_checkpoint_and_its_mark_loses_no_best(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(*_: Any) -> None:
+    def killed(*_: Any, **options: Any) -> None:
         raise Killed
 
     with monkeypatch.context() as patch:

@@ -208,15 +208,15 @@ def _describe_number(num_models: int | None) -> str:
 
 def _wait_for_saves(steps: Sequence[Step]) -> None:
     for step in steps:
-        if step.saving is not None:
-            step.saving.wait()
+        if step._saving is not None:
+            step._saving.wait()
 
 
 def _begin_save(path: Path, packed: Any, tensors: Mapping[str, Tensor], step: Step) -> None:
     from halfstep.distributed.sharded_files import start_save
 
     state = {"layout": LAYOUT_VERSION, "state": packed}
-    step.saving = start_save(path, state, tensors, step.ranks.world, step=step.attempted)
+    step._saving = start_save(path, state, tensors, step.ranks.world, step=step.attempted)
 
 
 def _read_shards(path: Path, steps: Sequence[Step], model: nn.Module, *, reshard: bool) -> dict[str, Any]:

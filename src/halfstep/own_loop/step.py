@@ -240,7 +240,7 @@ class Step:
         )  # fmt: skip
         world = self._step.ranks.world if self._step.ranks is not None else None
         self._position = DataPosition(world.rank, world.size) if world is not None else DataPosition()
-        self.saving: BackgroundSave | None = None
+        self._saving: BackgroundSave | None = None
         """The save of a sharded model that `hs.save` began last."""
         self._attempted_untrained = -1
         """The attempted steps as long as the window that was yielded last is not trained on; -1 outside of a pass."""
@@ -410,8 +410,8 @@ class Step:
         if self._watch is not None:
             self._watch.drain()
         self._act_on(self._guard.drain())
-        if self.saving is not None:
-            self.saving.wait()
+        if self._saving is not None:
+            self._saving.wait()
 
     def __enter__(self) -> Self:
         return self

@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import json
 import operator
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -249,10 +248,7 @@ def suggest_resume(path: Path) -> str:
     """Return the command that resumes a run which stopped before its end."""
     if is_dry_run(path):
         return "--dry removes the run's folder: leave --dry out to be able to continue"
-    size = os.environ.get("WORLD_SIZE", "1")
-    is_one_machine = size != "1" and os.environ.get("LOCAL_WORLD_SIZE") == size
-    ranks = ["--gpus", size] if is_one_machine else []
-    return f"continue with: {suggest_command('train', '--resume', path, *ranks)}"
+    return f"continue with: {suggest_command('train', '--resume', path)}"
 
 
 def _explain_taken(folder: RunFolder) -> CheckpointError:
