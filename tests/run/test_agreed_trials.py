@@ -13,11 +13,12 @@ import tiny_workload
 from halfstep.config.schema import RunConfig
 from halfstep.distributed.launch import Launch, join_world
 from halfstep.distributed.world import World
+from halfstep.errors import ConfigError
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import assemble, build_workload, decide_plan
 from halfstep.run.engine import Engine, make_engine, rehearse_run
-from halfstep.run.multi_rank import describe_rank_effects
+from halfstep.run.multi_rank import describe_rank_effects, refuse_differences
 from halfstep.run.run_rank import AgreedTrials
 from halfstep.tune.memory_low import CannotRun
 from halfstep.tune.mode_search import ModeSearch
@@ -93,6 +94,20 @@ def notes(world: World) -> list[str]:
     return describe_rank_effects(config, workload, workload.model, world, plan)
 
 
+def find_differences(world: World, *, resumes: bool) -> str:
+    """With weights that differ between the ranks, as memory does that a resumed run has not loaded into yet."""
+    config = config_with()
+    workload = tiny_workload.build(config)
+    with torch.no_grad():
+        for parameter in workload.model.parameters():
+            parameter.fill_(world.rank)
+    try:
+        refuse_differences(config, workload, world, resumes=resumes)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 def no_kernels(*_: Any) -> Any:
     raise RuntimeError("no kernel for this here")
 
@@ -106,7 +121,8 @@ def scenario(rank: int, size: int, port: int) -> dict[str, Any]:
         assert world is not None
         found: dict[str, Any] = {"searched": searched(world), "tried": tried(world)}
         backends[1] = "aot_eager"
-        return found | {"uncaptured": uncaptured(world), "notes": notes(world)}
+        found |= {"uncaptured": uncaptured(world), "notes": notes(world)}
+        return found | {key: find_differences(world, resumes=key == "resumed") for key in ("started", "resumed")}
 
 
 @pytest.fixture(scope="module")
@@ -139,3 +155,10 @@ def test_a_capture_that_fails_in_one_process_makes_all_run_compiled_from_the_sam
     first, second = (own["uncaptured"] for own in found)
     assert second == ["graph"] * 2 + ["compile"] * 5
     assert first == ["graph"] * 4 + ["compile"] * 3  # the guard looks two steps later
+
+
+def test_weights_are_compared_at_a_start_and_not_before_a_resumed_run_has_loaded_them(
+    found: list[dict[str, Any]],
+) -> None:
+    assert all("differ in the first weights" in own["started"] for own in found)
+    assert [own["resumed"] for own in found] == ["", ""]

@@ -296,7 +296,9 @@ def _load_own_part(
     mesh = make_mesh(torch.device(probe(rank.choose_device(config)).device)) if shards else None
     # torchrun starts fewer ranks after a machine is lost: the run goes on with them.
     is_restarted = rank.launch is not None and rank.launch.restarts > 0
-    note = stored.refuse_other_mesh(mesh, reshard=allow_changes or is_restarted, fix="accept it with --allow-changes")
+    way = "--allow-changes" if shards else "train.shard=false --allow-changes"
+    fix = f"accept it with {way} (--gpus N starts N ranks)"
+    note = stored.refuse_other_mesh(mesh, reshard=allow_changes or is_restarted, fix=fix)
     return load_checkpoint(path, stored, mesh), stored, note
 
 
