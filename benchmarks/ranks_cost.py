@@ -30,11 +30,12 @@ from halfstep.config.schema import RunConfig
 from halfstep.data.prefetch import prefetch
 from halfstep.distributed.world import World
 from halfstep.hardware.probe import probe
-from halfstep.run.assemble import assemble, decide_plan
+from halfstep.run.assemble import Assembly, assemble, decide_plan
 from halfstep.run.engine import make_engine, rehearse_run
 from halfstep.step.facts import Facts, PhasedFacts
 from halfstep.step.randomness import seed_everything
 from halfstep.tune.choose import tune_plan
+from halfstep.tune.modes import Mode
 from recording import store, time_steps
 
 CASES = {
@@ -47,18 +48,13 @@ WARM_UP, STEPS = 20, 20
 """DDP asks for eleven steps before a capture."""
 
 
-class Training:
-    """One of the two that take turns."""
+class TimedTraining:
+    """Steps of an assembled training on one random batch."""
 
-    def __init__(self, config: RunConfig, world: World | None, device: torch.device) -> None:
-        seed_everything(config.train.seed)
-        workload, hardware = build_random_workload(config), probe(str(device))
-        plan = tune_plan(config, workload, decide_plan(config, workload, hardware), lambda line: None, rehearse_run)
-        parts = assemble(config, workload, plan, world)
-        assert parts.mode is not None, "the plan was tuned"
+    def __init__(self, parts: Assembly, mode: Mode, device: torch.device) -> None:
         self.remarks: list[str] = []
-        self.engine = make_engine(parts, parts.mode, lambda text, level: self.remarks.append(text))
-        self._batches = prefetch(itertools.repeat(build_problem(config, device).host_batch), device)
+        self.engine = make_engine(parts, mode, lambda text, level: self.remarks.append(text))
+        self._batches = prefetch(itertools.repeat(build_problem(parts.config, device).host_batch), device)
         self._facts: Facts | PhasedFacts
 
     def step(self) -> None:
@@ -73,6 +69,18 @@ class Training:
     @property
     def loss(self) -> float:
         return self._facts.read().loss
+
+
+class Training(TimedTraining):
+    """One of the two that take turns."""
+
+    def __init__(self, config: RunConfig, world: World | None, device: torch.device) -> None:
+        seed_everything(config.train.seed)
+        workload, hardware = build_random_workload(config), probe(str(device))
+        plan = tune_plan(config, workload, decide_plan(config, workload, hardware), lambda line: None, rehearse_run)
+        parts = assemble(config, workload, plan, world)
+        assert parts.mode is not None, "the plan was tuned"
+        super().__init__(parts, parts.mode, device)
 
 
 def main() -> None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import socket
 import statistics
 import time
@@ -28,28 +27,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from halfstep.bench.problem import build_problem, build_random_workload, load_bench_config, set_mode, set_precision
+from halfstep.bench.problem import build_random_workload, load_bench_config, set_mode, set_precision
 from halfstep.config.schema import RunConfig
-from halfstep.data.prefetch import prefetch
 from halfstep.distributed.world import World
 from halfstep.hardware.memory import get_peak_memory_bytes, reset_peak
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import assemble, decide_plan
-from halfstep.run.engine import make_engine
 from halfstep.run.memory.planner import Cell, MemoryPlanner
 from halfstep.run.memory.traceable_step import build_traceable_step
-from halfstep.step.facts import Facts, PhasedFacts
 from halfstep.step.randomness import seed_everything
 from halfstep.tune.modes import Mode
 from halfstep.tune.repeated_blocks import find_blocks
-from recording import store, time_steps
+from ranks_cost import TimedTraining
+from recording import store
 
 GOAL = 1.10
 WHOLE_S = 120.0
 """Seconds that must be left for compiling the whole region and timing it."""
 
 
-class Training:
+class Training(TimedTraining):
     """One of those that take turns."""
 
     def __init__(self, config: RunConfig, how: str, mode: Mode, device: torch.device) -> None:
@@ -62,23 +59,7 @@ class Training:
         elif how == "blocks":
             workload = dataclasses.replace(workload, blocks={type(workload.model.get_submodule(blocks[0])): None})
         parts = assemble(config, workload, plan, World() if how == "sharded" else None)
-        self.remarks: list[str] = []
-        self.engine = make_engine(parts, mode, lambda text, level: self.remarks.append(text))
-        self._batches = prefetch(itertools.repeat(build_problem(config, device).host_batch), device)
-        self._facts: Facts | PhasedFacts
-
-    def step(self) -> None:
-        facts = self.engine([next(self._batches)])
-        self.engine.parts.guard.watch(facts)
-        self._facts = facts
-
-    def window_ms(self, steps: int) -> float:
-        """Milliseconds per step."""
-        return time_steps(self.step, warmup=0, steps=steps, windows=1)["ms"]
-
-    @property
-    def loss(self) -> float:
-        return self._facts.read().loss
+        super().__init__(parts, mode, device)
 
 
 def main() -> None:

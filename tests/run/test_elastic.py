@@ -104,12 +104,18 @@ def test_a_lost_worker_restarts_with_the_same_ranks_and_the_same_bits(started: l
     assert_same_bits(kept.model, lost.model)
 
 
-def test_a_lost_node_leaves_fewer_ranks_and_the_same_global_batch(started: list[Nodes], tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, 1, "1:2", pause_s=1.0)
+def start_two(started: list[Nodes], folder: Path) -> Nodes:
+    """Start a run of two nodes with one rank each, and return them after its second step."""
+    nodes = Nodes(folder, 1, "1:2", pause_s=1.0)
     started.append(nodes)
     nodes.start()
     nodes.start()
     nodes.wait_for_step(2)
+    return nodes
+
+
+def test_a_lost_node_leaves_fewer_ranks_and_the_same_global_batch(started: list[Nodes], tmp_path: Path) -> None:
+    nodes = start_two(started, tmp_path)
     nodes.lose(1)
     assert nodes.end(0) == 0, nodes.read(0)
     said = nodes.read(0)
@@ -121,11 +127,7 @@ def test_a_lost_node_leaves_fewer_ranks_and_the_same_global_batch(started: list[
 
 
 def test_a_lost_host_of_the_store_ends_the_run_with_one_message(started: list[Nodes], tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, 1, "1:2", pause_s=1.0)
-    started.append(nodes)
-    nodes.start()
-    nodes.start()
-    nodes.wait_for_step(2)
+    nodes = start_two(started, tmp_path)
     nodes.lose(0)
     assert nodes.end(1) != 0
     assert nodes.read(1).count("error: ") == 1, nodes.read(1)

@@ -165,7 +165,7 @@ class DataPosition:
             rank, num_ranks = self._ranks
             warn_user(
                 f"this is rank {rank} of {num_ranks}, and the state is of rank {state['ranks'][0]} of "
-                f"{state['ranks'][1]}: its generators are not used, {INEXACT}. Save one file per rank"
+                f"{state['ranks'][1]}: its generators are not used, {INEXACT}. Each rank has to load what it saved"
             )
             state = {**state, "generators": read_generators()}
         for note in restore_generators(state["generators"]):
