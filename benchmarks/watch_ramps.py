@@ -1,12 +1,13 @@
 """Does `hs.Step(watch=20)` warn of trouble at least 100 steps before it happens, and stay silent in healthy runs?
 
-    python benchmarks/watch_ramps.py label [--set tuning|unseen] [--only NAME]   # unwatched: results/watch_labels.json
-    python benchmarks/watch_ramps.py tuning|unseen|healthy [--only NAME]         # watched: results/watch_ramps.json
+    python benchmarks/watch_ramps.py label [--set SET] [--only NAME]              # unwatched: results/watch_labels.json
+    python benchmarks/watch_ramps.py tuning|unseen|second|healthy [--only NAME]   # watched: results/watch_ramps.json
 
 A ramp is a small training in which a number grows or shrinks until it fails. Its label is the first failure of a run
 without watch, measured by the hooks below: (module, kind, threshold, step F). Every module and kind is measured, so the
-label is what failed first, wherever that is. The ramps of `watch_ramps_unseen.py` were labelled before the first
-watched run, by someone who had not read the code of watch; those of `watch_ramps_tuning.py` are there to develop with.
+label is what failed first, wherever that is. The ramps of `watch_ramps_unseen.py` and `watch_ramps_second.py` were
+labelled before their first watched run, by someone who had not read the code of watch; those of
+`watch_ramps_tuning.py` are there to develop with.
 
 What counts as a failure is in THRESHOLDS. A tensor that "fails" within the first 20 steps does so by construction (the
 zeros behind a mask) and is ignored.
@@ -35,6 +36,7 @@ from recording import RESULTS, store
 from watch_ramps_tuning import TUNING, Ramp
 
 WATCH, LEAD, STRUCTURAL = 20, 100, 20
+SETS = ("tuning", "unseen", "second")
 
 THRESHOLDS = {
     # The largest absolute value of a module's output, in the dtype of that output: in fp16 those of Linear, conv, ...
@@ -224,6 +226,10 @@ def find_set(name: str) -> dict[str, Callable[[], Ramp]]:
         from watch_ramps_unseen import UNSEEN
 
         return UNSEEN
+    if name == "second":
+        from watch_ramps_second import SECOND
+
+        return SECOND
     from watch_healthy import HEALTHY
 
     return HEALTHY
@@ -256,15 +262,15 @@ def keep(task: str, one: str, key: str, result: Mapping[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=("label", "tuning", "unseen", "healthy"))
-    parser.add_argument("--set", choices=("tuning", "unseen"), help="label only this set")
+    parser.add_argument("task", choices=("label", *SETS, "healthy"))
+    parser.add_argument("--set", choices=SETS, help="label only this set")
     parser.add_argument("--only", help="names of ramps or runs, with commas")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     chosen = [arguments.task]
     if arguments.task == "label":
-        chosen = [arguments.set] if arguments.set else ["tuning", "unseen"]
+        chosen = [arguments.set] if arguments.set else list(SETS)
     for one in chosen:
         for key, build in find_set(one).items():
             if arguments.only and key not in arguments.only.split(","):
