@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.hardware.probe import probe
+from halfstep.run import sharded_model
 from halfstep.run.memory.planner import Cell, Layout, MemoryPlanner
 from halfstep.run.memory.sharded import ShardUnit
 from halfstep.run.memory.traceable_step import TraceableStep, build_traceable_step
+from halfstep.run.sharded_model import UNIT_PARAMETERS, group_blocks
 from halfstep.workloads import load
 from ranks_together import together
 from tensor_bytes import TensorBytes
@@ -21,6 +23,8 @@ from tensor_bytes import TensorBytes
 GPT2 = ("model.depth=4", "model.heads=5", "model.dim=65", "model.context=15", "model.vocab=301", "model.dropout=0",
         "train.batch_size=6")  # fmt: skip
 """Widths do not divide evenly, and weights take more than activations."""
+UNITS = 2
+"""So that two blocks are one unit."""
 
 
 def step_of(*words: str) -> TraceableStep:
@@ -30,7 +34,11 @@ def step_of(*words: str) -> TraceableStep:
 
 @pytest.fixture(scope="module")
 def planner() -> MemoryPlanner:
-    return MemoryPlanner(step_of(), probe("cpu"))
+    found = MemoryPlanner(step_of(), probe("cpu"))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sharded_model, "MIN_UNITS", UNITS)
+        assert len(found.step.units) == UNITS + 1  # kept from here on
+    return found
 
 
 def measured(rank: int, size: int, port: int) -> dict[str, int]:
@@ -39,6 +47,7 @@ def measured(rank: int, size: int, port: int) -> dict[str, int]:
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    sharded_model.MIN_UNITS = UNITS
     found = {}
     for layout in ("ddp", "shard"):
         step = step_of()
@@ -52,8 +61,8 @@ def measured(rank: int, size: int, port: int) -> dict[str, int]:
             run = DistributedDataParallel(model, gradient_as_bucket_view=True)
         else:
             mesh = init_device_mesh("cpu", (size,))
-            for name in blocks:
-                fully_shard(model.get_submodule(name), mesh=mesh)
+            for names in group_blocks(model, blocks):
+                fully_shard([model.get_submodule(name) for name in names], mesh=mesh)
             fully_shard(model, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         raw = {name: value[:1].expand(6 // size, *value.shape[1:]) for name, value in step.raw.items()}
@@ -115,4 +124,20 @@ def test_units_are_the_called_blocks_and_the_rest(planner: MemoryPlanner) -> Non
     assert planner.step.shard_blocks == [[f"transformer.h.{n}" for n in range(4)]]
     names = [name for unit in planner.step.units for name in unit.parameters]
     assert len(names) == len(set(names)) == len(list(planner.step.workload.model.parameters()))
-    assert [unit.is_root for unit in planner.step.units] == [False] * 4 + [True]
+    assert [unit.is_root for unit in planner.step.units] == [False] * UNITS + [True]
+
+
+def test_small_blocks_of_one_list_share_a_unit() -> None:
+    def group(*sizes: int, dtypes: dict[int, torch.dtype] | None = None) -> list[list[str]]:
+        blocks = [torch.nn.Linear(size, 1, bias=False, device="meta") for size in sizes]
+        for index, dtype in (dtypes or {}).items():
+            blocks[index].to(dtype)
+        model = torch.nn.ModuleDict({"a": torch.nn.ModuleList(blocks), "b": torch.nn.ModuleList(blocks[:1])})
+        return group_blocks(model, [*(f"a.{n}" for n in range(len(sizes))), "b.0"])
+
+    half = UNIT_PARAMETERS // 2
+    assert list(map(len, group(*[half] * 20))) == [2] * 10 + [1]  # units of 256 MB; another list is another unit
+    assert list(map(len, group(*[2 * half] * 20))) == [1] * 21
+    assert list(map(len, group(*[100] * 12))) == [2] * 6 + [1]  # not fewer units for a small model
+    assert list(map(len, group(*[100] * 3))) == [1] * 4
+    assert list(map(len, group(*[half] * 20, dtypes={1: torch.bfloat16})))[:3] == [1, 1, 2]  # of one format each

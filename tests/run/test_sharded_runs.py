@@ -19,10 +19,11 @@ from halfstep.distributed.launch import Launch
 from halfstep.distributed.world import Share
 from halfstep.errors import ConfigError, HalfstepError
 from halfstep.hardware.gpus import look_up_gpu
+from halfstep.run import sharded_model
 from halfstep.run.assemble import build_workload, decide_plan
 from halfstep.run.checkpoint import is_sharded
 from halfstep.run.folder import RunFolder
-from halfstep.run.sharded_model import _find_own_units, refuse_unfit_gather, refuse_unshardable
+from halfstep.run.sharded_model import MIN_UNITS, _find_own_units, refuse_unfit_gather, refuse_unshardable
 from halfstep.run.train import train
 from halfstep.use.open_run import open_run
 from halfstep.workloads import load
@@ -34,6 +35,8 @@ SETTINGS = {**TINY, "train.max_steps": 8, "train.report_every": 1, "schedule.nam
             "schedule.warmup_steps": 0, "ema.enabled": True, "train.checkpoint_every": 2, "optimizer.lr": 1e-2,
             "train.sample_every": 4}  # fmt: skip
 SHARD = {"train.shard": True, "train.rank_timeout_s": 60}
+DEEP = {"model.options": {"depth": 10}, "train.max_steps": 4}
+"""Of so many blocks two are one unit."""
 COMPILE = torch.compile
 
 
@@ -42,6 +45,7 @@ def several(rank: int, size: int, port: int, ports: list[int], calls: dict[str, 
     torch.compile = functools.partial(_compile, COMPILE)
     ends = {}
     for own_port, (name, call) in zip(ports, calls.items(), strict=True):
+        sharded_model.MIN_UNITS = call.get("min_units", MIN_UNITS)
         num = call.get("size", size)
         if rank >= num:
             continue
@@ -77,6 +81,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
         "other half": {"resume": folder / "half", "settings": {"train.max_steps": 8}},
         "poisoned": new("poisoned", **{"model.options": {"poisoned": 2}, "train.max_steps": 4}),
         "compiled": new("compiled", **{"train.fast": "graph", "log.quiet": False}),
+        "grouped": new("grouped", **DEEP),
+        "one by one": new("one-by-one", **DEEP) | {"min_units": 100},
+        "grouped, compiled": new("grouped-compiled", **DEEP, **{"train.fast": "compile"}),
         "auto": new("auto", **{"train.shard": "auto", "train.max_steps": 2, "log.quiet": False}),
         "other ranks": {"resume": folder / "poisoned", "settings": {"train.max_steps": 8}, "size": 1}
         | {"settings": {"train.max_steps": 8, "train.backend": "gloo"}},
@@ -98,11 +105,21 @@ def test_two_ranks_train_the_weights_of_one(ran: tuple[Path, dict[str, Any]], tm
     for name, tensor in {**alone.model, **{f"ema {k}": v for k, v in alone.ema.items()}}.items():
         other = shards.ema[name[4:]] if name.startswith("ema ") else shards.model[name]
         assert torch.allclose(tensor, other, atol=1e-5, rtol=1e-5), name
-    assert "3 x Block (blocks.0 ... blocks.2)" in ends["whole"][1]
+    assert "; in 3 units of 3 x Block (blocks.0 ... blocks.2)" in ends["whole"][1]
     assert is_sharded(next((folder / "whole" / "checkpoints").glob("step-*")))
     plan = RunFolder.open(str(folder / "whole")).read_plan()
     assert plan.shards
     assert plan.shard_blocks == ("blocks.0", "blocks.1", "blocks.2", "extra:0", "extra:1")
+
+
+def test_blocks_that_share_a_unit_train_the_same_weights(ran: tuple[Path, dict[str, Any]]) -> None:
+    folder, ends = ran
+    assert [ends[name][0] for name in ("grouped", "one by one", "grouped, compiled")] == [""] * 3
+    assert "; in 5 units of 10 x Block" in RunFolder.open(str(folder / "grouped")).read_plan().shard_reason
+    assert "; in 10 units of 10 x Block" in RunFolder.open(str(folder / "one-by-one")).read_plan().shard_reason
+    grouped, apart, compiled = (newest(folder / name).model for name in ("grouped", "one-by-one", "grouped-compiled"))
+    assert_same_bits(grouped, apart)
+    assert all(torch.allclose(compiled[name], grouped[name], atol=1e-5) for name in grouped)
 
 
 def test_a_resumed_run_has_the_same_bits(ran: tuple[Path, dict[str, Any]]) -> None:
@@ -167,11 +184,11 @@ def test_gathering_in_bf16_needs_a_step_in_bf16() -> None:
 
 def test_norms_are_gathered_by_themselves_where_blocks_are_gathered_in_bf16() -> None:
     block = sharded_workload.Block()
-    assert list(_find_own_units(block, gathers_half=True)) == [block.norm]
-    assert list(_find_own_units(block, gathers_half=False)) == []
-    assert list(_find_own_units(block.to(torch.bfloat16), gathers_half=False)) == []
+    assert list(_find_own_units([block], gathers_half=True)) == [[block.norm]]
+    assert list(_find_own_units([block], gathers_half=False)) == []
+    assert list(_find_own_units([block.to(torch.bfloat16)], gathers_half=False)) == []
     block.norm.float()
-    assert list(_find_own_units(block, gathers_half=False)) == [block.norm]
+    assert list(_find_own_units([block], gathers_half=False)) == [[block.norm]]
 
 
 def test_one_rank_cannot_shard(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 DDP keeps all gradients in its buckets from its first step on; a new gradient is copied into its bucket and freed.
 
 FSDP2 shards the first dimension of each parameter; an uneven one is padded to whole rows. Parameters, gradients,
-optimizer state and average are divided by the number of ranks. Units (blocks, and one for the rest) are gathered:
+optimizer state and average are divided by the number of ranks. Units (some blocks, and one for the rest) are gathered:
 
     forward    a unit's buffer is filled by all ranks, then copied out into its parameters, which are freed after the
                unit. The buffer is freed when the next unit has been gathered. The rest stays whole until its backward
@@ -32,7 +32,7 @@ from halfstep.run.memory.step_trace import BLOCK_BYTES, Life, StepTrace, Timelin
 
 @dataclass(frozen=True, slots=True)
 class ShardUnit:
-    """Parameters that are gathered and reduced together: those of a block, or of all modules outside of blocks."""
+    """Parameters that are gathered and reduced together: those of some blocks, or of all modules outside of blocks."""
 
     parameters: Mapping[str, Tensor]
     is_root: bool = False
@@ -53,13 +53,15 @@ def name_parameters(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
     return {f"{index}.{name}": p for index, module in enumerate(modules) for name, p in module.named_parameters()}
 
 
-def list_units(modules: Sequence[nn.Module], blocks: Sequence[Sequence[str]]) -> list[ShardUnit]:
-    """Return the units of the model, which is the first module, and those of the frozen networks after it."""
+def list_units(modules: Sequence[nn.Module], groups: Sequence[Sequence[Sequence[str]]]) -> list[ShardUnit]:
+    """Return the units of the model, which is the first module, and those of the frozen networks after it; each group
+    of blocks is one."""
     left, found = name_parameters(modules), []
-    for index, names in enumerate(blocks):
-        for name in names:
-            own = {key: left.pop(key) for key in list(left) if key.startswith(f"{index}.{name}.")}
-            found.append(ShardUnit(own, is_frozen=index > 0))
+    for index, own in enumerate(groups):
+        for names in own:
+            prefixes = tuple(f"{index}.{name}." for name in names)
+            unit = {key: left.pop(key) for key in list(left) if key.startswith(prefixes)}
+            found.append(ShardUnit(unit, is_frozen=index > 0))
     found.append(ShardUnit({key: p for key, p in left.items() if key.startswith("0.")}, is_root=True))
     return [unit for unit in found if unit.parameters]
 

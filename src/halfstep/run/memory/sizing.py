@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from halfstep.config.schema import RunConfig
-from halfstep.errors import HalfstepError, MemoryLimitError, format_bytes, summarise_error
+from halfstep.errors import HalfstepError, MemoryLimitError, format_bytes, format_count, summarise_error
 from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.probe import probe
 from halfstep.precision.advice import USABLE_MEMORY
@@ -22,7 +22,7 @@ from halfstep.run.checkpoint import read_document
 from halfstep.run.folder import RunFolder, load_stored
 from halfstep.run.memory.planner import USABLE, Cell, MemoryPlanner, compute_usable_bytes, find_fits, find_largest_batch
 from halfstep.run.memory.traceable_step import build_traceable_step
-from halfstep.run.sharded_model import OF_FROZEN
+from halfstep.run.sharded_model import OF_FROZEN, group_blocks
 from halfstep.tune.choose import Say
 from halfstep.tune.memory_low import DoesNotFit, MemorySetting
 from halfstep.tune.modes import Mode
@@ -144,7 +144,8 @@ def choose_sharding(config: RunConfig, workload: Workload, plan: Plan, num_ranks
     if not blocks[0]:
         return _set_sharding(plan, True, f"{reason}; the model is gathered as a whole: it repeats no block", (), say)
     frozen = (f"{name}{OF_FROZEN}{b}" for name, own in zip(workload.frozen, blocks[1:], strict=False) for b in own)
-    reason += f"; in units of {describe_blocks(workload.model, blocks[0])}"
+    num_units = len(group_blocks(workload.model, blocks[0]))
+    reason += f"; in {format_count(num_units, 'unit')} of {describe_blocks(workload.model, blocks[0])}"
     return _set_sharding(plan, True, reason, (*blocks[0], *frozen), say)
 
 
