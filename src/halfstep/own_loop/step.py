@@ -201,8 +201,7 @@ class Step:
         refuse_unrelated_optimizers(model, optimizers)
         self._schedules = LoopSchedules(schedule, optimizers, device)
         apply(plan, model, casts_storage=False)
-        if fast != "off":
-            make_capturable(optimizers)
+        changed = make_capturable(optimizers) if fast != "off" else []
         if memory == "low":
             recompute_repeated_blocks(model)
         self._step = GuardedStep(
@@ -240,6 +239,7 @@ class Step:
         self._fast = FastPath(
             self._step, fast, num_steps=None if num_steps is None else check_count("num_steps", num_steps),
             max_graphs=check_count("max_graphs", max_graphs), pure_ops=check_names("pure_ops", pure_ops),
+            changed_optimizers=changed,
         )  # fmt: skip
         world = self._step.ranks.world if self._step.ranks is not None else None
         self._position = DataPosition(world.rank, world.size) if world is not None else DataPosition()

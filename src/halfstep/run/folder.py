@@ -60,6 +60,8 @@ class Settled:
     """Settings that the run decided itself, by path, with the requested value."""
     code: dict[str, str]
     """Signatures of the custom code that the run was trained with, by import path."""
+    before: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """Settings before each resume that changed some, oldest first, and `until` which step they were used."""
 
 
 CHOOSE_ANOTHER = "choose a writable folder with --out"

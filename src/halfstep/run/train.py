@@ -8,7 +8,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -208,11 +208,17 @@ def _assemble(config: RunConfig, workload: Workload, plan: Plan, rank: RunRank) 
         raise explain_model_too_large(error, config, workload.model, device) from error
 
 
-def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan, decided: dict[str, list[Any]]) -> None:
+def _write_settings(
+    folder: RunFolder,
+    config: RunConfig,
+    plan: Plan,
+    decided: dict[str, list[Any]],
+    before: Sequence[dict[str, Any]] = (),
+) -> None:
     """Write settled.json, plan.json and config.yaml."""
     config = config.replace(log={"quiet": False, "verbose": False})
     code = sign_code(find_import_paths(config))
-    folder.write_settled(Settled(settings=dump_values(config), decided=decided, code=code))
+    folder.write_settled(Settled(settings=dump_values(config), decided=decided, code=code, before=list(before)))
     folder.write_plan(plan)
     write_atomically(folder.config, to_yaml(config))  # last, because a folder with this file counts as a run
 
@@ -371,10 +377,15 @@ def _continue(loop: Loop, folder: RunFolder, resumed: Resumed) -> None:
         loop.journal.notice(note)
     loop.restore(resumed.path, resumed.checkpoint, resumed.changes)
     loop.journal.notice(f"resuming from {resumed.path.name}: {loop.journal.describe_progress()}")
-    is_same = not resumed.changes.keys and resumed.settled.code == sign_code(find_import_paths(loop.parts.config))
-    is_same = is_same and loop.parts.plan == folder.read_plan()  # other ranks may have another
+    settled, attempted = resumed.settled, int(resumed.checkpoint.state["step"]["attempted"])
+    # After a damaged checkpoint the run continues from an earlier one, and later steps are repeated with new settings.
+    before = [{**one, "until": min(one["until"], attempted)} for one in settled.before]
+    if resumed.changes.keys:
+        before.append({"until": attempted, "settings": settled.settings})
+    is_same = before == settled.before and settled.code == sign_code(find_import_paths(loop.parts.config))
+    is_same = is_same and loop.parts.plan == folder.read_plan()  # another number of ranks may have changed it
     if loop.checkpoints.writes and not is_same:
-        _write_settings(folder, loop.parts.config, loop.parts.plan, resumed.settled.decided)
+        _write_settings(folder, loop.parts.config, loop.parts.plan, settled.decided, before)
 
 
 def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed | None, warnings: list[str]) -> None:
