@@ -47,7 +47,6 @@ from halfstep.run.ending import (
     Progress,
     explain_ending,
     export_model,
-    export_sharded_model,
     has_left_nothing,
     has_summary,
     is_exported,
@@ -436,12 +435,11 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
             monitor.stop()
             # A run that trained nothing must not look like a success.
             refuse_only_skips(loop, start)
-            if parts.sharded is not None:
-                export_sharded_model(parts, folder)
             if writes:
                 _draw_curves(config, folder, report)
-                if parts.sharded is None:
-                    export_model(parts, folder)
+            if writes or parts.sharded is not None:
+                export_model(parts, folder)
+            if writes:
                 joules = energy.read_joules()
                 write_summary(folder, loop, joules)
                 busy = describe_gpu_use(monitor, loop.waiting, journal.elapsed_s, loop.engine.mode)
