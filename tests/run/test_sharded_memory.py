@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from halfstep.run.memory.planner import Cell, Layout, MemoryPlanner
 from halfstep.run.memory.sharded import ShardUnit
 from halfstep.run.memory.traceable_step import TraceableStep, build_traceable_step
 from halfstep.run.sharded_model import UNIT_PARAMETERS, group_blocks
+from halfstep.tune.memory_low import NORMAL
 from halfstep.workloads import load
 from ranks_together import together
 from tensor_bytes import TensorBytes
@@ -90,8 +92,8 @@ def test_what_ranks_hold_is_within_ten_percent_of_the_plan(planner: MemoryPlanne
 
 
 def predict(planner: MemoryPlanner, ranks: int, layout: Layout, precision: str = "fp32", **how: Any) -> dict[str, int]:
-    cell = Cell.of(planner.step.config, precision, "eager").spread(ranks, layout, **how)
-    return dict(planner.predict(cell).components)
+    cell = Cell.of(planner.step.config, precision, "eager").spread(ranks, layout)
+    return dict(planner.predict(dataclasses.replace(cell, **how)).components)
 
 
 def test_shards_divide_parameters_and_state_but_not_the_batch(planner: MemoryPlanner) -> None:
@@ -111,6 +113,14 @@ def test_blocks_that_are_gathered_in_half_take_half_and_are_not_cast(planner: Me
     full, half = (predict(planner, 2, "shard", "bf16", gathers_half=way) for way in (False, True))
     assert half["gathered"] < 0.8 * full["gathered"]
     assert half["half copies"] == 0
+
+
+def test_whole_gradients_are_kept_where_only_the_last_micro_batch_is_reduced(planner: MemoryPlanner) -> None:
+    each = predict(planner, 2, "shard", accumulate=2)
+    last = predict(planner, 2, "shard", accumulate=2, reduces_last=True)
+    gradients = planner.step.measure_fixed("fp32", NORMAL).weights
+    # At the peak a rank has all gradients instead of its half; of a unit it has two copies in any case.
+    assert sum(last.values()) - sum(each.values()) == pytest.approx(gradients / 2, rel=0.15)
 
 
 def test_uneven_and_tiny_parameters_are_padded_to_whole_rows() -> None:

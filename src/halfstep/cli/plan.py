@@ -253,12 +253,8 @@ def _predict_row(
     from halfstep.report.memory_view import MemoryRow
     from halfstep.run.memory.planner import Cell
 
-    gathers_half = config.train.shard_gather == "bf16"
     found = {
-        other: planner.predict(
-            Cell.of(config, precision, other, setting).spread(ranks, layout, gathers_half=gathers_half)
-        )
-        for other in modes
+        other: planner.predict(Cell.of(config, precision, other, setting).spread(ranks, layout)) for other in modes
     }
     return MemoryRow(
         precision=precision,

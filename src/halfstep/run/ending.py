@@ -110,7 +110,9 @@ def _explain_second_interrupt(loop: Loop, folder: RunFolder, *, is_new: bool) ->
     what = f"stopped by a second Ctrl-C after step {loop.parts.step.attempted}, without saving"
     kept = loop.checkpoints.list_all()
     if kept:
-        return Interrupted(what, why=f"the newest checkpoint is {kept[-1]}", fix=suggest_resume(folder.path))
+        return Interrupted(
+            what, why=f"the newest checkpoint is {kept[-1]}", fix=suggest_resume(folder.path, loop.parts.world)
+        )
     if not is_new:
         return Interrupted(what)
     shutil.rmtree(folder.path, ignore_errors=True)
@@ -133,7 +135,7 @@ def _save_after_bad_file(error: DataError, loop: Loop, folder: RunFolder) -> Hal
         except CheckpointError as unsaved:
             return _extend_error(error, why=unsaved.what)
     left_out = " (and --allow-changes, because files are left out)" if "on_bad_file=skip" in error.fix else ""
-    return _extend_error(error, fix=f"then {suggest_resume(folder.path)}{left_out}")
+    return _extend_error(error, fix=f"then {suggest_resume(folder.path, loop.parts.world)}{left_out}")
 
 
 def _extend_error(error: HalfstepError, *, why: str = "", fix: str = "") -> HalfstepError:

@@ -67,6 +67,8 @@ class Cell:
     layout: Layout = "alone"
     gathers_half: bool = False
     """Whether sharded blocks are gathered in bf16."""
+    reduces_last: bool = False
+    """Whether sharded gradients are reduced once per step: until then they are whole."""
 
     @classmethod
     def of(cls, config: RunConfig, precision: str, mode: Mode, setting: MemorySetting | None = None) -> Cell:
@@ -74,14 +76,16 @@ class Cell:
         if setting is None:
             setting = MemorySetting(recompute="blocks") if config.train.activation_checkpointing else NORMAL
         size, accumulate = config.train.batch_size, config.train.accumulate
-        return cls(precision=precision, mode=mode, setting=setting, batch_size=size, accumulate=accumulate)
+        half = config.train.shard_gather == "bf16"
+        return cls(precision=precision, mode=mode, setting=setting, batch_size=size, accumulate=accumulate,
+                   gathers_half=half)  # fmt: skip
 
-    def spread(self, ranks: int, layout: Layout, *, gathers_half: bool = False) -> Cell:
+    def spread(self, ranks: int, layout: Layout) -> Cell:
         """Return the cell of the rank with most samples if several ranks train this batch."""
         size = -(-self.batch_size // ranks)
         # Sharded steps are compiled, not captured.
         mode: Mode = "compile" if layout == "shard" and self.mode == "graph" else self.mode
-        return replace(self, batch_size=size, ranks=ranks, layout=layout, mode=mode, gathers_half=gathers_half)
+        return replace(self, batch_size=size, ranks=ranks, layout=layout, mode=mode)
 
     @classmethod
     def of_plan(cls, config: RunConfig, plan: Plan) -> Cell:
@@ -197,6 +201,7 @@ class MemoryPlanner:
                 units,
                 gathers_half=cell.gathers_half,
                 accumulates=cell.accumulate > 1,
+                reduces_last=cell.reduces_last,
                 is_compiled=cell.mode != "eager",
             )
             for trace, timeline in self._timelines[key]

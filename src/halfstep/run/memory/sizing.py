@@ -149,6 +149,24 @@ def choose_sharding(config: RunConfig, workload: Workload, plan: Plan, num_ranks
     return _set_sharding(plan, True, reason, (*blocks[0], *frozen), say)
 
 
+def choose_reduction(config: RunConfig, workload: Workload, plan: Plan, num_ranks: int, say: Say) -> Plan:
+    """Return the plan of a sharded run with the decision when gradients are reduced: once per step where whole
+    gradients have room until then, otherwise after each micro-batch."""
+    if config.train.accumulate == 1:
+        return plan
+    try:
+        planner = MemoryPlanner(build_traceable_step(config, workload.store), probe(plan.device))
+        cell = dataclasses.replace(Cell.of_plan(config, plan).spread(num_ranks, "shard"), reduces_last=True)
+        size, limit = planner.predict(cell).total, _measure_limit(plan, num_ranks)
+        fits, why = size <= limit, f"with whole gradients a rank needs {_compare(size, limit)}"
+    except HalfstepError as error:
+        fits, why = False, f"memory cannot be predicted: {error.what}"
+    when = "once per step" if fits else "after each micro-batch"
+    reason = f"gradients are reduced {when} (train.accumulate={config.train.accumulate}): {why}"
+    say(reason)
+    return dataclasses.replace(plan, reduces_last=fits, reduce_reason=reason)
+
+
 def _set_sharding(plan: Plan, shards: bool, reason: str, blocks: tuple[str, ...], say: Say) -> Plan:
     say(reason)
     return dataclasses.replace(plan, shards=shards, shard_reason=reason, shard_blocks=blocks)
