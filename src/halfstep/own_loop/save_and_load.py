@@ -245,6 +245,7 @@ def _read_shards(path: Path, steps: Sequence[Step], model: nn.Module, *, reshard
     if note:
         notes = [note]
         for number, (step, own) in enumerate(zip(steps, state["steps"], strict=False)):
+            step.refuse_unfit(own)
             path_to = ("state", "steps", number, "optimizers")
             notes += recut_optimizer_states(stored, model, step.optimizers, own["optimizers"], path_to)
         if world is None or world.is_first:
