@@ -34,7 +34,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Node, has_side_effect
 from torch.utils.checkpoint import CheckpointPolicy
 
 from halfstep.backend_flags import WANTED
@@ -171,6 +171,7 @@ class TracedLoss:
             entry.why_not = "loss_fn changes a Python number that it also computes with, such as a counter"
         if sum(isinstance(output, Promise) and output.requires_grad for output in entry.outputs) > 1:
             entry.why_not = "loss_fn keeps a tensor that has an autograd graph besides the loss: detach it"
+        share_casts(module, examples)
         graphs: list[GraphModule] = []
 
         def keep(graph: GraphModule, inputs: Any, **settings: Any) -> Any:
@@ -192,13 +193,16 @@ class TracedLoss:
 
             return compile_fx_inner(graph, inputs, **settings)
 
+        # As in an eager step, backward runs outside of autocast: it would compute gradients of fp32 layers in half.
+        settings = {"backward_pass_autocast": "off"}
         if self.compiler == "aten":
-            entry.code = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition)(module, examples)
+            with torch._functorch.config.patch(settings):
+                entry.code = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition)(module, examples)
         else:
             from torch._inductor.compile_fx import compile_fx
 
             # A hit in AOTAutograd's cache would not pass through `keep`, and nothing would be scanned.
-            with torch._functorch.config.patch(enable_autograd_cache=False):
+            with torch._functorch.config.patch(settings | {"enable_autograd_cache": False}):
                 entry.code = compile_fx(module, examples, inner_compile=keep)  # type: ignore[assignment]
         entry.requires_grad = [isinstance(one, Tensor) and one.requires_grad for one in examples]
         entry.has_side_effects = has_side_effects()
@@ -321,6 +325,44 @@ def find_outputs(module: GraphModule) -> list[Any]:
     output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
     values = [node.meta.get("example_value") if isinstance(node, Node) else node for node in output.args[0]]
     return [Promise(tuple(v.shape), v.dtype, v.device, v.requires_grad) if isinstance(v, Tensor) else v for v in values]
+
+
+def share_casts(module: GraphModule, examples: Sequence[Any]) -> None:
+    """Let the traced code cast a weight once, however often it is used, as eager autocast does with its cache.
+
+    Gradients of a cast that is shared are added up in half precision. AOTAutograd switches the cache off, so that no
+    tensor of one trace reaches the next one; here it is emptied before and after."""
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    weights = [node for node, one in zip(placeholders, examples, strict=True) if is_cached(one)]
+    output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
+    with module.graph.inserting_after(placeholders[-1]):
+        was_kept = module.graph.call_function(keep_casts, tuple(weights))
+    with module.graph.inserting_before(output):
+        module.graph.call_function(drop_casts, (was_kept,))
+    module.recompile()
+
+
+def is_cached(example: object) -> bool:
+    """True for an input whose casts autocast keeps."""
+    return isinstance(example, Tensor) and example.requires_grad and example.is_leaf and not example._is_view()
+
+
+@has_side_effect
+def keep_casts(*weights: Tensor) -> bool:
+    """Empty and switch on autocast's cache. It keeps casts of leaves only, which AOTAutograd's inputs are not."""
+    for weight in weights:
+        if not weight.is_leaf:
+            weight.detach_().requires_grad_()
+    was_kept = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(True)
+    return was_kept
+
+
+@has_side_effect
+def drop_casts(was_kept: bool) -> None:
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(was_kept)
 
 
 @dataclass(frozen=True)
