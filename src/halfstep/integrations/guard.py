@@ -245,6 +245,7 @@ class HostGuard(HostSteps):
         self._batches: list[Any] = []
         self._guard = Guard(options, scaling=self.scaler is not None, advice=advice)
         self._recorder = make_recorder(folder, self._step, spikes=False, model=plain) if folder else None
+        self._step.keeps_rng, self._step.measures_spikes = self._recorder is not None, False
         self._warnings = DroppedSteps(low_scale=USUAL_FIRST / FAR_BELOW if self.scaler is not None else None)
         if self._step.ranks is not None:
             settings = {"guard": options, "schedule": self.schedule, "host": host}
@@ -306,7 +307,8 @@ class HostGuard(HostSteps):
     def record(self, loss: Tensor, *, share: float = 1.0) -> None:
         """Add the loss of a micro-batch to the window, where the host calls backward; `share` is what it counts."""
         self.open_window()
-        own = loss.detach().to(self._step.device, torch.float32, copy=True).sum()
+        own = loss.detach().to(self._step.device, torch.float32, copy=True)
+        own = own.sum() if own.ndim else own
         own = own if share == 1 else own * share
         self._loss = own if self._loss is None else self._loss + own
 
@@ -320,8 +322,8 @@ class HostGuard(HostSteps):
 
     def note_norm(self, norm: Tensor, parameters: Iterable[Tensor]) -> None:
         """Take over the norm that the host has clipped by, so that it is not measured again."""
-        measured, trained = set(map(id, parameters)), self._step.find_trained_parameters()
-        if all(id(one) in measured for one in trained):
+        trained = self._step.find_trained_parameters()
+        if set(map(id, trained)) <= set(map(id, parameters)):
             self._norm = norm, JudgedGradients(trained)
 
     def _add_overflow(self, flag: Tensor) -> None:

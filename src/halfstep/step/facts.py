@@ -281,7 +281,8 @@ def read_rng_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_rng(state: dict[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(state["cpu"])
+    if "cpu" in state:
+        torch.set_rng_state(state["cpu"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
 

@@ -33,7 +33,6 @@ from halfstep.step.flat import (
     are_same_objects,
     became_non_finite,
     can_be_non_finite,
-    gather,
     get_version,
     is_finite,
     is_writable_in_place,
@@ -203,13 +202,13 @@ class ForwardWrites:
         )
 
     def forget(self) -> None:
-        """Undo exchanges and drop copies after a capture, which ran no kernels: the copies are the graph's memory."""
+        """Undo exchanges and drop copies around a capture, which ran no kernels: the copies are the graph's memory."""
         self._undo_exchanges()
+        self.views.forget()
         self._close()
 
     def _close(self) -> None:
         self.is_open = self.has_grown = False
-        self.views.saved = []  # a capture that broke off leaves memory of its own there
         self.before, self.storages, self.snapshots, self.marks, self.copies = [], [], [], NO_MARKS, {}
         self.unsaved, self.replaced, self.moved, self.untrained = [], [], [], []
 
@@ -311,7 +310,7 @@ class ForwardWrites:
         copy = self.copies.get(slot.name)
         if held is not None and copy is not None:
             snapshot = Snapshot([held.data])
-            snapshot.saved = [gather([copy]).to(held.device)]
+            snapshot.take([copy])
             self.snapshots.append(snapshot)
         elif in_place:
             self.unsaved.append(slot)
