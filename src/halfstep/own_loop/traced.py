@@ -169,7 +169,7 @@ class TracedLoss:
         tracing, takes longer than the guards of a small model: it is left out where an entry fits."""
         if self.entries:
             self._callback.only_looks_up = True
-            before = set_eval_frame(self._callback)
+            before = set_eval_frame(self._callback)  # type: ignore[arg-type]
             try:
                 return self._function(loss_fn, batch)
             except NoEntry:
