@@ -283,12 +283,15 @@ def predict_stored_run(path: Path) -> dict[str, int]:
     return dict(MemoryPlanner(build_traceable_step(config, store)).predict(cell).components)
 
 
-def suggest_fitting_settings(config: RunConfig, plan: Plan, store: Store, limit_bytes: int) -> list[str]:
+def suggest_fitting_settings(
+    config: RunConfig, plan: Plan, store: Store, limit_bytes: int, ranks: int | None = None
+) -> list[str]:
     """Return overrides that are predicted to fit, fastest first; none if the step cannot be traced."""
     half = () if plan.compute in ("bf16", "fp16", "fp8") else ("bf16",)
     try:
         planner = MemoryPlanner(build_traceable_step(config, store))
-        fits = find_fits(planner, config, limit_bytes, plan.mode or "eager", (plan.granted, *half), most=SUGGESTIONS)
+        precisions, mode = (plan.granted, *half), plan.mode or "eager"
+        fits = find_fits(planner, config, limit_bytes, mode, precisions, most=SUGGESTIONS, ranks=ranks)
     except HalfstepError:
         return []
     return [f"{' '.join(fit.arguments)} (predicted {format_bytes(fit.prediction.total)})" for fit in fits]
@@ -298,8 +301,8 @@ def suggest_for_run(parts: Assembly) -> Iterable[str]:
     """Return overrides with which a run that ran out of GPU memory is predicted to fit."""
     if parts.device.type != "cuda":
         return ()
-    limit = measure_free_bytes(parts.device)
-    return suggest_fitting_settings(parts.config, parts.plan, parts.workload.store, limit)
+    limit, ranks = measure_free_bytes(parts.device), None if parts.world is None else parts.world.size
+    return suggest_fitting_settings(parts.config, parts.plan, parts.workload.store, limit, ranks)
 
 
 def make_peak_predictor(config: RunConfig, workload: Workload) -> Callable[[Plan, MemorySetting], int | None]:
