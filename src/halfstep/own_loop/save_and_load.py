@@ -29,6 +29,7 @@ from halfstep.errors import CheckpointError, format_count, summarise_error
 from halfstep.own_loop.step import Step
 from halfstep.own_loop.user_warnings import warn_user
 from halfstep.step.optim.recut_shards import recut_optimizer_states
+from halfstep.step.randomness import read_generators
 from halfstep.step.snapshots import find_loose_buffers, restore_buffers
 from halfstep.step.tree import pack, unpack
 from halfstep.tensor_files import LazyTensors, describe, make_header, take, write_tensors
@@ -133,7 +134,8 @@ def load(
             f"torch used {state['threads']} CPU threads when {path} was stored and uses {threads} now: sums can differ "
             f"in the last bit; torch.set_num_threads({state['threads']}) makes the resumed loop bit-exact"
         )
-    if all(own["position"]["pass"] is None and own["attempted"] for own in state["steps"]):
+    is_first = steps[0].ranks is None or steps[0].ranks.world.is_first
+    if is_first and all(own["position"]["pass"] is None and own["attempted"] for own in state["steps"]):
         warn_user(
             f"{path} holds no position in the data, because no batch came from step.windows(loader): a loop over a "
             "loader starts at its first batch again; a loop that draws its batches itself continues"
@@ -246,6 +248,9 @@ def _read_shards(path: Path, steps: Sequence[Step], model: nn.Module, *, reshard
         notes = [note]
         for number, (step, own) in enumerate(zip(steps, state["steps"], strict=False)):
             step.refuse_unfit(own)
+            if list(own["position"]["ranks"]) != step._position.ranks:
+                # The generators are of another number of ranks. The note says that exactness ends here.
+                own["position"] |= {"ranks": step._position.ranks, "generators": read_generators()}
             path_to = ("state", "steps", number, "optimizers")
             notes += recut_optimizer_states(stored, model, step.optimizers, own["optimizers"], path_to)
         if world is None or world.is_first:

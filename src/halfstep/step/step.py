@@ -224,7 +224,7 @@ class Step:
         parameters = self.find_trained_parameters()
         self.writes.find_writes()
         self._check_reduced(parameters)
-        if norm is None:
+        if norm is None or not are_same_objects(parameters, self.writes.trained):  # a group was added since
             gradients = collect_gradients(parameters)
             norm = self._choose_norm(parameters)(gradients, 2.0) if gradients else torch.zeros_like(loss)
         if overflow is not None:
