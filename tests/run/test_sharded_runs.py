@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import sharded_workload
+from half_gather import check_half_gather, train_gathered_in_half
 from halfstep.distributed.launch import Launch
 from halfstep.distributed.world import Share
 from halfstep.errors import ConfigError, HalfstepError
@@ -244,3 +245,9 @@ def test_a_sharded_run_can_be_resumed_unsharded(ran: tuple[Path, dict[str, Any]]
     folder, _ = ran
     resume(folder / "compiled", "train.shard=false", "train.max_steps=9", "train.fast=off", allow_changes=True)
     assert newest(folder / "compiled").state["step"]["attempted"] == 9
+
+
+def test_blocks_gathered_in_bf16_keep_norms_in_fp32_and_drop_bad_steps(tmp_path: Path) -> None:
+    for own in together(2, train_gathered_in_half, tmp_path, "cpu", "eager"):
+        check_half_gather(own)
+        assert own["reason"] == "loss is nan (rank 1)"
