@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from halfstep.distributed.world import Share
+from halfstep.errors import MemoryLimitError
 from halfstep.hardware.probe import probe
 from halfstep.run import sharded_model
-from halfstep.run.memory.planner import Cell, Layout, MemoryPlanner
+from halfstep.run.memory.planner import Cell, Layout, MemoryPlanner, find_fits, refuse_nothing_fits
 from halfstep.run.memory.sharded import ShardUnit
 from halfstep.run.memory.traceable_step import TraceableStep, build_traceable_step
-from halfstep.run.sharded_model import UNIT_PARAMETERS, group_blocks
+from halfstep.run.sharded_model import UNIT_PARAMETERS, group_blocks, refuse_unshardable
+from halfstep.tune.memory_low import NORMAL
 from halfstep.workloads import load
 from ranks_together import together
 from tensor_bytes import TensorBytes
@@ -90,8 +94,8 @@ def test_what_ranks_hold_is_within_ten_percent_of_the_plan(planner: MemoryPlanne
 
 
 def predict(planner: MemoryPlanner, ranks: int, layout: Layout, precision: str = "fp32", **how: Any) -> dict[str, int]:
-    cell = Cell.of(planner.step.config, precision, "eager").spread(ranks, layout, **how)
-    return dict(planner.predict(cell).components)
+    cell = Cell.of(planner.step.config, precision, "eager").spread(ranks, layout)
+    return dict(planner.predict(dataclasses.replace(cell, **how)).components)
 
 
 def test_shards_divide_parameters_and_state_but_not_the_batch(planner: MemoryPlanner) -> None:
@@ -111,6 +115,33 @@ def test_blocks_that_are_gathered_in_half_take_half_and_are_not_cast(planner: Me
     full, half = (predict(planner, 2, "shard", "bf16", gathers_half=way) for way in (False, True))
     assert half["gathered"] < 0.8 * full["gathered"]
     assert half["half copies"] == 0
+
+
+def test_settings_that_fit_shards_can_be_typed(planner: MemoryPlanner) -> None:
+    config, ranks = planner.step.config, 2
+    shard = planner.predict(Cell.of(config, "fp32", "eager").spread(ranks, "shard")).total
+    # Too little for a whole model, even if it is recomputed and its optimizer state has 8 bits.
+    fits = find_fits(planner, config, int(1.05 * shard), "eager", ("fp32",), ranks=ranks)
+    assert {fit.prediction.cell.layout for fit in fits} == {"shard"}
+    assert len(fits) > 1
+    for fit in fits:
+        assert fit.prediction.total <= 1.05 * shard
+        assert fit.batch_size * fit.accumulate == 6
+        precision, *overrides = fit.arguments[1:2] + fit.arguments[4:]
+        assert fit.arguments[2:4] == ["--gpus", "2"]
+        asked = load("gpt2", flags={"precision": precision}, overrides=[*GPT2, *overrides]).config
+        assert asked.train.shard is True
+        refuse_unshardable(asked, planner.step.workload, Share(0, ranks))  # type: ignore[arg-type]
+    with pytest.raises(MemoryLimitError, match="sharded"):
+        refuse_nothing_fits(planner, config, 1000, "eager", "1 kB", ranks)
+
+
+def test_whole_gradients_are_kept_where_only_the_last_micro_batch_is_reduced(planner: MemoryPlanner) -> None:
+    each = predict(planner, 2, "shard", accumulate=2)
+    last = predict(planner, 2, "shard", accumulate=2, reduces_last=True)
+    gradients = planner.step.measure_fixed("fp32", NORMAL).weights
+    # At the peak a rank has all gradients instead of its half; of a unit it has two copies in any case.
+    assert sum(last.values()) - sum(each.values()) == pytest.approx(gradients / 2, rel=0.15)
 
 
 def test_uneven_and_tiny_parameters_are_padded_to_whole_rows() -> None:

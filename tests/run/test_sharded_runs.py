@@ -19,10 +19,12 @@ from halfstep.distributed.launch import Launch
 from halfstep.distributed.world import Share
 from halfstep.errors import ConfigError, HalfstepError
 from halfstep.hardware.gpus import look_up_gpu
+from halfstep.precision.plan import Plan
 from halfstep.run import sharded_model
 from halfstep.run.assemble import build_workload, decide_plan
 from halfstep.run.checkpoint import is_sharded
 from halfstep.run.folder import RunFolder
+from halfstep.run.memory import sizing
 from halfstep.run.sharded_model import MIN_UNITS, _find_own_units, refuse_unfit_gather, refuse_unshardable
 from halfstep.run.train import train
 from halfstep.use.open_run import open_run
@@ -35,9 +37,10 @@ SETTINGS = {**TINY, "train.max_steps": 8, "train.report_every": 1, "schedule.nam
             "schedule.warmup_steps": 0, "ema.enabled": True, "train.checkpoint_every": 2, "optimizer.lr": 1e-2,
             "train.sample_every": 4}  # fmt: skip
 SHARD = {"train.shard": True, "train.rank_timeout_s": 60}
+TWICE = {"train.accumulate": 2, "train.max_steps": 4}
 DEEP = {"model.options": {"depth": 10}, "train.max_steps": 4}
 """Of so many blocks two are one unit."""
-COMPILE = torch.compile
+COMPILE, MEASURE_LIMIT = torch.compile, sizing._measure_limit
 
 
 def several(rank: int, size: int, port: int, ports: list[int], calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -46,6 +49,7 @@ def several(rank: int, size: int, port: int, ports: list[int], calls: dict[str, 
     ends = {}
     for own_port, (name, call) in zip(ports, calls.items(), strict=True):
         sharded_model.MIN_UNITS = call.get("min_units", MIN_UNITS)
+        sizing._measure_limit = call.get("limit", MEASURE_LIMIT)
         num = call.get("size", size)
         if rank >= num:
             continue
@@ -62,6 +66,10 @@ def several(rank: int, size: int, port: int, ports: list[int], calls: dict[str, 
                 end = str(error)
         ends[name] = end, shown.getvalue()
     return ends
+
+
+def have_little_memory(plan: Plan, num_ranks: int) -> int:
+    return 100
 
 
 def _compile(compiler: Any, region: Any, dynamic: bool, options: Any) -> Any:
@@ -82,6 +90,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
         "poisoned": new("poisoned", **{"model.options": {"poisoned": 2}, "train.max_steps": 4}),
         "compiled": new("compiled", **{"train.fast": "graph", "log.quiet": False}),
         "grouped": new("grouped", **DEEP),
+        "last": new("last", **{**TWICE, "log.quiet": False}),
+        "each": new("each", **{**TWICE, "log.quiet": False}) | {"limit": have_little_memory},
         "one by one": new("one-by-one", **DEEP) | {"min_units": 100},
         "grouped, compiled": new("grouped-compiled", **DEEP, **{"train.fast": "compile"}),
         "auto": new("auto", **{"train.shard": "auto", "train.max_steps": 2, "log.quiet": False}),
@@ -120,6 +130,21 @@ def test_blocks_that_share_a_unit_train_the_same_weights(ran: tuple[Path, dict[s
     grouped, apart, compiled = (newest(folder / name).model for name in ("grouped", "one-by-one", "grouped-compiled"))
     assert_same_bits(grouped, apart)
     assert all(torch.allclose(compiled[name], grouped[name], atol=1e-5) for name in grouped)
+
+
+def test_gradients_are_reduced_once_per_step_where_whole_ones_fit(
+    ran: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, ends = ran
+    assert (ends["last"][0], ends["each"][0]) == ("", "")
+    why = "(train.accumulate=2): with whole gradients a rank needs"
+    assert ends["last"][1].count(f"gradients are reduced once per step {why}") == 1
+    assert ends["each"][1].count(f"gradients are reduced after each micro-batch {why}") == 1
+    assert [RunFolder.open(str(folder / name)).read_plan().reduces_last for name in ("last", "each")] == [True, False]
+    alone = newest(run(tmp_path / "alone", {**SETTINGS, **TWICE}, WORKLOAD)).model
+    for name in ("last", "each"):
+        shards = newest(folder / name).model
+        assert all(torch.allclose(shards[key], value, atol=1e-5, rtol=1e-5) for key, value in alone.items()), name
 
 
 def test_a_resumed_run_has_the_same_bits(ran: tuple[Path, dict[str, Any]]) -> None:

@@ -133,6 +133,7 @@ class ShardedModel:
 
         self.world, mesh = world, make_mesh(device)
         self._casts_again = plan.compute in ("bf16", "fp16") and config.train.shard_gather == "fp32"
+        self._reduces_last = plan.reduces_last
         refuse_unfit_gather(config, plan)
         groups = group_blocks(model, [name for name in plan.shard_blocks if OF_FROZEN not in name])
         units = [[model.get_submodule(name) for name in names] for names in groups]
@@ -175,7 +176,9 @@ class ShardedModel:
             with cast_weights_again():  # half copies of a whole model would take more than its shard
                 return self.call(eager, batch)
 
-        return run_eager, functools.partial(self.call, compiled), Ranks(self.world, [], device, self.sharding)
+        ranks = Ranks(self.world, [], device, self.sharding)
+        ranks.reduces_each = not self._reduces_last
+        return run_eager, functools.partial(self.call, compiled), ranks
 
 
 def make_mesh(device: torch.device) -> DeviceMesh:

@@ -47,7 +47,6 @@ from halfstep.run.ending import (
     Progress,
     explain_ending,
     export_model,
-    export_sharded_model,
     has_left_nothing,
     has_summary,
     is_exported,
@@ -68,7 +67,13 @@ from halfstep.run.interrupts import catch_interrupts, raise_at_once
 from halfstep.run.journal import Journal, describe_gpu_use, find_hint
 from halfstep.run.loop import Loop
 from halfstep.run.memory.out_of_memory import OutOfMemory, explain_model_too_large
-from halfstep.run.memory.sizing import choose_pieces, choose_sharding, make_peak_predictor, predict_memory_for_page
+from halfstep.run.memory.sizing import (
+    choose_pieces,
+    choose_reduction,
+    choose_sharding,
+    make_peak_predictor,
+    predict_memory_for_page,
+)
 from halfstep.run.multi_rank import derive_seed, describe_rank_effects, refuse_differences, refuse_unfit
 from halfstep.run.optimizer import count_steps_per_epoch
 from halfstep.run.presentation import show_header, show_summary
@@ -178,9 +183,10 @@ def _decide(config: RunConfig, workload: Workload, hardware: Hardware, rank: Run
 
 def _try_modes(config: RunConfig, workload: Workload, plan: Plan, rank: RunRank, rehearse: Rehearse) -> Plan:
     """Return the plan with what trials find, and with the micro-batch of `train.auto_batch`."""
-    if plan.shards:
-        return dataclasses.replace(choose_sharded_mode(config, plan, _make_say(config.log.quiet)), pieces=1)
     own, say = rank.get_trial_config(config), _make_say(config.log.quiet)
+    if plan.shards and rank.world is not None:
+        plan = dataclasses.replace(choose_sharded_mode(config, plan, say), pieces=1)
+        return choose_reduction(config, workload, plan, rank.world.size, say)
     plan = tune_plan(own, workload, plan, say, rehearse, peak=make_peak_predictor(own, workload))
     if not config.train.auto_batch:
         return dataclasses.replace(plan, pieces=1)
@@ -272,7 +278,7 @@ def _resume(loaded: Loaded, folder: RunFolder, rank: RunRank, *, allow_changes: 
         refuse_unshardable(loaded.config, workload, rank.world)
         if rank.world is not None:
             refuse_differences(loaded.config, workload, rank.world, resumes=True)
-        go_on = partial(_choose_plan, loaded.config, workload, folder, changes, rank)
+        go_on = partial(_choose_plan, loaded.config, workload, folder, changes, rank, is_other_mesh=bool(note))
         plan = rank.agree_on_plan(go_on, loaded.config, workload)
         if rank.writes:
             # Remove records of steps after the checkpoint: they will be repeated.
@@ -349,10 +355,11 @@ def _is_tidy(config: RunConfig, folder: RunFolder, path: Path, checkpoint: Check
 
 
 def _choose_plan(
-    config: RunConfig, workload: Workload, folder: RunFolder, changes: Changes, rank: RunRank, rehearse: Rehearse
-) -> Plan:
+    config: RunConfig, workload: Workload, folder: RunFolder, changes: Changes, rank: RunRank, rehearse: Rehearse,
+    *, is_other_mesh: bool,
+) -> Plan:  # fmt: skip
     """Return the stored plan, with new decisions and measurements for settings that have changed."""
-    if changes.touch("precision.", "device", "train.shard"):
+    if is_other_mesh or changes.touch("precision.", "device", "train.shard"):
         return _decide(config, workload, probe(rank.choose_device(config)), rank, rehearse)
     plan = folder.read_plan()
     refuse_missing_device(plan)
@@ -375,6 +382,7 @@ def _continue(loop: Loop, folder: RunFolder, resumed: Resumed) -> None:
     if resumed.changes.keys:
         before.append({"until": attempted, "settings": settled.settings})
     is_same = before == settled.before and settled.code == sign_code(find_import_paths(loop.parts.config))
+    is_same = is_same and loop.parts.plan == folder.read_plan()  # another number of ranks may have changed it
     if loop.checkpoints.writes and not is_same:
         _write_settings(folder, loop.parts.config, loop.parts.plan, settled.decided, before)
 
@@ -427,12 +435,11 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
             monitor.stop()
             # A run that trained nothing must not look like a success.
             refuse_only_skips(loop, start)
-            if parts.sharded is not None:
-                export_sharded_model(parts, folder)
             if writes:
                 _draw_curves(config, folder, report)
-                if parts.sharded is None:
-                    export_model(parts, folder)
+            if writes or parts.sharded is not None:
+                export_model(parts, folder)
+            if writes:
                 joules = energy.read_joules()
                 write_summary(folder, loop, joules)
                 busy = describe_gpu_use(monitor, loop.waiting, journal.elapsed_s, loop.engine.mode)

@@ -8,6 +8,7 @@ Of sharded tensors this rank's shard is treated, in place: no rank needs another
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterable, Sequence
 from itertools import compress
@@ -78,8 +79,10 @@ def _join(views: Sequence[Tensor]) -> Tensor:
 
 
 def _spread(flat: Tensor, views: Sequence[Tensor]) -> None:
-    pieces = flat.split([view.numel() for view in views])
-    are_lines = [_is_line(view) for view in views]
+    _copy_all(views, flat.split([view.numel() for view in views]), list(map(_is_line, views)))
+
+
+def _copy_all(views: Sequence[Tensor], pieces: Sequence[Tensor], are_lines: Sequence[bool]) -> None:
     if any(are_lines):
         torch._foreach_copy_(list(compress(views, are_lines)), list(compress(pieces, are_lines)))
     for view, piece, is_line in zip(views, pieces, are_lines, strict=True):
@@ -93,45 +96,115 @@ def _is_line(view: Tensor) -> bool:
 
 
 class Snapshot:
-    """A copy of some tensors, restored where a device flag is set."""
+    """A copy of some tensors, restored where a device flag is set. Each copy uses the memory of the one before it."""
 
     @torch.no_grad()
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self.groups = group_by_kind(view_all_flat(tensors))
-        self.saved: list[Tensor] = []
+        # The widest dtype first: in a joined copy each then begins at a multiple of its size.
+        views = sorted(view_all_flat(tensors), key=lambda view: (-view.element_size(), str(view.dtype)))
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for view in views:
+            groups.setdefault((view.device, _view_words(view).dtype), []).append(view)
+        self.groups = list(map(_SavedGroup, groups.values()))
 
+    @torch.no_grad()
     def save(self) -> None:
-        self.saved = [_join(group) for group in self.groups]
+        for group in self.groups:
+            group.save()
+
+    @torch.no_grad()
+    def take(self, copies: Iterable[Tensor]) -> None:
+        """Treat copies of the tensors, made elsewhere, as what was saved."""
+        for group, theirs in zip(self.groups, Snapshot(copies).groups, strict=True):
+            group.take(theirs.gather())
 
     def pair_floats(self) -> list[tuple[Tensor, Tensor]]:
         """Return saved and current values that can be non-finite, flat, one pair per device and dtype."""
-        pairs = zip(self.groups, self.saved, strict=True)
-        return [(saved, _join(group)) for group, saved in pairs if can_be_non_finite(saved)]
+        return [pair for group in self.groups if group.is_saved for pair in group.pair_floats()]
 
     def restore_where(self, flag: Tensor) -> None:
         """Restore every tensor's saved bits where `flag` is true; otherwise keep the current ones."""
-        for group, saved in zip(self.groups, self.saved, strict=False):  # nothing saved, nothing to put back
-            if saved.is_cuda:
-                _spread(torch.where(flag, saved, _join(group)), group)
-            elif bool(flag):  # a CPU flag: no wait
-                _put_back(saved, group)
-        self.saved = []
+        for group in self.groups:
+            if group.is_saved:  # nothing saved, nothing to put back
+                group.restore_where(flag)
+                group.is_saved = False
 
     @torch.no_grad()
     def restore(self) -> None:
-        for group, saved in zip(self.groups, self.saved, strict=False):  # nothing saved, nothing to put back
-            _put_back(saved, group)
-        self.saved = []
+        for group in self.groups:
+            if group.is_saved:
+                group.put_back()
+                group.is_saved = False
+
+    def forget(self) -> None:
+        """Drop the copy and its memory, which may be that of a CUDA graph."""
+        for group in self.groups:
+            group.saved, group.pieces, group.saved_floats, group.is_saved = None, (), [], False
 
 
-def _put_back(saved: Tensor, views: Sequence[Tensor]) -> None:
-    """Write what differs. On the CPU nothing else is touched: a buffer may be a read-only memory-mapped file."""
-    if saved.is_cuda:
-        return _spread(saved, views)
-    for view, piece in zip(views, saved.split([view.numel() for view in views]), strict=True):
-        if not (_is_line(view) and torch.equal(view.view(torch.uint8), piece.view(torch.uint8))):
-            view.copy_(piece.view(view.shape))
-    return None
+class _SavedGroup:
+    """Tensors of one device that are copied together: as integers, so that several dtypes take the same kernels."""
+
+    def __init__(self, views: Sequence[Tensor]) -> None:
+        self.words = list(map(_view_words, views))
+        self.sizes = list(map(Tensor.numel, self.words))
+        self.are_lines = list(map(_is_line, self.words))
+        self.saved: Tensor | None = None
+        self.pieces: Sequence[Tensor] = ()  # of `saved`, one for each tensor
+        self.is_saved = False
+        self.floats: list[tuple[slice, list[Tensor]]] = []  # what can be non-finite, by dtype, and where it is saved
+        self.saved_floats: list[Tensor] = []
+        end = 0
+        for _, group in itertools.groupby(views, get_dtype):
+            own = list(group)
+            start, end = end, end + sum(_view_words(view).numel() for view in own)
+            if can_be_non_finite(own[0]):
+                self.floats.append((slice(start, end), own))
+
+    def gather(self, out: Tensor | None = None) -> Tensor:
+        lines = self.words if all(self.are_lines) else [word.reshape(-1) for word in self.words]
+        return torch.cat(lines, out=out)
+
+    def save(self) -> None:
+        if self.saved is None:
+            self.take(self.gather())
+        else:
+            self.gather(out=self.saved)
+        self.is_saved = True
+
+    def take(self, flat: Tensor) -> None:
+        self.saved, self.is_saved = flat.view(self.words[0].dtype).to(self.words[0].device), True
+        self.pieces = self.saved.split(self.sizes)
+        self.saved_floats = [self.saved[where].view(views[0].dtype) for where, views in self.floats]
+
+    def pair_floats(self) -> list[tuple[Tensor, Tensor]]:
+        return [(saved, _join(views)) for saved, (_, views) in zip(self.saved_floats, self.floats, strict=True)]
+
+    def restore_where(self, flag: Tensor) -> None:
+        assert self.saved is not None
+        if self.saved.is_cuda:
+            self.select(flag)
+        elif bool(flag):  # a CPU flag: no wait
+            self.put_back()
+
+    def select(self, flag: Tensor) -> None:
+        assert self.saved is not None
+        torch.where(flag, self.saved, self.gather(), out=self.saved)
+        _copy_all(self.words, self.pieces, self.are_lines)
+
+    def put_back(self) -> None:
+        """Write the saved values. On the CPU only those that differ: a buffer may be a read-only mapped file."""
+        assert self.saved is not None
+        if self.saved.is_cuda:
+            return _copy_all(self.words, self.pieces, self.are_lines)
+        for word, piece, is_line in zip(self.words, self.pieces, self.are_lines, strict=True):
+            if not (is_line and torch.equal(word.view(torch.uint8), piece.view(torch.uint8))):
+                word.copy_(piece.view(word.shape))
+        return None
+
+
+def _view_words(view: Tensor) -> Tensor:
+    return view.view(torch.int32) if _is_line(view) and view.element_size() % 4 == 0 else view
 
 
 def became_non_finite(before: Tensor, now: Tensor) -> Tensor:

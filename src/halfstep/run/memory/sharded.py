@@ -103,12 +103,14 @@ def shard_timeline(
     *,
     gathers_half: bool,
     accumulates: bool,
+    reduces_last: bool,
     is_compiled: bool,
 ) -> Timeline:
     """Return a rank's timeline with FSDP2.
 
     Each operation gets two positions: 2n while it runs, and 2n + 1 for what FSDP2 does before the next one. While
-    gradients accumulate, their shards exist from the start; every micro-batch is reduced.
+    gradients accumulate, their shards exist from the start. If only the last micro-batch is reduced, whole gradients
+    exist instead, each until its unit is reduced.
     """
     kept = timeline.lives if is_compiled else _cast_again(timeline, trace)
     lives = [
@@ -118,8 +120,8 @@ def shard_timeline(
         if life.kind != "gradients" and not (gathers_half and life.kind == "half copies")
     ]
     end = 2 * timeline.num_ops - 1
-    lives += _gather_and_reduce(trace, units, end, gathers_half=gathers_half)
-    if accumulates:
+    lives += _gather_and_reduce(trace, units, end, gathers_half=gathers_half, reduces_last=reduces_last)
+    if accumulates and not reduces_last:
         lives.append(Life(sum(unit.shard for unit in units), 0, end, "gradients"))
     workspaces = [size for workspace in timeline.workspaces for size in (workspace, 0)]
     rounded = (
@@ -139,7 +141,9 @@ def _cast_again(timeline: Timeline, trace: StepTrace) -> Iterator[Life]:
                 yield Life(trace.values[value].num_bytes, number, number, "half copies")
 
 
-def _gather_and_reduce(trace: StepTrace, units: Sequence[UnitBytes], end: int, *, gathers_half: bool) -> Iterator[Life]:
+def _gather_and_reduce(
+    trace: StepTrace, units: Sequence[UnitBytes], end: int, *, gathers_half: bool, reduces_last: bool
+) -> Iterator[Life]:
     owners = {name: number for number, unit in enumerate(units) for name in unit.names}
     owned = {value: owners[name] for value, name in trace.names.items() if name in owners}
     forward, backward = (_find_uses(trace, owned, in_backward=is_back) for is_back in (False, True))
@@ -169,6 +173,8 @@ def _gather_and_reduce(trace: StepTrace, units: Sequence[UnitBytes], end: int, *
         reduced_at = 2 * backward[unit][1] + 1
         freed_at = end if following is None else max(2 * backward[following][1], reduced_at)
         yield Life(units[unit].reduced, reduced_at, freed_at, "reductions")
+        if reduces_last:
+            yield Life(units[unit].reduced, 0, reduced_at, "gradients")
         yield Life(units[unit].shard, reduced_at, end, "gradients")
 
 

@@ -149,6 +149,24 @@ def choose_sharding(config: RunConfig, workload: Workload, plan: Plan, num_ranks
     return _set_sharding(plan, True, reason, (*blocks[0], *frozen), say)
 
 
+def choose_reduction(config: RunConfig, workload: Workload, plan: Plan, num_ranks: int, say: Say) -> Plan:
+    """Return the plan of a sharded run with the decision when gradients are reduced: once per step where whole
+    gradients have room until then, otherwise after each micro-batch."""
+    if config.train.accumulate == 1:
+        return plan
+    try:
+        planner = MemoryPlanner(build_traceable_step(config, workload.store), probe(plan.device))
+        cell = dataclasses.replace(Cell.of_plan(config, plan).spread(num_ranks, "shard"), reduces_last=True)
+        size, limit = planner.predict(cell).total, _measure_limit(plan, num_ranks)
+        fits, why = size <= limit, f"with whole gradients a rank needs {_compare(size, limit)}"
+    except HalfstepError as error:
+        fits, why = False, f"memory cannot be predicted: {error.what}"
+    when = "once per step" if fits else "after each micro-batch"
+    reason = f"gradients are reduced {when} (train.accumulate={config.train.accumulate}): {why}"
+    say(reason)
+    return dataclasses.replace(plan, reduces_last=fits, reduce_reason=reason)
+
+
 def _set_sharding(plan: Plan, shards: bool, reason: str, blocks: tuple[str, ...], say: Say) -> Plan:
     say(reason)
     return dataclasses.replace(plan, shards=shards, shard_reason=reason, shard_blocks=blocks)
@@ -265,12 +283,15 @@ def predict_stored_run(path: Path) -> dict[str, int]:
     return dict(MemoryPlanner(build_traceable_step(config, store)).predict(cell).components)
 
 
-def suggest_fitting_settings(config: RunConfig, plan: Plan, store: Store, limit_bytes: int) -> list[str]:
+def suggest_fitting_settings(
+    config: RunConfig, plan: Plan, store: Store, limit_bytes: int, ranks: int | None = None
+) -> list[str]:
     """Return overrides that are predicted to fit, fastest first; none if the step cannot be traced."""
     half = () if plan.compute in ("bf16", "fp16", "fp8") else ("bf16",)
     try:
         planner = MemoryPlanner(build_traceable_step(config, store))
-        fits = find_fits(planner, config, limit_bytes, plan.mode or "eager", (plan.granted, *half), most=SUGGESTIONS)
+        precisions, mode = (plan.granted, *half), plan.mode or "eager"
+        fits = find_fits(planner, config, limit_bytes, mode, precisions, most=SUGGESTIONS, ranks=ranks)
     except HalfstepError:
         return []
     return [f"{' '.join(fit.arguments)} (predicted {format_bytes(fit.prediction.total)})" for fit in fits]
@@ -280,8 +301,8 @@ def suggest_for_run(parts: Assembly) -> Iterable[str]:
     """Return overrides with which a run that ran out of GPU memory is predicted to fit."""
     if parts.device.type != "cuda":
         return ()
-    limit = measure_free_bytes(parts.device)
-    return suggest_fitting_settings(parts.config, parts.plan, parts.workload.store, limit)
+    limit, ranks = measure_free_bytes(parts.device), None if parts.world is None else parts.world.size
+    return suggest_fitting_settings(parts.config, parts.plan, parts.workload.store, limit, ranks)
 
 
 def make_peak_predictor(config: RunConfig, workload: Workload) -> Callable[[Plan, MemorySetting], int | None]:
