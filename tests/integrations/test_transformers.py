@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -205,6 +206,13 @@ def test_a_dropped_step_does_not_lower_the_logged_loss(tmp_path: Path, level: st
     # The weights hardly move, so the mean loss of the second log is that of the first up to what batches differ by.
     assert losses[1] == pytest.approx(losses[0], rel=0.15)
     assert trainer.num_dropped == 2
+
+
+def test_bad_steps_before_the_first_good_one_are_logged_as_nan(tmp_path: Path) -> None:
+    trainer = train(tmp_path, faults={0: "batch", 1: "batch", 3: "batch"}, given={"logging_steps": 1})
+    losses = [row["loss"] for row in read_logs(trainer) if "loss" in row]
+    assert [math.isnan(loss) for loss in losses] == [True, True] + [False] * (len(losses) - 2)
+    assert losses[2] == losses[3] > 0
 
 
 def test_the_end_says_how_many_steps_were_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Literal, cast
+from typing import Any, Literal, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,14 @@ from torch.utils._pytree import tree_map
 from halfstep.errors import ConfigError
 from halfstep.hardware.probe import probe
 from halfstep.integrations.captured import CapturedLoop, detach_copy
-from halfstep.integrations.guard import ONE_LOSS, HostAdvice, HostGuard, list_models, refuse_second_guard
+from halfstep.integrations.guard import (
+    ONE_LOSS,
+    HostAdvice,
+    HostGuard,
+    HostOptions,
+    list_models,
+    refuse_second_guard,
+)
 from halfstep.own_loop.arguments import check_choice, read_precision
 from halfstep.own_loop.fast import CAPTURES, Fast, say
 from halfstep.own_loop.step import Step
@@ -503,11 +510,7 @@ def guard(
     fabric: Any,
     model: Any,
     optimizer: Any = None,  # refused: a forgotten one gets an explanation
-    *,
-    schedule: Literal["auto", "exact", "read"] = "auto",
-    capsules: str | os.PathLike[str] | None = None,
-    max_consecutive: int = 5,
-    also: Also = (),
+    **options: Unpack[HostOptions],
 ) -> FabricGuard:
     """Guard the steps of an optimizer that Fabric has set up. Call it once, after fabric.setup. ::
 
@@ -530,9 +533,7 @@ def guard(
                 why="the guard replaces methods of what fabric.setup returned, and your loop would call others",
                 fix=fix,
             )
-    made = FabricGuard(
-        fabric, models, optimizer, schedule=schedule, capsules=capsules, max_consecutive=max_consecutive, also=also,
-        limits=["counters and averages of your loop", "schedulers without guard.follow(scheduler)"],
-    )  # fmt: skip
+    limits = ["counters and averages of your loop", "schedulers without guard.follow(scheduler)"]
+    made = FabricGuard(fabric, models, optimizer, limits=limits, **options)
     made.announce()
     return made

@@ -88,7 +88,7 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         self._hs_window: list[Any] = []
         self._hs_num_batches = 1
         self._hs_norm: Tensor | None = None
-        self._hs_last_loss: Tensor | None = None
+        self._hs_last_loss: Tensor | None = None  # the last good one; NaN before it
         self._hs_filters_logs = False
         self._hs_num_dropped = 0
         super().__init__(*args, **kwargs)
@@ -116,6 +116,7 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         if why_not:
             say(f"does not capture the steps of {HOST}, and guards them: {why_not}")
         is_captured = self._hs_level == "captured" and not why_not
+        self._hs_last_loss = None
         self._hs_steps = self._begin_captured() if is_captured else self._begin_guard()
         self._hs_steps.announce()
         # The Trainer looks at each loss on the host to repair its log, which waits. The same is done on the device.
@@ -214,9 +215,11 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
             steps.keep(batch)
             loss = super().training_step(model, inputs, num_items_in_batch)
         if self._hs_filters_logs:
-            # The log adds up losses, also those of dropped steps: in place of a bad one, the last good one.
-            last = torch.zeros_like(loss) if self._hs_last_loss is None else self._hs_last_loss
-            loss = self._hs_last_loss = torch.where(loss.isfinite(), loss, last)
+            # The log adds up losses, also those of dropped steps: in place of a bad one, the last good one; before that
+            # 0, because a NaN would stay in the sum for ever.
+            last = torch.full_like(loss, float("nan")) if self._hs_last_loss is None else self._hs_last_loss
+            self._hs_last_loss = torch.where(loss.isfinite(), loss, last)
+            loss = self._hs_last_loss.nan_to_num()
         return loss
 
     def _step_captured(self, captured: CapturedLoop, model: Any) -> Tensor:
@@ -253,6 +256,8 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         rate = logs.get("learning_rate")
         if isinstance(rate, Tensor):
             logs["learning_rate"] = float(rate)
+        if "loss" in logs and self._hs_last_loss is not None and self._hs_last_loss.isnan():
+            logs["loss"] = float("nan")  # no step was good so far
         super().log(logs, *args, **kwargs)
 
     def get_train_dataloader(self) -> Any:

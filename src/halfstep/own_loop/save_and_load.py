@@ -29,9 +29,10 @@ from halfstep.errors import CheckpointError, format_count, summarise_error
 from halfstep.own_loop.step import Step
 from halfstep.own_loop.user_warnings import warn_user
 from halfstep.step.optim.recut_shards import recut_optimizer_states
+from halfstep.step.randomness import read_generators
 from halfstep.step.snapshots import find_loose_buffers, restore_buffers
 from halfstep.step.tree import pack, unpack
-from halfstep.tensor_files import LazyTensors, describe, make_header, take, write_tensors
+from halfstep.tensor_files import LazyTensors, describe, make_header, take, view_bytes, write_tensors
 
 LAYOUT_VERSION = 1
 DOCUMENT = "halfstep"
@@ -68,7 +69,10 @@ def save(
     packed, tensors = pack(state)
     try:
         if sharding is not None:
-            _begin_save(path, packed, tensors, steps[0])
+            from halfstep.distributed.sharded_files import start_save
+
+            document, world = {"layout": LAYOUT_VERSION, "state": packed}, steps[0].ranks.world
+            steps[0]._saving = start_save(path, document, tensors, world, step=steps[0].attempted)
         else:
             _save_file(path, packed, tensors)
     except TypeError as error:  # a model's or loader's own state_dict may hold anything
@@ -133,7 +137,8 @@ def load(
             f"torch used {state['threads']} CPU threads when {path} was stored and uses {threads} now: sums can differ "
             f"in the last bit; torch.set_num_threads({state['threads']}) makes the resumed loop bit-exact"
         )
-    if all(own["position"]["pass"] is None and own["attempted"] for own in state["steps"]):
+    is_first = steps[0].ranks is None or steps[0].ranks.world.is_first
+    if is_first and all(own["position"]["pass"] is None and own["attempted"] for own in state["steps"]):
         warn_user(
             f"{path} holds no position in the data, because no batch came from step.windows(loader): a loop over a "
             "loader starts at its first batch again; a loop that draws its batches itself continues"
@@ -225,13 +230,6 @@ def _wait_for_saves(steps: Sequence[Step]) -> None:
             step._saving.wait()
 
 
-def _begin_save(path: Path, packed: Any, tensors: Mapping[str, Tensor], step: Step) -> None:
-    from halfstep.distributed.sharded_files import start_save
-
-    state = {"layout": LAYOUT_VERSION, "state": packed}
-    step._saving = start_save(path, state, tensors, step.ranks.world, step=step.attempted)
-
-
 def _read_shards(path: Path, steps: Sequence[Step], model: nn.Module, *, reshard: bool) -> dict[str, Any]:
     """Read this rank's part of the newest complete save; a whole unsharded model's on one rank."""
     from halfstep.distributed.sharded_files import StoredShards, find_latest, find_mesh
@@ -246,6 +244,9 @@ def _read_shards(path: Path, steps: Sequence[Step], model: nn.Module, *, reshard
         notes = [note]
         for number, (step, own) in enumerate(zip(steps, state["steps"], strict=False)):
             step.refuse_unfit(own)
+            if list(own["position"]["ranks"]) != step._position.ranks:
+                # The generators are of another number of ranks. The note says that exactness ends here.
+                own["position"] |= {"ranks": step._position.ranks, "generators": read_generators()}
             path_to = ("state", "steps", number, "optimizers")
             notes += recut_optimizer_states(stored, model, step.optimizers, own["optimizers"], path_to)
         if world is None or world.is_first:
@@ -302,7 +303,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _compute_checksum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else 0
+    return zlib.crc32(view_bytes(tensor))
 
 
 # --- what does not fit ---

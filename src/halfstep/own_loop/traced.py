@@ -23,14 +23,17 @@ import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._dynamo import trace_rules
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext
@@ -60,6 +63,10 @@ class NotTraced(Exception):
 class Outdated(Exception):
     """An input requires a gradient and did not when the code was traced, or the other way round: torch 2.11 does not
     guard that for parameters."""
+
+
+class NoEntry(Exception):
+    """No entry fits the Python values and shapes of a call."""
 
 
 @dataclass(eq=False)
@@ -134,10 +141,11 @@ class TracedLoss:
         self._streaks: dict[object, int] = {}  # new entries in a row, by the shapes of the batch
         # `optimize` is what torch.compile calls; it also reports which guard failed.
         context: Any = torch._dynamo.optimize(self._compile, nopython=True, guard_fail_fn=self._note_cause)
-        self._callback = context.callback = TraceCallback(context.callback, plan)
         # Its own code object: Dynamo keeps the entries of all tracers with the code, and tries each one's guards.
         name = f"_call_{next(NUMBERS)}"
-        self._call = context(FunctionType(_call.__code__.replace(co_name=name), globals(), name))
+        self._function = FunctionType(_call.__code__.replace(co_name=name), globals(), name)
+        self._callback = context.callback = TraceCallback(context.callback, plan, self._function.__code__)
+        self._call = context(self._function)
 
     def __call__(self, loss_fn: Callable[[Any], Any], batch: Any) -> Call:
         """Run the Python of a loss function, and promise its tensors. Raise NotTraced where it cannot be traced."""
@@ -148,13 +156,28 @@ class TracedLoss:
             # flags of the plan takes longer than a small model's step: that is left to the callback, for new entries.
             flags = use_sound_attention(self.plan.device) if self._has_matmul_precision() else self.plan.backend()
             with self._autocast, flags:
-                result = self._call(loss_fn, batch)
+                result = self._run(loss_fn, batch)
         except TorchDynamoException as error:
             raise NotTraced(explain(error)) from None
         if self._last is None:
             raise NotTraced("loss_fn runs no operation of torch")
         self._last.result = result
         return self._last
+
+    def _run(self, loss_fn: Callable[[Any], Any], batch: Any) -> Any:
+        """Run the entry whose guards fit, or trace a new one. torch.compile's wrapper around a function, which prepares
+        tracing, takes longer than the guards of a small model: it is left out where an entry fits."""
+        if self.entries:
+            self._callback.only_looks_up = True
+            before = set_eval_frame(self._callback)  # type: ignore[arg-type]
+            try:
+                return self._function(loss_fn, batch)
+            except NoEntry:
+                pass  # raised in place of the first instruction: no code of the user has run
+            finally:
+                set_eval_frame(before)
+                self._callback.only_looks_up = False
+        return self._call(loss_fn, batch)
 
     def _has_matmul_precision(self) -> bool:
         """True if matmuls have the precision of the plan already, as a guard sees it."""
@@ -252,24 +275,31 @@ class TraceCallback:
     Guards also cover the hooks of modules (not by default), and many shapes are allowed. Setting this at every call
     would cost as much as evaluating the guards."""
 
-    def __init__(self, callback: Any, plan: Plan) -> None:
+    def __init__(self, callback: Any, plan: Plan, code: CodeType) -> None:
         self._torchdynamo_orig_backend = callback  # the name by which Dynamo finds the backend
-        self._plan = plan
+        self._plan, self._code = plan, code
         self.batch: Any = None
+        self.only_looks_up = False
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, frame: Any, *arguments: Any) -> Any:
+        if self.only_looks_up and frame.f_code is self._code:
+            raise NoEntry
+        if self.only_looks_up:
+            # A Python function that an entry calls: run it as it is. One of torch's own is never looked at again.
+            return ConvertFrameReturn(apply_to_code=trace_rules.check(frame.f_code))
         for leaf in list_tensors(self.batch):
             torch._dynamo.mark_static(leaf)  # a ragged last batch gets code of its own, not dynamic shapes
         config: Any = torch._dynamo.config
         ignored = "ignore_logging_functions" if hasattr(config, "ignore_logging_functions") else "ignore_logger_methods"
         settings = {
             "skip_nnmodule_hook_guards": False,
+            "record_runtime_overhead": False,  # a span for torch's profiler around reading the inputs of an entry
             "recompile_limit": MAX_ENTRIES,
             "accumulated_recompile_limit": 4 * MAX_ENTRIES,
             ignored: getattr(config, ignored) | find_library_logs(),
         }
         with config.patch(settings), self._plan.backend():
-            return self._torchdynamo_orig_backend(*arguments)
+            return self._torchdynamo_orig_backend(frame, *arguments)
 
 
 def find_library_logs() -> set[Any]:
