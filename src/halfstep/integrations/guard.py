@@ -328,7 +328,7 @@ class HostGuard(HostSteps):
     def look_at_gradients(self) -> None:
         """Note whether gradients are finite before the host clips them by value, which makes an infinite one finite."""
         gradients = collect_gradients(self._step.find_trained_parameters())
-        if gradients:
+        if gradients and self.scaler is None:  # which looks at them when it unscales
             norm = compute_total_norm(gradients, math.inf)
             self._add_overflow(norm - norm != 0)
 
