@@ -494,6 +494,7 @@ class Step:
             "guard": self._guard.state_dict(),
             "schedules": self._schedules.state_dict(),
             "position": self._position.state_dict(),
+            **({"watch": self.watched.state_dict()} if self._watch is not None else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -508,6 +509,8 @@ class Step:
         self._schedules.load_state_dict(schedules)
         if self._rollback is not None:
             self._rollback.forget()
+        if self._watch is not None and "watch" in state:
+            self._watch.load_state_dict(state["watch"])
         if "position" in state:
             self._position.load_state_dict(state["position"])
 

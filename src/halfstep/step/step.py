@@ -397,9 +397,11 @@ class Step:
         if self.on_gradients is not None:
             overflow = self._unscale_and_edit(gradients, unscale, compute_norm)
             gradients, unscale, compute_norm = collect_gradients(parameters), None, self._choose_norm(parameters)
-        norm, factor = torch.zeros_like(totals.loss), None
+        factor: Tensor | None = None
         if gradients:
             norm, factor = self.clip.measure(gradients, unscale, compute_norm)
+        else:
+            norm = torch.zeros_like(totals.loss)
         facts = self._decide(totals, norm, overflow, scale=scale if self.scaler.enabled else 1.0)
         if are_scaled_in_kernels(self.committers, parameters):
             facts.factor = factor
