@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -133,7 +134,6 @@ class ShardedModel:
 
         self.world, mesh = world, make_mesh(device)
         self._casts_again = plan.compute in ("bf16", "fp16") and config.train.shard_gather == "fp32"
-        self._reduces_last = plan.reduces_last
         refuse_unfit_gather(config, plan)
         groups = group_blocks(model, [name for name in plan.shard_blocks if OF_FROZEN not in name])
         units = [[model.get_submodule(name) for name in names] for names in groups]
@@ -150,6 +150,8 @@ class ShardedModel:
                 shard(alike, mp_policy=_make_policy(config, gathers_half=False))
             if rest := [block for block in unit if not isinstance(block, FSDPModule)]:
                 shard(rest, mp_policy=_make_policy(config, gathers_half=gathers_half))
+        # Only matters for units that are gathered again in backward, as the root is not.
+        warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPAround\) returned a view")
         self._root: Any = Around(model)
         shard(self._root, mp_policy=_make_policy(config, gathers_half=False))
         with torch.no_grad():
@@ -167,7 +169,7 @@ class ShardedModel:
             self._root.reshard()
         return found
 
-    def connect(self, eager: Region, device: torch.device, **how: Any) -> tuple[Region, Region, Ranks]:
+    def connect(self, eager: Region, plan: Plan, device: torch.device, **how: Any) -> tuple[Region, Region, Ranks]:
         """Return the eager and the compiled region of this model, and the step's ranks."""
         compiled = compile_region(eager, blocks=dict.fromkeys(self.kinds), **how) if self.kinds else eager
 
@@ -178,7 +180,7 @@ class ShardedModel:
                 return self.call(eager, batch)
 
         ranks = Ranks(self.world, [], device, self.sharding)
-        ranks.reduces_each = not self._reduces_last
+        ranks.reduces_last = plan.reduces_last
         return run_eager, functools.partial(self.call, compiled), ranks
 
 
@@ -245,8 +247,3 @@ def refuse_unfit_gather(config: RunConfig, plan: Plan) -> None:
                 fix="leave train.shard_gather out, or --precision bf16",
             )
         )
-
-
-def call_plain(function: Callable[..., Found], *arguments: Any) -> Found:
-    """Call a function that uses a model which is not sharded."""
-    return function(*arguments)
