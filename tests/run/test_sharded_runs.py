@@ -21,6 +21,7 @@ from halfstep.distributed.world import Share
 from halfstep.errors import ConfigError, HalfstepError
 from halfstep.hardware.gpus import look_up_gpu
 from halfstep.precision.plan import Plan
+from halfstep.precision.swapped import InFp32, swap_class
 from halfstep.run import sharded_model
 from halfstep.run.assemble import build_workload, decide_plan
 from halfstep.run.checkpoint import is_sharded
@@ -215,6 +216,10 @@ def test_norms_are_gathered_by_themselves_where_blocks_are_gathered_in_bf16() ->
     assert list(_find_own_units([block.to(torch.bfloat16)], gathers_half=False)) == []
     block.norm.float()
     assert list(_find_own_units([block], gathers_half=False)) == [[block.norm]]
+    norm, island = torch.nn.BatchNorm2d(3), sharded_workload.Block()  # as a layer of a Sequential is a block
+    swap_class(island, InFp32)
+    [alone] = _find_own_units([norm, island, sharded_workload.Block()], gathers_half=True)
+    assert alone[:2] == [norm, island]
 
 
 def test_one_rank_cannot_shard(tmp_path: Path) -> None:

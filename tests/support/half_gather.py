@@ -24,7 +24,8 @@ from halfstep.workloads import load
 from whole_runs import TINY
 
 DEPTH = 10  # two blocks are one unit
-SETTINGS = {**TINY, "precision.default": "bf16", "precision.modules": {"blocks.1.second": "fp32"}, "ema.enabled": True,
+FP32 = {"blocks.1.second": "fp32", "blocks.5": "fp32"}
+SETTINGS = {**TINY, "precision.default": "bf16", "precision.modules": FP32, "ema.enabled": True,
             "train.shard": True, "train.shard_gather": "bf16", "model.options": {"depth": DEPTH},
             "schedule.warmup_steps": 0, "optimizer.lr": 1e-2}  # fmt: skip
 
@@ -85,5 +86,12 @@ def check_half_gather(own: dict[str, Any]) -> None:
     assert own["changed"] == []
     in_fp32 = {name for name, dtype in own["formats"].items() if dtype == "torch.float32"}
     norms = {f"blocks.{index}.norm" for index in range(DEPTH)}
-    assert own["formats"] == {} or in_fp32 == {"stem", "head", "blocks.1.second", *norms}
+    assert own["formats"] == {} or in_fp32 == {
+        "stem",
+        "head",
+        "blocks.1.second",
+        "blocks.5.first",
+        "blocks.5.second",
+        *norms,
+    }
     assert own["formats"] == {} or own["formats"]["blocks.0.first"] == "torch.bfloat16"

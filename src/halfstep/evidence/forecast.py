@@ -15,7 +15,7 @@ chosen with the ramps of benchmarks/watch_ramps_tuning.py and benchmarks/watch_r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -175,8 +175,6 @@ def round_steps(steps: float) -> str:
 
 # --- what each kind is compared with ---
 
-Fix = Callable[[str, str], str]
-
 
 def list_limits(
     kind: str, format: str, module: str, *, scales: bool, eps: float = 0.0, is_fp8: bool = False
@@ -186,7 +184,8 @@ def list_limits(
     if kind == "variance":
         return [Limit(f"variance {eps:g}", math.log2(eps), is_upper=False, fix=FIX_VARIANCE)] if eps > 0 else []
     if kind == "update":
-        return [Limit("lost updates 50 %", 0.5, is_upper=True, of="lost", fix=FIX_LOST)] if is_half(format) else []
+        is_narrow = find_format(format).storage_bits < 32
+        return [Limit("lost updates 50 %", 0.5, is_upper=True, of="lost", fix=FIX_LOST)] if is_narrow else []
     if kind == "input":  # in fp32, and about to be cast to fp16
         fix = FIX_HIGH["activation"].format(module=name)
         return [
@@ -214,10 +213,6 @@ VANISHED = math.log2(FP16.smallest_subnormal) - 0.5
 """Half of fp16's smallest number rounds to zero."""
 FP8_RANGE = math.log2(FP8_E4M3.largest / FP8_E4M3.smallest_normal)
 """Bits between the largest and the smallest normal number: fp8 scales a tensor's largest magnitude to the former."""
-
-
-def is_half(format: str) -> bool:
-    return find_format(format).storage_bits < 32
 
 
 FIX_HIGH = {

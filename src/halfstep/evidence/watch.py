@@ -16,7 +16,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -384,7 +384,7 @@ class Watch:
             rows["", SCALE] = WatchRow("", SCALE, "fp32", {"high": math.log2(scale), "need": need})
         seen = Observation(opened.attempted, rows)
         if self.history:
-            self.history[-1].rows = {key: _forget_counts(row) for key, row in self.history[-1].rows.items()}
+            self.history[-1].rows = {key: replace(row, counts=None) for key, row in self.history[-1].rows.items()}
         self.history.append(seen)
         new = self._find_warnings(now)
         self.warnings += new
@@ -548,10 +548,6 @@ def _align(gradient: Tensor, weight: Tensor) -> Tensor:
     if gradient.stride() == weight.stride() or gradient.shape != weight.shape:
         return gradient
     return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
-
-
-def _forget_counts(row: WatchRow) -> WatchRow:
-    return WatchRow(row.module, row.kind, row.format, row.numbers)
 
 
 def _round(value: float) -> float | None:
