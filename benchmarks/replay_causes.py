@@ -107,7 +107,7 @@ def first_stage(folder: Path) -> Path:
         vae = RadioVAE(**{**STAGE, "multipliers": (1, 2)})
         with torch.no_grad():
             vae.quant_conv.bias[2:] = -8
-        write_first_stage(vae, STAGE, 0.5, folder / "stage" / "model")
+        write_first_stage(vae.state_dict(), STAGE, 0.5, folder / "stage" / "model")
     return folder / "stage"
 
 

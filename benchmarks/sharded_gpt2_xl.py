@@ -1,12 +1,13 @@
 """A step of sharded GPT-2 XL in a world of one by NCCL, compiled, against the unsharded step; and its memory.
 
-    python benchmarks/sharded_gpt2_xl.py [--batch 16] [--rounds 7] [--steps 8] [--seconds 220] [--out DIR]
+    python benchmarks/sharded_gpt2_xl.py [--batch 16] [--unit 64] [--rounds 7] [--steps 8] [--seconds 220] [--out DIR]
 
 The trainings take turns in one process: a round is a few steps of each, so that clocks and heat are shared. The cost is
 the median over rounds of the ratio of their times, with the smallest and the largest. A world of one sends nothing:
 what is left is FSDP2's copies of each block, its hooks, and the step's sums over ranks.
 
-    sharded   train.shard=true: each block compiled, gathered and freed
+    sharded   train.shard=true: each block compiled; units of a few blocks gathered and freed. `--unit` sets how many
+              millions of parameters a unit has at least (run/sharded_model.py), such as 1 for a unit per block
     blocks    unsharded, each block compiled the same way: what sharding costs
     whole     unsharded, as `train.fast=compile` does it: the region compiled as a whole, which takes minutes.
               Left out if `--seconds` are nearly over
@@ -32,6 +33,7 @@ from halfstep.config.schema import RunConfig
 from halfstep.distributed.world import World
 from halfstep.hardware.memory import get_peak_memory_bytes, reset_peak
 from halfstep.hardware.probe import probe
+from halfstep.run import sharded_model
 from halfstep.run.assemble import assemble, decide_plan
 from halfstep.run.memory.planner import Cell, MemoryPlanner
 from halfstep.run.memory.traceable_step import build_traceable_step
@@ -58,6 +60,7 @@ class Training(TimedTraining):
             plan = dataclasses.replace(plan, shards=True, shard_blocks=tuple(blocks))
         elif how == "blocks":
             workload = dataclasses.replace(workload, blocks={type(workload.model.get_submodule(blocks[0])): None})
+        self.num_units = len(sharded_model.group_blocks(workload.model, blocks)) if how == "sharded" else 0
         parts = assemble(config, workload, plan, World() if how == "sharded" else None)
         super().__init__(parts, mode, device)
 
@@ -66,12 +69,15 @@ def main() -> None:
     start = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--unit", type=float, help="millions of parameters, default: as a run does")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=220)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
     arguments = parser.parse_args()
+    if arguments.unit:
+        sharded_model.UNIT_PARAMETERS = int(1e6 * arguments.unit)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
@@ -90,14 +96,15 @@ def main() -> None:
     def keep(**more: Any) -> None:
         found.update(more, seconds=round(time.monotonic() - start))
         print(more, f"after {found['seconds']} s", flush=True)
-        name = "sharded_gpt2_xl" if arguments.batch == 16 else f"sharded_gpt2_xl_batch_{arguments.batch}"
+        name = "sharded_gpt2_xl" + (f"_batch_{arguments.batch}" if arguments.batch != 16 else "")
+        name += f"_unit_{arguments.unit:g}" if arguments.unit else ""
         store(name, found, device, arguments.out)
 
     reset_peak(device)
     both = {"sharded": Training(config, "sharded", mode, device)}
     both["sharded"].window_ms(3)
     # Before others need memory too.
-    keep(peak_bytes=get_peak_memory_bytes(device))
+    keep(peak_bytes=get_peak_memory_bytes(device), units=both["sharded"].num_units)
     both["blocks"] = Training(config, "blocks", mode, device)
     keep(**measure(both, arguments))
     planner = MemoryPlanner(build_traceable_step(config), probe(str(device)))

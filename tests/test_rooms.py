@@ -19,6 +19,7 @@ ROOMS: dict[str, set[str]] = {
     "islands": set(),
     "backend_flags": set(),
     "disk": {"errors"},
+    "tensor_files": {"errors", "disk"},
     "kernels": {"errors"},
     "models": {"kernels", "islands", "errors"},
     "config": {"formats", "errors"},
@@ -44,8 +45,8 @@ ROOMS["use"] = ROOMS["use"] | {"own_loop"}
 ROOMS["exercises"] = ROOMS["use"] | {"use"}
 ROOMS["cli"] = set(ROOMS)
 ROOMS["api"] = set(ROOMS)
-for room in set(ROOMS) - {"errors", "formats", "islands", "backend_flags", "disk"}:
-    ROOMS[room] = ROOMS[room] | {"disk"}
+for room in set(ROOMS) - {"errors", "formats", "islands", "backend_flags", "disk", "tensor_files"}:
+    ROOMS[room] = ROOMS[room] | {"disk", "tensor_files"}
 
 FAMILIES = {path.parent.name for path in (SRC / "workloads").glob("*/__init__.py")} - {"base"}
 TORCH_FREE = {"errors", "formats", "config", "hardware.gpus", "workloads.base.import_path"} | {

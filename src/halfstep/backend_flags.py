@@ -77,7 +77,7 @@ def set_fp32_mode(mode: Fp32Mode) -> Fp32Context:
 
 def read_effective_leaves() -> dict[tuple[str, str], str]:
     """Return what each operation computes in right now, inherited values included."""
-    return {leaf: _read(*leaf) for leaf in LEAVES}
+    return dict(zip(LEAVES, map(_read, BACKENDS, OPERATIONS), strict=True))
 
 
 def read_flags() -> BackendFlags:

@@ -144,5 +144,8 @@ def test_a_memory_plan_of_ranks_has_a_row_for_each_layout_and_says_what_fits() -
     assert {row["layout"] for row in found["rows"]} == {"ddp", "shard"}
     ddp, shard = (next(row for row in found["rows"] if row["layout"] == layout) for layout in ("ddp", "shard"))
     assert shard["components"]["weights"] < 0.3 * ddp["components"]["weights"]
-    assert "shard (train.shard=true) fits 24.0 GB on each rank from fp32, normal on" in found["notes"]
+    # Whole models fit, so none needs to be divided; the batch counts all ranks' samples.
+    assert [(fit["layout"], fit["batch_size"], fit["accumulate"]) for fit in found["fits"]][0] == ("ddp", 8, 1)
+    words_to_type = ["--precision", "fp32", "--gpus", "4", "train.batch_size=8", "train.accumulate=1"]
+    assert found["fits"][0]["words"] == [*words_to_type, "train.shard=false"]
     assert "ranks: peak on the rank with most samples" in printed(*words, "train.batch_size=8", *asked)

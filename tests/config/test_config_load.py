@@ -231,6 +231,8 @@ def test_different_statements_of_one_layer_name_both_with_file_key_and_line(tmp_
         (["optimizer.name=lbfgs"], "lbfgs updates weights before the step can be checked"),
         (["guard.on_fault=explode"], "expected 'stop' or 'rollback'"),
         (["train.channels_last=maybe"], "expected 'auto' or true or false"),
+        (["train.shard=ture"], "expected 'auto' or true or false\n  fix: did you mean 'true'?"),
+        (["train.deterministic=flase"], "did you mean 'false'?"),
         (["data.val_fraction=1"], "expected less than 1"),
         (["scaler.init_scale=0.5"], "init_scale 0.5 is below min_scale 1"),
         (["model=my_pkg.models:Net"], "has a fixed model"),

@@ -20,13 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+import halfstep as hs
 from halfstep.disk import read_sealed, seal
 from halfstep.distributed.sharded_files import (
     MANIFEST,
     BackgroundSave,
     StoredShards,
     check_coverage,
-    consolidate,
     find_mesh,
     name_file,
 )
@@ -86,7 +86,7 @@ def save(folder: Path, state: Any, world: World, step: int = 3) -> BackgroundSav
 
 def load(folder: Path, world: World | None, model: nn.Module | None) -> Any:
     mesh = find_mesh(model.parameters()) if model is not None else None
-    return unpack(*StoredShards(folder, world).read(mesh))
+    return unpack(*StoredShards(folder, world).open(mesh))
 
 
 @contextmanager
@@ -128,8 +128,8 @@ def write_and_read(rank: int, size: int, port: int, other_port: int, folder: Pat
         found["goes_on"] = all(map(torch.equal, take_local(model).values(), trained.values()))
         found["statistics"] = at_save["1.running_mean"]
 
-        consolidate(folder / "whole.safetensors", model.state_dict(), world)
-        consolidate(folder / "half.safetensors", model.state_dict(), world, dtype=torch.bfloat16)
+        hs.save_weights(folder / "whole.safetensors", model)
+        hs.save_weights(folder / "half.safetensors", model, dtype=torch.bfloat16)
         found["whole"] = gather_whole(model)
 
         other = StoredShards(of_one, world)
@@ -261,7 +261,7 @@ TAMPERED = {
     "one rank fewer": (lambda f: edit(f, lambda m: m.update(ranks=1)), "one file for each of 1 ranks: rank-00001"),
     "another shape": (
         lambda f: edit(f, lambda m: m["sharded"][WEIGHT]["shape"].__setitem__(1, 5)),
-        f"manifest and files differ in {WEIGHT}",
+        f"manifest and rank-00000.safetensors differ in {WEIGHT}",
     ),
 }  # fmt: skip
 

@@ -191,6 +191,39 @@ def test_a_growing_layer_is_named_before_it_overflows() -> None:
     assert first.message in str(step.watched)
 
 
+@pytest.mark.filterwarnings("ignore:watch:UserWarning")
+@pytest.mark.parametrize(
+    ("factor", "kind", "threshold"),
+    [(1.05, "activation", "fp16 maximum"), (0.94, "weight gradient", "90 % zeros in fp16")],
+)
+def test_inputs_that_a_cast_to_fp16_loses_are_reported_as_what_comes_of_it(
+    factor: float, kind: str, threshold: str
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    with torch.no_grad():
+        model[0].weight.mul_(0.01)  # type: ignore[operator, union-attr]
+    step = hs.Step(
+        model, torch.optim.SGD(model.parameters(), 1e-3, fused=True), "fp16", simulate=True, force=True, watch=10
+    )
+    for number in range(180):
+        batch = torch.randn(16, 6) * factor**number, torch.randint(0, 3, (16,))
+        step(lambda batch: F.cross_entropy(model(batch[0]).float(), batch[1]), [batch])
+    first = step.watched.warnings[0]
+    assert (first.module, first.kind, first.threshold) == ("0", kind, threshold)
+
+
+@pytest.mark.filterwarnings("ignore:.*holds no position in the data:UserWarning")
+def test_a_resumed_step_keeps_its_observations(tmp_path: Path) -> None:
+    model, step = train(2, 7, make=Tiny)
+    hs.save(tmp_path / "saved.safetensors", step, model)
+    model, resumed = train(2, 0, make=Tiny)
+    hs.load(tmp_path / "saved.safetensors", resumed, model)
+    seen = resumed.watched.history
+    assert [one.step for one in seen] == [2, 4, 6]
+    assert seen[-1].rows["0", "weight"].numbers == step.watched.history[-1].rows["0", "weight"].numbers
+
+
 # --- the trend ---
 
 LIMIT = Limit("fp16 maximum", 16.0, is_upper=True)
@@ -200,6 +233,7 @@ def test_a_straight_line_crosses_where_it_does() -> None:
     steps = [20.0 * k for k in range(K)]
     found = forecast(steps, [8 + 0.05 * t for t in steps], LIMIT)
     assert found is not None
+    assert found.is_sure
     assert found.at == pytest.approx(160)
     assert found.low <= found.at <= found.high
 
@@ -216,7 +250,8 @@ def test_a_straight_line_crosses_where_it_does() -> None:
     ],
 )
 def test_no_trend_no_warning(values: list[float]) -> None:
-    assert forecast([20.0 * k for k in range(K)], values, LIMIT) is None
+    found = forecast([20.0 * k for k in range(K)], values, LIMIT)
+    assert found is None or not found.is_sure
 
 
 def test_one_odd_observation_does_not_move_the_trend() -> None:

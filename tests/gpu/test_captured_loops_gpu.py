@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 import captured_features
 import halfstep as hs
 import python_values
+import shared_casts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*is not fused")]
 CUDA = torch.device("cuda")
+ALIKE = ("Rprop", "Adadelta", "RMSprop")  # bit-equal, the last two while the learning rate stays
+OTHERS = {"SGD": {"momentum": 0.9}, "Adam": {}, "AdamW": {}, "Adamax": {}, "NAdam": {}, "RAdam": {}, "ASGD": {}}
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +41,44 @@ def test_muon_follows_a_learning_rate_written_by_hand() -> None:
 @pytest.mark.parametrize("name", ["plain", "accumulated", "average", "muon"])
 def test_half_precision(name: str, precision: str) -> None:
     captured_features.assert_same(name, CUDA, precision)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", shared_casts.CASES)
+def test_weights_that_are_used_several_times(name: str, precision: str) -> None:
+    if precision == "fp16" and name in ("several_regions", "cast_by_hand"):
+        pytest.skip("the case also computes in bf16, which eager autocast cannot mix with fp16")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        shared_casts.assert_same(name, CUDA, precision)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("is_scheduled", [False, True])
+@pytest.mark.parametrize("name", [*ALIKE, *OTHERS])
+def test_optimizers_in_the_form_for_graphs(name: str, is_scheduled: bool) -> None:
+    """What docs/captured_steps.md says of each: bit-equal to fast="off", or named by the certificate and close."""
+    found = []
+    for fast in ("off", "graph"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(CUDA)
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-2, **OTHERS.get(name, {}))
+        rates = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7) if is_scheduled else None
+        schedule = hs.per_epoch(rates) if rates else None
+        step = hs.Step(model, optimizer, "fp32", fast=fast, schedule=schedule)  # type: ignore[arg-type]
+        batch = torch.randn(6, 4, device=CUDA), torch.randint(0, 3, (6,), device=CUDA)
+        for number in range(20):
+            step(lambda batch, model=model: F.cross_entropy(model(batch[0]), batch[1]), [batch])
+            if is_scheduled and number % 5 == 4:
+                step.epoch_ended()
+        found.append([parameter.detach() for parameter in model.parameters()])
+    assert step.mode == "graph", step._fast.why_eager
+    assert (f"; {name} in the form for graphs" in str(step.certificate)) == (name != "Rprop")
+    if name == "Rprop" or name in ALIKE and not is_scheduled:
+        assert all(map(torch.equal, *found))
+    for eager, captured in zip(*found, strict=True):
+        torch.testing.assert_close(captured, eager, rtol=1e-4, atol=5e-5)  # a few roundings of 20 updates of 1e-2
 
 
 def test_an_unfused_optimizer_is_captured() -> None:

@@ -157,6 +157,7 @@ def test_a_dropped_step_is_logged_with_its_cases_and_replayed(data: Path) -> Non
     outputs = [trainer.train_step(batch) for batch in batches]
     trainer.on_train_epoch_end(outputs)
     assert "step 3 was dropped: loss is nan; cases: a, b3" in Path(trainer.log_file).read_text()
+    assert trainer.num_dropped == 1
     losses = [float(output["loss"].loss) for number, output in enumerate(outputs) if number != 3]
     assert trainer.logger.get_value("train_losses", step=-1) == pytest.approx(sum(losses) / 5, rel=1e-6)
     (capsule,) = (Path(trainer.output_folder) / "capsules").iterdir()

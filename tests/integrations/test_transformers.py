@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -207,6 +208,16 @@ def test_a_dropped_step_does_not_lower_the_logged_loss(tmp_path: Path, level: st
     assert trainer.num_dropped == 2
 
 
+def test_bad_steps_before_the_first_good_one_are_logged_as_nan(tmp_path: Path) -> None:
+    trainer = train(tmp_path, faults={0: "batch", 1: "batch", 3: "batch"}, given={"logging_steps": 1})
+    losses = [row["loss"] for row in read_logs(trainer) if "loss" in row]
+    assert [math.isnan(loss) for loss in losses] == [True, True] + [False] * (len(losses) - 2)
+    assert losses[2] == losses[3] > 0
+    seldom = train(tmp_path / "seldom", faults={0: "batch", 1: "batch", 3: "batch"}, given={"logging_steps": 4})
+    logged = next(row["loss"] for row in read_logs(seldom) if "loss" in row)
+    assert logged == pytest.approx(losses[2])  # the mean of the good ones, a dropped one counted as the one before it
+
+
 def test_the_end_says_how_many_steps_were_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.warns(UserWarning, match="step 2 was dropped"):
         trainer = train(tmp_path, faults={2: "batch"}, steps=4)
@@ -311,10 +322,12 @@ def test_a_nan_names_the_sample_and_the_module(tmp_path: Path, accumulate: int, 
     trainer = MyTrainer(
         model=seeded(Fragile), args=args, train_dataset=data, capsules=tmp_path / "capsules", halfstep=level
     )
-    with warnings.catch_warnings(record=True), replays_on_cpu():
+    with warnings.catch_warnings(record=True) as warned, replays_on_cpu():
         warnings.simplefilter("always")
         trainer.train()
     (capsule,) = (tmp_path / "capsules").iterdir()
+    call = f"hs.integrations.transformers.replay(trainer, {str(capsule)!r})"
+    assert any(call in str(one.message) for one in warned)
     found = str(hs.integrations.transformers.replay(trainer, capsule))
     assert "sample 37" in found, found
     assert "fragile" in found, found

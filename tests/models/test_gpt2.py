@@ -21,6 +21,10 @@ from halfstep.workloads.language.gpt2_weights import load_gpt2_, save_gpt2, to_t
 SMALL: dict[str, Any] = {"depth": 2, "heads": 2, "dim": 16, "context": 12, "vocab": 70}
 
 
+def save(model: GPT2, folder: Path) -> None:
+    save_gpt2(model.state_dict(), model.size, folder)
+
+
 def small(**options: Any) -> GPT2:
     torch.manual_seed(0)
     model = build_gpt2("gpt2", **{**SMALL, **options})
@@ -42,7 +46,7 @@ def theirs(folder: Path) -> Any:
 
 def test_transformers_loads_our_folder_and_gives_our_logits(tmp_path: Path) -> None:
     model = small().eval()
-    save_gpt2(model, tmp_path)
+    save(model, tmp_path)
     tokens = ids()
     with torch.no_grad():
         torch.testing.assert_close(theirs(tmp_path)(tokens).logits, model(tokens), rtol=1e-5, atol=1e-5)
@@ -50,7 +54,7 @@ def test_transformers_loads_our_folder_and_gives_our_logits(tmp_path: Path) -> N
 
 def test_a_model_without_biases_is_saved_with_zeros(tmp_path: Path) -> None:
     model = small(bias=False).eval()
-    save_gpt2(model, tmp_path)
+    save(model, tmp_path)
     with torch.no_grad():
         torch.testing.assert_close(theirs(tmp_path)(ids()).logits, model(ids()), rtol=1e-5, atol=1e-5)
 
@@ -73,7 +77,7 @@ def test_a_folder_of_transformers_loads_and_gives_its_logits_and_loss(tmp_path: 
 
 def test_gradients_equal_those_of_transformers(tmp_path: Path) -> None:
     model = small()
-    save_gpt2(model, tmp_path)
+    save(model, tmp_path)
     other = theirs(tmp_path)
     tokens = ids()
     model(tokens[:, :-1], tokens[:, 1:]).backward()
@@ -89,7 +93,10 @@ def test_released_files_without_a_prefix_and_with_masks_load(tmp_path: Path) -> 
     model, other = small(), small()
     with torch.no_grad():
         other.transformer.wte.weight.add_(1.0)
-    weights = {name.removeprefix("transformer."): tensor for name, tensor in to_transformers(model).items()}
+    weights = {
+        name.removeprefix("transformer."): tensor
+        for name, tensor in to_transformers(model.state_dict(), model.size).items()
+    }
     weights["h.0.attn.bias"] = torch.ones(1, 1, 12, 12).tril()
     save_file(weights, tmp_path / "model.safetensors")
     load_gpt2_(other, tmp_path / "model.safetensors")
@@ -102,7 +109,7 @@ def test_released_files_without_a_prefix_and_with_masks_load(tmp_path: Path) -> 
 )
 def test_shards_of_a_folder_are_read_together(tmp_path: Path, index: str, save: Callable[[Any, Path], None]) -> None:
     model, other = small(), small()
-    weights, ending = list(to_transformers(model).items()), index.split(".")[1]
+    weights, ending = list(to_transformers(model.state_dict(), model.size).items()), index.split(".")[1]
     parts = {f"a.{ending}": dict(weights[:9]), f"b.{ending}": dict(weights[9:])}
     for name, part in parts.items():
         save(part, tmp_path / name)
@@ -141,21 +148,21 @@ def test_a_checkpoint_that_holds_objects_is_refused_and_not_unpickled(tmp_path: 
 
 
 def test_a_tokenizer_of_another_size_than_the_weights_is_refused(tmp_path: Path) -> None:
-    save_gpt2(small(), tmp_path)
+    save(small(), tmp_path)
     with pytest.raises(ModelError, match=r"70 tokens, this tokenizer has 257") as error:
         load_gpt2_(small(vocab=257), tmp_path)
     assert "data.tokenizer" in error.value.fix
 
 
 def test_a_context_longer_than_the_weights_is_refused_and_a_shorter_one_taken(tmp_path: Path) -> None:
-    save_gpt2(small(), tmp_path)
+    save(small(), tmp_path)
     with pytest.raises(ModelError, match=r"model\.context=24 .* 12 tokens"):
         load_gpt2_(small(context=24), tmp_path)
     load_gpt2_(small(context=5), tmp_path)
 
 
 def test_an_output_layer_of_its_own_and_other_models_are_refused(tmp_path: Path) -> None:
-    weights = to_transformers(small())
+    weights = dict(to_transformers(small().state_dict(), small().size))
     save_file(weights | {"lm_head.weight": torch.zeros(70, 16)}, tmp_path / "untied.safetensors")
     with pytest.raises(ModelError, match="has a separate output layer"):
         load_gpt2_(small(), tmp_path / "untied.safetensors")
@@ -236,7 +243,7 @@ def test_operations_are_counted_on_tensors_without_content() -> None:
 
 def test_weights_of_other_heads_are_refused_with_the_settings_that_fit(tmp_path: Path) -> None:
     """Shapes are the same: only config.json tells."""
-    save_gpt2(small(), tmp_path)
+    save(small(), tmp_path)
     for path in (tmp_path, tmp_path / "model.safetensors"):
         with pytest.raises(ModelError, match=r"model\.heads 2, here 4") as error:
             load_gpt2_(small(heads=4), path)
@@ -256,7 +263,7 @@ def test_a_checkpoint_of_nanogpt_names_its_heads_and_biases(tmp_path: Path) -> N
 
 
 def test_a_description_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:
-    save_gpt2(small(), tmp_path)
+    save(small(), tmp_path)
     (tmp_path / "config.json").write_text('{"n_head": 4,')
     with pytest.raises(ModelError, match=r"cannot read .*config\.json"):
         load_gpt2_(small(), tmp_path)
@@ -269,7 +276,7 @@ def test_a_description_that_cannot_be_read_is_not_passed_over(tmp_path: Path) ->
     ("key", "value"), [("activation_function", "relu"), ("layer_norm_epsilon", 1e-12), ("n_inner", 20)]
 )
 def test_weights_of_another_function_are_refused(tmp_path: Path, key: str, value: object) -> None:
-    save_gpt2(small(), tmp_path)
+    save(small(), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | {key: value}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=f"{key}={value!r}"):
@@ -277,7 +284,7 @@ def test_weights_of_another_function_are_refused(tmp_path: Path, key: str, value
 
 
 def test_a_description_with_values_of_another_kind_is_named_and_the_weights_tell_the_context(tmp_path: Path) -> None:
-    save_gpt2(small(), tmp_path)
+    save(small(), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     for key, value in {"n_layer": None, "n_head": "2", "n_embd": [16]}.items():
         (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
@@ -291,5 +298,5 @@ def test_a_description_with_values_of_another_kind_is_named_and_the_weights_tell
 
 
 def test_a_model_without_an_end_says_so_to_transformers(tmp_path: Path) -> None:
-    save_gpt2(small(), tmp_path)
+    save(small(), tmp_path)
     assert theirs(tmp_path).config.eos_token_id is None

@@ -216,6 +216,14 @@ def test_a_bad_step_is_no_certificate() -> None:
     assert modes == ["eager"] * 6 + ["graph"] * 3
 
 
+def test_the_certificate_names_optimizers_in_another_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a GPU has such forms: tests/gpu trains with each."""
+    monkeypatch.setattr("halfstep.own_loop.step.make_capturable", lambda optimizers: ["AdamW"])
+    with replays_on_cpu():
+        _, step, _ = train(fast="graph")
+    assert str(step.certificate).endswith("; AdamW in the form for graphs, whose last bits may differ from fast='off'")
+
+
 def test_flags_that_torch_refuses_to_read_do_not_end_a_step() -> None:
     """torch's old switch cannot be read once the new ones of convolutions and RNNs differ."""
     before = read_flags()

@@ -250,6 +250,25 @@ def test_a_list_of_models_and_one_model_are_told_apart(tmp_path: Path, stored: P
     assert "the same models as hs.save, in the same order" in caught.value.fix
 
 
+def test_parameters_in_another_order_are_refused_by_name(tmp_path: Path) -> None:
+    """Equal shapes, so that torch would load each one's moments into the other."""
+
+    def build(order: int) -> tuple[nn.Module, hs.Step]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        return model, hs.Step(model, torch.optim.AdamW(list(model.parameters())[::order], fused=True), "fp32")
+
+    model, step = build(1)
+    step(lambda x: model(x).square().mean(), [torch.ones(2, 4)])
+    hs.save(tmp_path / "state", step, model)
+    model, step = build(-1)
+    with pytest.raises(CheckpointError, match="holds 0.weight as parameter 0 of the optimizer, which has 1.bias"):
+        hs.load(tmp_path / "state", step, model)
+    # A compiled model has the same parameters under longer names.
+    compiled = torch.compile(nn.Linear(4, 4), backend="eager")
+    step = hs.Step(compiled, torch.optim.SGD(compiled.parameters(), 0.1, fused=True), "fp32", fast="off")
+    assert step.state_dict()["parameters"] == [["weight", "bias"]]
+
+
 def test_another_optimizer_and_another_average_are_refused_before_anything_changes(stored: Path) -> None:
     refuse(stored, "average|ema", ema_decay=0.9)
     model, _ = make()

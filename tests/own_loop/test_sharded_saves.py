@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import halfstep as hs
 from halfstep.distributed.sharded_files import find_latest
@@ -27,16 +28,17 @@ ROWS = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
 OPTIMIZERS: dict[str, Any] = {"adamw": partial(torch.optim.AdamW, fused=True), "8bit": AdamW8bit}
 
 
-def make(optimizer: str, *, shard: bool = True) -> tuple[nn.Module, hs.Step]:
+def make(optimizer: str, *, shard: bool = True, mesh: Any = None, backwards: bool = False) -> tuple[nn.Module, hs.Step]:
     """Each of two shards of the first weight has 16 blocks of 8-bit state; the last layer has one row."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.Dropout(0.1), nn.BatchNorm1d(128), nn.Linear(128, 1))
     if shard:
         from torch.distributed.fsdp import fully_shard
 
-        fully_shard(model[0])
-        fully_shard(model)
-    made = OPTIMIZERS[optimizer](model.parameters(), lr=1e-2)
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    parameters = list(model.parameters())
+    made = OPTIMIZERS[optimizer](parameters[::-1] if backwards else parameters, lr=1e-2)
     schedule = hs.per_step(torch.optim.lr_scheduler.ExponentialLR(made, 0.9))
     return model, hs.Step(model, made, "fp32", ema_decay=0.9, clip_norm=1.0, schedule=schedule, fast="off")
 
@@ -99,6 +101,11 @@ def save_and_resume(rank: int, size: int, port: int, folder: Path) -> dict[str, 
         with step.averaged():
             hs.save_weights(folder / "average.safetensors", model, dtype=torch.bfloat16)
             found["average"] = take_whole(model)
+        if rank == 0:  # as on a full disk, in the middle of the file
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, resource.RLIM_INFINITY))
+        with pytest.raises(CheckpointError, match="cannot write .*File too large"):
+            hs.save_weights(folder / "average.safetensors", model)  # what was there stays
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         path, found["latest"] = folder / "failing", []
         for limit in (resource.RLIM_INFINITY, 64, resource.RLIM_INFINITY):
             if rank == 1:  # as on a full disk
@@ -118,6 +125,11 @@ def load_alone(rank: int, size: int, port: int, folder: Path) -> dict[str, Any]:
         for name in OPTIMIZERS:
             model, step = make(name)
             before = take(model, step)
+            other_model, other_step = make(name, backwards=True)
+            with pytest.raises(
+                CheckpointError, match="holds 0.weight as parameter 0 of the optimizer, which has 3.bias"
+            ):
+                hs.load(folder / name, other_step, other_model, reshard=True)
             try:
                 hs.load(folder / name, step, model)
             except CheckpointError as error:
@@ -132,6 +144,37 @@ def load_alone(rank: int, size: int, port: int, folder: Path) -> dict[str, Any]:
             step.end_pass()  # another number of ranks has other batches
             train(model, step, None)
     return found
+
+
+def save_replicas(rank: int, size: int, port: int, folder: Path) -> dict[str, Any]:
+    """HSDP: two replicas of two shards, and other meshes of the same ranks."""
+    found: dict[str, Any] = {}
+    with joined(rank, size, port):
+        meshes = {
+            "2 x 2": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),
+            "4": init_device_mesh("cpu", (4,)),
+        }
+        for name in OPTIMIZERS:
+            for shape, mesh in meshes.items():
+                path = folder / f"{name} {shape}"
+                model, step = make(name, mesh=mesh)
+                train(model, step, path, rank, size)
+                straight = take(model, step)
+                model, step = make(name, mesh=mesh)
+                _, notes = load(path, step, model)
+                at_save = take_whole(model)
+                train(model, step, None, rank, size)
+                found[f"{name} {shape}"] = all(map(torch.equal, straight, take(model, step))), notes
+
+                other = next(mesh for other, mesh in meshes.items() if other != shape)
+                model, step = make(name, mesh=other)
+                with pytest.raises(CheckpointError, match="was saved with .* and this is ") as refused:
+                    hs.load(path, step, model)
+                _, notes = load(path, step, model, reshard=True)
+                is_same = all(torch.equal(value, at_save[key]) for key, value in take_whole(model).items())
+                train(model, step, None, rank, size)
+                found[f"{name} {shape} to the other"] = is_same, [refused.value.what, *notes]
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -163,10 +206,25 @@ def test_another_number_of_ranks_loads_with_one_line_if_asked(saved: Any, tmp_pa
     [alone] = together(1, load_alone, tmp_path, folder)
     assert "was saved with 2 shards, and this is 1 shard" in alone["refusal"]
     assert "hs.load(..., reshard=True)" in alone["refusal"]
-    assert any("cannot continue bit-exactly" in note for note in alone["adamw notes"])
+    assert ["cannot continue bit-exactly" in note for note in alone["adamw notes"]] == [True]
     assert any("8-bit optimizer state is quantised again" in note for note in alone["8bit notes"])
     at_save = found[0]["8bit at save"]
     assert all(torch.equal(alone["8bit"][name], value) for name, value in at_save.items() if "running" not in name)
+
+
+def test_replicas_of_shards_resume_bit_exactly_and_reshard_if_asked(tmp_path: Path) -> None:
+    ranks = together(4, save_replicas, tmp_path / "found", tmp_path)
+    for found in ranks:
+        for name in OPTIMIZERS:
+            assert found[f"{name} 2 x 2"] == (True, [])
+            assert found[f"{name} 4"] == (True, [])
+            assert found[f"{name} 2 x 2 to the other"][0]
+            assert found[f"{name} 4 to the other"][0]
+    what, *notes = ranks[0]["8bit 2 x 2 to the other"][1]
+    assert "was saved with 2 shards in 2 replicas, and this is 4 shards" in what
+    assert any("cannot continue bit-exactly" in note for note in notes)
+    assert any("quantised again" in note for note in notes)
+    assert "and this is 2 shards in 2 replicas" in ranks[0]["adamw 4 to the other"][1][0]
 
 
 def test_an_unsharded_model_loads_a_sharded_save_if_asked(saved: Any) -> None:

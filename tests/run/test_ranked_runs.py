@@ -274,6 +274,7 @@ READING = Reading(
 def test_a_signal_to_one_process_ends_all_after_the_same_step(folder: Path, ends: dict[str, Any]) -> None:
     assert [end[0] for end in ends["asked"]] == ["Interrupted"] * 2
     assert [end[2] for end in ends["asked"]].count(False) == 1
+    assert all(f"continue with: halfstep train --resume {folder / 'asked'} --gpus 2" in end[1] for end in ends["asked"])
     assert newest(folder / "asked").state["step"]["attempted"] <= 6
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from halfstep.distributed.world import Share
+from halfstep.errors import MemoryLimitError
 from halfstep.hardware.probe import probe
-from halfstep.run.memory.planner import Cell, Layout, MemoryPlanner
+from halfstep.run import sharded_model
+from halfstep.run.memory.planner import Cell, Layout, MemoryPlanner, find_fits, refuse_nothing_fits
 from halfstep.run.memory.sharded import ShardUnit
 from halfstep.run.memory.traceable_step import TraceableStep, build_traceable_step
+from halfstep.run.sharded_model import UNIT_PARAMETERS, group_blocks, refuse_unshardable
+from halfstep.tune.memory_low import NORMAL
 from halfstep.workloads import load
 from ranks_together import together
 from tensor_bytes import TensorBytes
@@ -21,6 +27,8 @@ from tensor_bytes import TensorBytes
 GPT2 = ("model.depth=4", "model.heads=5", "model.dim=65", "model.context=15", "model.vocab=301", "model.dropout=0",
         "train.batch_size=6")  # fmt: skip
 """Widths do not divide evenly, and weights take more than activations."""
+UNITS = 2
+"""So that two blocks are one unit."""
 
 
 def step_of(*words: str) -> TraceableStep:
@@ -30,7 +38,11 @@ def step_of(*words: str) -> TraceableStep:
 
 @pytest.fixture(scope="module")
 def planner() -> MemoryPlanner:
-    return MemoryPlanner(step_of(), probe("cpu"))
+    found = MemoryPlanner(step_of(), probe("cpu"))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sharded_model, "MIN_UNITS", UNITS)
+        assert len(found.step.units) == UNITS + 1  # kept from here on
+    return found
 
 
 def measured(rank: int, size: int, port: int) -> dict[str, int]:
@@ -39,6 +51,7 @@ def measured(rank: int, size: int, port: int) -> dict[str, int]:
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    sharded_model.MIN_UNITS = UNITS
     found = {}
     for layout in ("ddp", "shard"):
         step = step_of()
@@ -52,8 +65,8 @@ def measured(rank: int, size: int, port: int) -> dict[str, int]:
             run = DistributedDataParallel(model, gradient_as_bucket_view=True)
         else:
             mesh = init_device_mesh("cpu", (size,))
-            for name in blocks:
-                fully_shard(model.get_submodule(name), mesh=mesh)
+            for names in group_blocks(model, blocks):
+                fully_shard([model.get_submodule(name) for name in names], mesh=mesh)
             fully_shard(model, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         raw = {name: value[:1].expand(6 // size, *value.shape[1:]) for name, value in step.raw.items()}
@@ -81,8 +94,8 @@ def test_what_ranks_hold_is_within_ten_percent_of_the_plan(planner: MemoryPlanne
 
 
 def predict(planner: MemoryPlanner, ranks: int, layout: Layout, precision: str = "fp32", **how: Any) -> dict[str, int]:
-    cell = Cell.of(planner.step.config, precision, "eager").spread(ranks, layout, **how)
-    return dict(planner.predict(cell).components)
+    cell = Cell.of(planner.step.config, precision, "eager").spread(ranks, layout)
+    return dict(planner.predict(dataclasses.replace(cell, **how)).components)
 
 
 def test_shards_divide_parameters_and_state_but_not_the_batch(planner: MemoryPlanner) -> None:
@@ -104,6 +117,33 @@ def test_blocks_that_are_gathered_in_half_take_half_and_are_not_cast(planner: Me
     assert half["half copies"] == 0
 
 
+def test_settings_that_fit_shards_can_be_typed(planner: MemoryPlanner) -> None:
+    config, ranks = planner.step.config, 2
+    shard = planner.predict(Cell.of(config, "fp32", "eager").spread(ranks, "shard")).total
+    # Too little for a whole model, even if it is recomputed and its optimizer state has 8 bits.
+    fits = find_fits(planner, config, int(1.05 * shard), "eager", ("fp32",), ranks=ranks)
+    assert {fit.prediction.cell.layout for fit in fits} == {"shard"}
+    assert len(fits) > 1
+    for fit in fits:
+        assert fit.prediction.total <= 1.05 * shard
+        assert fit.batch_size * fit.accumulate == 6
+        precision, *overrides = fit.arguments[1:2] + fit.arguments[4:]
+        assert fit.arguments[2:4] == ["--gpus", "2"]
+        asked = load("gpt2", flags={"precision": precision}, overrides=[*GPT2, *overrides]).config
+        assert asked.train.shard is True
+        refuse_unshardable(asked, planner.step.workload, Share(0, ranks))  # type: ignore[arg-type]
+    with pytest.raises(MemoryLimitError, match="sharded"):
+        refuse_nothing_fits(planner, config, 1000, "eager", "1 kB", ranks)
+
+
+def test_whole_gradients_are_kept_where_only_the_last_micro_batch_is_reduced(planner: MemoryPlanner) -> None:
+    each = predict(planner, 2, "shard", accumulate=2)
+    last = predict(planner, 2, "shard", accumulate=2, reduces_last=True)
+    gradients = planner.step.measure_fixed("fp32", NORMAL).weights
+    # At the peak a rank has all gradients instead of its half; of a unit it has two copies in any case.
+    assert sum(last.values()) - sum(each.values()) == pytest.approx(gradients / 2, rel=0.15)
+
+
 def test_uneven_and_tiny_parameters_are_padded_to_whole_rows() -> None:
     unit = ShardUnit({"a": torch.empty(5, 3), "b": torch.empty(1, requires_grad=True), "c": torch.empty(0, 4)})
     assert unit.count_shard_bytes(2) == 4 * (3 * 3 + 1)
@@ -115,4 +155,20 @@ def test_units_are_the_called_blocks_and_the_rest(planner: MemoryPlanner) -> Non
     assert planner.step.shard_blocks == [[f"transformer.h.{n}" for n in range(4)]]
     names = [name for unit in planner.step.units for name in unit.parameters]
     assert len(names) == len(set(names)) == len(list(planner.step.workload.model.parameters()))
-    assert [unit.is_root for unit in planner.step.units] == [False] * 4 + [True]
+    assert [unit.is_root for unit in planner.step.units] == [False] * UNITS + [True]
+
+
+def test_small_blocks_of_one_list_share_a_unit() -> None:
+    def group(*sizes: int, dtypes: dict[int, torch.dtype] | None = None) -> list[list[str]]:
+        blocks = [torch.nn.Linear(size, 1, bias=False, device="meta") for size in sizes]
+        for index, dtype in (dtypes or {}).items():
+            blocks[index].to(dtype)
+        model = torch.nn.ModuleDict({"a": torch.nn.ModuleList(blocks), "b": torch.nn.ModuleList(blocks[:1])})
+        return group_blocks(model, [*(f"a.{n}" for n in range(len(sizes))), "b.0"])
+
+    half = UNIT_PARAMETERS // 2
+    assert list(map(len, group(*[half] * 20))) == [2] * 10 + [1]  # units of 256 MB; another list is another unit
+    assert list(map(len, group(*[2 * half] * 20))) == [1] * 21
+    assert list(map(len, group(*[100] * 12))) == [2] * 6 + [1]  # not fewer units for a small model
+    assert list(map(len, group(*[100] * 3))) == [1] * 4
+    assert list(map(len, group(*[half] * 20, dtypes={1: torch.bfloat16})))[:3] == [1, 1, 2]  # of one format each

@@ -15,14 +15,19 @@ import torch
 from safetensors.torch import load_file
 
 import sharded_workload
+from half_gather import check_half_gather, train_gathered_in_half
 from halfstep.distributed.launch import Launch
 from halfstep.distributed.world import Share
 from halfstep.errors import ConfigError, HalfstepError
 from halfstep.hardware.gpus import look_up_gpu
+from halfstep.precision.plan import Plan
+from halfstep.precision.swapped import InFp32, swap_class
+from halfstep.run import sharded_model
 from halfstep.run.assemble import build_workload, decide_plan
 from halfstep.run.checkpoint import is_sharded
-from halfstep.run.folder import RunFolder
-from halfstep.run.sharded_model import _find_own_units, refuse_unfit_gather, refuse_unshardable
+from halfstep.run.folder import RunFolder, load_stored
+from halfstep.run.memory import sizing
+from halfstep.run.sharded_model import MIN_UNITS, _find_own_units, refuse_unfit_gather, refuse_unshardable
 from halfstep.run.train import train
 from halfstep.use.open_run import open_run
 from halfstep.workloads import load
@@ -34,7 +39,10 @@ SETTINGS = {**TINY, "train.max_steps": 8, "train.report_every": 1, "schedule.nam
             "schedule.warmup_steps": 0, "ema.enabled": True, "train.checkpoint_every": 2, "optimizer.lr": 1e-2,
             "train.sample_every": 4}  # fmt: skip
 SHARD = {"train.shard": True, "train.rank_timeout_s": 60}
-COMPILE = torch.compile
+TWICE = {"train.accumulate": 2, "train.max_steps": 4}
+DEEP = {"model.options": {"depth": 10}, "train.max_steps": 4}
+"""Of so many blocks two are one unit."""
+COMPILE, MEASURE_LIMIT = torch.compile, sizing._measure_limit
 
 
 def several(rank: int, size: int, port: int, ports: list[int], calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -42,6 +50,8 @@ def several(rank: int, size: int, port: int, ports: list[int], calls: dict[str, 
     torch.compile = functools.partial(_compile, COMPILE)
     ends = {}
     for own_port, (name, call) in zip(ports, calls.items(), strict=True):
+        sharded_model.MIN_UNITS = call.get("min_units", MIN_UNITS)
+        sizing._measure_limit = call.get("limit", MEASURE_LIMIT)
         num = call.get("size", size)
         if rank >= num:
             continue
@@ -58,6 +68,10 @@ def several(rank: int, size: int, port: int, ports: list[int], calls: dict[str, 
                 end = str(error)
         ends[name] = end, shown.getvalue()
     return ends
+
+
+def have_little_memory(plan: Plan, num_ranks: int) -> int:
+    return 100
 
 
 def _compile(compiler: Any, region: Any, dynamic: bool, options: Any) -> Any:
@@ -77,6 +91,11 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
         "other half": {"resume": folder / "half", "settings": {"train.max_steps": 8}},
         "poisoned": new("poisoned", **{"model.options": {"poisoned": 2}, "train.max_steps": 4}),
         "compiled": new("compiled", **{"train.fast": "graph", "log.quiet": False}),
+        "grouped": new("grouped", **DEEP),
+        "last": new("last", **{**TWICE, "log.quiet": False}),
+        "each": new("each", **{**TWICE, "log.quiet": False}) | {"limit": have_little_memory},
+        "one by one": new("one-by-one", **DEEP) | {"min_units": 100},
+        "grouped, compiled": new("grouped-compiled", **DEEP, **{"train.fast": "compile"}),
         "auto": new("auto", **{"train.shard": "auto", "train.max_steps": 2, "log.quiet": False}),
         "other ranks": {"resume": folder / "poisoned", "settings": {"train.max_steps": 8}, "size": 1}
         | {"settings": {"train.max_steps": 8, "train.backend": "gloo"}},
@@ -98,11 +117,36 @@ def test_two_ranks_train_the_weights_of_one(ran: tuple[Path, dict[str, Any]], tm
     for name, tensor in {**alone.model, **{f"ema {k}": v for k, v in alone.ema.items()}}.items():
         other = shards.ema[name[4:]] if name.startswith("ema ") else shards.model[name]
         assert torch.allclose(tensor, other, atol=1e-5, rtol=1e-5), name
-    assert "3 x Block (blocks.0 ... blocks.2)" in ends["whole"][1]
+    assert "; in 3 units of 3 x Block (blocks.0 ... blocks.2)" in ends["whole"][1]
     assert is_sharded(next((folder / "whole" / "checkpoints").glob("step-*")))
     plan = RunFolder.open(str(folder / "whole")).read_plan()
     assert plan.shards
     assert plan.shard_blocks == ("blocks.0", "blocks.1", "blocks.2", "extra:0", "extra:1")
+
+
+def test_blocks_that_share_a_unit_train_the_same_weights(ran: tuple[Path, dict[str, Any]]) -> None:
+    folder, ends = ran
+    assert [ends[name][0] for name in ("grouped", "one by one", "grouped, compiled")] == [""] * 3
+    assert "; in 5 units of 10 x Block" in RunFolder.open(str(folder / "grouped")).read_plan().shard_reason
+    assert "; in 10 units of 10 x Block" in RunFolder.open(str(folder / "one-by-one")).read_plan().shard_reason
+    grouped, apart, compiled = (newest(folder / name).model for name in ("grouped", "one-by-one", "grouped-compiled"))
+    assert_same_bits(grouped, apart)
+    assert all(torch.allclose(compiled[name], grouped[name], atol=1e-5) for name in grouped)
+
+
+def test_gradients_are_reduced_once_per_step_where_whole_ones_fit(
+    ran: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, ends = ran
+    assert (ends["last"][0], ends["each"][0]) == ("", "")
+    why = "(train.accumulate=2): with whole gradients a rank needs"
+    assert ends["last"][1].count(f"gradients are reduced once per step {why}") == 1
+    assert ends["each"][1].count(f"gradients are reduced after each micro-batch {why}") == 1
+    assert [RunFolder.open(str(folder / name)).read_plan().reduces_last for name in ("last", "each")] == [True, False]
+    alone = newest(run(tmp_path / "alone", {**SETTINGS, **TWICE}, WORKLOAD)).model
+    for name in ("last", "each"):
+        shards = newest(folder / name).model
+        assert all(torch.allclose(shards[key], value, atol=1e-5, rtol=1e-5) for key, value in alone.items()), name
 
 
 def test_a_resumed_run_has_the_same_bits(ran: tuple[Path, dict[str, Any]]) -> None:
@@ -167,16 +211,29 @@ def test_gathering_in_bf16_needs_a_step_in_bf16() -> None:
 
 def test_norms_are_gathered_by_themselves_where_blocks_are_gathered_in_bf16() -> None:
     block = sharded_workload.Block()
-    assert list(_find_own_units(block, gathers_half=True)) == [block.norm]
-    assert list(_find_own_units(block, gathers_half=False)) == []
-    assert list(_find_own_units(block.to(torch.bfloat16), gathers_half=False)) == []
+    assert list(_find_own_units([block], gathers_half=True)) == [[block.norm]]
+    assert list(_find_own_units([block], gathers_half=False)) == []
+    assert list(_find_own_units([block.to(torch.bfloat16)], gathers_half=False)) == []
     block.norm.float()
-    assert list(_find_own_units(block, gathers_half=False)) == [block.norm]
+    assert list(_find_own_units([block], gathers_half=False)) == [[block.norm]]
+    norm, island = torch.nn.BatchNorm2d(3), sharded_workload.Block()  # as a layer of a Sequential is a block
+    swap_class(island, InFp32)
+    [alone] = _find_own_units([norm, island, sharded_workload.Block()], gathers_half=True)
+    assert alone[:2] == [norm, island]
 
 
 def test_one_rank_cannot_shard(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="train.shard=true with a single rank"):
         run(tmp_path / "alone", {**SETTINGS, "train.shard": True}, WORKLOAD)
+
+
+def test_a_report_predicts_the_memory_of_one_rank(
+    ran: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A report runs no custom code, which this workload is.
+    monkeypatch.setattr(sizing, "load_stored", lambda path, flags, trust: load_stored(path, flags, trust=True))
+    found = sizing.predict_stored_run(ran[0] / "whole")
+    assert found["weights"] < sum(p.numel() * 4 for p in sharded_workload.Net(3).parameters()) * 0.6
 
 
 def test_auto_shards_only_what_does_not_fit_and_says_so(ran: tuple[Path, dict[str, Any]]) -> None:
@@ -202,3 +259,9 @@ def test_a_sharded_run_can_be_resumed_unsharded(ran: tuple[Path, dict[str, Any]]
     folder, _ = ran
     resume(folder / "compiled", "train.shard=false", "train.max_steps=9", "train.fast=off", allow_changes=True)
     assert newest(folder / "compiled").state["step"]["attempted"] == 9
+
+
+def test_blocks_gathered_in_bf16_keep_norms_in_fp32_and_drop_bad_steps(tmp_path: Path) -> None:
+    for own in together(2, train_gathered_in_half, tmp_path, "cpu", "eager"):
+        check_half_gather(own)
+        assert own["reason"] == "loss is nan (rank 1)"

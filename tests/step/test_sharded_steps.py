@@ -76,7 +76,7 @@ def trained_of(net: nn.Module) -> list[nn.Parameter]:
 
 def make_step(net: nn.Module, optimizer: str = "fused AdamW", precision: str = "fp32", **more: Any) -> hs.Step:
     made = OPTIMIZERS[optimizer](trained_of(net))
-    return hs.Step(net, made, precision, clip_norm=0.5, fast="off", **more)
+    return hs.Step(net, made, precision, **{"clip_norm": 0.5, "fast": "off", **more})
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -210,6 +210,7 @@ def refused(rank: int) -> list[str]:
 
     cases: list[Callable[[], hs.Step]] = [
         lambda: make_step(make_net(True), ema_decay=0.5 + 0.1 * rank),
+        lambda: make_step(make_net(True), clip_norm=1.0 + rank, guard={"max_consecutive": 3 + rank}),
         lambda: make_step(make_net(True), precision=("fp32", "bf16")[rank], simulate=True),
         make_other_rates,
         make_over_one,
@@ -335,7 +336,8 @@ def test_a_step_reduces_a_few_numbers_and_gathers_nothing(found: list[dict[str, 
 
 def test_ranks_with_different_settings_are_refused_before_the_first_step(found: list[dict[str, Any]]) -> None:
     for own in found:
-        average, precision, rate, mesh = own["refused"]
+        average, clip, precision, rate, mesh = own["refused"]
+        assert clip == "rank 0 and rank 1 differ in clip_norm: 1.0 and 2.0; guard.max_consecutive: 3 and 4"
         assert average == "rank 0 and rank 1 differ in ema_decay: 0.5 and 0.6"
         assert precision.startswith("rank 0 and rank 1 differ in precision: fp32 and bf16")
         assert rate == "rank 0 and rank 1 differ in lr: [0.01] and [0.02]"

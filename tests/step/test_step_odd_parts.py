@@ -12,7 +12,7 @@ from torch import nn
 from halfstep.errors import ConfigError
 from halfstep.precision.plan import PlanRow
 from halfstep.step.ema import Ema
-from halfstep.step.flat import became_non_finite
+from halfstep.step.flat import Snapshot, became_non_finite
 from halfstep.step.scaler import Scaler
 from halfstep.step.schedule import ScheduleOptions, build_schedule
 from halfstep.step.step import Step
@@ -275,6 +275,36 @@ def test_a_number_of_any_format_that_stops_being_finite_is_found(dtype: torch.dt
     before = torch.tensor([1.0, float("inf"), 2.0]).to(dtype)
     assert not became_non_finite(before, torch.tensor([3.0, float("nan"), 4.0]).to(dtype))
     assert became_non_finite(before, torch.tensor([3.0, 1.0, float("inf")]).to(dtype))
+
+
+@pytest.mark.parametrize("is_bad", [True, False])
+def test_a_joined_copy_of_many_dtypes_selects_the_bits_of_each(is_bad: bool) -> None:
+    """`select` is what a GPU runs. Odd lengths, gaps, a conjugate, -0.0 and NaN; saved twice, into the same memory."""
+    kinds = (torch.int64, torch.bfloat16, torch.float32, torch.bool, torch.complex64, torch.float64, torch.float32)
+    tensors = [torch.tensor([1.0, 0.0, 3.0]).to(dtype) for dtype in kinds]
+    tensors += [
+        torch.tensor(7),
+        torch.arange(8.0)[::2],
+        torch.ones(2, 3).T,
+        torch.ones(3, dtype=torch.complex64).conj(),
+    ]
+    snapshot = Snapshot(tensors)
+    snapshot.save()
+    for tensor in tensors:
+        tensor.add_(tensor.clone())
+    snapshot.save()
+    then = [tensor.clone() for tensor in tensors]
+    for tensor in tensors:
+        tensor.copy_(torch.tensor(float("nan")) if tensor.is_floating_point() else tensor * 0)
+    tensors[2][0] = -0.0
+    now = [tensor.clone() for tensor in tensors]
+    pairs = snapshot.pair_floats()
+    assert {saved.dtype for saved, _ in pairs} == {t.dtype for t in tensors if t.is_floating_point() or t.is_complex()}
+    assert sum(int((new != new).sum()) for _, new in pairs) == sum(int((t != t).sum()) for t in tensors)
+    for group in snapshot.groups:
+        group.select(torch.tensor(is_bad))
+    found, wanted = ([one.resolve_conj() for one in own] for own in (tensors, then if is_bad else now))
+    assert_same_bits(dict(enumerate(found)), dict(enumerate(wanted)))
 
 
 def test_a_short_onecycle_has_a_peak_too() -> None:

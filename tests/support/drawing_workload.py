@@ -46,9 +46,11 @@ class Evaluation(PlainEvaluation):
         return {"drawn": float(options["draws"])}
 
 
-def export(model: torch.nn.Module, config: Any, store: Mapping[str, Any], folder: Path) -> None:
-    torch.save(model.state_dict(), folder / "weights.pt")
-    (folder / "about.json").write_text(json.dumps({"training": model.training, **store}))
+def export(
+    weights: Mapping[str, torch.Tensor], config: Any, store: Mapping[str, Any], folder: Path, device: torch.device
+) -> None:
+    torch.save(dict(weights), folder / "weights.pt")
+    (folder / "about.json").write_text(json.dumps({"device": str(device), **store}))
 
 
 KIND = Kind(

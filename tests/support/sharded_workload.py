@@ -32,10 +32,10 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, depth: int) -> None:
         super().__init__()
         self.stem, self.head = nn.Linear(128, WIDTH), nn.Linear(WIDTH, 3)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
         self.scale = nn.Parameter(torch.ones(()))
         self.register_buffer("calls", torch.zeros(()))
 
@@ -48,7 +48,7 @@ class Net(nn.Module):
 
 def build(config: Any, store: Mapping[str, Any] | None = None) -> Workload:
     options = config.model.options
-    model = Net()
+    model = Net(options.get("depth", 3))
     model.blocks[0].first.requires_grad_(False)
     frozen = nn.ModuleList(Block() for _ in range(2)).requires_grad_(False)
 

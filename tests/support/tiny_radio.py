@@ -58,7 +58,7 @@ def write_tiny_vae(folder: Path, change: Any = None) -> Path:
         if change is not None:
             change(vae)
     (folder / "model").mkdir(parents=True)
-    write_first_stage(vae, SIZES, 0.5, folder / "model")
+    write_first_stage(vae.state_dict(), SIZES, 0.5, folder / "model")
     return folder
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from halfstep.cli.main import main
 from halfstep.evidence.proofs import check_clipping, check_nan_is_dropped, check_rates
 from halfstep.report.page.read_run import read_run
+from halfstep.run.folder import RunFolder
 from halfstep.run.train import train
 from halfstep.step.clip import Clip
 from halfstep.use.verify import _check_gpu, _check_skipped
@@ -79,6 +81,29 @@ def test_a_rate_that_left_its_schedule_is_found(clean: Path, capsys: pytest.Capt
     assert code == 1
     assert lines[FIVE[3]]["verdict"] == "DOES NOT HOLD"
     assert "step 4" in lines[FIVE[3]]["observed"]
+
+
+def test_rates_of_a_resumed_run_follow_the_schedule_of_their_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run(tmp_path / "longer", **{"schedule.name": "cosine"})
+    for changes in (["train.max_steps=9"], ["train.max_steps=12", "optimizer.lr=0.02"]):
+        again = load(str(path / "config.yaml"), flags={}, overrides=changes)
+        train(again, resume=path, allow_changes=True)
+    capsys.readouterr()
+    code, lines = verified(capsys, str(path))
+    assert code == 0, lines
+    assert lines[FIVE[3]]["observed"] == "12 recorded rates, each as scheduled; the settings changed after step 6, 9"
+    # Steps that a lost checkpoint repeats follow the schedule of the repetition.
+    for step in ("00000009", "00000012"):
+        shutil.rmtree(path / "checkpoints" / f"step-{step}")
+    train(load(str(path / "config.yaml"), flags={}, overrides=[]), resume=path)
+    capsys.readouterr()
+    assert verified(capsys, str(path))[1][FIVE[3]]["observed"].endswith("; the settings changed after step 6")
+    # The last schedule alone does not explain the steps before.
+    folder = RunFolder(path)
+    folder.write_settled(dataclasses.replace(folder.read_settled(), before=[]))
+    assert verified(capsys, str(path))[1][FIVE[3]]["verdict"] == "DOES NOT HOLD"
 
 
 def test_skipped_steps_and_a_module_outside_the_plan_do_not_hold(

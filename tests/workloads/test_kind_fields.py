@@ -93,7 +93,7 @@ def test_evaluate_passes_options_and_validates_where_they_ask_for_nothing(
 def test_the_best_weights_are_exported_when_training_ends_and_again_after_a_longer_run(run: Path) -> None:
     written = torch.load(run / "model" / "weights.pt", weights_only=True)
     about = json.loads((run / "model" / "about.json").read_text())
-    assert about == {"training": False, "classes": ["a", "b", "c"]}
+    assert about == {"device": "cpu", "classes": ["a", "b", "c"]}
     train(load(str(run / "config.yaml"), overrides=["train.max_steps=6", "log.quiet=true"]), resume=run)
     longer = torch.load(run / "model" / "weights.pt", weights_only=True)
     assert written.keys() == longer.keys()

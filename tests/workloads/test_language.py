@@ -39,6 +39,10 @@ TINY = {"model.depth": 1, "model.heads": 2, "model.dim": 16, "model.context": 8,
 TEXT = "to be or not to be, that is the question.\n" * 30
 
 
+def save_weights(model: GPT2, folder: Path) -> None:
+    save_gpt2(model.state_dict(), model.size, folder)
+
+
 def overrides(values: dict[str, Any]) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in {**TINY, **values}.items()]
 
@@ -139,7 +143,7 @@ def test_a_text_that_changed_since_a_run_began_is_named_once(tmp_path: Path, tex
 
 
 def test_a_tokenizer_that_does_not_fit_the_weights_is_refused(tmp_path: Path, text: Path) -> None:
-    save_gpt2(build_gpt2("gpt2", depth=1, heads=2, dim=16, context=8, vocab=500), tmp_path / "weights")
+    save_weights(build_gpt2("gpt2", depth=1, heads=2, dim=16, context=8, vocab=500), tmp_path / "weights")
     with pytest.raises(ModelError, match=r"500 tokens, this tokenizer has 16"):
         built(text, model__weights=str(tmp_path / "weights"))
     with pytest.raises(ModelError, match=r"model\.vocab=400, the tokenizer has 16"):
@@ -152,7 +156,7 @@ def test_stored_weights_are_used_without_drawing_others(
     run, save = trained(tmp_path / "run", text, train__max_steps=2), tmp_path / "weights"
     model = built(text).model
     assert isinstance(model, GPT2)
-    save_gpt2(model, save)
+    save_weights(model, save)
 
     def draw_(job: object) -> None:
         raise AssertionError("values that nobody reads")
@@ -170,7 +174,7 @@ def test_stored_weights_are_used_without_drawing_others(
 def test_weights_are_where_a_run_starts(tmp_path: Path, text: Path) -> None:
     torch.manual_seed(5)
     original = build_gpt2("gpt2", depth=1, heads=2, dim=16, context=8, vocab=16)
-    save_gpt2(original, tmp_path / "weights")
+    save_weights(original, tmp_path / "weights")
     model = built(text, model__weights=str(tmp_path / "weights")).model
     assert torch.equal(model.state_dict()["transformer.wpe.weight"], original.transformer.wpe.weight)
 
@@ -179,14 +183,16 @@ def test_the_tokenizer_beside_the_weights_is_taken_where_none_is_named(tmp_path:
     tokenizers = pytest.importorskip("tokenizers")
     bpe = tokenizers.ByteLevelBPETokenizer()
     bpe.train_from_iterator([TEXT], vocab_size=280, special_tokens=["<|endoftext|>"])
-    save_gpt2(build_gpt2("gpt2", depth=1, heads=2, dim=16, context=8, vocab=bpe.get_vocab_size()), tmp_path / "weights")
+    save_weights(
+        build_gpt2("gpt2", depth=1, heads=2, dim=16, context=8, vocab=bpe.get_vocab_size()), tmp_path / "weights"
+    )
     bpe.save(str(tmp_path / "weights" / "tokenizer.json"))
     for weights in (tmp_path / "weights", tmp_path / "weights" / "model.safetensors"):
         workload = built(text, model__weights=str(weights), data__tokenizer="auto")
         assert workload.store["vocab"] == bpe.get_vocab_size()
         assert dict(workload.about)["tokenizer"].startswith("BPE")
     padded = build_gpt2("gpt2", depth=1, heads=2, dim=16, context=8, vocab=512)  # more than our own padding
-    save_gpt2(padded, tmp_path / "weights")
+    save_weights(padded, tmp_path / "weights")
     workload = built(text, model__weights=str(tmp_path / "weights"), data__tokenizer="auto")
     rows = workload.model.get_parameter("transformer.wte.weight")[: bpe.get_vocab_size()]
     assert torch.equal(rows, padded.transformer.wte.weight[: len(rows)])

@@ -130,7 +130,7 @@ def test_the_exported_vae_knows_the_scale_of_its_latents(data: Path, tmp_path: P
     run = train(settings("vae", data, train__max_steps=2), out=tmp_path / "run")
     vae = AutoencoderKL.from_pretrained(run / "model" / "vae", low_cpu_mem_usage=False)
     config = settings("vae", data).config
-    scale = measure_scale(vae, config)  # type: ignore[arg-type]
+    scale = measure_scale(vae, config, vae.device)  # type: ignore[arg-type]
     assert vae.config.scaling_factor == pytest.approx(scale)
     assert 0.1 < scale < 10
     again = train(
@@ -143,7 +143,7 @@ def test_the_exported_vae_knows_the_scale_of_its_latents(data: Path, tmp_path: P
             parameter.zero_()
         vae.quant_conv.bias[vae.config.latent_channels :] = -100.0
     with pytest.raises(ModelError, match="standard deviation of 0") as refused:
-        measure_scale(vae, config)  # type: ignore[arg-type]
+        measure_scale(vae, config, vae.device)  # type: ignore[arg-type]
     assert "model.kl_weight" in refused.value.fix
 
 

@@ -31,13 +31,14 @@ from halfstep.errors import ConfigError, Interrupted, format_count, suggest_comm
 
 if TYPE_CHECKING:
     from halfstep.use.compare import CompareRequest, Comparison
-    from halfstep.use.compare_run import ComparedRow
 
 FREE = ("budget", "at_once", "price", "as_json")
 """Options that may change with --resume, because they do not change what is compared."""
 SETTINGS = {"device": "device", "batch_size": "train.batch_size", "epochs": "train.epochs",
             "max_steps": "train.max_steps"}  # fmt: skip
 """Flags that are settings of every row."""
+Row = tuple[str, list[str]]
+"""Name and overrides of a row."""
 UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
@@ -108,25 +109,52 @@ def command(
 
 
 def refuse_bad_call(context: typer.Context) -> None:
-    """Raise for an unknown target, missing data and folders that cannot be used, before torch is imported."""
+    """Raise for an unknown target, missing data, bad rows and folders that cannot be used, before torch is imported."""
     from halfstep.run.folder import RunFolder, refuse_missing_paths, refuse_no_comparison
+    from halfstep.use.equivalence import refuse_bad_rows
     from halfstep.workloads import load
 
     given = context.params
+    if given["budget"]:
+        parse_budget(given["budget"])
     if given["resume"] is not None:
         refuse_no_comparison(given["resume"])
         return
-    target, overrides, _ = _split_arguments(given["arguments"] or [])
-    refuse_missing_paths(load(target, flags={"data_dir": given["data_dir"]}, overrides=overrides).config)
+    target, overrides, rows = _read_rows(context)
+    refuse_bad_rows([name for name, _ in rows], _choose_looks(given["seeds"]), given["margin"])
+    load(target, overrides=_split_arguments(given["arguments"])[1])  # refuses two that disagree; a row's replace them
+    for _, settings in rows:
+        last = {override.split("=", 1)[0]: override for override in (*overrides, *settings)}
+        refuse_missing_paths(load(target, overrides=list(last.values())).config)
     if given["out"] is not None:
         RunFolder.refuse_unusable(given["out"])
 
 
 def _build_request(context: typer.Context, how: dict[str, Any]) -> CompareRequest:
-    """Build the request from the options; flags become overrides of every row."""
     from halfstep.use.compare import CompareRequest
+    from halfstep.use.compare_run import ComparedRow
+
+    given = context.params
+    target, overrides, rows = _read_rows(context)
+    return CompareRequest(
+        target=target,
+        overrides=tuple(overrides),
+        rows=tuple(ComparedRow(name=name, overrides=tuple(settings)) for name, settings in rows),
+        looks=_choose_looks(given["seeds"]),
+        margin=given["margin"],
+        best=given["best"],
+        **how,
+    )
+
+
+def _choose_looks(seeds: int | None) -> tuple[int, ...]:
     from halfstep.use.equivalence import LOOKS
 
+    return LOOKS if seeds is None else (seeds,)
+
+
+def _read_rows(context: typer.Context) -> tuple[str, list[str], list[Row]]:
+    """Return the target, the overrides of every row (flags are among them), and the rows."""
     given = context.params
     if {"rows", "precisions"} <= read_given(context).keys():
         raise ConfigError("--rows and --precisions cannot be combined", why="both name rows", fix="keep one of them")
@@ -135,15 +163,8 @@ def _build_request(context: typer.Context, how: dict[str, Any]) -> CompareReques
     flags["data.dir"] = given["data_dir"] and _make_absolute(given["data_dir"])
     # An unset switch stays open: a row's format may then be simulated.
     flags |= {f"precision.{name}": "true" if given[name] else None for name in ("strict", "simulate")}
-    return CompareRequest(
-        target=target,
-        overrides=(*overrides, *(f"{key}={value}" for key, value in flags.items() if value is not None)),
-        rows=tuple(_parse_rows([*(given["rows"] or []), *more_rows], given["precisions"])),
-        looks=LOOKS if given["seeds"] is None else (given["seeds"],),
-        margin=given["margin"],
-        best=given["best"],
-        **how,
-    )
+    overrides += [f"{key}={value}" for key, value in flags.items() if value is not None]
+    return target, overrides, _parse_rows([*(given["rows"] or []), *more_rows], given["precisions"])
 
 
 def _reopen(folder: Path, context: typer.Context, how: dict[str, Any]) -> Comparison:
@@ -227,19 +248,15 @@ def _make_absolute(path: str) -> str:
     return str(absolute) if absolute.exists() else path
 
 
-def _parse_rows(rows: list[str], precisions: str) -> list[ComparedRow]:
-    from halfstep.use.compare_run import ComparedRow
-
+def _parse_rows(rows: list[str], precisions: str) -> list[Row]:
     if rows:
         return [_parse_row(text) for text in rows]
     names = [name.strip() for name in precisions.split(",") if name.strip()]
-    return [ComparedRow(name=name, overrides=(f"precision={name}",)) for name in names]
+    return [(name, [f"precision={name}"]) for name in names]
 
 
-def _parse_row(text: str) -> ComparedRow:
+def _parse_row(text: str) -> Row:
     """Parse `amp: precision=bf16 train.batch_size=16`."""
-    from halfstep.use.compare_run import ComparedRow
-
     name, colon, settings = text.partition(":")
     overrides = settings.split()
     odd = next((setting for setting in overrides if "=" not in setting), None)
@@ -248,7 +265,7 @@ def _parse_row(text: str) -> ComparedRow:
             f"--rows {text!r} does not describe a row" + (f": {odd!r} is not KEY=VALUE" if odd else ""),
             fix='write a name, a colon and settings: --rows "amp: precision=bf16 train.batch_size=16"',
         )
-    return ComparedRow(name=name.strip(), overrides=tuple(overrides))
+    return name.strip(), overrides
 
 
 def parse_budget(text: str) -> float:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from halfstep.config.schema import RunConfig
     from halfstep.hardware.device_facts import Hardware
     from halfstep.report.memory_view import MemoryRow
-    from halfstep.run.memory.planner import Fit, MemoryPlanner
+    from halfstep.run.memory.planner import Cell, Fit, MemoryPlanner
     from halfstep.tune.modes import Mode
 
 
@@ -94,7 +94,7 @@ SHOWN_MODES = {"off": "eager", "compile": "compile", "graph": "graph", "auto": "
 """`train.fast` to the mode that is shown."""
 LEVELS = (
     "train.memory: what is recomputed in backward instead of stored (pointwise operations, every second block, all "
-    "blocks), and 8-bit: optimizer state in 8 bits"
+    "blocks), and 8-bit: optimizer state in 8 bits. Sharded runs have those that need no trial on a copy of the model"
 )
 TRACED = {
     "eager": "peak of an eager step, traced operation by operation",
@@ -187,7 +187,7 @@ def _plan_memory(
         compute_usable_bytes,
         describe_effects,
         find_fits,
-        list_levels,
+        list_cells,
         list_precisions,
         refuse_nothing_fits,
     )
@@ -207,22 +207,16 @@ def _plan_memory(
     if name == "auto" and "fp32" in config.precision.modules.values():
         precisions = tuple(one for one in precisions if one != "tf32")  # a run refuses to mix fp32 and tf32
     modes = (shown,) if mode else MODES
-    levels = list_levels(planner, config)
-    cells = [(precision, setting) for precision in precisions for setting in levels]
+    cells = list_cells(planner, config, shown, precisions, ranks)
     rows = []
-    for number, (precision, setting) in enumerate(cells, 1):
-        tell(f"predicting {precision}, {setting} ({number} of {len(cells)})")
-        for layout in ("alone",) if ranks is None else ("ddp", "shard"):
-            rows.append(_predict_row(planner, config, shown, modes, precision, setting, ranks or 1, layout))
+    for number, cell in enumerate(cells, 1):
+        tell(f"predicting {cell.precision}, {cell.setting} ({number} of {len(cells)})")
+        rows.append(_predict_row(planner, cell, shown, modes))
     limit = compute_usable_bytes(memory)
-    # For several ranks the rows say what fits.
-    finds = memory and ranks is None
-    fits = find_fits(planner, config, limit, shown, precisions, hardware, tell=tell) if finds else []
-    if finds and not fits:
-        refuse_nothing_fits(planner, config, limit, shown, where)
+    fits = find_fits(planner, config, limit, shown, precisions, hardware, ranks=ranks, tell=tell) if memory else []
+    if memory and not fits:
+        refuse_nothing_fits(planner, config, limit, shown, where, ranks)
     notes = [*([MADE_UP] if is_made_up else []), *(describe_effects(planner, config, fits) if fits else ())]
-    if ranks is not None:
-        notes += _list_rank_notes(rows, shown, memory, limit, where)
     if gpu and hardware:
         notes += _list_gpu_notes(hardware, name, memory)
     if planner.step.blocks:
@@ -240,32 +234,16 @@ def _plan_memory(
     )
 
 
-def _predict_row(
-    planner: MemoryPlanner,
-    config: RunConfig,
-    mode: Mode,
-    modes: Sequence[Mode],
-    precision: str,
-    setting: Any,
-    ranks: int,
-    layout: Any,
-) -> MemoryRow:
+def _predict_row(planner: MemoryPlanner, cell: Cell, mode: Mode, modes: Sequence[Mode]) -> MemoryRow:
     from halfstep.report.memory_view import MemoryRow
-    from halfstep.run.memory.planner import Cell
 
-    gathers_half = config.train.shard_gather == "bf16"
-    found = {
-        other: planner.predict(
-            Cell.of(config, precision, other, setting).spread(ranks, layout, gathers_half=gathers_half)
-        )
-        for other in modes
-    }
+    found = {other: planner.predict(cell.run_in(other)) for other in modes}
     return MemoryRow(
-        precision=precision,
-        level=str(setting),
+        precision=cell.precision,
+        level=str(cell.setting),
         components=found[mode].components,
         totals={other: prediction.total for other, prediction in found.items()},
-        layout="" if layout == "alone" else layout,
+        layout="" if cell.layout == "alone" else cell.layout,
     )
 
 
@@ -276,17 +254,6 @@ def _refuse_unfit_ranks(ranks: int | None, config: RunConfig) -> None:
             why="batch_size counts samples over all ranks, and each rank needs at least one",
             fix=f"--ranks 1 to {config.train.batch_size}, or a larger train.batch_size",
         )
-
-
-def _list_rank_notes(rows: Sequence[MemoryRow], mode: str, memory: int, limit: int, where: str) -> Iterator[str]:
-    """Yield what fits on each rank, and which precision and level is the least."""
-    for layout, setting in (("ddp", "train.shard=false"), ("shard", "train.shard=true")):
-        fitting = [row for row in rows if row.layout == layout and row.totals[mode] <= limit]
-        if memory and fitting:
-            yield f"{layout} ({setting}) fits {where} on each rank from {fitting[0].precision}, {fitting[0].level} on"
-        elif memory:
-            least = min((row for row in rows if row.layout == layout), key=lambda row: row.totals[mode])
-            yield f"{layout} ({setting}) does not fit {where}: it needs at least {format_bytes(least.totals[mode])}"
 
 
 def _choose_device(gpu: str | None, fit: str | None, flags: Flags) -> tuple[Hardware | None, int, str]:
@@ -376,7 +343,8 @@ def _print_memory(plan: MemoryPlan) -> None:
     if not is_wide:
         console.print(f"for components use --json, --picture FILE or a {TABLE_WIDTH}-column terminal", style="dim")
     if plan.fits:
-        console.print(f"\nfits {plan.where}, fastest (predicted) first")
+        of_each = "" if plan.ranks is None else " on each rank"
+        console.print(f"\nfits {plan.where}{of_each}, fastest (predicted) first")
         console.print(_build_fit_table(plan.fits, unit, unit_bytes))
         console.print(f"to use the first: {' '.join(plan.fits[0].arguments)}")
     for note in plan.notes:
@@ -400,15 +368,17 @@ def _build_fit_table(fits: Sequence[Fit], unit: str, unit_bytes: float) -> Table
     from halfstep.report.memory_view import format_in_unit, shorten_level
 
     cells = [fit.prediction.cell for fit in fits]
-    columns = {
+    columns: dict[str, Sequence[str]] = {
         "precision": [cell.precision for cell in cells],
         "memory": [shorten_level(str(cell.setting)) for cell in cells],
+        "ranks": [cell.layout for cell in cells if cell.layout != "alone"],
         "largest\nbatch": [f"{fit.largest_batch:,}" for fit in fits],
         "batch x\naccumulate": [f"{fit.batch_size} x {fit.accumulate}" for fit in fits],
         f"peak\n{unit}": [format_in_unit(fit.prediction.total, unit_bytes) for fit in fits],
         "predicted\ntime": [f"{fit.relative_time:.2f}x" for fit in fits],
     }
-    return make_columns_table(columns, left=("precision", "memory"))
+    filled = {name: column for name, column in columns.items() if column}
+    return make_columns_table(filled, left=("precision", "memory", "ranks"))
 
 
 def _convert_plan(plan: MemoryPlan) -> dict[str, Any]:
@@ -430,6 +400,7 @@ def _convert_plan(plan: MemoryPlan) -> dict[str, Any]:
         "memory_bytes": plan.memory_bytes or None,
         "fits": [
             {"precision": fit.prediction.cell.precision, "memory": str(fit.prediction.cell.setting),
+             "layout": None if plan.ranks is None else fit.prediction.cell.layout,
              "largest_batch": fit.largest_batch, "batch_size": fit.batch_size, "accumulate": fit.accumulate,
              "peak_bytes": fit.prediction.total, "relative_time": fit.relative_time, "words": fit.arguments}
             for fit in plan.fits

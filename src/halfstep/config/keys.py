@@ -167,13 +167,17 @@ def suggest_remedy(path: str, details: list[ErrorDetails], schema: type[Section]
 
 def suggest_choice(details: list[ErrorDetails]) -> str:
     """Return `did you mean 'adam'?` for a mistyped choice or as the validator says; empty if nothing is similar."""
+    choices: list[str] = []
     for detail in details:
         if "did you mean" in detail["msg"]:
             return detail["msg"][detail["msg"].index("did you mean") :]
-        if detail["type"] == "literal_error" and isinstance(detail["input"], str):
-            found = suggest_nearest(detail["input"], re.findall(r"'([^']*)'", detail["ctx"]["expected"]))
-            return found if found.startswith("did you mean") else ""
-    return ""
+        if detail["type"] == "literal_error":
+            choices += re.findall(r"'([^']*)'", detail["ctx"]["expected"])
+        elif detail["type"].startswith("bool_"):
+            choices += ["true", "false"]
+    typed = details[0]["input"]
+    found = suggest_nearest(typed, choices) if isinstance(typed, str) else ""
+    return found if found.startswith("did you mean") else ""
 
 
 def describe_wanted(details: list[ErrorDetails]) -> str:

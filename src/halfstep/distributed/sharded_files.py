@@ -30,13 +30,12 @@ import secrets
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -44,25 +43,26 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from halfstep import __version__
 from halfstep.disk import flush, name_hidden, read_sealed, remove_leftovers, seal, write_atomically
+from halfstep.distributed.sharding import get_local
 from halfstep.distributed.world import World, mark_agreed
 from halfstep.errors import CheckpointError, HalfstepError, format_count, summarise_error
+from halfstep.tensor_files import (
+    BY_NAME,
+    DTYPES,
+    LazyTensors,
+    TensorFile,
+    refuse_unknown_dtypes,
+    view_bytes,
+    write_tensors,
+)
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
 SAVE_NAME = re.compile(r"step-\d{8,}-[0-9a-f]{8}")
 LAYOUT_VERSION = 1
 DOCUMENT = "halfstep"
-CHUNK_BYTES = 1 << 22
 NUM_SHOWN = 3
-DTYPES = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e4m3fn: "F8_E4M3", torch.int16: "I16", torch.uint16: "U16", torch.float16: "F16",
-    torch.bfloat16: "BF16", torch.int32: "I32", torch.uint32: "U32", torch.float32: "F32", torch.complex64: "C64",
-    torch.float64: "F64", torch.int64: "I64", torch.uint64: "U64",
-}  # fmt: skip
-"""Names of dtypes in safetensors files, in the order in which safetensors itself sorts them."""
-BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
-MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError)
+MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 # --- how tensors are cut ---
@@ -93,18 +93,17 @@ def _find_range(mesh: DeviceMesh, length: int) -> tuple[int, int]:
     return start, min(each, length - start)
 
 
-def _find_sharded_dim(tensor: Tensor) -> int | None:
-    """Return the tensor's dimension that is cut; None if every rank holds all of it."""
-    last = tensor.placements[-1] if isinstance(tensor, DTensor) else None
-    return last.dim % tensor.ndim if isinstance(last, Shard) else None
-
-
-def _is_writer(tensor: Tensor, world: World) -> bool:
-    """True if this rank writes what it holds of a tensor: shards by the first replica, all others by rank 0."""
-    if not isinstance(tensor, DTensor) or _find_sharded_dim(tensor) is None:
-        return world.is_first
-    *others, _ = tensor.device_mesh.get_coordinate() or ()
-    return not any(others)
+def _describe_pieces(tensor: DTensor) -> dict[str, Any]:
+    """Return the manifest's entry of a tensor, with its pieces [rank, start, length]: the first replica writes them."""
+    mesh, last, shape = tensor.device_mesh, tensor.placements[-1], list(tensor.shape)
+    writers = mesh.mesh.reshape(-1, mesh.size(mesh.ndim - 1))[0].tolist()
+    dim, pieces = None, [[writers[0], 0, 1]]  # a tensor that is not cut is one piece of length 1
+    if isinstance(last, Shard):
+        dim = last.dim % tensor.ndim
+        each = max(-(-shape[dim] // len(writers)), 1)
+        starts = range(0, shape[dim], each)
+        pieces = [[rank, start, min(each, shape[dim] - start)] for rank, start in zip(writers, starts, strict=False)]
+    return {"dtype": DTYPES[tensor.dtype], "shape": shape, "dim": dim, "pieces": pieces if tensor.numel() else []}
 
 
 def _wrap(local: Tensor, mesh: DeviceMesh, shape: Iterable[int], dim: int | None) -> DTensor:
@@ -113,60 +112,6 @@ def _wrap(local: Tensor, mesh: DeviceMesh, shape: Iterable[int], dim: int | None
     placements = (*[Replicate()] * (mesh.ndim - 1), Replicate() if dim is None else Shard(dim))
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
     return DTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
-
-
-# --- safetensors files, written as they are hashed ---
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Write and flush a file; return its size and SHA-256. Unlike safetensors' own writer it makes no copies and leaves
-    Python to the training thread while it writes."""
-    head, offsets = make_header({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, metadata)
-    digest, size = hashlib.sha256(head), len(head)
-    with path.open("xb") as file:
-        file.write(head)
-        for name in offsets:
-            for chunk in _cut_bytes(tensors[name]):
-                digest.update(chunk)
-                size += file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    flush(path.parent)
-    return {"bytes": size, "sha256": digest.hexdigest()}
-
-
-def make_header(
-    described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
-) -> tuple[bytes, dict[str, int]]:
-    """Return the head of a safetensors file, byte for byte as safetensors writes it, and where each tensor starts."""
-    order = list(DTYPES)
-    names = sorted(described, key=lambda name: (-order.index(described[name][0]), name))
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    offsets, end = dict[str, int](), 0
-    for name in names:
-        dtype, shape = described[name]
-        offsets[name], start = end, end
-        end += math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    return head, {name: len(head) + offset for name, offset in offsets.items()}
-
-
-def _cut_bytes(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield a host tensor's bytes in chunks."""
-    if tensor.numel():
-        whole = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-        for start in range(0, len(whole), CHUNK_BYTES):
-            yield whole[start : start + CHUNK_BYTES]
-
-
-def _hash(chunks: Iterable[memoryview | bytes]) -> str:
-    digest = hashlib.sha256()
-    for chunk in chunks:
-        digest.update(chunk)
-    return digest.hexdigest()
 
 
 def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -198,8 +143,13 @@ class BackgroundSave:
         self._world, self._publish, self._step = world, publish, step
         self._error: HalfstepError | None = None
         self._mesh = find_mesh(tensors.values())
-        self._cuts: dict[str, dict[str, Any]] = {}
-        own = self._choose_own(tensors)
+        refuse_unknown_dtypes(tensors)
+        self._sharded = {name: _describe_pieces(t) for name, t in tensors.items() if isinstance(t, DTensor)}
+        own = {
+            name: get_local(tensor)
+            for name, tensor in tensors.items()
+            if name not in self._sharded or any(world.rank == rank for rank, *_ in self._sharded[name]["pieces"])
+        }
         text = json.dumps(document)  # now: training changes the state while the thread runs
         self.folder, self._save = world.broadcast_from_first(lambda: (make_folder(), secrets.token_hex(8)))
         # Not a daemon: the interpreter ends when the files are written.
@@ -219,23 +169,6 @@ class BackgroundSave:
         self._thread.join()
         if self._error is not None:
             print(f"error: {self._error}", file=sys.stderr)
-
-    def _choose_own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what this rank may have to write, and note how sharded tensors are cut."""
-        own: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            if tensor.dtype not in DTYPES:
-                raise CheckpointError(f"safetensors cannot store {name}, which is {tensor.dtype}")
-            if not isinstance(tensor, DTensor):
-                own[name] = tensor
-                continue
-            dim, local = _find_sharded_dim(tensor), tensor.to_local()
-            start, length = (0, 1) if dim is None else _find_range(tensor.device_mesh, tensor.shape[dim])
-            assert dim is None or local.shape[dim] == length, f"{name}: {local.shape} is not {length} from {start} on"
-            self._cuts[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "dim": dim, "start": start}
-            if local.numel() and _is_writer(tensor, self._world):
-                own[name] = local
-        return own
 
     # --- in the thread ---
 
@@ -260,65 +193,59 @@ class BackgroundSave:
             self._error = mark_agreed(_explain_unwritten(self.folder, problem))
 
     def _write_and_report(self, staged: dict[str, Tensor], document: str) -> str:
-        """Write this rank's file and post its size and checksum, or why it could not be written."""
+        """Write this rank's file and post its size, checksum and tensors that are not sharded, or why it failed."""
         rank = self._world.rank
         try:
-            self._drop_what_first_writes(staged)
-            own = {"save": self._save, "rank": rank, "cuts": self._cuts, "state": json.loads(document)}
-            written = write_safetensors(self.folder / name_file(rank), staged, {DOCUMENT: json.dumps(seal(own))})
-            problem = ""
+            whole = self._drop_what_first_writes(staged)
+            own = {"save": self._save, "rank": rank, "state": json.loads(document)}
+            written = write_tensors(self.folder / name_file(rank), staged, {DOCUMENT: json.dumps(seal(own))})
+            report = ["", written, whole]
         except Exception as error:
             # Of any kind: a rank that does not report would leave the others waiting.
-            written, problem = {}, f"rank {rank}: {summarise_error(error)}"
-        self._world.post_text(f"{self._save}/{rank}", json.dumps([problem, written]))
-        return problem
+            report = [f"rank {rank}: {summarise_error(error)}", {}, {}]
+        self._world.post_text(f"{self._save}/{rank}", json.dumps(report))
+        return str(report[0])
 
-    def _drop_what_first_writes(self, staged: dict[str, Tensor]) -> None:
-        """Drop tensors that are not sharded and equal those of rank 0, which writes them."""
-        whole = {name: tensor for name, tensor in staged.items() if name not in self._cuts}
-        own = {name: [str(t.dtype), list(t.shape), _hash(_cut_bytes(t))] for name, t in whole.items()}
+    def _drop_what_first_writes(self, staged: dict[str, Tensor]) -> dict[str, Any]:
+        """Drop tensors that are not sharded and equal those of rank 0, which writes them; describe the others."""
+        whole = {
+            name: [DTYPES[tensor.dtype], list(tensor.shape), hashlib.sha256(view_bytes(tensor)).hexdigest()]
+            for name, tensor in staged.items()
+            if name not in self._sharded
+        }
         if self._world.is_first:
-            self._world.post_text(f"{self._save}/whole", json.dumps(own))
-            return
-        first = json.loads(self._world.await_text(f"{self._save}/whole", 0))
-        for name in whole:
-            if own[name] == first.get(name):
-                del staged[name]
+            self._world.post_text(f"{self._save}/whole", json.dumps(whole))
+        else:
+            first = json.loads(self._world.await_text(f"{self._save}/whole", 0))
+            for name in [name for name in whole if whole[name] == first.get(name)]:
+                del staged[name], whole[name]
+        return {name: described for name, (*described, _) in whole.items()}
 
     def _finish(self) -> str:
-        """On rank 0: wait for all files, write the manifest and publish the save; return why that failed."""
+        """On rank 0: wait for all files, write the manifest, check and publish the save; return why that failed."""
         files: dict[str, Any] = {}
+        whole: dict[str, dict[str, Any]] = {}
         for rank in range(self._world.size):
-            problem, written = json.loads(self._world.await_text(f"{self._save}/{rank}", rank))
+            problem, files[name_file(rank)], own = json.loads(self._world.await_text(f"{self._save}/{rank}", rank))
             if problem:
                 return str(problem)
-            files[name_file(rank)] = written
+            for name, described in own.items():
+                whole.setdefault(name, {})[str(rank)] = described
+        manifest = {
+            "layout": LAYOUT_VERSION, "halfstep": __version__, "save": self._save, "step": self._step,
+            "ranks": self._world.size, "mesh": _list_ranks(self._mesh), "files": files, "sharded": self._sharded,
+            "whole": whole,
+        }  # fmt: skip
         try:
-            manifest = self._make_manifest(files)
-            check_coverage(manifest)
-            path = self.folder / MANIFEST
-            path.write_text(json.dumps(seal(manifest)))
-            for written in (path, self.folder, self.folder.parent):
-                flush(written)
+            write_atomically(self.folder / MANIFEST, json.dumps(seal(manifest)))
+            StoredShards(self.folder, None, reads_tensors=False)
+            flush(self.folder.parent)
             self._publish(self.folder)
         except CheckpointError as error:
             return error.what
         except OSError as error:
             return summarise_error(error)
         return ""
-
-    def _make_manifest(self, files: dict[str, Any]) -> dict[str, Any]:
-        for rank, name in enumerate(files):
-            if not (self.folder / name).is_file():
-                raise CheckpointError(
-                    f"rank 0 does not see {name}, which rank {rank} wrote: machines must share the folder's disk"
-                )
-        sharded, whole = list_tensors([_read_head(self.folder / name) for name in files])
-        return {
-            "layout": LAYOUT_VERSION, "halfstep": __version__, "save": self._save, "step": self._step,
-            "ranks": self._world.size, "mesh": _list_ranks(self._mesh), "files": files, "sharded": sharded,
-            "whole": whole,
-        }  # fmt: skip
 
 
 # --- a folder with one save, and `latest`, which names it ---
@@ -388,62 +315,47 @@ def _explain_unwritten(folder: Path, problem: str) -> CheckpointError:
     )
 
 
-def _read_head(path: Path) -> dict[str, Any]:
-    """Return a file's document, with dtype and shape of each of its tensors under "held"."""
-    with safe_open(path, framework="pt") as file:
-        head = read_sealed((file.metadata() or {})[DOCUMENT])
-        held = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # it is not a dict
-        return head | {"held": {name: [piece.get_dtype(), piece.get_shape()] for name, piece in held.items()}}
-
-
-def list_tensors(heads: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the pieces [rank, start, length] of each sharded tensor, and which ranks hold each of the others."""
-    whole: dict[str, Any] = {}
-    sharded = {
-        name: {key: cut[key] for key in ("dtype", "shape", "dim")} | {"pieces": []}
-        for name, cut in heads[0]["cuts"].items()
-    }
-    for rank, head in enumerate(heads):
-        for name, (dtype, shape) in head["held"].items():
-            if name in sharded:
-                dim = sharded[name]["dim"]
-                sharded[name]["pieces"].append([rank, head["cuts"][name]["start"], 1 if dim is None else shape[dim]])
-            else:
-                whole.setdefault(name, {})[str(rank)] = [dtype, shape]
-    return sharded, whole
-
-
 # --- loading ---
 
 
-def check_coverage(manifest: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless every sharded tensor is covered by its pieces once, and every rank has a file."""
-    expected = {name_file(rank) for rank in range(manifest["ranks"])}
-    if set(manifest["files"]) != expected:
-        named = ", ".join(sorted(set(manifest["files"]) ^ expected)[:NUM_SHOWN])
+def check_coverage(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Raise CheckpointError unless every rank has a file, and pieces cover every sharded tensor once; return dtype and
+    shape of what each file holds."""
+    expected = [name_file(rank) for rank in range(manifest["ranks"])]
+    if sorted(manifest["files"]) != expected:
+        named = ", ".join(sorted(set(manifest["files"]) ^ set(expected))[:NUM_SHOWN])
         raise CheckpointError(f"the manifest does not list one file for each of {manifest['ranks']} ranks: {named}")
+    held: list[dict[str, Any]] = [
+        {name: ranks[str(rank)] for name, ranks in manifest["whole"].items() if str(rank) in ranks}
+        for rank in range(manifest["ranks"])
+    ]
     for name, entry in manifest["sharded"].items():
-        # A tensor that is not cut is one piece of length 1.
-        end = 1 if entry["dim"] is None else entry["shape"][entry["dim"]]
-        covered = end if 0 in entry["shape"] else 0
+        dtype, shape, dim = entry["dtype"], entry["shape"], entry["dim"]
+        end = 1 if dim is None else shape[dim]
+        covered = end if 0 in shape else 0
         for rank, start, length in sorted(entry["pieces"], key=lambda piece: piece[1]):
             if start != covered or length <= 0:
                 what = f"a gap at {covered}" if start > covered else f"an overlap at {start}"
                 raise CheckpointError(f"the pieces of {name} leave {what} of {end} (rank {rank})")
+            held[rank][name] = [dtype, [length if d == dim else size for d, size in enumerate(shape)]]
             covered += length
         if covered != end:
             raise CheckpointError(f"the pieces of {name} end at {covered} of {end}")
+    return held
 
 
 class StoredShards:
     """A complete sharded save on the disk, whose tensors are read by slices."""
 
-    def __init__(self, folder: Path, world: World | None) -> None:
-        """Check manifest and files; every rank calls it. All ranks raise the error that one of them met."""
-        self.folder, self._world = folder, world
+    def __init__(self, folder: Path, world: World | None, *, reads_tensors: bool = True) -> None:
+        """Check manifest and files; every rank calls it. All ranks raise the error that one of them met.
+
+        Without `reads_tensors` the files are not hashed, which takes as long as reading them.
+        """
+        self.folder, self._world, self._reads_tensors = folder, world, reads_tensors
         self.manifest: dict[str, Any] = {}
+        self._files: list[TensorFile] = []
         self._heads: list[dict[str, Any]] = []
-        self._open: dict[int, Any] = {}
         problem = ""
         try:
             self._check()
@@ -471,33 +383,31 @@ class StoredShards:
         if manifest["layout"] != LAYOUT_VERSION:
             raise CheckpointError(f"it has layout {manifest['layout']}, this halfstep reads {LAYOUT_VERSION}; "
                                   f"halfstep {manifest['halfstep']} wrote it")  # fmt: skip
-        check_coverage(manifest)
-        files = manifest["files"]
+        held, files = check_coverage(manifest), manifest["files"]
         if foreign := sorted(path.name for path in self.folder.glob("*.safetensors") if path.name not in files):
             raise CheckpointError(f"{', '.join(foreign[:NUM_SHOWN])} does not belong to this save")
         for rank, (name, expected) in enumerate(sorted(files.items())):
-            self._heads.append(self._check_file(rank, self.folder / name, expected))
-        for kind, found in zip(("sharded", "whole"), list_tensors(self._heads), strict=True):
-            names = found.keys() | manifest[kind].keys()
-            if differing := sorted(name for name in names if found.get(name) != manifest[kind].get(name)):
-                raise CheckpointError(f"manifest and files differ in {', '.join(differing[:NUM_SHOWN])}")
+            self._check_file(rank, self.folder / name, expected, held[rank])
 
-    def _check_file(self, rank: int, path: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
+    def _check_file(self, rank: int, path: Path, expected: Mapping[str, Any], held: Mapping[str, Any]) -> None:
         if not path.is_file():
             raise CheckpointError(f"{path.name} is missing")
         if (size := path.stat().st_size) != expected["bytes"]:
             raise CheckpointError(f"{path.name} has {size} bytes, {expected['bytes']} were written")
-        head = _read_head(path)
+        self._files.append(file := TensorFile(path))
+        self._heads.append(head := read_sealed(file.metadata[DOCUMENT]))
         if head["save"] != self.manifest["save"] or head["rank"] != rank:
             raise CheckpointError(f"{path.name} is of another save or rank")
+        found = {name: [DTYPES[tensor.dtype], list(tensor.shape)] for name, tensor in file.described.items()}
+        if differing := sorted(n for n in found.keys() | held.keys() if found.get(n) != held.get(n)):
+            raise CheckpointError(f"manifest and {path.name} differ in {', '.join(differing[:NUM_SHOWN])}")
         # Each file is hashed by one rank: with the same number of ranks, by the one that reads it.
         num_hashing, own = (self._world.size, self._world.rank) if self._world is not None else (1, 0)
-        if rank % num_hashing == own:
-            with path.open("rb") as file:
-                found = _hash(iter(lambda: file.read(CHUNK_BYTES), b""))
-            if found != expected["sha256"]:
+        if self._reads_tensors and rank % num_hashing == own:
+            with path.open("rb") as content:
+                digest = hashlib.file_digest(content, "sha256").hexdigest()
+            if digest != expected["sha256"]:
                 raise CheckpointError(f"{path.name} was changed after it was written: its SHA-256 differs")
-        return head
 
     def refuse_other_mesh(self, mesh: DeviceMesh | None, *, reshard: bool, fix: str) -> str:
         """Refuse another mesh than that of the save unless `reshard`; return one line if they differ."""
@@ -515,19 +425,29 @@ class StoredShards:
             )
         return f"checkpoint {self.folder.name} was saved with {then}, and this is {now}: it cannot continue bit-exactly"
 
-    def read(self, mesh: DeviceMesh | None) -> tuple[Any, dict[str, Tensor]]:
-        """Return this rank's document and tensors in host memory: of sharded ones its pieces; whole without a mesh.
+    def open(self, mesh: DeviceMesh | None = None, rank: int | None = None) -> tuple[Any, LazyTensors]:
+        """Return this rank's document and tensors: of sharded ones its pieces; whole without a mesh.
 
-        Another number of ranks takes what is not sharded from rank 0.
+        `rank` asks for those of another rank. Another number of ranks takes what is not sharded from rank 0.
         """
-        rank = self._world.rank if self._world is not None and self._world.size == self.manifest["ranks"] else 0
-        document, whole = self.open_rank(rank)
-        sharded = {name: self._read_sharded(name, mesh) for name in self.manifest["sharded"]}
-        return document, sharded | dict(whole)
+        if rank is None:
+            rank = self._world.rank if self._world is not None and self._world.size == self.manifest["ranks"] else 0
+        sharded = self.manifest["sharded"]
+        # A tensor that is not sharded is in the rank's own file, or in rank 0's if all had the same.
+        holders = {
+            name: self._files[rank if str(rank) in held else 0]
+            for name, held in self.manifest["whole"].items()
+            if held.keys() & {"0", str(rank)}
+        }
+        described = {
+            name: torch.empty(entry["shape"], dtype=BY_NAME[entry["dtype"]], device="meta")
+            for name, entry in sharded.items()
+        } | {name: file.described[name] for name, file in holders.items()}
 
-    def open_rank(self, rank: int) -> tuple[Any, Mapping[str, Tensor]]:
-        """Return the document of a stored rank, and its tensors that are not sharded, read when they are looked up."""
-        return self._heads[rank]["state"], _WholeTensors(self, rank)
+        def read(name: str) -> Tensor:
+            return self._read_sharded(name, mesh) if name in sharded else holders[name].read(name)
+
+        return self._heads[rank]["state"], LazyTensors(described, read)
 
     @staticmethod
     def find_start(entry: Mapping[str, Any], tensor: Tensor) -> int:
@@ -536,44 +456,20 @@ class StoredShards:
 
     def _read_sharded(self, name: str, mesh: DeviceMesh | None) -> Tensor:
         entry = self.manifest["sharded"][name]
-        shape, dim = list(entry["shape"]), entry["dim"]
+        shape, dim, dtype = list(entry["shape"]), entry["dim"], BY_NAME[entry["dtype"]]
         if dim is None:
-            whole = self.get_file(entry["pieces"][0][0]).get_tensor(name) if entry["pieces"] else torch.empty(shape)
+            whole = (
+                self._files[entry["pieces"][0][0]].read(name) if entry["pieces"] else torch.empty(shape, dtype=dtype)
+            )
             return whole if mesh is None else _wrap(whole, mesh, shape, None)
         start, length = (0, shape[dim]) if mesh is None else _find_range(mesh, shape[dim])
-        local = torch.empty([*shape[:dim], length, *shape[dim + 1 :]], dtype=BY_NAME[entry["dtype"]])
+        local = torch.empty([*shape[:dim], length, *shape[dim + 1 :]], dtype=dtype)
         for holder, first, count in entry["pieces"]:
             low, high = max(first, start), min(first + count, start + length)
             if low < high:
-                piece = self.get_file(holder).get_slice(name)
-                index = (*(slice(None) for _ in range(dim)), slice(low - first, high - first))
-                local.narrow(dim, low - start, high - low).copy_(piece[index])
+                piece = self._files[holder].read(name, dim, low - first, high - low)
+                local.narrow(dim, low - start, high - low).copy_(piece)
         return local if mesh is None else _wrap(local, mesh, shape, dim)
-
-    def get_file(self, rank: int) -> Any:
-        if rank not in self._open:
-            self._open[rank] = safe_open(self.folder / name_file(rank), framework="pt")
-        return self._open[rank]
-
-
-class _WholeTensors(Mapping[str, Tensor]):
-    """Tensors that are not sharded, as one rank had them: in its own file, or in rank 0's if all had the same."""
-
-    def __init__(self, stored: StoredShards, rank: int) -> None:
-        self._stored, held = stored, stored.manifest["whole"]
-        self._files = {
-            name: rank if str(rank) in ranks else 0 for name, ranks in held.items() if ranks.keys() & {"0", str(rank)}
-        }
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._stored.get_file(self._files[name]).get_tensor(name)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
 
 
 def _describe_mesh(ranks: Any) -> str:
@@ -582,79 +478,3 @@ def _describe_mesh(ranks: Any) -> str:
     *others, num_shards = torch.tensor(ranks).shape
     shards, replicas = format_count(num_shards, "shard"), math.prod(others)
     return f"{shards} in {replicas} replicas" if replicas > 1 else shards
-
-
-# --- one file of the whole model ---
-
-
-def consolidate(
-    path: Path, tensors: Mapping[str, Tensor], world: World, *, dtype: torch.dtype | None = None,
-    metadata: Mapping[str, str] | None = None,
-) -> None:  # fmt: skip
-    """Write one safetensors file of sharded tensors; every rank calls it and writes its pieces at their positions.
-
-    No rank holds more than one of its own pieces in host memory. The file equals the one that safetensors' save_file
-    writes from the whole tensors. `dtype` converts floating-point tensors.
-    """
-    find_mesh(tensors.values())  # refuses what cannot be cut
-    dtypes = {n: dtype if dtype is not None and t.is_floating_point() else t.dtype for n, t in tensors.items()}
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    head, offsets = make_header({name: (dtypes[name], shapes[name]) for name in tensors}, metadata or {})
-    end = max((offsets[n] + math.prod(shapes[n]) * dtypes[n].itemsize for n in tensors), default=len(head))
-
-    def begin() -> Path:
-        remove_leftovers(path)
-        hidden = name_hidden(path)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with hidden.open("wb") as file:
-                file.write(head)
-                file.truncate(end)
-        except OSError as error:
-            raise _explain_unwritten(path, summarise_error(error)) from error
-        return hidden
-
-    hidden = world.broadcast_from_first(begin)
-    problem = ""
-    try:
-        with hidden.open("r+b") as file:
-            for name, tensor in tensors.items():
-                if _is_writer(tensor, world):
-                    _write_piece(file.fileno(), offsets[name], tensor, dtypes[name])
-            os.fsync(file.fileno())
-    except OSError as error:
-        problem = f"rank {world.rank}: {summarise_error(error)}"
-    problem = next(filter(None, world.gather(problem)), "")
-
-    def end_() -> None:
-        try:
-            if problem:
-                hidden.unlink(missing_ok=True)
-                raise _explain_unwritten(path, problem)
-            hidden.replace(path)
-            flush(path.parent)
-        except OSError as error:
-            raise _explain_unwritten(path, summarise_error(error)) from error
-
-    world.broadcast_from_first(end_)
-
-
-def _write_piece(file: int, offset: int, tensor: Tensor, dtype: torch.dtype) -> None:
-    """Write a tensor, or this rank's piece of it, to where it belongs in the file of the whole."""
-    dim = _find_sharded_dim(tensor)
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    local = local.detach().to(dtype).cpu().contiguous()
-    if dim is None or not isinstance(tensor, DTensor):
-        rows, stride, start = local.reshape(1, -1), 0, 0
-    else:
-        # Before `dim`, all rows of the piece are separate runs of bytes in the whole.
-        inner = math.prod(tensor.shape[dim + 1 :]) * dtype.itemsize
-        first, _ = _find_range(tensor.device_mesh, tensor.shape[dim])
-        rows = local.reshape(math.prod(tensor.shape[:dim]), -1) if local.numel() else local.reshape(0, 0)
-        stride, start = tensor.shape[dim] * inner, first * inner
-    for number, row in enumerate(rows):
-        position = offset + number * stride + start
-        for chunk in _cut_bytes(row):
-            while chunk:
-                written = os.pwrite(file, chunk, position)
-                position, chunk = position + written, chunk[written:]

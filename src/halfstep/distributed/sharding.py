@@ -32,6 +32,11 @@ def is_dtensor(tensor: object) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def has_dtensor(tensors: Iterable[object]) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
+
+
 def get_local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, which shares its memory; any other tensor as it is."""
     # Not to_local(): that of a parameter is a new object at every call, tracked by autograd.

@@ -68,6 +68,10 @@ class World(Share):
         self._where: dict[int, tuple[str, int]] = dict(enumerate(self.gather((socket.gethostname(), os.getpid()))))
 
     @property
+    def is_on_one_host(self) -> bool:
+        return len({host for host, _ in self._where.values()}) == 1
+
+    @property
     def is_first(self) -> bool:
         """True for rank 0, which writes files and screen."""
         return self.rank == 0

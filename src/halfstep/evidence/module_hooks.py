@@ -1,4 +1,4 @@
-"""Observe what modules compute in one step: outputs, their gradients, attention logits, and variances of norms.
+"""Observe what modules compute in one step: inputs in fp32, outputs, their gradients, and attention logits.
 
 Global module hooks see outputs, tensor hooks see their gradients, and a torch-function mode sees the calls of attention
 and softmax and casts to fp8 inside a module. All of them only read, so an observed step computes the same bits. Unlike
@@ -24,15 +24,12 @@ from halfstep.evidence.observer import iterate_floating
 Note = Callable[[str, str, Tensor, torch.dtype], None]
 """Take numbers of a module: its name, their kind, and the dtype in which the step holds them."""
 
-ACTIVATION, GRADIENT, LOGITS, VARIANCE = "activation", "activation gradient", "attention logits", "variance"
+INPUT, ACTIVATION, GRADIENT, LOGITS = "input", "activation", "activation gradient", "attention logits"
 MOST_QUERIES = 64
 """Queries of a head whose logits are computed: those with the largest norms."""
-MOST_ROWS = 1024
-"""Rows of a LayerNorm's input whose variance is computed."""
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SOFTMAXES = (F.softmax, torch.softmax, Tensor.softmax)
 CASTS = (Tensor.to, Tensor.type)
-NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 class ModuleHooks:
@@ -65,8 +62,8 @@ class ModuleHooks:
     def _enter(self, module: nn.Module, args: Any) -> None:
         # A module that is not in the model, such as one made inside a forward, counts as the enclosing one.
         self._stack.append(self.names.get(module, self.module))
-        if isinstance(module, NORMS) and module in self.names and args and isinstance(args[0], Tensor):
-            self.note(self.module, VARIANCE, measure_variance(module, args[0].detach()), torch.float32)
+        if module in self.names and args and isinstance(args[0], Tensor) and args[0].dtype == torch.float32:
+            self.note(self.module, INPUT, args[0].detach(), torch.float32)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._stack:
@@ -126,8 +123,8 @@ WATCHED_CALLS = {
 
 
 def find_largest_logit(query: Tensor, key: Tensor, scale: float | None = None) -> Tensor:
-    """Return the largest attention logit, of the queries with the largest norms: the largest one is nearly always
-    among them. Masks are not applied."""
+    """Return the largest magnitude of attention logits, of the queries with the largest norms: the largest one is
+    nearly always among them. Masks are not applied."""
     query, key = query.detach(), key.detach()
     width = query.shape[-1]
     if query.shape[-2] > MOST_QUERIES:
@@ -136,7 +133,7 @@ def find_largest_logit(query: Tensor, key: Tensor, scale: float | None = None) -
     if query.ndim == 4 and key.ndim == 4 and key.shape[1] != query.shape[1]:  # grouped queries share their keys
         key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     logits = query.float() @ key.float().transpose(-2, -1)  # in fp16 the product would overflow unseen
-    return logits.amax().clamp(min=0) * (width**-0.5 if scale is None else scale)
+    return torch.linalg.vector_norm(logits, float("inf")) * (width**-0.5 if scale is None else scale)
 
 
 def project(
@@ -154,17 +151,6 @@ def project(
         return heads.transpose(0, -2)  # heads first, then whatever batch there is, then the sequence
 
     return split(query, wq, bq), split(key, wk, bk)
-
-
-def measure_variance(norm: nn.Module, inputs: Tensor) -> Tensor:
-    """Return the median variance, over rows or groups, of what a normalisation divides by."""
-    if isinstance(norm, nn.GroupNorm):
-        rows = inputs.reshape(inputs.shape[0] * norm.num_groups, -1)
-    else:
-        rows = inputs.reshape(-1, *norm.normalized_shape).flatten(1)  # type: ignore[misc]
-    rows = rows[:: len(rows) // MOST_ROWS | 1].float()
-    spread = rows.square().mean(1) if isinstance(norm, nn.RMSNorm) else rows.var(1, unbiased=False)
-    return spread.median()
 
 
 def list_batch_norms(model: nn.Module) -> list[tuple[str, _NormBase]]:

@@ -16,7 +16,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,6 @@ from halfstep.evidence.exponents import (
 from halfstep.evidence.forecast import (
     FIX_SCALE,
     HORIZON,
-    SHARES,
     Crossing,
     K,
     Limit,
@@ -49,7 +49,7 @@ from halfstep.evidence.forecast import (
     list_limits,
     to_logit,
 )
-from halfstep.evidence.module_hooks import ACTIVATION, GRADIENT, LOGITS, NORMS, VARIANCE, ModuleHooks, list_batch_norms
+from halfstep.evidence.module_hooks import ACTIVATION, GRADIENT, INPUT, LOGITS, ModuleHooks, list_batch_norms
 from halfstep.evidence.precision_ledger import undo_after, watch_step
 from halfstep.formats import FP8_E4M3, FP16, Format, find_format
 from halfstep.precision.plan import ROOT, align_columns
@@ -64,16 +64,19 @@ KEPT = 64
 """Observations that are kept, and stored in a capsule."""
 FEWEST_ROWS, MOST_ROWS = 4, 16
 """Samples of a micro-batch in a side step: a quarter of them, within these bounds."""
-FLUSHED = math.log2(FP16.smallest_subnormal) + 6
-"""A median below this, six bits above fp16's smallest number, means that zeros are numbers that vanished."""
+NEARLY = 1.05
+"""Crossings whose times differ by less than this factor may come at the same step."""
 MOST_SHOWN = 40  # rows of the table
-WEIGHT, WEIGHT_GRADIENT, UPDATE, SCALE = "weight", "weight gradient", "update", "loss scale"
+WEIGHT, WEIGHT_GRADIENT, UPDATE = "weight", "weight gradient", "update"
+VARIANCE, SCALE = "variance", "loss scale"
 NAMES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
     torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2",
 }  # fmt: skip
 Key = tuple[str, str]
 """Module and kind."""
+Series = tuple[list[float], list[float]]
+"""Steps, and a number of a row at each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,15 +151,16 @@ class Watch:
         model = step.model
         self._owners = {id(p): name for name, m in model.named_modules() for p in m.parameters(recurse=False)}
         self._modules = dict(model.named_modules())
+        self._computes = {row.module.replace(ROOT, ""): row.compute for row in step.plan.rows}
         self._rows: list[Key] = []
         for name, module in self._modules.items():
             kinds = [ACTIVATION, GRADIENT, LOGITS]
-            kinds += [VARIANCE] if isinstance(module, (*NORMS, _NormBase)) else []
+            kinds += [VARIANCE] if isinstance(module, _NormBase) else []
+            kinds += [INPUT] if self._computes.get(name) == "fp16" else []
             self._rows += [(name, kind) for kind in kinds]
         owners = dict.fromkeys(self._owners.get(id(p), "") for p in step.find_trained_parameters())
         self._rows += [(name, kind) for name in owners for kind in (WEIGHT, WEIGHT_GRADIENT, UPDATE)]
         self._index = {key: row for row, key in enumerate(self._rows)}
-        self._computes = {row.module.replace(ROOT, ""): row.compute for row in step.plan.rows}
         self._hooks = ModuleHooks(model, self._note)
         step.watch = self
 
@@ -308,7 +312,7 @@ class Watch:
         # Hooks run inside autocast, which would copy each half tensor to fp32 before it is measured.
         with self._survive_lack_of_memory(), torch.autocast(tensor.device.type, enabled=False):
             self._open.formats[row] = NAMES.get(dtype, "fp32")
-            if kind in (LOGITS, VARIANCE):
+            if kind == LOGITS:
                 self._open.measures.add_value(row, tensor)
             else:
                 self._open.measures.add(row, tensor)
@@ -370,8 +374,8 @@ class Watch:
                 numbers["lost"] = float(own[0]) / total if total else math.nan
             elif total:
                 numbers["zeros"] = float(own[0]) / total
-                numbers["median"] = find_median(own) + by
-                numbers["spread"] = numbers["high"] - numbers["median"]
+                numbers["spread"] = numbers["high"] - find_quantile(own, 0.5, counts_zeros=False) - by
+                numbers["top"] = find_quantile(own, 0.9, counts_zeros=True) + by
             shown = np.roll(own, round(by)) if round(by) else own.copy()
             rows[module, kind] = WatchRow(module, kind, opened.formats.get(row, "fp32"), numbers, shown)
         scaler = self.step.scaler
@@ -382,7 +386,7 @@ class Watch:
             rows["", SCALE] = WatchRow("", SCALE, "fp32", {"high": math.log2(scale), "need": need})
         seen = Observation(opened.attempted, rows)
         if self.history:
-            self.history[-1].rows = {key: _forget_counts(row) for key, row in self.history[-1].rows.items()}
+            self.history[-1].rows = {key: replace(row, counts=None) for key, row in self.history[-1].rows.items()}
         self.history.append(seen)
         new = self._find_warnings(now)
         self.warnings += new
@@ -391,23 +395,34 @@ class Watch:
             self.warn(f"watch: {warning.message}")
 
     def _find_warnings(self, now: int) -> list[WatchWarning]:
-        """Return the warnings of the newest observation: for each kind the module in which the trend begins.
+        """Return the warnings of the newest observation: for each kind and limit the module that crosses it first.
 
-        What grows in a module grows in all that follow, so of crossings that may come first the one that was computed
-        first is reported. The others are its consequences; no module is reported twice."""
-        found: dict[str, list[tuple[Key, Limit, Crossing]]] = {}
-        for key, row in self.history[-1].rows.items():
+        What grows in a module grows in all that follow, so there is one warning for all that move together, and of
+        modules that cross at nearly the same time the one that was computed first is reported. A module is reported
+        once."""
+        alike: dict[Key, list[tuple[str, Limit, Series]]] = {}
+        for (module, kind), row in self.history[-1].rows.items():
             for limit in self._list_limits(row):
-                steps, values = self._collect(key, limit.of)
-                if (crossing := forecast(steps, values, limit)) is not None:
-                    found.setdefault(key[1], []).append((key, limit, crossing))
+                series = self._collect((module, kind), limit.of)
+                alike.setdefault((limit.reported_as or kind, limit.threshold), []).append((module, limit, series))
+        found: dict[Key, list[tuple[str, Limit, Crossing]]] = {}
+        for key, group in alike.items():
+            sure = (forecast(*series, limit, only_sure=True) for _, limit, series in group)
+            if any(crossing is not None and crossing.is_sure for crossing in sure):
+                all_of_them = ((module, limit, forecast(*series, limit)) for module, limit, series in group)
+                found[key] = [(module, limit, crossing) for module, limit, crossing in all_of_them if crossing]
         new: list[WatchWarning] = []
-        for crossings in sorted(found.values(), key=lambda own: min(one[2].at for one in own)):
-            soonest = min((crossing for *_, crossing in crossings), key=lambda one: one.at)
-            first, limit, crossing = next(one for one in crossings if one[2].low <= soonest.high)
-            keys = {key for key, *_ in crossings}
-            if self._warned.isdisjoint(keys) and first[0] not in {module for module, _ in self._warned}:
-                new.append(describe_crossing(*first, limit, crossing, now, num_more=len(keys) - 1))
+        for (kind, _), crossings in sorted(found.items(), key=lambda own: min(one[2].at for one in own[1])):
+            keys = {(module, kind) for module, _, crossing in crossings if crossing.is_sure}
+            # Modules that move together often have one cause. The speed of a single module is noisy, so half of it is
+            # taken from all of them.
+            common = median(crossing.slope for *_, crossing in crossings)
+            times = [crossing.left / (crossing.slope + common) for *_, crossing in crossings]
+            first = next(k for k, time in enumerate(times) if time <= NEARLY * min(times))
+            module, limit, crossing = crossings[first]
+            keys.add((module, kind))
+            if self._warned.isdisjoint(keys) and module not in {reported for reported, _ in self._warned}:
+                new.append(describe_crossing(module, kind, limit, crossing, now, num_more=len(keys) - 1))
             self._warned |= keys
         return new
 
@@ -422,22 +437,20 @@ class Watch:
             ]
         eps = getattr(self._modules.get(row.module), "eps", None) or 0.0
         is_fp8 = self.step.plan.compute == "fp8"
-        limits = list_limits(row.kind, row.format, row.module, scales=scaler.enabled, eps=eps, is_fp8=is_fp8)
-        # Zeros behind a ReLU or of samples that are learned are no loss: those of underflow come with small numbers.
-        is_flushed = row.kind == ACTIVATION or row.numbers.get("median", 0.0) < FLUSHED
-        return [limit for limit in limits if limit.of != "zeros" or is_flushed]
+        return list_limits(row.kind, row.format, row.module, scales=scaler.enabled, eps=eps, is_fp8=is_fp8)
 
-    def _collect(self, key: Key, of: str) -> tuple[list[float], list[float]]:
-        """Return the last steps and numbers of a row; shares as logits, infinities left out."""
-        points = []
+    def _collect(self, key: Key, of: str) -> Series:
+        """Return the last steps and numbers of a row; shares of zeros as logits, infinities left out."""
+        steps: list[float] = []
+        values: list[float] = []
         for seen in reversed(self.history):
-            value = seen.rows[key].numbers.get(of, math.nan) if key in seen.rows else math.nan
-            if math.isfinite(value):
-                points.append((float(seen.step), to_logit(value) if of in SHARES else value))
-            if len(points) == K:
-                break
-        points.reverse()
-        return [step for step, _ in points], [value for _, value in points]
+            row = seen.rows.get(key)
+            if row is not None and math.isfinite(value := row.numbers.get(of, math.nan)):
+                steps.append(float(seen.step))
+                values.append(to_logit(value) if of == "zeros" else value)
+                if len(steps) == K:
+                    break
+        return steps[::-1], values[::-1]
 
     # --- what it shows ---
 
@@ -521,14 +534,14 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def find_median(counts: Any) -> float:
-    """Return log2 of the median nonzero magnitude, interpolated within its bin."""
-    sums = np.cumsum(counts[1 : BINS - 1])
-    if not len(sums) or not sums[-1]:
+def find_quantile(counts: Any, share: float, *, counts_zeros: bool) -> float:
+    """Return log2 of a quantile of magnitudes, interpolated within its bin; NaN if it is zero."""
+    sums = np.cumsum(counts[: BINS - 1]) - (0 if counts_zeros else counts[0])
+    wanted = share * sums[-1]
+    place = int(np.searchsorted(sums, wanted))
+    if not place or not sums[-1]:
         return math.nan
-    place = int(np.searchsorted(sums, sums[-1] / 2))
-    before = sums[place - 1] if place else 0
-    return float(place + 1 - BIAS + (sums[-1] / 2 - before) / (sums[place] - before))
+    return float(place - BIAS + (wanted - sums[place - 1]) / counts[place])
 
 
 def log2(value: float) -> float:
@@ -540,10 +553,6 @@ def _align(gradient: Tensor, weight: Tensor) -> Tensor:
     if gradient.stride() == weight.stride() or gradient.shape != weight.shape:
         return gradient
     return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
-
-
-def _forget_counts(row: WatchRow) -> WatchRow:
-    return WatchRow(row.module, row.kind, row.format, row.numbers)
 
 
 def _round(value: float) -> float | None:

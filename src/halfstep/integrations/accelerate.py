@@ -9,10 +9,9 @@ norm, optimizer.step asks the guard, and the scheduler inside Accelerate's wrapp
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Unpack
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
@@ -24,11 +23,11 @@ from halfstep.integrations.guard import (
     ONE_LOSS,
     HostAdvice,
     HostGuard,
+    HostOptions,
     list_models,
     refuse_second_guard,
     unwrap_model,
 )
-from halfstep.step.forward_writes import Also
 
 GUARDABLE = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
@@ -86,8 +85,7 @@ class AccelerateGuard(HostGuard):
         return norm
 
     def _clip_grad_value(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.scaler is None:  # which looks at them when it unscales
-            self.look_at_gradients()
+        self.look_at_gradients()
         return before(*args, **kwargs)
 
     def _refuse_uneven_inputs(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -124,11 +122,7 @@ def guard(
     accelerator: Accelerator,
     model: nn.Module | Iterable[nn.Module],
     optimizer: Any = None,  # refused: a forgotten one gets an explanation
-    *,
-    schedule: Literal["auto", "exact", "read"] = "auto",
-    capsules: str | os.PathLike[str] | None = None,
-    max_consecutive: int = 5,
-    also: Also = (),
+    **options: Unpack[HostOptions],
 ) -> AccelerateGuard:
     """Guard the steps of a prepared optimizer: a bad step leaves model, buffers, optimizer, schedule and scaler as
     they were.
@@ -140,11 +134,7 @@ def guard(
 
     Arguments:
         model: the prepared model, or a list of the prepared models that this optimizer trains.
-        schedule: "exact" keeps learning rates on the device and waits for nothing; the scheduler catches up when it is
-            read or saved. "read" reads the verdict once per step. "auto" takes exact on a GPU with a fused optimizer.
-        capsules: a folder for the batches and weights of a bad step; call `guard.keep(batch)` in your loop.
-        max_consecutive: bad steps in a row that raise hs.TrainingStopped.
-        also: modules or tensors that your loss writes into although the optimizer does not train them.
+        options: schedule, capsules, max_consecutive, also, as in halfstep.integrations.guard.HostGuard.
 
     The result has `dropped` (was the newest step dropped?), `num_dropped`, `committed` (these wait for the device),
     `attempted`, `follow(scheduler)` for a scheduler that was not prepared, `finish()` for the end unless you call
@@ -153,10 +143,7 @@ def guard(
     refuse_unfit_accelerator(accelerator)
     models = list_models("guard", model, optimizer, USE)
     _refuse_unprepared(accelerator, models, optimizer)
-    made = AccelerateGuard(
-        accelerator, models, optimizer, schedule=schedule, capsules=capsules, max_consecutive=max_consecutive,
-        also=also, limits=["counters and averages of your loop"],
-    )  # fmt: skip
+    made = AccelerateGuard(accelerator, models, optimizer, limits=["counters and averages of your loop"], **options)
     made.follow_prepared(accelerator._schedulers)
     if not accelerator._schedulers and hasattr(vars(optimizer.optimizer).get("step"), "_wrapped_by_lr_sched"):
         made.limits.append("the scheduler, which was not prepared: scheduler = guard.follow(scheduler)")

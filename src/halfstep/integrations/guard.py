@@ -1,16 +1,15 @@
 """The guard for a trainer's own loop: it judges and commits. Division, clipping and order stay the host's.
 
     guard = HostGuard("Accelerate", model, optimizer, advice)    after the host has wrapped both
-    model(batch)                 a hook opens the window: what forward may write is saved
-    guard.record(loss)           where the host calls backward, with the loss before scaling
-    guard.note_norm(norm, parameters)       where the host clips by norm; or guard.look_at_gradients() before it clips
-                                 by value; both may be left out
-    guard.step()                 in place of optimizer.step(), or of scaler.step(optimizer) and scaler.update()
-    scheduler = guard.follow(scheduler)     takes the place of the host's scheduler: a dropped step does not move it
+    model(batch)                          a hook opens the window: what forward may write is saved
+    guard.record(loss)                    where the host calls backward, with the loss before scaling
+    guard.note_norm(norm, parameters)     where the host clips by norm, if it does
+    guard.look_at_gradients()             before the host clips by value, if it does
+    guard.step()                          in place of optimizer.step(), or of scaler.step(optimizer), scaler.update()
+    scheduler = guard.follow(scheduler)   for the host: a dropped step does not move it
 
-The verdict is made on the device by the step of the library (step/step.py): loss, norm of the gradients as the host
-left them, and everything that forward wrote. How it reaches the optimizer is step/commit.py's choice: kernels of fused
-optimizers read the flag, which waits for nothing; torch's others are restored, or wait for the host once per step.
+The library's step (step/step.py) judges on the device: loss, norm of the gradients as the host left them, and what
+forward wrote. step/commit.py chooses how the verdict reaches the optimizer.
 
 A schedule has two ways. "exact": the learning rate is a table on the device, indexed by the calls of scheduler.step()
 that followed a good step; the host's scheduler catches up where it is read (`settle`). "read": the host reads the
@@ -28,7 +27,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +37,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from halfstep.errors import ConfigError, TrainingStopped, format_count
+from halfstep.evidence.recorder import Recorder
 from halfstep.hardware.probe import probe
 from halfstep.own_loop.arguments import check_choice, check_folder, make_guard_options
 from halfstep.own_loop.evidence import make_recorder
@@ -67,9 +67,20 @@ AHEAD = 256  # steps that a schedule is asked for in advance
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostAdvice(Advice):
-    """What a user of a host can do against several bad steps in a row; `step` is what makes guarded steps."""
+    """What a user of a host can do against several bad steps in a row; `step` is what makes guarded steps, `replay` the
+    call that names the cause of one."""
 
     step: str
+    replay: str = Recorder.replay
+
+
+class HostOptions(TypedDict, total=False):
+    """Arguments that the guards of all hosts take; HostGuard explains them."""
+
+    schedule: Literal["auto", "exact", "read"]
+    capsules: str | os.PathLike[str] | None
+    max_consecutive: int
+    also: Also
 
 
 class HostSteps:
@@ -99,14 +110,14 @@ class HostSteps:
         return self._step.attempted
 
     @property
-    def committed(self) -> int:
-        """Return the number of steps that moved the weights; waits for the device."""
-        return int(self._step.committed)
-
-    @property
     def num_dropped(self) -> int:
         """Return the number of steps that were dropped, overflows of fp16 included; waits for the device."""
         return self.attempted - self.committed
+
+    @property
+    def committed(self) -> int:
+        """Return the number of steps that moved the weights; waits for the device."""
+        return int(self._step.committed)
 
     @property
     def is_first_rank(self) -> bool:
@@ -201,11 +212,12 @@ class HostGuard(HostSteps):
         optimizer: a torch optimizer, not the host's wrapper around it.
         advice: what a user of this host can do, for errors and warnings.
         precision: what the host computes in: "fp32", "bf16", "fp16"; used by capsules and their replay.
-        schedule: "exact", "read", or "auto": exact on a GPU if the optimizer reads its rate there, else read.
         scaler: the host's GradScaler, if it has one.
-        capsules: a folder for the batches and weights of a bad step; the host's adapter calls `keep(batch)`.
-        max_consecutive: so many bad steps in a row raise hs.TrainingStopped.
-        also: modules or tensors outside of the model that forward writes into.
+        schedule: "exact" keeps learning rates on the device and waits for nothing; the scheduler catches up when it is
+            read or saved. "read" reads the verdict once per step. "auto" takes exact on a GPU with a fused optimizer.
+        capsules: a folder for the batches and weights of a bad step; `keep(batch)` gives it the batches.
+        max_consecutive: bad steps in a row that raise hs.TrainingStopped.
+        also: modules or tensors that the loss writes into although the optimizer does not train them.
         limits: what this host does not allow to guard, for the line that `announce` prints.
     """
 
@@ -232,10 +244,8 @@ class HostGuard(HostSteps):
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         plain = join_models([unwrap_model(one) for one in self.models])
         plan = decide(precision, probe(str(device)), plain, simulate=device.type == "cpu")
-        # The host has scaled and clipped: this step's own scaler is off, and it has no clipping.
-        self._step = Step(
-            join_models(self.models), optimizer, plan, scaler=Scaler(device, enabled=False), also=also
-        )  # fmt: skip
+        off = Scaler(device, enabled=False)  # the host has scaled and clipped
+        self._step = Step(join_models(self.models), optimizer, plan, scaler=off, also=also)
         self.schedule: Way = self._choose_way(schedule)
         self._may_read = schedule == "auto"  # if a scheduler turns out not to fit a table
         self._loss: Tensor | None = None
@@ -245,6 +255,9 @@ class HostGuard(HostSteps):
         self._batches: list[Any] = []
         self._guard = Guard(options, scaling=self.scaler is not None, advice=advice)
         self._recorder = make_recorder(folder, self._step, spikes=False, model=plain) if folder else None
+        self._step.keeps_rng, self._step.measures_spikes = self._recorder is not None, False
+        if self._recorder is not None:
+            self._recorder.replay = advice.replay
         self._warnings = DroppedSteps(low_scale=USUAL_FIRST / FAR_BELOW if self.scaler is not None else None)
         if self._step.ranks is not None:
             settings = {"guard": options, "schedule": self.schedule, "host": host}
@@ -306,7 +319,8 @@ class HostGuard(HostSteps):
     def record(self, loss: Tensor, *, share: float = 1.0) -> None:
         """Add the loss of a micro-batch to the window, where the host calls backward; `share` is what it counts."""
         self.open_window()
-        own = loss.detach().to(self._step.device, torch.float32, copy=True).sum()
+        own = loss.detach().to(self._step.device, torch.float32, copy=True)
+        own = own.sum() if own.ndim else own
         own = own if share == 1 else own * share
         self._loss = own if self._loss is None else self._loss + own
 
@@ -314,14 +328,14 @@ class HostGuard(HostSteps):
     def look_at_gradients(self) -> None:
         """Note whether gradients are finite before the host clips them by value, which makes an infinite one finite."""
         gradients = collect_gradients(self._step.find_trained_parameters())
-        if gradients:
+        if gradients and self.scaler is None:  # which looks at them when it unscales
             norm = compute_total_norm(gradients, math.inf)
             self._add_overflow(norm - norm != 0)
 
     def note_norm(self, norm: Tensor, parameters: Iterable[Tensor]) -> None:
         """Take over the norm that the host has clipped by, so that it is not measured again."""
-        measured, trained = set(map(id, parameters)), self._step.find_trained_parameters()
-        if all(id(one) in measured for one in trained):
+        trained = self._step.writes.trained  # when the window began
+        if set(map(id, trained)) <= set(map(id, parameters)):
             self._norm = norm, JudgedGradients(trained)
 
     def _add_overflow(self, flag: Tensor) -> None:

@@ -22,7 +22,7 @@ import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Literal, cast
+from typing import Any, Literal, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,14 @@ from torch.utils._pytree import tree_map
 from halfstep.errors import ConfigError
 from halfstep.hardware.probe import probe
 from halfstep.integrations.captured import CapturedLoop, detach_copy
-from halfstep.integrations.guard import ONE_LOSS, HostAdvice, HostGuard, list_models, refuse_second_guard
+from halfstep.integrations.guard import (
+    ONE_LOSS,
+    HostAdvice,
+    HostGuard,
+    HostOptions,
+    list_models,
+    refuse_second_guard,
+)
 from halfstep.own_loop.arguments import check_choice, read_precision
 from halfstep.own_loop.fast import CAPTURES, Fast, say
 from halfstep.own_loop.step import Step
@@ -269,8 +276,8 @@ class HalfstepPrecision:
         return result
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> Any:
-        if clip_val and gradient_clip_algorithm == "value" and self._guard is not None and self.scaler is None:
-            self._guard.look_at_gradients()  # clipping makes an infinite one finite
+        if clip_val and gradient_clip_algorithm == "value" and self._guard is not None:
+            self._guard.look_at_gradients()
         return cast(Any, super()).clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -491,7 +498,7 @@ class FabricGuard(HostGuard):
 
     def _clip_gradients(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Fabric's default would raise, after a wait, for what the guard drops.
-        if kwargs.get("clip_val") is not None and self.scaler is None:
+        if kwargs.get("clip_val") is not None:
             self.look_at_gradients()
         norm = before(*args, **{"error_if_nonfinite": False, **kwargs})
         if norm is not None:  # over all parameters of the optimizer
@@ -503,11 +510,7 @@ def guard(
     fabric: Any,
     model: Any,
     optimizer: Any = None,  # refused: a forgotten one gets an explanation
-    *,
-    schedule: Literal["auto", "exact", "read"] = "auto",
-    capsules: str | os.PathLike[str] | None = None,
-    max_consecutive: int = 5,
-    also: Also = (),
+    **options: Unpack[HostOptions],
 ) -> FabricGuard:
     """Guard the steps of an optimizer that Fabric has set up. Call it once, after fabric.setup. ::
 
@@ -530,9 +533,7 @@ def guard(
                 why="the guard replaces methods of what fabric.setup returned, and your loop would call others",
                 fix=fix,
             )
-    made = FabricGuard(
-        fabric, models, optimizer, schedule=schedule, capsules=capsules, max_consecutive=max_consecutive, also=also,
-        limits=["counters and averages of your loop", "schedulers without guard.follow(scheduler)"],
-    )  # fmt: skip
+    limits = ["counters and averages of your loop", "schedulers without guard.follow(scheduler)"]
+    made = FabricGuard(fabric, models, optimizer, limits=limits, **options)
     made.announce()
     return made

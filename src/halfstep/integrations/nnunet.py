@@ -49,6 +49,11 @@ class HalfstepSteps(Trainer):  # type: ignore[misc]
     grad_scaler: Any
     _step: Step | None = None
 
+    @property
+    def num_dropped(self) -> int:
+        """Return the number of dropped steps since the start or the resumption; waits for the device."""
+        return 0 if self._step is None else self._step.attempted - self._step.committed
+
     def _do_i_compile(self) -> bool:
         return False  # the step captures, and compiles where that pays; compiled code inside it would be traced twice
 
@@ -118,8 +123,8 @@ class HalfstepSteps(Trainer):  # type: ignore[misc]
 
     def on_train_end(self) -> None:
         if self._step is not None:
-            num = self._step.attempted - self._step.committed
-            self.print_to_log_file(f"halfstep: {num} of {self._step.attempted} steps were dropped since the start")
+            num = self._step.attempted
+            self.print_to_log_file(f"halfstep: {self.num_dropped} of {num} steps were dropped since the start")
         super().on_train_end()
 
     def validation_step(self, batch: dict[str, Any]) -> dict[str, Any]:

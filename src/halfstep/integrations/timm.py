@@ -8,18 +8,16 @@ timm's train.py calls a scaler only in fp16; give it this one in every precision
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.errors import ConfigError
-from halfstep.integrations.guard import HostAdvice, HostGuard, list_models
+from halfstep.integrations.guard import HostAdvice, HostGuard, HostOptions, list_models
 from halfstep.own_loop.arguments import check_choice
-from halfstep.step.forward_writes import Also
 
 ADVICE = HostAdvice(overflow="--amp-dtype bfloat16", clip="--clip-grad 1.0", step="loss_scaler(loss, optimizer, ...)")
 
@@ -31,9 +29,7 @@ class HalfstepScaler:
         model: what your loop calls, after DistributedDataParallel and torch.compile.
         optimizer: the one that your loop passes in every call.
         precision: what your autocast computes in: "fp16" (with a loss scale), "bf16" or "fp32".
-        capsules: a folder for the batches and weights of bad steps; call `guard.keep((input, target))` in your loop.
-        max_consecutive: bad steps in a row that raise hs.TrainingStopped.
-        also: modules or tensors that your loss writes into although the optimizer does not train them.
+        options: capsules, max_consecutive, also, as in halfstep.integrations.guard.HostGuard.
     """
 
     state_dict_key = "amp_scaler"
@@ -43,22 +39,17 @@ class HalfstepScaler:
         model: nn.Module,
         optimizer: Optimizer,
         precision: Literal["fp16", "bf16", "fp32"] = "bf16",
-        *,
-        capsules: str | os.PathLike[str] | None = None,
-        max_consecutive: int = 5,
-        also: Also = (),
+        **options: Unpack[HostOptions],
     ) -> None:
         check_choice("precision", precision, ("fp16", "bf16", "fp32"))
-        models = list_models(
-            "HalfstepScaler", model, optimizer, "loss_scaler = HalfstepScaler(model, optimizer, 'bf16')"
-        )
+        use = "loss_scaler = HalfstepScaler(model, optimizer, 'bf16')"
+        models = list_models("HalfstepScaler", model, optimizer, use)
         device = next(p.device for group in optimizer.param_groups for p in group["params"])
         self._scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
         limits = ["lr_scheduler.step_update and model_ema, unless you pass them to loss_scaler.follow(...)"]
         self.guard = HostGuard(
-            "timm", models, optimizer, ADVICE, precision=precision, scaler=self._scaler, capsules=capsules,
-            max_consecutive=max_consecutive, also=also, limits=limits,
-        )  # fmt: skip
+            "timm", models, optimizer, ADVICE, precision=precision, scaler=self._scaler, limits=limits, **options
+        )
         self.guard.announce()
 
     def __call__(
@@ -85,8 +76,8 @@ class HalfstepScaler:
 
             assert parameters is not None
             self._scaler.unscale_(optimizer)
-            if clip_mode == "value" and not self._scaler.is_enabled():
-                self.guard.look_at_gradients()  # clipping makes an infinite one finite
+            if clip_mode == "value":
+                self.guard.look_at_gradients()
             dispatch_clip_grad(parameters, clip_grad, mode=clip_mode)
         self.guard.step()
 
@@ -119,7 +110,7 @@ class _FollowedSchedule:
 
     def step_update(self, num_updates: int, metric: float | None = None) -> None:
         if not self.inner.t_in_epochs:
-            num_updates -= self._guard.attempted - self._guard.committed
+            num_updates -= self._guard.num_dropped
         self.inner.step_update(num_updates=num_updates, metric=metric)
 
     def __getattr__(self, name: str) -> Any:

@@ -67,10 +67,10 @@ class Codec:
 
     @torch.no_grad()
     def measure_scale(self, vae: Any, images: Iterable[Tensor], *, source: str) -> float:
-        """Return 1 / standard deviation of drawn latents over batches of images, in float64 (Rombach et al. 2022)."""
-        device = next(vae.parameters()).device
+        """Return 1 / standard deviation of drawn latents over batches of images, which are on the VAE's device,
+        in float64 (Rombach et al. 2022)."""
         with fp32_island():
-            moments = [self.encode(vae, batch.to(device)) for batch in images]
+            moments = [self.encode(vae, batch) for batch in images]
         means, logvars = (
             torch.cat([part.double().flatten() for part in parts]) for parts in zip(*moments, strict=True)
         )

@@ -136,10 +136,12 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
     raise ConfigError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}", fix=fix)
 
 
-def make_capturable(optimizers: Sequence[Optimizer]) -> None:
+def make_capturable(optimizers: Sequence[Optimizer]) -> list[str]:
     """Give torch's optimizers the form that a CUDA graph can hold: SGD's fused kernel, and counters on the device.
 
-    It computes bias corrections on the device, in fp32: the last bits may differ."""
+    Return the names of those whose last bits may differ for it: bias corrections, and the product of learning rate and
+    update, are rounded differently (docs/captured_steps.md)."""
+    changed = []
     for optimizer in optimizers:
         groups = optimizer.param_groups
         on_gpu = all(p.is_cuda and p.is_floating_point() for group in groups for p in group["params"])
@@ -147,11 +149,15 @@ def make_capturable(optimizers: Sequence[Optimizer]) -> None:
         can_be = type(optimizer) in OPTIMIZERS.values() and all("capturable" in group for group in groups)
         if not (can_be or is_sgd) or not on_gpu or any(group.get("fused") for group in groups):
             continue
+        form = "fused" if is_sgd else "capturable"
+        if type(optimizer) is not torch.optim.Rprop and not all(group[form] for group in groups):
+            changed.append(type(optimizer).__name__)
         for group in groups:
-            group["fused" if is_sgd else "capturable"] = True
+            group[form] = True
         for parameter, own in optimizer.state.items():
             if isinstance(own.get("step"), Tensor):
                 own["step"] = own["step"].to(parameter.device, torch.float32)
+    return changed
 
 
 def recompute_repeated_blocks(model: nn.Module) -> None:

@@ -43,6 +43,8 @@ class Certificate:
     noisy: list[str] = field(default_factory=list)
     """Tensors that differ between uncaptured runs as well, by name."""
     against: list[str] = field(default_factory=list)
+    changed_optimizers: Sequence[str] = ()
+    """Optimizers in another form than with fast="off"."""
     num_checks: int = 0
     """How often replays were compared with uncaptured code again, while training went on."""
 
@@ -55,7 +57,9 @@ class Certificate:
         if not self.against:
             return "nothing is captured"
         checked = f", checked {self.num_checks} more times" if self.num_checks else ""
-        return f"{self.exact} tensors bit-equal to {' and '.join(self.against)}{with_noise}{checked}"
+        names = ", ".join(self.changed_optimizers)
+        form = f"; {names} in the form for graphs, whose last bits may differ from fast='off'" if names else ""
+        return f"{self.exact} tensors bit-equal to {' and '.join(self.against)}{with_noise}{checked}{form}"
 
 
 class ReplayDiffers(Exception):

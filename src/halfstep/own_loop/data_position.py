@@ -72,7 +72,7 @@ class DataPosition:
 
     def __init__(self, rank: int = 0, num_ranks: int = 1) -> None:
         self.epoch = 0
-        self._ranks = [rank, num_ranks]
+        self.ranks = [rank, num_ranks]
         self._pass: _Pass | None = None
         self._stored: Mapping[str, Any] | None = None
         """A loaded state, until the pass that continues it begins."""
@@ -152,7 +152,7 @@ class DataPosition:
         return _make_plain(
             {
                 "epoch": self.epoch,
-                "ranks": self._ranks,
+                "ranks": self.ranks,
                 "generators": read_generators(),
                 "pass": None if self._pass is None else self._pass.state_dict(),
             }
@@ -161,8 +161,8 @@ class DataPosition:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the generators now, and the position when the next pass begins."""
         state = _make_plain(state)
-        if list(state["ranks"]) != self._ranks:
-            rank, num_ranks = self._ranks
+        if list(state["ranks"]) != self.ranks:
+            rank, num_ranks = self.ranks
             warn_user(
                 f"this is rank {rank} of {num_ranks}, and the state is of rank {state['ranks'][0]} of "
                 f"{state['ranks'][1]}: its generators are not used, {INEXACT}. Each rank has to load what it saved"

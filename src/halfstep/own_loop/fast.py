@@ -126,11 +126,12 @@ class FastPath:
         num_steps: int | None = None,
         max_graphs: int = 8,
         pure_ops: frozenset[str] = frozenset(),
+        changed_optimizers: Sequence[str] = (),
     ) -> None:
         self.step, self.asked, self.num_steps, self.max_graphs = step, asked, num_steps, max_graphs
-        self.pure_ops = pure_ops
+        self.pure_ops, self.changed_optimizers = pure_ops, changed_optimizers
         self.why_eager = "fast='off'" if asked == "off" else self._find_obstacle()
-        self.level = Level("inductor" if asked == "compile" else "aten")
+        self.level = self._make_level("inductor" if asked == "compile" else "aten")
         self.compiled: Level | None = None
         """Inductor's code for windows of the shapes that it was tried with: compiling takes too long for rare ones."""
         self.trial: Level | None = None
@@ -186,6 +187,9 @@ class FastPath:
                 return self._run_rest(traced, loss_fn, window, eager)
             return self.run(loss_fn, window, eager)
         return facts
+
+    def _make_level(self, compiler: Compiler) -> Level:
+        return Level(compiler, certificate=Certificate(changed_optimizers=self.changed_optimizers))
 
     def _choose_level(self, window: list[Batch]) -> Level:
         compiled = self.trial or self.compiled
@@ -375,14 +379,11 @@ class FastPath:
             {str(position): call.inputs[position].detach().to(device) for position in own}
             for call, own in zip(traced.calls, positions, strict=True)
         ]
-        fixed = [
-            [
-                (position, one, one.data_ptr())
-                for position, one in enumerate(call.inputs)
-                if isinstance(one, Tensor) and position not in own
-            ]
-            for call, own in zip(traced.calls, positions, strict=True)
-        ]
+        fixed = []
+        for call, own in zip(traced.calls, positions, strict=True):
+            others = [k for k, one in enumerate(call.inputs) if isinstance(one, Tensor) and k not in own]
+            tensors = [call.inputs[k] for k in others]
+            fixed.append((others, tensors, [tensor.data_ptr() for tensor in tensors]))
         outputs: list[Sequence[Any]] = []
         # A capture takes place on a stream of the current device, which need not be the model's.
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
@@ -498,7 +499,7 @@ class FastPath:
         return spent * self.expected.saving > self.expected.seconds
 
     def _begin_trial(self, window: list[Batch], graph: Graph) -> None:
-        self.trial, self.shapes, self.uncompiled = Level(COMPILED), describe_window(window), graph
+        self.trial, self.shapes, self.uncompiled = self._make_level(COMPILED), describe_window(window), graph
         self.trial_began = time.monotonic()
         say("compiles the step next, which takes a while; both graphs use memory until the faster one is known")
 
@@ -615,7 +616,8 @@ class FastPath:
             self._drop_trial(reason)
 
     def _stay_eager(self, reason: str) -> None:
-        self.why_eager, self.trial, self.compiled, self.level = reason, None, None, Level(self.level.compiler)
+        self.why_eager, self.trial, self.compiled = reason, None, None
+        self.level = self._make_level(self.level.compiler)
         say(f"runs eagerly, not captured: {reason}")
 
 

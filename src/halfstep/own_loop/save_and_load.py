@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,19 +19,20 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from halfstep import __version__
-from halfstep.disk import flush, name_hidden, read_sealed, remove_leftovers, seal
-from halfstep.distributed.sharding import find_sharding
+from halfstep.disk import read_sealed, seal
+from halfstep.distributed.sharding import find_sharding, is_dtensor
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, format_count, summarise_error
 from halfstep.own_loop.step import Step
 from halfstep.own_loop.user_warnings import warn_user
 from halfstep.step.optim.recut_shards import recut_optimizer_states
+from halfstep.step.randomness import read_generators
 from halfstep.step.snapshots import find_loose_buffers, restore_buffers
 from halfstep.step.tree import pack, unpack
+from halfstep.tensor_files import LazyTensors, describe, make_header, take, view_bytes, write_tensors
 
 LAYOUT_VERSION = 1
 DOCUMENT = "halfstep"
@@ -69,7 +69,10 @@ def save(
     packed, tensors = pack(state)
     try:
         if sharding is not None:
-            _begin_save(path, packed, tensors, steps[0])
+            from halfstep.distributed.sharded_files import start_save
+
+            document, world = {"layout": LAYOUT_VERSION, "state": packed}, steps[0].ranks.world
+            steps[0]._saving = start_save(path, document, tensors, world, step=steps[0].attempted)
         else:
             _save_file(path, packed, tensors)
     except TypeError as error:  # a model's or loader's own state_dict may hold anything
@@ -81,12 +84,12 @@ def save(
 
 
 def _save_file(path: Path, packed: Any, tensors: Mapping[str, Tensor]) -> None:
-    stored = {name: tensor.cpu().resolve_conj().resolve_neg().contiguous().clone() for name, tensor in tensors.items()}
+    stored = {name: tensor.cpu().resolve_conj().resolve_neg() for name, tensor in tensors.items()}
     checksums = {name: _compute_checksum(tensor) for name, tensor in stored.items()}
     document = {"layout": LAYOUT_VERSION, "halfstep": __version__, "state": packed, "checksums": checksums}
     try:
-        _write(path, stored, {DOCUMENT: json.dumps(seal(document))})
-    except (OSError, SafetensorError) as error:
+        write_tensors(Path(os.path.realpath(path)), stored, {DOCUMENT: json.dumps(seal(document))})
+    except OSError as error:
         raise _explain_unwritten(path, error) from error
 
 
@@ -134,7 +137,8 @@ def load(
             f"torch used {state['threads']} CPU threads when {path} was stored and uses {threads} now: sums can differ "
             f"in the last bit; torch.set_num_threads({state['threads']}) makes the resumed loop bit-exact"
         )
-    if all(own["position"]["pass"] is None and own["attempted"] for own in state["steps"]):
+    is_first = steps[0].ranks is None or steps[0].ranks.world.is_first
+    if is_first and all(own["position"]["pass"] is None and own["attempted"] for own in state["steps"]):
         warn_user(
             f"{path} holds no position in the data, because no batch came from step.windows(loader): a loop over a "
             "loader starts at its first batch again; a loop that draws its batches itself continues"
@@ -146,22 +150,36 @@ def load(
 def save_weights(path: str | os.PathLike[str], model: nn.Module, /, *, dtype: torch.dtype | None = None) -> None:
     """Write weights and buffers as one safetensors file with the names of `model.state_dict()`, atomically.
 
-    With a sharded model (fully_shard) every rank calls it and writes its part into the file, so that no rank holds the
-    whole model. `dtype` converts floating-point tensors. Inside `with step.averaged():` it writes the average. ::
+    With a sharded model (fully_shard) every rank calls it: the ranks gather one tensor at a time, and rank 0 writes it,
+    so that no rank holds the whole model. `dtype` converts floating-point tensors. Inside `with step.averaged():` it
+    writes the average. ::
 
         hs.save_weights("model.safetensors", model, dtype=torch.bfloat16)
     """
-    path, sharding, tensors = Path(os.path.realpath(path)), find_sharding(model), dict(model.state_dict())
-    if sharding is not None:
-        from halfstep.distributed.sharded_files import consolidate
+    path, tensors = Path(os.path.realpath(path)), dict(model.state_dict())
+    world = World(limit_name="") if find_sharding(model) is not None else None
 
-        consolidate(path, tensors, World(limit_name=""), dtype=dtype)
-        return
-    whole = {n: t.to(dtype) if dtype is not None and t.is_floating_point() else t for n, t in tensors.items()}
-    try:
-        _write(path, {name: tensor.detach().cpu().contiguous().clone() for name, tensor in whole.items()}, {})
-    except (OSError, SafetensorError) as error:
-        raise _explain_unwritten(path, error) from error
+    def gather(name: str) -> Tensor:
+        left.remove(name)
+        if world is None or not is_dtensor(tensors[name]):
+            return tensors[name]
+        with world.translate_losses():
+            whole: Tensor = tensors[name].full_tensor()
+            return whole
+
+    converted = take(LazyTensors(describe(tensors), gather), dtype=dtype)
+    left = make_header(converted.described, {})[1]
+    error: CheckpointError | None = None
+    if world is None or world.is_first:
+        try:
+            write_tensors(path, converted)
+        except OSError as cause:
+            error = _explain_unwritten(path, cause)
+    for name in list(left):  # on other ranks all of them, on rank 0 those after a failed write: every rank gathers
+        gather(name)
+    found = [error] if world is None else world.gather(error)
+    if found[0] is not None:
+        raise found[0]
 
 
 def _explain_unwritten(path: Path, error: Exception) -> CheckpointError:
@@ -212,13 +230,6 @@ def _wait_for_saves(steps: Sequence[Step]) -> None:
             step._saving.wait()
 
 
-def _begin_save(path: Path, packed: Any, tensors: Mapping[str, Tensor], step: Step) -> None:
-    from halfstep.distributed.sharded_files import start_save
-
-    state = {"layout": LAYOUT_VERSION, "state": packed}
-    step._saving = start_save(path, state, tensors, step.ranks.world, step=step.attempted)
-
-
 def _read_shards(path: Path, steps: Sequence[Step], model: nn.Module, *, reshard: bool) -> dict[str, Any]:
     """Read this rank's part of the newest complete save; a whole unsharded model's on one rank."""
     from halfstep.distributed.sharded_files import StoredShards, find_latest, find_mesh
@@ -227,11 +238,15 @@ def _read_shards(path: Path, steps: Sequence[Step], model: nn.Module, *, reshard
     folder = world.broadcast_from_first(lambda: find_latest(path)) if world is not None else find_latest(path)
     stored, mesh = StoredShards(folder, world), find_mesh(model.parameters())
     note = stored.refuse_other_mesh(mesh, reshard=reshard, fix="hs.load(..., reshard=True)")
-    document, tensors = stored.read(mesh)
+    document, tensors = stored.open(mesh)
     state: dict[str, Any] = unpack(document["state"], tensors)
     if note:
         notes = [note]
         for number, (step, own) in enumerate(zip(steps, state["steps"], strict=False)):
+            step.refuse_unfit(own)
+            if list(own["position"]["ranks"]) != step._position.ranks:
+                # The generators are of another number of ranks. The note says that exactness ends here.
+                own["position"] |= {"ranks": step._position.ranks, "generators": read_generators()}
             path_to = ("state", "steps", number, "optimizers")
             notes += recut_optimizer_states(stored, model, step.optimizers, own["optimizers"], path_to)
         if world is None or world.is_first:
@@ -241,24 +256,6 @@ def _read_shards(path: Path, steps: Sequence[Step], model: nn.Module, *, reshard
 
 
 # --- the file ---
-
-
-def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    path = Path(os.path.realpath(path))  # a link stays, and its target is written
-    path.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(path)
-    # In a hidden folder: safetensors writes to a temporary file of its own, which a killed process leaves behind.
-    folder = name_hidden(path)
-    folder.mkdir(exist_ok=True)
-    try:
-        written = folder / path.name
-        save_file(dict(tensors), written, metadata=metadata or None)
-        written.chmod(folder.stat().st_mode & 0o666)  # of the umask; safetensors' file is private
-        flush(written)
-        written.replace(path)
-        flush(path.parent)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -306,7 +303,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _compute_checksum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else 0
+    return zlib.crc32(view_bytes(tensor))
 
 
 # --- what does not fit ---

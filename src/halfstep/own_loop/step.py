@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
 import warnings
@@ -200,8 +201,7 @@ class Step:
         refuse_unrelated_optimizers(model, optimizers)
         self._schedules = LoopSchedules(schedule, optimizers, device)
         apply(plan, model, casts_storage=False)
-        if fast != "off":
-            make_capturable(optimizers)
+        changed = make_capturable(optimizers) if fast != "off" else []
         if memory == "low":
             recompute_repeated_blocks(model)
         self._step = GuardedStep(
@@ -211,12 +211,14 @@ class Step:
             on_commit=on_commit, norm_order=model.parameters(),  # as in clip_grad_norm_(model.parameters(), ...)
         )  # fmt: skip
         if self._step.ranks is not None:
-            self._step.ranks.reduces_each = shard_reduce == "each"
+            self._step.ranks.reduces_last = shard_reduce == "last"
         floor = self._step.scaler.options.min_scale
         self._guard = Guard(options, scaling=plan.needs_loss_scaling, min_scale=floor, advice=ADVICE_FOR_LOOPS)
         self._keep_ranks_alike(
-            precision=plan.granted, simulate=simulate, accumulate=accumulate, clip=clip, ema_decay=decay,
-            skip_spikes=skip_spikes, guard=options, scaler=scaling, shard_reduce=shard_reduce, **sharded,
+            precision=plan.granted, simulate=simulate, accumulate=accumulate, clip_norm=limit, clip_type=clip_type,
+            ema_decay=decay, skip_spikes=skip_spikes, shard_reduce=shard_reduce, **sharded,
+            **{f"guard.{name}": value for name, value in dataclasses.asdict(options).items()},
+            **{f"scaler.{name}": value for name, value in dataclasses.asdict(scaling).items()},
         )  # fmt: skip
         self._dropped = DroppedSteps(low_scale=self._step.scaler.low if plan.needs_loss_scaling else None)
         if self._step.ranks is None or self._step.ranks.world.rank == 0:
@@ -237,6 +239,7 @@ class Step:
         self._fast = FastPath(
             self._step, fast, num_steps=None if num_steps is None else check_count("num_steps", num_steps),
             max_graphs=check_count("max_graphs", max_graphs), pure_ops=check_names("pure_ops", pure_ops),
+            changed_optimizers=changed,
         )  # fmt: skip
         world = self._step.ranks.world if self._step.ranks is not None else None
         self._position = DataPosition(world.rank, world.size) if world is not None else DataPosition()
@@ -491,6 +494,7 @@ class Step:
             "guard": self._guard.state_dict(),
             "schedules": self._schedules.state_dict(),
             "position": self._position.state_dict(),
+            **({"watch": self.watched.state_dict()} if self._watch is not None else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -505,6 +509,8 @@ class Step:
         self._schedules.load_state_dict(schedules)
         if self._rollback is not None:
             self._rollback.forget()
+        if self._watch is not None and "watch" in state:
+            self._watch.load_state_dict(state["watch"])
         if "position" in state:
             self._position.load_state_dict(state["position"])
 

@@ -23,18 +23,21 @@ import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._dynamo import trace_rules
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Node, has_side_effect
 from torch.utils.checkpoint import CheckpointPolicy
 
 from halfstep.backend_flags import WANTED
@@ -60,6 +63,10 @@ class NotTraced(Exception):
 class Outdated(Exception):
     """An input requires a gradient and did not when the code was traced, or the other way round: torch 2.11 does not
     guard that for parameters."""
+
+
+class NoEntry(Exception):
+    """No entry fits the Python values and shapes of a call."""
 
 
 @dataclass(eq=False)
@@ -134,10 +141,11 @@ class TracedLoss:
         self._streaks: dict[object, int] = {}  # new entries in a row, by the shapes of the batch
         # `optimize` is what torch.compile calls; it also reports which guard failed.
         context: Any = torch._dynamo.optimize(self._compile, nopython=True, guard_fail_fn=self._note_cause)
-        self._callback = context.callback = TraceCallback(context.callback, plan)
         # Its own code object: Dynamo keeps the entries of all tracers with the code, and tries each one's guards.
         name = f"_call_{next(NUMBERS)}"
-        self._call = context(FunctionType(_call.__code__.replace(co_name=name), globals(), name))
+        self._function = FunctionType(_call.__code__.replace(co_name=name), globals(), name)
+        self._callback = context.callback = TraceCallback(context.callback, plan, self._function.__code__)
+        self._call = context(self._function)
 
     def __call__(self, loss_fn: Callable[[Any], Any], batch: Any) -> Call:
         """Run the Python of a loss function, and promise its tensors. Raise NotTraced where it cannot be traced."""
@@ -148,13 +156,28 @@ class TracedLoss:
             # flags of the plan takes longer than a small model's step: that is left to the callback, for new entries.
             flags = use_sound_attention(self.plan.device) if self._has_matmul_precision() else self.plan.backend()
             with self._autocast, flags:
-                result = self._call(loss_fn, batch)
+                result = self._run(loss_fn, batch)
         except TorchDynamoException as error:
             raise NotTraced(explain(error)) from None
         if self._last is None:
             raise NotTraced("loss_fn runs no operation of torch")
         self._last.result = result
         return self._last
+
+    def _run(self, loss_fn: Callable[[Any], Any], batch: Any) -> Any:
+        """Run the entry whose guards fit, or trace a new one. torch.compile's wrapper around a function, which prepares
+        tracing, takes longer than the guards of a small model: it is left out where an entry fits."""
+        if self.entries:
+            self._callback.only_looks_up = True
+            before = set_eval_frame(self._callback)  # type: ignore[arg-type]
+            try:
+                return self._function(loss_fn, batch)
+            except NoEntry:
+                pass  # raised in place of the first instruction: no code of the user has run
+            finally:
+                set_eval_frame(before)
+                self._callback.only_looks_up = False
+        return self._call(loss_fn, batch)
 
     def _has_matmul_precision(self) -> bool:
         """True if matmuls have the precision of the plan already, as a guard sees it."""
@@ -171,6 +194,7 @@ class TracedLoss:
             entry.why_not = "loss_fn changes a Python number that it also computes with, such as a counter"
         if sum(isinstance(output, Promise) and output.requires_grad for output in entry.outputs) > 1:
             entry.why_not = "loss_fn keeps a tensor that has an autograd graph besides the loss: detach it"
+        share_casts(module, examples)
         graphs: list[GraphModule] = []
 
         def keep(graph: GraphModule, inputs: Any, **settings: Any) -> Any:
@@ -192,17 +216,20 @@ class TracedLoss:
 
             return compile_fx_inner(graph, inputs, **settings)
 
+        # As in an eager step, backward runs outside of autocast: it would compute gradients of fp32 layers in half.
+        settings = {"backward_pass_autocast": "off"}
         if self.compiler == "aten":
-            entry.code = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition)(module, examples)
+            with torch._functorch.config.patch(settings):
+                entry.code = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition)(module, examples)
         else:
             from torch._inductor.compile_fx import compile_fx
 
             # A hit in AOTAutograd's cache would not pass through `keep`, and nothing would be scanned.
-            with torch._functorch.config.patch(enable_autograd_cache=False):
+            with torch._functorch.config.patch(settings | {"enable_autograd_cache": False}):
                 entry.code = compile_fx(module, examples, inner_compile=keep)  # type: ignore[assignment]
-        entry.requires_grad = [isinstance(one, Tensor) and one.requires_grad for one in examples]
-        entry.has_side_effects = has_side_effects()
         entry.has_numbers = not all(isinstance(example, Tensor) for example in examples)
+        entry.requires_grad = list_requires_grad(examples, has_numbers=entry.has_numbers)
+        entry.has_side_effects = has_side_effects()
         self.entries.append(entry)
 
         def promise(*inputs: Any) -> Sequence[Any]:
@@ -216,7 +243,7 @@ class TracedLoss:
 
     def _refuse(self, entry: Entry, inputs: Sequence[Any]) -> None:
         """Raise NotTraced for a call that a replay would not repeat as the user's code does."""
-        if [isinstance(one, Tensor) and one.requires_grad for one in inputs] != entry.requires_grad:
+        if list_requires_grad(inputs, has_numbers=entry.has_numbers) != entry.requires_grad:
             raise Outdated
         if entry.why_not:
             raise NotTraced(entry.why_not)
@@ -248,24 +275,31 @@ class TraceCallback:
     Guards also cover the hooks of modules (not by default), and many shapes are allowed. Setting this at every call
     would cost as much as evaluating the guards."""
 
-    def __init__(self, callback: Any, plan: Plan) -> None:
+    def __init__(self, callback: Any, plan: Plan, code: CodeType) -> None:
         self._torchdynamo_orig_backend = callback  # the name by which Dynamo finds the backend
-        self._plan = plan
+        self._plan, self._code = plan, code
         self.batch: Any = None
+        self.only_looks_up = False
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, frame: Any, *arguments: Any) -> Any:
+        if self.only_looks_up and frame.f_code is self._code:
+            raise NoEntry
+        if self.only_looks_up:
+            # A Python function that an entry calls: run it as it is. One of torch's own is never looked at again.
+            return ConvertFrameReturn(apply_to_code=trace_rules.check(frame.f_code))
         for leaf in list_tensors(self.batch):
             torch._dynamo.mark_static(leaf)  # a ragged last batch gets code of its own, not dynamic shapes
         config: Any = torch._dynamo.config
         ignored = "ignore_logging_functions" if hasattr(config, "ignore_logging_functions") else "ignore_logger_methods"
         settings = {
             "skip_nnmodule_hook_guards": False,
+            "record_runtime_overhead": False,  # a span for torch's profiler around reading the inputs of an entry
             "recompile_limit": MAX_ENTRIES,
             "accumulated_recompile_limit": 4 * MAX_ENTRIES,
             ignored: getattr(config, ignored) | find_library_logs(),
         }
         with config.patch(settings), self._plan.backend():
-            return self._torchdynamo_orig_backend(*arguments)
+            return self._torchdynamo_orig_backend(frame, *arguments)
 
 
 def find_library_logs() -> set[Any]:
@@ -309,6 +343,16 @@ def list_tensors(batch: Any) -> list[Tensor]:
     return [tensor for one in batch for tensor in list_tensors(one)] if isinstance(batch, list | tuple) else []
 
 
+def list_requires_grad(inputs: Sequence[Any], *, has_numbers: bool) -> list[bool]:
+    """Return which inputs require a gradient. Without a loop in Python where all are tensors, as every step asks."""
+    if has_numbers:
+        return [isinstance(one, Tensor) and one.requires_grad for one in inputs]
+    return list(map(_get_requires_grad, inputs))
+
+
+_get_requires_grad = operator.attrgetter("requires_grad")
+
+
 def has_side_effects() -> bool:
     """True if the Python code that Dynamo traces now changes an object that existed before."""
     effects = InstructionTranslator.current_tx().output.side_effects
@@ -321,6 +365,44 @@ def find_outputs(module: GraphModule) -> list[Any]:
     output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
     values = [node.meta.get("example_value") if isinstance(node, Node) else node for node in output.args[0]]
     return [Promise(tuple(v.shape), v.dtype, v.device, v.requires_grad) if isinstance(v, Tensor) else v for v in values]
+
+
+def share_casts(module: GraphModule, examples: Sequence[Any]) -> None:
+    """Let the traced code cast a weight once, however often it is used, as eager autocast does with its cache.
+
+    Gradients of a cast that is shared are added up in half precision. AOTAutograd switches the cache off, so that no
+    tensor of one trace reaches the next one; here it is emptied before and after."""
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    weights = [node for node, one in zip(placeholders, examples, strict=True) if is_cached(one)]
+    output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
+    with module.graph.inserting_after(placeholders[-1]):
+        was_kept = module.graph.call_function(keep_casts, tuple(weights))
+    with module.graph.inserting_before(output):
+        module.graph.call_function(drop_casts, (was_kept,))
+    module.recompile()
+
+
+def is_cached(example: object) -> bool:
+    """True for an input whose casts autocast keeps."""
+    return isinstance(example, Tensor) and example.requires_grad and example.is_leaf and not example._is_view()
+
+
+@has_side_effect
+def keep_casts(*weights: Tensor) -> bool:
+    """Empty and switch on autocast's cache. It keeps casts of leaves only, which AOTAutograd's inputs are not."""
+    for weight in weights:
+        if not weight.is_leaf:
+            weight.detach_().requires_grad_()
+    was_kept = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(True)
+    return was_kept
+
+
+@has_side_effect
+def drop_casts(was_kept: bool) -> None:
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(was_kept)
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,9 @@ class Plan:
     shard_reason: str = ""
     shard_blocks: tuple[str, ...] = ()
     """Modules that are gathered one at a time; those of frozen networks as NETWORK:MODULE."""
+    reduces_last: bool = False
+    """Whether sharded gradients are reduced in a step's last micro-batch only: whole ones stay in memory until then."""
+    reduce_reason: str = ""
 
     @property
     def on_cuda(self) -> bool:
@@ -148,8 +151,7 @@ def format_plan(plan: Plan) -> str:
     if plan.memory_reason:
         lines.append(f"memory     low: {plan.memory_reason}")
     lines += [f"           {line}" for line in plan.memory_trials]
-    if plan.shard_reason:
-        lines.append(f"ranks      {plan.shard_reason}")
+    lines += [f"ranks      {reason}" for reason in (plan.shard_reason, plan.reduce_reason) if reason]
     if plan.rows or plan.frozen:
         rows = fold_rows((*plan.rows, *plan.frozen))
         body = [(_format_names(names), row.storage, row.compute, row.reason) for names, row in rows]

@@ -20,18 +20,19 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from halfstep.disk import flush, open_atomic_folder, parse_json, read_sealed, seal, write_atomically
 from halfstep.errors import CheckpointError, suggest_command
 from halfstep.step.tree import pack, unpack
+from halfstep.tensor_files import LazyTensors, TensorFile, take, write_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -80,7 +81,7 @@ class Checkpoints:
         try:
             with open_atomic_folder(final) as hidden:
                 _write(hidden, checkpoint)
-        except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
+        except OSError as error:
             raise self._explain_unwritten(final, error) from error
         on_saved(final)
         self._drop_old(final)
@@ -237,9 +238,7 @@ def is_sharded(path: Path) -> bool:
 def _check(path: Path) -> None:
     """Raise if a checkpoint is damaged; of a sharded one, which may not fit the host's memory, read no tensor."""
     if is_sharded(path):
-        from halfstep.distributed.sharded_files import StoredShards
-
-        StoredShards(path, None)
+        open_shards(path)
     else:
         load(path)
 
@@ -250,30 +249,49 @@ def load(path: Path, stored: StoredShards | None = None, mesh: DeviceMesh | None
     Of a sharded one, `stored` and `mesh` give this rank's pieces; without them everything is read as if unsharded.
     """
     if is_sharded(path):
-        from halfstep.distributed.sharded_files import StoredShards
-
-        stored = stored or StoredShards(path, None)
-        document, tensors = stored.read(mesh)
-        tree = unpack(document["state"], tensors)
+        document, shards = (stored or open_shards(path)).open(mesh)
+        tree = unpack(document["state"], shards)
         return Checkpoint(model=tree["model"], ema=tree["ema"], state=tree["state"])
-    document = read_document(path)
+    document = _verify_files(path)
     try:
-        files: Mapping[str, Mapping[str, int]] = document["files"]
-        for name, expected in files.items():
-            _verify(path, name, expected)
         model, tensors = (load_file(path / f"{name}.safetensors") for name in ("model", "state"))
-        average = load_file(path / AVERAGE) if AVERAGE in files else {}
+        average = load_file(path / AVERAGE) if AVERAGE in document["files"] else {}
         return Checkpoint(model=model, ema=average, state=unpack(document["state"], tensors))
     except MALFORMED as error:
         raise CheckpointError(f"checkpoint {path.name} is damaged: {type(error).__name__}: {error}") from error
 
 
-def read_document(path: Path) -> dict[str, Any]:
-    """Read a checkpoint's state.json: the checksums of its files, and the state without its tensors."""
-    if is_sharded(path):
-        from halfstep.distributed.sharded_files import StoredShards
+def open_weights(path: Path, stored: StoredShards | None = None) -> LazyTensors:
+    """Return a checkpoint's weights as validation used them: averaged ones if the run keeps them.
 
-        document: dict[str, Any] = StoredShards(path, None).open_rank(0)[0]
+    Each is read when it is looked up. Files are checked first; `stored` is a sharded checkpoint that was checked.
+    """
+    if is_sharded(path):
+        tensors = (stored or open_shards(path)).open()[1]
+        model, *averages = (take(tensors, f"state.{part}.") for part in ("model", "ema"))
+    else:
+        held = _verify_files(path)["files"]
+        files = [TensorFile(path / name) for name in ("model.safetensors", AVERAGE) if name in held]
+        model, *averages = (LazyTensors(file.described, file.read) for file in files)
+
+    def read(name: str) -> Tensor:
+        source = next((average for average in averages if name in average), model)
+        return source[name].to(model.described[name].dtype)
+
+    return LazyTensors(model.described, read)
+
+
+def open_shards(path: Path, *, reads_tensors: bool = True) -> StoredShards:
+    """Check a sharded checkpoint on this rank alone."""
+    from halfstep.distributed.sharded_files import StoredShards
+
+    return StoredShards(path, None, reads_tensors=reads_tensors)
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """Read a checkpoint's state without its tensors, and the checksums of its files."""
+    if is_sharded(path):
+        document: dict[str, Any] = open_shards(path, reads_tensors=False).open()[0]
         return document | {"state": document["state"]["state"]}
     try:
         document = read_sealed((path / STATE).read_bytes())
@@ -288,17 +306,20 @@ def read_document(path: Path) -> dict[str, Any]:
     return document
 
 
-def _verify(path: Path, name: str, expected: Mapping[str, int]) -> None:
-    """Raise if a file does not have its recorded size and checksum."""
+def _verify_files(path: Path) -> dict[str, Any]:
+    """Return the document of an unsharded checkpoint; raise if a file does not have its recorded size and checksum."""
+    document, name = read_document(path), ""
     try:
-        found = _fingerprint(path / name)
-    except OSError as error:
+        for name, expected in document["files"].items():
+            found = _fingerprint(path / name)
+            if found != dict(expected):
+                raise ValueError(
+                    f"it has {found['bytes']} bytes, checksum {found['crc32']:08x}, "
+                    f"expected {expected['bytes']} bytes, {expected['crc32']:08x}"
+                )
+    except MALFORMED as error:
         raise CheckpointError(f"checkpoint {path.name} is damaged: {name}: {error}") from error
-    if found != dict(expected):
-        raise CheckpointError(
-            f"checkpoint {path.name} is damaged: {name} has {found['bytes']} bytes, checksum {found['crc32']:08x}, "
-            f"expected {expected['bytes']} bytes, {expected['crc32']:08x}"
-        )
+    return document
 
 
 def _write(folder: Path, checkpoint: Checkpoint) -> None:
@@ -307,13 +328,10 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
     contents = {"model.safetensors": checkpoint.model, AVERAGE: checkpoint.ema, "state.safetensors": tensors}
     for name, content in contents.items():
         if content or name != AVERAGE:
-            save_file({key: value.detach().cpu().contiguous().clone() for key, value in content.items()}, folder / name)
+            write_tensors(folder / name, content)
     files = {path.name: _fingerprint(path) for path in sorted(folder.glob("*.safetensors"))}
     document = {"layout": LAYOUT_VERSION, "files": files, "state": packed}
     (folder / STATE).write_text(json.dumps(seal(document)))
-    for name in files:
-        # safetensors writes through a private temporary file: give its files the same permissions as the others.
-        (folder / name).chmod((folder / STATE).stat().st_mode)
 
 
 def _fingerprint(path: Path) -> dict[str, int]:

@@ -6,19 +6,13 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
 from halfstep.disk import open_atomic_folder, parse_json, write_atomically
-from halfstep.distributed.world import World
 from halfstep.errors import (
     CheckpointError,
     DataError,
@@ -32,15 +26,14 @@ from halfstep.evidence.capsule import list_capsules
 from halfstep.hardware.memory import get_peak_memory_bytes
 from halfstep.hardware.probe import probe
 from halfstep.report.listeners import CallbackFailed
-from halfstep.run.assemble import Assembly, build_workload
-from halfstep.run.checkpoint import Checkpoint, load
+from halfstep.run.assemble import Assembly
+from halfstep.run.checkpoint import is_sharded, open_weights
 from halfstep.run.folder import RunFolder, suggest_resume
 from halfstep.run.loop import Loop
-from halfstep.run.sharded_model import make_mesh
-from halfstep.run.stored_state import load_for_use
 from halfstep.step.phases import PhasedStep
 from halfstep.step.scaler import Scaler
 from halfstep.step.step import Step
+from halfstep.tensor_files import write_tensors
 from halfstep.workloads import KINDS
 from halfstep.workloads.base.kind import load_part
 
@@ -117,7 +110,9 @@ def _explain_second_interrupt(loop: Loop, folder: RunFolder, *, is_new: bool) ->
     what = f"stopped by a second Ctrl-C after step {loop.parts.step.attempted}, without saving"
     kept = loop.checkpoints.list_all()
     if kept:
-        return Interrupted(what, why=f"the newest checkpoint is {kept[-1]}", fix=suggest_resume(folder.path))
+        return Interrupted(
+            what, why=f"the newest checkpoint is {kept[-1]}", fix=suggest_resume(folder.path, loop.parts.world)
+        )
     if not is_new:
         return Interrupted(what)
     shutil.rmtree(folder.path, ignore_errors=True)
@@ -140,7 +135,7 @@ def _save_after_bad_file(error: DataError, loop: Loop, folder: RunFolder) -> Hal
         except CheckpointError as unsaved:
             return _extend_error(error, why=unsaved.what)
     left_out = " (and --allow-changes, because files are left out)" if "on_bad_file=skip" in error.fix else ""
-    return _extend_error(error, fix=f"then {suggest_resume(folder.path)}{left_out}")
+    return _extend_error(error, fix=f"then {suggest_resume(folder.path, loop.parts.world)}{left_out}")
 
 
 def _extend_error(error: HalfstepError, *, why: str = "", fix: str = "") -> HalfstepError:
@@ -205,79 +200,37 @@ def is_exported(workload: str, folder: RunFolder) -> bool:
     return KINDS.of(workload).export is None or folder.model.is_dir()
 
 
-def export_sharded_model(parts: Assembly, folder: RunFolder) -> None:
-    """Export the best weights of a sharded run; every rank calls it and writes its pieces.
-
-    Where a family's export needs a whole model, rank 0 makes it in host memory from a file that is mapped.
-    """
-    from halfstep.distributed.sharded_files import StoredShards, consolidate
-
-    assert parts.world is not None
-    checkpoints = folder.open_checkpoints()
-    path = parts.world.broadcast_from_first(lambda: checkpoints.find_best() or checkpoints.list_all()[-1])
-    stored = load(path, StoredShards(path, parts.world), make_mesh(parts.device))
-    if KINDS.of(parts.config.workload).exports_shards:
-        _export_shards(parts, folder, stored, parts.world)
-        return
-    whole = folder.path / ".whole" / "model.safetensors"
-    consolidate(whole, {**stored.model, **stored.ema}, parts.world)
-
-    def convert() -> None:
-        try:
-            with open_atomic_folder(folder.model, replaces=True) as hidden:
-                _convert_whole(parts, dict(stored.state["store"]), whole, hidden)
-            shutil.rmtree(whole.parent)
-        except OSError as error:
-            raise _explain_unexported(folder, path, error) from error
-
-    parts.world.broadcast_from_first(convert)
-
-
-def _export_shards(parts: Assembly, folder: RunFolder, stored: Checkpoint, world: World) -> None:
-    """Let each rank convert its shards to the family's format, and write them into the one file."""
-    from halfstep.distributed.sharded_files import consolidate
-
-    kind, store = KINDS.of(parts.config.workload), dict(stored.state["store"])
-    assert kind.export is not None
-    model = build_workload(parts.config, store).model  # its own weights stay uninitialised, and take no memory
-    model.load_state_dict({**stored.model, **stored.ema}, assign=True)
-    # Ranks other than the first drop the small files that an export writes next to the weights.
-    opened: AbstractContextManager[Any] = TemporaryDirectory()
-    if world.is_first:
-        opened = open_atomic_folder(folder.model, replaces=True)
-    with opened as own:
-        shared = world.broadcast_from_first(lambda: own)
-
-        def save(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-            consolidate(shared / path.name, tensors, world, metadata=metadata)
-
-        load_part(kind.export)(model.eval(), parts.config, store, Path(own), save=save)
-
-
-def _convert_whole(parts: Assembly, store: dict[str, Any], whole: Path, folder: Path) -> None:
-    kind = KINDS.of(parts.config.workload)
-    if kind.export is None:  # no other program has a format for it: the names are those of the model
-        shutil.copyfile(whole, folder / whole.name)
-        return
-    model = build_workload(parts.config, store).model
-    model.load_state_dict(load_file(whole), assign=True)
-    load_part(kind.export)(model.eval(), parts.config, store, folder)
-
-
 def export_model(parts: Assembly, folder: RunFolder) -> None:
-    """Export the best weights (the averaged ones, if any) atomically; the model holds them afterwards."""
-    kind = KINDS.of(parts.config.workload)
-    if kind.export is None:
+    """Export the best weights (the averaged ones, if any) atomically; every rank of a sharded run calls it.
+
+    Rank 0 writes them tensor by tensor from the checkpoint's files, so that no rank holds the whole model.
+    """
+    kind, checkpoints = KINDS.of(parts.config.workload), folder.open_checkpoints()
+    if kind.export is None and parts.sharded is None:
         return
-    checkpoints = folder.open_checkpoints()
-    stored = checkpoints.find_best() or checkpoints.list_all()[-1]
-    load_for_use(parts.model, load(stored))
+
+    def find() -> Path:
+        return checkpoints.find_best() or checkpoints.list_all()[-1]
+
+    # The ranks of a sharded run each check their files; without it the other ranks are not here.
+    world = parts.world if parts.sharded is not None else None
+    path, shards = world.broadcast_from_first(find) if world is not None else find(), None
+    if world is not None and is_sharded(path):
+        from halfstep.distributed.sharded_files import StoredShards
+
+        shards = StoredShards(path, world)
+    if world is not None and not world.is_first:
+        return
+    weights, store = open_weights(path, shards), dict(parts.workload.store)
     try:
         # An export of an earlier end is replaced: the run may have been resumed since.
         with open_atomic_folder(folder.model, replaces=True) as hidden:
-            load_part(kind.export)(parts.model.eval(), parts.config, dict(parts.workload.store), hidden)
+            if kind.export is None:  # no other program has a format for it: the names are those of the model
+                write_tensors(hidden / "model.safetensors", weights)
+            else:
+                load_part(kind.export)(weights, parts.config, store, hidden, parts.device)
     except OSError as error:
-        raise _explain_unexported(folder, stored, error) from error
+        raise _explain_unexported(folder, path, error) from error
 
 
 def _explain_unexported(folder: RunFolder, stored: Path, error: OSError) -> CheckpointError:

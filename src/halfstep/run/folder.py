@@ -60,6 +60,8 @@ class Settled:
     """Settings that the run decided itself, by path, with the requested value."""
     code: dict[str, str]
     """Signatures of the custom code that the run was trained with, by import path."""
+    before: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """Settings before each resume that changed some, oldest first, and `until` which step they were used."""
 
 
 CHOOSE_ANOTHER = "choose a writable folder with --out"
@@ -244,11 +246,12 @@ def refuse_no_comparison(folder: Path) -> None:
         )
 
 
-def suggest_resume(path: Path) -> str:
-    """Return the command that resumes a run which stopped before its end."""
+def suggest_resume(path: Path, world: World | None = None) -> str:
+    """Return the command that resumes a run of these ranks which stopped before its end."""
     if is_dry_run(path):
         return "--dry removes the run's folder: leave --dry out to be able to continue"
-    return f"continue with: {suggest_command('train', '--resume', path)}"
+    ranks = ["--gpus", world.size] if world is not None and world.size > 1 and world.is_on_one_host else []
+    return f"continue with: {suggest_command('train', '--resume', path, *ranks)}"
 
 
 def _explain_taken(folder: RunFolder) -> CheckpointError:

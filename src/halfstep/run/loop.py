@@ -446,7 +446,7 @@ class Loop:
         raise Interrupted(
             f"stopped by {self.interrupts.received.name if self.interrupts.received else 'a signal to another rank'} "
             f"after step {self.parts.step.attempted}; the run is saved in {path}",
-            fix=suggest_resume(self.checkpoints.folder.parent),
+            fix=suggest_resume(self.checkpoints.folder.parent, self.parts.world),
             exit_code=self.interrupts.exit_code,
         )
 
@@ -462,7 +462,7 @@ class Loop:
         raise CallbackFailed(
             what,
             why=f"training stopped after step {self.parts.step.attempted}; the run is saved in {saved}",
-            fix=f"correct the function, then {suggest_resume(self.checkpoints.folder.parent)}",
+            fix=f"correct the function, then {suggest_resume(self.checkpoints.folder.parent, world)}",
         ) from failure
 
     def save(self, *, is_best: bool = False) -> Path:

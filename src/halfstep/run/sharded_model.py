@@ -1,8 +1,9 @@
 """`train.shard`: divide a model among the ranks of a run, block by block (FSDP2). memory/sizing.py decides on `auto`.
 
-The units are the model's repeated blocks, and one for the rest. FSDP2 gathers a unit when its module is called. Regions
-call whichever methods of a model they like, so the rest is a unit of a module around the model, whose forward is the
-region. Each block goes from the host to the device and is cut there: the device never holds the whole model.
+The units are the model's repeated blocks, several small ones together, and one for the rest. FSDP2 gathers a unit when
+its first module is called. Regions call whichever methods of a model they like, so the rest is a unit of a module
+around the model, whose forward is the region. Each unit goes from the host to the device and is cut there: the device
+never holds the whole model.
 
 Blocks of frozen networks are divided too, each by itself; what these networks have outside of blocks stays whole.
 """
@@ -11,8 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -36,6 +38,12 @@ if TYPE_CHECKING:
 Found = TypeVar("Found")
 OF_FROZEN = ":"
 """Separates a frozen network's name from its block's: `vae:decoder.up.0`."""
+UNIT_PARAMETERS = 64_000_000
+"""A unit has at least so many, 256 MB in fp32. FSDP2's hooks take the host 1.5 ms per unit and step, whatever its size
+(GPT-2 XL on an H200's host, benchmarks/sharded_gpt2_xl.py). Its two gathers and its reduction then take 2 ms, at the
+350 GB/s of NVLink: the host stays ahead of the devices."""
+MIN_UNITS = 8
+"""A unit with this part of all blocks is large enough: what is gathered must stay small compared with the model."""
 
 
 def choose_sharded_mode(config: RunConfig, plan: Plan, say: Callable[[str], None]) -> Plan:
@@ -90,6 +98,23 @@ def refuse_unshardable(config: RunConfig, workload: Workload, world: World | Non
 # --- dividing ---
 
 
+def group_blocks(model: nn.Module, names: Sequence[str]) -> list[list[str]]:
+    """Group successive blocks of one list into units of at least `UNIT_PARAMETERS`."""
+    blocks = {name: list(model.get_submodule(name).parameters()) for name in names}
+    sizes = {name: sum(p.numel() for p in parameters) for name, parameters in blocks.items()}
+    least = min(UNIT_PARAMETERS, sum(sizes.values()) / MIN_UNITS)
+    # FSDP2 gathers one format at a time, so blocks of another format are another unit.
+    kinds = {name: (name.rpartition(".")[0], {p.dtype for p in blocks[name]}) for name in names}
+    units: list[list[str]] = []
+    for name in names:
+        is_like = bool(units) and kinds[units[-1][0]] == kinds[name]
+        if is_like and sum(sizes[other] for other in units[-1]) < least:
+            units[-1].append(name)
+        else:
+            units.append([name])
+    return units
+
+
 class Around(nn.Module):
     """The module around a model whose forward runs any function: FSDP2 gathers the model's rest for its duration."""
 
@@ -105,25 +130,30 @@ class ShardedModel:
     """A model divided among the ranks, and how functions that use its parameters are called."""
 
     def __init__(self, config: RunConfig, model: nn.Module, plan: Plan, world: World, device: torch.device) -> None:
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import FSDPModule, fully_shard
 
         self.world, mesh = world, make_mesh(device)
         self._casts_again = plan.compute in ("bf16", "fp16") and config.train.shard_gather == "fp32"
         refuse_unfit_gather(config, plan)
-        blocks = [model.get_submodule(name) for name in plan.shard_blocks if OF_FROZEN not in name]
-        kinds = {type(block) for block in blocks if "forward" in vars(type(block))}
+        groups = group_blocks(model, [name for name in plan.shard_blocks if OF_FROZEN not in name])
+        units = [[model.get_submodule(name) for name in names] for names in groups]
+        kinds = {type(block) for unit in units for block in unit if "forward" in vars(type(block))}
         self.kinds = {kind for kind in kinds if not kind.__module__.startswith("torch.nn.")}
         """Classes of blocks that are compiled; a Sequential of torch is not, because it may also hold blocks."""
         _make_contiguous_(model)
         # FSDP2 cannot cut a scalar; the step averages the gradients of what FSDP2 leaves out.
         scalars = {p for p in model.parameters() if not p.ndim}
-        for block in blocks:
-            shard = functools.partial(fully_shard, mesh=mesh, ignored_params=scalars)
-            for part in _find_own_units(block, gathers_half=config.train.shard_gather == "bf16"):
-                shard(part, mp_policy=_make_policy(config, gathers_half=False))
-            shard(block, mp_policy=_make_policy(config, gathers_half=config.train.shard_gather == "bf16"))
+        gathers_half = config.train.shard_gather == "bf16"
+        shard = functools.partial(fully_shard, mesh=mesh, ignored_params=scalars)
+        for unit in units:
+            for alike in _find_own_units(unit, gathers_half=gathers_half):
+                shard(alike, mp_policy=_make_policy(config, gathers_half=False))
+            if rest := [block for block in unit if not isinstance(block, FSDPModule)]:
+                shard(rest, mp_policy=_make_policy(config, gathers_half=gathers_half))
+        # Only matters for units that are gathered again in backward, as the root is not.
+        warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPAround\) returned a view")
         self._root: Any = Around(model)
-        fully_shard(self._root, mesh=mesh, mp_policy=_make_policy(config, gathers_half=False), ignored_params=scalars)
+        shard(self._root, mp_policy=_make_policy(config, gathers_half=False))
         with torch.no_grad():
             for scalar in scalars:
                 scalar.data = scalar.data.to(device)
@@ -139,7 +169,7 @@ class ShardedModel:
             self._root.reshard()
         return found
 
-    def connect(self, eager: Region, device: torch.device, **how: Any) -> tuple[Region, Region, Ranks]:
+    def connect(self, eager: Region, plan: Plan, device: torch.device, **how: Any) -> tuple[Region, Region, Ranks]:
         """Return the eager and the compiled region of this model, and the step's ranks."""
         compiled = compile_region(eager, blocks=dict.fromkeys(self.kinds), **how) if self.kinds else eager
 
@@ -149,7 +179,9 @@ class ShardedModel:
             with cast_weights_again():  # half copies of a whole model would take more than its shard
                 return self.call(eager, batch)
 
-        return run_eager, functools.partial(self.call, compiled), Ranks(self.world, [], device, self.sharding)
+        ranks = Ranks(self.world, [], device, self.sharding)
+        ranks.reduces_last = plan.reduces_last
+        return run_eager, functools.partial(self.call, compiled), ranks
 
 
 def make_mesh(device: torch.device) -> DeviceMesh:
@@ -188,18 +220,21 @@ def _make_policy(config: RunConfig, *, gathers_half: bool) -> Any:
     )
 
 
-def _find_own_units(block: nn.Module, *, gathers_half: bool) -> Iterator[nn.Module]:
-    """Yield modules inside a block that are gathered by themselves: those of another format than most of it (FSDP2
-    gathers one format at a time), and in half precision norms and modules that compute in fp32."""
+def _find_own_units(unit: Sequence[nn.Module], *, gathers_half: bool) -> Iterator[list[nn.Module]]:
+    """Yield modules of a unit that are gathered by themselves, those of one format together: those inside of blocks of
+    another format than most of the unit (FSDP2 gathers one format at a time), and in half precision norms and modules
+    that compute in fp32, which may be whole blocks."""
     sizes: Counter[torch.dtype] = Counter()
-    for parameter in block.parameters():
+    for parameter in (p for block in unit for p in block.parameters()):
         sizes[parameter.dtype] += parameter.numel()
     usual = max(sizes, key=sizes.__getitem__, default=torch.float32)
-    for part in block.modules():
-        own = list(part.parameters(recurse=False))
+    found: dict[torch.dtype, list[nn.Module]] = {}
+    for part in (part for block in unit for part in block.modules()):
+        own = list(part.parameters(recurse=isinstance(part, InFp32)))
         is_fp32 = gathers_half and (isinstance(part, (_NormBase, InFp32)) or "Norm" in type(part).__name__)
-        if part is not block and own and (is_fp32 or any(p.dtype != usual for p in own)):
-            yield part
+        if own and (is_fp32 or part not in unit and any(p.dtype != usual for p in own)):
+            found.setdefault(own[0].dtype, []).append(part)
+    yield from found.values()
 
 
 def refuse_unfit_gather(config: RunConfig, plan: Plan) -> None:
@@ -212,8 +247,3 @@ def refuse_unfit_gather(config: RunConfig, plan: Plan) -> None:
                 fix="leave train.shard_gather out, or --precision bf16",
             )
         )
-
-
-def call_plain(function: Callable[..., Found], *arguments: Any) -> Found:
-    """Call a function that uses a model which is not sharded."""
-    return function(*arguments)

@@ -144,7 +144,7 @@ def _apply_optimizer_changes(
         or changes.touch(*OTHER_MOMENTS)
         and _list_options(state) != _list_options(fresh)
     ):
-        merged["optimizers"] = fresh["optimizers"]
+        merged |= {key: fresh[key] for key in ("optimizers", "parameters")}
         notes.append("the optimizer starts without state: the stored state belongs to the previous optimizer")
     elif changes.touch("optimizer.", "device"):  # another device has other fused variants
         pairs = zip(state["optimizers"], fresh["optimizers"], strict=True)

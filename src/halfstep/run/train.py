@@ -8,7 +8,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -47,7 +47,6 @@ from halfstep.run.ending import (
     Progress,
     explain_ending,
     export_model,
-    export_sharded_model,
     has_left_nothing,
     has_summary,
     is_exported,
@@ -68,7 +67,13 @@ from halfstep.run.interrupts import catch_interrupts, raise_at_once
 from halfstep.run.journal import Journal, describe_gpu_use, find_hint
 from halfstep.run.loop import Loop
 from halfstep.run.memory.out_of_memory import OutOfMemory, explain_model_too_large
-from halfstep.run.memory.sizing import choose_pieces, choose_sharding, make_peak_predictor, predict_memory_for_page
+from halfstep.run.memory.sizing import (
+    choose_pieces,
+    choose_reduction,
+    choose_sharding,
+    make_peak_predictor,
+    predict_memory_for_page,
+)
 from halfstep.run.multi_rank import derive_seed, describe_rank_effects, refuse_differences, refuse_unfit
 from halfstep.run.optimizer import count_steps_per_epoch
 from halfstep.run.presentation import show_header, show_summary
@@ -178,9 +183,10 @@ def _decide(config: RunConfig, workload: Workload, hardware: Hardware, rank: Run
 
 def _try_modes(config: RunConfig, workload: Workload, plan: Plan, rank: RunRank, rehearse: Rehearse) -> Plan:
     """Return the plan with what trials find, and with the micro-batch of `train.auto_batch`."""
-    if plan.shards:
-        return dataclasses.replace(choose_sharded_mode(config, plan, _make_say(config.log.quiet)), pieces=1)
     own, say = rank.get_trial_config(config), _make_say(config.log.quiet)
+    if plan.shards and rank.world is not None:
+        plan = dataclasses.replace(choose_sharded_mode(config, plan, say), pieces=1)
+        return choose_reduction(config, workload, plan, rank.world.size, say)
     plan = tune_plan(own, workload, plan, say, rehearse, peak=make_peak_predictor(own, workload))
     if not config.train.auto_batch:
         return dataclasses.replace(plan, pieces=1)
@@ -201,11 +207,17 @@ def _assemble(config: RunConfig, workload: Workload, plan: Plan, rank: RunRank) 
         raise explain_model_too_large(error, config, workload.model, device) from error
 
 
-def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan, decided: dict[str, list[Any]]) -> None:
+def _write_settings(
+    folder: RunFolder,
+    config: RunConfig,
+    plan: Plan,
+    decided: dict[str, list[Any]],
+    before: Sequence[dict[str, Any]] = (),
+) -> None:
     """Write settled.json, plan.json and config.yaml."""
     config = config.replace(log={"quiet": False, "verbose": False})
     code = sign_code(find_import_paths(config))
-    folder.write_settled(Settled(settings=dump_values(config), decided=decided, code=code))
+    folder.write_settled(Settled(settings=dump_values(config), decided=decided, code=code, before=list(before)))
     folder.write_plan(plan)
     write_atomically(folder.config, to_yaml(config))  # last, because a folder with this file counts as a run
 
@@ -266,7 +278,7 @@ def _resume(loaded: Loaded, folder: RunFolder, rank: RunRank, *, allow_changes: 
         refuse_unshardable(loaded.config, workload, rank.world)
         if rank.world is not None:
             refuse_differences(loaded.config, workload, rank.world, resumes=True)
-        go_on = partial(_choose_plan, loaded.config, workload, folder, changes, rank)
+        go_on = partial(_choose_plan, loaded.config, workload, folder, changes, rank, is_other_mesh=bool(note))
         plan = rank.agree_on_plan(go_on, loaded.config, workload)
         if rank.writes:
             # Remove records of steps after the checkpoint: they will be repeated.
@@ -343,10 +355,11 @@ def _is_tidy(config: RunConfig, folder: RunFolder, path: Path, checkpoint: Check
 
 
 def _choose_plan(
-    config: RunConfig, workload: Workload, folder: RunFolder, changes: Changes, rank: RunRank, rehearse: Rehearse
-) -> Plan:
+    config: RunConfig, workload: Workload, folder: RunFolder, changes: Changes, rank: RunRank, rehearse: Rehearse,
+    *, is_other_mesh: bool,
+) -> Plan:  # fmt: skip
     """Return the stored plan, with new decisions and measurements for settings that have changed."""
-    if changes.touch("precision.", "device", "train.shard"):
+    if is_other_mesh or changes.touch("precision.", "device", "train.shard"):
         return _decide(config, workload, probe(rank.choose_device(config)), rank, rehearse)
     plan = folder.read_plan()
     refuse_missing_device(plan)
@@ -363,9 +376,15 @@ def _continue(loop: Loop, folder: RunFolder, resumed: Resumed) -> None:
         loop.journal.notice(note)
     loop.restore(resumed.path, resumed.checkpoint, resumed.changes)
     loop.journal.notice(f"resuming from {resumed.path.name}: {loop.journal.describe_progress()}")
-    is_same = not resumed.changes.keys and resumed.settled.code == sign_code(find_import_paths(loop.parts.config))
+    settled, attempted = resumed.settled, int(resumed.checkpoint.state["step"]["attempted"])
+    # After a damaged checkpoint the run continues from an earlier one, and later steps are repeated with new settings.
+    before = [{**one, "until": min(one["until"], attempted)} for one in settled.before]
+    if resumed.changes.keys:
+        before.append({"until": attempted, "settings": settled.settings})
+    is_same = before == settled.before and settled.code == sign_code(find_import_paths(loop.parts.config))
+    is_same = is_same and loop.parts.plan == folder.read_plan()  # another number of ranks may have changed it
     if loop.checkpoints.writes and not is_same:
-        _write_settings(folder, loop.parts.config, loop.parts.plan, resumed.settled.decided)
+        _write_settings(folder, loop.parts.config, loop.parts.plan, settled.decided, before)
 
 
 def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed | None, warnings: list[str]) -> None:
@@ -416,12 +435,11 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
             monitor.stop()
             # A run that trained nothing must not look like a success.
             refuse_only_skips(loop, start)
-            if parts.sharded is not None:
-                export_sharded_model(parts, folder)
             if writes:
                 _draw_curves(config, folder, report)
-                if parts.sharded is None:
-                    export_model(parts, folder)
+            if writes or parts.sharded is not None:
+                export_model(parts, folder)
+            if writes:
                 joules = energy.read_joules()
                 write_summary(folder, loop, joules)
                 busy = describe_gpu_use(monitor, loop.waiting, journal.elapsed_s, loop.engine.mode)

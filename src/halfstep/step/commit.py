@@ -24,6 +24,7 @@ write finite numbers; with eps = 0 they use `select`.
 from __future__ import annotations
 
 import copy
+import operator
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ from torch import Tensor
 from torch.optim import Optimizer, _muon, lr_scheduler
 from torch.optim import optimizer as torch_hooks
 
-from halfstep.distributed.sharding import get_local, get_locals, is_dtensor
+from halfstep.distributed.sharding import get_local, get_locals, has_dtensor
 from halfstep.errors import ConfigError, HalfstepError, ModelError
 from halfstep.step.clip import compute_total_norm
 from halfstep.step.flat import (
@@ -276,7 +277,7 @@ class Committer:
 
     def _prepare_twin(self) -> None:
         """Make the twin that steps shards, if parameters are sharded and each number can be stepped alone."""
-        is_sharded = any(is_dtensor(p) for group in self.optimizer.param_groups for p in group["params"])
+        is_sharded = any(has_dtensor(group["params"]) for group in self.optimizer.param_groups)
         if not is_sharded or type(self.optimizer) not in ELEMENTWISE or runs_other_code(self.optimizer):
             self._twin = None
         elif self._twin is None or not self._twin.fits():
@@ -317,8 +318,8 @@ class Committer:
             said["grad_scale"] = factor.float().reciprocal()
         if self._twin is not None:
             self._twin.take_settings()
-        if self._fused_adam is not None and self._fused_adam.fits():
-            return self._fused_adam.step(**said)
+        if self._fused_adam is not None and self._fused_adam.step(**said):
+            return None
         vars(self._stepped).update(said)
         try:
             self._step()
@@ -368,37 +369,44 @@ class FusedAdam:
         self.parameters = [[p for p in group["params"] if p.grad is not None] for group in self.groups]
         self.states = [[optimizer.state[p] for p in parameters] for parameters in self.parameters]
 
-    def fits(self) -> bool:
-        """True if the groups are the same, and torch would give each to one kernel as it is."""
+    def step(self, found_inf: Tensor, grad_scale: Tensor | None = None) -> bool:
+        """Make a step, if the groups are the same and torch would give each to one kernel as it is; else return
+        False."""
         if not are_same_objects(self.groups, self.optimizer.param_groups):
             return False
-        is_sized_alike = [len(group["params"]) for group in self.groups] == self.sizes
-        return is_sized_alike and all(map(self._takes_group, self.groups, self.parameters))
-
-    def _takes_group(self, group: dict[str, Any], parameters: list[Tensor]) -> bool:
-        if not parameters or not group["fused"] or group["differentiable"] or isinstance(group["betas"][0], Tensor):
-            return not parameters
-        tensors, lr = [*parameters, *map(get_gradient, parameters)], group["lr"]
-        is_one_kind = len(set(map(get_dtype, tensors))) == len(set(map(Tensor.get_device, tensors))) == 1
-        return is_one_kind and (not isinstance(lr, Tensor) or lr.get_device() in (-1, parameters[0].get_device()))
-
-    def step(self, found_inf: Tensor, grad_scale: Tensor | None = None) -> None:
-        for group, parameters, states in zip(self.groups, self.parameters, self.states, strict=True):
+        if [len(group["params"]) for group in self.groups] != self.sizes:
+            return False
+        gradients = [list(map(get_gradient, parameters)) for parameters in self.parameters]
+        if not all(map(self._takes_group, self.groups, self.parameters, gradients)):
+            return False
+        good = torch.rsub(found_inf, 1)
+        for group, parameters, own, states in zip(self.groups, self.parameters, gradients, self.states, strict=True):
             if not parameters:
                 continue
             has_max = group["amsgrad"]
-            steps = [state["step"] for state in states]
+            steps = list(map(_get_count, states))
             # torch adds 1 and subtracts the flag after the kernel, which does not read the count of a bad step. A list:
             # a single tensor is taken for a number, and the host would wait for it.
-            torch._foreach_add_(steps, [torch.rsub(found_inf, 1)] * len(steps))
+            torch._foreach_add_(steps, [good] * len(steps))
             kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
             kernel(
-                parameters, list(map(get_gradient, parameters)), [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states], [s["max_exp_avg_sq"] for s in states] if has_max else [],
+                parameters, own, list(map(_get_mean, states)), list(map(_get_square, states)),
+                [s["max_exp_avg_sq"] for s in states] if has_max else [],
                 steps, amsgrad=has_max, lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1],
                 weight_decay=group["weight_decay"], eps=group["eps"], maximize=group["maximize"],
                 grad_scale=grad_scale, found_inf=found_inf,
             )  # fmt: skip
+        return True
+
+    def _takes_group(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> bool:
+        if not parameters or not group["fused"] or group["differentiable"] or isinstance(group["betas"][0], Tensor):
+            return not parameters
+        # The kernel refuses parameters and states of several kinds itself; gradients may be wider than their parameter.
+        lr, kinds = group["lr"], {parameters[0].dtype, *map(get_dtype, gradients)}
+        return len(kinds) == 1 and (not isinstance(lr, Tensor) or lr.get_device() in (-1, parameters[0].get_device()))
+
+
+_get_count, _get_mean, _get_square = map(operator.itemgetter, ("step", "exp_avg", "exp_avg_sq"))
 
 
 def step_muon(optimizer: Any) -> None:

@@ -78,8 +78,10 @@ def _join(views: Sequence[Tensor]) -> Tensor:
 
 
 def _spread(flat: Tensor, views: Sequence[Tensor]) -> None:
-    pieces = flat.split([view.numel() for view in views])
-    are_lines = [_is_line(view) for view in views]
+    _copy_all(views, flat.split([view.numel() for view in views]), list(map(_is_line, views)))
+
+
+def _copy_all(views: Sequence[Tensor], pieces: Sequence[Tensor], are_lines: Sequence[bool]) -> None:
     if any(are_lines):
         torch._foreach_copy_(list(compress(views, are_lines)), list(compress(pieces, are_lines)))
     for view, piece, is_line in zip(views, pieces, are_lines, strict=True):
@@ -93,45 +95,129 @@ def _is_line(view: Tensor) -> bool:
 
 
 class Snapshot:
-    """A copy of some tensors, restored where a device flag is set."""
+    """A copy of some tensors, restored where a device flag is set. Each copy uses the memory of the one before it."""
 
     @torch.no_grad()
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self.groups = group_by_kind(view_all_flat(tensors))
-        self.saved: list[Tensor] = []
+        # The widest dtype first: in a joined copy each then begins at a multiple of its size.
+        kinds = sorted(group_by_kind(view_all_flat(tensors)), key=lambda own: -own[0].element_size())
+        joined: dict[torch.device, list[list[Tensor]]] = {}
+        self.groups: list[_SavedGroup] = []
+        for own in kinds:
+            if len(kinds) > 1 and own[0].element_size() % 4 == 0 and all(map(_is_line, own)):
+                joined.setdefault(own[0].device, []).append(own)
+            else:
+                self.groups.append(_SavedGroup([own]))
+        self.groups += map(_SavedGroup, joined.values())
 
+    @torch.no_grad()
     def save(self) -> None:
-        self.saved = [_join(group) for group in self.groups]
+        for group in self.groups:
+            group.save()
+
+    @torch.no_grad()
+    def take(self, copies: Iterable[Tensor]) -> None:
+        """Treat copies of the tensors, made elsewhere, as what was saved."""
+        for group, theirs in zip(self.groups, Snapshot(copies).groups, strict=True):
+            group.take(theirs.gather())
 
     def pair_floats(self) -> list[tuple[Tensor, Tensor]]:
         """Return saved and current values that can be non-finite, flat, one pair per device and dtype."""
-        pairs = zip(self.groups, self.saved, strict=True)
-        return [(saved, _join(group)) for group, saved in pairs if can_be_non_finite(saved)]
+        return [pair for group in self.groups if group.is_saved for pair in group.pair_floats()]
 
     def restore_where(self, flag: Tensor) -> None:
         """Restore every tensor's saved bits where `flag` is true; otherwise keep the current ones."""
-        for group, saved in zip(self.groups, self.saved, strict=False):  # nothing saved, nothing to put back
-            if saved.is_cuda:
-                _spread(torch.where(flag, saved, _join(group)), group)
-            elif bool(flag):  # a CPU flag: no wait
-                _put_back(saved, group)
-        self.saved = []
+        for group in self.groups:
+            if group.is_saved:  # nothing saved, nothing to put back
+                group.restore_where(flag)
+                group.is_saved = False
 
     @torch.no_grad()
     def restore(self) -> None:
-        for group, saved in zip(self.groups, self.saved, strict=False):  # nothing saved, nothing to put back
-            _put_back(saved, group)
-        self.saved = []
+        for group in self.groups:
+            if group.is_saved:
+                group.put_back()
+                group.is_saved = False
+
+    def forget(self) -> None:
+        """Drop the copy and its memory, which may be that of a CUDA graph."""
+        for group in self.groups:
+            group.forget()
 
 
-def _put_back(saved: Tensor, views: Sequence[Tensor]) -> None:
-    """Write what differs. On the CPU nothing else is touched: a buffer may be a read-only memory-mapped file."""
-    if saved.is_cuda:
-        return _spread(saved, views)
-    for view, piece in zip(views, saved.split([view.numel() for view in views]), strict=True):
-        if not (_is_line(view) and torch.equal(view.view(torch.uint8), piece.view(torch.uint8))):
-            view.copy_(piece.view(view.shape))
-    return None
+class _SavedGroup:
+    """Tensors of one device that are copied together. Several dtypes are copied as integers of 4 bytes: that takes one
+    kernel, not one for each dtype."""
+
+    def __init__(self, kinds: Sequence[Sequence[Tensor]]) -> None:
+        self.kinds = kinds  # by dtype
+        words = [view.view(torch.int32) for own in kinds for view in own] if len(kinds) > 1 else list(kinds[0])
+        self.words: list[Tensor] = words
+        self.have_gaps = any(word.ndim != 1 for word in words)
+        self.forget()
+
+    def forget(self) -> None:
+        self.saved: Tensor | None = None
+        self.is_saved = False
+        # Looked up when a copy is first compared or restored, and kept as long as its memory:
+        self._pieces: tuple[Sequence[Tensor], list[bool]] | None = None
+        self._floats: list[tuple[Tensor, Sequence[Tensor]]] = []
+
+    def gather(self, out: Tensor | None = None) -> Tensor:
+        return torch.cat([word.reshape(-1) for word in self.words] if self.have_gaps else self.words, out=out)
+
+    def save(self) -> None:
+        if self.saved is None:
+            self.take(self.gather())
+        else:
+            self.gather(out=self.saved)
+        self.is_saved = True
+
+    def take(self, flat: Tensor) -> None:
+        self.forget()
+        self.saved, self.is_saved = flat.view(self.words[0].dtype).to(self.words[0].device), True
+
+    def pair_floats(self) -> list[tuple[Tensor, Tensor]]:
+        assert self.saved is not None
+        if not self._floats:
+            sizes = [
+                sum(map(Tensor.numel, own)) * own[0].element_size() // self.saved.element_size() for own in self.kinds
+            ]
+            for piece, own in zip(self.saved.split(sizes), self.kinds, strict=True):
+                if can_be_non_finite(own[0]):
+                    self._floats.append((piece.view(own[0].dtype), own))
+        return [(saved, _join(own)) for saved, own in self._floats]
+
+    def restore_where(self, flag: Tensor) -> None:
+        assert self.saved is not None
+        if self.saved.is_cuda:
+            self.select(flag)
+        elif bool(flag):  # a CPU flag: no wait
+            self.put_back()
+
+    def select(self, flag: Tensor) -> None:
+        assert self.saved is not None
+        torch.where(flag, self.saved, self.gather(), out=self.saved)
+        _copy_all(self.words, *self._split())
+
+    def put_back(self) -> None:
+        """Write the saved values. On the CPU only those that differ: a buffer may be a read-only mapped file."""
+        assert self.saved is not None
+        pieces, are_lines = self._split()
+        if self.saved.is_cuda:
+            return _copy_all(self.words, pieces, are_lines)
+        for word, piece, is_line in zip(self.words, pieces, are_lines, strict=True):
+            if not (is_line and torch.equal(word.view(torch.uint8), piece.view(torch.uint8))):
+                word.copy_(piece.view(word.shape))
+        return None
+
+    def _split(self) -> tuple[Sequence[Tensor], list[bool]]:
+        """Return the saved values of each tensor, and whether it is a line."""
+        assert self.saved is not None
+        if self._pieces is None:
+            sizes = list(map(Tensor.numel, self.words))
+            self._pieces = self.saved.split(sizes), list(map(_is_line, self.words))
+        return self._pieces
 
 
 def became_non_finite(before: Tensor, now: Tensor) -> Tensor:

@@ -33,7 +33,6 @@ from halfstep.step.flat import (
     are_same_objects,
     became_non_finite,
     can_be_non_finite,
-    gather,
     get_version,
     is_finite,
     is_writable_in_place,
@@ -77,8 +76,10 @@ class ForwardWrites:
         self.watched: list[TensorSlot] = []
         self.held: list[Tensor | None] = []
         self.aliases: list[Tensor | None] = []
-        self.memory = Memory(())
-        self.views = Snapshot(())  # what the saved slots held at the last window, and its memory
+        self.held_watched: list[Tensor | None] = []
+        self.entries: list[Any] = []  # of all modules at the last window: as long as they stay, so do the slots
+        self.memory: Memory | None = None  # of what the saved slots held at the last window; None: look it up
+        self.views = Snapshot(())  # of the same
         self.sparse = SparseTensors()
         self.has_new_ones = True
         self.exchanges = False  # whether the last window made new tensors instead of writing into the old ones
@@ -88,26 +89,35 @@ class ForwardWrites:
 
     def save(self, trained: Sequence[Tensor]) -> None:
         """Save buffers and written parameters before the window's first forward pass."""
+        entries = self.slots.list_entries()
+        if not (are_same_objects(entries, self.entries) and are_same_objects(trained, self.trained)):
+            self._look_again(trained)
+        self._update_views()
+        self.before, self.storages, self.snapshots = list(self.held), list(self.aliases), [self.views]
+        self.views.save()
+        self.marks = Marks(self.held_watched)
+        self.copies = self._copy_new_ones() if self.has_new_ones else {}
+        self.sparse.save()
+        self.is_open = True
+
+    def _look_again(self, trained: Sequence[Tensor]) -> None:
+        """Find out what the slots hold: modules, tensors or groups have changed since the last window."""
         held = _read_slots(self.saved)
         has_become_sparse = not are_same_objects(held, self.held) and any(map(_is_sparse, held))
         if self.slots.refresh() or not are_same_objects(trained, self.trained) or has_become_sparse:
             self._sort_anew(trained)
             self.trained = list(trained)
             held = _read_slots(self.saved)
-        self._update_views(held)
-        self.before, self.storages, self.snapshots = list(self.held), list(self.aliases), [self.views]
-        self.views.save()
-        self.marks = Marks(_read_slots(self.watched))
-        self.copies = self._copy_new_ones() if self.has_new_ones else {}
-        self.sparse.save()
-        self.is_open = True
+        if not are_same_objects(held, self.held):
+            self.held, self.memory = held, None
+        self.held_watched, self.entries = _read_slots(self.watched), self.slots.list_entries()
 
-    def _update_views(self, held: list[Tensor | None]) -> None:
-        """Look up the memory of the saved slots, unless nothing changed since the last window: it is most of `save`."""
-        if are_same_objects(held, self.held) and not self.memory.has_changed():
+    def _update_views(self) -> None:
+        """Look up the memory of the saved tensors, unless it is as in the last window: it is most of `save`."""
+        if self.memory is not None and not self.memory.has_changed():
             return
-        self.held, self.aliases = held, [_alias_storage(tensor) for tensor in held]
-        self.memory = Memory(t for t, alias in zip(held, self.aliases, strict=True) if alias is not None)
+        self.aliases = [_alias_storage(tensor) for tensor in self.held]
+        self.memory = Memory(t for t, alias in zip(self.held, self.aliases, strict=True) if alias is not None)
         self.views = Snapshot(s for s in self.aliases if s is not None and is_writable_in_place(s))
 
     def find_writes(self) -> None:
@@ -130,10 +140,9 @@ class ForwardWrites:
 
     def _has_changed(self) -> bool:
         """True if the window wrote something that is not saved, or exchanged or registered a tensor."""
-        if self.marks.have_changed(_read_slots(self.watched)) or self.memory.has_changed():
+        if self.marks.have_changed() or self.memory is None or self.memory.has_changed():
             return True
-        is_exchanged = not are_same_objects(_read_slots(self.saved), self.before)
-        return is_exchanged or self.slots.have_grown or bool(self.sparse.find_changed())
+        return not are_same_objects(self.slots.list_entries(), self.entries) or bool(self.sparse.find_changed())
 
     def find_commit_writes(self) -> None:
         """Find what `on_commit` wrote besides what the optimizers did."""
@@ -203,13 +212,13 @@ class ForwardWrites:
         )
 
     def forget(self) -> None:
-        """Undo exchanges and drop copies after a capture, which ran no kernels: the copies are the graph's memory."""
+        """Undo exchanges and drop copies around a capture, which ran no kernels: the copies are the graph's memory."""
         self._undo_exchanges()
+        self.views.forget()
         self._close()
 
     def _close(self) -> None:
         self.is_open = self.has_grown = False
-        self.views.saved = []  # a capture that broke off leaves memory of its own there
         self.before, self.storages, self.snapshots, self.marks, self.copies = [], [], [], NO_MARKS, {}
         self.unsaved, self.replaced, self.moved, self.untrained = [], [], [], []
 
@@ -296,6 +305,7 @@ class ForwardWrites:
                 found.append(slot)
         self.marks, self.untrained = NO_MARKS, []
         if found:
+            self.entries = []  # the next window sorts the slots anew
             self.written.update(slot.name for slot in found)
             self.watched = [slot for slot in self.watched if slot.name not in self.written]
 
@@ -311,7 +321,7 @@ class ForwardWrites:
         copy = self.copies.get(slot.name)
         if held is not None and copy is not None:
             snapshot = Snapshot([held.data])
-            snapshot.saved = [gather([copy]).to(held.device)]
+            snapshot.take([copy])
             self.snapshots.append(snapshot)
         elif in_place:
             self.unsaved.append(slot)
@@ -388,7 +398,7 @@ class SparseTensors:
 
 
 class Marks:
-    """What slots held, with versions and addresses. Compared as lists: a loop would dominate a small model's step."""
+    """Versions and addresses of what slots hold. Compared as lists: a loop would dominate a small model's step."""
 
     def __init__(self, held: Sequence[Tensor | None]) -> None:
         self.held = held
@@ -398,8 +408,8 @@ class Marks:
     def _read(self) -> tuple[list[int], list[int]]:
         return list(map(get_version, self.tensors)), list(map(Tensor.data_ptr, self.tensors))
 
-    def have_changed(self, now: Sequence[Tensor | None]) -> bool:
-        return not are_same_objects(now, self.held) or self._read() != self.then
+    def have_changed(self) -> bool:
+        return self._read() != self.then
 
     def __iter__(self) -> Iterator[Mark]:
         numbers = zip(*self.then, strict=True)
@@ -551,6 +561,10 @@ class TensorSlots:
     def have_grown(self) -> bool:
         """True if a module has registered something since `refresh`, in its forward pass."""
         return list(map(len, self.owners)) != self.sizes
+
+    def list_entries(self) -> list[Any]:
+        """Return all children, parameters and buffers. In one go: every window compares them twice."""
+        return list(itertools.chain.from_iterable(map(dict.values, self.owners)))
 
     def _list_children(self) -> list[nn.Module | None]:
         return list(itertools.chain.from_iterable(map(dict.values, self.owners[::3])))

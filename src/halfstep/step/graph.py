@@ -188,7 +188,7 @@ def open_for_capture(step: Step, commits: bool = True) -> Iterator[list[SinglePa
     """Prepare all optimizers for a capture inside, and undo that afterwards, whether it succeeded or not."""
     rng = read_rng_state(step.device)
     _make_fused_capturable(step)
-    step.clear_gradients()
+    step.forget_capture()  # copies in memory that is not the graph's might be freed before it
     try:
         yield _make_passes(step) if commits else []
     finally:

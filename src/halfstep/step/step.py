@@ -143,13 +143,14 @@ class Step:
         self.observed: Callable[[], AbstractContextManager[object]] = nullcontext
         """A context that evidence enters around forward and backward, to observe what runs in them."""
         self.watch: StepWatch | None = None  # set before the first step
-        self.keeps_rng = True  # whether facts of replays hold the generators, for capsules
+        self.keeps_rng = True  # whether facts of replays and of other loops hold the generators, for capsules
+        self.measures_spikes = True  # whether the host looks for spikes in the losses it reads
         self.hold: Hold | None = None  # set before the first step by a loop that can repeat held steps
         self.signals = DelayedSignals()
         self.outbox = Outbox()
         self._weights: list[dict[str, Any]] = []  # where the model's modules hold their parameters
         self._modules: list[nn.Module] = []  # those that `_weights` was made from
-        self._rng: dict[str, Tensor] = {}  # the generators before a compute() that is not committed yet
+        self._rng: dict[str, Tensor] | None = None  # the generators before a compute() that is not committed yet
         self._judged = NOT_JUDGED
 
     def windows(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
@@ -167,7 +168,7 @@ class Step:
         """Run forward, backward, norm and verdict. Only gradients remain: a window that is not committed is undone by
         the next compute(). To edit gradients, use `on_gradients`. `replay` takes the place of forward and
         backward."""
-        if self._rng:
+        if self.is_open:
             self.abandon()
         self._rng = read_rng_state(self.device)
         if self.watch is not None:
@@ -206,14 +207,14 @@ class Step:
 
     def open_window(self) -> None:
         """Save what forward may write, before the first forward pass of a window that another loop runs; once."""
-        if not self._rng:
-            self._rng = read_rng_state(self.device)
+        if not self.is_open:
+            self._rng = read_rng_state(self.device) if self.keeps_rng else {}
             self.writes.save(self.find_trained_parameters())
 
     @property
     def is_open(self) -> bool:
-        """True between open_window() and commit()."""
-        return bool(self._rng)
+        """True between compute() or open_window() and commit()."""
+        return self._rng is not None
 
     @torch.no_grad()
     def judge_window(self, loss: Tensor, *, norm: Tensor | None = None, overflow: Tensor | None = None) -> Facts:
@@ -222,15 +223,15 @@ class Step:
         measured it; `overflow` is set if they were not finite before. Commit the facts next."""
         parameters = self.find_trained_parameters()
         self.writes.find_writes()
-        if norm is None:
+        self._check_reduced(parameters)
+        if norm is None or not are_same_objects(parameters, self.writes.trained):  # a group was added since
             gradients = collect_gradients(parameters)
-            compute_norm = self._choose_norm(parameters)
-            norm = compute_norm(gradients, 2.0) if gradients else torch.zeros_like(loss)
-        facts = self._judge(parameters, loss, 1, is_weighted=False, norm=norm)
+            norm = self._choose_norm(parameters)(gradients, 2.0) if gradients else torch.zeros_like(loss)
         if overflow is not None:
-            facts.bad = facts.bad | overflow
-            facts.grad_norm = torch.where(overflow, float("inf"), facts.grad_norm)
+            norm = torch.where(overflow, float("inf"), norm)
+        facts = self._decide(self._sum_up(loss, 1, self.scaler.value, is_weighted=False), norm)
         self.writes.refuse_unsaved(facts.bad)
+        assert self._rng is not None
         facts.rng = self._rng
         return facts
 
@@ -242,15 +243,15 @@ class Step:
             if self.sharding is not None:
                 self.sharding.abandon_pass()
             self.clear_gradients()
-            if self._rng:
+            if self._rng is not None:
                 unsaved = self.writes.put_back()
                 restore_rng(self._rng, self.device)
-            self._rng, self._judged = {}, NOT_JUDGED
+            self._rng, self._judged = None, NOT_JUDGED
         return unsaved
 
     def commit(self, facts: Facts) -> None:
         """Let the device commit or drop the step: weights, buffers, average, schedule and counters alike."""
-        if not self._rng or facts.rng is not self._rng:
+        if self._rng is None or facts.rng is not self._rng:
             raise ConfigError(
                 "commit() takes the facts of the last compute(), once",
                 why="their gradients are gone, or were already committed",
@@ -263,7 +264,7 @@ class Step:
                 self.commit_on_device(facts)
             finally:
                 if facts.is_packed:
-                    self._rng, self._judged = {}, NOT_JUDGED
+                    self._rng, self._judged = None, NOT_JUDGED
                     self.attempted += 1
                     self.outbox.send(facts)
                     if self.watch is not None:
@@ -331,7 +332,7 @@ class Step:
     def forget_writes(self) -> None:
         """Forget an uncommitted compute() and what forward writes, after state was loaded."""
         self.writes.restart_comparison()
-        self._rng, self._judged = {}, NOT_JUDGED
+        self._rng, self._judged = None, NOT_JUDGED
 
     def forget_capture(self) -> None:
         """Drop references into a graph's memory, after a capture that succeeded or failed."""
@@ -387,41 +388,33 @@ class Step:
         with self.observed():
             self.scaler.scale(loss).backward()
 
-    def _judge(
-        self, parameters: list[Tensor], loss_sum: Tensor, weight: Weight, *, is_weighted: bool,
-        norm: Tensor | None = None,
-    ) -> Facts:  # fmt: skip
-        """Return the verdict. A `norm` that is given is that of gradients which need neither unscaling nor clipping."""
-        if self.ranks is not None:
-            refuse_sparse(parameters)
-            self.ranks.refuse_unreduced(parameters, self.model)
-            self.ranks.average_unsharded(parameters)
+    def _judge(self, parameters: list[Tensor], loss_sum: Tensor, weight: Weight, *, is_weighted: bool) -> Facts:
+        self._check_reduced(parameters)
         gradients, compute_norm = collect_gradients(parameters), self._choose_norm(parameters)
         scale = self.scaler.value.clone() if self.scaler.enabled else self.scaler.value
         totals = self._sum_up(loss_sum, weight, scale, is_weighted=is_weighted)
-        loss, unscale, overflow = totals.loss, totals.unscale, None
+        unscale, overflow = totals.unscale, None
         if self.on_gradients is not None:
             overflow = self._unscale_and_edit(gradients, unscale, compute_norm)
             gradients, unscale, compute_norm = collect_gradients(parameters), None, self._choose_norm(parameters)
         factor: Tensor | None = None
-        if norm is None and gradients:
+        if gradients:
             norm, factor = self.clip.measure(gradients, unscale, compute_norm)
-        elif norm is None:
-            norm = torch.zeros_like(loss)
-        facts = Facts(
-            attempted=self.attempted,
-            loss=loss,
-            grad_norm=norm,
-            scale=scale if self.scaler.enabled else 1.0,
-            never=self.never,
-            spikes=None if self.spikes.skips else self.spikes,
-        )
-        self._decide(facts, totals, overflow)
+        else:
+            norm = torch.zeros_like(totals.loss)
+        facts = self._decide(totals, norm, overflow, scale=scale if self.scaler.enabled else 1.0)
         if are_scaled_in_kernels(self.committers, parameters):
             facts.factor = factor
         elif factor is not None:
             torch._foreach_mul_(gradients, factor)
         return facts
+
+    def _check_reduced(self, parameters: list[Tensor]) -> None:
+        """Refuse gradients that are not those of all ranks."""
+        if self.ranks is not None:
+            refuse_sparse(parameters)
+            self.ranks.refuse_unreduced(parameters, self.model)
+            self.ranks.average_unsharded(parameters)
 
     def _sum_up(self, loss_sum: Tensor, weight: Weight, scale: Tensor, *, is_weighted: bool) -> Totals:
         """Return loss, weight and flags of the window, summed over all ranks."""
@@ -436,9 +429,14 @@ class Step:
         unscale = self.ranks.size / (scale * agreed.weight)  # DDP has divided by the number of ranks
         return Totals(agreed.loss, agreed.weight, agreed.has_any(RUINED), unscale, agreed)
 
-    def _decide(self, facts: Facts, totals: Totals, overflow: Tensor | None) -> None:
-        """Set the verdict: bad if empty, ruined, a skipped spike, or not finite. All on the device, without a wait."""
-        loss, weight, norm = totals.loss, totals.weight, facts.grad_norm
+    def _decide(
+        self, totals: Totals, norm: Tensor, overflow: Tensor | None = None, *, scale: Tensor | float = 1.0
+    ) -> Facts:
+        """Return the verdict: bad if empty, ruined, a skipped spike, or not finite. All on the device, without a
+        wait."""
+        loss, weight = totals.loss, totals.weight
+        spikes = self.spikes if self.measures_spikes and not self.spikes.skips else None
+        facts = Facts(attempted=self.attempted, loss=loss, grad_norm=norm, scale=scale, never=self.never, spikes=spikes)
         if isinstance(weight, Tensor):
             facts.empty = facts.empty | (weight == 0)  # on the device, wherever the weight is
         elif weight == 0:
@@ -461,6 +459,7 @@ class Step:
             facts.bad, facts.spike = bad | spike, spike & ~bad
         if self.hold is not None:
             self.hold.judge(facts, bad)
+        return facts
 
     def _choose_norm(self, parameters: Sequence[Tensor]) -> ComputeNorm:
         """Return how the norm of these parameters' gradients is computed: of shards, over all ranks, each once."""

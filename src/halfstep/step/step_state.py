@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from halfstep.distributed.sharding import find_sharding
 from halfstep.errors import CheckpointError
 from halfstep.step.optim.by_name import OPTIMIZERS
 
@@ -33,6 +34,7 @@ def collect_state(step: Step) -> dict[str, Any]:
         "scaler": step.scaler.state_dict(),
         "spikes": step.spikes.state_dict(),
         "optimizers": [make_rates_plain(optimizer.state_dict()) for optimizer in step.optimizers],
+        "parameters": list_parameter_names(step),
         "ema": step.ema.state_dict() if step.ema is not None else {},
     }
 
@@ -76,6 +78,10 @@ def refuse_unfit(step: Step, state: Mapping[str, Any]) -> None:
             fix="make the step with ema_decay, or drop them with state | {'ema': {}}",
         )
     _refuse_different_optimizers(step.optimizers, state["optimizers"])
+    for own, stored in zip(list_parameter_names(step), state.get("parameters", ()), strict=False):
+        _refuse_different_order(own, stored)
+    for optimizer, its_state in zip(step.optimizers, state["optimizers"], strict=True):
+        _refuse_different_shapes(optimizer, its_state)
     if step.rates is not None:
         committed = torch.tensor(int(state["committed"]))
         step.rates.cover(
@@ -97,7 +103,6 @@ def _refuse_different_optimizers(optimizers: Sequence[Optimizer], states: Sequen
         for mine, theirs in zip(own, stored, strict=True):
             if differing := sorted(TELLS_OPTIMIZERS_APART & (mine.keys() ^ theirs.keys())):
                 raise _make_misfit(f"is of another optimizer than {name}: they differ in {', '.join(differing)}")
-        _refuse_different_shapes(optimizer, state)
 
 
 def _refuse_different_shapes(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -111,6 +116,25 @@ def _refuse_different_shapes(optimizer: Optimizer, state: Mapping[str, Any]) -> 
             if key in SHAPED_LIKE_THE_PARAMETER and torch.is_tensor(value) and value.shape != parameter.shape:
                 theirs, own = tuple(value.shape), tuple(parameter.shape)
                 raise _make_misfit(f"has {key} of shape {theirs} for parameter {number}, whose shape is {own}")
+
+
+def list_parameter_names(step: Step) -> list[list[str]]:
+    """Return the model's names of each optimizer's parameters, in its order; empty for those outside of the model."""
+    find_sharding(step.model)  # after an evaluation FSDP registers whole parameters instead of those of the optimizer
+    # Compiled and DDP models hold the same parameters under longer names.
+    found = {id(p): name.replace("_orig_mod.", "").removeprefix("module.") for name, p in step.model.named_parameters()}
+    return [
+        [found.get(id(p), "") for group in optimizer.param_groups for p in group["params"]]
+        for optimizer in step.optimizers
+    ]
+
+
+def _refuse_different_order(own: Sequence[str], stored: Sequence[str]) -> None:
+    """Refuse state of parameters in another order: torch keeps it by position, so equal shapes would be mixed up."""
+    for number, (here, there) in enumerate(zip(own, stored, strict=False)):
+        if here != there:
+            raise _make_misfit(f"holds {there or 'a parameter without a name'} as parameter {number} of the optimizer, "
+                               f"which has {here or 'one without a name'} there")  # fmt: skip
 
 
 def _make_misfit(difference: str) -> CheckpointError:

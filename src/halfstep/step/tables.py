@@ -32,10 +32,13 @@ class Tabulated:
         *,
         chunk: int | None = None,
         dtype: torch.dtype = torch.float32,
+        base: Tensor | None = None,
     ) -> None:
-        """Call users' functions at most `chunk` steps ahead: they may be slow, or end with the training."""
+        """Call users' functions at most `chunk` steps ahead: they may be slow, or end with the training. `base` has
+        one number for each, which its values are multiplied by."""
         self.functions, self.chunk = list(functions), chunk
         self.table = torch.empty((len(self.functions), 0), dtype=dtype, device=device)
+        self.base = torch.ones(len(self.functions), dtype=dtype) if base is None else base
         self._num_filled = 0
         self.end: ConfigError | None = None
         """The error for steps after the table's last column; None while the functions have not ended."""
@@ -66,7 +69,7 @@ class Tabulated:
         columns = self._compute_columns(known, attempted)
         if not columns:
             return
-        more = torch.tensor(columns, dtype=self.table.dtype).T.contiguous()
+        more = (torch.tensor(columns, dtype=self.table.dtype) * self.base).T.contiguous()
         if self.table.is_cuda:
             more = more.pin_memory()
         more = more.to(self.table.device, non_blocking=True)
@@ -174,7 +177,7 @@ def write_values_(values: Mapping[str, Value], step: int, device: torch.device) 
 
 
 class Rates(Tabulated):
-    """`base * table[committed] * factor` for every group, computed on the device without asking the host.
+    """`table[committed] * factor` for every group, computed on the device without asking the host.
 
     Groups of optimizers that take tensor learning rates hold views of the vector; the others get a float when the
     host decides their commit anyway. `table` follows committed steps; `factor`, written by the host, is what does not:
@@ -205,11 +208,11 @@ class Rates(Tabulated):
                 fix="give one schedule, or one for each group",
             )
         each = list(schedules) * (len(self.groups) if len(schedules) == 1 else 1)
-        super().__init__(each, device, chunk=chunk, dtype=dtype)
-        self.base = self.table.new_tensor(base or [read_base_rate(group) for group in self.groups])
+        rates = torch.tensor(base or [read_base_rate(group) for group in self.groups], dtype=dtype)
+        super().__init__(each, device, chunk=chunk, dtype=dtype, base=rates)
         self.cut = 1.0
         self.by_host: list[float | None] = [None] * len(self.groups)
-        self.factor = torch.ones_like(self.base)
+        self.factor = self.table.new_ones(len(self.groups))
         self.now = self.table.new_tensor([float(g["lr"]) for g in self.groups])
         self.views = [self.now[position] for position in range(len(self.groups))]
         self.held: list[Any] = [group["lr"] for group in self.groups]
@@ -224,8 +227,7 @@ class Rates(Tabulated):
 
     def refresh(self, committed: Tensor) -> None:
         """Write the rates of the step after `committed` steps into the vector that the groups refer to."""
-        torch.mul(self.base, self.look_up(committed), out=self.now)
-        self.now.mul_(self.factor)
+        torch.mul(self.look_up(committed), self.factor, out=self.now)
         self.version = self.now._version
 
     def set_cut(self, cut: float) -> None:

@@ -43,7 +43,16 @@ from halfstep.use.compare_run import (
     run_in_parallel,
     train_row,
 )
-from halfstep.use.equivalence import FEWEST_SEEDS, LOOKS, RowVerdict, choose_margin, compute_power, is_wide, judge_rows
+from halfstep.use.equivalence import (
+    FEWEST_SEEDS,
+    LOOKS,
+    RowVerdict,
+    choose_margin,
+    compute_power,
+    is_wide,
+    judge_rows,
+    refuse_bad_rows,
+)
 
 PILOT_SEED = 1_000_000
 """First seed of the pilot runs, so that they share no seed with the comparison."""
@@ -151,7 +160,7 @@ class Comparison:
 
 def create_comparison(request: CompareRequest, out: Path | None) -> tuple[Path, Comparison]:
     """Check every row, then create the folder of a new comparison."""
-    refuse_bad_rows(request)
+    refuse_bad_rows([row.name for row in request.rows], request.looks, request.margin)
     configs = {row.name: load_row_config(request, row) for row in request.rows}
     simulated: dict[str, str] = {}
     for row, config in configs.items():
@@ -431,29 +440,6 @@ def measure_time_to_quality(comparison: Comparison, runs: Sequence[RunOutcome]) 
     sign = 1 if comparison.mode == "max" else -1
     bar = sign * sum(finals) / len(finals) - comparison.margin
     return [next((seconds for _, seconds, value in run.curve if sign * value >= bar), None) for run in runs]
-
-
-def refuse_bad_rows(request: CompareRequest) -> None:
-    """Refuse rows, seeds or a margin that cannot give a verdict."""
-    names = [row.name for row in request.rows]
-    if len(names) < 2:
-        raise ConfigError(
-            f"a comparison needs two rows, and there is only {names[0]!r}",
-            fix="name several with --precisions fp32,bf16, or add a row with --rows",
-        )
-    twice = next((name for name in names if names.count(name) > 1), "")
-    if twice:
-        raise ConfigError(f"two rows are called {twice!r}", fix="give each row a different name")
-    if request.looks[-1] < FEWEST_SEEDS:
-        raise ConfigError(
-            f"--seeds {request.looks[-1]} are too few",
-            why=f"with fewer than {FEWEST_SEEDS} paired seeds the interval is wider than any useful margin",
-            fix=f"--seeds {FEWEST_SEEDS}, or leave it out to test after {', '.join(map(str, LOOKS))} seeds",
-        )
-    if request.margin is not None and not 0 < request.margin < math.inf:
-        raise ConfigError(
-            f"--margin {request.margin:g} is not a margin", fix="give a positive number in the metric's unit"
-        )
 
 
 def find_differing_keys(comparison: Comparison, row: ComparedRow) -> list[str]:

@@ -58,6 +58,26 @@ class RowVerdict:
         return self.word + (aside if self.word == "same" and not self.low <= 0 <= self.high else "")
 
 
+def refuse_bad_rows(names: Sequence[str], looks: Sequence[int], margin: float | None) -> None:
+    """Refuse rows, seeds or a margin that cannot give a verdict."""
+    if len(names) < 2:
+        raise ConfigError(
+            f"a comparison needs two rows, and there is {f'only {names[0]!r}' if names else 'none'}",
+            fix="name several with --precisions fp32,bf16, or add a row with --rows",
+        )
+    twice = next((name for name in names if names.count(name) > 1), "")
+    if twice:
+        raise ConfigError(f"two rows are called {twice!r}", fix="give each row a different name")
+    if looks[-1] < FEWEST_SEEDS:
+        raise ConfigError(
+            f"--seeds {looks[-1]} are too few",
+            why=f"with fewer than {FEWEST_SEEDS} paired seeds the interval is wider than any useful margin",
+            fix=f"--seeds {FEWEST_SEEDS}, or leave it out to test after {', '.join(map(str, LOOKS))} seeds",
+        )
+    if margin is not None and not 0 < margin < math.inf:
+        raise ConfigError(f"--margin {margin:g} is not a margin", fix="give a positive number in the metric's unit")
+
+
 # --- the margin ---
 
 POINTS = 0.005

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from halfstep.config.schema import RunConfig
 from halfstep.errors import format_bytes, format_count
 from halfstep.evidence.proofs import (
     ProofLine,
     check_clipping,
     check_nan_is_dropped,
     check_rates,
-    compute_scheduled_rate,
     is_same_rate,
 )
 from halfstep.report.page.read_run import RunRecord, read_run
 from halfstep.run.assemble import Assembly
 from halfstep.run.engine import prepare_window
-from halfstep.run.folder import is_run
+from halfstep.run.folder import RunFolder, is_run
 from halfstep.run.journal import BUSY, SHORTEST_S, Waiting, format_gpu_use
 from halfstep.run.memory.out_of_memory import split_window
+from halfstep.run.optimizer import Length, build_optimizer, count_steps_per_epoch
 from halfstep.run.step_ledger import AnyEngine, drop_outputs, list_engines, observe_ledgers
 from halfstep.step.step import LossFn, Step
+from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.modes import Batch
+from halfstep.tune.trials import count_total_steps
 from halfstep.use.observe_step import assemble_step
 
 NAN, CLIP, RATE, AMP = (
@@ -86,27 +89,36 @@ def _check_rate(parts: Assembly, engine: AnyEngine, window: list[Batch], record:
     # The recorded rate of a phase may be that of an earlier step, so phases are checked by new steps.
     if record is None or not trained or parts.phases:
         return _prove_each_phase(RATE, engine, window, parts, check_rates)
-    if parts.plateau is not None or any(event.get("event") == "rollback" for event in record.select_kind("event")):
+    before = RunFolder(record.path).read_settled().before
+    used = [(int(one["until"]), type(parts.config).model_validate(one["settings"])) for one in before]
+    used.append((max(int(one["step"]) for one in trained), parts.config))
+    is_lowered = any(event.get("event") == "rollback" for event in record.select_kind("event"))
+    if is_lowered or any(config.schedule.name == "plateau" for _, config in used):
         return ProofLine(
             name=RATE, holds=None, text="a plateau or a rollback lowered the rate by a factor that is not recorded"
         )
-    step = parts.step
-    assert isinstance(step, Step)
-    wrong = [one for one in trained if not _is_scheduled(step, one)]
-    if wrong:
-        scheduled = compute_scheduled_rate(step, max(int(wrong[0]["committed"]) - 1, 0))
-        text = f"step {wrong[0]['step']} ran with {wrong[0]['lr']:.4g}, and the schedule gives {scheduled:.4g}"
-        return ProofLine(name=RATE, holds=False, text=text)
-    return ProofLine(name=RATE, holds=True, text=f"{format_count(len(trained), 'recorded rate')}, each as scheduled")
+    # A resume may change the run's length and with it the schedule: compare each step with the schedule of its time.
+    schedules = [(until, _make_schedule(parts, config)) for until, config in used]
+    for one in trained:
+        scheduled = next(schedule for until, schedule in schedules if int(one["step"]) <= until)
+        # `committed` is counted after the step: a committed step ran at the count before, a dropped one at this count.
+        wanted = [scheduled(max(int(one["committed"]) - k, 0)) for k in (1, 0)]
+        if not any(is_same_rate(float(one["lr"]), rate) for rate in wanted):
+            text = f"step {one['step']} ran with {one['lr']:.4g}, and the schedule gives {wanted[0]:.4g}"
+            return ProofLine(name=RATE, holds=False, text=text)
+    text = f"{format_count(len(trained), 'recorded rate')}, each as scheduled"
+    changed_after = ", ".join(str(step) for step in sorted({one["until"] for one in before}))
+    text += f"; the settings changed after step {changed_after}" if before else ""
+    return ProofLine(name=RATE, holds=True, text=text)
 
 
-def _is_scheduled(step: Step, record: Mapping[str, Any]) -> bool:
-    """True if a recorded step ran with the rate of the schedule."""
-    # `committed` is counted after the step: a committed step ran at the count before it, a dropped one at this count.
-    committed = int(record["committed"])
-    return any(
-        is_same_rate(float(record["lr"]), compute_scheduled_rate(step, max(c, 0))) for c in (committed - 1, committed)
-    )
+def _make_schedule(parts: Assembly, config: RunConfig) -> Callable[[int], float]:
+    """Return the rate of the first parameter group by committed steps, in a run with these settings."""
+    num_batches = math.ceil(len(parts.workload.train_samples) / config.train.batch_size)
+    length = Length(count_total_steps(config, num_batches), count_steps_per_epoch(config, num_batches))
+    setting = MemorySetting(**parts.plan.memory)
+    optimizer, schedules = build_optimizer(config, parts.model, setting, length, groups=parts.workload.groups)
+    return lambda committed: float(optimizer.param_groups[0]["lr"]) * schedules[0](committed)
 
 
 def _list_unrecorded() -> list[ProofLine]:

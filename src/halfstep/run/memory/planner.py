@@ -67,6 +67,8 @@ class Cell:
     layout: Layout = "alone"
     gathers_half: bool = False
     """Whether sharded blocks are gathered in bf16."""
+    reduces_last: bool = False
+    """Whether sharded gradients are reduced once per step: until then they are whole."""
 
     @classmethod
     def of(cls, config: RunConfig, precision: str, mode: Mode, setting: MemorySetting | None = None) -> Cell:
@@ -74,14 +76,18 @@ class Cell:
         if setting is None:
             setting = MemorySetting(recompute="blocks") if config.train.activation_checkpointing else NORMAL
         size, accumulate = config.train.batch_size, config.train.accumulate
-        return cls(precision=precision, mode=mode, setting=setting, batch_size=size, accumulate=accumulate)
+        half = config.train.shard_gather == "bf16"
+        return cls(precision=precision, mode=mode, setting=setting, batch_size=size, accumulate=accumulate,
+                   gathers_half=half)  # fmt: skip
 
-    def spread(self, ranks: int, layout: Layout, *, gathers_half: bool = False) -> Cell:
+    def spread(self, ranks: int, layout: Layout) -> Cell:
         """Return the cell of the rank with most samples if several ranks train this batch."""
         size = -(-self.batch_size // ranks)
-        # Sharded steps are compiled, not captured.
-        mode: Mode = "compile" if layout == "shard" and self.mode == "graph" else self.mode
-        return replace(self, batch_size=size, ranks=ranks, layout=layout, mode=mode, gathers_half=gathers_half)
+        return replace(self, batch_size=size, ranks=ranks, layout=layout).run_in(self.mode)
+
+    def run_in(self, mode: Mode) -> Cell:
+        """Return the cell of this step in another mode; sharded steps are compiled, not captured."""
+        return replace(self, mode="compile" if self.layout == "shard" and mode == "graph" else mode)
 
     @classmethod
     def of_plan(cls, config: RunConfig, plan: Plan) -> Cell:
@@ -197,6 +203,7 @@ class MemoryPlanner:
                 units,
                 gathers_half=cell.gathers_half,
                 accumulates=cell.accumulate > 1,
+                reduces_last=cell.reduces_last,
                 is_compiled=cell.mode != "eager",
             )
             for trace, timeline in self._timelines[key]
@@ -304,6 +311,8 @@ RECOMPUTE_TIME: dict[Recompute, float] = {"none": 1.0, "pointwise": 1.07, "alter
 """Relative time of a step. Pointwise: a few passes over memory (measured on a U-Net, benchmarks/results/speed.json).
 Blocks: one more forward pass, a third of a step's arithmetic. Alternate: their mean."""
 SMALL_OPTIMIZER_TIME = 1.02
+SHARD_TIME = 1.05
+"""A sharded step over the same step of DDP: GPT-2 XL in a world of one (benchmarks/results/sharded_gpt2_xl.json)."""
 LARGEST_GROWTH = 4
 """Largest factor by which a larger batch is proposed: far larger ones need more epochs (McCandlish et al. 2018)."""
 MOST = 1 << 20
@@ -326,7 +335,7 @@ class Fit:
     def arguments(self) -> list[str]:
         """Return the arguments for `halfstep train`."""
         cell = self.prediction.cell
-        levers = []
+        levers = [] if cell.layout == "alone" else [f"train.shard={str(cell.layout == 'shard').lower()}"]
         if cell.setting.recompute == "blocks":
             levers.append("train.activation_checkpointing=true")
         elif cell.setting != NORMAL:
@@ -334,7 +343,8 @@ class Fit:
         if cell.setting.optimizer_bits == 8:
             levers.append("optimizer.moment_bits=8")
         size = [f"train.batch_size={self.batch_size}", f"train.accumulate={self.accumulate}"]
-        return ["--precision", cell.precision, *size, *levers]
+        ranks = [] if cell.layout == "alone" else ["--gpus", str(cell.ranks)]
+        return ["--precision", cell.precision, *ranks, *size, *levers]
 
 
 def compute_usable_bytes(memory_bytes: int) -> int:
@@ -351,6 +361,21 @@ def list_levels(planner: MemoryPlanner, config: RunConfig) -> list[MemorySetting
     bits: tuple[int, ...] = (32, 8) if small else (32,)
     settings = [MemorySetting(recompute=how, optimizer_bits=b) for how in recomputes for b in bits]  # type: ignore[arg-type]
     return sorted(settings, key=estimate_level_time)
+
+
+def list_cells(
+    planner: MemoryPlanner, config: RunConfig, mode: Mode, precisions: Sequence[str], ranks: int | None
+) -> list[Cell]:
+    """Return the cells of all precisions and memory levels; of several ranks those of both layouts.
+
+    Sharded runs have levels that need no trial on a copy of the model: those that a model or optimizer has itself.
+    """
+    cells = [Cell.of(config, name, mode, setting) for name in precisions for setting in list_levels(planner, config)]
+    if ranks is None:
+        return cells
+    recomputes = ("none",) if planner.step.blocks else ("none", "blocks")
+    both = ((cell.spread(ranks, "ddp"), cell.spread(ranks, "shard")) for cell in cells)
+    return [cell for pair in both for cell in pair if cell.layout == "ddp" or cell.setting.recompute in recomputes]
 
 
 def estimate_level_time(setting: MemorySetting) -> float:
@@ -394,51 +419,64 @@ def find_fits(
     precisions: Sequence[str],
     hardware: Hardware | None = None,
     most: int = 12,
+    ranks: int | None = None,
     tell: Callable[[str], None] = lambda progress: None,
 ) -> list[Fit]:
-    """Return the first `most` precisions and levels in which at least one sample fits, in order of predicted speed.
+    """Return the first `most` precisions and levels in which at least one sample fits each rank, in order of predicted
+    speed.
 
     A level that saves nothing over a faster one of the same precision is left out. `tell` is given the progress.
     """
-    levels = list_levels(planner, config)
-    cells = [Cell.of(config, precision, mode, setting) for precision in precisions for setting in levels]
-    times = {cell: estimate_level_time(cell.setting) / estimate_speed(cell.precision, hardware) for cell in cells}
+    cells = list_cells(planner, config, mode, precisions, ranks)
+    times = {cell: estimate_time(cell, hardware) for cell in cells}
     found: list[Fit] = []
     faster: dict[str, list[tuple[int, int]]] = {precision: [] for precision in precisions}
     for number, cell in enumerate(sorted(cells, key=times.__getitem__), 1):
         tell(f"finding the largest batch: {cell.precision}, {cell.setting} ({number} of {len(cells)})")
         largest = find_largest_batch(planner, cell, limit_bytes)
-        if largest < config.train.batch_size:
+        if largest < cell.batch_size:
             # Then gradients accumulate over several micro-batches, so all of them exist during forward.
             largest = find_largest_batch(planner, dataclasses.replace(cell, accumulate=2), limit_bytes)
         least = planner.predict(cell, base_batch=max(cell.batch_size, 2)).total
         # Keep a slower level only if it allows a larger batch or needs less memory.
         if largest and all(largest > batch or least < peak for batch, peak in faster[cell.precision]):
             faster[cell.precision].append((largest, least))
-            found.append(_make_fit(planner, config, cell, largest, times[cell]))
+            found += _make_fit(planner, config, cell, largest, times[cell])
         if len(found) == most:
             break
     return [dataclasses.replace(fit, relative_time=fit.relative_time / found[0].relative_time) for fit in found]
 
 
-def _make_fit(planner: MemoryPlanner, config: RunConfig, cell: Cell, largest: int, relative_time: float) -> Fit:
-    """Build the row for a cell: the largest divisor of the effective batch that fits, and its accumulation."""
-    wanted = config.train.batch_size * config.train.accumulate
+def _make_fit(
+    planner: MemoryPlanner, config: RunConfig, cell: Cell, largest: int, relative_time: float
+) -> Iterator[Fit]:
+    """Yield the row for a cell: the largest divisor of the effective batch that fits, and its accumulation.
+
+    `largest` counts the samples of one rank. There is no row if no divisor has a sample for each rank.
+    """
+    wanted, largest = config.train.batch_size * config.train.accumulate, largest * cell.ranks
     # A divisor, so that batch x accumulate stays exactly the same.
-    size = next(n for n in range(min(largest, config.train.batch_size), 0, -1) if wanted % n == 0)
-    accumulate = wanted // size
-    taken = dataclasses.replace(cell, batch_size=size, accumulate=accumulate)
-    return Fit(
-        prediction=planner.predict(taken, base_batch=max(config.train.batch_size, 2)),
-        largest_batch=largest,
-        batch_size=size,
-        accumulate=accumulate,
-        relative_time=relative_time,
-    )
+    sizes = range(min(largest, config.train.batch_size), cell.ranks - 1, -1)
+    for size in [size for size in sizes if wanted % size == 0][:1]:
+        accumulate = wanted // size
+        taken = dataclasses.replace(cell, batch_size=-(-size // cell.ranks), accumulate=accumulate)
+        yield Fit(
+            prediction=planner.predict(taken, base_batch=max(cell.batch_size, 2)),
+            largest_batch=largest,
+            batch_size=size,
+            accumulate=accumulate,
+            relative_time=relative_time,
+        )
 
 
 USUAL_SPEED = {"fp32": 1.0, "tf32": 4.0, "bf16": 8.0, "fp16": 8.0, "fp8": 12.0}
 """Speed of matrix units relative to fp32 if no GPU is named: roughly an A100's published rates."""
+
+
+def estimate_time(cell: Cell, hardware: Hardware | None) -> float:
+    """Return the time per sample in arbitrary units, for an order."""
+    sharded = SHARD_TIME if cell.layout == "shard" else 1.0
+    return sharded * estimate_level_time(cell.setting) / estimate_speed(cell.precision, hardware)
 
 
 def estimate_speed(precision: str, hardware: Hardware | None) -> float:
@@ -448,21 +486,22 @@ def estimate_speed(precision: str, hardware: Hardware | None) -> float:
     return known or USUAL_SPEED[name]
 
 
-def refuse_nothing_fits(planner: MemoryPlanner, config: RunConfig, limit_bytes: int, mode: Mode, where: str) -> None:
+def refuse_nothing_fits(
+    planner: MemoryPlanner, config: RunConfig, limit_bytes: int, mode: Mode, where: str, ranks: int | None = None
+) -> None:
     """Raise with the least memory that one sample would need, and its largest components."""
-    cells = (
-        Cell(precision=precision, mode=mode, setting=setting, batch_size=1)
-        for precision in ("bf16-true", "bf16", "fp32")
-        for setting in list_levels(planner, config)
-    )
-    least = min((planner.predict(cell) for cell in cells), key=lambda found: found.total)
+    cells = list_cells(planner, config, mode, ("bf16-true", "bf16", "fp32"), ranks)
+    ones = (planner.predict(dataclasses.replace(cell, batch_size=1, accumulate=1)) for cell in cells)
+    least = min(ones, key=lambda found: found.total)
     largest = sorted(least.components.items(), key=lambda item: -item[1])[:3]
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
+    layout = {"alone": "", "ddp": ", not sharded", "shard": ", sharded"}[least.cell.layout]
     raise MemoryLimitError(
         f"nothing fits {where}: one sample of {config.workload} needs {format_bytes(least.total)}, and only "
         f"{format_bytes(limit_bytes)} can be used, because CUDA and the allocator's gaps take the rest",
-        why=f"the smallest setting is {least.cell.precision}, {least.cell.setting}: {parts}",
-        fix="use a smaller model, smaller samples, or a GPU with more memory (halfstep detect --gpu list)",
+        why=f"the smallest setting is {least.cell.precision}, {least.cell.setting}{layout}: {parts}",
+        fix="use a smaller model, smaller samples, a GPU with more memory (halfstep detect --gpu list), or "
+        f"{'several' if ranks is None else 'more'} ranks that divide the model (--ranks N)",
     )
 
 

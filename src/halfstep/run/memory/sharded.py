@@ -3,7 +3,7 @@
 DDP keeps all gradients in its buckets from its first step on; a new gradient is copied into its bucket and freed.
 
 FSDP2 shards the first dimension of each parameter; an uneven one is padded to whole rows. Parameters, gradients,
-optimizer state and average are divided by the number of ranks. Units (blocks, and one for the rest) are gathered:
+optimizer state and average are divided by the number of ranks. Units (some blocks, and one for the rest) are gathered:
 
     forward    a unit's buffer is filled by all ranks, then copied out into its parameters, which are freed after the
                unit. The buffer is freed when the next unit has been gathered. The rest stays whole until its backward
@@ -32,7 +32,7 @@ from halfstep.run.memory.step_trace import BLOCK_BYTES, Life, StepTrace, Timelin
 
 @dataclass(frozen=True, slots=True)
 class ShardUnit:
-    """Parameters that are gathered and reduced together: those of a block, or of all modules outside of blocks."""
+    """Parameters that are gathered and reduced together: those of some blocks, or of all modules outside of blocks."""
 
     parameters: Mapping[str, Tensor]
     is_root: bool = False
@@ -53,13 +53,15 @@ def name_parameters(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
     return {f"{index}.{name}": p for index, module in enumerate(modules) for name, p in module.named_parameters()}
 
 
-def list_units(modules: Sequence[nn.Module], blocks: Sequence[Sequence[str]]) -> list[ShardUnit]:
-    """Return the units of the model, which is the first module, and those of the frozen networks after it."""
+def list_units(modules: Sequence[nn.Module], groups: Sequence[Sequence[Sequence[str]]]) -> list[ShardUnit]:
+    """Return the units of the model, which is the first module, and those of the frozen networks after it; each group
+    of blocks is one."""
     left, found = name_parameters(modules), []
-    for index, names in enumerate(blocks):
-        for name in names:
-            own = {key: left.pop(key) for key in list(left) if key.startswith(f"{index}.{name}.")}
-            found.append(ShardUnit(own, is_frozen=index > 0))
+    for index, own in enumerate(groups):
+        for names in own:
+            prefixes = tuple(f"{index}.{name}." for name in names)
+            unit = {key: left.pop(key) for key in list(left) if key.startswith(prefixes)}
+            found.append(ShardUnit(unit, is_frozen=index > 0))
     found.append(ShardUnit({key: p for key, p in left.items() if key.startswith("0.")}, is_root=True))
     return [unit for unit in found if unit.parameters]
 
@@ -101,12 +103,14 @@ def shard_timeline(
     *,
     gathers_half: bool,
     accumulates: bool,
+    reduces_last: bool,
     is_compiled: bool,
 ) -> Timeline:
     """Return a rank's timeline with FSDP2.
 
     Each operation gets two positions: 2n while it runs, and 2n + 1 for what FSDP2 does before the next one. While
-    gradients accumulate, their shards exist from the start; every micro-batch is reduced.
+    gradients accumulate, their shards exist from the start. If only the last micro-batch is reduced, whole gradients
+    exist instead, each until its unit is reduced.
     """
     kept = timeline.lives if is_compiled else _cast_again(timeline, trace)
     lives = [
@@ -116,8 +120,8 @@ def shard_timeline(
         if life.kind != "gradients" and not (gathers_half and life.kind == "half copies")
     ]
     end = 2 * timeline.num_ops - 1
-    lives += _gather_and_reduce(trace, units, end, gathers_half=gathers_half)
-    if accumulates:
+    lives += _gather_and_reduce(trace, units, end, gathers_half=gathers_half, reduces_last=reduces_last)
+    if accumulates and not reduces_last:
         lives.append(Life(sum(unit.shard for unit in units), 0, end, "gradients"))
     workspaces = [size for workspace in timeline.workspaces for size in (workspace, 0)]
     rounded = (
@@ -137,7 +141,9 @@ def _cast_again(timeline: Timeline, trace: StepTrace) -> Iterator[Life]:
                 yield Life(trace.values[value].num_bytes, number, number, "half copies")
 
 
-def _gather_and_reduce(trace: StepTrace, units: Sequence[UnitBytes], end: int, *, gathers_half: bool) -> Iterator[Life]:
+def _gather_and_reduce(
+    trace: StepTrace, units: Sequence[UnitBytes], end: int, *, gathers_half: bool, reduces_last: bool
+) -> Iterator[Life]:
     owners = {name: number for number, unit in enumerate(units) for name in unit.names}
     owned = {value: owners[name] for value, name in trace.names.items() if name in owners}
     forward, backward = (_find_uses(trace, owned, in_backward=is_back) for is_back in (False, True))
@@ -167,6 +173,8 @@ def _gather_and_reduce(trace: StepTrace, units: Sequence[UnitBytes], end: int, *
         reduced_at = 2 * backward[unit][1] + 1
         freed_at = end if following is None else max(2 * backward[following][1], reduced_at)
         yield Life(units[unit].reduced, reduced_at, freed_at, "reductions")
+        if reduces_last:
+            yield Life(units[unit].reduced, 0, reduced_at, "gradients")
         yield Life(units[unit].shard, reduced_at, end, "gradients")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from halfstep.config.schema import RunConfig
-from halfstep.errors import HalfstepError, MemoryLimitError, format_bytes, summarise_error
+from halfstep.errors import HalfstepError, MemoryLimitError, format_bytes, format_count, summarise_error
 from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.probe import probe
 from halfstep.precision.advice import USABLE_MEMORY
@@ -22,7 +22,7 @@ from halfstep.run.checkpoint import read_document
 from halfstep.run.folder import RunFolder, load_stored
 from halfstep.run.memory.planner import USABLE, Cell, MemoryPlanner, compute_usable_bytes, find_fits, find_largest_batch
 from halfstep.run.memory.traceable_step import build_traceable_step
-from halfstep.run.sharded_model import OF_FROZEN
+from halfstep.run.sharded_model import OF_FROZEN, group_blocks
 from halfstep.tune.choose import Say
 from halfstep.tune.memory_low import DoesNotFit, MemorySetting
 from halfstep.tune.modes import Mode
@@ -144,8 +144,27 @@ def choose_sharding(config: RunConfig, workload: Workload, plan: Plan, num_ranks
     if not blocks[0]:
         return _set_sharding(plan, True, f"{reason}; the model is gathered as a whole: it repeats no block", (), say)
     frozen = (f"{name}{OF_FROZEN}{b}" for name, own in zip(workload.frozen, blocks[1:], strict=False) for b in own)
-    reason += f"; in units of {describe_blocks(workload.model, blocks[0])}"
+    num_units = len(group_blocks(workload.model, blocks[0]))
+    reason += f"; in {format_count(num_units, 'unit')} of {describe_blocks(workload.model, blocks[0])}"
     return _set_sharding(plan, True, reason, (*blocks[0], *frozen), say)
+
+
+def choose_reduction(config: RunConfig, workload: Workload, plan: Plan, num_ranks: int, say: Say) -> Plan:
+    """Return the plan of a sharded run with the decision when gradients are reduced: once per step where whole
+    gradients have room until then, otherwise after each micro-batch."""
+    if config.train.accumulate == 1:
+        return plan
+    try:
+        planner = MemoryPlanner(build_traceable_step(config, workload.store), probe(plan.device))
+        cell = dataclasses.replace(Cell.of_plan(config, plan).spread(num_ranks, "shard"), reduces_last=True)
+        size, limit = planner.predict(cell).total, _measure_limit(plan, num_ranks)
+        fits, why = size <= limit, f"with whole gradients a rank needs {_compare(size, limit)}"
+    except HalfstepError as error:
+        fits, why = False, f"memory cannot be predicted: {error.what}"
+    when = "once per step" if fits else "after each micro-batch"
+    reason = f"gradients are reduced {when} (train.accumulate={config.train.accumulate}): {why}"
+    say(reason)
+    return dataclasses.replace(plan, reduces_last=fits, reduce_reason=reason)
 
 
 def _set_sharding(plan: Plan, shards: bool, reason: str, blocks: tuple[str, ...], say: Say) -> Plan:
@@ -250,26 +269,31 @@ def predict_memory_for_page(path: Path) -> dict[str, int] | str:
 
 
 def predict_stored_run(path: Path) -> dict[str, int]:
-    """Return the predicted peak bytes by component of a stored run's micro-batch.
+    """Return the predicted peak bytes by component of a stored run's micro-batch, on one of its ranks.
 
     Nothing runs, and custom code is not imported: `halfstep report` must be safe on a run from someone else.
     """
     folder = RunFolder.open(str(path))
     config, plan = load_stored(folder.config, {}, trust=False).config, folder.read_plan()
     newest = folder.open_checkpoints().list_all()[-1:]  # it describes the data, which may be gone
-    store = read_document(newest[0])["state"]["store"] if newest else None
+    state = read_document(newest[0])["state"] if newest else {}
     whole = Cell.of_plan(config, plan)
     size, accumulate = math.ceil(whole.batch_size / plan.pieces), whole.accumulate * plan.pieces
-    cell = dataclasses.replace(whole, batch_size=size, accumulate=accumulate)
-    return dict(MemoryPlanner(build_traceable_step(config, store)).predict(cell).components)
+    cell = dataclasses.replace(whole, batch_size=size, accumulate=accumulate, reduces_last=plan.reduces_last)
+    if ranks := len(state.get("rank_generators", ())):
+        cell = cell.spread(ranks, "shard" if plan.shards else "ddp")
+    return dict(MemoryPlanner(build_traceable_step(config, state.get("store"))).predict(cell).components)
 
 
-def suggest_fitting_settings(config: RunConfig, plan: Plan, store: Store, limit_bytes: int) -> list[str]:
+def suggest_fitting_settings(
+    config: RunConfig, plan: Plan, store: Store, limit_bytes: int, ranks: int | None = None
+) -> list[str]:
     """Return overrides that are predicted to fit, fastest first; none if the step cannot be traced."""
     half = () if plan.compute in ("bf16", "fp16", "fp8") else ("bf16",)
     try:
         planner = MemoryPlanner(build_traceable_step(config, store))
-        fits = find_fits(planner, config, limit_bytes, plan.mode or "eager", (plan.granted, *half), most=SUGGESTIONS)
+        precisions, mode = (plan.granted, *half), plan.mode or "eager"
+        fits = find_fits(planner, config, limit_bytes, mode, precisions, most=SUGGESTIONS, ranks=ranks)
     except HalfstepError:
         return []
     return [f"{' '.join(fit.arguments)} (predicted {format_bytes(fit.prediction.total)})" for fit in fits]
@@ -279,8 +303,8 @@ def suggest_for_run(parts: Assembly) -> Iterable[str]:
     """Return overrides with which a run that ran out of GPU memory is predicted to fit."""
     if parts.device.type != "cuda":
         return ()
-    limit = measure_free_bytes(parts.device)
-    return suggest_fitting_settings(parts.config, parts.plan, parts.workload.store, limit)
+    limit, ranks = measure_free_bytes(parts.device), None if parts.world is None else parts.world.size
+    return suggest_fitting_settings(parts.config, parts.plan, parts.workload.store, limit, ranks)
 
 
 def make_peak_predictor(config: RunConfig, workload: Workload) -> Callable[[Plan, MemorySetting], int | None]:

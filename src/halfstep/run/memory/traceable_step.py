@@ -42,6 +42,7 @@ from halfstep.run.frozen_modules import get_modules
 from halfstep.run.memory.sharded import ShardUnit, list_units, name_parameters
 from halfstep.run.memory.step_trace import AllocationRecorder, StepTrace
 from halfstep.run.optimizer import Length, build_optimizer
+from halfstep.run.sharded_model import group_blocks
 from halfstep.step.batches import count_samples
 from halfstep.step.ema import Ema
 from halfstep.step.optim.adamw8bit import AdamW8bit, make_state
@@ -169,8 +170,10 @@ class TraceableStep:
 
     @functools.cached_property
     def units(self) -> list[ShardUnit]:
-        """Return what FSDP2 gathers together: the blocks of the model, its rest, and the blocks of frozen networks."""
-        return list_units(self.workload.list_modules(), self.shard_blocks)
+        """Return what FSDP2 gathers together: groups of the model's blocks, its rest, and blocks of frozen networks."""
+        own, *frozen = self.shard_blocks
+        groups = [group_blocks(self.workload.model, own), *([[name] for name in names] for names in frozen)]
+        return list_units(self.workload.list_modules(), groups)
 
     def sample_flops(self) -> int:
         """Return the FLOPs of forward and backward per sample, without recomputing; a multiply-add counts as two."""

@@ -59,7 +59,7 @@ def _read_pieces(
 ) -> Iterator[tuple[dict[str, Tensor], list[int], int]]:
     """Yield state, shape and begin of a parameter's stored shards."""
     for rank, first, length in entry["pieces"]:
-        document, tensors = stored.open_rank(rank)
+        document, tensors = stored.open(rank=rank)
         packed = dict(functools.reduce(operator.getitem, path, document).get(ITEMS, ())).get(number)
         if packed is not None:
             shape = [*entry["shape"]]

@@ -150,9 +150,10 @@ class Kind:
     hint: Part | None = None
     """(scores) -> advice if the scores point to a known mistake, else an empty string."""
     export: Part | None = None
-    """(model, config, store, folder): writes the best weights for other programs; called when training ends."""
-    exports_shards: bool = False
-    """Whether export also takes a sharded model, on every rank, and `save=`, to be called as safetensors' save_file."""
+    """(weights, config, store, folder, device): writes the best weights for other programs when training ends.
+
+    `weights` maps the model's names to tensors, each read from the checkpoint when it is looked up. tensor_files.py
+    converts and writes them one at a time, so that a model larger than the host's memory can be exported."""
     foreign: Part | None = None
     """(document, name) -> Foreign, or None: reads another project's config files (no torch)."""
     sample: SampleUnit = SampleUnit()

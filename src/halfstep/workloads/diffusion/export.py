@@ -8,21 +8,22 @@ others                    ConditionalPipeline (conditional_pipeline.py, copied t
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor
 
 from halfstep.disk import write_atomically
+from halfstep.models.weights import stream_weights
+from halfstep.tensor_files import take, write_tensors
 from halfstep.workloads.base.latent_store import ENCODED_AT_ONCE
-from halfstep.workloads.base.vae_trainer import VaeNet
 from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
 from halfstep.workloads.diffusion.data import make_square_samples, open_diffusion_data
-from halfstep.workloads.diffusion.diffusers_nets import CODEC, Net, build_net, dump_config, import_diffusers_class
+from halfstep.workloads.diffusion.diffusers_nets import CODEC, Net, build_net, import_diffusers_class
 from halfstep.workloads.diffusion.latents import pick_images
 from halfstep.workloads.diffusion.networks import (
     ClassConditions,
@@ -35,16 +36,19 @@ from halfstep.workloads.diffusion.networks import (
 from halfstep.workloads.diffusion.noise_schedule import make_schedule
 from halfstep.workloads.diffusion.sampling import make_scheduler_config
 
+WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
 MEASURED_IMAGES = 512
 """Training images on which the scale of the latents is measured."""
 
 
-def export(model: nn.Module, config: DiffusionConfig, store: Mapping[str, Any], folder: Path) -> None:
+def export(
+    weights: Mapping[str, Tensor], config: DiffusionConfig, store: Mapping[str, Any], folder: Path, device: torch.device
+) -> None:
     """Export the U-Net as a pipeline with everything that sampling needs."""
     parts = open_parts(config, tuple(store["classes"]))
     shared = make_scheduler_config(make_schedule(config), config.model.target)
     with silence_transformers():
-        _save_pipeline(folder, _copy_plain(model, store["unet"]), parts, shared)
+        _save_pipeline(folder, _make_bare_net(store["unet"], weights), parts, shared)
 
 
 def _save_pipeline(folder: Path, unet: Net, parts: DiffusionParts, shared: dict[str, Any]) -> None:
@@ -93,25 +97,35 @@ def _save_custom_pipeline(folder: Path, nets: dict[str, Any], conditions: Condit
     )
 
 
-def export_vae(model: nn.Module, config: VaeConfig, store: Mapping[str, Any], folder: Path) -> None:
+def export_vae(
+    weights: Mapping[str, Tensor], config: VaeConfig, store: Mapping[str, Any], folder: Path, device: torch.device
+) -> None:
     """Export the VAE, with the scale of its latents on training images."""
-    assert isinstance(model, VaeNet)
-    vae = _copy_plain(model.vae, store["vae"]).to(next(model.parameters()).device)
-    vae.register_to_config(scaling_factor=measure_scale(vae, config))
-    vae.to("cpu").save_pretrained(folder / "vae")
+    weights = take(weights, "vae.", torch.float32)
+    vae = _make_bare_net(store["vae"], weights)
+    with stream_weights(vae, weights, device):
+        scale = measure_scale(vae, config, device)
+    vae.register_to_config(scaling_factor=scale)
+    vae.save_pretrained(folder / "vae")
 
 
-def measure_scale(vae: Net, config: VaeConfig) -> float:
+def measure_scale(vae: Net, config: VaeConfig, device: torch.device) -> float:
     """Return 1 / standard deviation of the latents of training images, encoded in fp32."""
     samples = make_square_samples(open_diffusion_data(config.data).train, config.data.image_size)
     images = pick_images(samples, MEASURED_IMAGES)
-    return CODEC.measure_scale(vae, images.split(ENCODED_AT_ONCE), source="this run")
+    return CODEC.measure_scale(vae, (some.to(device) for some in images.split(ENCODED_AT_ONCE)), source="this run")
 
 
-def _copy_plain(net: Net, config: Mapping[str, Any]) -> Net:
-    """Return a copy in fp32 on the CPU, without the changes that a run makes to modules."""
-    plain = build_net(config)
-    weights = {name: copy.deepcopy(tensor.detach()).float().cpu() for name, tensor in net.state_dict().items()}
-    plain.load_state_dict(weights)
-    assert dump_config(plain)["_class_name"] == config["_class_name"]
-    return plain.eval()
+def _make_bare_net(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Net:
+    """Return a network without weights. Its `save_pretrained`, which pipelines call too, writes these in fp32, one
+    tensor at a time."""
+    with torch.device("meta"):
+        net = build_net(config).eval()
+    assert net.state_dict().keys() == weights.keys()
+
+    def save_pretrained(folder: str | Path, **options: Any) -> None:
+        net.save_config(folder)
+        write_tensors(Path(folder) / WEIGHTS_NAME, take(weights, dtype=torch.float32), {"format": "pt"})
+
+    net.save_pretrained = save_pretrained
+    return net

@@ -20,7 +20,6 @@ KIND = Kind.from_package(
     task="language",
     usual="gpt2",
     export=".build:export",
-    exports_shards=True,
     sample=SampleUnit(
         name="token",
         per_sample=".config:get_context",

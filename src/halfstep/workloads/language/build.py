@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from halfstep.data.loader import Batch, Samples
@@ -219,10 +218,11 @@ def compute_flops_per_sample(config: LanguageConfig, store: Store) -> float:
 
 
 def export(
-    model: nn.Module, config: LanguageConfig, store: Store, folder: Path, *, save: Callable[..., None] = save_file
+    weights: Mapping[str, Tensor], config: LanguageConfig, store: Store, folder: Path, device: torch.device
 ) -> None:
     """Export the model and its tokenizer in Hugging Face's format."""
     tokenizer = load_stored_tokenizer(store)
-    save_gpt2(model, folder, ends_at=tokenizer.end if tokenizer is not None else None, save=save)
+    ends_at = tokenizer.end if tokenizer is not None else None
+    save_gpt2(weights, get_model_size(config, store), folder, ends_at=ends_at)
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)

@@ -7,18 +7,19 @@ when loading and left out when saving.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from halfstep.disk import parse_json
 from halfstep.errors import ModelError
 from halfstep.models.weights import load_weights_, read_weights
-from halfstep.workloads.language.gpt2 import GPT2, pad_vocab
+from halfstep.tensor_files import LazyTensors, Recipe, convert, describe, write_tensors
+from halfstep.workloads.language.gpt2 import GPT2, GPT2Size, pad_vocab
 
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 MASKS = (".attn.bias", ".attn.masked_bias")
@@ -62,35 +63,36 @@ def load_gpt2_(model: GPT2, path: Path, *, has_its_tokenizer: bool = False) -> N
     load_weights_(model, weights, source=str(path))
 
 
-def save_gpt2(
-    model: nn.Module, folder: Path, *, ends_at: int | None = None, save: Callable[..., None] = save_file
-) -> None:
+def save_gpt2(weights: Mapping[str, Tensor], size: GPT2Size, folder: Path, *, ends_at: int | None = None) -> None:
     """Write `config.json` and `model.safetensors` for transformers' `GPT2LMHeadModel.from_pretrained(folder)`."""
-    assert isinstance(model, GPT2)
-    folder.mkdir(parents=True, exist_ok=True)
-    save(to_transformers(model), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(_make_config(model, ends_at), indent=2) + "\n")
+    write_tensors(folder / "model.safetensors", to_transformers(weights, size), {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(_make_config(size, ends_at), indent=2) + "\n")
 
 
-def to_transformers(model: GPT2) -> dict[str, Tensor]:
+def to_transformers(weights: Mapping[str, Tensor], size: GPT2Size) -> LazyTensors:
     """Return the weights in Hugging Face's form: fp32, transposed, without padding, with zeros for missing biases."""
-    found: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        is_padded = name == EMBEDDING and len(tensor) > model.size.vocab  # cutting a sharded tensor gathers it
-        exact = (tensor[: model.size.vocab] if is_padded else tensor).detach().float().cpu()
+
+    def convert_one(name: str, source: Mapping[str, Tensor]) -> Tensor:
+        exact = source[name].float()
+        if name == EMBEDDING:
+            exact = exact[: size.vocab]
         # transformers stores these layers as Conv1D: (in, out) instead of (out, in).
-        found[name] = (exact.t() if name.endswith(TRANSPOSED) else exact).contiguous()
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is None:
+        return exact.t().contiguous() if name.endswith(TRANSPOSED) else exact
+
+    recipes: dict[str, Recipe] = {name: partial(convert_one, name) for name in weights}
+    for name, tensor in describe(weights).items():
+        if name.endswith(".weight") and name not in (EMBEDDING, POSITIONS):
             # transformers' GPT-2 always has biases; zeros leave the function unchanged.
-            width = module.out_features if isinstance(module, nn.Linear) else module.normalized_shape[0]
-            found[f"{name}.bias"] = torch.zeros(width)
-    return found
+            recipes.setdefault(f"{name.removesuffix('weight')}bias", partial(_make_zeros, len(tensor)))
+    return convert(weights, recipes)
 
 
-def _make_config(model: GPT2, ends_at: int | None) -> dict[str, Any]:
+def _make_zeros(length: int, source: Mapping[str, Tensor]) -> Tensor:
+    return torch.zeros(length)
+
+
+def _make_config(size: GPT2Size, ends_at: int | None) -> dict[str, Any]:
     """Return the config.json of transformers for a model."""
-    size = model.size
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

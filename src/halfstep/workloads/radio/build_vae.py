@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from halfstep.data.loader import Batch
@@ -18,6 +19,8 @@ from halfstep.errors import ConfigError
 from halfstep.islands import in_fp32
 from halfstep.models.patch_gan import build_discriminator
 from halfstep.models.recompute import set_recompute
+from halfstep.models.weights import stream_weights
+from halfstep.tensor_files import take
 from halfstep.workloads.base.vae_trainer import Critic, Outputs, VaeNet, VaeTrainer
 from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.radio.config import RadioVaeConfig
@@ -168,14 +171,15 @@ def sum_errors(reconstruction: Tensor, image: Tensor) -> Tensor:
     return (error.abs() + error.square()).sum(1)
 
 
-def export(model: nn.Module, config: RadioVaeConfig, store: Mapping[str, Any], folder: Path) -> None:
+def export(
+    weights: Mapping[str, Tensor], config: RadioVaeConfig, store: Mapping[str, Any], folder: Path, device: torch.device
+) -> None:
     """Export the autoencoder with its sizes and latent scale, for stage 2."""
-    vae = cast(VaeNet, model).vae
-    scale = measure_scale(
-        vae,
-        find_data(config).train,
-        count=MEASURED_MAPS,
-        threshold=config.data.threshold,
-        source="this run",
-    )
-    write_first_stage(vae, store["sizes"], scale, folder)
+    weights, maps = take(weights, "vae.", torch.float32), find_data(config).train
+    with torch.device("meta"):
+        vae = RadioVAE(**store["sizes"]).eval()
+    with stream_weights(vae, weights, device):
+        scale = measure_scale(
+            vae, maps, count=MEASURED_MAPS, threshold=config.data.threshold, source="this run", device=device
+        )
+    write_first_stage(weights, store["sizes"], scale, folder)

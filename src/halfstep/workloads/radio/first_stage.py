@@ -9,12 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
 from halfstep.disk import parse_json, write_atomically
 from halfstep.errors import ConfigError, ModelError, format_count
 from halfstep.models.weights import load_weights_file_
+from halfstep.tensor_files import take, write_tensors
 from halfstep.workloads.base.latent_store import (
     MOMENTS,
     Encoding,
@@ -124,16 +125,20 @@ def _read_facts(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def write_first_stage(vae: RadioVAE, sizes: Mapping[str, Any], scale_factor: float, folder: Path) -> None:
+def write_first_stage(
+    weights: Mapping[str, Tensor], sizes: Mapping[str, Any], scale_factor: float, folder: Path
+) -> None:
     """Write weights, sizes and latent scale in the form that `open_first_stage` reads."""
-    tensors = {name: value.detach().float().cpu().contiguous() for name, value in vae.state_dict().items()}
-    save_file(tensors, folder / WEIGHTS)
+    write_tensors(folder / WEIGHTS, take(weights, dtype=torch.float32))
     write_atomically(folder / FACTS, json.dumps({"sizes": dict(sizes), "scale_factor": scale_factor}, indent=1))
 
 
-def measure_scale(vae: RadioVAE, maps: RadioMaps, *, count: int, threshold: float, source: str) -> float:
+def measure_scale(
+    vae: RadioVAE, maps: RadioMaps, *, count: int, threshold: float, source: str, device: str | torch.device = "cpu"
+) -> float:
     """Return 1 / standard deviation of the latents of some training maps."""
-    return CODEC.measure_scale(vae, read_some_maps(maps, count, threshold), source=source)
+    some = (gain.to(device) for gain in read_some_maps(maps, count, threshold))
+    return CODEC.measure_scale(vae, some, source=source)
 
 
 def read_some_maps(maps: RadioMaps, count: int, threshold: float) -> Iterator[Tensor]:
