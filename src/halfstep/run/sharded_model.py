@@ -39,9 +39,9 @@ Found = TypeVar("Found")
 OF_FROZEN = ":"
 """Separates a frozen network's name from its block's: `vae:decoder.up.0`."""
 UNIT_PARAMETERS = 64_000_000
-"""A unit has at least so many, 256 MB in fp32. FSDP2's hooks take the host 1.5 ms per unit and step, whatever its size
-(GPT-2 XL on an H200's host, benchmarks/sharded_gpt2_xl.py). Its two gathers and its reduction then take 2 ms, at the
-350 GB/s of NVLink: the host stays ahead of the devices."""
+"""A unit has at least so many, 256 MB in fp32. FSDP2's hooks take the host about 1 ms per unit and step: GPT-2 XL with
+4 x 1024 tokens takes a sixth longer with a unit per block (benchmarks/sharded_gpt2_xl.py). At NVLink's 350 GB/s a unit's
+two gathers and its reduction take 2 ms. What FSDP2 does per parameter takes the host more, and does not change."""
 GROUPED = (nn.ModuleList, nn.Sequential)
 MIN_UNITS = 8
 """A unit with this part of all blocks is large enough: what is gathered must stay small compared with the model."""
