@@ -211,7 +211,7 @@ class Step:
             on_commit=on_commit, norm_order=model.parameters(),  # as in clip_grad_norm_(model.parameters(), ...)
         )  # fmt: skip
         if self._step.ranks is not None:
-            self._step.ranks.reduces_each = shard_reduce == "each"
+            self._step.ranks.reduces_last = shard_reduce == "last"
         floor = self._step.scaler.options.min_scale
         self._guard = Guard(options, scaling=plan.needs_loss_scaling, min_scale=floor, advice=ADVICE_FOR_LOOPS)
         self._keep_ranks_alike(

@@ -227,9 +227,9 @@ class TracedLoss:
             # A hit in AOTAutograd's cache would not pass through `keep`, and nothing would be scanned.
             with torch._functorch.config.patch(settings | {"enable_autograd_cache": False}):
                 entry.code = compile_fx(module, examples, inner_compile=keep)  # type: ignore[assignment]
-        entry.requires_grad = [isinstance(one, Tensor) and one.requires_grad for one in examples]
-        entry.has_side_effects = has_side_effects()
         entry.has_numbers = not all(isinstance(example, Tensor) for example in examples)
+        entry.requires_grad = list_requires_grad(examples, has_numbers=entry.has_numbers)
+        entry.has_side_effects = has_side_effects()
         self.entries.append(entry)
 
         def promise(*inputs: Any) -> Sequence[Any]:
@@ -243,7 +243,7 @@ class TracedLoss:
 
     def _refuse(self, entry: Entry, inputs: Sequence[Any]) -> None:
         """Raise NotTraced for a call that a replay would not repeat as the user's code does."""
-        if [isinstance(one, Tensor) and one.requires_grad for one in inputs] != entry.requires_grad:
+        if list_requires_grad(inputs, has_numbers=entry.has_numbers) != entry.requires_grad:
             raise Outdated
         if entry.why_not:
             raise NotTraced(entry.why_not)
@@ -341,6 +341,16 @@ def list_tensors(batch: Any) -> list[Tensor]:
     elif dataclasses.is_dataclass(batch):
         batch = list(vars(batch).values())
     return [tensor for one in batch for tensor in list_tensors(one)] if isinstance(batch, list | tuple) else []
+
+
+def list_requires_grad(inputs: Sequence[Any], *, has_numbers: bool) -> list[bool]:
+    """Return which inputs require a gradient. Without a loop in Python where all are tensors, as every step asks."""
+    if has_numbers:
+        return [isinstance(one, Tensor) and one.requires_grad for one in inputs]
+    return list(map(_get_requires_grad, inputs))
+
+
+_get_requires_grad = operator.attrgetter("requires_grad")
 
 
 def has_side_effects() -> bool:
