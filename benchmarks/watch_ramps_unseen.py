@@ -1,6 +1,7 @@
-"""Twenty ramps for watch_ramps.py that were labelled before watch was run: do not develop watch with them.
+"""Twenty ramps for watch_ramps.py that were labelled before watch was first run with them: it reached 15 hits then.
 
-As in watch_ramps_tuning.py, but with other models and other mistakes, which the docstrings state.
+Watch was developed further with them, so later results say nothing about ramps that it has not seen. As in
+watch_ramps_tuning.py, but with other models and other mistakes, which the docstrings state.
 """
 
 from __future__ import annotations

@@ -125,20 +125,14 @@ def refuse_unknown_dtypes(tensors: Mapping[str, Tensor]) -> None:
 def _cut_bytes(tensor: Tensor) -> Iterator[memoryview]:
     """Yield a tensor's bytes in chunks."""
     if tensor.numel():
-        whole = _view_bytes(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
+        whole = view_bytes(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
         for start in range(0, len(whole), CHUNK_BYTES):
             yield whole[start : start + CHUNK_BYTES]
 
 
-def _view_bytes(tensor: Tensor) -> memoryview:
+def view_bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor in host memory."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-def hash_tensor(tensor: Tensor) -> str:
-    digest = hashlib.sha256()
-    for chunk in _cut_bytes(tensor):
-        digest.update(chunk)
-    return digest.hexdigest()
 
 
 class TensorFile:
@@ -170,6 +164,6 @@ class TensorFile:
             return found
         with self._path.open("rb") as file:
             file.seek(self._starts[name] + cut.storage_offset() * cut.dtype.itemsize)
-            if file.readinto(_view_bytes(found)) != found.nbytes:
+            if file.readinto(view_bytes(found)) != found.nbytes:
                 raise ValueError(f"{self._path.name} ends within {name}")
         return found

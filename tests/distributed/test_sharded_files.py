@@ -261,7 +261,7 @@ TAMPERED = {
     "one rank fewer": (lambda f: edit(f, lambda m: m.update(ranks=1)), "one file for each of 1 ranks: rank-00001"),
     "another shape": (
         lambda f: edit(f, lambda m: m["sharded"][WEIGHT]["shape"].__setitem__(1, 5)),
-        f"manifest and files differ in {WEIGHT}",
+        f"manifest and rank-00000.safetensors differ in {WEIGHT}",
     ),
 }  # fmt: skip
 

@@ -213,6 +213,17 @@ def test_inputs_that_a_cast_to_fp16_loses_are_reported_as_what_comes_of_it(
     assert (first.module, first.kind, first.threshold) == ("0", kind, threshold)
 
 
+@pytest.mark.filterwarnings("ignore:.*holds no position in the data:UserWarning")
+def test_a_resumed_step_keeps_its_observations(tmp_path: Path) -> None:
+    model, step = train(2, 7, make=Tiny)
+    hs.save(tmp_path / "saved.safetensors", step, model)
+    model, resumed = train(2, 0, make=Tiny)
+    hs.load(tmp_path / "saved.safetensors", resumed, model)
+    seen = resumed.watched.history
+    assert [one.step for one in seen] == [2, 4, 6]
+    assert seen[-1].rows["0", "weight"].numbers == step.watched.history[-1].rows["0", "weight"].numbers
+
+
 # --- the trend ---
 
 LIMIT = Limit("fp16 maximum", 16.0, is_upper=True)

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from half_gather import check_half_gather, train_gathered_in_half
 from halfstep.distributed.launch import Launch
 from halfstep.run.train import train
+from halfstep.tune.modes import Mode
 from halfstep.workloads import load
 from ranks_together import together
 from whole_runs import TINY, newest
@@ -41,3 +43,12 @@ def test_a_sharded_world_of_one_trains_as_without(precision: str, gather: str, f
     atol = 1e-5 if precision == "fp32" else 4e-3
     for name, value in alone.model.items():
         torch.testing.assert_close(shards.model[name], value, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("mode", ["eager", "compile"])
+def test_blocks_gathered_in_bf16_keep_norms_in_fp32_and_drop_bad_steps(mode: Mode, tmp_path: Path) -> None:
+    [own] = together(1, train_gathered_in_half, tmp_path, "cuda:0", mode)
+    check_half_gather(own)
+    assert own["reason"] == "loss is nan (rank 0)"
+    assert own["remarks"] == []
+    assert bool(own["formats"]) is (mode == "eager")

@@ -14,6 +14,7 @@ from torch import nn
 from halfstep.errors import ConfigError, TrainingStopped
 from halfstep.integrations.guard import GuardedScheduler, HostGuard
 from host_faults import ADVICE, FAULTS, Fault, Net, copy_state, make_data, same_bits, seeded
+from operations import count_operations, make_normed
 
 ADAMW = {"fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True), "plain": lambda p: torch.optim.AdamW(p, 1e-2)}
 
@@ -353,3 +354,55 @@ def test_a_copy_of_the_model_is_not_guarded() -> None:
     assert not loop.guard._step.is_open
     loop.train(0)
     assert loop.guard.attempted == 1
+
+
+# --- the host's time ---
+
+
+@pytest.mark.parametrize("schedule", ["read", "exact"])
+def test_a_guard_adds_no_operation_per_parameter_or_buffer(schedule: Any) -> None:
+    x, y = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 3, 0, 1])
+
+    def count(depth: int, *, guarded: bool) -> int:
+        model = make_normed(depth)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+        guard = HostGuard("a loop", model, optimizer, ADVICE, schedule=schedule) if guarded else None
+        scheduler = scheduler if guard is None else guard.follow(scheduler)
+
+        def train() -> None:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            if guard is not None:
+                guard.record(loss)
+            loss.backward()
+            parameters = list(model.parameters())
+            norm = nn.utils.clip_grad_norm_(parameters, 1.0)
+            if guard is None:
+                optimizer.step()
+            else:
+                guard.note_norm(norm, parameters)
+                guard.step()
+            scheduler.step()
+
+        return count_operations(train)
+
+    few, many = (count(depth, guarded=True) - count(depth, guarded=False) for depth in (2, 20))
+    assert few == many <= 33
+
+
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_the_gradients_of_a_group_that_was_added_in_the_window_are_judged(is_bad: bool) -> None:
+    loop, late = Loop(schedule="read"), nn.Parameter(torch.ones(3))
+    loop.train(0)
+    assert loop.guard is not None
+    loss = F.cross_entropy(loop.model(loop.x[:8]), loop.y[:8])
+    loop.guard.record(loss)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(loop.model.parameters(), 0.5)
+    loop.guard.note_norm(norm, loop.model.parameters())
+    late.grad = torch.full((3,), float("nan") if is_bad else 1.0)
+    loop.optimizer.add_param_group({"params": [late]})
+    loop.guard.step()
+    assert loop.guard.dropped is is_bad
+    assert bool((late == 1).all()) is is_bad

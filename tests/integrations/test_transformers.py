@@ -213,6 +213,9 @@ def test_bad_steps_before_the_first_good_one_are_logged_as_nan(tmp_path: Path) -
     losses = [row["loss"] for row in read_logs(trainer) if "loss" in row]
     assert [math.isnan(loss) for loss in losses] == [True, True] + [False] * (len(losses) - 2)
     assert losses[2] == losses[3] > 0
+    seldom = train(tmp_path / "seldom", faults={0: "batch", 1: "batch", 3: "batch"}, given={"logging_steps": 4})
+    logged = next(row["loss"] for row in read_logs(seldom) if "loss" in row)
+    assert logged == pytest.approx(losses[2])  # the mean of the good ones, a dropped one counted as the one before it
 
 
 def test_the_end_says_how_many_steps_were_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -319,10 +322,12 @@ def test_a_nan_names_the_sample_and_the_module(tmp_path: Path, accumulate: int, 
     trainer = MyTrainer(
         model=seeded(Fragile), args=args, train_dataset=data, capsules=tmp_path / "capsules", halfstep=level
     )
-    with warnings.catch_warnings(record=True), replays_on_cpu():
+    with warnings.catch_warnings(record=True) as warned, replays_on_cpu():
         warnings.simplefilter("always")
         trainer.train()
     (capsule,) = (tmp_path / "capsules").iterdir()
+    call = f"hs.integrations.transformers.replay(trainer, {str(capsule)!r})"
+    assert any(call in str(one.message) for one in warned)
     found = str(hs.integrations.transformers.replay(trainer, capsule))
     assert "sample 37" in found, found
     assert "fragile" in found, found

@@ -15,15 +15,17 @@ import torch
 from safetensors.torch import load_file
 
 import sharded_workload
+from half_gather import check_half_gather, train_gathered_in_half
 from halfstep.distributed.launch import Launch
 from halfstep.distributed.world import Share
 from halfstep.errors import ConfigError, HalfstepError
 from halfstep.hardware.gpus import look_up_gpu
 from halfstep.precision.plan import Plan
+from halfstep.precision.swapped import InFp32, swap_class
 from halfstep.run import sharded_model
 from halfstep.run.assemble import build_workload, decide_plan
 from halfstep.run.checkpoint import is_sharded
-from halfstep.run.folder import RunFolder
+from halfstep.run.folder import RunFolder, load_stored
 from halfstep.run.memory import sizing
 from halfstep.run.sharded_model import MIN_UNITS, _find_own_units, refuse_unfit_gather, refuse_unshardable
 from halfstep.run.train import train
@@ -214,11 +216,24 @@ def test_norms_are_gathered_by_themselves_where_blocks_are_gathered_in_bf16() ->
     assert list(_find_own_units([block.to(torch.bfloat16)], gathers_half=False)) == []
     block.norm.float()
     assert list(_find_own_units([block], gathers_half=False)) == [[block.norm]]
+    norm, island = torch.nn.BatchNorm2d(3), sharded_workload.Block()  # as a layer of a Sequential is a block
+    swap_class(island, InFp32)
+    [alone] = _find_own_units([norm, island, sharded_workload.Block()], gathers_half=True)
+    assert alone[:2] == [norm, island]
 
 
 def test_one_rank_cannot_shard(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="train.shard=true with a single rank"):
         run(tmp_path / "alone", {**SETTINGS, "train.shard": True}, WORKLOAD)
+
+
+def test_a_report_predicts_the_memory_of_one_rank(
+    ran: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A report runs no custom code, which this workload is.
+    monkeypatch.setattr(sizing, "load_stored", lambda path, flags, trust: load_stored(path, flags, trust=True))
+    found = sizing.predict_stored_run(ran[0] / "whole")
+    assert found["weights"] < sum(p.numel() * 4 for p in sharded_workload.Net(3).parameters()) * 0.6
 
 
 def test_auto_shards_only_what_does_not_fit_and_says_so(ran: tuple[Path, dict[str, Any]]) -> None:
@@ -244,3 +259,9 @@ def test_a_sharded_run_can_be_resumed_unsharded(ran: tuple[Path, dict[str, Any]]
     folder, _ = ran
     resume(folder / "compiled", "train.shard=false", "train.max_steps=9", "train.fast=off", allow_changes=True)
     assert newest(folder / "compiled").state["step"]["attempted"] == 9
+
+
+def test_blocks_gathered_in_bf16_keep_norms_in_fp32_and_drop_bad_steps(tmp_path: Path) -> None:
+    for own in together(2, train_gathered_in_half, tmp_path, "cpu", "eager"):
+        check_half_gather(own)
+        assert own["reason"] == "loss is nan (rank 1)"

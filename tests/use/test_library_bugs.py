@@ -27,7 +27,7 @@ IN_EVERY_TORCH = [
     "stale-casts",
     "tf32-flags",
 ]
-"""Seen with torch 2.10, 2.11 and 2.13. If one fails, torch has fixed the bug: say so on the page."""
+"""Seen with torch 2.10 to 2.13. If one fails, torch has fixed the bug: say so on the page."""
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ import secrets
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from halfstep import __version__
 from halfstep.disk import flush, name_hidden, read_sealed, remove_leftovers, seal, write_atomically
+from halfstep.distributed.sharding import get_local
 from halfstep.distributed.world import World, mark_agreed
 from halfstep.errors import CheckpointError, HalfstepError, format_count, summarise_error
 from halfstep.tensor_files import (
@@ -50,8 +51,8 @@ from halfstep.tensor_files import (
     DTYPES,
     LazyTensors,
     TensorFile,
-    hash_tensor,
     refuse_unknown_dtypes,
+    view_bytes,
     write_tensors,
 )
 
@@ -92,18 +93,17 @@ def _find_range(mesh: DeviceMesh, length: int) -> tuple[int, int]:
     return start, min(each, length - start)
 
 
-def _find_sharded_dim(tensor: Tensor) -> int | None:
-    """Return the tensor's dimension that is cut; None if every rank holds all of it."""
-    last = tensor.placements[-1] if isinstance(tensor, DTensor) else None
-    return last.dim % tensor.ndim if isinstance(last, Shard) else None
-
-
-def _is_writer(tensor: Tensor, world: World) -> bool:
-    """True if this rank writes what it holds of a tensor: shards by the first replica, all others by rank 0."""
-    if not isinstance(tensor, DTensor) or _find_sharded_dim(tensor) is None:
-        return world.is_first
-    *others, _ = tensor.device_mesh.get_coordinate() or ()
-    return not any(others)
+def _describe_pieces(tensor: DTensor) -> dict[str, Any]:
+    """Return the manifest's entry of a tensor, with its pieces [rank, start, length]: the first replica writes them."""
+    mesh, last, shape = tensor.device_mesh, tensor.placements[-1], list(tensor.shape)
+    writers = mesh.mesh.reshape(-1, mesh.size(mesh.ndim - 1))[0].tolist()
+    dim, pieces = None, [[writers[0], 0, 1]]  # a tensor that is not cut is one piece of length 1
+    if isinstance(last, Shard):
+        dim = last.dim % tensor.ndim
+        each = max(-(-shape[dim] // len(writers)), 1)
+        starts = range(0, shape[dim], each)
+        pieces = [[rank, start, min(each, shape[dim] - start)] for rank, start in zip(writers, starts, strict=False)]
+    return {"dtype": DTYPES[tensor.dtype], "shape": shape, "dim": dim, "pieces": pieces if tensor.numel() else []}
 
 
 def _wrap(local: Tensor, mesh: DeviceMesh, shape: Iterable[int], dim: int | None) -> DTensor:
@@ -143,8 +143,13 @@ class BackgroundSave:
         self._world, self._publish, self._step = world, publish, step
         self._error: HalfstepError | None = None
         self._mesh = find_mesh(tensors.values())
-        self._cuts: dict[str, dict[str, Any]] = {}
-        own = self._choose_own(tensors)
+        refuse_unknown_dtypes(tensors)
+        self._sharded = {name: _describe_pieces(t) for name, t in tensors.items() if isinstance(t, DTensor)}
+        own = {
+            name: get_local(tensor)
+            for name, tensor in tensors.items()
+            if name not in self._sharded or any(world.rank == rank for rank, *_ in self._sharded[name]["pieces"])
+        }
         text = json.dumps(document)  # now: training changes the state while the thread runs
         self.folder, self._save = world.broadcast_from_first(lambda: (make_folder(), secrets.token_hex(8)))
         # Not a daemon: the interpreter ends when the files are written.
@@ -164,22 +169,6 @@ class BackgroundSave:
         self._thread.join()
         if self._error is not None:
             print(f"error: {self._error}", file=sys.stderr)
-
-    def _choose_own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what this rank may have to write, and note how sharded tensors are cut."""
-        refuse_unknown_dtypes(tensors)
-        own: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            if not isinstance(tensor, DTensor):
-                own[name] = tensor
-                continue
-            dim, local = _find_sharded_dim(tensor), tensor.to_local()
-            start, length = (0, 1) if dim is None else _find_range(tensor.device_mesh, tensor.shape[dim])
-            assert dim is None or local.shape[dim] == length, f"{name}: {local.shape} is not {length} from {start} on"
-            self._cuts[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "dim": dim, "start": start}
-            if local.numel() and _is_writer(tensor, self._world):
-                own[name] = local
-        return own
 
     # --- in the thread ---
 
@@ -204,65 +193,59 @@ class BackgroundSave:
             self._error = mark_agreed(_explain_unwritten(self.folder, problem))
 
     def _write_and_report(self, staged: dict[str, Tensor], document: str) -> str:
-        """Write this rank's file and post its size and checksum, or why it could not be written."""
+        """Write this rank's file and post its size, checksum and tensors that are not sharded, or why it failed."""
         rank = self._world.rank
         try:
-            self._drop_what_first_writes(staged)
-            own = {"save": self._save, "rank": rank, "cuts": self._cuts, "state": json.loads(document)}
+            whole = self._drop_what_first_writes(staged)
+            own = {"save": self._save, "rank": rank, "state": json.loads(document)}
             written = write_tensors(self.folder / name_file(rank), staged, {DOCUMENT: json.dumps(seal(own))})
-            problem = ""
+            report = ["", written, whole]
         except Exception as error:
             # Of any kind: a rank that does not report would leave the others waiting.
-            written, problem = {}, f"rank {rank}: {summarise_error(error)}"
-        self._world.post_text(f"{self._save}/{rank}", json.dumps([problem, written]))
-        return problem
+            report = [f"rank {rank}: {summarise_error(error)}", {}, {}]
+        self._world.post_text(f"{self._save}/{rank}", json.dumps(report))
+        return str(report[0])
 
-    def _drop_what_first_writes(self, staged: dict[str, Tensor]) -> None:
-        """Drop tensors that are not sharded and equal those of rank 0, which writes them."""
-        whole = {name: tensor for name, tensor in staged.items() if name not in self._cuts}
-        own = {name: [str(t.dtype), list(t.shape), hash_tensor(t)] for name, t in whole.items()}
+    def _drop_what_first_writes(self, staged: dict[str, Tensor]) -> dict[str, Any]:
+        """Drop tensors that are not sharded and equal those of rank 0, which writes them; describe the others."""
+        whole = {
+            name: [DTYPES[tensor.dtype], list(tensor.shape), hashlib.sha256(view_bytes(tensor)).hexdigest()]
+            for name, tensor in staged.items()
+            if name not in self._sharded
+        }
         if self._world.is_first:
-            self._world.post_text(f"{self._save}/whole", json.dumps(own))
-            return
-        first = json.loads(self._world.await_text(f"{self._save}/whole", 0))
-        for name in whole:
-            if own[name] == first.get(name):
-                del staged[name]
+            self._world.post_text(f"{self._save}/whole", json.dumps(whole))
+        else:
+            first = json.loads(self._world.await_text(f"{self._save}/whole", 0))
+            for name in [name for name in whole if whole[name] == first.get(name)]:
+                del staged[name], whole[name]
+        return {name: described for name, (*described, _) in whole.items()}
 
     def _finish(self) -> str:
-        """On rank 0: wait for all files, write the manifest and publish the save; return why that failed."""
+        """On rank 0: wait for all files, write the manifest, check and publish the save; return why that failed."""
         files: dict[str, Any] = {}
+        whole: dict[str, dict[str, Any]] = {}
         for rank in range(self._world.size):
-            problem, written = json.loads(self._world.await_text(f"{self._save}/{rank}", rank))
+            problem, files[name_file(rank)], own = json.loads(self._world.await_text(f"{self._save}/{rank}", rank))
             if problem:
                 return str(problem)
-            files[name_file(rank)] = written
+            for name, described in own.items():
+                whole.setdefault(name, {})[str(rank)] = described
+        manifest = {
+            "layout": LAYOUT_VERSION, "halfstep": __version__, "save": self._save, "step": self._step,
+            "ranks": self._world.size, "mesh": _list_ranks(self._mesh), "files": files, "sharded": self._sharded,
+            "whole": whole,
+        }  # fmt: skip
         try:
-            manifest = self._make_manifest(files)
-            check_coverage(manifest)
-            path = self.folder / MANIFEST
-            path.write_text(json.dumps(seal(manifest)))
-            for written in (path, self.folder, self.folder.parent):
-                flush(written)
+            write_atomically(self.folder / MANIFEST, json.dumps(seal(manifest)))
+            StoredShards(self.folder, None, reads_tensors=False)
+            flush(self.folder.parent)
             self._publish(self.folder)
         except CheckpointError as error:
             return error.what
         except OSError as error:
             return summarise_error(error)
         return ""
-
-    def _make_manifest(self, files: dict[str, Any]) -> dict[str, Any]:
-        for rank, name in enumerate(files):
-            if not (self.folder / name).is_file():
-                raise CheckpointError(
-                    f"rank 0 does not see {name}, which rank {rank} wrote: machines must share the folder's disk"
-                )
-        sharded, whole = list_tensors([_read_head(TensorFile(self.folder / name)) for name in files])
-        return {
-            "layout": LAYOUT_VERSION, "halfstep": __version__, "save": self._save, "step": self._step,
-            "ranks": self._world.size, "mesh": _list_ranks(self._mesh), "files": files, "sharded": sharded,
-            "whole": whole,
-        }  # fmt: skip
 
 
 # --- a folder with one save, and `latest`, which names it ---
@@ -332,49 +315,33 @@ def _explain_unwritten(folder: Path, problem: str) -> CheckpointError:
     )
 
 
-def _read_head(file: TensorFile) -> dict[str, Any]:
-    """Return a file's document, with dtype and shape of each of its tensors under "held"."""
-    held = {name: [DTYPES[tensor.dtype], list(tensor.shape)] for name, tensor in file.described.items()}
-    return read_sealed(file.metadata[DOCUMENT]) | {"held": held}
-
-
-def list_tensors(heads: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the pieces [rank, start, length] of each sharded tensor, and which ranks hold each of the others."""
-    whole: dict[str, Any] = {}
-    sharded = {
-        name: {key: cut[key] for key in ("dtype", "shape", "dim")} | {"pieces": []}
-        for name, cut in heads[0]["cuts"].items()
-    }
-    for rank, head in enumerate(heads):
-        for name, (dtype, shape) in head["held"].items():
-            if name in sharded:
-                dim = sharded[name]["dim"]
-                sharded[name]["pieces"].append([rank, head["cuts"][name]["start"], 1 if dim is None else shape[dim]])
-            else:
-                whole.setdefault(name, {})[str(rank)] = [dtype, shape]
-    return sharded, whole
-
-
 # --- loading ---
 
 
-def check_coverage(manifest: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless every sharded tensor is covered by its pieces once, and every rank has a file."""
-    expected = {name_file(rank) for rank in range(manifest["ranks"])}
-    if set(manifest["files"]) != expected:
-        named = ", ".join(sorted(set(manifest["files"]) ^ expected)[:NUM_SHOWN])
+def check_coverage(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Raise CheckpointError unless every rank has a file, and pieces cover every sharded tensor once; return dtype and
+    shape of what each file holds."""
+    expected = [name_file(rank) for rank in range(manifest["ranks"])]
+    if sorted(manifest["files"]) != expected:
+        named = ", ".join(sorted(set(manifest["files"]) ^ set(expected))[:NUM_SHOWN])
         raise CheckpointError(f"the manifest does not list one file for each of {manifest['ranks']} ranks: {named}")
+    held: list[dict[str, Any]] = [
+        {name: ranks[str(rank)] for name, ranks in manifest["whole"].items() if str(rank) in ranks}
+        for rank in range(manifest["ranks"])
+    ]
     for name, entry in manifest["sharded"].items():
-        # A tensor that is not cut is one piece of length 1.
-        end = 1 if entry["dim"] is None else entry["shape"][entry["dim"]]
-        covered = end if 0 in entry["shape"] else 0
+        dtype, shape, dim = entry["dtype"], entry["shape"], entry["dim"]
+        end = 1 if dim is None else shape[dim]
+        covered = end if 0 in shape else 0
         for rank, start, length in sorted(entry["pieces"], key=lambda piece: piece[1]):
             if start != covered or length <= 0:
                 what = f"a gap at {covered}" if start > covered else f"an overlap at {start}"
                 raise CheckpointError(f"the pieces of {name} leave {what} of {end} (rank {rank})")
+            held[rank][name] = [dtype, [length if d == dim else size for d, size in enumerate(shape)]]
             covered += length
         if covered != end:
             raise CheckpointError(f"the pieces of {name} end at {covered} of {end}")
+    return held
 
 
 class StoredShards:
@@ -416,32 +383,30 @@ class StoredShards:
         if manifest["layout"] != LAYOUT_VERSION:
             raise CheckpointError(f"it has layout {manifest['layout']}, this halfstep reads {LAYOUT_VERSION}; "
                                   f"halfstep {manifest['halfstep']} wrote it")  # fmt: skip
-        check_coverage(manifest)
-        files = manifest["files"]
+        held, files = check_coverage(manifest), manifest["files"]
         if foreign := sorted(path.name for path in self.folder.glob("*.safetensors") if path.name not in files):
             raise CheckpointError(f"{', '.join(foreign[:NUM_SHOWN])} does not belong to this save")
         for rank, (name, expected) in enumerate(sorted(files.items())):
-            self._check_file(rank, self.folder / name, expected)
-        for kind, found in zip(("sharded", "whole"), list_tensors(self._heads), strict=True):
-            names = found.keys() | manifest[kind].keys()
-            if differing := sorted(name for name in names if found.get(name) != manifest[kind].get(name)):
-                raise CheckpointError(f"manifest and files differ in {', '.join(differing[:NUM_SHOWN])}")
+            self._check_file(rank, self.folder / name, expected, held[rank])
 
-    def _check_file(self, rank: int, path: Path, expected: Mapping[str, Any]) -> None:
+    def _check_file(self, rank: int, path: Path, expected: Mapping[str, Any], held: Mapping[str, Any]) -> None:
         if not path.is_file():
             raise CheckpointError(f"{path.name} is missing")
         if (size := path.stat().st_size) != expected["bytes"]:
             raise CheckpointError(f"{path.name} has {size} bytes, {expected['bytes']} were written")
-        self._files.append(TensorFile(path))
-        self._heads.append(head := _read_head(self._files[-1]))
+        self._files.append(file := TensorFile(path))
+        self._heads.append(head := read_sealed(file.metadata[DOCUMENT]))
         if head["save"] != self.manifest["save"] or head["rank"] != rank:
             raise CheckpointError(f"{path.name} is of another save or rank")
+        found = {name: [DTYPES[tensor.dtype], list(tensor.shape)] for name, tensor in file.described.items()}
+        if differing := sorted(n for n in found.keys() | held.keys() if found.get(n) != held.get(n)):
+            raise CheckpointError(f"manifest and {path.name} differ in {', '.join(differing[:NUM_SHOWN])}")
         # Each file is hashed by one rank: with the same number of ranks, by the one that reads it.
         num_hashing, own = (self._world.size, self._world.rank) if self._world is not None else (1, 0)
         if self._reads_tensors and rank % num_hashing == own:
-            with path.open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-            if found != expected["sha256"]:
+            with path.open("rb") as content:
+                digest = hashlib.file_digest(content, "sha256").hexdigest()
+            if digest != expected["sha256"]:
                 raise CheckpointError(f"{path.name} was changed after it was written: its SHA-256 differs")
 
     def refuse_other_mesh(self, mesh: DeviceMesh | None, *, reshard: bool, fix: str) -> str:

@@ -14,8 +14,9 @@ chosen with the ramps of benchmarks/watch_ramps_tuning.py and benchmarks/watch_r
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -89,25 +90,33 @@ class Crossing:
     """False if the trend is too weak for a warning of its own."""
 
 
-def forecast(steps: Sequence[float], values: Sequence[float], limit: Limit) -> Crossing | None:
-    """Return when values cross a limit; None if they do not move towards it. Only sure crossings merit a warning."""
+def forecast(
+    steps: Sequence[float], values: Sequence[float], limit: Limit, *, only_sure: bool = False
+) -> Crossing | None:
+    """Return when values cross a limit; None if they do not move towards it. Only sure crossings merit a warning;
+    with `only_sure`, None for most others, which is faster."""
     if len(steps) < K or not all(map(math.isfinite, values)):
         return None
     steps, values = steps[-K:], values[-K:]
     sign = 1.0 if limit.is_upper else -1.0
     rising, level, half = [sign * value for value in values], sign * limit.level, K // 2
-    slopes = sorted(_list_slopes(steps, rising))
-    slowest, fastest = slopes[RANKS[0]], slopes[RANKS[1]]
-    early, recent = (median(_list_slopes(steps[part], rising[part])) for part in (slice(half), slice(half, K)))
-    slope = median(slopes)
-    if recent <= 0 or slope <= 0:
+    recent = median(_list_slopes(steps[half:], rising[half:]))
+    if recent <= 0:
         return None
     now = steps[-1]
     newest = median(y + recent * (now - t) for t, y in zip(steps[half:], rising[half:], strict=True))
     left, span, moved = level - newest, now - steps[half - 1], rising[-1] - rising[0]
+    has_moved = moved >= max(LEAST_MOVE[limit.of], LEAST_DONE * left)
+    if only_sure and left > 0 and not has_moved:
+        return None
+    slopes = sorted(_list_slopes(steps, rising))
+    slowest, slope, fastest = slopes[RANKS[0]], median(slopes), slopes[RANKS[1]]
+    if slope <= 0:
+        return None
     if left <= 0:
         return None if rising[0] > level else Crossing(now, now, now, 0.0, slope, is_sure=True)
-    is_sure = slowest > 0 and moved >= max(LEAST_MOVE[limit.of], LEAST_DONE * left)
+    is_sure = slowest > 0 and has_moved
+    early = median(_list_slopes(steps[:half], rising[:half]))
     # The trend bends: its speed changes by this factor from one half of the observations to the next. Half of that is
     # believed for the forecast, since four observations tell it poorly; the interval allows for more.
     bend = min(max(recent / early, 1 / MOST_BEND), MOST_BEND) if early > 0 else MOST_BEND
@@ -175,9 +184,8 @@ def round_steps(steps: float) -> str:
 
 # --- what each kind is compared with ---
 
-Fix = Callable[[str, str], str]
 
-
+@functools.cache
 def list_limits(
     kind: str, format: str, module: str, *, scales: bool, eps: float = 0.0, is_fp8: bool = False
 ) -> list[Limit]:
@@ -186,7 +194,8 @@ def list_limits(
     if kind == "variance":
         return [Limit(f"variance {eps:g}", math.log2(eps), is_upper=False, fix=FIX_VARIANCE)] if eps > 0 else []
     if kind == "update":
-        return [Limit("lost updates 50 %", 0.5, is_upper=True, of="lost", fix=FIX_LOST)] if is_half(format) else []
+        is_narrow = find_format(format).storage_bits < 32
+        return [Limit("lost updates 50 %", 0.5, is_upper=True, of="lost", fix=FIX_LOST)] if is_narrow else []
     if kind == "input":  # in fp32, and about to be cast to fp16
         fix = FIX_HIGH["activation"].format(module=name)
         return [
@@ -214,10 +223,6 @@ VANISHED = math.log2(FP16.smallest_subnormal) - 0.5
 """Half of fp16's smallest number rounds to zero."""
 FP8_RANGE = math.log2(FP8_E4M3.largest / FP8_E4M3.smallest_normal)
 """Bits between the largest and the smallest normal number: fp8 scales a tensor's largest magnitude to the former."""
-
-
-def is_half(format: str) -> bool:
-    return find_format(format).storage_bits < 32
 
 
 FIX_HIGH = {

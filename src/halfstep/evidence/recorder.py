@@ -58,6 +58,8 @@ class CapsuleContext:
 class Recorder:
     """Write capsules: one for each cause in a row, at most `most`."""
 
+    replay = "hs.replay({!r}, model, loss_fn)"  # the call that names the cause, for a message
+
     def __init__(
         self,
         folder: Path,
@@ -209,7 +211,7 @@ class Recorder:
         except HalfstepError as error:  # a by-product: the run itself goes on
             return self.notice(f"{error.what} ({error.why})")
         is_run = bool(self.context.config)
-        replay = suggest_command("replay", path) if is_run else f"hs.replay({str(path)!r}, model, loss_fn)"
+        replay = suggest_command("replay", path) if is_run else self.replay.format(str(path))
         return self.notice(f"step {reading.attempted} was saved; find the cause with: {replay}")
 
     def _get_committed(self, phase: str) -> Tensor:

@@ -85,8 +85,7 @@ class AccelerateGuard(HostGuard):
         return norm
 
     def _clip_grad_value(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.scaler is None:  # which looks at them when it unscales
-            self.look_at_gradients()
+        self.look_at_gradients()
         return before(*args, **kwargs)
 
     def _refuse_uneven_inputs(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

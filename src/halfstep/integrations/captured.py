@@ -49,6 +49,8 @@ class CapturedLoop(HostSteps):
             options["schedule"] = per_step(copy.deepcopy(scheduler, {id(scheduler.optimizer): optimizer}))
         self.step = Step(model, optimizer, **options)
         self._step, self._warnings, self.step._guard.advice = self.step._step, self.step._dropped, advice
+        if self.step._recorder is not None:
+            self.step._recorder.replay = advice.replay
         self._undo.append(optimizer.register_state_dict_post_hook(self._store_plain_rates).remove)
         self._mark(optimizer)
 

@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from halfstep.errors import ConfigError, TrainingStopped, format_count
+from halfstep.evidence.recorder import Recorder
 from halfstep.hardware.probe import probe
 from halfstep.own_loop.arguments import check_choice, check_folder, make_guard_options
 from halfstep.own_loop.evidence import make_recorder
@@ -66,9 +67,11 @@ AHEAD = 256  # steps that a schedule is asked for in advance
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostAdvice(Advice):
-    """What a user of a host can do against several bad steps in a row; `step` is what makes guarded steps."""
+    """What a user of a host can do against several bad steps in a row; `step` is what makes guarded steps, `replay` the
+    call that names the cause of one."""
 
     step: str
+    replay: str = Recorder.replay
 
 
 class HostOptions(TypedDict, total=False):
@@ -253,6 +256,8 @@ class HostGuard(HostSteps):
         self._guard = Guard(options, scaling=self.scaler is not None, advice=advice)
         self._recorder = make_recorder(folder, self._step, spikes=False, model=plain) if folder else None
         self._step.keeps_rng, self._step.measures_spikes = self._recorder is not None, False
+        if self._recorder is not None:
+            self._recorder.replay = advice.replay
         self._warnings = DroppedSteps(low_scale=USUAL_FIRST / FAR_BELOW if self.scaler is not None else None)
         if self._step.ranks is not None:
             settings = {"guard": options, "schedule": self.schedule, "host": host}
@@ -323,7 +328,7 @@ class HostGuard(HostSteps):
     def look_at_gradients(self) -> None:
         """Note whether gradients are finite before the host clips them by value, which makes an infinite one finite."""
         gradients = collect_gradients(self._step.find_trained_parameters())
-        if gradients:
+        if gradients and self.scaler is None:  # which looks at them when it unscales
             norm = compute_total_norm(gradients, math.inf)
             self._add_overflow(norm - norm != 0)
 

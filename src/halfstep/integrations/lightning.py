@@ -276,8 +276,8 @@ class HalfstepPrecision:
         return result
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> Any:
-        if clip_val and gradient_clip_algorithm == "value" and self._guard is not None and self.scaler is None:
-            self._guard.look_at_gradients()  # clipping makes an infinite one finite
+        if clip_val and gradient_clip_algorithm == "value" and self._guard is not None:
+            self._guard.look_at_gradients()
         return cast(Any, super()).clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -498,7 +498,7 @@ class FabricGuard(HostGuard):
 
     def _clip_gradients(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Fabric's default would raise, after a wait, for what the guard drops.
-        if kwargs.get("clip_val") is not None and self.scaler is None:
+        if kwargs.get("clip_val") is not None:
             self.look_at_gradients()
         norm = before(*args, **{"error_if_nonfinite": False, **kwargs})
         if norm is not None:  # over all parameters of the optimizer

@@ -76,8 +76,8 @@ class HalfstepScaler:
 
             assert parameters is not None
             self._scaler.unscale_(optimizer)
-            if clip_mode == "value" and not self._scaler.is_enabled():
-                self.guard.look_at_gradients()  # clipping makes an infinite one finite
+            if clip_mode == "value":
+                self.guard.look_at_gradients()
             dispatch_clip_grad(parameters, clip_grad, mode=clip_mode)
         self.guard.step()
 

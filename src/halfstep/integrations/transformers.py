@@ -39,6 +39,7 @@ ADVICE = HostAdvice(
     overflow="TrainingArguments(bf16=True)",
     clip="TrainingArguments(max_grad_norm=1.0)",
     step="trainer.optimizer.step()",
+    replay="hs.integrations.transformers.replay(trainer, {!r})",
 )
 ITEMS, INDEX = "num_items_in_batch", "index"
 
@@ -88,7 +89,9 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         self._hs_window: list[Any] = []
         self._hs_num_batches = 1
         self._hs_norm: Tensor | None = None
-        self._hs_last_loss: Tensor | None = None  # the last good one; NaN before it
+        self._hs_last_loss: Tensor | None = None  # the last good one; NaN before the first
+        self._hs_num_missing: Tensor | None = None  # losses before the first good one, of those since the last log
+        self._hs_num_losses = 0
         self._hs_filters_logs = False
         self._hs_num_dropped = 0
         super().__init__(*args, **kwargs)
@@ -116,7 +119,7 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         if why_not:
             say(f"does not capture the steps of {HOST}, and guards them: {why_not}")
         is_captured = self._hs_level == "captured" and not why_not
-        self._hs_last_loss = None
+        self._hs_last_loss, self._hs_num_missing, self._hs_num_losses = None, None, 0
         self._hs_steps = self._begin_captured() if is_captured else self._begin_guard()
         self._hs_steps.announce()
         # The Trainer looks at each loss on the host to repair its log, which waits. The same is done on the device.
@@ -214,13 +217,17 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
             steps.open_window()
             steps.keep(batch)
             loss = super().training_step(model, inputs, num_items_in_batch)
-        if self._hs_filters_logs:
-            # The log adds up losses, also those of dropped steps: in place of a bad one, the last good one; before that
-            # 0, because a NaN would stay in the sum for ever.
-            last = torch.full_like(loss, float("nan")) if self._hs_last_loss is None else self._hs_last_loss
-            self._hs_last_loss = torch.where(loss.isfinite(), loss, last)
-            loss = self._hs_last_loss.nan_to_num()
-        return loss
+        return self._replace_bad_loss(loss) if self._hs_filters_logs else loss
+
+    def _replace_bad_loss(self, loss: Tensor) -> Tensor:
+        """Return what the log adds up: in place of a bad loss, the last good one. Before the first it is 0, because a
+        NaN would stay in the Trainer's sum for ever; `log` corrects the mean."""
+        last = torch.full_like(loss, float("nan")) if self._hs_last_loss is None else self._hs_last_loss
+        self._hs_last_loss = torch.where(loss.isfinite(), loss, last)
+        is_missing = self._hs_last_loss.isnan()
+        self._hs_num_missing = is_missing + (0 if self._hs_num_missing is None else self._hs_num_missing)
+        self._hs_num_losses += 1
+        return self._hs_last_loss.nan_to_num()
 
     def _step_captured(self, captured: CapturedLoop, model: Any) -> Tensor:
         model.train()
@@ -256,8 +263,11 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         rate = logs.get("learning_rate")
         if isinstance(rate, Tensor):
             logs["learning_rate"] = float(rate)
-        if "loss" in logs and self._hs_last_loss is not None and self._hs_last_loss.isnan():
-            logs["loss"] = float("nan")  # no step was good so far
+        if "loss" in logs and self._hs_num_missing is not None:
+            num, num_missing = self._hs_num_losses, int(self._hs_num_missing)
+            if num_missing:
+                logs["loss"] = logs["loss"] * num / (num - num_missing) if num_missing < num else float("nan")
+            self._hs_num_missing, self._hs_num_losses = None, 0
         super().log(logs, *args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
@@ -293,9 +303,9 @@ class _Ends(TrainerCallback):  # type: ignore[misc]
 
 
 def replay(trainer: HalfstepMixin, capsule: str | os.PathLike[str]) -> Replayed:
-    """Find out why a step of this trainer went bad; print the result.
+    """Find out why a step of this trainer went bad. ::
 
-    found = hs.integrations.transformers.replay(trainer, "capsules/00000123")
+    print(hs.integrations.transformers.replay(trainer, "capsules/00000123"))
     """
     return replay_capsule(capsule, trainer.model, trainer._compute_window_loss)
 

@@ -379,14 +379,11 @@ class FastPath:
             {str(position): call.inputs[position].detach().to(device) for position in own}
             for call, own in zip(traced.calls, positions, strict=True)
         ]
-        fixed = [
-            [
-                (position, one, one.data_ptr())
-                for position, one in enumerate(call.inputs)
-                if isinstance(one, Tensor) and position not in own
-            ]
-            for call, own in zip(traced.calls, positions, strict=True)
-        ]
+        fixed = []
+        for call, own in zip(traced.calls, positions, strict=True):
+            others = [k for k, one in enumerate(call.inputs) if isinstance(one, Tensor) and k not in own]
+            tensors = [call.inputs[k] for k in others]
+            fixed.append((others, tensors, [tensor.data_ptr() for tensor in tensors]))
         outputs: list[Sequence[Any]] = []
         # A capture takes place on a stream of the current device, which need not be the model's.
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():

@@ -32,7 +32,7 @@ from halfstep.step.optim.recut_shards import recut_optimizer_states
 from halfstep.step.randomness import read_generators
 from halfstep.step.snapshots import find_loose_buffers, restore_buffers
 from halfstep.step.tree import pack, unpack
-from halfstep.tensor_files import LazyTensors, describe, make_header, take, write_tensors
+from halfstep.tensor_files import LazyTensors, describe, make_header, take, view_bytes, write_tensors
 
 LAYOUT_VERSION = 1
 DOCUMENT = "halfstep"
@@ -70,7 +70,10 @@ def save(
     packed, tensors = pack(state)
     try:
         if sharding is not None:
-            _begin_save(path, packed, tensors, steps[0])
+            from halfstep.distributed.sharded_files import start_save
+
+            document, world = {"layout": LAYOUT_VERSION, "state": packed}, steps[0].ranks.world
+            steps[0]._saving = start_save(path, document, tensors, world, step=steps[0].attempted)
         else:
             _save_file(path, packed, tensors)
     except TypeError as error:  # a model's or loader's own state_dict may hold anything
@@ -250,13 +253,6 @@ def _wait_for_saves(steps: Sequence[Step]) -> None:
             step._saving.wait()
 
 
-def _begin_save(path: Path, packed: Any, tensors: Mapping[str, Tensor], step: Step) -> None:
-    from halfstep.distributed.sharded_files import start_save
-
-    state = {"layout": LAYOUT_VERSION, "state": packed}
-    step._saving = start_save(path, state, tensors, step.ranks.world, step=step.attempted)
-
-
 def _read_shards(path: Path, steps: Sequence[Step], model: nn.Module, *, reshard: bool) -> dict[str, Any]:
     """Read this rank's part of the newest complete save; a whole unsharded model's on one rank."""
     from halfstep.distributed.sharded_files import StoredShards, find_latest, find_mesh
@@ -330,7 +326,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _compute_checksum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else 0
+    return zlib.crc32(view_bytes(tensor))
 
 
 # --- what does not fit ---

@@ -211,7 +211,7 @@ class Step:
             on_commit=on_commit, norm_order=model.parameters(),  # as in clip_grad_norm_(model.parameters(), ...)
         )  # fmt: skip
         if self._step.ranks is not None:
-            self._step.ranks.reduces_each = shard_reduce == "each"
+            self._step.ranks.reduces_last = shard_reduce == "last"
         floor = self._step.scaler.options.min_scale
         self._guard = Guard(options, scaling=plan.needs_loss_scaling, min_scale=floor, advice=ADVICE_FOR_LOOPS)
         self._keep_ranks_alike(
@@ -494,6 +494,7 @@ class Step:
             "guard": self._guard.state_dict(),
             "schedules": self._schedules.state_dict(),
             "position": self._position.state_dict(),
+            **({"watch": self.watched.state_dict()} if self._watch is not None else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -508,6 +509,8 @@ class Step:
         self._schedules.load_state_dict(schedules)
         if self._rollback is not None:
             self._rollback.forget()
+        if self._watch is not None and "watch" in state:
+            self._watch.load_state_dict(state["watch"])
         if "position" in state:
             self._position.load_state_dict(state["position"])
 

@@ -41,7 +41,7 @@ from torch.fx import GraphModule, Node, has_side_effect
 from torch.utils.checkpoint import CheckpointPolicy
 
 from halfstep.backend_flags import WANTED
-from halfstep.precision.contexts import get_autocast_dtype, use_sound_attention
+from halfstep.precision.contexts import CACHE_ENABLED, get_autocast_dtype, use_sound_attention
 from halfstep.precision.plan import Plan
 
 Compiler = Literal["aten", "inductor"]
@@ -227,9 +227,9 @@ class TracedLoss:
             # A hit in AOTAutograd's cache would not pass through `keep`, and nothing would be scanned.
             with torch._functorch.config.patch(settings | {"enable_autograd_cache": False}):
                 entry.code = compile_fx(module, examples, inner_compile=keep)  # type: ignore[assignment]
-        entry.requires_grad = [isinstance(one, Tensor) and one.requires_grad for one in examples]
-        entry.has_side_effects = has_side_effects()
         entry.has_numbers = not all(isinstance(example, Tensor) for example in examples)
+        entry.requires_grad = list_requires_grad(examples, has_numbers=entry.has_numbers)
+        entry.has_side_effects = has_side_effects()
         self.entries.append(entry)
 
         def promise(*inputs: Any) -> Sequence[Any]:
@@ -243,7 +243,7 @@ class TracedLoss:
 
     def _refuse(self, entry: Entry, inputs: Sequence[Any]) -> None:
         """Raise NotTraced for a call that a replay would not repeat as the user's code does."""
-        if [isinstance(one, Tensor) and one.requires_grad for one in inputs] != entry.requires_grad:
+        if list_requires_grad(inputs, has_numbers=entry.has_numbers) != entry.requires_grad:
             raise Outdated
         if entry.why_not:
             raise NotTraced(entry.why_not)
@@ -343,6 +343,16 @@ def list_tensors(batch: Any) -> list[Tensor]:
     return [tensor for one in batch for tensor in list_tensors(one)] if isinstance(batch, list | tuple) else []
 
 
+def list_requires_grad(inputs: Sequence[Any], *, has_numbers: bool) -> list[bool]:
+    """Return which inputs require a gradient. Without a loop in Python where all are tensors, as every step asks."""
+    if has_numbers:
+        return [isinstance(one, Tensor) and one.requires_grad for one in inputs]
+    return list(map(_get_requires_grad, inputs))
+
+
+_get_requires_grad = operator.attrgetter("requires_grad")
+
+
 def has_side_effects() -> bool:
     """True if the Python code that Dynamo traces now changes an object that existed before."""
     effects = InstructionTranslator.current_tx().output.side_effects
@@ -362,6 +372,8 @@ def share_casts(module: GraphModule, examples: Sequence[Any]) -> None:
 
     Gradients of a cast that is shared are added up in half precision. AOTAutograd switches the cache off, so that no
     tensor of one trace reaches the next one; here it is emptied before and after."""
+    if CACHE_ENABLED is False:  # the eager step of this torch casts every use of a weight too
+        return
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     weights = [node for node, one in zip(placeholders, examples, strict=True) if is_cached(one)]
     output = next(node for node in reversed(module.graph.nodes) if node.op == "output")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -145,8 +146,8 @@ class Graph:
     device: torch.device
     outputs: list[Sequence[Any]]
     """What the entries return; a replay writes into these tensors."""
-    fixed: list[list[tuple[int, Tensor, int]]]
-    """Inputs that must be the same tensors at the same addresses: position, tensor, address."""
+    fixed: list[tuple[list[int], list[Tensor], list[int]]]
+    """Inputs that must be the same tensors at the same addresses: positions, tensors, addresses."""
     holders: list[int]
     """Identities of the objects that optimizers replace when state is loaded into them."""
     dynamic: list[list[tuple[int, str]]]
@@ -155,11 +156,11 @@ class Graph:
     def fits(self, traced: TracedWindow, step: Step) -> bool:
         if not self.replay.is_valid or list(map(id, list_holders(step))) != self.holders:
             return False
-        for call, fixed in zip(traced.calls, self.fixed, strict=True):
-            inputs = call.inputs
-            for position, tensor, address in fixed:
-                if inputs[position] is not tensor or tensor.data_ptr() != address:
-                    return False
+        for call, (positions, tensors, addresses) in zip(traced.calls, self.fixed, strict=True):
+            if not all(map(operator.is_, map(call.inputs.__getitem__, positions), tensors)):
+                return False
+            if list(map(Tensor.data_ptr, tensors)) != addresses:
+                return False
         return True
 
     def select(self, traced: TracedWindow) -> list[dict[str, Tensor]]:

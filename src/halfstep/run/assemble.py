@@ -42,7 +42,7 @@ from halfstep.run.optimizer import (
     refuse_unknown,
     select_options,
 )
-from halfstep.run.sharded_model import ShardedModel, call_plain, shard_frozen_
+from halfstep.run.sharded_model import ShardedModel, shard_frozen_
 from halfstep.run.validate import EarlyStopping
 from halfstep.step.ema import Ema
 from halfstep.step.guard import LAG, Guard, GuardOptions
@@ -96,7 +96,7 @@ class Assembly:
     @property
     def call(self) -> Callable[..., Any]:
         """Return how a function that uses the model's parameters is called outside of steps; by every rank."""
-        return call_plain if self.sharded is None else self.sharded.call
+        return self.sharded.call if self.sharded is not None else lambda function, *arguments: function(*arguments)
 
     @property
     def full_batch(self) -> int:
@@ -159,7 +159,7 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
     ranks: Ranks | Literal["alone"] = "alone"
     sharded = ShardedModel(config, model, plan, world, device) if shards and world is not None else None
     if sharded is not None:
-        eager, region, ranks = sharded.connect(eager, device, tunes_kernels=tunes_kernels)
+        eager, region, ranks = sharded.connect(eager, plan, device, tunes_kernels=tunes_kernels)
     elif not workload.phases:
         eager, region, ranks = connect_ranks(world, config, model, (eager, region), device)
     phases = assemble_phases(config, workload, model, plan, setting, length, to_compiled, values, world)

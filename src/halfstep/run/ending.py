@@ -205,15 +205,20 @@ def export_model(parts: Assembly, folder: RunFolder) -> None:
 
     Rank 0 writes them tensor by tensor from the checkpoint's files, so that no rank holds the whole model.
     """
-    kind, world = KINDS.of(parts.config.workload), parts.world
+    kind, checkpoints = KINDS.of(parts.config.workload), folder.open_checkpoints()
     if kind.export is None and parts.sharded is None:
         return
-    checkpoints = folder.open_checkpoints()
-    path, shards = checkpoints.find_best() or checkpoints.list_all()[-1], None
-    if is_sharded(path) and world is not None:
+
+    def find() -> Path:
+        return checkpoints.find_best() or checkpoints.list_all()[-1]
+
+    # The ranks of a sharded run each check their files; without it the other ranks are not here.
+    world = parts.world if parts.sharded is not None else None
+    path, shards = world.broadcast_from_first(find) if world is not None else find(), None
+    if world is not None and is_sharded(path):
         from halfstep.distributed.sharded_files import StoredShards
 
-        shards = StoredShards(path, world)  # each rank checks its files
+        shards = StoredShards(path, world)
     if world is not None and not world.is_first:
         return
     weights, store = open_weights(path, shards), dict(parts.workload.store)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -41,6 +42,7 @@ UNIT_PARAMETERS = 64_000_000
 """A unit has at least so many, 256 MB in fp32. FSDP2's hooks take the host 1.5 ms per unit and step, whatever its size
 (GPT-2 XL on an H200's host, benchmarks/sharded_gpt2_xl.py). Its two gathers and its reduction then take 2 ms, at the
 350 GB/s of NVLink: the host stays ahead of the devices."""
+GROUPED = (nn.ModuleList, nn.Sequential)
 MIN_UNITS = 8
 """A unit with this part of all blocks is large enough: what is gathered must stay small compared with the model."""
 
@@ -98,15 +100,19 @@ def refuse_unshardable(config: RunConfig, workload: Workload, world: World | Non
 
 
 def group_blocks(model: nn.Module, names: Sequence[str]) -> list[list[str]]:
-    """Group successive blocks of one list into units of at least `UNIT_PARAMETERS`."""
+    """Group successive blocks of one list into units of at least `UNIT_PARAMETERS`.
+
+    Blocks outside of lists are not grouped: validation may call some of them only, and FSDP2 frees a unit after its
+    last block."""
     blocks = {name: list(model.get_submodule(name).parameters()) for name in names}
     sizes = {name: sum(p.numel() for p in parameters) for name, parameters in blocks.items()}
     least = min(UNIT_PARAMETERS, sum(sizes.values()) / MIN_UNITS)
     # FSDP2 gathers one format at a time, so blocks of another format are another unit.
     kinds = {name: (name.rpartition(".")[0], {p.dtype for p in blocks[name]}) for name in names}
+    in_lists = {where for where, _ in kinds.values() if isinstance(model.get_submodule(where), GROUPED)}
     units: list[list[str]] = []
     for name in names:
-        is_like = bool(units) and kinds[units[-1][0]] == kinds[name]
+        is_like = bool(units) and kinds[units[-1][0]] == kinds[name] and kinds[name][0] in in_lists
         if is_like and sum(sizes[other] for other in units[-1]) < least:
             units[-1].append(name)
         else:
@@ -129,11 +135,10 @@ class ShardedModel:
     """A model divided among the ranks, and how functions that use its parameters are called."""
 
     def __init__(self, config: RunConfig, model: nn.Module, plan: Plan, world: World, device: torch.device) -> None:
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import FSDPModule, fully_shard
 
         self.world, mesh = world, make_mesh(device)
         self._casts_again = plan.compute in ("bf16", "fp16") and config.train.shard_gather == "fp32"
-        self._reduces_last = plan.reduces_last
         refuse_unfit_gather(config, plan)
         groups = group_blocks(model, [name for name in plan.shard_blocks if OF_FROZEN not in name])
         units = [[model.get_submodule(name) for name in names] for names in groups]
@@ -148,7 +153,10 @@ class ShardedModel:
         for unit in units:
             for alike in _find_own_units(unit, gathers_half=gathers_half):
                 shard(alike, mp_policy=_make_policy(config, gathers_half=False))
-            shard(unit, mp_policy=_make_policy(config, gathers_half=gathers_half))
+            if rest := [block for block in unit if not isinstance(block, FSDPModule)]:
+                shard(rest, mp_policy=_make_policy(config, gathers_half=gathers_half))
+        # Only matters for units that are gathered again in backward, as the root is not.
+        warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPAround\) returned a view")
         self._root: Any = Around(model)
         shard(self._root, mp_policy=_make_policy(config, gathers_half=False))
         with torch.no_grad():
@@ -166,7 +174,7 @@ class ShardedModel:
             self._root.reshard()
         return found
 
-    def connect(self, eager: Region, device: torch.device, **how: Any) -> tuple[Region, Region, Ranks]:
+    def connect(self, eager: Region, plan: Plan, device: torch.device, **how: Any) -> tuple[Region, Region, Ranks]:
         """Return the eager and the compiled region of this model, and the step's ranks."""
         compiled = compile_region(eager, blocks=dict.fromkeys(self.kinds), **how) if self.kinds else eager
 
@@ -177,7 +185,7 @@ class ShardedModel:
                 return self.call(eager, batch)
 
         ranks = Ranks(self.world, [], device, self.sharding)
-        ranks.reduces_each = not self._reduces_last
+        ranks.reduces_last = plan.reduces_last
         return run_eager, functools.partial(self.call, compiled), ranks
 
 
@@ -218,18 +226,18 @@ def _make_policy(config: RunConfig, *, gathers_half: bool) -> Any:
 
 
 def _find_own_units(unit: Sequence[nn.Module], *, gathers_half: bool) -> Iterator[list[nn.Module]]:
-    """Yield modules inside the blocks of a unit that are gathered by themselves, those of one format together: those of
+    """Yield modules of a unit that are gathered by themselves, those of one format together: those inside of blocks of
     another format than most of the unit (FSDP2 gathers one format at a time), and in half precision norms and modules
-    that compute in fp32."""
+    that compute in fp32, which may be whole blocks."""
     sizes: Counter[torch.dtype] = Counter()
     for parameter in (p for block in unit for p in block.parameters()):
         sizes[parameter.dtype] += parameter.numel()
     usual = max(sizes, key=sizes.__getitem__, default=torch.float32)
     found: dict[torch.dtype, list[nn.Module]] = {}
-    for part in (part for block in unit for part in block.modules() if part is not block):
-        own = list(part.parameters(recurse=False))
+    for part in (part for block in unit for part in block.modules()):
+        own = list(part.parameters(recurse=isinstance(part, InFp32)))
         is_fp32 = gathers_half and (isinstance(part, (_NormBase, InFp32)) or "Norm" in type(part).__name__)
-        if own and (is_fp32 or any(p.dtype != usual for p in own)):
+        if own and (is_fp32 or part not in unit and any(p.dtype != usual for p in own)):
             found.setdefault(own[0].dtype, []).append(part)
     yield from found.values()
 
@@ -244,8 +252,3 @@ def refuse_unfit_gather(config: RunConfig, plan: Plan) -> None:
                 fix="leave train.shard_gather out, or --precision bf16",
             )
         )
-
-
-def call_plain(function: Callable[..., Found], *arguments: Any) -> Found:
-    """Call a function that uses a model which is not sharded."""
-    return function(*arguments)

@@ -8,7 +8,6 @@ Of sharded tensors this rank's shard is treated, in place: no rank needs another
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Iterable, Sequence
 from itertools import compress
@@ -101,11 +100,15 @@ class Snapshot:
     @torch.no_grad()
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         # The widest dtype first: in a joined copy each then begins at a multiple of its size.
-        views = sorted(view_all_flat(tensors), key=lambda view: (-view.element_size(), str(view.dtype)))
-        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for view in views:
-            groups.setdefault((view.device, _view_words(view).dtype), []).append(view)
-        self.groups = list(map(_SavedGroup, groups.values()))
+        kinds = sorted(group_by_kind(view_all_flat(tensors)), key=lambda own: -own[0].element_size())
+        joined: dict[torch.device, list[list[Tensor]]] = {}
+        self.groups: list[_SavedGroup] = []
+        for own in kinds:
+            if len(kinds) > 1 and own[0].element_size() % 4 == 0 and all(map(_is_line, own)):
+                joined.setdefault(own[0].device, []).append(own)
+            else:
+                self.groups.append(_SavedGroup([own]))
+        self.groups += map(_SavedGroup, joined.values())
 
     @torch.no_grad()
     def save(self) -> None:
@@ -139,31 +142,29 @@ class Snapshot:
     def forget(self) -> None:
         """Drop the copy and its memory, which may be that of a CUDA graph."""
         for group in self.groups:
-            group.saved, group.pieces, group.saved_floats, group.is_saved = None, (), [], False
+            group.forget()
 
 
 class _SavedGroup:
-    """Tensors of one device that are copied together: as integers, so that several dtypes take the same kernels."""
+    """Tensors of one device that are copied together. Several dtypes are copied as integers of 4 bytes: that takes one
+    kernel, not one for each dtype."""
 
-    def __init__(self, views: Sequence[Tensor]) -> None:
-        self.words = list(map(_view_words, views))
-        self.sizes = list(map(Tensor.numel, self.words))
-        self.are_lines = list(map(_is_line, self.words))
+    def __init__(self, kinds: Sequence[Sequence[Tensor]]) -> None:
+        self.kinds = kinds  # by dtype
+        words = [view.view(torch.int32) for own in kinds for view in own] if len(kinds) > 1 else list(kinds[0])
+        self.words: list[Tensor] = words
+        self.have_gaps = any(word.ndim != 1 for word in words)
+        self.forget()
+
+    def forget(self) -> None:
         self.saved: Tensor | None = None
-        self.pieces: Sequence[Tensor] = ()  # of `saved`, one for each tensor
         self.is_saved = False
-        self.floats: list[tuple[slice, list[Tensor]]] = []  # what can be non-finite, by dtype, and where it is saved
-        self.saved_floats: list[Tensor] = []
-        end = 0
-        for _, group in itertools.groupby(views, get_dtype):
-            own = list(group)
-            start, end = end, end + sum(_view_words(view).numel() for view in own)
-            if can_be_non_finite(own[0]):
-                self.floats.append((slice(start, end), own))
+        # Looked up when a copy is first compared or restored, and kept as long as its memory:
+        self._pieces: tuple[Sequence[Tensor], list[bool]] | None = None
+        self._floats: list[tuple[Tensor, Sequence[Tensor]]] = []
 
     def gather(self, out: Tensor | None = None) -> Tensor:
-        lines = self.words if all(self.are_lines) else [word.reshape(-1) for word in self.words]
-        return torch.cat(lines, out=out)
+        return torch.cat([word.reshape(-1) for word in self.words] if self.have_gaps else self.words, out=out)
 
     def save(self) -> None:
         if self.saved is None:
@@ -173,12 +174,19 @@ class _SavedGroup:
         self.is_saved = True
 
     def take(self, flat: Tensor) -> None:
+        self.forget()
         self.saved, self.is_saved = flat.view(self.words[0].dtype).to(self.words[0].device), True
-        self.pieces = self.saved.split(self.sizes)
-        self.saved_floats = [self.saved[where].view(views[0].dtype) for where, views in self.floats]
 
     def pair_floats(self) -> list[tuple[Tensor, Tensor]]:
-        return [(saved, _join(views)) for saved, (_, views) in zip(self.saved_floats, self.floats, strict=True)]
+        assert self.saved is not None
+        if not self._floats:
+            sizes = [
+                sum(map(Tensor.numel, own)) * own[0].element_size() // self.saved.element_size() for own in self.kinds
+            ]
+            for piece, own in zip(self.saved.split(sizes), self.kinds, strict=True):
+                if can_be_non_finite(own[0]):
+                    self._floats.append((piece.view(own[0].dtype), own))
+        return [(saved, _join(own)) for saved, own in self._floats]
 
     def restore_where(self, flag: Tensor) -> None:
         assert self.saved is not None
@@ -190,21 +198,26 @@ class _SavedGroup:
     def select(self, flag: Tensor) -> None:
         assert self.saved is not None
         torch.where(flag, self.saved, self.gather(), out=self.saved)
-        _copy_all(self.words, self.pieces, self.are_lines)
+        _copy_all(self.words, *self._split())
 
     def put_back(self) -> None:
         """Write the saved values. On the CPU only those that differ: a buffer may be a read-only mapped file."""
         assert self.saved is not None
+        pieces, are_lines = self._split()
         if self.saved.is_cuda:
-            return _copy_all(self.words, self.pieces, self.are_lines)
-        for word, piece, is_line in zip(self.words, self.pieces, self.are_lines, strict=True):
+            return _copy_all(self.words, pieces, are_lines)
+        for word, piece, is_line in zip(self.words, pieces, are_lines, strict=True):
             if not (is_line and torch.equal(word.view(torch.uint8), piece.view(torch.uint8))):
                 word.copy_(piece.view(word.shape))
         return None
 
-
-def _view_words(view: Tensor) -> Tensor:
-    return view.view(torch.int32) if _is_line(view) and view.element_size() % 4 == 0 else view
+    def _split(self) -> tuple[Sequence[Tensor], list[bool]]:
+        """Return the saved values of each tensor, and whether it is a line."""
+        assert self.saved is not None
+        if self._pieces is None:
+            sizes = list(map(Tensor.numel, self.words))
+            self._pieces = self.saved.split(sizes), list(map(_is_line, self.words))
+        return self._pieces
 
 
 def became_non_finite(before: Tensor, now: Tensor) -> Tensor:

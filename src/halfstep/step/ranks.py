@@ -72,9 +72,9 @@ class Ranks:
         sharding: Sharding | None = None,
     ) -> None:
         self.world, self.wrapped, self.device, self.sharding = world, list(wrapped), device, sharding
-        self.reduces_each = True
-        """Whether a sharded model's gradients are reduced after each micro-batch. If only after the window's last one,
-        whole gradients stay in memory until then."""
+        self.reduces_last = False
+        """Whether a sharded model's gradients are reduced only in the window's last micro-batch: whole ones stay in
+        memory until then."""
         world.connected_models += self.wrapped
         self.asked = torch.zeros((), dtype=torch.float64, device=device)
         """1 if this rank was asked to stop; written by the host between steps."""
@@ -118,7 +118,7 @@ class Ranks:
     def reduce_last(self, *, is_last: bool) -> Iterator[None]:
         """Reduce gradients only in the window's last micro-batch. Entered around forward and backward."""
         self._entered.clear()
-        if self.sharding is not None and not self.reduces_each:
+        if self.sharding is not None and self.reduces_last:
             for module in self.sharding.modules:
                 module.set_requires_gradient_sync(is_last, recurse=False)
         with ExitStack() as quiet:

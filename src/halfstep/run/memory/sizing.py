@@ -269,18 +269,20 @@ def predict_memory_for_page(path: Path) -> dict[str, int] | str:
 
 
 def predict_stored_run(path: Path) -> dict[str, int]:
-    """Return the predicted peak bytes by component of a stored run's micro-batch.
+    """Return the predicted peak bytes by component of a stored run's micro-batch, on one of its ranks.
 
     Nothing runs, and custom code is not imported: `halfstep report` must be safe on a run from someone else.
     """
     folder = RunFolder.open(str(path))
     config, plan = load_stored(folder.config, {}, trust=False).config, folder.read_plan()
     newest = folder.open_checkpoints().list_all()[-1:]  # it describes the data, which may be gone
-    store = read_document(newest[0])["state"]["store"] if newest else None
+    state = read_document(newest[0])["state"] if newest else {}
     whole = Cell.of_plan(config, plan)
     size, accumulate = math.ceil(whole.batch_size / plan.pieces), whole.accumulate * plan.pieces
-    cell = dataclasses.replace(whole, batch_size=size, accumulate=accumulate)
-    return dict(MemoryPlanner(build_traceable_step(config, store)).predict(cell).components)
+    cell = dataclasses.replace(whole, batch_size=size, accumulate=accumulate, reduces_last=plan.reduces_last)
+    if ranks := len(state.get("rank_generators", ())):
+        cell = cell.spread(ranks, "shard" if plan.shards else "ddp")
+    return dict(MemoryPlanner(build_traceable_step(config, state.get("store"))).predict(cell).components)
 
 
 def suggest_fitting_settings(
