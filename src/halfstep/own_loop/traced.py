@@ -41,7 +41,7 @@ from torch.fx import GraphModule, Node, has_side_effect
 from torch.utils.checkpoint import CheckpointPolicy
 
 from halfstep.backend_flags import WANTED
-from halfstep.precision.contexts import get_autocast_dtype, use_sound_attention
+from halfstep.precision.contexts import CACHE_ENABLED, get_autocast_dtype, use_sound_attention
 from halfstep.precision.plan import Plan
 
 Compiler = Literal["aten", "inductor"]
@@ -372,6 +372,8 @@ def share_casts(module: GraphModule, examples: Sequence[Any]) -> None:
 
     Gradients of a cast that is shared are added up in half precision. AOTAutograd switches the cache off, so that no
     tensor of one trace reaches the next one; here it is emptied before and after."""
+    if CACHE_ENABLED is False:  # the eager step of this torch casts every use of a weight too
+        return
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     weights = [node for node, one in zip(placeholders, examples, strict=True) if is_cached(one)]
     output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
