@@ -14,6 +14,7 @@ chosen with the ramps of benchmarks/watch_ramps_tuning.py and benchmarks/watch_r
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,25 +90,33 @@ class Crossing:
     """False if the trend is too weak for a warning of its own."""
 
 
-def forecast(steps: Sequence[float], values: Sequence[float], limit: Limit) -> Crossing | None:
-    """Return when values cross a limit; None if they do not move towards it. Only sure crossings merit a warning."""
+def forecast(
+    steps: Sequence[float], values: Sequence[float], limit: Limit, *, only_sure: bool = False
+) -> Crossing | None:
+    """Return when values cross a limit; None if they do not move towards it. Only sure crossings merit a warning;
+    with `only_sure`, None for most others, which is faster."""
     if len(steps) < K or not all(map(math.isfinite, values)):
         return None
     steps, values = steps[-K:], values[-K:]
     sign = 1.0 if limit.is_upper else -1.0
     rising, level, half = [sign * value for value in values], sign * limit.level, K // 2
-    slopes = sorted(_list_slopes(steps, rising))
-    slowest, fastest = slopes[RANKS[0]], slopes[RANKS[1]]
-    early, recent = (median(_list_slopes(steps[part], rising[part])) for part in (slice(half), slice(half, K)))
-    slope = median(slopes)
-    if recent <= 0 or slope <= 0:
+    recent = median(_list_slopes(steps[half:], rising[half:]))
+    if recent <= 0:
         return None
     now = steps[-1]
     newest = median(y + recent * (now - t) for t, y in zip(steps[half:], rising[half:], strict=True))
     left, span, moved = level - newest, now - steps[half - 1], rising[-1] - rising[0]
+    has_moved = moved >= max(LEAST_MOVE[limit.of], LEAST_DONE * left)
+    if only_sure and left > 0 and not has_moved:
+        return None
+    slopes = sorted(_list_slopes(steps, rising))
+    slowest, slope, fastest = slopes[RANKS[0]], median(slopes), slopes[RANKS[1]]
+    if slope <= 0:
+        return None
     if left <= 0:
         return None if rising[0] > level else Crossing(now, now, now, 0.0, slope, is_sure=True)
-    is_sure = slowest > 0 and moved >= max(LEAST_MOVE[limit.of], LEAST_DONE * left)
+    is_sure = slowest > 0 and has_moved
+    early = median(_list_slopes(steps[:half], rising[:half]))
     # The trend bends: its speed changes by this factor from one half of the observations to the next. Half of that is
     # believed for the forecast, since four observations tell it poorly; the interval allows for more.
     bend = min(max(recent / early, 1 / MOST_BEND), MOST_BEND) if early > 0 else MOST_BEND
@@ -176,6 +185,7 @@ def round_steps(steps: float) -> str:
 # --- what each kind is compared with ---
 
 
+@functools.cache
 def list_limits(
     kind: str, format: str, module: str, *, scales: bool, eps: float = 0.0, is_fp8: bool = False
 ) -> list[Limit]:

@@ -75,6 +75,8 @@ NAMES = {
 }  # fmt: skip
 Key = tuple[str, str]
 """Module and kind."""
+Series = tuple[list[float], list[float]]
+"""Steps, and a number of a row at each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,18 +400,20 @@ class Watch:
         What grows in a module grows in all that follow, so there is one warning for all that move together, and of
         modules that cross at nearly the same time the one that was computed first is reported. A module is reported
         once."""
-        found: dict[Key, list[tuple[str, Limit, Crossing]]] = {}
+        alike: dict[Key, list[tuple[str, Limit, Series]]] = {}
         for (module, kind), row in self.history[-1].rows.items():
             for limit in self._list_limits(row):
-                steps, values = self._collect((module, kind), limit.of)
-                if (crossing := forecast(steps, values, limit)) is not None:
-                    together = found.setdefault((limit.reported_as or kind, limit.threshold), [])
-                    together.append((module, limit, crossing))
+                series = self._collect((module, kind), limit.of)
+                alike.setdefault((limit.reported_as or kind, limit.threshold), []).append((module, limit, series))
+        found: dict[Key, list[tuple[str, Limit, Crossing]]] = {}
+        for key, group in alike.items():
+            sure = (forecast(*series, limit, only_sure=True) for _, limit, series in group)
+            if any(crossing is not None and crossing.is_sure for crossing in sure):
+                all_of_them = ((module, limit, forecast(*series, limit)) for module, limit, series in group)
+                found[key] = [(module, limit, crossing) for module, limit, crossing in all_of_them if crossing]
         new: list[WatchWarning] = []
         for (kind, _), crossings in sorted(found.items(), key=lambda own: min(one[2].at for one in own[1])):
             keys = {(module, kind) for module, _, crossing in crossings if crossing.is_sure}
-            if not keys:
-                continue
             # Modules that move together often have one cause. The speed of a single module is noisy, so half of it is
             # taken from all of them.
             common = median(crossing.slope for *_, crossing in crossings)
@@ -435,17 +439,18 @@ class Watch:
         is_fp8 = self.step.plan.compute == "fp8"
         return list_limits(row.kind, row.format, row.module, scales=scaler.enabled, eps=eps, is_fp8=is_fp8)
 
-    def _collect(self, key: Key, of: str) -> tuple[list[float], list[float]]:
+    def _collect(self, key: Key, of: str) -> Series:
         """Return the last steps and numbers of a row; shares of zeros as logits, infinities left out."""
-        points = []
+        steps: list[float] = []
+        values: list[float] = []
         for seen in reversed(self.history):
-            value = seen.rows[key].numbers.get(of, math.nan) if key in seen.rows else math.nan
-            if math.isfinite(value):
-                points.append((float(seen.step), to_logit(value) if of == "zeros" else value))
-            if len(points) == K:
-                break
-        points.reverse()
-        return [step for step, _ in points], [value for _, value in points]
+            row = seen.rows.get(key)
+            if row is not None and math.isfinite(value := row.numbers.get(of, math.nan)):
+                steps.append(float(seen.step))
+                values.append(to_logit(value) if of == "zeros" else value)
+                if len(steps) == K:
+                    break
+        return steps[::-1], values[::-1]
 
     # --- what it shows ---
 
