@@ -240,6 +240,38 @@ def test_a_sampler_that_shares_the_models_generator_is_said_not_to_be_exact(tmp_
     assert "not bit-exactly" in resumed.warnings[-1]
 
 
+class ContinuedOrder(Sampler[list[int]]):
+    """As balanced batch samplers do: a shuffled list and a position in it, which stay from pass to pass."""
+
+    def __init__(self) -> None:
+        self.rng, self.order, self.position = np.random.default_rng(3), np.arange(NUM_SAMPLES), 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(len(self)):
+            if self.position + 4 > NUM_SAMPLES:
+                self.rng.shuffle(self.order)
+                self.position = 0
+            yield list(self.order[self.position : self.position + 4])
+            self.position += 4
+
+    def __len__(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_that_keeps_a_state_is_exact_in_the_first_epoch_and_said_not_to_be_later(
+    tmp_path: Path, workers: int
+) -> None:
+    def make() -> Any:
+        return DataLoader(Plain(), batch_sampler=ContinuedOrder(), num_workers=workers)
+
+    Loop(make).run(tmp_path / "state", stop=3)
+    assert Loop(make).run(tmp_path / "state", resumes=True).warnings == []
+    Loop(make).run(tmp_path / "state", stop=6)
+    (warning,) = Loop(make).run(tmp_path / "state", resumes=True).warnings
+    assert "the sampler gives another order than in the stored pass" in warning
+
+
 class Stream(IterableDataset[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         info = get_worker_info()

@@ -319,3 +319,15 @@ def test_another_number_of_threads_is_said(stored: Path) -> None:
             hs.load(stored, step, model)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_a_model_that_the_step_does_not_train_is_refused_and_a_part_of_one_is_warned_about(tmp_path: Path) -> None:
+    model, step = make()
+    other, _ = make()
+    with pytest.raises(CheckpointError, match="none of the 6 parameters that the step trains is in the model given"):
+        hs.save(tmp_path / "state", step, other)
+    hs.save(tmp_path / "state", step, model)
+    with pytest.raises(CheckpointError, match="none of the 6 parameters"):
+        hs.load(tmp_path / "state", step, other)
+    with pytest.warns(UserWarning, match="4 of the 6 parameters that the step trains are in none of the models given"):
+        hs.save(tmp_path / "state", step, model[0])

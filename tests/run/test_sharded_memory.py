@@ -166,6 +166,8 @@ def test_small_blocks_of_one_list_share_a_unit() -> None:
         model = torch.nn.ModuleDict({"a": torch.nn.ModuleList(blocks), "b": torch.nn.ModuleList(blocks[:1])})
         return group_blocks(model, [*(f"a.{n}" for n in range(len(sizes))), "b.0"])
 
+    apart = torch.nn.ModuleDict({name: torch.nn.Linear(9, 1, device="meta") for name in "abcdefghijkl"})
+    assert group_blocks(apart, [*apart]) == [[name] for name in apart]  # they need not be called together
     half = UNIT_PARAMETERS // 2
     assert list(map(len, group(*[half] * 20))) == [2] * 10 + [1]  # units of 256 MB; another list is another unit
     assert list(map(len, group(*[2 * half] * 20))) == [1] * 21

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.functional import interpolate
 
+import halfstep as hs
 import tiny_workload
 from halfstep.data.seeds import make_generator
 from halfstep.hardware.probe import probe
@@ -23,7 +24,7 @@ from halfstep.run.checkpoint import Checkpoint
 from halfstep.run.engine import Engine
 from halfstep.run.train import train
 from halfstep.tune.compiling import MOST_CHARACTERS, CompiledShapes, CompilerWarnings, explain_compile_error
-from halfstep.tune.modes import UNCAPTURED, Batch, Region
+from halfstep.tune.modes import UNCAPTURED, Batch, Region, compile_region
 from halfstep.workloads import load
 from halfstep.workloads.base.workload import Workload
 from tiny_training import assert_same_bits
@@ -350,3 +351,22 @@ def test_other_warnings_pass_and_nothing_is_left_behind(log: pytest.LogCaptureFi
         logger.warning("something else")
     assert warned(log) == ["something else"]
     assert logger.filters == []
+
+
+def test_compiled_code_computes_the_gradients_of_fp32_code_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    real: Any = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, dynamic, options: real(f, dynamic=dynamic, backend="aot_eager"))
+    torch.manual_seed(0)
+    half, whole = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def region(batch: Batch) -> Any:
+        hidden = half(batch["x"])
+        with hs.fp32_island():
+            return whole(hidden.float()).square().mean(), 1.0, None
+
+    found = []
+    for run in (region, compile_region(region)):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = run({"x": torch.ones(2, 4)})[0]
+        found.append(torch.autograd.grad(loss, [*half.parameters(), *whole.parameters()]))
+    assert_same_bits(*({str(number): one for number, one in enumerate(gradients)} for gradients in found))

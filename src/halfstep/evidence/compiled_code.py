@@ -30,6 +30,7 @@ from halfstep.evidence.observer import (
     is_product,
     name_format,
 )
+from halfstep.precision.contexts import BACKWARD_AS_EAGER
 from halfstep.precision.plan import ROOT
 
 Modules = tuple[str, ...]
@@ -122,7 +123,7 @@ class NodeRecorder:
         from torch._inductor.compile_fx import compile_fx
 
         # A graph found in the cache would come compiled, and without a look at its nodes.
-        with torch._functorch.config.patch(enable_autograd_cache=False):
+        with torch._functorch.config.patch(BACKWARD_AS_EAGER | {"enable_autograd_cache": False}):
             return compile_fx(graph, inputs, inner_compile=self._keep)
 
     def _keep(self, graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
@@ -160,11 +161,12 @@ class GraphRecorder:
         from torch._dynamo.backends.common import aot_autograd
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-        return aot_autograd(
+        compile_graph = aot_autograd(
             fw_compiler=self._make_keeper("forward"),
             bw_compiler=self._make_keeper("backward"),
             partition_fn=min_cut_rematerialization_partition,
         )
+        return torch._functorch.config.patch(BACKWARD_AS_EAGER)(compile_graph)
 
     def _make_keeper(self, direction: Direction) -> Callable[[fx.GraphModule, Any], Any]:
         def keep(graph: fx.GraphModule, inputs: Any) -> Any:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import random
 import weakref
 import zlib
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -250,6 +251,7 @@ class _Pass:
             "is_persistent": self.is_persistent,
             "has_draws": self._has_draws(),
             "late_draws": sorted(self.late_draws | (set() if self._order is None else self._order.late_draws)),
+            "order": None if self.is_over else self._summarise_order(),
             "before": {} if self.is_over else self.before,
             "now": self._read_own(),
             "ahead": [] if self.is_over else list(self._ahead),
@@ -257,6 +259,12 @@ class _Pass:
             "last": "" if self.is_over else self._last,
             "loader": self.batches.state_dict() if is_stateful else None,
         }
+
+    def _summarise_order(self) -> int | None:
+        """Return a checksum of the yielded batches' indices; None for torch's samplers, which keep no state."""
+        if self.is_iterable or self._order is None or not self.num_yielded:
+            return None
+        return self._order.summarise(self.num_yielded)
 
     def _describe_constant_data(self) -> dict[str, Any]:
         """Return what `_describe_data` says of attributes that have not changed since the process first read them."""
@@ -358,6 +366,11 @@ class _Pass:
                 self._order.skip()
             if reason:
                 self._load_and_drop(batches, num, reason, generators, last=found["last"])
+            if self._summarise_order() != found["order"]:
+                warn_user(
+                    f"the sampler gives another order than in the stored pass: {INEXACT}. It keeps a state from pass "
+                    "to pass, such as a counter or a shuffled list: let __iter__ draw the order anew from its generator"
+                )
         batches = self._prefetch(batches)
         if found["ahead"] and self.prefetcher is not None:
             self._restore(found["ahead"][0])
@@ -533,6 +546,10 @@ class _Order:
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]
 
+    def summarise(self, num: int) -> int | None:
+        """Return a checksum of the first `num` items of the present pass, if the sampler is not one of torch's."""
+        return self._newest.checksums[num - 1] if self.is_watched and self._newest is not None else None
+
     def skip(self) -> None:
         """Skip now: without workers torch asks for the first item only when the first batch is wanted."""
         if self._newest is not None:
@@ -543,6 +560,8 @@ class _Indices(Iterator[Any]):
     def __init__(self, order: _Order, indices: Iterator[Any], num_to_skip: int) -> None:
         self.order, self.indices, self.num_to_skip = order, indices, num_to_skip
         self.is_first = True
+        self.checksums = array("L")
+        """After each item, of all items until then: workers ask for items ahead of the loop."""
 
     def __next__(self) -> Any:
         self.skip()
@@ -557,15 +576,17 @@ class _Indices(Iterator[Any]):
                 raise _make_too_short(number, num) from None
 
     def _take(self) -> Any:
-        if self.is_first or not self.order.is_watched:
-            self.is_first = False
+        if not self.order.is_watched:
             return next(self.indices)
-        before = _read_global()
+        before = {} if self.is_first else _read_global()
+        self.is_first = False
         try:
-            return next(self.indices)
+            item = next(self.indices)
         finally:
-            after = _read_global()
+            after = _read_global() if before else {}
             self.order.late_draws |= {name for name in after if not _is_equal(before[name], after[name])}
+        self.checksums.append(zlib.crc32(_summarise(item).encode(), self.checksums[-1] if self.checksums else 0))
+        return item
 
 
 class _WorkerWatch:
@@ -709,7 +730,7 @@ def _summarise(value: Any, depth: int = 3) -> str:
     """Return a text for an array, or for the first and last entries of a sequence; empty if it holds other things."""
     if isinstance(value, str):
         return PurePath(value).name
-    if isinstance(value, (int, float)):
+    if isinstance(value, (int, float, np.number)):
         return repr(value)
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in "biuf":

@@ -56,6 +56,7 @@ def save(
     """
     path, steps, num_models, model = Path(path), _list_steps(step), _count_models(model), _make_model(model)
     sharding = find_sharding(model)
+    _refuse_untrained_model(steps, model)
     _wait_for_saves(steps)
     state = {
         "model": dict(model.state_dict()),
@@ -107,6 +108,7 @@ def load(
     """
     path, steps, num_models, model = Path(path), _list_steps(step), _count_models(model), _make_model(model)
     sharding = find_sharding(model)
+    _refuse_untrained_model(steps, model)
     _wait_for_saves(steps)
     if sharding is not None or path.is_dir():
         state = _read_shards(path, steps, model, reshard=reshard)
@@ -210,6 +212,27 @@ def _make_model(model: object) -> nn.Module:
         f"hs.save and hs.load take a torch module, not a {type(model).__name__}",
         fix="hs.save(path, step, model), in this order; several models as a list",
     )
+
+
+def _refuse_untrained_model(steps: Sequence[Step], model: nn.Module) -> None:
+    """Refuse models that hold nothing of what a step trains, and warn if they lack a part of it."""
+    held = set(map(id, model.parameters()))
+    for step in steps:
+        trained = [one for optimizer in step.optimizers for group in optimizer.param_groups for one in group["params"]]
+        num_missing = sum(id(one) not in held for one in trained)
+        if trained and num_missing == len(trained):
+            raise CheckpointError(
+                f"none of the {format_count(num_missing, 'parameter')} that the step trains is in the model given",
+                why="the file would hold the state of the optimizers, and the weights of another model",
+                fix="hs.save(path, step, model) and hs.load(path, step, model) with the model that hs.Step was made "
+                "with; several models as a list",
+            )
+        if num_missing:
+            warn_user(
+                f"{num_missing} of the {len(trained)} parameters that the step trains are in none of the models given, "
+                "so the file does not hold them: hs.save(path, step, [model, criterion]), and hs.load the same; a "
+                "tensor outside of any module can be stored as a keyword argument of hs.save"
+            )
 
 
 def _count_models(model: object) -> int | None:

@@ -41,7 +41,7 @@ from torch.fx import GraphModule, Node, has_side_effect
 from torch.utils.checkpoint import CheckpointPolicy
 
 from halfstep.backend_flags import WANTED
-from halfstep.precision.contexts import get_autocast_dtype, use_sound_attention
+from halfstep.precision.contexts import BACKWARD_AS_EAGER, CACHE_ENABLED, get_autocast_dtype, use_sound_attention
 from halfstep.precision.plan import Plan
 
 Compiler = Literal["aten", "inductor"]
@@ -216,16 +216,14 @@ class TracedLoss:
 
             return compile_fx_inner(graph, inputs, **settings)
 
-        # As in an eager step, backward runs outside of autocast: it would compute gradients of fp32 layers in half.
-        settings = {"backward_pass_autocast": "off"}
         if self.compiler == "aten":
-            with torch._functorch.config.patch(settings):
+            with torch._functorch.config.patch(BACKWARD_AS_EAGER):
                 entry.code = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition)(module, examples)
         else:
             from torch._inductor.compile_fx import compile_fx
 
             # A hit in AOTAutograd's cache would not pass through `keep`, and nothing would be scanned.
-            with torch._functorch.config.patch(settings | {"enable_autograd_cache": False}):
+            with torch._functorch.config.patch(BACKWARD_AS_EAGER | {"enable_autograd_cache": False}):
                 entry.code = compile_fx(module, examples, inner_compile=keep)  # type: ignore[assignment]
         entry.has_numbers = not all(isinstance(example, Tensor) for example in examples)
         entry.requires_grad = list_requires_grad(examples, has_numbers=entry.has_numbers)
@@ -372,6 +370,8 @@ def share_casts(module: GraphModule, examples: Sequence[Any]) -> None:
 
     Gradients of a cast that is shared are added up in half precision. AOTAutograd switches the cache off, so that no
     tensor of one trace reaches the next one; here it is emptied before and after."""
+    if CACHE_ENABLED is False:  # the eager step of this torch casts every use of a weight too
+        return
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     weights = [node for node, one in zip(placeholders, examples, strict=True) if is_cached(one)]
     output = next(node for node in reversed(module.graph.nodes) if node.op == "output")

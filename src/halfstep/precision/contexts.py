@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """Autocast's dtype by precision; under fp8 everything but the swapped Linear layers runs in bf16."""
+BACKWARD_AS_EAGER: dict[str, Any] = {"backward_pass_autocast": "off"}
+"""Settings of torch._functorch.config while code is compiled: backward runs outside of autocast, as in eager code.
+By default it would compute the gradients of fp32 modules and islands in half precision."""
 
 
 def get_autocast_dtype(precision: str) -> torch.dtype | None:

@@ -39,9 +39,10 @@ Found = TypeVar("Found")
 OF_FROZEN = ":"
 """Separates a frozen network's name from its block's: `vae:decoder.up.0`."""
 UNIT_PARAMETERS = 64_000_000
-"""A unit has at least so many, 256 MB in fp32. FSDP2's hooks take the host 1.5 ms per unit and step, whatever its size
-(GPT-2 XL on an H200's host, benchmarks/sharded_gpt2_xl.py). Its two gathers and its reduction then take 2 ms, at the
-350 GB/s of NVLink: the host stays ahead of the devices."""
+"""A unit has at least so many, 256 MB in fp32. FSDP2's hooks take the host about 1 ms per unit and step: GPT-2 XL with
+4 x 1024 tokens takes a sixth longer with a unit per block (benchmarks/sharded_gpt2_xl.py). At NVLink's 350 GB/s the two
+gathers and the reduction of a unit take 2 ms. FSDP2's work per parameter takes the host longer, and does not change."""
+GROUPED = (nn.ModuleList, nn.Sequential)
 MIN_UNITS = 8
 """A unit with this part of all blocks is large enough: what is gathered must stay small compared with the model."""
 
@@ -99,15 +100,19 @@ def refuse_unshardable(config: RunConfig, workload: Workload, world: World | Non
 
 
 def group_blocks(model: nn.Module, names: Sequence[str]) -> list[list[str]]:
-    """Group successive blocks of one list into units of at least `UNIT_PARAMETERS`."""
+    """Group successive blocks of one list into units of at least `UNIT_PARAMETERS`.
+
+    Blocks outside of lists are not grouped: validation may call some of them only, and FSDP2 frees a unit after its
+    last block."""
     blocks = {name: list(model.get_submodule(name).parameters()) for name in names}
     sizes = {name: sum(p.numel() for p in parameters) for name, parameters in blocks.items()}
     least = min(UNIT_PARAMETERS, sum(sizes.values()) / MIN_UNITS)
     # FSDP2 gathers one format at a time, so blocks of another format are another unit.
     kinds = {name: (name.rpartition(".")[0], {p.dtype for p in blocks[name]}) for name in names}
+    in_lists = {where for where, _ in kinds.values() if isinstance(model.get_submodule(where), GROUPED)}
     units: list[list[str]] = []
     for name in names:
-        is_like = bool(units) and kinds[units[-1][0]] == kinds[name]
+        is_like = bool(units) and kinds[units[-1][0]] == kinds[name] and kinds[name][0] in in_lists
         if is_like and sum(sizes[other] for other in units[-1]) < least:
             units[-1].append(name)
         else:

@@ -19,7 +19,8 @@ from halfstep.disk import find_cache_directory, read_variable
 from halfstep.kernels.fast_forms import force, is_forced_on
 from halfstep.models.recompute import Blocks as BlockSequence
 from halfstep.models.recompute import compile_each_block
-from halfstep.tune.memory_low import limit_activations as budget
+from halfstep.precision.contexts import BACKWARD_AS_EAGER
+from halfstep.tune.memory_low import limit_activations
 
 Mode: TypeAlias = Literal["eager", "compile", "graph"]
 Batch: TypeAlias = dict[str, Tensor]
@@ -66,11 +67,14 @@ def compile_region(
             return compile_blocks(eager, blocks, compiler)
         return compile_one_for_all(eager, compiler) if is_repeated and activation_budget == 1 else compiler(eager)
 
-    def budgeted(batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
-        with budget(activation_budget):
+    # Made once: to make it takes longer than a small step.
+    as_eager = torch._functorch.config.patch(BACKWARD_AS_EAGER)
+
+    def run(batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
+        with as_eager, limit_activations(activation_budget) if activation_budget < 1 else contextlib.nullcontext():
             return region()(batch)
 
-    return (lambda batch: region()(batch)) if activation_budget == 1 else budgeted
+    return run
 
 
 def _is_no_echo(record: logging.LogRecord) -> bool:
