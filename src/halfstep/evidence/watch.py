@@ -467,7 +467,7 @@ class Watch:
         table = [("module", "kind", "format", "largest", "to its max", "to fp16", "to fp8", "< fp16 normal", "zeros",
                   "lost"), *map(_format_row, rows[:MOST_SHOWN])]  # fmt: skip
         lines = [f"step {self.history[-1].step}; bits of headroom", *align_columns(table)]
-        lines += [f"… and {len(rows) - MOST_SHOWN} more rows"] if len(rows) > MOST_SHOWN else []
+        lines += [f"… and {len(rows) - MOST_SHOWN} more rows (`step.watched.rows`)"] if len(rows) > MOST_SHOWN else []
         lines += [f"activations are not watched: {self.why_no_activations}"] if self.why_no_activations else []
         return "\n".join([*lines, *(f"warning (step {w.step}): {w.message}" for w in self.warnings)])
 

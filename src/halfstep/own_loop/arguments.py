@@ -112,7 +112,7 @@ def check_number(name: str, value: object, *, below: float = math.inf) -> float:
 
 COUNTS = {
     "accumulate": "1 is plain training", "num_steps": "100_000, or leave it out", "max_graphs": "8",
-    "watch": "200; 0 turns it off",
+    "watch": "200, or leave it out",
 }  # fmt: skip
 
 
