@@ -1,6 +1,6 @@
 """Your own model in your own loop: time hs.Step against the loops that people write.
 
-    python benchmarks/own_loop.py [--only mlp,gpt2] [--rounds 7] [--seconds 500] [--out DIR]
+    python benchmarks/own_loop.py [--only mlp,gpt2] [--variants "plain,hs auto"] [--rounds 7] [--out DIR]
 
 Each model trains in bf16 with AdamW (fused) and clipping at 1.0; every step copies its batch from pinned memory.
 
