@@ -77,8 +77,10 @@ def test_optimizers_in_the_form_for_graphs(name: str, is_scheduled: bool) -> Non
     assert (f"; {name} in the form for graphs" in str(step.certificate)) == (name != "Rprop")
     if name == "Rprop" or name in ALIKE and not is_scheduled:
         assert all(map(torch.equal, *found))
+    # A few roundings of 20 updates of 1e-2. RAdam's rectification is a root of differences, which fp32 rounds more.
+    atol = 5e-5 if name == "RAdam" else 1e-5
     for eager, captured in zip(*found, strict=True):
-        torch.testing.assert_close(captured, eager, rtol=1e-4, atol=5e-5)  # a few roundings of 20 updates of 1e-2
+        torch.testing.assert_close(captured, eager, rtol=1e-4, atol=atol)
 
 
 def test_an_unfused_optimizer_is_captured() -> None:
