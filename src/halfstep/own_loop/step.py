@@ -239,8 +239,9 @@ class Step:
         self._fast = FastPath(
             self._step, fast, num_steps=None if num_steps is None else check_count("num_steps", num_steps),
             max_graphs=check_count("max_graphs", max_graphs), pure_ops=check_names("pure_ops", pure_ops),
-            changed_optimizers=changed,
+            changed_optimizers=changed, pardon=self._guard.pardon,
         )  # fmt: skip
+        self._guard.observers.append(self._fast.observe)
         world = self._step.ranks.world if self._step.ranks is not None else None
         self._position = DataPosition(world.rank, world.size) if world is not None else DataPosition()
         self._saving: BackgroundSave | None = None

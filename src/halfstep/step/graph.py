@@ -98,7 +98,10 @@ class GraphedStep:
     def _replay(self, window: list[Batch]) -> None:
         for own, batch in zip(self.inputs, window, strict=True):
             for name, value in batch.items():
-                own[name].copy_(value, non_blocking=True)
+                if value.ndim == 0 and value.is_cpu:  # a Python number: an argument of a kernel, not a copy
+                    own[name].fill_(value)
+                else:
+                    own[name].copy_(value, non_blocking=True)
         self.graph.replay()
 
     def replay_gradients(self, window: list[Batch]) -> tuple[Tensor, Weight]:
