@@ -127,11 +127,17 @@ class Attempt:
     level: Level | None = None  # what is tried at present
     is_handed_over: bool = False  # whether the user's own code is running, whose exceptions are the user's
     facts: Facts | None = None
-    finish: Callable[[], None] = lambda: None  # what is left to do once the step is made
+    graph: Graph | None = None  # what was replayed
 
     @property
     def is_traced(self) -> bool:
         return len(self.traced.calls) == len(self.traced.batches)
+
+    def fill(self) -> None:
+        """Fill the tensors that were promised, after a replay."""
+        calls = self.traced.calls
+        for call, outputs in zip(calls, self.graph.outputs[-len(calls) :] if self.graph else (), strict=True):
+            call.fulfil(outputs)
 
 
 class FastPath:
@@ -218,7 +224,7 @@ class FastPath:
                 if attempt.is_handed_over or self.step.attempted > attempt.number and attempt.facts is None:
                     raise  # by the user's code: loss_fn in this step, or on_commit after it
                 if attempt.facts is not None:  # the step is made
-                    attempt.finish()
+                    attempt.traced.settle_exchanges(attempt.facts.bad)
                     return attempt.facts
                 reason = explain(error)
             except BaseException:
@@ -345,8 +351,8 @@ class FastPath:
 
     def _check_exchanges(self, traced: TracedWindow) -> None:
         """Refuse buffers replaced in forward that a replay could not restore after a bad step."""
-        if traced.exchanges and self._find_eager_commit():
-            raise NotTraced("the model replaces a buffer in its forward pass, and the commit runs uncaptured")
+        if traced.exchanges and (self.step.ema is not None or self._find_eager_commit()):
+            raise NotTraced("the model replaces a buffer in its forward pass, which an average or a hook may read")
         replaced = traced.list_replaced()
         if replaced and not self.level.graphs and not are_finite(one.before[name] for one, name, _, _ in replaced):
             raise NotTraced("the model replaces a buffer that is not finite")
@@ -380,18 +386,11 @@ class FastPath:
         self.step.look_ahead()
         self.rates.write()
         inputs, ids = graph.select(traced), read_sample_ids(traced.batches)
-        attempt.finish = lambda: self._finish(graph, attempt)
-        attempt.facts = graph.replay(inputs, ids)
+        attempt.graph = graph
+        attempt.facts = graph.replay(inputs, ids, attempt.fill)
         if level is self.compiled:
             self.by_compiler.add(attempt.number)
-        self._finish(graph, attempt)
-
-    def _finish(self, graph: Graph, attempt: Attempt) -> None:
-        """Fill the tensors that a replayed step has promised."""
-        assert attempt.facts is not None
-        for call, outputs in zip(attempt.traced.calls, graph.outputs[-len(attempt.traced.calls) :], strict=True):
-            call.fulfil(outputs)
-        attempt.traced.settle_exchanges(attempt.facts.bad)
+        traced.settle_exchanges(attempt.facts.bad)
 
     def _look(self, level: Level, key: Key, graph: Graph, attempt: Attempt) -> None:
         """Do what is due before a replay: check compiled code that is suspect, check replays again, try compiling."""

@@ -350,7 +350,9 @@ class Replay(Protocol):
     @property
     def is_valid(self) -> bool: ...
 
-    def __call__(self, window: list[dict[str, Tensor]], ids: tuple[Tensor, ...] = ()) -> Facts: ...
+    def __call__(
+        self, window: list[dict[str, Tensor]], ids: tuple[Tensor, ...] = (), fill: Callable[[], None] = lambda: None
+    ) -> Facts: ...
 
     def replay_gradients(self, window: list[dict[str, Tensor]]) -> tuple[Tensor, Weight]:
         """Run forward and backward alone, if `commits` is false."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -80,13 +80,17 @@ class GraphedStep:
         same = all(own is now for own, now in zip(self.tables, list_tables(self.step), strict=True))
         return self.generation == self.step.generation and same
 
-    def __call__(self, window: list[Batch], ids: tuple[Tensor, ...] = ()) -> Facts:
-        """Make one step by a replay, without a wait. Sample ids are those of the window, unless given."""
+    def __call__(
+        self, window: list[Batch], ids: tuple[Tensor, ...] = (), fill: Callable[[], None] = lambda: None
+    ) -> Facts:
+        """Make one step by a replay, without a wait. Sample ids are those of the window, unless given. `fill` is called
+        when forward and backward have run, before hooks that read what they computed."""
         step = self.step
         rng = read_rng_state(step.device) if step.keeps_rng else {}
         if step.watch is not None:
             step.watch.begin()
         self._replay(window)
+        fill()
         facts = self.facts.copy_for_replay(step.attempted)
         facts.ids, facts.rng = ids or read_sample_ids(window), rng
         step.attempted += 1
@@ -153,8 +157,15 @@ class GraphedBackward(GraphedStep):
 
     commits = False
 
-    def __call__(self, window: list[Batch], ids: tuple[Tensor, ...] = ()) -> Facts:
-        facts = self.step.compute(run_nothing, window, lambda *_: self.replay_gradients(window))
+    def __call__(
+        self, window: list[Batch], ids: tuple[Tensor, ...] = (), fill: Callable[[], None] = lambda: None
+    ) -> Facts:
+        def replay(*_: Any) -> tuple[Tensor, Weight]:
+            found = self.replay_gradients(window)
+            fill()
+            return found
+
+        facts = self.step.compute(run_nothing, window, replay)
         facts.ids = ids or read_sample_ids(window)
         self.step.commit(facts)
         return facts
