@@ -135,6 +135,7 @@ class Step:
         """Counts the times that state was loaded, which makes new tensors: a captured graph knows only the old ones."""
         self.committed = torch.zeros((), dtype=torch.int64, device=self.device)
         self._low_bits = self.committed.view(1).view(torch.float32)[0]
+        self._rate = torch.zeros((), device=self.device)  # what this rank tells the others of its learning rate
         self.never = torch.zeros((), dtype=torch.bool, device=self.device)
         self.on_gradients, self.on_commit, self.values = on_gradients, on_commit, values
         if values is not None:
@@ -424,7 +425,9 @@ class Step:
             loss = loss_sum if is_one(weight) else loss_sum / weight
             unscale = 1.0 / (scale * weight) if self.scaler.enabled or is_weighted else None
             return Totals(loss, weight, ruined, unscale, None)
-        rate = torch.as_tensor(self._read_first_rate(), dtype=torch.float32, device=self.device)
+        rate = self._read_first_rate()
+        # fill_ passes a number to a kernel as an argument; torch.as_tensor would copy it, and wait for the device.
+        rate = self._rate.fill_(rate.reshape(()) if isinstance(rate, Tensor) else rate)
         agreed = self.ranks.agree(loss_sum, weight, ruined, rate)
         unscale = self.ranks.size / (scale * agreed.weight)  # DDP has divided by the number of ranks
         return Totals(agreed.loss, agreed.weight, agreed.has_any(RUINED), unscale, agreed)
