@@ -133,8 +133,8 @@ def load(
         one.refuse_unfit(its_state)
     if resized := resize_buffers(model, state["model"]):
         warn_user(
-            f"{', '.join(resized[:NUM_SHOWN])}{_count_more(resized)} got the shape that {path} holds: right for a buffer "
-            "that grows while training, but not if the model was made with other settings"
+            f"{', '.join(resized[:NUM_SHOWN])}{_count_more(resized)} got the shape that {path} holds: right for buffers "
+            "that change their size while training, but not if the model was made with other settings"
         )
     model.load_state_dict(state["model"])
     restore_buffers(model, state["buffers"])
@@ -375,7 +375,8 @@ def _refuse_different_model(path: Path, model: nn.Module, stored: Mapping[str, A
     differing = [
         f"{name} is {_describe(stored[name])}, here {_describe(value)}"
         for name, value in own.items()
-        if name in stored and _describe(value) != _describe(stored[name])
+        if name in stored
+        and _describe(value) != _describe(stored[name])
         # The shape of a buffer may change while training, its number of dimensions and dtype do not.
         and not (name in buffers and (value.dtype, value.ndim) == (stored[name].dtype, stored[name].ndim))
     ]

@@ -137,7 +137,8 @@ class Ema:
             reshard(self._sharded_modules)
             for name in self._buffers:  # an evaluation may have replaced or resized one
                 owner, key = self.slots[name]
-                owner[key] = buffers.get(name)
+                if owner.get(key) is not buffers.get(name):
+                    owner[key] = buffers.get(name)
                 if name in buffers and buffers[name].shape != memory[name].shape:
                     buffers[name].data = memory[name]
             with torch.no_grad():
