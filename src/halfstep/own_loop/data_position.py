@@ -742,8 +742,7 @@ def _summarise(value: Any, depth: int = 3) -> str:
         kind = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
         if value.device.type != "cpu" or value.layout is not torch.strided or value.is_quantized:
             return kind  # reading its numbers would wait for the device
-        ends = list(map(view_bytes, _take_ends(value)))
-        return f"{kind} {zlib.crc32(b''.join(end.tobytes() for end in ends)):08x}"
+        return f"{kind} {zlib.crc32(b''.join(map(view_bytes, _take_ends(value)))):08x}"
     if isinstance(value, Mapping):
         value = list(value.values())
     if not isinstance(value, (list, tuple)) or not value or not depth:

@@ -133,8 +133,8 @@ def load(
         one.refuse_unfit(its_state)
     if resized := resize_buffers(model, state["model"]):
         warn_user(
-            f"{', '.join(resized[:NUM_SHOWN])}{_count_more(resized)} got the shape that {path} holds: right for buffers "
-            "that change their size while training, but not if the model was made with other settings"
+            f"{', '.join(resized[:NUM_SHOWN])}{_count_more(resized)} got the shape that {path} holds: right for "
+            "buffers that grow or shrink in training, but not if the model was made with other settings"
         )
     model.load_state_dict(state["model"])
     restore_buffers(model, state["buffers"])
