@@ -442,11 +442,11 @@ def commit_all(
 
     An optimizer that raises may have stepped some of its groups. Copying all weights at every step to restore those
     would cost more than resuming from a checkpoint, so a note on the error says it. Optimizers that stepped before it
-    are restored: they are copied if a later one may raise or write non-finite weights."""
+    are restored: they are copied if a later one may raise or write non-finite weights. Copies are restored last to
+    first: of a parameter that two optimizers step, the first copy is as it was before both."""
     ways = [committer.choose() for committer in committers]
     copies: list[CommitUndo] = []
     for number, (committer, way) in enumerate(zip(committers, ways, strict=True)):
-        earlier = list(copies)
         if way.is_undone or any(later.can_fail for later in ways[number + 1 :]):
             copies.append(committer.copy(way))
         try:
@@ -459,9 +459,10 @@ def commit_all(
             if spoiled is not None:
                 bad, found_inf = bad | spoiled, None
         except BaseException as error:
-            for undo in earlier:
+            for undo in reversed(copies):
                 undo.restore()
-            if not isinstance(error, HalfstepError):  # ours are raised before anything is written, or say so
+            # Our errors are raised before anything is written, or say so.
+            if not (way.is_undone or isinstance(error, HalfstepError)):
                 error.add_note(
                     f"halfstep: {committer.name} may have stepped some of its parameters when it raised; the step is "
                     "not counted, and weights may be between two steps. Load model and step from your last checkpoint "
@@ -470,7 +471,7 @@ def commit_all(
             raise
         finally:
             committer.release_gradients()
-    for undo in copies:
+    for undo in reversed(copies):
         undo.restore_where(bad)
     return bad
 

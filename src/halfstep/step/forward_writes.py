@@ -36,6 +36,7 @@ from halfstep.step.flat import (
     get_version,
     is_finite,
     is_writable_in_place,
+    view_once,
 )
 
 Also = nn.Module | Tensor | Iterable[nn.Module | Tensor]  # what else a step guards: one of them, or several
@@ -119,7 +120,7 @@ class ForwardWrites:
             return
         self.aliases = [_alias_storage(tensor) for tensor in self.held]
         self.memory = Memory(t for t, alias in zip(self.held, self.aliases, strict=True) if alias is not None)
-        self.views = Snapshot(s for s in self.aliases if s is not None and is_writable_in_place(s))
+        self.views = Snapshot(filter(is_writable_in_place, (view_once(s) for s in self.aliases if s is not None)))
 
     def find_writes(self) -> None:
         """Find the parameters that the window wrote although they were not saved. Called after its last backward."""

@@ -193,8 +193,9 @@ def run_nothing(batch: Any) -> Tensor:
 
 
 def list_tables(step: Step) -> list[Tensor]:
-    """Return the schedule tables that a graph reads: tensors that are replaced when they grow."""
-    return [tabulated.table for tabulated in (step.rates, step.values) if tabulated is not None]
+    """Return what a graph reads or writes and is replaced when it grows: schedule tables, and averages."""
+    tables = [tabulated.table for tabulated in (step.rates, step.values) if tabulated is not None]
+    return tables if step.ema is None else [*tables, *step.ema.shadows]
 
 
 @contextlib.contextmanager
