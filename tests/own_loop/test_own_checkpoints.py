@@ -19,6 +19,7 @@ from torch import nn
 
 import halfstep as hs
 from halfstep.errors import CheckpointError, ConfigError
+from replay_stand_in import replays_on_cpu
 
 TORCH = torch.optim.lr_scheduler
 pytestmark = pytest.mark.filterwarnings("ignore:.*is not fused", "ignore:.*holds no position in the data")
@@ -403,6 +404,37 @@ def test_a_schedule_that_is_a_function_cannot_be_resumed_by_an_optimizers_state(
     script.load(Script("step").train(0, 1).save(), "optimizer")  # with the rate of the beginning
     with pytest.raises(ConfigError, match=r"function per step.*which is at 0, gives 0.1"):
         script.train(0, 1)
+
+
+@pytest.mark.parametrize("scheduler", ["step", "one cycle", "plateau"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw, fused"])
+def test_an_optimizers_own_state_may_be_loaded_while_training(scheduler: str, optimizer: str) -> None:
+    script = Script(scheduler, optimizer).guard().train(0, 5)
+    script.optimizer.load_state_dict(script.optimizer.state_dict())
+    plain = Script(scheduler, optimizer).train(0, NUM_STEPS)
+    assert_equal(read(script.train(5, NUM_STEPS).save()), read(plain.save()))
+
+
+def test_a_plateau_goes_on_from_the_rate_of_an_earlier_optimizer_as_torchs_does() -> None:
+    found = []
+    for script in (Script("plateau"), Script("plateau").guard()):
+        early = script.train(0, 1).save()
+        script.train(1, 5).load(early, "model", "optimizer").train(5, NUM_STEPS)
+        found.append(read(script.save()))
+    assert_equal(found[1], found[0])
+
+
+def test_a_state_loaded_into_captured_steps_is_followed() -> None:
+    stored = Script("cosine", "adamw, fused").train(0, SAVED_AT).save()
+    plain = Script("cosine", "adamw, fused").load(stored).train(SAVED_AT, NUM_STEPS)
+    with replays_on_cpu():
+        script = Script("cosine", "adamw, fused").guard(fast="graph").train(0, 8)
+        assert script.step is not None
+        assert script.step.mode == "graph"
+        script.load(stored).train(SAVED_AT, NUM_STEPS)
+        assert script.step.mode == "graph"
+    assert_equal(read(script.save())["scheduler"], read(plain.save())["scheduler"])
+    torch.testing.assert_close(script.model.weight, plain.model.weight)
 
 
 def test_a_state_that_does_not_load_leaves_the_scheduler_following() -> None:

@@ -68,7 +68,8 @@ class Following(LRScheduler):
         """Copy and pickle it as an object of its own class, which follows nothing."""
         link = type(self)._halfstep_link
         link.show(is_exact=True)
-        make, arguments, *rest = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, arguments, *rest = reduced
         if arguments[:1] == (type(self),):  # pickle refuses to call __newobj__ for another class
             make, arguments = copyreg._reconstructor, (link.kind, object, None)  # type: ignore[attr-defined]
         return make, arguments, *rest
@@ -85,7 +86,8 @@ class Link:
         if isinstance(scheduler, Following):  # an earlier step drove it
             scheduler.state_dict()
             scheduler.__class__ = type(scheduler)._halfstep_link.kind
-        self.kind, self.is_loaded, self._is_paused = type(scheduler), False, False
+        self.kind: type[Any] = type(scheduler)
+        self.is_loaded = self._is_paused = False
         """A scheduler is loaded until the step takes over the position of the state."""
         self._shown: object = find_twin(False)[0]
         self._counts = count_steps(scheduler)
