@@ -90,14 +90,16 @@ class Link:
         self.is_loaded = self._is_paused = False
         """A scheduler is loaded until the step takes over the position of the state."""
         self._shown: object = find_twin(False)[0]
-        self._counts = count_steps(scheduler)
+        self._fields = vars(scheduler)  # looked up once: through the new class it takes a microsecond
+        self._counts = count_steps(self._fields)
         names = {"__module__": self.kind.__module__, "__qualname__": self.kind.__qualname__, "_halfstep_link": self}
         scheduler.__class__ = type(self.kind.__name__, (Following, self.kind), names)
 
     @property
     def is_stepped_by_hand(self) -> bool:
-        is_current = getattr(type(self.scheduler), "_halfstep_link", None) is self
-        return is_current and not self.is_loaded and count_steps(self.scheduler) != self._counts
+        if self.is_loaded or count_steps(self._fields) == self._counts:
+            return False
+        return getattr(type(self.scheduler), "_halfstep_link", None) is self  # and not another step's by now
 
     def show(self, *, is_exact: bool = False) -> Any:
         """Copy the fields of the twin, if it has moved. Return the twin; None if a state was loaded, or if the user has
@@ -112,7 +114,7 @@ class Link:
                     self.kind.load_state_dict(self.scheduler, copy.deepcopy(self.kind.state_dict(twin)))
                 except AttributeError:  # LambdaLR cannot store a method of a list, for example
                     vars(self.scheduler).update(last_epoch=twin.last_epoch, _last_lr=twin.get_last_lr())
-                self._counts = count_steps(self.scheduler)
+                self._counts = count_steps(self._fields)
         return twin
 
     @contextlib.contextmanager
@@ -126,10 +128,10 @@ class Link:
 
     def take_over(self) -> None:
         """Go on from a state that was loaded, once the twin has it, too."""
-        self.is_loaded, self._shown, self._counts = False, None, count_steps(self.scheduler)
+        self.is_loaded, self._shown, self._counts = False, None, count_steps(self._fields)
 
 
-def count_steps(scheduler: Any) -> tuple[int, ...]:
-    """Return how often a scheduler was stepped, and each scheduler of a chain."""
-    own = vars(scheduler)
-    return (own.get("last_epoch", 0), *(count for one in own.get("_schedulers", ()) for count in count_steps(one)))
+def count_steps(fields: dict[str, Any]) -> tuple[int, ...]:
+    """Return how often a scheduler was stepped, by its attributes, and each scheduler of a chain."""
+    inner = fields.get("_schedulers", ())
+    return (fields.get("last_epoch", 0), *(count for one in inner for count in count_steps(vars(one))))

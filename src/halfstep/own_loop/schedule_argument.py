@@ -85,7 +85,7 @@ class Driven:
         origin, stand_in = copy_scheduler(self.scheduler)
         for group, rate in zip(stand_in.param_groups, rates or (), strict=False):
             group["lr"] = float(rate)
-        self.first = max(count_steps(origin))
+        self.first = max(count_steps(vars(origin)))
         if self.every == "validation":
             self.plateau = plateau = Plateau(origin)
             self.absolute = lambda _: plateau.rates()
