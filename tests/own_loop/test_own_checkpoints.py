@@ -482,6 +482,19 @@ def test_a_step_that_began_with_a_loaded_scheduler_is_resumed_by_hs_load(every: 
         hs.load(tmp_path / "last", late.step, late.model)
 
 
+def test_a_rollback_does_not_go_back_to_before_a_state_was_loaded() -> None:
+    stored = Script("step").train(0, SAVED_AT).save()
+    script = Script("step").guard(guard={"on_fault": "rollback", "max_consecutive": 2}).train(0, 2)
+    assert script.step is not None
+    script.load(stored)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(4):
+            script.step(script.compute_loss, [torch.full((4, 3), float("nan"))])
+    assert script.scheduler.state_dict()["last_epoch"] == SAVED_AT
+    assert torch.equal(script.model.weight, read(stored)["model"]["weight"])
+
+
 def test_a_rollback_moves_the_scheduler_back_and_shows_the_cut_rate() -> None:
     options = {"on_fault": "rollback", "max_consecutive": 2, "snapshot_every": 100}
     script = Script("step").guard(guard=options).train(0, 5)

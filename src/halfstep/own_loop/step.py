@@ -348,6 +348,8 @@ class Step:
         for committer in self._step.committers:
             committer.forget()
         self._step.generation += 1
+        if self._rollback is not None:
+            self._rollback.forget()
 
     def _compute(self, loss_fn: LossFn, batches: list[Batch]) -> Facts:
         checked = self._loss.wrap(loss_fn, is_alone=len(batches) == 1)
