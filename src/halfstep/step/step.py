@@ -320,7 +320,10 @@ class Step:
         if self.sharding is not None:
             return "the model is sharded, and what FSDP gathers and reduces is not captured"
         by_host = [c.name for c in self.committers if c.method == "host"]
-        return f"{', '.join(by_host)} commits by the host's decision" if by_host else ""
+        if by_host:
+            return f"{', '.join(by_host)} commits by the host's decision"
+        cycled = ", ".join(c.name for c in self.committers if c.writes_momentum)
+        return f"the schedule cycles the momentum of {cycled}, set by the host after a wait" if cycled else ""
 
     def why_not_captured(self) -> str:
         """Return what keeps this step from being captured as a CUDA graph; empty if nothing does."""
