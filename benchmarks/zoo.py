@@ -45,6 +45,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,12 @@ from typing import Any
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "zoo.json"
 LEARNING_RATE, NUM_BATCHES, NUM_LAST = 1e-3, 4, 10
+STORE_EVERY_S = 15.0
+Store = Callable[[dict[str, Any]], None]
 SPREAD = 3.0
 """How much further from fast="off" than its second run a captured run may end, where those two differ."""
+CPU_ROUNDING = 1e-3
+"""Relative bound on the loss on a CPU, where the run in fp32 has no counterpart."""
 FAULTS = ("DIFFERS", "RAISED", "STOPPED", "HANG", "CRASHED", "SILENT")
 TIER_B = [
     "tv_resnet18", "tv_vit", "tv_swin_v2", "tv_densenet", "tv_googlenet", "tv_retinanet", "tv_r3d_18", "hf_gpt2",
@@ -239,6 +244,8 @@ class Comparison:
         is_random = seeds[0].losses != off.losses
         others = seeds if is_random else [exact]
         bound = max(abs(one.mean_loss - two.mean_loss) for one in others for two in (off, *others))
+        if self.device == "cpu" and not is_random:  # fp32 either way
+            bound = CPU_ROUNDING * abs(off.mean_loss)
         distance = abs(run.mean_loss - off.mean_loss)
         found |= {"distance": distance, "bound": bound, "is_random": is_random}
         if not distance <= bound:
@@ -283,13 +290,15 @@ def shorten(text: str) -> str:
 class Parent:
     """Hand models to workers, replace those that hang or die, and keep the rows."""
 
-    def __init__(self, arguments: argparse.Namespace, tasks: list[tuple[str, list[str]]]) -> None:
+    def __init__(self, arguments: argparse.Namespace, tasks: list[tuple[str, list[str]]], store: Store) -> None:
         from zoo_models import MODELS
 
         self.arguments, self.packages = arguments, {name: case.package for name, case in MODELS.items()}
         self.tasks: queue.Queue[tuple[str, list[str]]] = queue.Queue()
         for task in tasks:
             self.tasks.put(task)
+        self.store, self.stored_at = store, time.monotonic()
+        self.ends_at = self.stored_at + arguments.budget
         self.rows: dict[str, Any] = {}
         self.lock = threading.Lock()
 
@@ -309,6 +318,9 @@ class Parent:
                 name, ways = self.tasks.get_nowait()
             except queue.Empty:
                 break
+            if time.monotonic() > self.ends_at:
+                print(f"{name}: not tried, the budget is spent", flush=True)
+                continue
             worker = worker if worker is not None and worker.is_alive else Worker(self.arguments)
             began = time.monotonic()
             way, done = "off", []
@@ -331,6 +343,9 @@ class Parent:
             with self.lock:
                 seconds = self.rows[name].get("seconds", 0) + time.monotonic() - began
                 self.rows[name]["seconds"] = round(seconds, 1)
+                if time.monotonic() > self.stored_at + STORE_EVERY_S:  # whatever ends the call, these rows are kept
+                    self.stored_at = time.monotonic()
+                    self.store(self.rows)
         if worker is not None:
             worker.end()
 
@@ -421,7 +436,6 @@ def store_rows(rows: dict[str, Any], folder: str | None, facts: dict[str, Any]) 
     path = Path(folder) / "zoo.json" if folder else RESULT
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"benchmark": "zoo", **facts, "models": rows}, indent=1) + "\n")
-    print(f"stored {path}")
 
 
 def describe_machine(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -535,6 +549,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="worker processes")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--limit", type=float, default=150.0, help="seconds for one way of one model")
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no further model is begun")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--commit", help="the commit to name in the rows, where there is no git")
     parser.add_argument("--out", help="folder for zoo.json, default benchmarks/results")
@@ -586,15 +601,19 @@ def run_models(arguments: argparse.Namespace) -> None:
     names.sort(key=lambda name: -stored.get(name, {}).get("seconds", 15))
     ways = [way for way in arguments.ways.split(",") if way != "off"]
     began = time.monotonic()
-    rows = Parent(arguments, [(name, ways) for name in names]).run()
-    commit = arguments.commit or find_commit()
-    rows = {name: {**row, "commit": commit} for name, row in rows.items()}
+    machine, commit = describe_machine(arguments), arguments.commit or find_commit()
+    base = {} if arguments.device == "cpu" else stored
+
+    def store(rows: dict[str, Any]) -> None:
+        if arguments.out or arguments.device == "cuda":
+            rows = {name: {**row, "commit": commit} for name, row in rows.items()}
+            store_rows(merge(base, rows), arguments.out, machine)
+
+    rows = Parent(arguments, [(name, ways) for name in names], store).run()
     verdicts = Counter(classify(v) for way in ways for v in list_verdicts(rows, way).values())
     print(f"{len(rows)} models in {time.monotonic() - began:.0f} s: {dict(verdicts)}")
     show_faults(rows)
-    if arguments.out or arguments.device == "cuda":
-        base = {} if arguments.device == "cpu" else stored
-        store_rows(merge(base, rows), arguments.out, describe_machine(arguments))
+    store(rows)
 
 
 if __name__ == "__main__":

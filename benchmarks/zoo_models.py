@@ -277,10 +277,6 @@ add_causal(
     "mamba", "Mamba", sizes={"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8, **_SPEC},
 )  # fmt: skip
 add_causal(
-    "rwkv", "Rwkv",
-    sizes={"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "context_length": 64, **_SPEC},
-)  # fmt: skip
-add_causal(
     "xglm", "XGLM",
     sizes={"vocab_size": 256, "d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 128, **_SPEC},
 )  # fmt: skip
@@ -1174,7 +1170,7 @@ def moe() -> Built:
     model = Parts(gate=nn.Linear(16, 4), experts=nn.ModuleList(dense(16, 32, 10) for _ in range(4)))
 
     def loss_fn(batch: Any) -> Tensor:
-        top, index = model.gate(batch[0]).topk(2, -1)
+        top, index = model.gate(batch[0]).float().topk(2, -1)
         weight = torch.zeros(len(batch[0]), 4, device=top.device, dtype=top.dtype).scatter(1, index, top.softmax(-1))
         out = torch.stack([expert(batch[0]) for expert in model.experts], 1)
         return F.cross_entropy((out * weight[..., None]).sum(1), batch[1]) + 0.01 * weight.mean(0).square().sum() * 4
