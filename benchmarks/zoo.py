@@ -50,10 +50,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "zoo.json"
 LEARNING_RATE, NUM_BATCHES, NUM_LAST = 1e-3, 4, 10
-STORE_EVERY_S = 15.0
+STORE_EVERY_S, START_S = 15.0, 300.0
 Store = Callable[[dict[str, Any]], None]
 SPREAD = 3.0
 """How much further from fast="off" than its second run a captured run may end, where those two differ."""
@@ -100,6 +100,9 @@ def work(arguments: argparse.Namespace) -> None:
             from halfstep.own_loop import fast
 
             fast.LOOK_EVERY = 4  # let `auto` begin to compile early enough in a short run
+        import halfstep  # noqa: F401, so that no model's time contains it
+
+        report(ready=True)
         for line in sys.stdin:
             name, *ways = line.split()
             is_clean = Comparison(name, arguments, report).run(ways)
@@ -280,6 +283,17 @@ def find_differences(one: Run, other: Run) -> dict[str, Any]:
     return {"is_equal": is_equal, "largest": largest, "first_step": first, "differing": where[:3]}
 
 
+def hide_folders(found: Any) -> Any:
+    """Return strings without the folders of this machine, also those in lists and dicts."""
+    if isinstance(found, dict):
+        return {key: hide_folders(value) for key, value in found.items()}
+    if isinstance(found, list):
+        return [hide_folders(value) for value in found]
+    if not isinstance(found, str):
+        return found
+    return re.sub(r"/[\w./+-]*/(?:site-packages|dist-packages|python3\.\d+)/", "", found.replace(f"{HERE.parent}/", ""))
+
+
 def shorten(text: str) -> str:
     return " ".join(text.split())[:400]
 
@@ -352,7 +366,8 @@ class Parent:
     def keep(self, name: str, way: str, found: dict[str, Any]) -> None:
         with self.lock:
             row = self.rows.setdefault(name, {"package": self.packages[name], "ways": {}})
-            row["ways"][way] = {key: value for key, value in found.items() if value not in ("", [], None)}
+            found = hide_folders({key: value for key, value in found.items() if value not in ("", [], None)})
+            row["ways"][way] = found
             detail = found.get("problem") or found.get("certificate", "")
             if way != "off" or found["verdict"] != "trained":
                 print(f"{name:28s}{way:8s}{found['verdict'][:150]} | {detail[:200]}", flush=True)
@@ -360,7 +375,7 @@ class Parent:
 
 class Worker:
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.limit_s, self.is_late, self.num_sent = arguments.limit, False, 0
+        self.limit_s, self.is_late = START_S, False
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115, read when the worker has died
         self.cache = tempfile.TemporaryDirectory()
         keywords = [f"--{name}={getattr(arguments, name)}" for name in ("device", "steps", "limit", "ways")]
@@ -372,6 +387,9 @@ class Worker:
             [sys.executable, __file__, "--work", *keywords],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment,
         )  # fmt: skip
+
+        self.read()  # once it is ready
+        self.limit_s = arguments.limit
 
     @property
     def is_alive(self) -> bool:

@@ -243,15 +243,21 @@ add_causal(
     "gpt_neo", "GPTNeo",
     sizes={**_SIZES, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
 )  # fmt: skip
-add_causal("gpt_neox", "GPTNeoX")
 add_causal("gptj", "GPTJ", sizes=_GPT, rotary_dim=8)
 add_causal("opt", "OPT", ffn_dim=128, word_embed_proj_dim=64)
 add_causal("bloom", "Bloom", sizes={"vocab_size": 256, "hidden_size": 64, "n_layer": 2, "n_head": 4, **_SPEC})
 add_causal("codegen", "CodeGen", sizes=_GPT, rotary_dim=8)
-add_causal("llama", "Llama", **_GROUPED)
+for _name, _prefix in {
+    "llama": "Llama", "qwen2": "Qwen2", "phi3": "Phi3", "stablelm": "StableLm", "starcoder2": "Starcoder2", "cohere":
+    "Cohere", "olmo": "Olmo", "olmo2": "Olmo2", "granite": "Granite", "nemotron": "Nemotron", "smollm3": "SmolLM3",
+}.items():  # fmt: skip
+    add_causal(_name, _prefix, **_GROUPED)
+for _name, _prefix in {
+    "gpt_neox": "GPTNeoX", "phi": "Phi", "falcon": "Falcon", "persimmon": "Persimmon", "biogpt": "BioGpt",
+}.items():  # fmt: skip
+    add_causal(_name, _prefix)
 add_causal("mistral", "Mistral", sliding_window=16, **_GROUPED)
 add_causal("mixtral", "Mixtral", **_GROUPED, **_MOE)
-add_causal("qwen2", "Qwen2", **_GROUPED)
 add_causal("qwen3", "Qwen3", head_dim=16, **_GROUPED)
 add_causal(
     "qwen2_moe", "Qwen2Moe", **_GROUPED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
@@ -259,20 +265,8 @@ add_causal(
 )  # fmt: skip
 add_causal("gemma", "Gemma", head_dim=16, **_GROUPED)
 add_causal("gemma2", "Gemma2", head_dim=16, sliding_window=16, **_GROUPED)
-add_causal("phi", "Phi")
-add_causal("phi3", "Phi3", **_GROUPED)
-add_causal("falcon", "Falcon")
 add_causal("mpt", "Mpt", sizes={"vocab_size": 256, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 128})
-add_causal("stablelm", "StableLm", **_GROUPED)
-add_causal("starcoder2", "Starcoder2", **_GROUPED)
-add_causal("cohere", "Cohere", **_GROUPED)
-add_causal("olmo", "Olmo", **_GROUPED)
-add_causal("olmo2", "Olmo2", **_GROUPED)
-add_causal("granite", "Granite", **_GROUPED)
 add_causal("glm", "Glm", head_dim=16, **_GROUPED)
-add_causal("nemotron", "Nemotron", **_GROUPED)
-add_causal("persimmon", "Persimmon")
-add_causal("smollm3", "SmolLM3", **_GROUPED)
 add_causal(
     "mamba", "Mamba", sizes={"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8, **_SPEC},
 )  # fmt: skip
@@ -280,7 +274,6 @@ add_causal(
     "xglm", "XGLM",
     sizes={"vocab_size": 256, "d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 128, **_SPEC},
 )  # fmt: skip
-add_causal("biogpt", "BioGpt")
 add_causal(
     "ctrl", "CTRL", head="LMHeadModel",
     sizes={"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "dff": 128, "n_positions": 128},
