@@ -53,7 +53,7 @@ from halfstep.step.schedule import Schedule
 from halfstep.step.signals import DelayedSignals
 from halfstep.step.step_state import collect_state, load_state, refuse_unfit
 from halfstep.step.tables import Rates, Values
-from halfstep.torch_version import report_untested_torch
+from halfstep.step.torch_version import report_untested_torch
 
 LossFn = Callable[[Batch], "Tensor | tuple[Tensor, Weight]"]
 Accumulate = Callable[[LossFn, Sequence[Any], list[Tensor]], "tuple[Tensor, Weight]"]
