@@ -136,6 +136,12 @@ class TracedWindow:
     exchanges: list[Exchange] = field(default_factory=list)
     """Entries of modules that the Python code has replaced, registered or removed."""
 
+    def add(self, call: Call, loss: int, weight: Weight | int, weight_output: int | None) -> None:
+        self.calls.append(call)
+        self.losses.append(loss)
+        self.weights.append(weight)
+        self.weight_outputs.append(weight_output)
+
     @property
     def key(self) -> Key:
         return tuple(
