@@ -441,7 +441,7 @@ class FastPath:
         tracer, batches = self._find_tracer(), attempt.traced.batches
         first = tracer(attempt.loss_fn, batches[0], only_looks=True)  # raises where it cannot be traced
         first.note_changing()
-        if not self._may_compare():
+        if not self._may_compare() or self.step.watch is not None and self.step.watch.is_due():
             return False
         self.looks_first = False
         trial, failed = TracedWindow(batches), list[Exception]()
@@ -494,8 +494,8 @@ class FastPath:
             return True  # a step that is dropped shows nothing
         if any(not torch.equal(eager[0].rng[name], state) for name, state in runs[0].rng.items()):
             raise NotTraced(
-                "the traced code draws other random numbers: torch removes what the loss does not use from it, such as the "
-                "dropout of an unused output"
+                "the traced code draws other random numbers: torch removes from it what the loss does not use, such as "
+                "the dropout of an unused output"
             )
         if not is_equal:
             try:

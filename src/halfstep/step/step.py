@@ -64,6 +64,10 @@ OnCommit = Callable[[nn.Module], object]
 class StepWatch(Protocol):
     """What observes every N-th step: it is called before each step and after its commit, and only reads."""
 
+    def is_due(self) -> bool:
+        """True if the next step will be observed."""
+        ...
+
     def begin(self) -> None: ...
 
     def end(self, facts: Facts, gradients: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
