@@ -330,12 +330,15 @@ class FastPath:
                 self.aside_s += time.monotonic() - began
             if not call.is_promised:
                 return False
+            traced.add(call, call.entry.find_loss())  # at once: its Python code has run
             is_plain = len(window) == 1 and isinstance(call.result, Tensor)
             # Alone in its window a batch counts whatever it weighs.
             split = (call.result, 1) if is_plain else split_result(call.result, batch, is_alone=len(window) == 1)
-            loss, weight = split
-            at = call.find_promised(call.result[1]) if isinstance(weight, Tensor) else None
-            traced.add(call, call.find_promised(loss), weight, at)
+            loss, traced.weights[-1] = split
+            if isinstance(traced.weights[-1], Tensor):
+                traced.weight_outputs[-1] = call.find_promised(call.result[1])
+            if call.find_promised(loss) != traced.losses[-1]:
+                raise NotTraced("loss_fn returns a loss that has no autograd graph")
             call.forget_result()
         if attempt.entries:
             traced.exchanges = find_exchanges(attempt.entries)
@@ -453,14 +456,14 @@ class FastPath:
         def look_and_run(batch: Batch) -> Any:
             """Look up each micro-batch when its Python code is about to run: it may change what the next one reads."""
             try:
-                call = None if failed else tracer(attempt.loss_fn, batch, only_looks=True)
+                call = tracer(attempt.loss_fn, batch, only_looks=True)
                 torch.clear_autocast_cache()
+                trial.add(call, call.entry.find_loss())
             except Exception as error:
                 failed.append(error)
             result = attempt.loss_fn(batch)
-            if not failed and call is not None:
-                weight = 1 if len(batches) == 1 else split_result(result, batch, is_alone=False)[1]
-                trial.add(call, call.entry.find_loss(), weight, None)
+            if len(batches) > 1 and not failed:
+                trial.weights[-1] = split_result(result, batch, is_alone=False)[1]
             return result
 
         look_and_run.__wrapped__ = attempt.loss_fn  # type: ignore[attr-defined]

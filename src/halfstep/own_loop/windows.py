@@ -114,7 +114,8 @@ class Call:
 
     def list_held(self) -> list[Tensor | None]:
         """Return the promised tensors that something still holds, by the number of the output."""
-        return [one() if isinstance(one, weakref.ref) else None for one in self.promised]
+        held = (one() if isinstance(one, weakref.ref) else one for one in self.promised)
+        return [one if isinstance(one, Tensor) else None for one in held]
 
     def fulfil(self, outputs: Sequence[Any]) -> None:
         """Copy what the code returned into the tensors that the user holds."""
@@ -136,11 +137,11 @@ class TracedWindow:
     exchanges: list[Exchange] = field(default_factory=list)
     """Entries of modules that the Python code has replaced, registered or removed."""
 
-    def add(self, call: Call, loss: int, weight: Weight | int, weight_output: int | None) -> None:
+    def add(self, call: Call, loss: int) -> None:
         self.calls.append(call)
         self.losses.append(loss)
-        self.weights.append(weight)
-        self.weight_outputs.append(weight_output)
+        self.weights.append(1)
+        self.weight_outputs.append(None)
 
     @property
     def key(self) -> Key:
