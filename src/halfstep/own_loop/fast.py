@@ -284,7 +284,9 @@ class FastPath:
             # Its code was not compared with eager code yet, and has not run, unless in earlier micro-batches.
             self.looks_first = True
             return not traced.calls and self._compare_with_eager(attempt)
-        self.is_pure = not traced.has_side_effects
+        if self.step.watch is not None:
+            inside = {id(slot.held) for slot in (*self.step.writes.slots.parameters, *self.step.writes.slots.buffers)}
+            self.is_pure = not traced.has_side_effects and all(id(one) in inside for one in traced.list_written())
         key = (*traced.key, *self.rates.key)
         for level in (self.compiled, self.level):
             graph = level.graphs.get(key) if level is not None else None
@@ -412,6 +414,8 @@ class FastPath:
                 python = self._run_eager_code(state, before, attempt) if level.compiler == "aten" else None
             state.has_gradients = not graph.replay.commits
             found = state.run_from(before, lambda: self._replay_only(graph, traced))
+        if self._is_dropped(state, runs[0], before):
+            return  # shows nothing
         try:
             state.compare(found, runs, before, uses_atomics=uses_atomics(traced))
             if python is not None:
@@ -474,8 +478,11 @@ class FastPath:
         finally:
             self.step.on_backward = None
         attempt.is_handed_over = False
+        state.note_optimizer_states()
         if failed:
             raise failed[0]
+        if attempt.facts.read().is_bad:
+            return True  # a step that is dropped shows nothing
         exchanges = find_exchanges(owners)
         gradients = [(parameter, parameter.grad) for parameter in self.step.find_trained_parameters()]
         after, runs = state.copy(), list[StateCopy]()
@@ -493,8 +500,6 @@ class FastPath:
                 for parameter, gradient in gradients:
                     parameter.grad = gradient
         self.compare_s += timer.seconds
-        if not state.has_finite_gradients(eager[0]):
-            return True  # a step that is dropped shows nothing
         if any(not torch.equal(eager[0].rng[name], state) for name, state in runs[0].rng.items()):
             raise NotTraced(
                 "the traced code draws other random numbers: torch removes from it what the loss does not use, such as "
@@ -626,7 +631,8 @@ class FastPath:
             replay = capture(self.step, run_calls(traced, level.compiler, self.step, outputs), inputs, level.pool)
         # Detached: an autograd graph that is kept would tie gradients of later steps to the stream of the capture.
         outputs[:] = [[o.detach() if isinstance(o, Tensor) else o for o in own] for own in outputs]
-        holders = list(map(id, list_holders(self.step)))
+        # Where the commit runs eagerly, its state is not part of the graph.
+        holders = list_holders(self.step) if replay.commits else []
         return Graph(replay, device, outputs, fixed, holders, positions, traced.shapes)
 
     # --- runs whose result is discarded ---

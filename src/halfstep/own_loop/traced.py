@@ -36,6 +36,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 from torch._dynamo.variables.lists import DequeVariable
+from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx import GraphModule, Node, has_side_effect
@@ -219,8 +220,11 @@ class TracedLoss:
 
         def keep(graph: GraphModule, inputs: Any, **settings: Any) -> Any:
             if not graphs:
-                infos = enumerate(context.fw_metadata.input_info if context.fw_metadata is not None else ())
+                assert context.fw_metadata is not None
+                infos = enumerate(context.fw_metadata.input_info)
                 entry.mutated = frozenset(number for number, info in infos if info.mutates_data)
+                if any(info.output_type is OutputType.alias_of_input for info in context.fw_metadata.output_info):
+                    entry.why_not = entry.why_not or "loss_fn keeps a view of a weight or of the batch: clone it"
             found, moved, waits = scan(graph, self.device, self.pure_ops)
             entry.why_not = entry.why_not or found
             if not graphs:  # the inputs of backward are others
