@@ -478,8 +478,8 @@ def place_numbers(graph: GraphModule, inputs: Sequence[Any], device: torch.devic
                 write_out_arithmetic(graph, node, placed)
             continue
         if node.op == "placeholder":
-            with mode:
-                node.meta["val"] = torch.empty((), dtype=value.dtype, device=device)
+            with mode:  # forward and backward share the metadata of a node: replace it
+                node.meta = {**node.meta, "val": torch.empty((), dtype=value.dtype, device=device)}
         elif placed.isdisjoint(node.all_input_nodes):
             continue
         else:
@@ -526,7 +526,7 @@ def refresh_value(node: Node, mode: Any) -> None:
     """Compute the fake value of a node anew from those of its inputs."""
     arguments, named = map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
     with mode:
-        node.meta["val"] = node.target(*arguments, **named)  # type: ignore[operator]
+        node.meta = {**node.meta, "val": node.target(*arguments, **named)}  # type: ignore[operator]
 
 
 def scan(

@@ -256,12 +256,11 @@ def run_calls(traced: TracedWindow, compiler: Compiler, step: Step, outputs: lis
         nonlocal made
         number = next(numbers)
         call = traced.calls[number]
-        inputs = [made.get(id(one), one) for one in call.inputs]
+        static = given if isinstance(given, dict) else {}
+        inputs = [static.get(str(position), made.get(id(one), one)) for position, one in enumerate(call.inputs)]
         for position, one in enumerate(inputs):
-            if is_number_input(call, position):
+            if str(position) not in static and is_number_input(call, position):
                 inputs[position] = one.to(step.device)
-        for name, tensor in given.items() if isinstance(given, dict) else ():
-            inputs[int(name)] = tensor
         found = list(call.entry.codes[compiler](*inputs))
         outputs.append(found)
         if call.is_promised:

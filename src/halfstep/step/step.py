@@ -53,6 +53,7 @@ from halfstep.step.schedule import Schedule
 from halfstep.step.signals import DelayedSignals
 from halfstep.step.step_state import collect_state, load_state, refuse_unfit
 from halfstep.step.tables import Rates, Values
+from halfstep.step.torch_version import report_untested_torch
 
 LossFn = Callable[[Batch], "Tensor | tuple[Tensor, Weight]"]
 Accumulate = Callable[[LossFn, Sequence[Any], list[Tensor]], "tuple[Tensor, Weight]"]
@@ -119,6 +120,8 @@ class Step:
             refuse_sharded(model)
         else:
             self.ranks = find_ranks(model, trained, self.device) if ranks == "of the model" else ranks
+        if self.ranks is None or self.ranks.world.rank == 0:
+            report_untested_torch(torch.__version__)
         self.sharding: Sharding | None = self.ranks.sharding if self.ranks is not None else None
         if isinstance(schedules, Rates):
             self.rates = schedules
