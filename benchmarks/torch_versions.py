@@ -118,7 +118,9 @@ def read_report(python: Path, report: Path) -> dict[str, Any]:
         "print(torch.__version__, version('triton'), platform.python_version(), platform.machine())"
     )
     torch, triton, version, machine = subprocess.check_output([python, "-c", about], text=True).split()
-    commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True).strip()
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
+    if subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "src", "tests"], cwd=ROOT).returncode:
+        commit += "-dirty"
     return {
         "torch": torch,
         "triton": triton,
