@@ -175,7 +175,7 @@ class FastPath:
         self.aside_s = self.aside_before_s = 0.0
         """Of these, seconds of tracing, compiling, capturing and comparing: in all, and before the present step."""
         self.compare_s = 0.0  # of these, seconds of comparing new entries
-        self.looks_first = False  # whether the next window has code that was not compared with eager code yet
+        self.uncompared: set[Key] = set()  # shapes of windows with code that was not compared with eager code yet
         self.is_pure = False  # whether the traced code of the last step changes no Python object
         self.first = step.attempted
         self.has_compiled_blocks = step.sharding is not None and asked == "compile" and not step.plan.simulated
@@ -280,9 +280,10 @@ class FastPath:
     def _make_step(self, attempt: Attempt) -> bool:
         """Trace a window, and make the step by a replay. Return False if there is no graph that may be used."""
         traced = attempt.traced
-        if not attempt.is_traced and (self.looks_first or not self._trace(attempt)):
+        is_uncompared = bool(self.uncompared) and traced.shapes in self.uncompared
+        if not attempt.is_traced and (is_uncompared or not self._trace(attempt)):
             # Its code was not compared with eager code yet, and has not run, unless in earlier micro-batches.
-            self.looks_first = True
+            self.uncompared.add(traced.shapes)
             return not traced.calls and self._compare_with_eager(attempt)
         if self.step.watch is not None:
             inside = {id(slot.held) for slot in (*self.step.writes.slots.parameters, *self.step.writes.slots.buffers)}
@@ -332,7 +333,7 @@ class FastPath:
                 self.aside_s += time.monotonic() - began
             if not call.is_promised:
                 return False
-            traced.add(call, call.entry.find_loss())  # at once: its Python code has run
+            traced.add(call)  # at once: its Python code has run
             is_plain = len(window) == 1 and isinstance(call.result, Tensor)
             # Alone in its window a batch counts whatever it weighs.
             split = (call.result, 1) if is_plain else split_result(call.result, batch, is_alone=len(window) == 1)
@@ -450,7 +451,7 @@ class FastPath:
         first.note_changing()
         if not self._may_compare() or self.step.watch is not None and self.step.watch.is_due():
             return False
-        self.looks_first = False
+        self.uncompared.discard(attempt.traced.shapes)
         trial, failed = TracedWindow(batches), list[Exception]()
         owners = [(owner, dict(owner)) for owner in self._list_owners()]
         state = StepState(self.step, TracedWindow(batches, [first]).list_written())
@@ -462,7 +463,7 @@ class FastPath:
             try:
                 call = tracer(attempt.loss_fn, batch, only_looks=True)
                 torch.clear_autocast_cache()
-                trial.add(call, call.entry.find_loss())
+                trial.add(call)
             except Exception as error:
                 failed.append(error)
             result = attempt.loss_fn(batch)

@@ -44,6 +44,7 @@ class Entry:
     """What the code returns, tensors as promises."""
     compile: Callable[[Compiler], None]
     """Make `codes[compiler]` from the same graph."""
+    loss: int = 0  # which output is the loss: the only one with an autograd graph
     codes: dict[Compiler, Code] = field(default_factory=dict)
     why_not: str = ""
     """What in the graph keeps it from being captured; empty if nothing does."""
@@ -60,10 +61,6 @@ class Entry:
     changing: set[int] = field(default_factory=set)  # inputs that are other tensors at every step
     has_numbers: bool = False  # whether an input is no tensor
     has_side_effects: bool = True  # whether the Python code changes an object, such as a list or an attribute
-
-    def find_loss(self) -> int:
-        """Return which output is the loss: the only one with an autograd graph."""
-        return next(k for k, one in enumerate(self.outputs) if isinstance(one, Promise) and one.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -137,9 +134,9 @@ class TracedWindow:
     exchanges: list[Exchange] = field(default_factory=list)
     """Entries of modules that the Python code has replaced, registered or removed."""
 
-    def add(self, call: Call, loss: int) -> None:
+    def add(self, call: Call) -> None:
         self.calls.append(call)
-        self.losses.append(loss)
+        self.losses.append(call.entry.loss)
         self.weights.append(1)
         self.weight_outputs.append(None)
 
