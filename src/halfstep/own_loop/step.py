@@ -344,7 +344,7 @@ class Step:
     def _take_loaded(self) -> None:
         """Go on from states that the user's code has loaded into optimizers and schedulers since the last step."""
         loaded = [committer.optimizer for committer in self._step.committers if committer.has_new_groups]
-        if not loaded and not self._schedules.has_loaded:
+        if not loaded and not any(driven.is_loaded for driven in self._schedules.driven):
             return
         if self._makes_capturable:  # a state may be of an optimizer in another form, which the groups take over
             make_capturable(loaded, self._schedules.rates)

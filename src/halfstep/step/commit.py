@@ -183,7 +183,7 @@ class Committer:
         if rates is not None and self.takes_tensor_lr:
             rates.bind(optimizer)
         if rates is not None and self.reads_betas:
-            rates.bind_betas(optimizer)
+            rates.write_momenta(optimizer, as_views=True)
 
     @property
     def has_new_groups(self) -> bool:
