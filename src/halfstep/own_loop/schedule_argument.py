@@ -194,7 +194,7 @@ class LoopSchedules:
         self.optimizers, self.epochs = list(optimizers), 0
         self.hints: list[str] = []
         self.driven = [self._drive(one, optimizer) for optimizer, one in _assign_to_optimizers(given, optimizers)]
-        self.committed: Tensor | None = None
+        self.committed = torch.zeros(())  # a step's count, from `follow` on
         self.num_committed = 0
         """The committed steps as far as the host knows without a wait."""
         self.rates = self._make_rates(device) if self.driven else None
@@ -290,8 +290,7 @@ class LoopSchedules:
 
     def go_back(self) -> None:
         """Read the count again, after a rollback or a load."""
-        if self.committed is not None:
-            self.num_committed = int(self.committed)
+        self.num_committed = int(self.committed)
 
     def count(self, driven: Driven, *, is_exact: bool = True) -> int:
         """Return the count that a schedule follows; an exact one waits for the steps in flight."""

@@ -266,10 +266,12 @@ class Rates(Tabulated):
     def find_first(self, optimizer: Optimizer) -> Tensor:
         return self.now[self._find_groups(optimizer)[0][0]]
 
-    def bind(self, optimizer: Optimizer) -> None:
-        """Let an optimizer that takes tensor learning rates read them from the vector."""
+    def bind(self, optimizer: Optimizer, *, betas: bool = False) -> None:
+        """Let an optimizer that takes tensor learning rates read them from the vector; its first betas as well."""
         for position, group in self._find_groups(optimizer):
             group["lr"] = self.held[position] = self.views[position]
+            if betas:
+                group["betas"] = (self.views[self.momentum_rows[position]], *group["betas"][1:])
 
     def write_floats(self, optimizer: Optimizer) -> None:
         """Give an optimizer plain numbers; waits for the device."""
@@ -277,10 +279,9 @@ class Rates(Tabulated):
         for position, group in self._find_groups(optimizer):
             group["lr"] = self.held[position] = now[position]
 
-    def write_momenta(self, optimizer: Optimizer, *, as_views: bool = False) -> None:
-        """Give an optimizer its momenta, or first betas: as views of the vector, or as plain numbers, which waits for
-        the device."""
-        now = self.views if as_views else self.now.tolist()
+    def write_momenta(self, optimizer: Optimizer) -> None:
+        """Give an optimizer its momenta, or first betas, as plain numbers; waits for the device."""
+        now = self.now.tolist()
         for position, group in self._find_groups(optimizer):
             momentum = now[self.momentum_rows[position]]
             if "betas" in group:
