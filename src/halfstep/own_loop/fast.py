@@ -11,8 +11,8 @@ What happens in a step, once the first few have run eagerly:
    values of this call, and the entry notes its inputs. Nothing is computed yet.
 2. Entries, optimizer settings and weights of the micro-batches are the key of a graph. If there is one, and it was
    captured from the same parameters and buffers, the inputs that change are copied into it, and it is replayed.
-3. Otherwise the step is made by Dynamo's unmodified graph under eager autograd: the first time its entries are compared
-   with the user's Python code, the second time the window is captured, and the replay is compared (certificate.py).
+3. Otherwise the step is made from the user's Python code. The first time, its gradients are compared with those of the
+   traced code; the second time the window is captured, and the replay is compared (certificate.py).
 4. The tensors that the loss function returned or stored are filled.
 
 A replay contains what a step does on the device, forward to counters (step/graph.py), so a bad one is dropped inside.
@@ -216,12 +216,14 @@ class FastPath:
         self.aside_before_s = self.aside_s
         while not self.why_eager:
             try:
-                if self._make_step(attempt):
-                    assert attempt.facts is not None
-                    return attempt.facts
-                return self._make_uncaptured(attempt)
+                if not self._make_step(attempt):
+                    break
+                assert attempt.facts is not None
+                return attempt.facts
             except Outdated:
                 self._forget_traces()
+                if attempt.facts is not None:
+                    return attempt.facts
                 break
             except Exception as error:
                 if attempt.is_handed_over or self.step.attempted > attempt.number and attempt.facts is None:
@@ -240,24 +242,6 @@ class FastPath:
                 attempt.traced.settle_exchanges(attempt.facts.bad)
                 return attempt.facts
         return self._make_from_python(attempt)
-
-    def _make_uncaptured(self, attempt: Attempt) -> Facts:
-        """Make a step by Dynamo's graphs. If they raise, the user's code does so, too, or they are wrong."""
-        traced = attempt.traced
-        attempt.is_handed_over = traced.has_side_effects or not attempt.is_traced
-        if not attempt.is_traced:
-            return self._make_from_python(attempt)
-        traced.undo_exchanges()
-        try:
-            return self._run(run_reference(traced), traced.calls, traced)
-        except Exception as error:
-            if attempt.is_handed_over:
-                raise
-            reason = explain(error)
-        attempt.is_handed_over = True
-        facts = attempt.eager(attempt.loss_fn)
-        self._stay_eager(reason)
-        return facts
 
     def _make_from_python(self, attempt: Attempt) -> Facts:
         """Make a step from the user's Python code. Where that has run and has side effects, it must not run again."""
@@ -520,7 +504,7 @@ class FastPath:
         for call in trial.calls:
             call.entry.is_compared = True
         for level in filter(None, (self.level, self.compiled)):
-            level.certificate.add("the eager step" + ("" if is_equal else " up to rounding"))
+            level.certificate.add("the eager step", is_equal=is_equal)
         return True
 
     def _run_gradients(self, state: StepState, before: StateCopy, traced: TracedWindow) -> StateCopy:
