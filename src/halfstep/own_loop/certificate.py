@@ -81,7 +81,7 @@ class StepState:
         self.names = [name for name, _ in found.values()]
         self.tensors = [tensor for _, tensor in found.values()]
         num_bytes = sum(t.numel() * t.element_size() for t in self.tensors)
-        self.states = [{p: set(own) for p, own in optimizer.state.items()} for optimizer in step.optimizers]
+        self.note_optimizer_states()
         self.has_created = False
         """True if a run made optimizer state that did not exist before."""
         slots = step.writes.slots
@@ -113,6 +113,10 @@ class StepState:
         self.step.spikes.load_state_dict(copy.spikes)
         if self.step.rates is not None:
             self.step.rates.version = self.step.rates.now._version  # not a write by the user's code
+
+    def note_optimizer_states(self) -> None:
+        """Note which optimizer state exists, so that `restore` does not remove it."""
+        self.states = [{p: set(own) for p, own in optimizer.state.items()} for optimizer in self.step.optimizers]
 
     def _remove_created(self) -> None:
         """Remove optimizer state that was made since: of parameters that got a gradient for the first time."""

@@ -175,7 +175,7 @@ class FastPath:
         self.aside_s = self.aside_before_s = 0.0
         """Of these, seconds of tracing, compiling, capturing and comparing: in all, and before the present step."""
         self.compare_s = 0.0  # of these, seconds of comparing new entries
-        self.looks_first = False  # whether the next window has code that was not compared with eager code yet
+        self.uncompared: set[Key] = set()  # shapes of windows with code that was not compared with eager code yet
         self.is_pure = False  # whether the traced code of the last step changes no Python object
         self.first = step.attempted
         self.has_compiled_blocks = step.sharding is not None and asked == "compile" and not step.plan.simulated
@@ -280,11 +280,14 @@ class FastPath:
     def _make_step(self, attempt: Attempt) -> bool:
         """Trace a window, and make the step by a replay. Return False if there is no graph that may be used."""
         traced = attempt.traced
-        if not attempt.is_traced and (self.looks_first or not self._trace(attempt)):
+        is_uncompared = bool(self.uncompared) and traced.shapes in self.uncompared
+        if not attempt.is_traced and (is_uncompared or not self._trace(attempt)):
             # Its code was not compared with eager code yet, and has not run, unless in earlier micro-batches.
-            self.looks_first = True
+            self.uncompared.add(traced.shapes)
             return not traced.calls and self._compare_with_eager(attempt)
-        self.is_pure = not traced.has_side_effects
+        if self.step.watch is not None:
+            inside = {id(slot.held) for slot in (*self.step.writes.slots.parameters, *self.step.writes.slots.buffers)}
+            self.is_pure = not traced.has_side_effects and all(id(one) in inside for one in traced.list_written())
         key = (*traced.key, *self.rates.key)
         for level in (self.compiled, self.level):
             graph = level.graphs.get(key) if level is not None else None
@@ -330,12 +333,15 @@ class FastPath:
                 self.aside_s += time.monotonic() - began
             if not call.is_promised:
                 return False
+            traced.add(call)  # at once: its Python code has run
             is_plain = len(window) == 1 and isinstance(call.result, Tensor)
             # Alone in its window a batch counts whatever it weighs.
             split = (call.result, 1) if is_plain else split_result(call.result, batch, is_alone=len(window) == 1)
-            loss, weight = split
-            at = call.find_promised(call.result[1]) if isinstance(weight, Tensor) else None
-            traced.add(call, call.find_promised(loss), weight, at)
+            loss, traced.weights[-1] = split
+            if isinstance(traced.weights[-1], Tensor):
+                traced.weight_outputs[-1] = call.find_promised(call.result[1])
+            if call.find_promised(loss) != traced.losses[-1]:
+                raise NotTraced("loss_fn returns a loss that has no autograd graph")
             call.forget_result()
         if attempt.entries:
             traced.exchanges = find_exchanges(attempt.entries)
@@ -409,6 +415,8 @@ class FastPath:
                 python = self._run_eager_code(state, before, attempt) if level.compiler == "aten" else None
             state.has_gradients = not graph.replay.commits
             found = state.run_from(before, lambda: self._replay_only(graph, traced))
+        if self._is_dropped(state, runs[0], before):
+            return  # shows nothing
         try:
             state.compare(found, runs, before, uses_atomics=uses_atomics(traced))
             if python is not None:
@@ -443,7 +451,7 @@ class FastPath:
         first.note_changing()
         if not self._may_compare() or self.step.watch is not None and self.step.watch.is_due():
             return False
-        self.looks_first = False
+        self.uncompared.discard(attempt.traced.shapes)
         trial, failed = TracedWindow(batches), list[Exception]()
         owners = [(owner, dict(owner)) for owner in self._list_owners()]
         state = StepState(self.step, TracedWindow(batches, [first]).list_written())
@@ -453,14 +461,14 @@ class FastPath:
         def look_and_run(batch: Batch) -> Any:
             """Look up each micro-batch when its Python code is about to run: it may change what the next one reads."""
             try:
-                call = None if failed else tracer(attempt.loss_fn, batch, only_looks=True)
+                call = tracer(attempt.loss_fn, batch, only_looks=True)
                 torch.clear_autocast_cache()
+                trial.add(call)
             except Exception as error:
                 failed.append(error)
             result = attempt.loss_fn(batch)
-            if not failed and call is not None:
-                weight = 1 if len(batches) == 1 else split_result(result, batch, is_alone=False)[1]
-                trial.add(call, call.entry.find_loss(), weight, None)
+            if len(batches) > 1 and not failed:
+                trial.weights[-1] = split_result(result, batch, is_alone=False)[1]
             return result
 
         look_and_run.__wrapped__ = attempt.loss_fn  # type: ignore[attr-defined]
@@ -471,8 +479,11 @@ class FastPath:
         finally:
             self.step.on_backward = None
         attempt.is_handed_over = False
+        state.note_optimizer_states()
         if failed:
             raise failed[0]
+        if attempt.facts.read().is_bad:
+            return True  # a step that is dropped shows nothing
         exchanges = find_exchanges(owners)
         gradients = [(parameter, parameter.grad) for parameter in self.step.find_trained_parameters()]
         after, runs = state.copy(), list[StateCopy]()
@@ -490,8 +501,6 @@ class FastPath:
                 for parameter, gradient in gradients:
                     parameter.grad = gradient
         self.compare_s += timer.seconds
-        if not state.has_finite_gradients(eager[0]):
-            return True  # a step that is dropped shows nothing
         if any(not torch.equal(eager[0].rng[name], state) for name, state in runs[0].rng.items()):
             raise NotTraced(
                 "the traced code draws other random numbers: torch removes from it what the loss does not use, such as "
@@ -623,7 +632,8 @@ class FastPath:
             replay = capture(self.step, run_calls(traced, level.compiler, self.step, outputs), inputs, level.pool)
         # Detached: an autograd graph that is kept would tie gradients of later steps to the stream of the capture.
         outputs[:] = [[o.detach() if isinstance(o, Tensor) else o for o in own] for own in outputs]
-        holders = list(map(id, list_holders(self.step)))
+        # Where the commit runs eagerly, its state is not part of the graph.
+        holders = list_holders(self.step) if replay.commits else []
         return Graph(replay, device, outputs, fixed, holders, positions, traced.shapes)
 
     # --- runs whose result is discarded ---

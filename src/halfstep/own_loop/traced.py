@@ -32,10 +32,12 @@ from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, set_eval_fr
 from torch._dynamo import trace_rules
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.source import ConstantSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 from torch._dynamo.variables.lists import DequeVariable
+from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx import GraphModule, Node, has_side_effect
@@ -91,7 +93,7 @@ class TracedLoss:
 
     def _make_autocast(self) -> torch.autocast:
         dtype = get_autocast_dtype(self.plan.granted)
-        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=CACHE_ENABLED)
 
     @property
     def has_side_effects(self) -> bool:
@@ -158,21 +160,22 @@ class TracedLoss:
         """Make an entry of Dynamo's graph (this is the backend that torch.compile calls), and note each call of it."""
         module = copy_graph(module)  # Dynamo goes on with its own
         # To compile it later, fake tensors are enough, but a number is traced as one only from the real tensor.
-        nodes = module.graph.find_nodes(op="placeholder")
-        kept = [
-            one if isinstance(one, Tensor) and one.ndim == 0 and one.is_cpu else node.meta["example_value"]
-            for node, one in zip(nodes, examples, strict=True)
-        ]
         context = TracingContext.get()
+        kept = [
+            make_fake(one, context) if isinstance(one, Tensor) and not (one.ndim == 0 and one.is_cpu) else one
+            for one in examples
+        ]
         entry = Entry(
             module, find_outputs(module), lambda compiler: self._compile(entry, module, kept, context, compiler)
         )
         if any(isinstance(output, torch.SymInt | torch.SymFloat | torch.SymBool) for output in entry.outputs):
             entry.why_not = "loss_fn changes a Python number that it also computes with, such as a counter"
-        num_losses = sum(isinstance(output, Promise) and output.requires_grad for output in entry.outputs)
-        if num_losses > 1:
+        losses = [k for k, one in enumerate(entry.outputs) if isinstance(one, Promise) and one.requires_grad]
+        if len(losses) == 1:
+            entry.loss = losses[0]
+        elif losses:
             entry.why_not = "loss_fn keeps a tensor that has an autograd graph besides the loss: detach it"
-        elif num_losses == 0:
+        else:
             entry.why_not = "the loss does not depend on a tensor that requires a gradient"
         entry.has_numbers = not all(isinstance(example, Tensor) for example in examples)
         entry.requires_grad = list_requires_grad(examples, has_numbers=entry.has_numbers)
@@ -219,8 +222,11 @@ class TracedLoss:
 
         def keep(graph: GraphModule, inputs: Any, **settings: Any) -> Any:
             if not graphs:
-                infos = enumerate(context.fw_metadata.input_info if context.fw_metadata is not None else ())
+                assert context.fw_metadata is not None
+                infos = enumerate(context.fw_metadata.input_info)
                 entry.mutated = frozenset(number for number, info in infos if info.mutates_data)
+                if any(info.output_type is OutputType.alias_of_input for info in context.fw_metadata.output_info):
+                    entry.why_not = entry.why_not or "loss_fn keeps a view of a weight or of the batch: clone it"
             found, moved, waits = scan(graph, self.device, self.pure_ops)
             entry.why_not = entry.why_not or found
             if not graphs:  # the inputs of backward are others
@@ -365,6 +371,15 @@ def find_outputs(module: GraphModule) -> list[Any]:
     output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
     values = [node.meta.get("example_value") if isinstance(node, Node) else node for node in output.args[0]]
     return [Promise(tuple(v.shape), v.dtype, v.device, v.requires_grad) if isinstance(v, Tensor) else v for v in values]
+
+
+def make_fake(example: Tensor, context: TracingContext) -> Tensor:
+    """Return a fake tensor as AOTAutograd would make it. Those of Dynamo's graph have another mode, which torch 2.10
+    refuses, and their metadata may have changed in the trace."""
+    assert context.fake_mode is not None
+    shapes = context.tensor_to_context.get(example)
+    source = shapes.tensor_source if shapes is not None else ConstantSource("halfstep_example")  # type: ignore[attr-defined]
+    return context.fake_mode.from_tensor(example, symbolic_context=shapes, source=source)
 
 
 def copy_graph(module: GraphModule) -> GraphModule:
