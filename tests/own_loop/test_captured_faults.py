@@ -37,12 +37,10 @@ from replay_stand_in import replays_on_cpu
 from tiny_training import make_step
 
 CPU = torch.device("cpu")
-AGAIN = pytest.mark.xfail(strict=True, reason="windows are compared in place of others, and run eagerly until then")
 NUMPY = pytest.mark.xfail(strict=True, reason="torch's compiler computes with a NumPy number in float64")
 UNTIMED = pytest.mark.xfail(strict=True, reason="the time of a step that raises is counted aside, not in steps")
 UNFILLED = pytest.mark.xfail(strict=True, reason="what captured code computes before it raises is lost")
-LOST = pytest.mark.xfail(strict=True, reason="a comparison removes optimizer state that the step has made")
-FAULTS = {"unfrozen_later": LOST, "annealed_number_of_numpy": NUMPY}
+FAULTS = {"annealed_number_of_numpy": NUMPY}
 
 
 @pytest.fixture(autouse=True)
@@ -228,7 +226,7 @@ def test_a_graph_that_is_not_used_gives_its_place_to_another(monkeypatch: pytest
 
 @pytest.mark.parametrize(
     ("rows", "expected"),
-    [([2] * 4 + [3] * 2 + [4] * 12, [4, 5, 16]), pytest.param([2, 3, 4] * 7, [4, 5, 18], marks=AGAIN)],
+    [([2] * 4 + [3] * 2 + [4] * 12, [4, 5, 16]), ([2, 3, 4] * 7, [4, 5, 18])],
     ids=["one after the other", "in turn"],
 )
 def test_comparisons_take_a_small_share_of_the_time(
@@ -256,7 +254,6 @@ def test_comparisons_take_a_small_share_of_the_time(
     assert_same_history(found, train_shapes("off", rows))
 
 
-@AGAIN
 def test_windows_that_were_compared_are_not_compared_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second micro-batch of a window is new: the window is compared when it comes again, and no other one."""
     compared, run = list[int](), FastPath._run_gradients
