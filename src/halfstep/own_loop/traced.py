@@ -57,6 +57,8 @@ ATOMIC = (
     *("convolution_backward", "cumsum", "bincount", "histc", "ctc_loss", "nll_loss2d"),
 )
 """Operations whose kernels, forward or backward, may add up with atomics, in another order at every run."""
+BY_DATA = ("aten.prod.", "aten.cumprod.")
+"""Operations whose eager backward is simpler if no input is zero; traced code always uses the other formula."""
 MAX_STREAK = 3  # new entries in a row for batches of one shape: some value changes at every step
 MAX_ENTRIES = 64  # of one loss function: shapes and combinations of Python values
 
@@ -182,7 +184,7 @@ class TracedLoss:
         entry.has_side_effects, wrong = find_side_effects()
         entry.why_not = entry.why_not or wrong
         entry.compile("aten")
-        entry.why_not = entry.why_not or find_repeated_writes(module, entry.mutated)
+        entry.why_not = entry.why_not or find_repeated(module, entry)
         self.entries.append(entry)
 
         def promise(*inputs: Any) -> Sequence[Any]:
@@ -235,6 +237,7 @@ class TracedLoss:
             names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
             entry.num_nodes += len(names)
             entry.is_random |= any(part in name for name in names for part in RANDOM)
+            entry.rounds_by_data |= any(name.startswith(BY_DATA) for name in names)
             entry.uses_atomics |= any(part in name for name in names for part in ATOMIC)
             if not entry.why_not:
                 inputs = place_numbers(graph, inputs, self.device)
@@ -463,13 +466,16 @@ def run_boxed(graph: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     return run
 
 
-def find_repeated_writes(module: GraphModule, mutated: frozenset[int]) -> str:
-    """Return why not, if a checkpointed block writes into a tensor: an eager step does so twice, traced code once."""
+def find_repeated(module: GraphModule, entry: Entry) -> str:
+    """Return why not, if a checkpointed block writes into a tensor, which eager steps do twice and traced code once; or
+    if it draws random numbers and Dynamo's graph, which draws others in its second run, may have to make a step."""
     placeholders = module.graph.find_nodes(op="placeholder")
-    written = {placeholders[k] for k in mutated if k < len(placeholders)}
-    blocks = (node for node in module.graph.nodes if "checkpoint" in str(node.target))
+    written = {placeholders[k] for k in entry.mutated if k < len(placeholders)}
+    blocks = [node for node in module.graph.nodes if "checkpoint" in str(node.target)]
     if any(not written.isdisjoint(node.all_input_nodes) for node in blocks):
         return "torch.utils.checkpoint runs a block that writes into a buffer, such as BatchNorm, twice"
+    if blocks and entry.is_random and entry.has_side_effects:
+        return "loss_fn changes Python objects, and draws random numbers inside torch.utils.checkpoint"
     return ""
 
 

@@ -53,6 +53,7 @@ class Entry:
     waits: frozenset[int] = frozenset()  # those of them whose copy the host waits for
     num_nodes: int = 0
     is_random: bool = False
+    rounds_by_data: bool = False  # whether eager code chooses between formulas by the values of a tensor
     uses_atomics: bool = False  # whether sums may be added up in another order at every run
     requires_grad: list[bool] = field(default_factory=list)  # of each input
     was_called: bool = False
