@@ -17,7 +17,6 @@ from halfstep.step.randomness import choose_algorithms
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
-NUMPY = pytest.mark.xfail(reason="torch's compiler computes with a NumPy number in float64")
 MAY_STAY_EAGER = ("max_norm", "max_norm_set_later", "traced_code_raises")
 """Loops that a GPU captures or not: kernels of Embedding's max_norm wait for the host, those of the VQ-VAE need not
 raise. They train alike in any case."""
@@ -61,9 +60,7 @@ def test_a_bad_step_restores_a_replaced_buffer(name: str, bad_at: int) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=NUMPY if name == "annealed_number_of_numpy" else ()) for name in ANNEALED]
-)
+@pytest.mark.parametrize("name", ANNEALED)
 def test_captured_kernels_follow_a_float(name: str, precision: str) -> None:
     assert_same(name, CUDA, precision=precision)
 

@@ -37,9 +37,7 @@ from replay_stand_in import replays_on_cpu
 from tiny_training import make_step
 
 CPU = torch.device("cpu")
-NUMPY = pytest.mark.xfail(strict=True, reason="torch's compiler computes with a NumPy number in float64")
 UNFILLED = pytest.mark.xfail(strict=True, reason="what captured code computes before it raises is lost")
-FAULTS = {"annealed_number_of_numpy": NUMPY}
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +47,7 @@ def _replay_on_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         yield
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=FAULTS.get(name, ())) for name in LOOPS])
+@pytest.mark.parametrize("name", LOOPS)
 def test_loops_train_like_eager_ones(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = assert_same(name, CPU)
     lines = [line for line in capsys.readouterr().err.splitlines() if "eagerly" in line]

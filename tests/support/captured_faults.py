@@ -394,7 +394,9 @@ def annealed_divisor(device: torch.device) -> Loop:
 
 
 def annealed_number_of_numpy(device: torch.device) -> Loop:
-    return anneal(device, lambda out, y, value: value * F.cross_entropy(out, y), np.float64)
+    loop = anneal(device, lambda out, y, value: value * F.cross_entropy(out, y), np.float64)
+    loop.why_eager = "computes with a NumPy number in float64"
+    return loop
 
 
 def annealed_smoothing(device: torch.device) -> Loop:

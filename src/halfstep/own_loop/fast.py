@@ -81,6 +81,7 @@ COMPILED: Compiler = "inductor"
 LOOK_EVERY = 20  # replays between two looks at whether compiling pays, or a check is due
 CHECK_SHARE = 0.005  # of the time in steps, for comparing replays with uncaptured code again
 COMPARE_SHARE, COMPARE_STEPS = 0.02, 1000  # of the time in so many steps, for comparing new entries with eager code
+MOST_STEPS = 8  # what one comparison may cost, in steps
 TIMED = 20  # replays
 ERROR = 2.0  # how much further from fp32 compiled gradients may be than those of torch's kernels
 ROUNDING = 1e-5  # relative, of sums in another order in fp32
@@ -427,8 +428,11 @@ class FastPath:
     def _may_compare(self) -> bool:
         """True while comparisons take little of the time in steps, of at least the first 1,000."""
         num = max(1, self.step.attempted - self.first)
-        per_step = (self.in_steps_s - self.aside_before_s) / num
-        return self.compare_s <= COMPARE_SHARE * per_step * max(num, COMPARE_STEPS)
+        return self.compare_s <= COMPARE_SHARE * self._measure_step() * max(num, COMPARE_STEPS)
+
+    def _measure_step(self) -> float:
+        """Return the seconds of a step, without what is done aside."""
+        return (self.in_steps_s - self.aside_before_s) / max(1, self.step.attempted - self.first)
 
     def _compare_with_eager(self, attempt: Attempt) -> bool:
         """Make a step from the user's Python code, and compare its gradients, and what forward writes, with those of
@@ -489,7 +493,8 @@ class FastPath:
                     exchange.put(exchange.after)
                 for parameter, gradient in gradients:
                     parameter.grad = gradient
-        self.compare_s += timer.seconds
+        # Loading kernels for the first time may take long, and is not what comparing costs.
+        self.compare_s += min(timer.seconds, MOST_STEPS * self._measure_step())
         if any(not torch.equal(eager[0].rng[name], state) for name, state in runs[0].rng.items()):
             raise NotTraced(
                 "the traced code draws other random numbers: a library may take another path while it is traced, as "
