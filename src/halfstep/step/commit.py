@@ -470,10 +470,10 @@ def step_cycled_adam(optimizer: Any) -> None:
     form with one parameter after the other reads them on the device, with some 20 small kernels for each parameter."""
     names = ("lr", "weight_decay", "eps", "amsgrad", "maximize", "capturable", "decoupled_weight_decay")
     for group in optimizer.param_groups:
-        held: list[list[Tensor]] = [[] for _ in range(6)]
+        held: Any = [[] for _ in range(6)]
         optimizer._init_group(group, *held)
-        beta1, beta2 = group["betas"]
-        adam(*held, foreach=False, beta1=beta1, beta2=beta2, **{name: group[name] for name in names})
+        betas = dict(zip(("beta1", "beta2"), group["betas"], strict=True))
+        adam(*held, **{name: group[name] for name in names} | betas | {"foreach": False})
 
 
 def commit_all(

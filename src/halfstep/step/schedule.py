@@ -253,7 +253,7 @@ def make_groups_plain(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for group in plain:
         if isinstance(group.get("lr"), torch.Tensor):
             group["lr"] = float(group["lr"])
-        first, *others = group.get("betas", (0.0,))
-        if isinstance(first, torch.Tensor) and not any(isinstance(one, torch.Tensor) for one in others):
-            group["betas"] = (float(first), *others)
+        betas = group.get("betas")  # custom optimizers may have others, or None
+        if isinstance(betas, tuple) and [isinstance(beta, torch.Tensor) for beta in betas] == [True, False]:
+            group["betas"] = (float(betas[0]), betas[1])
     return plain
