@@ -7,6 +7,8 @@
 #   make rules   write docs/rules from the rules of halfstep-check
 #   make wheel   build both distributions, and use them with Python 3.11, 3.12 and 3.13;
 #                TORCH=2.10.0 installs that torch instead of the pinned one
+#   make torch TORCH=2.15.0   run the core's tests with that torch and its triton, in a temporary environment of 5 GB,
+#                and store the result; ENVS=DIR keeps the environment there
 #   make check-hook   try the pre-commit hook of halfstep-check, as committed, with pre-commit itself
 #   make trackers   install wandb and MLflow into .venv-trackers (over a gigabyte) and test log.track with them
 #   make demos   train every workload's demo and assert what it learned (minutes each)
@@ -16,7 +18,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo demos docs integrations soak trackers test check check-hook rules format clean wheel
+.PHONY: demo demos docs integrations soak torch trackers test check check-hook rules format clean wheel
 
 demo: $(STAMP)
 	$(BIN)/halfstep train unet
@@ -63,6 +65,10 @@ rules: $(STAMP)
 wheel: $(STAMP)
 	rm -rf dist
 	$(BIN)/python tests/try_wheels.py dist $(if $(TORCH),--torch $(TORCH))
+
+torch:
+	$(if $(TORCH),,$(error name a version, as in make torch TORCH=2.15.0))
+	$(PYTHON) benchmarks/torch_versions.py $(TORCH) $(if $(ENVS),--envs $(ENVS))
 
 check-hook:
 	packages/halfstep-check/tests/try_hook.sh

@@ -14,6 +14,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 README, RESULTS = HERE.parent / "README.md", HERE.parent / "docs" / "results.md"
+CAPTURED = HERE.parent / "docs" / "captured_steps.md"
 COMPARED = {"unet_parity": "U-Net on microscopy slices:", "resnet_parity": "ResNet-50 on 1,000 photos:"}
 WIDE = 0.02
 """From this margin on a verdict says little, and says so."""
@@ -361,10 +362,18 @@ def _time_and_memory(row: dict[str, Any]) -> str:
     return f"{row['ms']:.1f} ms, {row['peak_gb']:.1f} GB" if row.get("ms") else row.get("problem", "")
 
 
+def zoo_table() -> str:
+    """What came of captured steps on many models."""
+    from zoo import make_summary
+
+    return make_summary()
+
+
 GUIDES = HERE.parent / "docs" / "guides"
 MADE = {
     README: small_table,
     RESULTS: tables,
+    CAPTURED: zoo_table,
     GUIDES / "guide_0.md": unet_table,
     GUIDES / "guide_1.md": resnet_lines,
     GUIDES / "guide_2.md": four_models,

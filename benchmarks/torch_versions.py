@@ -1,12 +1,15 @@
 """Run the tests of the library core (own_loop, step, precision, evidence) with other versions of torch, on the CPU.
 
-    python benchmarks/torch_versions.py 2.10.0 2.9.1 --envs DIR [--wheels DIR]
-    python benchmarks/torch_versions.py 2.10.0 --envs DIR --failed          only what failed before, after a fix
-    python benchmarks/torch_versions.py 2.10.0 --envs DIR --report FILE     read a JUnit report of these tests
+    make torch TORCH=2.15.0
+    python benchmarks/torch_versions.py 2.14.1 2.15.0 [--wheels DIR]
+    python benchmarks/torch_versions.py 2.15.0 --envs DIR                   keep the environment for the next time
+    python benchmarks/torch_versions.py 2.15.0 --envs DIR --failed          only what failed before, after a fix
+    python benchmarks/torch_versions.py 2.15.0 --envs DIR --report FILE     read a JUnit report of these tests
 
-For each version: make an environment in DIR (an existing one is reused), install that torch and what the tests need,
-run the tests, and store what passed and failed in benchmarks/results/torch_versions.json. Tests marked slow or ranks
-are left out. 10 to 20 minutes per version on two cores. A torch that brings CUDA packages takes gigabytes.
+For each version: make an environment in DIR (an existing one is reused) or in a temporary folder, install that torch
+with its own triton and what the tests need, run the tests, store what passed and failed in
+benchmarks/results/torch_versions.json, and remove a temporary folder. Tests marked slow or ranks are left out. 10 to 20
+minutes per version on two cores. A torch that brings CUDA packages takes 5 GB of disk meanwhile.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable
 from datetime import date
@@ -29,34 +33,45 @@ NEEDED = (
     *("numpy", "safetensors", "pydantic", "pyyaml", "rich", "typer", "matplotlib", "pillow", "torchmetrics"),
     *("nvidia-ml-py", "pytest", "hypothesis", "setuptools", "triton"),
 )
-"""What halfstep[cli] and the tests import. Triton: the kernels run in its interpreter."""
+"""What halfstep[cli] and the tests import. Triton: the kernels run in its interpreter; builds for CUDA require one
+version of it, with others the newest is installed."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="+", help="versions of torch, such as 2.10.0")
-    parser.add_argument("--envs", type=Path, required=True, help="folder for one environment per version")
+    parser.add_argument("--envs", type=Path, help="folder that keeps one environment per version")
     parser.add_argument("--wheels", help="folder with wheels that pip shall also look at")
     parser.add_argument("--failed", action="store_true", help="run only the tests that the stored result lists")
     parser.add_argument("--report", type=Path, help="JUnit report of an earlier run, instead of running the tests")
     arguments = parser.parse_args()
     has_failed = False
     for version in arguments.versions:
-        python = prepare(version, arguments.envs / f"torch-{version}", arguments.wheels)
-        before = (json.loads(RESULT.read_text()) if RESULT.exists() else {}).get(version, {})
-        tests = before["failed"] if arguments.failed else TESTS
-        report = arguments.report or run_tests(python, tests, arguments.envs / f"torch-{version}.xml")
-        found = read_report(python, report)
-        if arguments.failed:
-            # The others passed on an earlier commit: say which ones this one adds.
-            found |= {"passed": before["passed"] + found["passed"], "skipped": before["skipped"], "run_again": tests}
+        with tempfile.TemporaryDirectory(prefix="halfstep-torch-") as temporary:
+            found = try_version(version, arguments.envs or Path(temporary), arguments)
         has_failed |= bool(found["failed"])
-        print(f"torch {version}: {found['passed']} passed, {len(found['failed'])} failed", flush=True)
+        print(f"torch {version}: {found['passed']} passed, {len(found['failed'])} failed", *found["failed"], sep="\n  ")
         # Read again: another process may have added a version in the meantime.
-        stored = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-        stored[version] = found
+        stored = read_stored() | {version: found}
         RESULT.write_text(json.dumps(dict(sorted(stored.items(), key=by_version)), indent=1) + "\n")
     return int(has_failed)
+
+
+def try_version(version: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run the tests with one version, whose environment is in this folder, and return what to store."""
+    python = prepare(version, folder / f"torch-{version}", arguments.wheels)
+    before = read_stored().get(version, {})
+    tests = before["failed"] if arguments.failed else TESTS
+    found = read_report(python, arguments.report or run_tests(python, tests, folder / f"torch-{version}.xml"))
+    if arguments.failed:
+        # The others passed on an earlier commit: say which ones this one adds.
+        found |= {"passed": before["passed"] + found["passed"], "skipped": before["skipped"], "run_again": tests}
+    return found
+
+
+def read_stored() -> dict[str, Any]:
+    """Return the stored results by version."""
+    return json.loads(RESULT.read_text()) if RESULT.exists() else {}
 
 
 def prepare(version: str, folder: Path, wheels: str | None) -> Path:
@@ -73,18 +88,23 @@ def prepare(version: str, folder: Path, wheels: str | None) -> Path:
     ]
     constraints = folder / "constraints.txt"
     constraints.write_text("\n".join(pins))
-    install = [python, "-m", "pip", "install", "-q", *(["--find-links", wheels] if wheels else [])]
+    install = [python, "-m", "pip", "install", "-q", "--no-cache-dir", *(["--find-links", wheels] if wheels else [])]
     subprocess.run([*install, f"torch=={version}"], check=True)
     subprocess.run([*install, "-c", constraints, f"torch=={version}", *NEEDED], check=True)
     return python
 
 
 def run_tests(python: Path, tests: Iterable[str], report: Path) -> Path:
-    """Run the tests and return the JUnit report."""
+    """Run the tests and return the JUnit report; end the program if a test has ended Python."""
+    report.unlink(missing_ok=True)
     paths = os.pathsep.join(str(path) for path in (ROOT / "src", ROOT / "packages" / "halfstep-check" / "src"))
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     called = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not ranks", *tests]
-    subprocess.run([*called, f"--junitxml={report}"], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    log = report.with_suffix(".log")
+    with log.open("w") as output:
+        subprocess.run([*called, f"--junitxml={report}"], cwd=ROOT, env=environment, stdout=output, stderr=output)
+    if not report.exists():
+        sys.exit(f"{log.read_text()[-8000:]}\nthe tests ended without a report")
     return report
 
 
@@ -93,12 +113,18 @@ def read_report(python: Path, report: Path) -> dict[str, Any]:
     cases = list(ElementTree.parse(report).getroot().iter("testcase"))
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = [case for case in cases if case.find("skipped") is not None]
-    about = "import platform, torch; print(torch.__version__, platform.python_version(), platform.machine())"
-    torch, version, machine = subprocess.check_output([python, "-c", about], text=True).split()
+    about = (
+        "import platform, torch; from importlib.metadata import version; "
+        "print(torch.__version__, version('triton'), platform.python_version(), platform.machine())"
+    )
+    torch, triton, version, machine = subprocess.check_output([python, "-c", about], text=True).split()
+    commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True).strip()
     return {
         "torch": torch,
+        "triton": triton,
         "python": version,
         "machine": machine,
+        "commit": commit,
         "date": date.today().isoformat(),
         "tests": list(TESTS),
         "passed": len(cases) - len(failed) - len(skipped),

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.disk import name_hidden, open_atomic_file, open_atomic_folder
+from halfstep.disk import name_hidden, open_atomic_file, open_atomic_folder, write_atomically
+from halfstep.errors import CheckpointError
 
 WRITER = """
 import sys, time
@@ -53,6 +54,19 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_stay
     finally:
         alive.kill()
         alive.communicate()
+
+
+def test_a_pipe_is_not_replaced_by_a_file_but_a_link_to_one_is(tmp_path: Path) -> None:
+    """A link in a run folder is replaced, whatever it points to; a path that the user gave means the link's target."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    for name, follows_links in (("pipe", False), ("pipe", True), ("link", True)):
+        with pytest.raises(CheckpointError, match="pipe is a named pipe, not a file"):
+            write_atomically(tmp_path / name, "text", follows_links=follows_links)
+    assert (tmp_path / "pipe").is_fifo()
+    write_atomically(tmp_path / "link", "text")
+    assert (tmp_path / "link").read_text() == "text"
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_what_another_machine_writes_is_given_up_after_a_day_without_a_byte(tmp_path: Path) -> None:

@@ -51,6 +51,32 @@ WANTED: dict[Fp32Mode, BackendFlags] = {
 }
 
 
+def has_matmul_switch(mode: Fp32Mode) -> bool:
+    """True if the old switch of fp32 matmuls is set for a mode, and their leaf on CUDA inherits nothing."""
+    try:
+        now = torch._C._get_float32_matmul_precision()
+    except RuntimeError:  # torch's old and new flags disagree
+        return False
+    return bool(now == WANTED[mode].matmul_precision and _read("cuda", "all") == "none")
+
+
+class MatmulLeaf:
+    """A context that sets the leaf of fp32 matmuls on CUDA alone, which torch's compiler guards since 2.15. It is right
+    where `has_matmul_switch` is true, and takes a microsecond where all flags take a small model's step."""
+
+    def __init__(self, mode: Fp32Mode) -> None:
+        self.mode = mode
+
+    def __enter__(self) -> None:
+        self.before = _read("cuda", "matmul")
+        if self.before != self.mode:
+            _write("cuda", "matmul", self.mode)
+
+    def __exit__(self, *error: object) -> None:
+        if self.before != self.mode:
+            _write("cuda", "matmul", self.before)
+
+
 class Fp32Context:
     """A context that runs every fp32 matmul, convolution and RNN in one mode; all flags are restored on exit.
 

@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import shutil
+import stat
 import sys
 import time
 import zlib
@@ -35,6 +36,8 @@ def open_atomic_file(path: Path, *, follows_links: bool = False) -> Iterator[Pat
     paths that the user gave: the link stays, and its target is written.
     """
     path = Path(os.path.realpath(path)) if follows_links else path
+    if not path.is_symlink():
+        refuse_special_file(path)
     remove_leftovers(path)
     hidden = name_hidden(path)
     try:
@@ -45,6 +48,21 @@ def open_atomic_file(path: Path, *, follows_links: bool = False) -> Iterator[Pat
     finally:
         with suppress(OSError):
             hidden.unlink()
+
+
+def refuse_special_file(path: Path) -> None:
+    """Refuse a device, pipe or socket before it is opened or replaced by a file. A link counts as what it points to."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError):  # it does not exist; any other fault is reported when it is opened
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        kinds = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+        raise CheckpointError(
+            f"{path} is {kinds.get(stat.S_IFMT(mode), 'a device')}, not a file",
+            why="writing would replace it by a file, and reading could wait for ever",
+            fix="give the path of a regular file, or one that does not exist yet",
+        )
 
 
 def write_atomically(path: Path, text: str, *, follows_links: bool = False) -> None:

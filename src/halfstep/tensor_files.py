@@ -6,6 +6,7 @@ Python from other threads meanwhile; its reader maps the file, whose pages then 
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import math
@@ -131,8 +132,12 @@ def _cut_bytes(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def view_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor in host memory."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    """Return the bytes of a tensor in host memory, which stays alive as long as the result."""
+    flat = tensor.detach().reshape(-1)
+    # Not by .numpy(): torch refuses to resize a storage from then on, and modules resize their buffers.
+    memory: Any = (ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr())
+    memory.owner = flat
+    return memoryview(memory).cast("B")
 
 
 class TensorFile:

@@ -307,7 +307,8 @@ def equal_pairs(is_fixed: bool) -> Training:
 
     def loss_fn(batch: Batch) -> Tensor:
         squared = (model(batch["x"]) - model(batch["x"].flip(0).flip(0))).pow(2).sum(1)
-        return F.relu(1 - squared.clamp(min=1e-4 if is_fixed else 0.0).sqrt()).mean() + model(batch["x"]).mean()
+        distance = (squared.clamp(min=1e-4) if is_fixed else squared).sqrt()
+        return F.relu(1 - distance).mean() + model(batch["x"]).mean()
 
     return Training(model=model, loss_fn=loss_fn, batch=batches(4, 8))
 

@@ -88,6 +88,14 @@ def test_a_complex_weight_or_buffer_that_is_not_finite_is_named(tmp_path: Path, 
     assert found.remedy.works, str(found)
 
 
+@pytest.mark.parametrize("name", ["w", 9 * "w"])  # 8 bytes more in the file's header: one of the two would be unaligned
+def test_complex_state_of_a_capsule_is_aligned_as_torch_expects(tmp_path: Path, name: str) -> None:
+    model = Spectral(torch.complex128)
+    model.register_buffer(name, torch.ones(5, dtype=torch.complex128))
+    capsule = read_capsule(kept(tmp_path, model, lambda b: (0 * model(b["x"])).log().mean(), batch_of()))
+    assert capsule.state[name].data_ptr() % torch.complex128.itemsize == 0
+
+
 def test_a_complex_input_that_is_not_finite_is_named_with_its_sample(tmp_path: Path) -> None:
     model, signal = Spectral(), torch.ones(4, 5, dtype=torch.complex64)
     signal[3, 1] = complex(1.0, float("inf"))

@@ -6,6 +6,8 @@ import os
 import pickle
 import random
 import signal
+import socket
+import stat
 import time
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObserver
 from torch.utils.data import DataLoader
 
 import halfstep as hs
 from halfstep.errors import CheckpointError
+from halfstep.step.tree import pack
+from halfstep.tensor_files import TensorFile, write_tensors
 from public_loops import LOOPS, train, train_and_note
 from resumed_loops import Drawing, assert_continues, make_step
 from warm_processes import process
@@ -123,6 +128,134 @@ def test_buffers_outside_of_the_state_dict_and_extra_come_back(tmp_path: Path) -
     assert (found["a"]["b"].item(), found["a.b"].item()) == (0.0, 1.0)
     assert found["empty"].shape == (0, 3)
     assert os.listdir(tmp_path / "new") == ["state"]
+
+
+class Queue(nn.Module):
+    """Keeps the batches it has seen in a buffer that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+        self.register_buffer("seen", torch.zeros(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = torch.cat([self.seen, x.detach()])
+        return self.inner(x).square().mean()
+
+
+class Quantised(nn.Module):
+    """Trains with the rounding of int8: its observer resizes its buffers in place in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+        self.round = FakeQuantize(
+            MovingAveragePerChannelMinMaxObserver, dtype=torch.qint8, quant_min=-128, quant_max=127,
+            qscheme=torch.per_channel_symmetric, ch_axis=0,
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.round(self.inner.weight), self.inner.bias).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+@pytest.mark.parametrize("kind", [Queue, Quantised])
+def test_buffers_that_change_their_size_continue_bit_equal(tmp_path: Path, kind: type[nn.Module]) -> None:
+    rows = torch.randn(5, 8, 4, generator=torch.Generator().manual_seed(1))
+
+    def build() -> tuple[nn.Module, hs.Step]:
+        torch.manual_seed(0)
+        model = kind()
+        return model, hs.Step(model, torch.optim.AdamW(model.parameters(), fused=True), "fp32", ema_decay=0.9)
+
+    model, step = build()
+    hs.save(tmp_path / "start", step, model)  # must not keep storages from being resized
+    for batch in rows[:3]:
+        assert step(model, [batch]).committed
+    hs.save(tmp_path / "state", step, model)
+    assert step(model, [rows[3]]).committed
+
+    resumed, its_step = build()
+    with pytest.warns(UserWarning, match=r"(seen|round.scale, round.zero_point).* got the shape that .*state holds"):
+        hs.load(tmp_path / "state", its_step, resumed)
+    assert its_step(resumed, [rows[3]]).committed
+    for one, other in ((model, resumed), (step, its_step)):
+        found, expected = pack(one.state_dict()), pack(other.state_dict())
+        assert found[0] == expected[0]
+        assert all(torch.equal(tensor, expected[1][name]) for name, tensor in found[1].items())
+
+
+def test_a_buffer_of_other_dimensions_or_dtype_is_of_another_model(tmp_path: Path) -> None:
+    model = Queue()
+    hs.save(tmp_path / "state", make_step(model), model)
+    for other in (torch.zeros(0), torch.zeros(0, 4, dtype=torch.int64)):
+        model.seen = other
+        with pytest.raises(CheckpointError, match="another model") as caught:
+            hs.load(tmp_path / "state", make_step(model), model)
+        assert "seen is float32 (0, 4), here" in caught.value.why
+
+
+def test_saving_leaves_storages_resizable_and_writes_the_bytes_of_safetensors(tmp_path: Path) -> None:
+    tensors = {
+        "whole": torch.randn(5, 3), "half": torch.randn(7).bfloat16(), "transposed": torch.randn(4, 3).t(),
+        "empty": torch.zeros(0, 2), "flag": torch.tensor(True), "gaps": torch.arange(8)[::2],
+    }  # fmt: skip
+    write_tensors(tmp_path / "ours", tensors, {"a": "b"})
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "theirs", {"a": "b"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    assert tensors["whole"].resize_(50, 3).shape == (50, 3)
+    assert TensorFile(tmp_path / "ours").read("half").resize_(50).shape == (50,)
+
+
+def make_special(path: Path, kind: str) -> None:
+    if kind == "a named pipe":
+        os.mkfifo(path)
+    elif kind == "a socket":
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(str(path))
+    else:
+        try:
+            os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+        except PermissionError:
+            pytest.skip("making a device needs root")
+
+
+@pytest.mark.parametrize("links", [False, True])
+@pytest.mark.parametrize("kind", ["a named pipe", "a socket", "a device"])
+def test_a_pipe_socket_or_device_is_neither_replaced_nor_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, links: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the path of a socket is short
+    model, step = make()
+    path = Path("special")
+    make_special(path, kind)
+    if links:
+        Path("link").symlink_to(path)
+    given, before = Path("link") if links else path, path.stat()
+    calls = [
+        lambda: hs.save(given, step, model),
+        lambda: hs.save_weights(given, model),
+        lambda: hs.load(given, step, model),
+    ]
+    for call in calls:
+        with pytest.raises(CheckpointError, match=f"{given} is {kind}, not a file") as caught:
+            call()
+        assert caught.value.why
+        assert "regular file" in caught.value.fix
+    assert (path.stat().st_mode, path.stat().st_ino) == (before.st_mode, before.st_ino)
+    assert sorted(os.listdir(".")) == (["link", "special"] if links else ["special"])
+
+
+def test_a_link_to_a_file_stays_a_link_and_its_target_is_written(tmp_path: Path) -> None:
+    model, step = make()
+    (tmp_path / "link").symlink_to(tmp_path / "state")
+    for _ in range(2):  # the target does not exist at first
+        hs.save(tmp_path / "link", step, model, epoch=3)
+        assert (tmp_path / "link").is_symlink()
+        assert hs.load(tmp_path / "link", step, model) == {"epoch": 3}
+    hs.save_weights(tmp_path / "link", model)
+    assert (tmp_path / "link").is_symlink()
+    assert load_file(tmp_path / "state").keys() == model.state_dict().keys()
 
 
 def test_tied_weights_and_several_models_and_steps_are_stored_together(tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ class Attending(torch.nn.Module):
     ids=["exported", "traced", "symbolic"],
 )
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")  # since torch 2.14
 def test_a_program_for_any_length_is_made_as_torch_makes_it(monkeypatch: pytest.MonkeyPatch, traced: Run) -> None:
     monkeypatch.setattr(contexts, "has_cudnn_fault", lambda device: True)
     with use_sound_attention("cuda"), warnings.catch_warnings():

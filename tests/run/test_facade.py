@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
 import halfstep as hs
 from halfstep.errors import ConfigError, ModelError, PrecisionError, TrainingStopped
+from halfstep.own_loop.user_warnings import GIVEN
 from halfstep.step.guard import GuardOptions
 from tiny_training import batch, loss_of, make_model, poisoned
 
@@ -38,9 +41,13 @@ def test_a_run_of_bad_steps_ends_with_a_reason() -> None:
 
 def test_an_optimizer_that_is_not_fused_is_kept_and_the_price_is_named() -> None:
     model = make_model()
+    GIVEN.clear()
     with pytest.warns(UserWarning, match="fused=True makes it free"):
         step = hs.Step(model, torch.optim.AdamW(model.parameters()), precision="fp32")
     assert step.describe()[0][:2] == ("AdamW", "select")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once per process is enough
+        hs.Step(model, torch.optim.SGD(model.parameters()), precision="fp32")
 
 
 TORCH = torch.optim.lr_scheduler
@@ -73,11 +80,13 @@ def test_torch_schedulers_are_followed_and_skipped_steps_do_not_move_them(name: 
     assert found == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_scheduler_that_also_moves_the_momentum_is_refused() -> None:
+def test_a_scheduler_that_also_moves_the_momentum_is_followed() -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
-    with pytest.raises(ConfigError, match="cycle_momentum"):
-        hs.Step(model, optimizer, precision="fp32", schedule=TORCH.OneCycleLR(optimizer, 0.1, total_steps=9))
+    step = hs.Step(model, optimizer, precision="fp32", schedule=TORCH.OneCycleLR(optimizer, 0.1, total_steps=9))
+    for k in range(3):
+        step(loss_of(model), [batch(k)])
+    assert optimizer.param_groups[0]["momentum"] == pytest.approx(0.85, abs=0.01)
 
 
 def test_weights_are_never_recast_behind_the_optimizers_back() -> None:

@@ -383,6 +383,13 @@ def test_a_misspelt_keyword_is_refused_with_the_nearest_one(name: str, near: str
     assert error.value.fix.startswith(f"did you mean {near}")
 
 
+@pytest.mark.parametrize("name", ["clip", "clip_grad", "max_norm", "gradient_clip_val"])
+def test_clipping_under_another_name_is_told_its_name_here(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"hs.Step has no argument '{name}'") as error:
+        made(**{name: 1.0})
+    assert error.value.fix == "clip_norm=1.0"
+
+
 def test_every_keyword_is_in_the_signature_that_editors_show() -> None:
     *shown, last = inspect.signature(hs.Step).parameters.values()
     assert {"model", "optimizer", "precision", "clip_norm", "capsules"} <= {one.name for one in shown}

@@ -15,7 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 import halfstep as hs
 from halfstep.errors import ConfigError, ModelError
 from halfstep.evidence.capsule import list_capsules
+from halfstep.step.step import Step
 from ranks_together import together
+from tiny_training import plan
 
 pytestmark = pytest.mark.ranks
 
@@ -227,3 +229,29 @@ def test_a_rank_without_weight_takes_part_and_counts_nothing(case: str, found: l
 
 def test_a_window_that_is_empty_everywhere_is_dropped(found: list[dict[str, Any]]) -> None:
     assert [ranks["nothing anywhere"][1] for ranks in found] == [["empty window"]] * 2
+
+
+RATES: dict[str, Any] = {
+    "numbers": [0.1, 0.05, 1],
+    "tensors": [torch.tensor(0.1), torch.tensor(0.05, dtype=torch.float64), torch.tensor([0.025])],
+}
+
+
+@pytest.mark.parametrize("kind", RATES)
+def test_each_step_tells_the_learning_rate_that_it_had(kind: str, tmp_path: Path) -> None:
+    """It is kept in one tensor, which later steps write before the facts of earlier ones are read. That tensor is
+    filled: made from a number on the host, or copied from there, it would let a GPU's host wait in every step."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = Step(model, optimizer, plan())
+        address, facts = step._rate.data_ptr(), []
+        for lr in RATES[kind]:
+            optimizer.param_groups[0]["lr"] = lr
+            facts.append(step(lambda x: good(model, x), [ROWS[:4]]))
+        expected = [pytest.approx((float(lr),), rel=1e-6) for lr in RATES[kind]]
+        assert [one.read().rates for one in facts] == expected
+        assert step._rate.data_ptr() == address
+    finally:
+        dist.destroy_process_group()

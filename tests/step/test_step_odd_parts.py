@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from halfstep.step.ema import Ema
 from halfstep.step.flat import Snapshot, became_non_finite
 from halfstep.step.scaler import Scaler
 from halfstep.step.schedule import ScheduleOptions, build_schedule
+from halfstep.step.snapshots import Snapshots
 from halfstep.step.step import Step
 from tiny_training import assert_same_bits, batch, everything, loss_of, make_model, make_step, plan, poisoned
 
@@ -310,3 +312,246 @@ def test_a_joined_copy_of_many_dtypes_selects_the_bits_of_each(is_bad: bool) -> 
 def test_a_short_onecycle_has_a_peak_too() -> None:
     schedule = build_schedule(ScheduleOptions(name="onecycle", total_steps=10, peak_share=0.1))
     assert max(schedule(k) for k in range(10)) == pytest.approx(1.0)
+
+
+# --- several optimizers of the same parameters ---
+
+
+SHARED = {
+    "unfused": lambda p: [torch.optim.SGD(p, lr=0.01, momentum=0.9), torch.optim.Adam(p, lr=1e-3)],
+    "fused first": lambda p: [torch.optim.AdamW(p, fused=True), torch.optim.SGD(p, lr=0.01, momentum=0.9)],
+    "fused last": lambda p: [torch.optim.SGD(p, lr=0.01, momentum=0.9), torch.optim.AdamW(p, fused=True)],
+    "decided on the host": lambda p: [torch.optim.RMSprop(p), Homemade(p)],
+    "three, some of them": lambda p: [torch.optim.SGD(p[:1], lr=0.1), torch.optim.Adam(p), torch.optim.Rprop(p[1:])],
+}
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_optimizers_that_share_parameters_leave_every_bit_alone(kind: str) -> None:
+    """With finite gradients: those of NaN would show, those of a skipped spike move weights silently."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    step = Step(model, SHARED[kind](list(model.parameters())), plan())
+    for _ in range(3):
+        step(lambda x: model(x).square().mean(), [torch.randn(8, 4)])
+    before = everything(step)
+    for _ in range(2):
+        facts = step.compute(lambda x: model(x).square().mean(), [torch.randn(8, 4) * 1e4])
+        facts.bad = torch.tensor(True)
+        step.commit(facts)
+        assert_same_bits(before, everything(step))
+    assert not step(lambda x: model(x).square().mean(), [torch.randn(8, 4)]).read().is_bad
+
+
+@pytest.mark.parametrize("raising", ["Failing", "Adam"])
+def test_an_optimizer_that_raises_leaves_shared_parameters_as_they_were(
+    raising: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of torch's own optimizers, which are copied anyway, even a half-made step is undone, so no note is needed."""
+
+    class Failing(torch.optim.Adam):
+        pass
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    kind = {"Failing": Failing, "Adam": torch.optim.Adam}[raising]
+    optimizers = [
+        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+        torch.optim.RMSprop(model.parameters()),
+        kind(model.parameters()),
+    ]
+    step = Step(model, optimizers, plan())
+    loss_fn = lambda x: model(x).square().mean()  # noqa: E731
+    for _ in range(2):
+        step(loss_fn, [torch.randn(8, 4)])
+    before = everything(step)
+
+    def break_off(self: torch.optim.Optimizer, closure: object = None) -> None:
+        if raising == "Adam":
+            model.weight.data.add_(1)
+        raise KeyError("in the middle of a step")
+
+    monkeypatch.setattr(kind, "step", break_off)
+    with pytest.raises(KeyError) as caught:
+        step(loss_fn, [torch.randn(8, 4)])
+    assert_same_bits(before, everything(step))
+    assert bool(getattr(caught.value, "__notes__", [])) == (raising == "Failing")
+
+
+# --- buffers in odd memory ---
+
+
+MEMORY = {
+    "every second": lambda: torch.zeros(8)[::2],
+    "every second int64": lambda: torch.zeros(8, dtype=torch.int64)[::2],
+    "every second bf16": lambda: torch.zeros(8, dtype=torch.bfloat16)[::2],
+    "one of eight": lambda: torch.zeros(8, dtype=torch.int64)[3::8],
+    "a column": lambda: torch.zeros(4, 3)[:, 1],
+    "a plane with gaps": lambda: torch.zeros(4, 8)[:, ::2],
+    "transposed": lambda: torch.zeros(3, 4).t(),
+    "channels_last": lambda: torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
+    "expanded": lambda: torch.zeros(1).expand(4),
+    "sliding windows": lambda: torch.zeros(6).unfold(0, 3, 1),
+    "no dimension": lambda: torch.zeros(4)[2],
+    "no elements": lambda: torch.zeros(0, 4).t(),
+    "imaginary part": lambda: torch.zeros(4, dtype=torch.complex64).imag,
+    "negated lazily": lambda: torch.zeros(4, dtype=torch.complex64).conj().imag,
+    "conjugated lazily": lambda: torch.zeros(4, dtype=torch.complex64).conj(),
+}
+
+
+class Counting(nn.Module):
+    """Writes the number of its calls into the first row of its buffers."""
+
+    def __init__(self, kinds: list[str]) -> None:
+        super().__init__()
+        self.inner, self.norm, self.calls = nn.Linear(4, 3), nn.BatchNorm1d(3), 0
+        self.kinds = kinds
+        for number, kind in enumerate(kinds):
+            self.register_buffer(f"odd{number}", MEMORY[kind]())
+
+    def forward(self, x):
+        self.calls += 1
+        for number in range(len(self.kinds)):
+            odd = getattr(self, f"odd{number}")
+            if odd.numel():
+                odd[(0,) * odd.ndim] = self.calls
+        return self.norm(self.inner(x)).square().mean()
+
+
+@pytest.mark.parametrize("kinds", [*([kind] for kind in MEMORY), list(MEMORY)], ids=[*MEMORY, "all together"])
+def test_buffers_in_odd_memory_are_put_back(kinds: list[str]) -> None:
+    model = Counting(kinds)
+    step = Step(model, torch.optim.AdamW(model.parameters(), fused=True), plan(), ema=Ema(model, decay=0.5))
+    for _ in range(2):
+        step(model, [torch.randn(8, 4)])
+    before = {name: value.resolve_conj().resolve_neg() for name, value in everything(step).items()}
+    views = [(b.shape, b.stride(), b.data_ptr()) for b in model.buffers()]
+
+    def is_unchanged() -> bool:
+        now = {name: value.resolve_conj().resolve_neg() for name, value in everything(step).items()}
+        assert_same_bits(before, now)
+        return views == [(b.shape, b.stride(), b.data_ptr()) for b in model.buffers()]
+
+    assert step(model, [torch.full((8, 4), float("nan"))]).read().is_bad
+    assert is_unchanged()
+    with pytest.raises(ZeroDivisionError):
+        step(lambda x: model(x) * (1 / 0), [torch.randn(8, 4)])
+    assert is_unchanged()
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_a_buffer_with_gaps_in_read_only_memory_is_left_alone(tmp_path) -> None:
+    """Writing into a mapped file would end the process, even with the bits that it has."""
+    (tmp_path / "table").write_bytes(torch.arange(8.0).numpy().tobytes())
+    mapped = torch.from_numpy(np.memmap(tmp_path / "table", np.float32, mode="r"))[::2]
+    snapshot = Snapshot([mapped, torch.zeros(3, dtype=torch.int64)])
+    snapshot.save()
+    snapshot.restore()
+    assert mapped.tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
+# --- averages of buffers that change ---
+
+
+class Queue(nn.Module):
+    """Keeps the batches it has seen; in evaluation the last row only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3)
+        self.register_buffer("seen", torch.zeros(0, 4))
+
+    def forward(self, x):
+        self.seen = torch.cat([self.seen, x.detach()]) if self.training else x[-1]
+        return self.norm(self.inner(x)).square().mean()
+
+
+def test_the_average_of_a_buffer_that_grows_is_its_value() -> None:
+    torch.manual_seed(0)
+    model, plain = Queue(), Queue()
+    plain.load_state_dict(model.state_dict())
+    step = Step(model, torch.optim.AdamW(model.parameters(), fused=True), plan(), ema=Ema(model, decay=0.5))
+    other = Step(plain, torch.optim.AdamW(plain.parameters(), fused=True), plan(), ema=Ema(plain.norm, decay=0.5))
+    for rows in (8, 8, 2):
+        batch = torch.randn(rows, 4)
+        facts = [step(model, [batch]), other(plain, [batch])]
+        assert not any(one.read().is_bad for one in facts)
+    assert_same_bits({"seen": model.seen}, {"seen": step.ema.state_dict()["seen"]})
+    assert model.seen.shape == (18, 4)
+    averages = step.ema.state_dict()
+    assert_same_bits({name: averages[f"norm.{name}"] for name in other.ema.state_dict()}, other.ema.state_dict())
+
+    before = everything(step)
+    assert step(model, [torch.full((8, 4), float("nan"))]).read().is_bad
+    assert_same_bits(before, everything(step))
+    with step.ema.swap_in():
+        assert torch.equal(model.norm.running_mean, averages["norm.running_mean"])
+        model.eval()(torch.randn(3, 4))
+        model.train()
+    assert_same_bits(before, everything(step))
+    assert step.attempted == 4
+
+
+@pytest.mark.parametrize("order", ["model first", "step first"])
+def test_the_average_of_a_buffer_that_has_grown_is_loaded(order: str) -> None:
+    torch.manual_seed(0)
+    model = Queue()
+    step = Step(model, torch.optim.AdamW(model.parameters(), fused=True), plan(), ema=Ema(model, decay=0.5))
+    step(model, [torch.randn(8, 4)])
+    state, weights = copy.deepcopy(step.state_dict()), copy.deepcopy(model.state_dict())
+    expected = everything(step)
+    fresh = Queue()
+    resumed = Step(fresh, torch.optim.AdamW(fresh.parameters(), fused=True), plan(), ema=Ema(fresh, decay=0.5))
+    if order == "step first":
+        resumed.load_state_dict(state)
+    fresh.seen = torch.zeros(8, 4)
+    fresh.load_state_dict(weights)
+    if order == "model first":
+        resumed.load_state_dict(state)
+    assert_same_bits(expected, everything(resumed))
+
+
+def test_a_rollback_restores_buffers_of_another_size() -> None:
+    torch.manual_seed(0)
+    model = Queue()
+    step = Step(model, torch.optim.AdamW(model.parameters(), fused=True), plan(), ema=Ema(model, decay=0.5))
+    step(model, [torch.randn(8, 4)])
+    snapshots = Snapshots(every=1, margin=0)
+    snapshots.take(model, step)
+    expected = everything(step)
+    step(model, [torch.randn(8, 4)])
+    snapshots.go_back(snapshots.states[0], model, step)
+    assert_same_bits(expected, everything(step))
+
+
+def test_the_average_follows_a_buffer_that_is_none_at_times() -> None:
+    model = Queue()
+    step = Step(model, torch.optim.AdamW(model.parameters(), fused=True), plan(), ema=Ema(model, decay=0.5))
+    for number in range(4):
+        model.seen = None if number % 2 else torch.full((2, 3), float(number))
+        step(lambda x: model.norm(model.inner(x)).square().mean(), [torch.randn(8, 4)])
+        with step.ema.swap_in():
+            assert (model.seen is None) == bool(number % 2)
+        found = step.ema.state_dict().get("seen")
+        assert (found is None) if number % 2 else torch.equal(found, model.seen)
+
+
+def test_the_average_keeps_its_values_when_weights_change_their_memory_format() -> None:
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 4, 3)
+    ema = Ema(model, decay=0.5)
+    expected = model.weight.detach().clone()
+    model.to(memory_format=torch.channels_last)
+    ema.update(torch.tensor(10), torch.tensor(False))
+    torch.testing.assert_close(ema.state_dict()["weight"], expected)
+    with ema.swap_in():
+        torch.testing.assert_close(model.weight.detach(), expected)
+
+
+@pytest.mark.parametrize("lr", [torch.tensor(0.1), torch.tensor([0.1]), torch.tensor([[0.1]], dtype=torch.float64)])
+def test_a_learning_rate_in_a_tensor_of_one_element_is_reported(lr: torch.Tensor) -> None:
+    model = make_model()
+    step = Step(model, torch.optim.AdamW(model.parameters(), lr=lr, foreach=False), plan())
+    assert step(loss_of(model), [batch(0)]).read().lr == pytest.approx(0.1)
+    assert step.attempted == 1

@@ -259,7 +259,10 @@ def assert_same(name: str, device: torch.device, precision: str = "fp32") -> Non
     assert str(found) == str(expected)  # as text: NaN differs from itself
     assert not expected[BAD_STEP][4]
     assert all(torch.equal(one, other) for one, other in zip(now, then, strict=True))
-    assert (step._fast.why_eager, step.mode) == ("", FEATURES[name](device).mode)
+    if name == "scheduled_muon" and device.type == "cpu":  # where Muon takes its learning rate as a number
+        assert "optimizer settings or numbers in the batch change at every step" in step._fast.why_eager
+    else:
+        assert (step._fast.why_eager, step.mode) == ("", FEATURES[name](device).mode)
 
 
 def assert_muon_follows_rates(device: torch.device) -> None:

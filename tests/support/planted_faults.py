@@ -70,9 +70,9 @@ def edit_replays(monkeypatch: pytest.MonkeyPatch, device: torch.device, edit: Ca
     whole, _ = fast.CAPTURES[device.type]
 
     class Edited(whole):  # type: ignore[misc, valid-type]
-        def __call__(self, window: Any, ids: Any = ()) -> Any:
+        def __call__(self, *arguments: Any) -> Any:
             edit(self)
-            return super().__call__(window, ids)
+            return super().__call__(*arguments)
 
     monkeypatch.setitem(fast.CAPTURES, device.type, (Edited, Edited))
     yield

@@ -121,7 +121,7 @@ def growing_list(device: torch.device) -> Case:
 
 def python_random(device: torch.device) -> Case:
     model = make_model(device)
-    return Case(model, lambda batch: get_loss(model, batch, 1 + random.random()), "random")
+    return Case(model, lambda batch: get_loss(model, batch, 1 + random.random()), "Dynamo does not know")
 
 
 def numpy_random(device: torch.device) -> Case:

@@ -43,12 +43,15 @@ class StandIn:
         same = all(own is now for own, now in zip(self.tables, list_tables(self.step), strict=True))
         return self.generation == self.step.generation and same
 
-    def __call__(self, window: list[dict[str, Tensor]], ids: tuple[Tensor, ...] = ()) -> Facts:
+    def __call__(
+        self, window: list[dict[str, Tensor]], ids: tuple[Tensor, ...] = (), fill: Any = lambda: None
+    ) -> Facts:
         for own, batch in zip(self.inputs, window, strict=True):
             for name, value in batch.items():
                 own[name].copy_(value)
         self.num_replays += 1
         facts = self.step.compute(self.loss_fn, self.inputs)
+        fill()
         facts.ids = ids
         self.step.commit(facts)
         return facts
@@ -59,8 +62,15 @@ class BackwardStandIn(StandIn):
 
     commits = False
 
-    def __call__(self, window: list[dict[str, Tensor]], ids: tuple[Tensor, ...] = ()) -> Facts:
-        facts = self.step.compute(run_nothing, window, lambda *_: self.replay_gradients(window))
+    def __call__(
+        self, window: list[dict[str, Tensor]], ids: tuple[Tensor, ...] = (), fill: Any = lambda: None
+    ) -> Facts:
+        def replay(*_: Any) -> Any:
+            found = self.replay_gradients(window)
+            fill()
+            return found
+
+        facts = self.step.compute(run_nothing, window, replay)
         facts.ids = ids
         self.step.commit(facts)
         return facts

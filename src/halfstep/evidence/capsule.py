@@ -191,8 +191,9 @@ def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _load(path: Path) -> dict[str, Tensor]:
+    # load_file maps the file, where a pair may begin at half of its width: torch's vector code would crash there.
     return {
-        name.removesuffix(COMPLEX): torch.view_as_complex(tensor) if name.endswith(COMPLEX) else tensor
+        name.removesuffix(COMPLEX): torch.view_as_complex(tensor.clone()) if name.endswith(COMPLEX) else tensor
         for name, tensor in load_file(path).items()
     }
 

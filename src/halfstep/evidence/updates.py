@@ -18,6 +18,7 @@ from halfstep.step.clip import Clip
 from halfstep.step.optim.adamw8bit import AdamW8bit
 from halfstep.step.optim.adamw_bf16 import AdamWBf16
 from halfstep.step.optim.by_name import OPTIMIZERS
+from halfstep.step.schedule import make_groups_plain
 from halfstep.step.step import Step
 
 KNOWN: dict[str, Any] = {kind.__name__: kind for kind in (*OPTIMIZERS.values(), AdamW8bit, AdamWBf16)}
@@ -33,7 +34,7 @@ def record_update(step: Step, model: nn.Module) -> dict[str, Any]:
         "optimizers": [
             {
                 "name": _name_optimizer(optimizer),
-                "groups": [_collect_settings(g, optimizer, names) for g in optimizer.param_groups],
+                "groups": [_collect_settings(g, optimizer, names) for g in make_groups_plain(optimizer.param_groups)],
             }
             for optimizer in step.optimizers
         ],

@@ -54,7 +54,7 @@ from halfstep.step.forward_writes import Also
 from halfstep.step.guard import Action, Advice, Guard, Verdict
 from halfstep.step.ranks import refuse_differing_rates, refuse_differing_steps
 from halfstep.step.scaler import FAR_BELOW, USUAL_FIRST, Scaler
-from halfstep.step.schedule import Curve
+from halfstep.step.schedule import Curve, cycles_momentum
 from halfstep.step.step import JudgedGradients, Step, collect_gradients
 from halfstep.step.tables import Rates
 
@@ -384,10 +384,10 @@ class HostGuard(HostSteps):
         if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
             self.limits.append(f"{type(scheduler).__name__} is the host's")
             return scheduler
-        cycles_momentum = getattr(scheduler, "cycle_momentum", False)
-        if self.schedule == "exact" and (self._schedulers or cycles_momentum):
+        is_cycled = cycles_momentum(scheduler)
+        if self.schedule == "exact" and (self._schedulers or is_cycled):
             if not self._may_read:
-                what = "changes momentum, too" if cycles_momentum else "is the second scheduler of this optimizer"
+                what = "changes momentum, too" if is_cycled else "is the second scheduler of this optimizer"
                 raise ConfigError(
                     f"schedule='exact' is not possible: {type(scheduler).__name__} {what}",
                     why="the device holds one table, of learning rates",

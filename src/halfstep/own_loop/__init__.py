@@ -4,6 +4,7 @@
     arguments.py          validate and normalise its arguments
     loss.py               checks of the user's loss function and of what it writes into
     schedule_argument.py  schedules of users' loops: per step, per epoch, plateau
+    following.py          the user's scheduler object, which follows committed steps
 
 Fast path, in reading order (docs/captured_steps.md):
 

@@ -26,13 +26,16 @@ from halfstep.step.batches import Batch
 from halfstep.step.forward_writes import TensorSlots, refuse_uninitialised
 from halfstep.step.guard import GuardOptions
 from halfstep.step.optim.by_name import OPTIMIZERS
+from halfstep.step.optim.cycled_adam import takes_tensor_betas
 from halfstep.step.scaler import ScalerOptions
+from halfstep.step.tables import Rates
 from halfstep.tune.repeated_blocks import describe_recomputed, find_blocks, recompute_blocks_
 
 OTHER_NAMES = {
     **dict.fromkeys(("dtype", "amp", "amp_dtype", "mixed_precision", "autocast"), 'precision="bf16"'),
     **dict.fromkeys(("compile", "graph", "cuda_graph", "mode"), 'fast="compile" or fast="graph"'),
     **dict.fromkeys(("scheduler", "lr_scheduler"), "schedule=hs.per_step(scheduler)"),
+    **dict.fromkeys(("clip", "clip_grad", "clip_grad_norm", "clipping"), "clip_norm=1.0"),
     **dict.fromkeys(("max_norm", "max_grad_norm", "grad_clip", "gradient_clip_val"), "clip_norm=1.0"),
     **dict.fromkeys(("accumulation_steps", "gradient_accumulation_steps", "grad_accum"), "accumulate=4"),
     **dict.fromkeys(("checkpointing", "gradient_checkpointing"), 'memory="low"'),
@@ -136,8 +139,9 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
     raise ConfigError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}", fix=fix)
 
 
-def make_capturable(optimizers: Sequence[Optimizer]) -> list[str]:
+def make_capturable(optimizers: Sequence[Optimizer], rates: Rates | None = None) -> list[str]:
     """Give torch's optimizers the form that a CUDA graph can hold: SGD's fused kernel, and counters on the device.
+    Fused Adam takes its betas from the host, so it is not fused where a schedule cycles them.
 
     Return the names of those whose last bits may differ for it: bias corrections, and the product of learning rate and
     update, are rounded differently (docs/captured_steps.md)."""
@@ -145,6 +149,11 @@ def make_capturable(optimizers: Sequence[Optimizer]) -> list[str]:
     for optimizer in optimizers:
         groups = optimizer.param_groups
         on_gpu = all(p.is_cuda and p.is_floating_point() for group in groups for p in group["params"])
+        if rates is not None and rates.cycles(optimizer):
+            if not takes_tensor_betas(optimizer) or not on_gpu:
+                continue  # its commit is not captured
+            for group in groups:
+                group["fused"] = False
         is_sgd = type(optimizer) is torch.optim.SGD and not any(g["foreach"] or g["differentiable"] for g in groups)
         can_be = type(optimizer) in OPTIMIZERS.values() and all("capturable" in group for group in groups)
         if not (can_be or is_sgd) or not on_gpu or any(group.get("fused") for group in groups):

@@ -1,17 +1,17 @@
 """Show that a captured step equals an uncaptured one, before it is used.
 
 From one state, kept aside, the same window runs twice uncaptured and once as a replay. A tensor that both uncaptured
-runs leave with the same bits must have them after the replay, too. One that differs between them (atomic additions)
-may differ by at most `NOISE` times as much, or as such tensors usually do. The first window of a step is also compared
-with the eager step of the user's Python code, up to `ROUNDINGS` in its gradients.
+runs leave with the same bits must have them after the replay, too. One that differs between them may differ by at most
+`NOISE` times as much, or as such tensors usually do. Where atomics add up, two runs may agree by luck: there a tensor
+may differ by `ATOMIC_NOISE` of what the step changes. All traced code is also compared with the eager step of the
+user's Python code, up to `ROUNDINGS` in its gradients.
 
 This cannot see a Python value that was frozen while the certificate was made: guards prevent that (traced.py).
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +20,7 @@ from torch.nn.utils import get_total_norm
 
 from halfstep.precision.contexts import get_autocast_dtype
 from halfstep.step.facts import read_rng_state, restore_rng
-from halfstep.step.flat import get_gradient, is_dense, is_writable_in_place, view_flat
+from halfstep.step.flat import get_gradient, is_dense, is_finite, is_writable_in_place, view_flat
 from halfstep.step.step import Step
 
 NOISE = 3.0
@@ -28,6 +28,9 @@ NOISE = 3.0
 ROUNDINGS = 8.0
 """How far the traced code's gradients may be from those of the eager step: so many roundings, in the format of the
 computation, of their norm. It runs the same kernels, but autograd may add up gradients in another order."""
+ATOMIC_NOISE = 0.01
+"""The share of a step's change that counts as noise where sums are added up with atomics. Their order changes the last
+bits of a gradient; Adam makes updates of full size of that where the true gradient is zero, in few elements."""
 MOST_NOISE = 0.1
 """The largest share of a step's change that counts as noise without being seen in a tensor itself."""
 ROOM = 6
@@ -78,6 +81,9 @@ class StepState:
         self.names = [name for name, _ in found.values()]
         self.tensors = [tensor for _, tensor in found.values()]
         num_bytes = sum(t.numel() * t.element_size() for t in self.tensors)
+        self.states = [{p: set(own) for p, own in optimizer.state.items()} for optimizer in step.optimizers]
+        self.has_created = False
+        """True if a run made optimizer state that did not exist before."""
         slots = step.writes.slots
         self.buffers = {slots.find_full_name(slot) for slot in slots.buffers}
         self.has_gradients = False
@@ -99,21 +105,25 @@ class StepState:
     def restore(self, copy: StateCopy) -> None:
         for tensor, then in zip(self.tensors, copy.tensors, strict=False):  # gradients are not restored
             tensor.copy_(then)
+        self._remove_created()
         restore_rng(copy.rng, self.step.device)
         self.step.attempted = copy.attempted
         self.step.spikes.load_state_dict(copy.spikes)
         if self.step.rates is not None:
             self.step.rates.version = self.step.rates.now._version  # not a write by the user's code
 
-    @contextlib.contextmanager
-    def protect(self, copy: StateCopy) -> Iterator[None]:
-        """Restore a state if something inside raises: an interrupt, an error of the device."""
-        try:
-            yield
-        except BaseException:
-            self.step.forget_capture()
-            self.restore(copy)
-            raise
+    def _remove_created(self) -> None:
+        """Remove optimizer state that was made since: of parameters that got a gradient for the first time."""
+        for optimizer, then in zip(self.step.optimizers, self.states, strict=True):
+            for parameter, own in list(optimizer.state.items()):
+                for name in own.keys() - then.get(parameter, set()):
+                    del own[name]
+                    self.has_created = True
+                if parameter not in then:
+                    del optimizer.state[parameter]
+        if self.has_created:
+            for committer in self.step.committers:
+                committer.forget()
 
     def run_from(self, copy: StateCopy, run: Callable[[], object]) -> StateCopy:
         """Run something from a state, and return the state that it leaves."""
@@ -121,7 +131,9 @@ class StepState:
         run()
         return self.copy()
 
-    def compare(self, found: StateCopy, runs: Sequence[StateCopy], start: StateCopy) -> tuple[int, list[str]]:
+    def compare(
+        self, found: StateCopy, runs: Sequence[StateCopy], start: StateCopy, *, uses_atomics: bool
+    ) -> tuple[int, list[str]]:
         """Return how many tensors have the bits of an uncaptured run, and the names of the others, which may differ
         only by the noise of two such runs from `start`. Raise ReplayDiffers if one differs by more."""
         first, second = runs
@@ -130,6 +142,8 @@ class StepState:
         copies = list(zip(names, found.tensors, first.tensors, second.tensors, starts, strict=False))
         others = [copy for copy in copies if not have_same_bits(copy[1], copy[2])]
         usual = find_usual_noise([copy[2:] for copy in copies]) if others else 0.0
+        if uses_atomics and not torch.are_deterministic_algorithms_enabled():
+            usual = max(usual, ATOMIC_NOISE)
         for name, value, one, other, then in others:
             distance, noise = min(find_distance(value, one), find_distance(value, other)), find_distance(one, other)
             if not distance <= NOISE * max(noise, usual * find_distance(one, then)):
@@ -138,15 +152,17 @@ class StepState:
                 )
         return len(copies) - len(others), [name for name, *_ in others]
 
-    def compare_gradients(self, found: StateCopy, runs: Sequence[StateCopy]) -> bool:
-        """Return whether a run leaves the bits of the first of two others. Raise ReplayDiffers if their gradients, or
-        what forward writes, differ by more than rounding and the noise between those two.
+    def has_bits_of(self, found: StateCopy, other: StateCopy) -> bool:
+        """True if a run leaves the bits of another one, gradients included."""
+        return len(found.tensors) == len(other.tensors) and all(map(have_same_bits, found.tensors, other.tensors))
+
+    def compare_gradients(self, found: StateCopy, runs: Sequence[StateCopy]) -> None:
+        """Raise ReplayDiffers if the gradients of a run and of the first of two others, or what forward writes, differ
+        by more than rounding and the noise between those two.
 
         Weights are not compared: Adam divides by the size of a gradient, and so makes updates of rounding errors where
         the true gradient is zero, as of a bias in front of a norm."""
         first, second = runs
-        if all(map(have_same_bits, found.tensors, first.tensors)):
-            return True
         rounding, num = ROUNDINGS * find_eps(self.step), len(self.names)
         own, one, other = ([t.double() for t in copy.tensors[num:]] for copy in (found, first, second))
         if [tensor.shape for tensor in own] != [tensor.shape for tensor in one]:
@@ -159,7 +175,9 @@ class StepState:
                 far = find_distance(value, then)
                 if not far <= rounding * float(then.norm()):
                     raise ReplayDiffers(f"{name} differs by {far:.3g}")
-        return False
+
+    def has_finite_gradients(self, copy: StateCopy) -> bool:
+        return all(bool(is_finite(gradient).all()) for gradient in copy.tensors[len(self.names) :])
 
 
 def subtract(some: list[Tensor], others: list[Tensor]) -> list[Tensor]:

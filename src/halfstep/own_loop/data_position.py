@@ -48,6 +48,7 @@ from halfstep.own_loop.arguments import iterate_loader
 from halfstep.own_loop.user_warnings import warn_user
 from halfstep.step.batches import Batch
 from halfstep.step.randomness import read_generators, restore_generators
+from halfstep.tensor_files import view_bytes
 
 DRAW_ONCE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 """torch's samplers: they draw from the global generators before their first index only."""
@@ -741,8 +742,7 @@ def _summarise(value: Any, depth: int = 3) -> str:
         kind = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
         if value.device.type != "cpu" or value.layout is not torch.strided or value.is_quantized:
             return kind  # reading its numbers would wait for the device
-        ends = [end.detach().contiguous().view(torch.uint8).numpy() for end in _take_ends(value)]
-        return f"{kind} {zlib.crc32(b''.join(end.tobytes() for end in ends)):08x}"
+        return f"{kind} {zlib.crc32(b''.join(map(view_bytes, _take_ends(value)))):08x}"
     if isinstance(value, Mapping):
         value = list(value.values())
     if not isinstance(value, (list, tuple)) or not value or not depth:

@@ -28,8 +28,8 @@ from halfstep.evidence.watch import Watch
 from halfstep.hardware.probe import probe
 from halfstep.own_loop.arguments import check_count
 from halfstep.own_loop.loss import find_named
-from halfstep.own_loop.traced import list_tensors
 from halfstep.own_loop.user_warnings import warn_user
+from halfstep.own_loop.windows import list_tensors
 from halfstep.precision.decide import decide, decide_again
 from halfstep.precision.plan import Plan
 from halfstep.step.facts import read_rng_state, restore_rng

@@ -11,23 +11,26 @@ What happens in a step, once the first few have run eagerly:
    values of this call, and the entry notes its inputs. Nothing is computed yet.
 2. Entries, optimizer settings and weights of the micro-batches are the key of a graph. If there is one, and it was
    captured from the same parameters and buffers, the inputs that change are copied into it, and it is replayed.
-3. Otherwise the window runs uncaptured: the first time as a plain step, the second time it is captured, and the replay
-   is compared with it (certificate.py).
+3. Otherwise the step is made by Dynamo's unmodified graph under eager autograd: the first time its entries are compared
+   with the user's Python code, the second time the window is captured, and the replay is compared (certificate.py).
 4. The tensors that the loss function returned or stored are filled.
 
 A replay contains what a step does on the device, forward to counters (step/graph.py), so a bad one is dropped inside.
+
+The border is `FastPath.run`. Whatever is raised while a window is traced, compiled, captured, compared or replayed,
+the state is as before the step; compiled code, or capturing at all, is given up with one line; the step is made from
+the user's Python code. If that code has run and has side effects, the step is made by Dynamo's graph instead.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,27 +38,35 @@ from torch.nn.modules import module as module_hooks
 
 from halfstep.backend_flags import read_effective_leaves
 from halfstep.distributed.sharding import Sharding
-from halfstep.own_loop.certificate import Certificate, ReplayDiffers, StepState
+from halfstep.own_loop.certificate import Certificate, ReplayDiffers, StateCopy, StepState
 from halfstep.own_loop.compile_history import CompileHistory, Compiling
 from halfstep.own_loop.hand_rates import HandRates
 from halfstep.own_loop.loss import split_result
-from halfstep.own_loop.traced import Call, Compiler, Entry, NotTraced, Outdated, TracedLoss
 from halfstep.own_loop.user_warnings import warn_user
 from halfstep.own_loop.windows import (
+    Call,
+    Compiler,
     Graph,
     Key,
+    NotTraced,
+    Outdated,
     Replay,
     TracedWindow,
+    are_finite,
     describe_window,
+    find_exchanges,
     list_holders,
     refuse_changing,
     run_calls,
+    run_reference,
 )
-from halfstep.precision.plan import Plan
 from halfstep.step.batches import Batch, read_sample_ids
-from halfstep.step.facts import Facts
+from halfstep.step.facts import Facts, Reading
 from halfstep.step.graph import CaptureFailed, GraphedBackward, GraphedStep
 from halfstep.step.step import LossFn, Step
+
+if TYPE_CHECKING:
+    from halfstep.own_loop.traced import TracedLoss
 
 Fast = Literal["auto", "graph", "compile", "off"]
 Eager = Callable[[LossFn], Facts]
@@ -64,13 +75,16 @@ Eager = Callable[[LossFn], Facts]
 WARMUP_STEPS = 3
 """Eager steps before the first trace: optimizers build their state, cuDNN chooses its algorithms."""
 MAX_TRACERS = 4  # combinations of backend flags that are not guarded by Dynamo
-MAX_UNUSED = 4  # graphs captured in a row without one replay
+MAX_UNUSED = 4  # graphs captured for windows of one shape without one replay
+IDLE_STEPS = 1000  # steps after which a graph that was not replayed gives its place to another
 COMPILED: Compiler = "inductor"
 LOOK_EVERY = 20  # replays between two looks at whether compiling pays, or a check is due
 CHECK_SHARE = 0.005  # of the time in steps, for comparing replays with uncaptured code again
+COMPARE_SHARE, COMPARE_STEPS = 0.02, 1000  # of the time in so many steps, for comparing new entries with eager code
 TIMED = 20  # replays
 ERROR = 2.0  # how much further from fp32 compiled gradients may be than those of torch's kernels
 ROUNDING = 1e-5  # relative, of sums in another order in fp32
+MOST_APART = 0.1  # relative, of compiled and uncompiled gradients, where the code does not run in fp32
 
 
 Capture = Callable[[Step, LossFn, list[dict[str, Tensor]], Any], Replay]
@@ -81,20 +95,14 @@ CAPTURES: dict[str, tuple[Capture, Capture]] = {"cuda": (GraphedStep, GraphedBac
 
 @dataclass
 class Level:
-    """One way of running the traced code, with everything that belongs to it."""
+    """One way of running the traced code, with the graphs captured from it."""
 
     compiler: Compiler
-    tracers: OrderedDict[object, TracedLoss] = field(default_factory=OrderedDict)
+    certificate: Certificate
     graphs: OrderedDict[Key, Graph] = field(default_factory=OrderedDict)  # least recently used first
-    ran: dict[Key, TracedWindow] = field(default_factory=dict)  # windows that ran uncaptured
-    changing: dict[Entry, set[int]] = field(default_factory=dict)  # inputs that are other tensors at every step
-    certificate: Certificate = field(default_factory=Certificate)
+    unused: dict[Key, int] = field(default_factory=dict)  # graphs in a row without a replay, by shapes
     pool: Any = None
-    is_compared: bool = False  # whether the traced code was compared with the eager step
-    num_tried: int = 0  # comparisons with it that could not be made, or failed
-    num_unused: int = 0  # graphs in a row that were captured and not replayed
     num_replays: int = 0
-    is_full: bool = False  # graphs were dropped before they could be replayed, so no more are captured
     began_s: float = 0.0  # the time in steps when the first graph was captured
     checked_s: float = 0.0  # and when replays were last compared with uncaptured code
     check_s: float = 0.0  # how long that took
@@ -105,14 +113,31 @@ class Level:
         commits = all(graph.replay.commits for graph in self.graphs.values())
         return ("graph" if self.compiler == "aten" else "compile+graph") + ("" if commits else ", commit eager")
 
-    def find_tracer(self, plan: Plan, pure_ops: frozenset[str]) -> TracedLoss:
-        """Return the tracer for the backend flags in force: they select kernels, and Dynamo does not guard them."""
-        flags = read_flags()
-        if flags not in self.tracers:
-            if len(self.tracers) >= MAX_TRACERS:
-                self.tracers.popitem(last=False)
-            self.tracers[flags] = TracedLoss(plan, self.compiler, pure_ops=pure_ops)
-        return self.tracers[flags]
+
+@dataclass
+class Attempt:
+    """One step inside the border: what was asked for, and how far it has come."""
+
+    loss_fn: LossFn
+    eager: Eager
+    number: int  # the attempted steps before it
+    traced: TracedWindow
+    entries: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    """What modules held before the Python code ran: their dicts, and copies of those."""
+    level: Level | None = None  # what is tried at present
+    is_handed_over: bool = False  # whether the user's own code is running, whose exceptions are the user's
+    facts: Facts | None = None
+    graph: Graph | None = None  # what was replayed
+
+    @property
+    def is_traced(self) -> bool:
+        return len(self.traced.calls) == len(self.traced.batches)
+
+    def fill(self) -> None:
+        """Fill the tensors that were promised, after a replay."""
+        calls = self.traced.calls
+        for call, outputs in zip(calls, self.graph.outputs[-len(calls) :] if self.graph else (), strict=True):
+            call.fulfil(outputs)
 
 
 class FastPath:
@@ -127,25 +152,29 @@ class FastPath:
         max_graphs: int = 8,
         pure_ops: frozenset[str] = frozenset(),
         changed_optimizers: Sequence[str] = (),
+        pardon: Callable[[int], None] = lambda attempted: None,
     ) -> None:
+        """`pardon` is told the attempted steps before which dropped steps are the compiler's fault."""
         self.step, self.asked, self.num_steps, self.max_graphs = step, asked, num_steps, max_graphs
-        self.pure_ops, self.changed_optimizers = pure_ops, changed_optimizers
+        self.pure_ops, self.changed_optimizers, self.pardon = pure_ops, changed_optimizers, pardon
         self.why_eager = "fast='off'" if asked == "off" else self._find_obstacle()
-        self.level = self._make_level("inductor" if asked == "compile" else "aten")
-        self.compiled: Level | None = None
+        self.tracers: OrderedDict[object, TracedLoss] = OrderedDict()
+        self.left_out: dict[Key, int] = {}  # shapes that get no graph, and since which attempted step
+        self.level = self._make_level("aten")
+        self.compiled: Level | None = self._make_level(COMPILED) if asked == "compile" else None
         """Inductor's code for windows of the shapes that it was tried with: compiling takes too long for rare ones."""
-        self.trial: Level | None = None
-        """The same while it is tried; the steps it makes are real ones."""
-        self.shapes: object = None
-        self.uncompiled: Graph | None = None  # what the trial is compared with
-        self.trial_began = 0.0
-        self.history: CompileHistory | None = None
+        self.shapes: Key | None = None
         self.expected: Compiling | None = None  # what compiling takes and saves, for windows of these shapes
         self.why_not_compiled = self._find_eager_commit() if asked == "auto" else f"fast={asked!r}"
+        self.by_compiler: set[int] = set()  # attempted steps in flight that compiled code made
+        self.is_suspect = False  # whether one of them was bad
         self.rates = HandRates(step)
         self.in_steps_s = 0.0
         """Seconds spent in steps: what the loop does in between, such as validation, pays for no check, and compiling
         does not shorten it."""
+        self.aside_s = self.aside_before_s = 0.0
+        """Of these, seconds of tracing, compiling, capturing and comparing: in all, and before the present step."""
+        self.compare_s = 0.0  # of these, seconds of comparing new entries
         self.is_pure = False  # whether the traced code of the last step changes no Python object
         self.first = step.attempted
         self.has_compiled_blocks = step.sharding is not None and asked == "compile" and not step.plan.simulated
@@ -158,190 +187,237 @@ class FastPath:
 
     @property
     def mode(self) -> str:
-        level = self.compiled or self.level
+        level = self._best
         return level.mode if level.graphs else "compile" if self.has_compiled_blocks else "eager"
 
     @property
     def certificate(self) -> Certificate:
-        return (self.compiled or self.level).certificate
+        return self._best.certificate
+
+    @property
+    def _best(self) -> Level:
+        return self.compiled if self.compiled is not None and self.compiled.graphs else self.level
+
+    def _make_level(self, compiler: Compiler) -> Level:
+        return Level(compiler, Certificate(changed_optimizers=self.changed_optimizers))
+
+    # --- the border ---
 
     def run(self, loss_fn: LossFn, window: list[Batch], eager: Eager) -> Facts:
         """Make one step, by a replay where possible; `eager` makes it by a Python function."""
         if self.why_eager or self.step.attempted < self.first + WARMUP_STEPS or is_watched(self.step):
             return eager(loss_fn)
-        level = self._choose_level(window)
-        if level is self.level and level.compiler == "aten" and level.ran and not level.is_compared:
-            return self._compare_with_eager(loss_fn, window, eager)
-        traced = TracedWindow([], [], [], [], [])
+        if self.left_out and self._is_left_out(describe_window(window)):
+            return eager(loss_fn)
+        attempt = Attempt(loss_fn, eager, self.step.attempted, TracedWindow(window))
+        self.aside_before_s = self.aside_s
+        while not self.why_eager:
+            try:
+                if self._make_step(attempt):
+                    assert attempt.facts is not None
+                    return attempt.facts
+                return self._make_uncaptured(attempt)
+            except Outdated:
+                self._forget_traces()
+                break
+            except Exception as error:
+                if attempt.is_handed_over or self.step.attempted > attempt.number and attempt.facts is None:
+                    raise  # by the user's code: loss_fn in this step, or on_commit after it
+                if attempt.facts is not None:  # the step is made
+                    attempt.traced.settle_exchanges(attempt.facts.bad)
+                    return attempt.facts
+                reason = explain(error)
+            except BaseException:
+                attempt.traced.undo_exchanges()
+                raise
+            # Outside of the except block, whose error holds frames and so activations.
+            if attempt.level is None or attempt.level is self.level:
+                self._stay_eager(reason)
+            else:
+                self._drop_compiled(reason)
+            attempt.level = None
+        return self._make_from_python(attempt)
+
+    def _make_uncaptured(self, attempt: Attempt) -> Facts:
+        """Make a step by Dynamo's graphs. If they raise, the user's code does so, too, or they are wrong."""
+        traced = attempt.traced
+        attempt.is_handed_over = traced.has_side_effects or not attempt.is_traced
+        if not attempt.is_traced:
+            return self._make_from_python(attempt)
+        traced.undo_exchanges()
         try:
-            facts = self._run_traced(level, traced, loss_fn, window)
-        except Outdated:
-            level.tracers.clear()
-            level.graphs.clear()
-            level.ran.clear()
-            return self._run_rest(traced, loss_fn, window, eager)
-        except NotTraced as error:
-            is_last = level is self.level
-            self._leave(level, str(error))
-            if traced.calls or is_last:
-                return self._run_rest(traced, loss_fn, window, eager)
-            return self.run(loss_fn, window, eager)
+            return self._run(run_reference(traced), traced.calls, traced)
+        except Exception as error:
+            if attempt.is_handed_over:
+                raise
+            reason = explain(error)
+        attempt.is_handed_over = True
+        facts = attempt.eager(attempt.loss_fn)
+        self._stay_eager(reason)
         return facts
 
-    def _make_level(self, compiler: Compiler) -> Level:
-        return Level(compiler, certificate=Certificate(changed_optimizers=self.changed_optimizers))
+    def _make_from_python(self, attempt: Attempt) -> Facts:
+        """Make a step from the user's Python code. Where that has run and has side effects, it must not run again."""
+        traced = attempt.traced
+        if not attempt.is_traced:
+            traced.exchanges = find_exchanges(attempt.entries)
+        traced.undo_exchanges()
+        if not traced.has_side_effects:
+            return attempt.eager(attempt.loss_fn)
+        run, plain = run_reference(traced), split_results(attempt.loss_fn, is_alone=len(traced.batches) == 1)
+        left = [*traced.calls, *traced.batches[len(traced.calls) :]]
+        return self._run(lambda one: run(one) if isinstance(one, Call) else plain(one), left, traced)
 
-    def _choose_level(self, window: list[Batch]) -> Level:
-        compiled = self.trial or self.compiled
-        return self.level if compiled is None or describe_window(window) != self.shapes else compiled
+    def _run(self, loss_fn: LossFn, window: Sequence[Any], traced: TracedWindow) -> Facts:
+        facts = self.step.compute(loss_fn, window)
+        facts.ids = read_sample_ids(traced.batches)
+        self.step.commit(facts)
+        return facts
 
-    def _run_traced(self, level: Level, traced: TracedWindow, loss_fn: LossFn, window: list[Batch]) -> Facts:
-        references = self._trace_references(loss_fn, window) if level is self.trial and level.ran else None
-        self._trace(level.find_tracer(self.step.plan, self.pure_ops), traced, loss_fn, window)
-        if self.step.watch is not None:
-            self.is_pure = not any(call.entry.has_side_effects for call in traced.calls)
+    # --- one step ---
+
+    def _make_step(self, attempt: Attempt) -> bool:
+        """Trace a window, and make the step by a replay. Return False if there is no graph that may be used."""
+        traced = attempt.traced
+        if not attempt.is_traced and not self._trace(attempt):
+            return False
+        self.is_pure = not traced.has_side_effects
         key = (*traced.key, *self.rates.key)
-        graph = level.graphs.get(key)
-        if graph is not None and graph.fits(traced, self.step):
-            level.graphs.move_to_end(key)
-            level.num_unused = 0
-            level.num_replays += 1
-            if level.num_replays % LOOK_EVERY == 0:
-                if not self.why_not_compiled and self.trial is None and self._is_worth_compiling(traced.batches):
-                    self._begin_trial(traced.batches, graph)
-                if (self.in_steps_s - level.checked_s) * CHECK_SHARE > level.check_s:
-                    self._check_again(level, graph, traced, loss_fn)
-            return self._replay(graph, traced)
+        for level in (self.compiled, self.level):
+            graph = level.graphs.get(key) if level is not None else None
+            if level is not None and graph is not None and graph.fits(traced, self.step):
+                attempt.level = level
+                level.num_replays += 1
+                level.unused.pop(graph.shapes, None)
+                self._look(level, key, graph, attempt)
+                if self.compiled is not None and key in self.compiled.graphs:  # since a moment ago
+                    level, graph = self.compiled, self.compiled.graphs[key]
+                self._replay(level, key, graph, attempt)
+                return True
+        attempt.level = None
         if obstacle := self._find_obstacle():
             raise NotTraced(obstacle)
-        if key not in level.ran or level.is_full:
-            return self._run_uncaptured(level, key, traced)
-        if not level.graphs and (no_room := self._find_no_room()):
-            raise NotTraced(no_room)
-        if references is not None and not self._compare_gradients(level, traced, *references):
-            return self._run_uncaptured(level, key, traced)
-        return self._capture(level, key, traced)
+        are_known = [call.note_changing() for call in traced.calls]
+        if not all(are_known) or not self._has_place(traced.shapes):
+            return False
+        attempt.level = level = self._choose_level(traced.shapes)
+        graph = self._capture(level, attempt)
+        if graph is None:
+            return False
+        self._add_graph(level, key, graph)
+        self._replay(level, key, graph, attempt)
+        return True
 
-    # --- 1: guards, and what the loss function reads ---
+    def _trace(self, attempt: Attempt) -> bool:
+        """Run the Python code of a window through Dynamo. Return False at code that was not compared with eager code
+        yet: it has not run."""
+        traced, window = attempt.traced, attempt.traced.batches
+        tracer, began = self._find_tracer(), time.monotonic()
+        num_entries = len(tracer.entries)
 
-    def _trace(self, tracer: TracedLoss, traced: TracedWindow, loss_fn: LossFn, window: list[Batch]) -> None:
+        def note_entries() -> None:
+            """Note what modules hold before Python code runs that may replace it."""
+            if not attempt.entries:
+                self.step.writes.slots.refresh()
+                attempt.entries = [(owner, dict(owner)) for owner in self.step.writes.slots.owners]
+
+        if tracer.has_side_effects:
+            note_entries()
         for batch in window:
-            call = tracer(loss_fn, batch)
+            call = tracer(attempt.loss_fn, batch, note_entries)
+            if len(tracer.entries) > num_entries:
+                self.aside_s += time.monotonic() - began
+            if not call.is_promised:
+                call.note_changing()
+                if self._may_compare():
+                    self._compare_with_eager(attempt, call)
+                if not call.entry.is_compared or not traced.calls:
+                    return False  # eager code makes the step
+                call = tracer(attempt.loss_fn, batch, note_entries)
             is_plain = len(window) == 1 and isinstance(call.result, Tensor)
             # Alone in its window a batch counts whatever it weighs.
             split = (call.result, 1) if is_plain else split_result(call.result, batch, is_alone=len(window) == 1)
             loss, weight = split
-            traced.calls.append(call)
-            traced.losses.append(call.find_promised(loss))
-            traced.weights.append(weight)
+            number = call.find_promised(loss)
             traced.weight_outputs.append(call.find_promised(call.result[1]) if isinstance(weight, Tensor) else None)
-            traced.batches.append(batch)
+            traced.losses.append(number)
+            traced.weights.append(weight)
+            traced.calls.append(call)
             call.forget_result()
+        if attempt.entries:
+            traced.exchanges = find_exchanges(attempt.entries)
+            self._check_exchanges(traced)
+        return True
 
-    # --- 2: replay ---
+    def _check_exchanges(self, traced: TracedWindow) -> None:
+        """Refuse buffers replaced in forward that a replay could not restore after a bad step."""
+        if traced.exchanges and (self.step.ema is not None or self._find_eager_commit()):
+            raise NotTraced("the model replaces a buffer in its forward pass, which an average or a hook may read")
+        replaced = traced.list_replaced()
+        if replaced and not self.level.graphs and not are_finite(one.before[name] for one, name, _, _ in replaced):
+            raise NotTraced("the model replaces a buffer that is not finite")
 
-    def _replay(self, graph: Graph, traced: TracedWindow) -> Facts:
+    def _find_tracer(self) -> TracedLoss:
+        """Return the tracer for the backend flags in force: they select kernels, and Dynamo does not guard them."""
+        flags = read_flags()
+        if flags not in self.tracers:
+            from halfstep.own_loop.traced import TracedLoss  # imports torch's compiler
+
+            if len(self.tracers) >= MAX_TRACERS:
+                self.tracers.popitem(last=False)
+            self.tracers[flags] = TracedLoss(self.step.plan, pure_ops=self.pure_ops)
+        return self.tracers[flags]
+
+    def _forget_traces(self) -> None:
+        for level in filter(None, (self.level, self.compiled)):
+            level.graphs.clear()
+        self.tracers.clear()
+
+    def _choose_level(self, shapes: Key) -> Level:
+        is_usual = self.asked == "compile" or shapes == self.shapes
+        return self.compiled if self.compiled is not None and is_usual else self.level
+
+    # --- replays ---
+
+    def _replay(self, level: Level, key: Key, graph: Graph, attempt: Attempt) -> None:
+        traced = attempt.traced
+        level.graphs.move_to_end(key)
+        graph.used_at = attempt.number
         self.step.look_ahead()
         self.rates.write()
-        facts = graph.replay(graph.select(traced), read_sample_ids(traced.batches))
-        for call, outputs in zip(traced.calls, graph.outputs[-len(traced.calls) :], strict=True):
-            call.fulfil(outputs)
-        return facts
+        inputs, ids = graph.select(traced), read_sample_ids(traced.batches)
+        attempt.graph = graph
+        attempt.facts = graph.replay(inputs, ids, attempt.fill)
+        if level is self.compiled:
+            self.by_compiler.add(attempt.number)
+        traced.settle_exchanges(attempt.facts.bad)
 
-    # --- 3: uncaptured, then captured ---
+    def _look(self, level: Level, key: Key, graph: Graph, attempt: Attempt) -> None:
+        """Do what is due before a replay: check compiled code that is suspect, check replays again, try compiling."""
+        if self.is_suspect and level is self.compiled:
+            self._check_compiler(graph, attempt)
+        if level.num_replays % LOOK_EVERY:
+            return
+        if not self.why_not_compiled and level is self.level and self._is_worth_compiling(attempt.traced):
+            self._try_compiled(key, graph, attempt)
+        elif (self.in_steps_s - level.checked_s) * CHECK_SHARE > level.check_s:
+            self._check_again(level, graph, attempt)
 
-    def _run_uncaptured(self, level: Level, key: Key, traced: TracedWindow) -> Facts:
-        """Make a plain step of the traced code. Its backward is compiled only now, so its graph is scanned after it."""
-        outputs: list[Sequence[Any]] = []
-        facts = self.step.compute(run_calls(traced, outputs), traced.calls)
-        facts.ids = read_sample_ids(traced.batches)
-        self.step.commit(facts)
-        for call, found in zip(traced.calls, outputs, strict=True):
-            call.fulfil(found)
-        if why_not := next((call.entry.why_not for call in traced.calls if call.entry.why_not), ""):
-            self._leave(level, why_not)
-        level.ran[key] = traced
-        while len(level.ran) > 4 * self.max_graphs:
-            level.ran.pop(next(iter(level.ran)))
-        return facts
-
-    def _capture(self, level: Level, key: Key, traced: TracedWindow) -> Facts:
-        """Capture a window that has run before, and make this step by its first replay, if that equals two runs of the
-        uncaptured code."""
-        self._note_changing(level, traced, level.ran[key])
-        level.ran[key] = traced
-        level.num_unused += 1
-        if level.num_unused > MAX_UNUSED and len(level.graphs) == self.max_graphs:
-            level.is_full = True
-            say(f"there are more shapes than max_graphs={self.max_graphs}: the others run without a graph")
-            return self._run_uncaptured(level, key, traced)
-        if level.num_unused > MAX_UNUSED:
-            raise NotTraced("parameters, optimizer settings or numbers in the batch change at every step")
-        began = time.monotonic()
-        state = StepState(self.step, traced.list_written())
-        before = state.copy()
-        self.step.look_ahead()
-        eager_commit = self._find_eager_commit()
-        state.has_gradients = bool(eager_commit)
-        try:
-            with state.protect(before), self.rates.as_tensors():
-                runs = [state.run_from(before, lambda: self._try(traced)) for _ in range(2)]
-                state.restore(before)
-                is_dropped = not eager_commit and torch.equal(runs[0].committed, before.committed)
-                graph = None if is_dropped else self._make_graph(level, traced)
-            if graph is None:  # a dropped step shows nothing: capture the next one
-                level.num_unused -= 1
-                return self._run_uncaptured(level, key, traced)
-            with state.protect(before):
-                if eager_commit:
-                    found = state.run_from(before, lambda: self._replay_only(graph, traced))
-                    state.restore(before)
-                else:
-                    facts = self._replay(graph, traced)
-                    found = state.copy()
-                level.certificate.exact, level.certificate.noisy = state.compare(found, runs, before)
-            if eager_commit:
-                facts = self._replay(graph, traced)
-        except (CaptureFailed, ReplayDiffers, torch.OutOfMemoryError) as error:
-            self._leave(level, (str(error).splitlines() or [type(error).__name__])[0])
-            return self._run_uncaptured(level, key, traced)
-        level.certificate.add("its uncaptured code")
-        level.checked_s, level.num_trusted = self.in_steps_s, level.num_replays
-        level.check_s = time.monotonic() - began  # with the capture: an upper bound until the first real check
-        is_first = not level.graphs
-        level.graphs[key] = graph
-        while len(level.graphs) > self.max_graphs:
-            level.graphs.popitem(last=False)
-        if level is self.trial:
-            self._end_trial(level, graph, StepState(self.step, traced.list_written()))
-        elif is_first:
-            level.began_s = self.in_steps_s
-            alone = f"; the commit runs uncaptured: {eager_commit}" if eager_commit else ""
-            say(f"captured as a CUDA graph of {NAMES[level.compiler]}: {level.certificate}{alone}")
-        return facts
-
-    def _check_again(self, level: Level, graph: Graph, traced: TracedWindow, loss_fn: LossFn) -> None:
+    def _check_again(self, level: Level, graph: Graph, attempt: Attempt) -> None:
         """Compare a replay with uncaptured code once more: a value that was frozen when the graph was made shows now,
         if it has changed since. It leaves no trace, and raises NotTraced if they differ.
 
         The user's Python code itself runs, if it changes no Python object and no compiler has rounded differently."""
-        began = time.monotonic()
-        is_python = level.compiler == "aten" and not any(call.entry.has_side_effects for call in traced.calls)
-        state = StepState(self.step, traced.list_written())
-        before = state.copy()
-        self.step.look_ahead()
-        window = traced.batches
-        code = split_results(loss_fn, is_alone=len(window) == 1)
-        with state.protect(before):
+        with self._aside(attempt) as (state, before), self._timed() as timer:
+            traced = attempt.traced
             with self.rates.as_tensors():
                 state.has_gradients = True
-                runs = [state.run_from(before, lambda: self._try(traced)) for _ in range(2)]
-                python = state.run_from(before, lambda: self._try_code(code, window)) if is_python else None
+                runs = [state.run_from(before, lambda: self._try(level.compiler, traced)) for _ in range(2)]
+                python = self._run_eager_code(state, before, attempt) if level.compiler == "aten" else None
             state.has_gradients = not graph.replay.commits
             found = state.run_from(before, lambda: self._replay_only(graph, traced))
-            state.restore(before)
         try:
-            state.compare(found, runs, before)
+            state.compare(found, runs, before, uses_atomics=uses_atomics(traced))
             if python is not None:
                 state.compare_gradients(python, runs)
         except ReplayDiffers as error:
@@ -351,52 +427,185 @@ class FastPath:
                 "load a checkpoint from before them. loss_fn, or an operation in it, reads a value that torch does not "
                 "guard"
             )
-            if is_python:
-                traced.calls.clear()  # the traced code is suspect, too: make this step from the Python code
+            attempt.level = None  # other code of the same trace is suspect, too
             raise NotTraced(f"replays differ from uncaptured steps, {num_suspect} steps are suspect") from None
         level.checked_s, level.num_trusted = self.in_steps_s, level.num_replays
-        level.check_s = time.monotonic() - began
+        level.check_s = timer.seconds
         level.certificate.num_checks += 1
 
-    def _note_changing(self, level: Level, traced: TracedWindow, last: TracedWindow) -> None:
-        """Find inputs that are other tensors than in the last window, apart from the batch: those are copied, too."""
-        own = {id(parameter) for parameter in self.step.find_trained_parameters()}
-        for call, then in zip(traced.calls, last.calls, strict=True):
-            for position, (one, before) in enumerate(zip(call.inputs, then.inputs, strict=True)):
-                if isinstance(one, Tensor) and one is not before and id(one) not in own:
-                    level.changing.setdefault(call.entry, set()).add(position)
-            refuse_changing(call, level.changing.get(call.entry, set()))
+    # --- new entries: the traced code against the user's Python code ---
+
+    def _may_compare(self) -> bool:
+        """True while comparisons take little of the time in steps, of at least the first 1,000."""
+        num = max(1, self.step.attempted - self.first)
+        per_step = (self.in_steps_s - self.aside_before_s) / num
+        return self.compare_s <= COMPARE_SHARE * per_step * max(num, COMPARE_STEPS)
+
+    def _compare_with_eager(self, attempt: Attempt, new: Call) -> None:
+        """Compare the code of a new entry with the user's Python code, from one state. If that code has side effects it
+        must not run here, and Dynamo's graph takes its place. Raise NotTraced if they differ."""
+        traced, entry = attempt.traced, new.entry
+        num = len(traced.calls) + 1
+        trial = TracedWindow(
+            traced.batches[:num], [*traced.calls, new], [*traced.losses, entry.find_loss()], [*traced.weights, 1],
+            [*traced.weight_outputs, None],
+        )  # fmt: skip
+        aside = Attempt(attempt.loss_fn, attempt.eager, attempt.number, trial)
+        with self._aside(aside) as (state, before), self._timed() as timer:
+            state.has_gradients = True
+            eager = self._run_eager_code(state, before, aside)
+            runs = [state.run_from(before, lambda: self._try("aten", trial))]
+            if not (is_equal := state.has_bits_of(eager, runs[0])):
+                runs.append(state.run_from(before, lambda: self._try("aten", trial)))
+        self.compare_s += timer.seconds
+        if entry.why_not:  # found in its backward
+            raise NotTraced(entry.why_not)
+        if self._is_dropped(state, eager, before):
+            return  # a dropped step shows nothing
+        if not is_equal:
+            try:
+                state.compare_gradients(eager, runs)
+            except ReplayDiffers as error:
+                raise NotTraced(f"the traced code does not equal the eager step: {error}") from None
+        entry.is_compared = True
+        for level in filter(None, (self.level, self.compiled)):
+            level.certificate.add("the eager step" + ("" if is_equal else " up to rounding"))
+
+    def _run_eager_code(self, state: StepState, before: StateCopy, attempt: Attempt) -> StateCopy:
+        """Return the state that the user's Python code leaves, or Dynamo's graph if that code has side effects."""
+        traced = attempt.traced
+        if traced.has_side_effects:
+            code, window = run_reference(traced, has_exchanges=False), list[Any](traced.calls)
+        else:
+            code = split_results(attempt.loss_fn, is_alone=len(traced.batches) == 1)
+            window = traced.batches
+        return state.run_from(before, lambda: self._try_code(code, window))
+
+    def _is_dropped(self, state: StepState, run: StateCopy, before: StateCopy) -> bool:
+        if self._find_eager_commit():
+            return not state.has_finite_gradients(run)
+        return torch.equal(run.committed, before.committed)
+
+    # --- capturing ---
+
+    def _is_left_out(self, shapes: Key) -> bool:
+        since = self.left_out.get(shapes)
+        if since is not None and self.step.attempted - since > IDLE_STEPS:
+            del self.left_out[shapes]
+        return shapes in self.left_out
+
+    def _has_place(self, shapes: Key) -> bool:
+        """True if one more graph may be captured. Refuse to capture windows of one shape again and again."""
+        level = self._choose_level(shapes)
+        if level.unused.get(shapes, 0) >= MAX_UNUSED:
+            raise NotTraced("parameters, optimizer settings or numbers in the batch change at every step")
+        if not level.graphs and (no_room := self._find_no_room()):
+            raise NotTraced(no_room)
+        if len(level.graphs) < self.max_graphs:
+            return True
+        oldest = next(iter(level.graphs))
+        if self.step.attempted - level.graphs[oldest].used_at > IDLE_STEPS:
+            del level.graphs[oldest]
+            return True
+        if not self.left_out:
+            say(f"there are more shapes than max_graphs={self.max_graphs}: the others run eagerly")
+        if all(graph.shapes != shapes for graph in level.graphs.values()):
+            self.left_out[shapes] = self.step.attempted
+        return False
+
+    def _add_graph(self, level: Level, key: Key, graph: Graph) -> None:
+        is_first = not level.graphs
+        level.graphs[key] = graph
+        level.unused[graph.shapes] = level.unused.get(graph.shapes, 0) + 1
+        if is_first:
+            level.began_s = self.in_steps_s
+            reason = self._find_eager_commit()
+            alone = f"; the commit runs uncaptured: {reason}" if reason else ""
+            say(f"captured as a CUDA graph of {NAMES[level.compiler]}: {level.certificate}{alone}")
+
+    def _capture(self, level: Level, attempt: Attempt) -> Graph | None:
+        """Capture a window, and compare its replay with two runs of the uncaptured code, all from one state. Return
+        None if the step would be dropped, which shows nothing, or could not be captured yet."""
+        traced = attempt.traced
+        for call in traced.calls:
+            if level.compiler not in call.entry.codes:
+                with self._timed():
+                    call.entry.compile(level.compiler)
+        if level.compiler != "aten" and not self._compare_compiled(level, attempt):
+            return None
+        with self._aside(attempt) as (state, before), self._timed() as timer:
+            state.has_gradients = bool(self._find_eager_commit())
+            with self.rates.as_tensors():
+                runs = [state.run_from(before, lambda: self._try(level.compiler, traced)) for _ in range(2)]
+                state.restore(before)
+                if state.has_created or self._is_dropped(state, runs[0], before):
+                    return None  # an optimizer makes the state of a new parameter in the step that is made now
+                graph = self._make_graph(level, traced)
+            found = state.run_from(before, lambda: self._replay_only(graph, traced))
+        level.certificate.exact, level.certificate.noisy = state.compare(
+            found, runs, before, uses_atomics=uses_atomics(traced)
+        )
+        level.certificate.add("its uncaptured code")
+        level.checked_s, level.num_trusted = self.in_steps_s, level.num_replays
+        level.check_s = timer.seconds  # with the capture: an upper bound until the first real check
+        return graph
 
     def _make_graph(self, level: Level, traced: TracedWindow) -> Graph:
         device = self.step.device
         if not level.graphs and device.type == "cuda":  # a pool that no graph uses any more cannot be used again
             level.pool = torch.cuda.graph_pool_handle()
-        positions = [
-            traced.find_dynamic(number, level.changing.get(call.entry, set()))
-            for number, call in enumerate(traced.calls)
-        ]
-        inputs = [
-            {str(position): call.inputs[position].detach().to(device) for position in own}
-            for call, own in zip(traced.calls, positions, strict=True)
-        ]
-        fixed = []
-        for call, own in zip(traced.calls, positions, strict=True):
-            others = [k for k, one in enumerate(call.inputs) if isinstance(one, Tensor) and k not in own]
+        positions, inputs, fixed = [], [], []
+        trained = {id(parameter) for parameter in self.step.find_trained_parameters()}
+        for number, call in enumerate(traced.calls):
+            own = traced.find_dynamic(number, trained)
+            refuse_changing(call, own)
+            inputs.append({str(position): call.inputs[position].detach().to(device) for position in own})
+            copied = {*own, *traced.find_linked(number)}
+            others = [k for k, one in enumerate(call.inputs) if isinstance(one, Tensor) and k not in copied]
             tensors = [call.inputs[k] for k in others]
             fixed.append((others, tensors, [tensor.data_ptr() for tensor in tensors]))
+            positions.append([(position, str(position)) for position in own])
         outputs: list[Sequence[Any]] = []
         # A capture takes place on a stream of the current device, which need not be the model's.
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             capture = CAPTURES[device.type][bool(self._find_eager_commit())]
-            replay = capture(self.step, run_calls(traced, outputs), inputs, level.pool)
+            replay = capture(self.step, run_calls(traced, level.compiler, self.step, outputs), inputs, level.pool)
         # Detached: an autograd graph that is kept would tie gradients of later steps to the stream of the capture.
         outputs[:] = [[o.detach() if isinstance(o, Tensor) else o for o in own] for own in outputs]
         holders = list(map(id, list_holders(self.step)))
-        return Graph(replay, device, outputs, fixed, holders, [[(k, str(k)) for k in own] for own in positions])
+        return Graph(replay, device, outputs, fixed, holders, positions, traced.shapes)
 
-    def _try(self, traced: TracedWindow) -> None:
-        """Make the device's part of a step of the traced code, whose result is discarded afterwards."""
-        self._try_code(run_calls(traced, []), traced.calls)
+    # --- runs whose result is discarded ---
+
+    @contextlib.contextmanager
+    def _aside(self, attempt: Attempt) -> Iterator[tuple[StepState, StateCopy]]:
+        """Keep the state of the step aside, and restore it at the end, whatever is raised: an interrupt, an error of
+        the device. Modules hold what they held before the Python code ran."""
+        attempt.traced.undo_exchanges()
+        state = StepState(self.step, attempt.traced.list_written())
+        before = state.copy()
+        self.step.look_ahead()
+        try:
+            yield state, before
+        except BaseException:
+            self.step.forget_capture()
+            raise
+        finally:
+            state.restore(before)
+            attempt.traced.redo_exchanges()
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[Timer]:
+        timer = Timer()
+        try:
+            yield timer
+        finally:
+            timer.stop()
+            self.aside_s += timer.seconds
+
+    def _try(self, compiler: Compiler, traced: TracedWindow) -> None:
+        """Make the device's part of a step of the traced code."""
+        self._try_code(run_calls(traced, compiler, self.step, []), traced.calls)
 
     def _try_code(self, loss_fn: LossFn, window: Sequence[Any]) -> None:
         if self._find_eager_commit():
@@ -406,7 +615,7 @@ class FastPath:
             self.step.commit_on_device(self.step.forward_backward(loss_fn, window))
 
     def _replay_only(self, graph: Graph, traced: TracedWindow) -> None:
-        """Replay what the graph holds, whose result is discarded afterwards."""
+        """Replay what the graph holds."""
         self.rates.write()
         if graph.replay.commits:
             graph.replay(graph.select(traced))
@@ -414,154 +623,111 @@ class FastPath:
             self.step.clear_gradients()
             graph.replay.replay_gradients(graph.select(traced))
 
-    def _run_rest(self, traced: TracedWindow, loss_fn: LossFn, window: list[Batch], eager: Eager) -> Facts:
-        """Make a step whose first micro-batches were traced, so that their Python has run, and the others not."""
-        if not traced.calls:
-            return eager(loss_fn)
-        outputs: list[Sequence[Any]] = []
-        run, plain = run_calls(traced, outputs), split_results(loss_fn, is_alone=len(window) == 1)
-        left = [*traced.calls, *window[len(traced.calls) :]]
-        facts = self.step.compute(lambda one: run(one) if isinstance(one, Call) else plain(one), left)
-        facts.ids = read_sample_ids(window)
-        self.step.commit(facts)
-        for call, found in zip(traced.calls, outputs, strict=True):
-            call.fulfil(found)
-        return facts
-
-    # --- the user's Python code against the traced code ---
-
-    def _compare_with_eager(self, loss_fn: LossFn, window: list[Batch], eager: Eager) -> Facts:
-        """Make this step eagerly, and repeat it twice with the traced code, from the same state.
-
-        The Python code runs for both, before anything is computed. If it has side effects on Python objects, those
-        must come once: then the traced calls are those of the last window, with the tensors of this one, which fails
-        where the code reads a number that has changed since."""
-        level = self.level
-        last = level.ran[next(reversed(level.ran))]
-        is_pure = not any(call.entry.has_side_effects for call in last.calls)
-        traced = TracedWindow([], [], [], [], []) if is_pure else last.with_batches(window)
-        if traced is not None and is_pure:
-            try:
-                self._trace(level.find_tracer(self.step.plan, self.pure_ops), traced, loss_fn, window)
-            except (NotTraced, Outdated) as error:
-                self._stay_eager(str(error) or "requires_grad of a weight has changed")
-                return eager(loss_fn)
-        has_eager_commit = bool(self._find_eager_commit())
-        if traced is None or not is_pure and (last.reads_numbers or has_eager_commit):
-            level.num_tried += 1
-            level.is_compared = last.reads_numbers or has_eager_commit or level.num_tried > MAX_UNUSED
-            return eager(loss_fn)
-        state = StepState(self.step, traced.list_written())
-        before = state.copy()
-        state.has_gradients = True
-        if has_eager_commit:  # its Python code must run once: compare gradients, and make the step afterwards
-            with state.protect(before):
-                plain = split_results(loss_fn, is_alone=len(window) == 1)
-                after = state.run_from(before, lambda: self._try_code(plain, window))
-                runs = [state.run_from(before, lambda: self._try(traced)) for _ in range(2)]
-            state.restore(before)
-            facts = eager(loss_fn)
-        else:
-            facts = eager(loss_fn)
-            after = state.copy()
-            with state.protect(after):
-                runs = [state.run_from(before, lambda: self._try(traced)) for _ in range(2)]
-            state.restore(after)
-        if facts.read().is_bad:
-            return facts  # a dropped step shows nothing
-        try:
-            is_equal = state.compare_gradients(after, runs)
-        except ReplayDiffers as error:
-            if is_pure:
-                self._stay_eager(f"the traced code does not equal the eager step: {error}")
-                return facts
-            # The window may have taken another path through the code than the last one: trace once more.
-            level.ran.clear()
-            level.num_tried += 1
-            level.is_compared = level.num_tried > 1
-            return facts
-        level.is_compared = True
-        level.certificate.add("the eager step" + ("" if is_equal else " up to rounding"))
-        return facts
-
     # --- Inductor's code in place of torch's kernels ---
 
-    def _is_worth_compiling(self, window: list[Batch]) -> bool:
+    def _is_worth_compiling(self, traced: TracedWindow) -> bool:
         """True once the time that compiled code is likely to save exceeds the time that compiling takes."""
-        level, shapes = self.level, describe_window(window)
+        level, shapes = self.level, traced.shapes
         if self.expected is None or shapes != self.shapes:
-            num_nodes = sum(entry.num_nodes for tracer in level.tracers.values() for entry in tracer.entries)
-            self.shapes, self.history = shapes, CompileHistory(self.step, shapes)
-            self.expected = self.history.expect(num_nodes)
+            num_nodes = sum(entry.num_nodes for tracer in self.tracers.values() for entry in tracer.entries)
+            self.shapes = shapes
+            self.expected = CompileHistory(self.step, shapes).expect(num_nodes)
         spent = self.in_steps_s - level.began_s
         if self.num_steps is not None:
-            spent *= max(0, self.num_steps - self.step.attempted) / level.num_replays
+            spent *= max(0, self.num_steps - self.step.attempted) / max(1, level.num_replays)
         return spent * self.expected.saving > self.expected.seconds
 
-    def _begin_trial(self, window: list[Batch], graph: Graph) -> None:
-        self.trial, self.shapes, self.uncompiled = self._make_level(COMPILED), describe_window(window), graph
-        self.trial_began = time.monotonic()
-        say("compiles the step next, which takes a while; both graphs use memory until the faster one is known")
+    def _try_compiled(self, key: Key, graph: Graph, attempt: Attempt) -> None:
+        """Compile and capture the window, compare, and keep the faster of the two graphs. Nothing is trained by it: the
+        step is made by a graph that has been accepted."""
+        say("compiles the step, which takes a while; both graphs use memory until the faster one is known")
+        began = time.monotonic()
+        attempt.level = level = self._make_level(COMPILED)
+        level.certificate.against = [one for one in self.level.certificate.against if one.startswith("the eager step")]
+        compiled = self._capture(level, attempt)
+        attempt.level = self.level
+        if compiled is None:  # the step would be dropped, which shows nothing: try the next one
+            return
+        with self._aside(attempt), self._timed():
+            self.step.committed.zero_()  # the replays would run past the end of a table of learning rates
+            times = [time_replays(one.replay, self.step.device) for one in (graph, compiled)]
+        assert self.shapes is not None
+        history = CompileHistory(self.step, self.shapes)
+        history.write(Compiling(time.monotonic() - began, 1 - times[1] / times[0]))
+        if times[1] > times[0]:
+            self._drop_compiled(f"{times[1] * 1e3:.3g} ms per step, {times[0] * 1e3:.3g} ms without")
+            return
+        self.compiled, self.why_not_compiled = level, "it is"
+        level.graphs[key], level.began_s = compiled, self.in_steps_s
+        del self.level.graphs[key]
+        say(f"compiled: {times[1] * 1e3:.3g} ms per step, {times[0] * 1e3:.3g} ms without; {level.certificate}")
 
-    def _trace_references(self, loss_fn: LossFn, window: list[Batch]) -> tuple[TracedWindow, TracedWindow] | None:
-        """Trace the window with torch's kernels, as planned and in fp32, before its real call, whose side effects
-        replace those of these."""
-        found = TracedWindow([], [], [], [], []), TracedWindow([], [], [], [], [])
-        tracers = (
-            self.level.find_tracer(self.step.plan, self.pure_ops),
-            TracedLoss(self.step.plan, "aten", in_fp32=True, pure_ops=self.pure_ops),
-        )
-        for traced, tracer in zip(found, tracers, strict=True):
-            self._trace(tracer, traced, loss_fn, window)
-        return None if any(call.entry.is_random for call in found[0].calls) else found
-
-    def _compare_gradients(
-        self, level: Level, compiled: TracedWindow, plain: TracedWindow, exact: TracedWindow
-    ) -> bool:
+    def _compare_compiled(self, level: Level, attempt: Attempt) -> bool:
         """Raise NotTraced if the compiled code's gradients are further from fp32 than ERROR times those of torch's
-        kernels. Return False if they are not finite, which shows nothing."""
-        state = StepState(self.step, compiled.list_written())
-        before = state.copy()
+        kernels, or not finite where theirs are. Return False if neither are finite, which shows nothing."""
+        traced = attempt.traced
+        window: Sequence[Any] = traced.calls
         gradients = []
-        for traced in (exact, plain, compiled):
-            loss_fn = run_calls(traced, [])
-            with state.protect(before):
-                self.step.forward_backward(turn_off_autocast(loss_fn) if traced is exact else loss_fn, traced.calls)
-            self.step.writes.put_back()
-            gradients.append([p.grad.float() for p in self.step.find_trained_parameters() if p.grad is not None])
-            state.restore(before)
-        of_plain, of_compiled = (float(measure_distance(own, gradients[0])) for own in gradients[1:])
-        size = float(torch.nn.utils.get_total_norm(gradients[0]))
-        if not math.isfinite(size):
+        plain, compiled = (run_calls(traced, compiler, self.step, []) for compiler in ("aten", level.compiler))
+        exact = turn_off_autocast(run_reference(traced, has_exchanges=False))
+        with self._aside(attempt) as (state, before), self._timed():
+            for code in (plain, compiled, exact):
+                state.restore(before)
+                try:
+                    self.step.forward_backward(code, window)
+                except RuntimeError:  # code that says .to(torch.bfloat16) does not run in fp32
+                    if code is not exact:
+                        raise
+                self.step.writes.put_back()
+                gradients.append([p.grad.float() for p in self.step.find_trained_parameters() if p.grad is not None])
+        if not are_finite(gradients[0]):
             return False
-        if not of_compiled <= ERROR * of_plain + ROUNDING * size:
+        if not are_finite(gradients[1]):
+            raise NotTraced("the compiled code's gradients are not finite, those of torch's kernels are")
+        if any(call.entry.is_random for call in traced.calls):  # Inductor draws other numbers than torch
+            return True
+        size = float(torch.nn.utils.get_total_norm(gradients[0]))
+        has_exact = [g.shape for g in gradients[2]] == [g.shape for g in gradients[0]] and are_finite(gradients[2])
+        if not has_exact:
+            gradients[2] = gradients[0]
+        of_plain, of_compiled = (float(measure_distance(own, gradients[2])) for own in gradients[:2])
+        allowed = ERROR * of_plain + ROUNDING * size if has_exact else MOST_APART * size
+        if not of_compiled <= allowed:
             raise NotTraced(
                 f"the compiled code's gradients are off by {of_compiled / size:.2g}, those of torch's kernels by "
                 f"{of_plain / size:.2g}"
             )
-        level.certificate.add(f"fp32 within {of_compiled / size:.1g} (uncompiled: {of_plain / size:.1g})")
+        if has_exact and size:
+            level.certificate.add(f"fp32 within {of_compiled / size:.1g} (uncompiled: {of_plain / size:.1g})")
         return True
 
-    def _end_trial(self, level: Level, graph: Graph, state: StepState) -> None:
-        """Keep the faster of the two levels."""
-        assert self.uncompiled is not None
-        before = state.copy()
-        with state.protect(before):
-            self.step.committed.zero_()  # the replays would run past the end of a table of learning rates
-            times = [time_replays(one.replay, self.step.device) for one in (self.uncompiled, graph)]
-        state.restore(before)
-        if self.history is not None:
-            self.history.write(Compiling(time.monotonic() - self.trial_began, 1 - times[1] / times[0]))
-        if times[1] > times[0]:
-            self._drop_trial(f"{times[1] * 1e3:.3g} ms per step, {times[0] * 1e3:.3g} ms without")
-            return
-        self.compiled, self.trial, self.uncompiled, self.why_not_compiled = level, None, None, "it is"
-        self.level.graphs.clear()
-        self.level.ran.clear()
-        say(f"compiled: {times[1] * 1e3:.3g} ms per step, {times[0] * 1e3:.3g} ms without; {level.certificate}")
+    def observe(self, facts: object, reading: Reading) -> None:
+        """Look at a step when its facts have arrived: a bad one that compiled code made may be the compiler's."""
+        is_overflow = self.step.scaler.enabled and reading.scale > self.step.scaler.options.min_scale
+        if reading.attempted in self.by_compiler and reading.is_bad and not (reading.is_empty or is_overflow):
+            self.is_suspect = True
+        self.by_compiler = {number for number in self.by_compiler if number > reading.attempted}
 
-    def _drop_trial(self, reason: str) -> None:
-        self.trial, self.compiled, self.uncompiled, self.why_not_compiled = None, None, None, reason
+    def _check_compiler(self, graph: Graph, attempt: Attempt) -> None:
+        """After a bad step of compiled code: compute this window with it and with torch's kernels, from one state. If
+        only compiled code fails, give it up: the dropped steps are its fault."""
+        assert self.compiled is not None
+        traced = attempt.traced
+        with self._aside(attempt) as (state, before), self._timed():
+            state.has_gradients = bool(self._find_eager_commit())
+            plain = state.run_from(before, lambda: self._try("aten", traced))
+            compiled = state.run_from(before, lambda: self._replay_only(graph, traced))
+        if self._is_dropped(state, plain, before):
+            return  # shows nothing: look at the next window
+        self.is_suspect = False
+        if self._is_dropped(state, compiled, before):
+            self.pardon(self.step.attempted)
+            reason = "compiled code gives values that are not finite where torch's kernels do not"
+            warn_user(f"{reason}: the steps that were dropped last are its fault, not your model's; it is given up")
+            raise NotTraced(reason)
+
+    def _drop_compiled(self, reason: str) -> None:
+        self.compiled, self.why_not_compiled, self.is_suspect = None, reason, False
         say(f"not compiled: {reason}")
 
     # --- staying eager ---
@@ -609,16 +775,29 @@ class FastPath:
             "captures anyway"
         )
 
-    def _leave(self, level: Level, reason: str) -> None:
-        if level is self.level:
-            self._stay_eager(reason)
-        else:
-            self._drop_trial(reason)
-
     def _stay_eager(self, reason: str) -> None:
-        self.why_eager, self.trial, self.compiled = reason, None, None
-        self.level = self._make_level(self.level.compiler)
+        self.why_eager, self.compiled = reason, None
+        self.level = self._make_level("aten")
+        self._forget_traces()
         say(f"runs eagerly, not captured: {reason}")
+
+
+class Timer:
+    def __init__(self) -> None:
+        self.began, self.seconds = time.monotonic(), 0.0
+
+    def stop(self) -> None:
+        self.seconds = time.monotonic() - self.began
+
+
+def explain(error: BaseException) -> str:
+    """Return one line for an error, with its type if it is not one of ours."""
+    line = (str(error).strip().splitlines() or [""])[0]
+    return line if isinstance(error, (NotTraced, CaptureFailed)) else f"{type(error).__name__}: {line}".rstrip(": ")
+
+
+def uses_atomics(traced: TracedWindow) -> bool:
+    return any(call.entry.uses_atomics for call in traced.calls)
 
 
 NAMES = {"aten": "torch's kernels", "inductor": "Inductor's code"}

@@ -13,6 +13,7 @@ from halfstep.own_loop.windows import Key
 from halfstep.step.step import Step
 
 NOT_SETTINGS = ("params", "lr", "initial_lr", "param_names", "swa_lr")
+CYCLED = ("momentum", "betas")  # what a schedule may change at every step: graphs that hold it read a tensor
 
 
 def id_of_tensor(rate: object) -> object:
@@ -46,11 +47,12 @@ class HandRates:
             # A hook, or a replaced step(), is code that a replay would not run.
             settings += (len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks))
             settings.append(vars(optimizer).get("step"))
+            is_cycled = self.step.rates is not None and self.step.rates.cycles(optimizer)
             for group in optimizer.param_groups:
                 names = self.names.get(len(group))
                 if names is None:
                     names = self.names[len(group)] = [name for name in group if name not in NOT_SETTINGS]
-                settings += map(group.get, names)
+                settings += map(group.get, [name for name in names if name not in CYCLED] if is_cycled else names)
                 rates.append(group.get("lr"))
         if self.start is None or len(self.start) != len(rates):  # at first, and after a group was added
             self.start = rates

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from halfstep import __version__
-from halfstep.disk import read_sealed, seal
+from halfstep.disk import read_sealed, refuse_special_file, seal
 from halfstep.distributed.sharding import find_sharding, is_dtensor
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, format_count, summarise_error
@@ -30,7 +30,7 @@ from halfstep.own_loop.step import Step
 from halfstep.own_loop.user_warnings import warn_user
 from halfstep.step.optim.recut_shards import recut_optimizer_states
 from halfstep.step.randomness import read_generators
-from halfstep.step.snapshots import find_loose_buffers, restore_buffers
+from halfstep.step.snapshots import find_loose_buffers, resize_buffers, restore_buffers
 from halfstep.step.tree import pack, unpack
 from halfstep.tensor_files import LazyTensors, describe, make_header, take, view_bytes, write_tensors
 
@@ -55,6 +55,7 @@ def save(
         hs.save("last.safetensors", step, model, best=best)
     """
     path, steps, num_models, model = Path(path), _list_steps(step), _count_models(model), _make_model(model)
+    refuse_special_file(path)
     sharding = find_sharding(model)
     _refuse_untrained_model(steps, model)
     _wait_for_saves(steps)
@@ -107,6 +108,7 @@ def load(
         best = hs.load("last.safetensors", step, model)["best"] if os.path.exists("last.safetensors") else 0.0
     """
     path, steps, num_models, model = Path(path), _list_steps(step), _count_models(model), _make_model(model)
+    refuse_special_file(path)
     sharding = find_sharding(model)
     _refuse_untrained_model(steps, model)
     _wait_for_saves(steps)
@@ -129,6 +131,11 @@ def load(
         )
     for one, its_state in zip(steps, state["steps"], strict=True):
         one.refuse_unfit(its_state)
+    if resized := resize_buffers(model, state["model"]):
+        warn_user(
+            f"{', '.join(resized[:NUM_SHOWN])}{_count_more(resized)} got the shape that {path} holds: right for "
+            "buffers that grow or shrink in training, but not if the model was made with other settings"
+        )
     model.load_state_dict(state["model"])
     restore_buffers(model, state["buffers"])
     for one, its_state in zip(steps, state["steps"], strict=True):
@@ -158,6 +165,7 @@ def save_weights(path: str | os.PathLike[str], model: nn.Module, /, *, dtype: to
 
         hs.save_weights("model.safetensors", model, dtype=torch.bfloat16)
     """
+    refuse_special_file(Path(path))
     path, tensors = Path(os.path.realpath(path)), dict(model.state_dict())
     world = World(limit_name="") if find_sharding(model) is not None else None
 
@@ -362,12 +370,15 @@ def _make_unstorable(place: str, why: str) -> CheckpointError:
 
 
 def _refuse_different_model(path: Path, model: nn.Module, stored: Mapping[str, Any]) -> None:
-    own = model.state_dict()
+    own, buffers = model.state_dict(), dict(model.named_buffers(remove_duplicate=False))
     missing, unknown = [name for name in own if name not in stored], [name for name in stored if name not in own]
     differing = [
         f"{name} is {_describe(stored[name])}, here {_describe(value)}"
         for name, value in own.items()
-        if name in stored and _describe(value) != _describe(stored[name])
+        if name in stored
+        and _describe(value) != _describe(stored[name])
+        # The shape of a buffer may change while training, its number of dimensions and dtype do not.
+        and not (name in buffers and (value.dtype, value.ndim) == (stored[name].dtype, stored[name].ndim))
     ]
     lists = {"it lacks": missing, "it also holds": unknown, "of another shape or dtype": differing}
     found = [f"{text} {', '.join(names[:NUM_SHOWN])}{_count_more(names)}" for text, names in lists.items() if names]

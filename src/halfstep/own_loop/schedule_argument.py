@@ -9,18 +9,25 @@ a list of these                       one for each optimizer; None leaves that o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.step.schedule import Curve, Plateau, Schedule
+from halfstep.own_loop.following import Following, Link, Twin, count_steps
+from halfstep.step.schedule import Curve, Plateau, Schedule, copy_scheduler
 from halfstep.step.step_state import make_rates_plain
 from halfstep.step.tables import Rates, check_finite, check_rate, explain_no_rate, read_base_rate
+
+DRIVEN_BY = "_halfstep_schedules"
+"""Mark on an optimizer: the schedules of the newest step that was made with it."""
 
 AHEAD = 256  # steps that a user's schedule is asked for in advance
 
@@ -55,52 +62,74 @@ def per_epoch(schedule: LRScheduler | Schedule) -> Paced:
 class Driven:
     optimizer: Optimizer
     every: Literal["step", "epoch", "validation"]
-    absolute: Callable[[int], Sequence[float]]  # count of steps or epochs -> the rate of each group
+    absolute: Callable[[int], Sequence[float]]  # count since `start` -> the rate of each group, then cycled momenta
     scheduler: Any = None
-    count: tuple[int, ...] = ()  # how far the user's own scheduler stood when it was given
+    curve: Curve | None = None
     plateau: Plateau | None = None
+    twin: Twin | None = None
+    link: Link | None = None
+    start: int = 0  # committed steps, or epochs, at the position that the scheduler was given or loaded with
+    first: int = 0  # that position, as the scheduler counts
 
     @property
     def kind(self) -> str:
         name = "function" if self.scheduler is None else type(self.scheduler).__name__
         return f"{name} per {self.every}"
 
+    @property
+    def cycles(self) -> bool:
+        return self.curve is not None and self.curve.cycles
+
+    def restart(self, rates: Sequence[float] | None = None) -> None:
+        """Follow the scheduler from its present position on; `rates` replace those in the optimizer's groups."""
+        origin, stand_in = copy_scheduler(self.scheduler)
+        for group, rate in zip(stand_in.param_groups, rates or (), strict=False):
+            group["lr"] = float(rate)
+        self.first = max(count_steps(vars(origin)))
+        if self.every == "validation":
+            self.plateau = plateau = Plateau(origin)
+            self.absolute = lambda _: plateau.rates()
+        else:
+            self.curve = self.absolute = Curve(origin)
+            self.twin = Twin(origin)
+
 
 class LoopSchedules:
     def __init__(self, given: object, optimizers: Sequence[Optimizer], device: torch.device) -> None:
-        self.epochs = 0
+        self.optimizers, self.epochs = list(optimizers), 0
         self.hints: list[str] = []
         self.driven = [self._drive(one, optimizer) for optimizer, one in _assign_to_optimizers(given, optimizers)]
-        for driven in self.driven:
-            # JSON and loggers take numbers, not the tensors that fused optimizers read their rates from.
-            driven.optimizer.register_state_dict_post_hook(lambda optimizer, state: make_rates_plain(state))
+        self.committed: Tensor | None = None
+        self.num_committed = 0
+        """The committed steps as far as the host knows without a wait."""
         self.rates = self._make_rates(device) if self.driven else None
         kinds = {id(driven.optimizer): driven.kind for driven in self.driven}
         self.kinds = [kinds.get(id(optimizer), "none") for optimizer in optimizers]
 
     def _drive(self, given: Any, optimizer: Optimizer) -> Driven:
         inner, every = _unwrap(given), given.every if isinstance(given, Paced) else "step"
-        if isinstance(inner, ReduceLROnPlateau):
-            twin = Plateau(inner)
-            return Driven(optimizer, "validation", lambda _: twin.rates(), inner, _count_steps(inner), twin)
         if isinstance(inner, LRScheduler):
-            curve = Curve(inner)
-            if not isinstance(given, Paced) and not isinstance(inner, BY_BATCH):
-                self.hints += _hint_at_epochs(inner, curve)
-            return Driven(optimizer, every, curve, inner, _count_steps(inner))
+            driven = Driven(optimizer, every, lambda _: (), inner)
+            driven.every = "validation" if isinstance(inner, ReduceLROnPlateau) else every
+            driven.restart(inner.get_last_lr() if isinstance(inner, Following) else None)  # of an earlier step
+            if driven.curve is not None and not isinstance(given, Paced) and not isinstance(inner, BY_BATCH):
+                self.hints += _hint_at_epochs(inner, driven.curve)
+            return driven
         bases = [read_base_rate(group) for group in optimizer.param_groups]
         self.hints += _hint_at_multiples(inner, AHEAD if every == "step" else 10, max(bases))
         return Driven(optimizer, every, lambda count: _multiply(bases, inner(count)))
 
     def _make_rates(self, device: torch.device) -> Rates:
-        schedules = [
-            _make_group_schedule(driven, position)
-            for driven in self.driven
-            for position in range(len(driven.optimizer.param_groups))
-        ]
-        optimizers = [driven.optimizer for driven in self.driven]
+        groups = [(one, position) for one in self.driven for position in range(len(one.optimizer.param_groups))]
+        schedules = [_make_group_schedule(driven, position) for driven, position in groups]
+        momenta = {
+            number: _make_group_schedule(driven, len(driven.optimizer.param_groups) + position)
+            for number, (driven, position) in enumerate(groups)
+            if driven.cycles
+        }
+        optimizers, ones = [driven.optimizer for driven in self.driven], [1.0] * len(groups)
         dtype = torch.float64 if device.type == "cpu" else torch.float32
-        rates = Rates(optimizers, schedules, device, base=[1.0] * len(schedules), chunk=AHEAD, dtype=dtype)
+        rates = Rates(optimizers, schedules, device, base=ones, chunk=AHEAD, dtype=dtype, momenta=momenta)
         self.rates = rates
         self._write_rates()
         return rates
@@ -108,15 +137,19 @@ class LoopSchedules:
     def _write_rates(self) -> None:
         """Hand the tables the rates that do not follow steps."""
         assert self.rates is not None
-        said: list[float | None] = []
+        rates: list[float | None] = []
+        momenta: list[float | None] = []
         for driven in self.driven:
-            by_steps = driven.every == "step"
-            said += [None] * len(driven.optimizer.param_groups) if by_steps else self._ask(driven, self.epochs)
-        self.rates.set_by_host(said)
+            num = len(driven.optimizer.param_groups)
+            by_steps = [None] * num * (2 if driven.cycles else 1)
+            own = by_steps if driven.every == "step" else self._ask(driven, self.epochs)
+            rates += own[:num]
+            momenta += own[num:]
+        self.rates.set_by_host([*rates, *momenta])
 
     def _ask(self, driven: Driven, epochs: int) -> Sequence[float]:
         try:
-            return [check_rate(own) for own in driven.absolute(epochs)]
+            return [check_rate(own) for own in driven.absolute(epochs - driven.start)]
         except Exception as error:  # whatever a user's function may raise
             raise explain_no_rate(f"epoch {epochs}", error, "T_max=number of epochs") from error
 
@@ -154,10 +187,99 @@ class LoopSchedules:
     def has_any(self, *kinds: str) -> bool:
         return any(driven.every in kinds for driven in self.driven)
 
+    # --- the user's own scheduler and optimizer ---
+
+    def follow(self, committed: Tensor) -> None:
+        """Let the users' schedulers follow a step's count of committed steps from now on."""
+        self.committed = committed
+        for optimizer in self.optimizers:
+            setattr(optimizer, DRIVEN_BY, self)
+        for driven in self.driven:
+            driven.optimizer.register_state_dict_post_hook(self._show_in_state)
+            if driven.scheduler is not None:
+                driven.link = Link(driven.scheduler, partial(self._find_twin, driven), self._read_cut)
+
+    def note(self, committed: int) -> None:
+        """Take the count of a step that the host has read."""
+        self.num_committed = max(self.num_committed, committed)
+
+    def go_back(self) -> None:
+        """Read the count again, after a rollback or a load."""
+        if self.committed is not None:
+            self.num_committed = int(self.committed)
+
+    def _count(self, driven: Driven, *, is_exact: bool) -> int:
+        """Return the count that a schedule follows; an exact one waits for the steps in flight."""
+        if driven.every == "step" and is_exact:
+            self.go_back()
+        return self.num_committed if driven.every == "step" else self.epochs
+
+    def _find_twin(self, driven: Driven, is_exact: bool) -> tuple[object, Any]:
+        if driven.plateau is not None:
+            return (driven.plateau, driven.plateau.num_changes), driven.plateau.twin
+        assert driven.twin is not None
+        count = self._count(driven, is_exact=is_exact) - driven.start
+        return (driven.twin, count), driven.twin.move(count)
+
+    def _read_cut(self) -> float:
+        return 1.0 if self.rates is None else self.rates.cut
+
+    def _show_in_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Store what a plain loop would: the rates and momenta of the next step, as numbers. Groups hold those of the
+        last one, in tensors if captured steps read them."""
+        state = make_rates_plain(state)
+        for driven in self.driven if getattr(optimizer, DRIVEN_BY, None) is self else ():
+            if driven.optimizer is not optimizer or driven.link is None:
+                continue
+            twin = driven.link.show(is_exact=True)
+            groups = [] if twin is None else twin.optimizer.param_groups
+            for own, then in zip(state["param_groups"], groups, strict=False):
+                own["lr"] = then["lr"] * self._read_cut()
+                own.update({name: then[name] for name in ("betas", "momentum") if driven.cycles and name in own})
+        return state
+
+    @property
+    def has_loaded(self) -> bool:
+        return any(driven.link is not None and driven.link.is_loaded for driven in self.driven)
+
+    def take_loaded(self, optimizers: Sequence[Optimizer]) -> None:
+        """Go on from states that the user's code has loaded into schedulers, and into these optimizers."""
+        if self.rates is None:
+            return
+        self.rates.refuse_new_groups()
+        for driven in self.driven:
+            is_loaded = any(driven.optimizer is one for one in optimizers)
+            # A plateau follows the rates in the groups, as in a plain loop.
+            is_moved = driven.link is not None and (driven.link.is_loaded or is_loaded and driven.plateau is not None)
+            if driven.link is not None and is_moved:
+                driven.start = self._count(driven, is_exact=True)
+                driven.restart(None if is_loaded else getattr(driven.scheduler, "_last_lr", None))
+                driven.link.take_over()
+            elif is_loaded:
+                self._refuse_other_rates(driven)
+        self.rates.find_groups_again()
+        self.rates.fill_again()
+        self._write_rates()
+
+    def _refuse_other_rates(self, driven: Driven) -> None:
+        """Refuse an optimizer's loaded state whose rate is not the schedule's: where the schedule was is not in it."""
+        count = self._count(driven, is_exact=True)
+        own = [rate * self._read_cut() for rate in self._ask(driven, count)]
+        loaded = [float(group["lr"]) for group in driven.optimizer.param_groups]
+        is_equal = all(math.isclose(*pair, rel_tol=1e-5) for pair in zip(own, loaded, strict=False))
+        if not is_equal if driven.scheduler is not None else count == 0 and driven.optimizer.state:
+            raise ConfigError(
+                f"a state with the learning rate {loaded[0]:g} was loaded into {type(driven.optimizer).__name__}, and "
+                f"schedule= ({driven.kind}), which is at {count}, gives {own[0]:g}",
+                why="where a schedule was is not part of an optimizer's state, so it would begin again",
+                fix="scheduler.load_state_dict(...) as well; for a schedule that is a function, step.load_state_dict; "
+                "to begin the schedule again, load before making the step",
+            )
+
     def refuse_written_rates(self) -> None:
         """Refuse a scheduler that was stepped, or a learning rate that was written, by the user's loop as well."""
         for driven in self.driven:
-            if driven.scheduler is not None and _count_steps(driven.scheduler) != driven.count:
+            if driven.link is not None and driven.link.is_stepped_by_hand:
                 instead = {
                     "step": "the step moves it on by itself",
                     "epoch": "call step.epoch_ended() instead",
@@ -173,9 +295,15 @@ class LoopSchedules:
 
     def state_dict(self) -> dict[str, Any]:
         plateaus = [driven.plateau.state_dict() for driven in self.driven if driven.plateau]
-        return {"kinds": self.kinds, "epochs": self.epochs, "plateaus": plateaus}
+        # How far each scheduler is ahead of this step's count: it may have begun in an earlier process.
+        ahead = [driven.first - driven.start for driven in self.driven]
+        return {"kinds": self.kinds, "epochs": self.epochs, "plateaus": plateaus, "ahead": ahead}
 
-    def refuse_unfit(self, state: Mapping[str, Any]) -> None:
+    def _find_starts(self, state: Mapping[str, Any]) -> list[int]:
+        ahead = state.get("ahead", ()) or [driven.first for driven in self.driven]
+        return [driven.first - int(own) for driven, own in zip(self.driven, ahead, strict=True)]
+
+    def refuse_unfit(self, state: Mapping[str, Any], committed: int) -> None:
         if not state:
             return
         kinds = state["kinds"]
@@ -192,12 +320,24 @@ class LoopSchedules:
                 f"the state holds {stored} ReduceLROnPlateau, this step {own}",
                 fix="make the step with the schedule= it was saved with",
             )
-        for driven in self.driven:
+        for driven, start in zip(self.driven, self._find_starts(state), strict=True):
+            count = (committed if driven.every == "step" else int(state["epochs"])) - start
+            if driven.curve is not None and count < 0:
+                raise CheckpointError(
+                    f"{type(driven.scheduler).__name__} is at {driven.first}, the state at {driven.first + count}",
+                    why="a scheduler cannot step back",
+                    fix="make the step with a new scheduler, as it was made when the state was saved",
+                )
             if driven.every == "epoch":
-                self._ask(driven, int(state.get("epochs", 0)))
+                self._ask(driven, driven.start + count)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.epochs = int(state.get("epochs", 0))
+        self.go_back()
+        for driven, start in zip(self.driven, self._find_starts(state), strict=True):
+            driven.start = start
+        if self.rates is not None:
+            self.rates.fill_again()
         plateaus = [driven.plateau for driven in self.driven if driven.plateau is not None]
         for plateau, stored in zip(plateaus, state.get("plateaus", ()), strict=bool(state)):
             plateau.load_state_dict(stored)
@@ -210,7 +350,7 @@ def _make_group_schedule(driven: Driven, position: int) -> Schedule:
     """Return one group's function of the step. Schedules by epoch or metric give 1: the host writes their rates."""
     if driven.every != "step":
         return lambda step: 1.0
-    return lambda step: driven.absolute(step)[position]
+    return lambda step: driven.absolute(max(step - driven.start, 0))[position]
 
 
 def _assign_to_optimizers(given: object, optimizers: Sequence[Optimizer]) -> list[tuple[Optimizer, Any]]:
@@ -256,12 +396,6 @@ def _refuse_stranger(given: object, optimizers: Sequence[Optimizer], wanted: str
 
 def _multiply(bases: Sequence[float], multiplier: Any) -> list[float]:
     return [base * check_finite(multiplier) for base in bases]
-
-
-def _count_steps(scheduler: Any) -> tuple[int, ...]:
-    """Return how often the user's scheduler was stepped, and each scheduler of a chain."""
-    parts = getattr(scheduler, "_schedulers", ())
-    return (getattr(scheduler, "last_epoch", 0), *(count for part in parts for count in _count_steps(part)))
 
 
 def _hint_at_epochs(scheduler: LRScheduler, curve: Curve) -> list[str]:

@@ -47,7 +47,7 @@ from halfstep.own_loop.evidence import count_rows, make_recorder, make_watch
 from halfstep.own_loop.fast import Fast, FastPath, split_results
 from halfstep.own_loop.loss import ExplainedErrors, LossChecker, UnguardedNetworks, suggest_ways
 from halfstep.own_loop.schedule_argument import LoopSchedules, Paced
-from halfstep.own_loop.user_warnings import DroppedSteps, warn_user
+from halfstep.own_loop.user_warnings import DroppedSteps, warn_once, warn_user
 from halfstep.precision.apply import apply
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
@@ -201,7 +201,8 @@ class Step:
         refuse_unrelated_optimizers(model, optimizers)
         self._schedules = LoopSchedules(schedule, optimizers, device)
         apply(plan, model, casts_storage=False)
-        changed = make_capturable(optimizers) if fast != "off" else []
+        self._makes_capturable = fast != "off"
+        changed = make_capturable(optimizers, self._schedules.rates) if fast != "off" else []
         if memory == "low":
             recompute_repeated_blocks(model)
         self._step = GuardedStep(
@@ -232,6 +233,8 @@ class Step:
         self._step.keeps_rng = self._recorder is not None
         if self._recorder is not None:
             self._guard.observers.append(self._recorder.observe)
+        self._schedules.follow(self._step.committed)
+        self._guard.observers.append(lambda facts, reading: self._schedules.note(reading.committed))
         self._rollback = Rollback(model, self._step, self._guard) if options.on_fault == "rollback" else None
         self._loss = LossChecker(self._step)
         self._strangers = UnguardedNetworks(self._step.writes)
@@ -239,8 +242,9 @@ class Step:
         self._fast = FastPath(
             self._step, fast, num_steps=None if num_steps is None else check_count("num_steps", num_steps),
             max_graphs=check_count("max_graphs", max_graphs), pure_ops=check_names("pure_ops", pure_ops),
-            changed_optimizers=changed,
+            changed_optimizers=changed, pardon=self._guard.pardon,
         )  # fmt: skip
+        self._guard.observers.append(self._fast.observe)
         world = self._step.ranks.world if self._step.ranks is not None else None
         self._position = DataPosition(world.rank, world.size) if world is not None else DataPosition()
         self._saving: BackgroundSave | None = None
@@ -255,6 +259,8 @@ class Step:
         hints = (committer.hint for committer in self._step.committers)
         for hint in filter(None, (*plan.warnings, *self._schedules.hints, *hints)):
             warnings.warn(hint, stacklevel=2)
+        for unfused in filter(None, (committer.hint_at_fused for committer in self._step.committers)):
+            warn_once(unfused, "an optimizer is not fused", stacklevel=2)
 
     def _keep_ranks_alike(self, **settings: object) -> None:
         """Refuse ranks that made this step with other settings, or that use other learning rates."""
@@ -322,6 +328,7 @@ class Step:
         return self._compute(loss_fn, self._check(loss_fn, window))
 
     def _check(self, loss_fn: LossFn, window: Iterable[Batch] | None) -> list[Batch]:
+        self._take_loaded()
         self._schedules.refuse_written_rates()
         refuse_non_finite_settings(self._step.optimizers)
         refuse_no_function(loss_fn)
@@ -330,6 +337,20 @@ class Step:
             self._rollback.keep_if_due()
         self._position.warn_if_unread()
         return batches
+
+    def _take_loaded(self) -> None:
+        """Go on from states that the user's code has loaded into optimizers and schedulers since the last step."""
+        loaded = [committer.optimizer for committer in self._step.committers if committer.has_new_groups]
+        if not loaded and not self._schedules.has_loaded:
+            return
+        if self._makes_capturable:  # a state may be of an optimizer in another form, which the groups take over
+            make_capturable(loaded, self._schedules.rates)
+        self._schedules.take_loaded(loaded)
+        for committer in self._step.committers:
+            committer.forget()
+        self._step.generation += 1
+        if self._rollback is not None:
+            self._rollback.forget()
 
     def _compute(self, loss_fn: LossFn, batches: list[Batch]) -> Facts:
         checked = self._loss.wrap(loss_fn, is_alone=len(batches) == 1)
@@ -393,6 +414,7 @@ class Step:
         """Advance schedules given as `hs.per_epoch(...)`. Call it after each epoch."""
         self._passes = 0
         self._position.end_pass()
+        self._take_loaded()
         self._schedules.epoch_ended()
 
     def end_pass(self) -> None:
@@ -404,6 +426,7 @@ class Step:
 
         Call it after each validation.
         """
+        self._take_loaded()
         self._schedules.validated(float(metric))
 
     def finish(self) -> None:
@@ -483,6 +506,7 @@ class Step:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything a resumed loop needs except the model; waits for the device. `hs.save` stores both."""
+        self._take_loaded()
         if self.attempted == self._attempted_untrained:
             warn_user("state_dict() was called between step.windows and the step: this window counts as trained on, "
                       "and a resumed loop skips it. Save after the step")  # fmt: skip
@@ -502,6 +526,7 @@ class Step:
 
         Without its "position" the generators stay as they are, and a new pass over the data begins.
         """
+        self._take_loaded()
         self.refuse_unfit(state)
         schedules = state.get("schedules", {})
         self._guard.load_state_dict(state.get("guard", {}))
@@ -517,7 +542,7 @@ class Step:
     def refuse_unfit(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that `load_state_dict` could not load; nothing is changed."""
         refuse_unfit(self._step, state)
-        self._schedules.refuse_unfit(state.get("schedules", {}))
+        self._schedules.refuse_unfit(state.get("schedules", {}), int(state["committed"]))
 
     def __repr__(self) -> str:
         names = ", ".join(committer.name for committer in self._step.committers)
@@ -538,6 +563,7 @@ class Step:
         if verdict.action is Action.CONTINUE:
             return
         if verdict.action is Action.ROLLBACK and self._rollback is not None and self._rollback.roll_back(verdict):
+            self._schedules.go_back()
             return
         self._guard.acknowledge()
         fix = verdict.fix or 'a smaller "margin" in guard={...}, or a lower learning rate: no copy is old enough'

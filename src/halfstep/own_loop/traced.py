@@ -6,49 +6,55 @@ values and shapes, an `Entry`. That function does not compute: it notes its inpu
 fast path fills when it has run or replayed the whole window (fast.py). So the user's Python, with its side effects on
 lists and counters, runs once per micro-batch, as in an eager loop.
 
-The code of an entry is AOTAutograd's. Dynamo's graph would not do: there a changing float is a CPU tensor followed by
-`.item()`, which a capture freezes, and activation checkpointing with dropout recomputes with another mask.
-AOTAutograd turns a float that changes into a tensor input, which a replay reads anew.
+One trace gives all code of an entry. Dynamo's graph, unmodified, is the reference: under eager autograd it does what
+the user's code does. What is captured is AOTAutograd's graph of it, as it is (torch's kernels) or compiled by Inductor.
+Dynamo's graph itself could not be captured: there a changing float is a CPU tensor followed by `.item()`, which a
+capture freezes. AOTAutograd turns it into a tensor input, which `place_numbers` puts on the device.
 
 `NotTraced` says, with the user's line, why a loss function cannot be captured; the loop then stays eager.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import itertools
 import logging
 import operator
 import re
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import CodeType, FunctionType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, set_eval_frame
 from torch._dynamo import trace_rules
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
+from torch._dynamo.variables.lists import DequeVariable
 from torch._functorch.partitioners import default_partition
-from torch._guards import TracingContext
+from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx import GraphModule, Node, has_side_effect
+from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
-from halfstep.backend_flags import WANTED
+from halfstep.backend_flags import Fp32Mode, MatmulLeaf, has_matmul_switch
+from halfstep.own_loop.windows import Call, Compiler, Entry, NotTraced, Outdated, Promise, list_tensors
 from halfstep.precision.contexts import BACKWARD_AS_EAGER, CACHE_ENABLED, get_autocast_dtype, use_sound_attention
 from halfstep.precision.plan import Plan
-
-Compiler = Literal["aten", "inductor"]
 
 PURE = frozenset({"aten", "prims", "prim", "higher_order", "rngprims", "inductor", "inductor_prims", "halfstep"})
 """Namespaces of operations that read nothing but their inputs. A custom operation may read a global."""
 RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial", "exponential", "uniform", "philox")
+ATOMIC = (
+    *("embedding", "index_add", "index_put", "index_reduce", "scatter", "gather", "pool", "upsample", "grid_sampler"),
+    *("convolution_backward", "cumsum", "bincount", "histc", "ctc_loss", "nll_loss2d"),
+)
+"""Operations whose kernels, forward or backward, may add up with atomics, in another order at every run."""
 MAX_STREAK = 3  # new entries in a row for batches of one shape: some value changes at every step
 MAX_ENTRIES = 64  # of one loss function: shapes and combinations of Python values
 
@@ -56,113 +62,69 @@ MAX_ENTRIES = 64  # of one loss function: shapes and combinations of Python valu
 NUMBERS = itertools.count()
 
 
-class NotTraced(Exception):
-    """The loss function cannot be captured; the message says why in one line."""
-
-
-class Outdated(Exception):
-    """An input requires a gradient and did not when the code was traced, or the other way round: torch 2.11 does not
-    guard that for parameters."""
+class LookedUp(Exception):
+    """The entry of a call is known, and its Python code has not run: Dynamo applies all side effects afterwards."""
 
 
 class NoEntry(Exception):
     """No entry fits the Python values and shapes of a call."""
 
 
-@dataclass(eq=False)
-class Entry:
-    """One combination of Python values and shapes: the code for it, and what was found in its graph."""
-
-    outputs: list[Any]
-    """What the code returns, tensors as promises."""
-    code: Callable[..., Sequence[Any]] = lambda *inputs: []
-    why_not: str = ""
-    """What in the graph keeps it from being captured; empty if nothing does."""
-    mutated: frozenset[int] = frozenset()  # inputs that the graph writes into
-    moved: frozenset[int] = frozenset()  # CPU inputs that the graph only copies to the device
-    waits: frozenset[int] = frozenset()  # those of them whose copy the host waits for
-    num_nodes: int = 0
-    is_random: bool = False
-    requires_grad: list[bool] = field(default_factory=list)  # of each input
-    was_called: bool = False
-    has_numbers: bool = False  # whether an input is no tensor
-    has_side_effects: bool = True  # whether the Python code changes an object, such as a list or an attribute
-
-
-@dataclass
-class Call:
-    """One call of a traced loss function: its flat inputs, the tensors it promised, and what it returned."""
-
-    entry: Entry
-    inputs: tuple[Any, ...]
-    promised: list[Any]
-    numbers: tuple[Any, ...] = ()  # inputs that are no tensors
-    result: Any = None
-
-    def find_promised(self, tensor: Tensor) -> int:
-        """Return which output of the entry a tensor in the result is."""
-        for number, one in enumerate(self.promised):
-            if one is tensor:
-                return number
-        raise NotTraced("loss_fn returns a tensor that it did not compute")
-
-    def forget_result(self) -> None:
-        """Let go of what was returned, once it was looked at: what the user's code kept stays alive, and is filled."""
-        self.result = None
-        self.promised = [weakref.ref(one) if isinstance(one, Tensor) else one for one in self.promised]
-
-    def fulfil(self, outputs: Sequence[Any]) -> None:
-        """Copy what the code returned into the tensors that the user holds."""
-        for promised, output in zip(self.promised, outputs, strict=True):
-            held = promised() if isinstance(promised, weakref.ref) else None
-            if held is not None:
-                with torch.no_grad():
-                    held.copy_(output)
-
-
 class TracedLoss:
     """The loss functions of one hs.Step as Dynamo sees them. One object per step: guards do not compare identities."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        compiler: Compiler = "aten",
-        *,
-        in_fp32: bool = False,
-        pure_ops: frozenset[str] = frozenset(),
-    ) -> None:
-        self.plan, self.compiler, self.device = plan, compiler, torch.device(plan.device)
+    def __init__(self, plan: Plan, *, pure_ops: frozenset[str] = frozenset()) -> None:
+        self.plan, self.device = plan, torch.device(plan.device)
         self.pure_ops = PURE | pure_ops
-        dtype = None if in_fp32 else get_autocast_dtype(plan.granted)
-        self._autocast = torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+        self._autocast = self._make_autocast()
         self.entries: list[Entry] = []
         self._last: Call | None = None
         self._cause = ""  # of the last new entry: the guard that failed
         self._streaks: dict[object, int] = {}  # new entries in a row, by the shapes of the batch
         # `optimize` is what torch.compile calls; it also reports which guard failed.
-        context: Any = torch._dynamo.optimize(self._compile, nopython=True, guard_fail_fn=self._note_cause)
+        context: Any = torch._dynamo.optimize(self._add_entry, nopython=True, guard_fail_fn=self._note_cause)
         # Its own code object: Dynamo keeps the entries of all tracers with the code, and tries each one's guards.
         name = f"_call_{next(NUMBERS)}"
         self._function = FunctionType(_call.__code__.replace(co_name=name), globals(), name)
         self._callback = context.callback = TraceCallback(context.callback, plan, self._function.__code__)
         self._call = context(self._function)
 
-    def __call__(self, loss_fn: Callable[[Any], Any], batch: Any) -> Call:
-        """Run the Python of a loss function, and promise its tensors. Raise NotTraced where it cannot be traced."""
+    def _make_autocast(self) -> torch.autocast:
+        dtype = get_autocast_dtype(self.plan.granted)
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+
+    @property
+    def has_side_effects(self) -> bool:
+        return any(entry.has_side_effects for entry in self.entries)
+
+    def __call__(self, loss_fn: Callable[[Any], Any], batch: Any, before_new: Callable[[], None]) -> Call:
+        """Run the Python of a loss function, and promise its tensors. Raise NotTraced where it cannot be traced. A call
+        whose code was not compared with eager code yet is only looked up, so that nothing has happened.
+
+        `before_new` is called before new code is traced."""
         self._last = None
-        self._callback.batch = batch
+        self._callback.batch, self._callback.before_new = batch, before_new
+        num_entries = len(self.entries)
         try:
             # Guards compare the state of autocast, the attention function and the precision of matmuls. Setting all
             # flags of the plan takes longer than a small model's step: that is left to the callback, for new entries.
-            flags = use_sound_attention(self.plan.device) if self._has_matmul_precision() else self.plan.backend()
-            with self._autocast, flags:
-                result = self._run(loss_fn, batch)
+            mode: Fp32Mode = "tf32" if self.plan.compute == "tf32" else "ieee"
+            is_set = has_matmul_switch(mode)
+            flags = use_sound_attention(self.plan.device) if is_set else self.plan.backend()
+            with self._autocast, flags, MatmulLeaf(mode) if is_set else nullcontext():
+                try:
+                    result = self._run(loss_fn, batch)
+                except LookedUp:
+                    result = None
+                    if len(self.entries) > num_entries == 0:
+                        self._look_up_once(loss_fn, batch)
         except TorchDynamoException as error:
             raise NotTraced(explain(error)) from None
-        if self._last is None:
+        call: Call | None = self._last
+        if call is None:
             raise NotTraced("loss_fn runs no operation of torch")
-        self._last.result = result
-        return self._last
+        call.result = result
+        return call
 
     def _run(self, loss_fn: Callable[[Any], Any], batch: Any) -> Any:
         """Run the entry whose guards fit, or trace a new one. torch.compile's wrapper around a function, which prepares
@@ -179,65 +141,104 @@ class TracedLoss:
                 self._callback.only_looks_up = False
         return self._call(loss_fn, batch)
 
-    def _has_matmul_precision(self) -> bool:
-        """True if matmuls have the precision of the plan already, as a guard sees it."""
-        try:
-            now = torch._C._get_float32_matmul_precision()
-        except RuntimeError:  # torch's old and new flags disagree
-            return False
-        return bool(now == WANTED["tf32" if self.plan.compute == "tf32" else "ieee"].matmul_precision)
+    def _look_up_once(self, loss_fn: Callable[[Any], Any], batch: Any) -> None:
+        """Refuse a first entry whose guards fail at once: every step would be traced again."""
+        for kept in _debug_get_cache_entry_list(self._function.__code__):
+            found = kept.guard_manager.check_verbose({"loss_fn": loss_fn, "batch": batch})
+            if not found.result:
+                raise NotTraced(f"torch would trace it again at every step: {' '.join(found.verbose_code_parts)}")
 
-    def _compile(self, module: GraphModule, examples: list[Any]) -> Callable[..., Sequence[Any]]:
-        """Compile Dynamo's graph (this is the backend that torch.compile calls), and note each call of it."""
-        entry = Entry(outputs=find_outputs(module))
+    def _add_entry(self, module: GraphModule, examples: list[Any]) -> Callable[..., Sequence[Any]]:
+        """Make an entry of Dynamo's graph (this is the backend that torch.compile calls), and note each call of it."""
+        module = copy_graph(module)  # Dynamo goes on with its own
+        # To compile it later, fake tensors are enough, but a number is traced as one only from the real tensor.
+        nodes = module.graph.find_nodes(op="placeholder")
+        kept = [
+            one if isinstance(one, Tensor) and one.ndim == 0 and one.is_cpu else node.meta["example_value"]
+            for node, one in zip(nodes, examples, strict=True)
+        ]
+        context = TracingContext.get()
+        entry = Entry(
+            module, find_outputs(module), lambda compiler: self._compile(entry, module, kept, context, compiler)
+        )
         if any(isinstance(output, torch.SymInt | torch.SymFloat | torch.SymBool) for output in entry.outputs):
             entry.why_not = "loss_fn changes a Python number that it also computes with, such as a counter"
-        if sum(isinstance(output, Promise) and output.requires_grad for output in entry.outputs) > 1:
+        num_losses = sum(isinstance(output, Promise) and output.requires_grad for output in entry.outputs)
+        if num_losses > 1:
             entry.why_not = "loss_fn keeps a tensor that has an autograd graph besides the loss: detach it"
-        share_casts(module, examples)
-        graphs: list[GraphModule] = []
-
-        def keep(graph: GraphModule, inputs: Any, **settings: Any) -> Any:
-            if not graphs:
-                context = TracingContext.try_get()
-                if context is not None and context.fw_metadata is not None:
-                    infos = enumerate(context.fw_metadata.input_info)
-                    entry.mutated = frozenset(number for number, info in infos if info.mutates_data)
-            graphs.append(graph)
-            found, moved, waits = scan(graph, self.device, self.pure_ops)
-            entry.why_not = entry.why_not or found
-            entry.moved |= moved
-            entry.waits |= waits
-            entry.num_nodes += len(graph.graph.nodes)
-            entry.is_random |= any(part in str(n.target) for n in graph.graph.nodes for part in RANDOM)
-            if self.compiler == "aten":
-                return run_boxed(graph)
-            from torch._inductor.compile_fx import compile_fx_inner  # imports Triton where there is one
-
-            return compile_fx_inner(graph, inputs, **settings)
-
-        if self.compiler == "aten":
-            with torch._functorch.config.patch(BACKWARD_AS_EAGER):
-                entry.code = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition)(module, examples)
-        else:
-            from torch._inductor.compile_fx import compile_fx
-
-            # A hit in AOTAutograd's cache would not pass through `keep`, and nothing would be scanned.
-            with torch._functorch.config.patch(BACKWARD_AS_EAGER | {"enable_autograd_cache": False}):
-                entry.code = compile_fx(module, examples, inner_compile=keep)  # type: ignore[assignment]
+        elif num_losses == 0:
+            entry.why_not = "the loss does not depend on a tensor that requires a gradient"
         entry.has_numbers = not all(isinstance(example, Tensor) for example in examples)
         entry.requires_grad = list_requires_grad(examples, has_numbers=entry.has_numbers)
-        entry.has_side_effects = has_side_effects()
+        entry.has_side_effects, wrong = find_side_effects()
+        entry.why_not = entry.why_not or wrong
+        entry.compile("aten")
+        entry.why_not = entry.why_not or find_repeated_writes(module, entry.mutated)
         self.entries.append(entry)
 
         def promise(*inputs: Any) -> Sequence[Any]:
             self._refuse(entry, inputs)  # before Dynamo applies the side effects of the user's Python
-            promised = [output.make() if isinstance(output, Promise) else output for output in entry.outputs]
             numbers = tuple(one for one in inputs if not isinstance(one, Tensor)) if entry.has_numbers else ()
+            if not entry.is_compared:
+                self._last = Call(entry, inputs, [], numbers, is_promised=False)
+                raise LookedUp
+            promised = [output.make() if isinstance(output, Promise) else output for output in entry.outputs]
             self._last = Call(entry, inputs, promised, numbers)
             return promised
 
         return promise
+
+    def _compile(
+        self, entry: Entry, module: GraphModule, examples: list[Any], context: TracingContext, compiler: Compiler
+    ) -> None:
+        """Make the code of an entry by AOTAutograd, for torch's kernels or by Inductor."""
+        if compiler == "inductor" and entry.has_numbers:
+            raise NotTraced("an integer that loss_fn computes with changes, and compiled code might not follow it")
+        code = self._compile_once(entry, module, examples, context, compiler, frozenset())
+        if shared := entry.mutated & find_shared(module):
+            # A weight that forward writes gets its gradient from AOTAutograd only if its casts are not shared.
+            code = self._compile_once(entry, module, examples, context, compiler, shared)
+        entry.codes[compiler] = code
+
+    def _compile_once(
+        self,
+        entry: Entry,
+        module: GraphModule,
+        examples: list[Any],
+        context: TracingContext,
+        compiler: Compiler,
+        written: frozenset[int],
+    ) -> Callable[..., Sequence[Any]]:
+        graphs: list[GraphModule] = []
+
+        def keep(graph: GraphModule, inputs: Any, **settings: Any) -> Any:
+            if not graphs:
+                infos = enumerate(context.fw_metadata.input_info if context.fw_metadata is not None else ())
+                entry.mutated = frozenset(number for number, info in infos if info.mutates_data)
+            found, moved, waits = scan(graph, self.device, self.pure_ops)
+            entry.why_not = entry.why_not or found
+            if not graphs:  # the inputs of backward are others
+                entry.moved, entry.waits, entry.num_nodes = moved, waits, 0
+            graphs.append(graph)
+            names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+            entry.num_nodes += len(names)
+            entry.is_random |= any(part in name for name in names for part in RANDOM)
+            entry.uses_atomics |= any(part in name for name in names for part in ATOMIC)
+            if not entry.why_not:
+                inputs = place_numbers(graph, inputs, self.device)
+            return run_boxed(graph) if compiler == "aten" else compile_by_inductor(graph, inputs, settings)
+
+        module = copy_graph(module)
+        share_casts(module, written)
+        # A hit in AOTAutograd's cache would not pass through `keep`, and nothing would be scanned. Backward is compiled
+        # at once, too, so that it is scanned before any of the user's code has run.
+        settings = BACKWARD_AS_EAGER | {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
+        with tracing(context), self._make_autocast(), self.plan.backend(), torch._functorch.config.patch(settings):
+            if compiler == "aten":
+                return aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition)(module, examples)
+            from torch._inductor.compile_fx import compile_fx  # imports Triton where there is one
+
+            return compile_fx(module, examples, inner_compile=keep)  # type: ignore[return-value]
 
     def _refuse(self, entry: Entry, inputs: Sequence[Any]) -> None:
         """Raise NotTraced for a call that a replay would not repeat as the user's code does."""
@@ -277,6 +278,7 @@ class TraceCallback:
         self._torchdynamo_orig_backend = callback  # the name by which Dynamo finds the backend
         self._plan, self._code = plan, code
         self.batch: Any = None
+        self.before_new: Callable[[], None] = lambda: None
         self.only_looks_up = False
 
     def __call__(self, frame: Any, *arguments: Any) -> Any:
@@ -285,6 +287,7 @@ class TraceCallback:
         if self.only_looks_up:
             # A Python function that an entry calls: run it as it is. One of torch's own is never looked at again.
             return ConvertFrameReturn(apply_to_code=trace_rules.check(frame.f_code))
+        self.before_new()
         for leaf in list_tensors(self.batch):
             torch._dynamo.mark_static(leaf)  # a ragged last batch gets code of its own, not dynamic shapes
         config: Any = torch._dynamo.config
@@ -330,17 +333,6 @@ class LogMethod(str):
         return bool(self.method == (other.method if isinstance(other, LogMethod) else other))
 
 
-def list_tensors(batch: Any) -> list[Tensor]:
-    """Return the tensors in a batch: in mappings, sequences and dataclasses."""
-    if isinstance(batch, Tensor):
-        return [batch]
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    elif dataclasses.is_dataclass(batch):
-        batch = list(vars(batch).values())
-    return [tensor for one in batch for tensor in list_tensors(one)] if isinstance(batch, list | tuple) else []
-
-
 def list_requires_grad(inputs: Sequence[Any], *, has_numbers: bool) -> list[bool]:
     """Return which inputs require a gradient. Without a loop in Python where all are tensors, as every step asks."""
     if has_numbers:
@@ -351,11 +343,15 @@ def list_requires_grad(inputs: Sequence[Any], *, has_numbers: bool) -> list[bool
 _get_requires_grad = operator.attrgetter("requires_grad")
 
 
-def has_side_effects() -> bool:
-    """True if the Python code that Dynamo traces now changes an object that existed before."""
+def find_side_effects() -> tuple[bool, str]:
+    """Return whether the Python code that Dynamo traces now changes an object that existed before, and why traced code
+    would change it in another way."""
     effects = InstructionTranslator.current_tx().output.side_effects
-    modified = (one for one in effects.id_to_variable.values() if effects.is_modified(one))
-    return any(not isinstance(one.mutation_type, AttributeMutationNew | ValueMutationNew) for one in modified)
+    modified = [one for one in effects.id_to_variable.values() if effects.is_modified(one)]
+    changed = [one for one in modified if not isinstance(one.mutation_type, AttributeMutationNew | ValueMutationNew)]
+    # torch's compiler appends to a full deque with maxlen without removing its first element.
+    is_wrong = any(isinstance(one, DequeVariable) for one in changed)
+    return bool(changed), "loss_fn changes a deque" if is_wrong else ""
 
 
 def find_outputs(module: GraphModule) -> list[Any]:
@@ -365,18 +361,31 @@ def find_outputs(module: GraphModule) -> list[Any]:
     return [Promise(tuple(v.shape), v.dtype, v.device, v.requires_grad) if isinstance(v, Tensor) else v for v in values]
 
 
-def share_casts(module: GraphModule, examples: Sequence[Any]) -> None:
-    """Let the traced code cast a weight once, however often it is used, as eager autocast does with its cache.
+def copy_graph(module: GraphModule) -> GraphModule:
+    """Return a copy whose nodes can be changed; the metadata of nodes is kept."""
+    return GraphModule(module, copy.deepcopy(module.graph))
+
+
+def find_shared(module: GraphModule) -> frozenset[int]:
+    """Return the inputs whose casts eager autocast keeps, so that a weight that is used twice is cast once."""
+    if CACHE_ENABLED is False:  # the eager step of this torch casts every use of a weight too
+        return frozenset()
+    placeholders = module.graph.find_nodes(op="placeholder")
+    return frozenset(k for k, node in enumerate(placeholders) if is_cached(node.meta["example_value"]))
+
+
+def share_casts(module: GraphModule, written: frozenset[int]) -> None:
+    """Let the traced code cast a weight once, however often it is used, as eager autocast does with its cache; but not
+    weights that forward writes.
 
     Gradients of a cast that is shared are added up in half precision. AOTAutograd switches the cache off, so that no
     tensor of one trace reaches the next one; here it is emptied before and after."""
-    if CACHE_ENABLED is False:  # the eager step of this torch casts every use of a weight too
+    placeholders, shared = module.graph.find_nodes(op="placeholder"), find_shared(module) - written
+    if not shared:
         return
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    weights = [node for node, one in zip(placeholders, examples, strict=True) if is_cached(one)]
     output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
     with module.graph.inserting_after(placeholders[-1]):
-        was_kept = module.graph.call_function(keep_casts, tuple(weights))
+        was_kept = module.graph.call_function(keep_casts, tuple(placeholders[k] for k in sorted(shared)))
     with module.graph.inserting_before(output):
         module.graph.call_function(drop_casts, (was_kept,))
     module.recompile()
@@ -405,19 +414,6 @@ def drop_casts(was_kept: bool) -> None:
     torch.set_autocast_cache_enabled(was_kept)
 
 
-@dataclass(frozen=True)
-class Promise:
-    """What a tensor that the code will return looks like."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-    def make(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad)
-
-
 def partition(joint: GraphModule, *arguments: Any, **settings: Any) -> tuple[GraphModule, GraphModule]:
     """Split a graph into forward and backward. What a checkpointed block draws at random is kept, not recomputed: to
     draw it again, torch uses generators of its own, which neither follow the seed nor can be captured."""
@@ -444,6 +440,93 @@ def run_boxed(graph: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def find_repeated_writes(module: GraphModule, mutated: frozenset[int]) -> str:
+    """Return why not, if a checkpointed block writes into a tensor: an eager step does so twice, traced code once."""
+    placeholders = module.graph.find_nodes(op="placeholder")
+    written = {placeholders[k] for k in mutated if k < len(placeholders)}
+    blocks = (node for node in module.graph.nodes if "checkpoint" in str(node.target))
+    if any(not written.isdisjoint(node.all_input_nodes) for node in blocks):
+        return "torch.utils.checkpoint runs a block that writes into a buffer, such as BatchNorm, twice"
+    return ""
+
+
+def compile_by_inductor(graph: GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> Any:
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    code = compile_fx_inner(graph, inputs, **settings)
+    if ".item()" in str(getattr(code, "source_code", "")):
+        raise NotTraced("Inductor's code reads a number from the device")
+    return code
+
+
+def place_numbers(graph: GraphModule, inputs: Sequence[Any], device: torch.device) -> Sequence[Any]:
+    """Put Python numbers, which AOTAutograd's graph takes as 0-dimensional CPU tensors, and what is computed from them,
+    on the device: a capture would freeze a CPU tensor, and Inductor would read it when it launches a kernel.
+
+    Arithmetic with a CPU number is done in fp32 for half precision, and divides by multiplying with the inverse. With a
+    tensor on the device it would not be, so that is written out. Return the inputs with these on the device."""
+    mode = detect_fake_mode(inputs) or detect_fake_mode([n.meta.get("val") for n in graph.graph.nodes])
+    placed: set[Node] = set()
+    if mode is None:
+        return inputs
+    for node in list(graph.graph.nodes):
+        value = node.meta.get("val")
+        if not (isinstance(value, Tensor) and value.device.type != device.type and value.ndim == 0):
+            if node.op == "call_function" and not placed.isdisjoint(node.all_input_nodes):
+                write_out_arithmetic(graph, node, placed)
+            continue
+        if node.op == "placeholder":
+            with mode:  # forward and backward share the metadata of a node: replace it
+                node.meta = {**node.meta, "val": torch.empty((), dtype=value.dtype, device=device)}
+        elif placed.isdisjoint(node.all_input_nodes):
+            continue
+        else:
+            if "device" in node.kwargs:
+                node.kwargs = {**node.kwargs, "device": device}
+            refresh_value(node, mode)
+        placed.add(node)
+    graph.recompile()
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    return [node.meta["val"] if node in placed else one for node, one in zip(placeholders, inputs, strict=True)]
+
+
+def write_out_arithmetic(graph: GraphModule, node: Node, placed: set[Node]) -> None:
+    """Let arithmetic of a tensor with a number on the device round as with a Python number."""
+    aten, value = torch.ops.aten, node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return
+    is_inverse = node.target is aten.div.Tensor and node.args[1] in placed
+    is_half = value.dtype in (torch.float16, torch.bfloat16)
+    is_half_sum = is_half and node.target in (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor)
+    if not (is_inverse or is_half_sum):
+        return
+    dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
+    mode = detect_fake_mode([value])
+
+    def insert(target: Any, *arguments: Any, **named: Any) -> Node:
+        made = graph.graph.call_function(target, arguments, named)
+        refresh_value(made, mode)
+        return made
+
+    with graph.graph.inserting_before(node):
+        args = [insert(aten._to_copy.default, one, dtype=dtype) if isinstance(one, Node) else one for one in node.args]
+        if is_inverse:
+            args[1] = insert(aten.reciprocal.default, args[1])
+        target = aten.mul.Tensor if is_inverse else node.target
+        exact = insert(target, *args, **node.kwargs)
+        result = insert(aten._to_copy.default, exact, dtype=value.dtype)
+    node.replace_all_uses_with(result)
+    result.meta = dict(node.meta)
+    graph.graph.erase_node(node)
+
+
+def refresh_value(node: Node, mode: Any) -> None:
+    """Compute the fake value of a node anew from those of its inputs."""
+    arguments, named = map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+    with mode:
+        node.meta = {**node.meta, "val": node.target(*arguments, **named)}  # type: ignore[operator]
 
 
 def scan(

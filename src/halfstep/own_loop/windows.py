@@ -1,34 +1,140 @@
-"""Windows as the fast path sees them: the traced calls of a window, and the graph that was captured from one."""
+"""Windows as the fast path sees them: the traced calls of a window, and the graph that was captured from one.
+
+Nothing here needs torch's compiler, which traced.py imports when the first window is traced."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from halfstep.own_loop.traced import Call, NotTraced, list_tensors
 from halfstep.step.batches import Batch, Weight
 from halfstep.step.facts import Facts
+from halfstep.step.flat import is_finite
 from halfstep.step.step import LossFn, Step
 
 Key = tuple[object, ...]
+Compiler = Literal["aten", "inductor"]
+Code = Callable[..., Sequence[Any]]
+
+
+class NotTraced(Exception):
+    """The loss function cannot be captured; the message says why in one line."""
+
+
+class Outdated(Exception):
+    """An input requires a gradient and did not when the code was traced, or the other way round: torch 2.11 does not
+    guard that for parameters."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """One combination of Python values and shapes: its operations, the code made from them, and what was found."""
+
+    reference: Code
+    """Dynamo's graph, unmodified. Under eager autograd it does what the user's Python code does on the device."""
+    outputs: list[Any]
+    """What the code returns, tensors as promises."""
+    compile: Callable[[Compiler], None]
+    """Make `codes[compiler]` from the same graph."""
+    codes: dict[Compiler, Code] = field(default_factory=dict)
+    why_not: str = ""
+    """What in the graph keeps it from being captured; empty if nothing does."""
+    mutated: frozenset[int] = frozenset()  # inputs that the graph writes into
+    moved: frozenset[int] = frozenset()  # CPU inputs that the graph only copies to the device
+    waits: frozenset[int] = frozenset()  # those of them whose copy the host waits for
+    num_nodes: int = 0
+    is_random: bool = False
+    uses_atomics: bool = False  # whether sums may be added up in another order at every run
+    requires_grad: list[bool] = field(default_factory=list)  # of each input
+    was_called: bool = False
+    is_compared: bool = False  # whether its code was compared with the eager step
+    last_inputs: list[Any] | None = None  # weak references to the tensors of the last call
+    changing: set[int] = field(default_factory=set)  # inputs that are other tensors at every step
+    has_numbers: bool = False  # whether an input is no tensor
+    has_side_effects: bool = True  # whether the Python code changes an object, such as a list or an attribute
+
+    def find_loss(self) -> int:
+        """Return which output is the loss: the only one with an autograd graph."""
+        return next(k for k, one in enumerate(self.outputs) if isinstance(one, Promise) and one.requires_grad)
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a tensor that the code will return looks like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    def make(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad)
+
+
+@dataclass
+class Call:
+    """One call of a traced loss function: its flat inputs, the tensors it promised, and what it returned."""
+
+    entry: Entry
+    inputs: tuple[Any, ...]
+    promised: list[Any]
+    numbers: tuple[Any, ...] = ()  # inputs that are no tensors
+    is_promised: bool = True
+    """False if it was only looked up: the Python code has not run, and nothing was returned."""
+    result: Any = None
+
+    def find_promised(self, tensor: Tensor) -> int:
+        """Return which output of the entry a tensor in the result is."""
+        for number, one in enumerate(self.promised):
+            if one is tensor:
+                return number
+        raise NotTraced("loss_fn returns a tensor that it did not compute")
+
+    def note_changing(self) -> bool:
+        """Note which inputs are other tensors than in the last call. Return False at the first call."""
+        last, self.entry.last_inputs = self.entry.last_inputs, list(map(refer_to, self.inputs))
+        if last is None:
+            return False
+        pairs = enumerate(zip(self.inputs, last, strict=True))
+        self.entry.changing |= {k for k, (now, then) in pairs if isinstance(now, Tensor) and then() is not now}
+        return True
+
+    def forget_result(self) -> None:
+        """Let go of what was returned, once it was looked at: what the user's code kept stays alive, and is filled."""
+        self.result = None
+        self.promised = [weakref.ref(one) if isinstance(one, Tensor) else one for one in self.promised]
+
+    def list_held(self) -> list[Tensor | None]:
+        """Return the promised tensors that something still holds, by the number of the output."""
+        return [one() if isinstance(one, weakref.ref) else None for one in self.promised]
+
+    def fulfil(self, outputs: Sequence[Any]) -> None:
+        """Copy what the code returned into the tensors that the user holds."""
+        with torch.no_grad():
+            for held, output in zip(self.list_held(), outputs, strict=True):
+                if held is not None:
+                    held.copy_(output)
 
 
 @dataclass
 class TracedWindow:
     """The calls of one window: which entries, and where loss and weight are."""
 
-    calls: list[Call]
-    losses: list[int]
-    weights: list[Weight | int]
-    weight_outputs: list[int | None]
     batches: list[Batch]
+    calls: list[Call] = field(default_factory=list)
+    losses: list[int] = field(default_factory=list)
+    weights: list[Weight | int] = field(default_factory=list)
+    weight_outputs: list[int | None] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
+    """Entries of modules that the Python code has replaced, registered or removed."""
 
     @property
     def key(self) -> Key:
@@ -37,58 +143,150 @@ class TracedWindow:
             for call, loss, weight in zip(self.calls, self.losses, self.weights, strict=True)
         )
 
-    def find_dynamic(self, number: int, changing: set[int]) -> list[int]:
-        """Return the inputs of a call that change between steps: the batch, Python numbers, tensors made anew."""
-        own, call = {id(leaf) for leaf in list_tensors(self.batches[number])}, self.calls[number]
+    @property
+    def has_side_effects(self) -> bool:
+        return any(call.entry.has_side_effects for call in self.calls)
+
+    @property
+    def shapes(self) -> Key:
+        return describe_window(self.batches)
+
+    def find_dynamic(self, number: int, fixed: set[int]) -> list[int]:
+        """Return the inputs of a call that change between steps: the batch, Python numbers, tensors made anew; `fixed`
+        are identities of tensors that a graph reads where they are."""
+        own, call, linked = (
+            {id(leaf) for leaf in list_tensors(self.batches[number])},
+            self.calls[number],
+            self.find_linked(number),
+        )
         return [
             position
             for position, one in enumerate(call.inputs)
             if isinstance(one, Tensor)
+            and position not in linked
             and (
                 id(one) in own
-                or position in changing
+                or (position in call.entry.changing and id(one) not in fixed)
                 or position in call.entry.moved
                 or is_number_input(call, position)
             )
         ]
 
-    @property
-    def reads_numbers(self) -> bool:
-        """True if the code takes a Python number as an input: one that has changed before."""
-        return any(is_number_input(call, position) for call in self.calls for position in range(len(call.inputs)))
+    def find_linked(self, number: int) -> set[int]:
+        """Return the inputs of a call that earlier calls of the window compute, such as a hidden state."""
+        earlier = {id(held) for call in self.calls[:number] for held in call.list_held() if held is not None}
+        return {position for position, one in enumerate(self.calls[number].inputs) if id(one) in earlier}
 
     def list_written(self) -> list[Tensor]:
         """Return the inputs that the code writes into, such as BatchNorm statistics."""
         written = (call.inputs[k] for call in self.calls for k in call.entry.mutated if k < len(call.inputs))
         return [tensor for tensor in written if isinstance(tensor, Tensor)]
 
-    def with_batches(self, window: list[Batch]) -> TracedWindow | None:
-        """Return these calls with the tensors of another window of the same shapes; None if more than those differ."""
-        last, now = [list_tensors(batch) for batch in self.batches], [list_tensors(batch) for batch in window]
-        if list(map(describe_tensors, last)) != list(map(describe_tensors, now)):
-            return None
-        calls = []
-        for call, olds, leaves in zip(self.calls, last, now, strict=True):
-            new = {id(old): leaf for old, leaf in zip(olds, leaves, strict=True)}
-            inputs = tuple(new.get(id(one), one) for one in call.inputs)
-            calls.append(dataclasses.replace(call, inputs=inputs))
-        return dataclasses.replace(self, calls=calls, batches=window)
+    # --- what the Python code has replaced in modules, without having computed anything yet ---
+
+    def undo_exchanges(self) -> None:
+        for exchange in self.exchanges:
+            exchange.put(exchange.before)
+
+    def redo_exchanges(self) -> None:
+        for exchange in self.exchanges:
+            exchange.put(exchange.after)
+
+    def list_replaced(self) -> list[tuple[Exchange, str, int, int]]:
+        """Return the exchanged buffers with the call and the output that replaces each. Refuse other exchanges."""
+        promised = {
+            id(held): (number, output)
+            for number, call in enumerate(self.calls)
+            for output, held in enumerate(call.list_held())
+            if held is not None
+        }
+        found = []
+        for exchange in self.exchanges:
+            for name in exchange.before.keys() | exchange.after.keys():
+                before, after = exchange.before.get(name), exchange.after.get(name)
+                if before is after:
+                    continue
+                is_alike = isinstance(before, Tensor) and isinstance(after, Tensor) and are_alike(before, after)
+                if not is_alike or isinstance(before, nn.Parameter) or id(after) not in promised:
+                    raise NotTraced(
+                        "the model replaces or registers a tensor in its forward pass instead of writing into it"
+                    )
+                found.append((exchange, name, *promised[id(after)]))
+        return found
+
+    def settle_exchanges(self, bad: Tensor) -> None:
+        """Leave the old tensor in a module if the step was bad. As in eager steps, that is another tensor."""
+        with torch.no_grad():
+            for exchange, name, _, _ in self.list_replaced() if self.exchanges else ():
+                exchange.owner[name] = torch.where(bad, exchange.before[name], exchange.after[name])
 
 
-def run_calls(traced: TracedWindow, outputs: list[Sequence[Any]]) -> LossFn:
+@dataclass
+class Exchange:
+    """The parameters, buffers or children of one module, before and after the Python code ran."""
+
+    owner: dict[str, Any]
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+    def put(self, entries: dict[str, Any]) -> None:
+        self.owner.clear()
+        self.owner.update(entries)
+
+
+def find_exchanges(before: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> list[Exchange]:
+    """Return the exchanges since dicts were copied: pairs of a dict and its copy."""
+    return [
+        Exchange(owner, then, dict(owner))
+        for owner, then in before
+        if len(owner) != len(then) or not all(map(operator.is_, owner.values(), then.values()))
+    ]
+
+
+def run_calls(traced: TracedWindow, compiler: Compiler, step: Step, outputs: list[Sequence[Any]]) -> LossFn:
     """Return a loss function that runs the traced code of one micro-batch after the other.
 
-    It takes a call as it was, or a dict of inputs to use instead: the static tensors of a graph."""
+    It takes a call as it was, or a dict of inputs to use instead: the static tensors of a graph. Python numbers are
+    given on the device, captured or not, so that both compute the same."""
     numbers = itertools.cycle(range(len(traced.calls)))
+    replaced = traced.list_replaced()
+    made: dict[int, Any] = {}  # what earlier calls of the window have computed for later ones, by promised tensor
 
     def run(given: Call | dict[str, Tensor]) -> tuple[Tensor, Weight]:
+        nonlocal made
         number = next(numbers)
         call = traced.calls[number]
-        inputs = list(call.inputs)
-        for position, tensor in given.items() if isinstance(given, dict) else ():
-            inputs[int(position)] = tensor
-        found = list(call.entry.code(*inputs))
+        static = given if isinstance(given, dict) else {}
+        inputs = [static.get(str(position), made.get(id(one), one)) for position, one in enumerate(call.inputs)]
+        for position, one in enumerate(inputs):
+            if str(position) not in static and is_number_input(call, position):
+                inputs[position] = one.to(step.device)
+        found = list(call.entry.codes[compiler](*inputs))
         outputs.append(found)
+        if call.is_promised:
+            made |= {id(h): o.detach() for h, o in zip(call.list_held(), found, strict=True) if h is not None}
+        if number == len(traced.calls) - 1:
+            step.writes.returned = [made[id(exchange.after[name])] for exchange, name, _, _ in replaced]
+        at = traced.weight_outputs[number]
+        return found[traced.losses[number]], traced.weights[number] if at is None else found[at].detach().reshape(())
+
+    return run
+
+
+def run_reference(traced: TracedWindow, *, has_exchanges: bool = True) -> LossFn:
+    """Return a loss function that does what the user's Python code did in these calls: it runs Dynamo's graphs under
+    eager autograd, and fills the tensors that were promised. With `has_exchanges` modules get the tensors that the
+    Python code put into them, after the last call; before the step, `undo_exchanges` took them out."""
+    numbers = itertools.cycle(range(len(traced.calls)))
+
+    def run(_: Any) -> tuple[Tensor, Weight]:
+        number = next(numbers)
+        call = traced.calls[number]
+        found = list(call.entry.reference(*call.inputs))
+        if call.is_promised:
+            call.fulfil([one.detach() if isinstance(one, Tensor) else one for one in found])
+        if has_exchanges and number == len(traced.calls) - 1:
+            traced.redo_exchanges()
         at = traced.weight_outputs[number]
         return found[traced.losses[number]], traced.weights[number] if at is None else found[at].detach().reshape(())
 
@@ -102,20 +300,40 @@ def is_number_input(call: Call, position: int) -> bool:
     return is_small and position not in call.entry.mutated
 
 
-def describe_window(window: Sequence[Batch]) -> object:
-    return [[(tensor.shape, tensor.dtype) for tensor in list_tensors(batch)] for batch in window]
+def are_alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device, one.layout) == (other.shape, other.dtype, other.device, other.layout)
 
 
-def describe_tensors(tensors: Sequence[Tensor]) -> list[object]:
-    return [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors]
+def are_finite(tensors: Iterable[Tensor]) -> bool:
+    """True if all tensors are finite; waits for the device."""
+    return all(bool(is_finite(tensor).all()) for tensor in tensors)
 
 
-def refuse_changing(call: Call, changing: set[int]) -> None:
+def list_tensors(batch: Any) -> list[Tensor]:
+    """Return the tensors in a batch: in mappings, sequences and dataclasses."""
+    if isinstance(batch, Tensor):
+        return [batch]
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    elif dataclasses.is_dataclass(batch):
+        batch = list(vars(batch).values())
+    return [tensor for one in batch for tensor in list_tensors(one)] if isinstance(batch, list | tuple) else []
+
+
+def describe_window(window: Sequence[Batch]) -> Key:
+    return tuple(tuple((tensor.shape, tensor.dtype) for tensor in list_tensors(batch)) for batch in window)
+
+
+def refuse_changing(call: Call, dynamic: Sequence[int]) -> None:
     """Refuse code that writes into inputs that are copied into a graph, or takes gradients of them."""
-    for position, one in enumerate(call.inputs):
-        is_copied = position in changing or position in call.entry.moved
-        if isinstance(one, Tensor) and is_copied and (position in call.entry.mutated or one.requires_grad):
+    for position in dynamic:
+        one = call.inputs[position]
+        if position in call.entry.mutated or one.requires_grad:
             raise NotTraced("loss_fn writes into a tensor that is a new one at every step, or takes its gradient")
+
+
+def refer_to(one: Any) -> Any:
+    return weakref.ref(one) if isinstance(one, Tensor) else one
 
 
 # --- captured windows ---
@@ -131,7 +349,9 @@ class Replay(Protocol):
     @property
     def is_valid(self) -> bool: ...
 
-    def __call__(self, window: list[dict[str, Tensor]], ids: tuple[Tensor, ...] = ()) -> Facts: ...
+    def __call__(
+        self, window: list[dict[str, Tensor]], ids: tuple[Tensor, ...] = (), fill: Callable[[], None] = lambda: None
+    ) -> Facts: ...
 
     def replay_gradients(self, window: list[dict[str, Tensor]]) -> tuple[Tensor, Weight]:
         """Run forward and backward alone, if `commits` is false."""
@@ -152,6 +372,9 @@ class Graph:
     """Identities of the objects that optimizers replace when state is loaded into them."""
     dynamic: list[list[tuple[int, str]]]
     """Inputs that are copied into it: position, and the name of its static tensor."""
+    shapes: Key
+    used_at: int = 0
+    """The attempted steps when it was replayed last."""
 
     def fits(self, traced: TracedWindow, step: Step) -> bool:
         if not self.replay.is_valid or list(map(id, list_holders(step))) != self.holders:

@@ -24,6 +24,7 @@ from halfstep.errors import CheckpointError, HalfstepError
 from halfstep.precision.apply import apply_frozen_
 from halfstep.precision.plan import Plan
 from halfstep.precision.swapped import find_original_class
+from halfstep.tensor_files import view_bytes
 from halfstep.tune.channels_last import to_channels_last_, wants_channels_last
 from halfstep.workloads.base.workload import FrozenPart, Workload
 
@@ -64,7 +65,7 @@ def compute_checksum(module: nn.Module) -> str:
         plain = tensor.detach().cpu().contiguous()
         found.update(f"{name} {tuple(plain.shape)} {plain.dtype}\n".encode())
         # Bytes, not values: NaN differs from itself, and -0.0 equals 0.0.
-        found.update(memoryview(plain.view(-1).view(torch.uint8).numpy()))
+        found.update(view_bytes(plain))
     return found.hexdigest()
 
 

@@ -50,6 +50,7 @@ from halfstep.step.flat import (
 from halfstep.step.optim.adamw8bit import AdamW8bit
 from halfstep.step.optim.adamw_bf16 import AdamWBf16
 from halfstep.step.optim.by_name import OPTIMIZERS, REFUSED
+from halfstep.step.optim.cycled_adam import step_cycled_adam, takes_tensor_betas
 from halfstep.step.optim.shards import ELEMENTWISE, ShardTwin
 from halfstep.step.optim.single_pass import SinglePass, can_run_single_pass
 from halfstep.step.tables import Rates
@@ -160,17 +161,34 @@ class CommitUndo:
 class Committer:
     def __init__(self, optimizer: Optimizer, rates: Rates | None) -> None:
         self.optimizer, self.rates = optimizer, rates
-        self._own_method = choose_commit_method(optimizer)
-        is_fast = self._own_method == "found_inf" or self._own_method == "select" and _is_capturable(optimizer)
-        self.takes_tensor_lr = is_fast
+        self._take_groups()
         self.stepped: dict[Tensor, bool] = {}  # parameters it has stepped -> whether it keeps state for them
         self._settled: tuple[list[Any], list[bool]] | None = None
         """Parameters and state of the last commit that built no state: most steps find the same."""
         self._fused_adam: FusedAdam | None = None
         self._twin: ShardTwin | None = None  # steps in place of the optimizer if parameters are sharded
         self.single_pass: SinglePass | None = None  # while a step is captured: replaces torch's kernel
+
+    def _take_groups(self) -> None:
+        """Choose the method by the groups, which are new dicts after `load_state_dict`, and bind the rates to them."""
+        optimizer, rates = self.optimizer, self.rates
+        self.groups = list(optimizer.param_groups)
+        self._own_method = choose_commit_method(optimizer)
+        is_capturable = self._own_method == "select" and _is_capturable(optimizer)
+        self.takes_tensor_lr = self._own_method == "found_inf" or is_capturable
+        is_cycled = rates is not None and rates.cycles(optimizer)
+        self.reads_betas = is_cycled and is_capturable and takes_tensor_betas(optimizer)
+        self.writes_momentum = is_cycled and not self.reads_betas
+        """True if a schedule cycles its momentum, and its kernels take that as a number from the host."""
         if rates is not None and self.takes_tensor_lr:
             rates.bind(optimizer)
+        if rates is not None and self.reads_betas:
+            rates.bind_betas(optimizer)
+
+    @property
+    def has_new_groups(self) -> bool:
+        """True if the user's code has loaded state into the optimizer, or added a group."""
+        return not are_same_objects(self.groups, self.optimizer.param_groups)
 
     @property
     def method(self) -> CommitMethod:
@@ -190,6 +208,13 @@ class Committer:
             )
         if divides_by_zero(self.optimizer):
             return f"{self.name} has eps=0: 0 / 0 is NaN wherever a gradient stays 0. Fix: eps=1e-8"
+        return ""
+
+    @property
+    def hint_at_fused(self) -> str:
+        """Return what it costs that this optimizer is not fused, or an empty string."""
+        if self.hint:
+            return ""
         parameters = (p for group in self.optimizer.param_groups for p in group["params"])
         is_one = type(self.optimizer) in READS_FLAG_IN_KERNEL and all(p.is_floating_point() for p in parameters)
         if not is_one or self.method == "found_inf":
@@ -222,6 +247,8 @@ class Committer:
     def commit(self, way: CommitWay, bad: Tensor, factor: Tensor | None, found_inf: Tensor | None = None) -> None:
         """Step the optimizer with gradients times `factor`. If `bad` is set, the kernel or the host leaves everything
         unchanged; `commit_all` undoes what `select` writes."""
+        if self.rates is not None and self.writes_momentum:
+            self.rates.write_momenta(self.optimizer)
         if way.method == "found_inf" and not way.by_host:
             return self._commit_in_kernel(bad, factor, bad.float() if found_inf is None else found_inf)
         if factor is not None:
@@ -245,8 +272,7 @@ class Committer:
         """Note which parameters have state, and bind the rates again, after state was loaded into new tensors."""
         self._settled = self._twin = None
         self.stepped = {p: bool(own) for p, own in self.optimizer.state.items()}
-        if self.rates is not None and self.takes_tensor_lr:
-            self.rates.bind(self.optimizer)
+        self._take_groups()
 
     def open_capture(self, device: torch.device) -> SinglePass | None:
         """Prepare a capture. The result has to live as long as the graph, and be filled after the capture."""
@@ -337,6 +363,8 @@ class Committer:
             is_muon = type(self.optimizer) is torch.optim.Muon and self.method != "host"
             if is_muon and any(isinstance(group["lr"], Tensor) for group in self.optimizer.param_groups):
                 step_muon(self.optimizer)
+            elif self.reads_betas:
+                step_cycled_adam(self._stepped)
             else:
                 self._stepped.step()
             if self._twin is not None:
@@ -442,11 +470,11 @@ def commit_all(
 
     An optimizer that raises may have stepped some of its groups. Copying all weights at every step to restore those
     would cost more than resuming from a checkpoint, so a note on the error says it. Optimizers that stepped before it
-    are restored: they are copied if a later one may raise or write non-finite weights."""
+    are restored: they are copied if a later one may raise or write non-finite weights. Copies are restored last to
+    first: of a parameter that two optimizers step, the first copy is as it was before both."""
     ways = [committer.choose() for committer in committers]
     copies: list[CommitUndo] = []
     for number, (committer, way) in enumerate(zip(committers, ways, strict=True)):
-        earlier = list(copies)
         if way.is_undone or any(later.can_fail for later in ways[number + 1 :]):
             copies.append(committer.copy(way))
         try:
@@ -459,9 +487,10 @@ def commit_all(
             if spoiled is not None:
                 bad, found_inf = bad | spoiled, None
         except BaseException as error:
-            for undo in earlier:
+            for undo in reversed(copies):
                 undo.restore()
-            if not isinstance(error, HalfstepError):  # ours are raised before anything is written, or say so
+            # Our errors are raised before anything is written, or say so.
+            if not (way.is_undone or isinstance(error, HalfstepError)):
                 error.add_note(
                     f"halfstep: {committer.name} may have stepped some of its parameters when it raised; the step is "
                     "not counted, and weights may be between two steps. Load model and step from your last checkpoint "
@@ -470,7 +499,7 @@ def commit_all(
             raise
         finally:
             committer.release_gradients()
-    for undo in copies:
+    for undo in reversed(copies):
         undo.restore_where(bad)
     return bad
 

@@ -4,6 +4,8 @@ A bf16 average with decay 0.9999 never moves (the update is below its spacing), 
 drifts, and averaged weights with the raw model's BatchNorm statistics were never trained together. So: fp32 always,
 selection by the step's flag, floating buffers averaged with the same decay, integer buffers copied.
 
+The average of a buffer that changes its shape, such as a growing queue, starts again from the buffer's new value.
+
 Of a sharded model each rank averages its shards, without communication.
 """
 
@@ -13,6 +15,7 @@ import functools
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +54,10 @@ class Ema:
         chunks = [(chunk, kind[2]) for kind, names in kinds.items() for chunk in _cut_chunks(names, live)]
         self.groups = [chunk for chunk, _ in chunks]
         self._are_weights = [is_weight for _, is_weight in chunks]
-        self.shadows = [self._gather_fp32(group) for group in self._find_live_groups()]
+        self._buffers = {name for group, is_weight in chunks if not is_weight for name in group}
+        groups = [[live[name] for name in group] for group in self.groups]
+        self.shadows = list(map(self._gather_fp32, groups))
+        self._views = list(map(_split_like, self.shadows, groups))  # the averages, in the shapes of the tensors
         self._pass = EmaPass()
 
     def _find_live(self) -> dict[str, Tensor]:
@@ -60,12 +66,29 @@ class Ema:
         return {name: t for name, t in found.items() if is_writable_in_place(t)}
 
     def _find_whole(self) -> dict[str, Tensor]:
-        found = {name: owner[key] for name, (owner, key) in self.slots.items()}
+        found = {name: owner.get(key) for name, (owner, key) in self.slots.items()}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def _find_live_groups(self) -> list[list[Tensor]]:
+        """Return the current tensors of each group, an empty one for a buffer that is None by now, and let averages
+        follow those that changed their shape or memory format."""
         live = self._find_live()
-        return [[live[name] for name in group] for group in self.groups]
+        pairs = zip(self.groups, self.shadows, strict=True)
+        groups = [[live.get(name, shadow[:0]) for name in names] for names, shadow in pairs]
+        for number, group in enumerate(groups):
+            if not all(map(_are_laid_out_alike, self._views[number], group)):
+                self._lay_out(number, group)
+        return groups
+
+    @torch.no_grad()
+    def _lay_out(self, number: int, group: list[Tensor]) -> None:
+        """Make a group's average anew: a tensor of the same shape keeps its average, another starts from its value."""
+        shadow = self._gather_fp32(group)
+        views = _split_like(shadow, group)
+        for view, average in zip(views, self._views[number], strict=True):
+            if view.shape == average.shape:
+                view.copy_(average)
+        self.shadows[number], self._views[number] = shadow, views
 
     @torch.no_grad()
     def _gather_fp32(self, group: list[Tensor]) -> Tensor:
@@ -77,11 +100,11 @@ class Ema:
         """Move towards the model, unless the step was bad. `committed` counts the step that just committed."""
         keep, left = self._compute_decay(committed), []
         pairs: list[tuple[Tensor, Tensor]] = []
-        groups = zip(self._find_live_groups(), self._are_weights, self.shadows, strict=True)
-        for group, is_weight, shadow in groups:
+        groups = zip(self._find_live_groups(), self._are_weights, self.shadows, self._views, strict=True)
+        for group, is_weight, shadow, views in groups:
             # Not buffers: a module may replace one in any step, and a table of addresses would be wrong.
             if is_weight and can_use_kernel(group):
-                found = zip(group, _split_like(shadow, group), strict=True)
+                found = zip(group, views, strict=True)
                 pairs += [pair for pair in found if pair[0].numel()]  # a shard may be empty
             else:
                 left.append((group, shadow))
@@ -105,11 +128,19 @@ class Ema:
         reshard(self._sharded_modules)
         with torch.no_grad():
             own = [gather(group) for group in self._find_live_groups()]
+            buffers = {name: t for name, t in self._find_whole().items() if name in self._buffers}
+            memory = {name: tensor.data for name, tensor in buffers.items()}
             self._write(self.shadows)
         try:
             yield
         finally:
             reshard(self._sharded_modules)
+            for name in self._buffers:  # an evaluation may have replaced or resized one
+                owner, key = self.slots[name]
+                if owner.get(key) is not buffers.get(name):
+                    owner[key] = buffers.get(name)
+                if name in buffers and buffers[name].shape != memory[name].shape:
+                    buffers[name].data = memory[name]
             with torch.no_grad():
                 self._write(own)
 
@@ -122,19 +153,20 @@ class Ema:
         torch's optimizers are: a checkpoint is written before the next step, snapshots copy. Those of a sharded model
         are DTensors as its parameters are."""
         reshard(self._sharded_modules)
-        state: dict[str, Tensor] = {}
+        self._find_live_groups()
+        live = self._find_live()
+        return {name: average for name, average in self._name_averages().items() if name in live}
+
+    def _name_averages(self) -> dict[str, Tensor]:
         whole = self._find_whole()
-        for names, group, shadow in zip(self.groups, self._find_live_groups(), self.shadows, strict=True):
-            pieces = _split_like(shadow, group)
-            for name, tensor, piece in zip(names, group, pieces, strict=True):
-                state[name] = wrap_local(view_like(piece, tensor), whole[name])
-        return state
+        pairs = zip(chain.from_iterable(self.groups), chain.from_iterable(self._views), strict=True)
+        return {name: wrap_local(view, whole.get(name)) for name, view in pairs}
 
     @torch.no_grad()
     def restart(self) -> dict[str, Tensor]:
         """Start the average again from the current model, and return its state."""
         reshard(self._sharded_modules)
-        for shadow, group in zip(self.shadows, self._find_live_groups(), strict=True):
+        for group, shadow in zip(self._find_live_groups(), self.shadows, strict=True):
             shadow.copy_(self._gather_fp32(group))
         return self.state_dict()
 
@@ -146,14 +178,13 @@ class Ema:
                 fix="make the step without ema_decay, or start the average from what it has now: "
                 "state | {'ema': step.ema.state_dict()}",
             )
-        if own.keys() != state.keys():
-            differing = sorted(own.keys() ^ state.keys())
+        if differing := sorted((own.keys() ^ state.keys()) - self._buffers):
             raise CheckpointError(
                 f"the stored average has other names than the model: {', '.join(differing[:5])}",
                 fix="resume with the model the run was started with",
             )
         for name, shadow in own.items():
-            if shadow.shape != state[name].shape:
+            if name not in self._buffers and shadow.shape != state[name].shape:
                 raise CheckpointError(
                     f"the stored average of {name} has the shape {tuple(state[name].shape)}, not {tuple(shadow.shape)}",
                     fix="resume with the model the run was started with",
@@ -162,12 +193,25 @@ class Ema:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.refuse_unfit(state)
-        for name, shadow in self.state_dict().items():
-            get_local(shadow).copy_(get_local(shard_like(state[name], shadow)))
+        for number, group in enumerate(self._find_live_groups()):
+            stored = [state.get(name, own) for name, own in zip(self.groups[number], group, strict=True)]
+            if not self._are_weights[number] and [t.shape for t in stored] != [t.shape for t in group]:
+                self._lay_out(number, [tensor.to(self.shadows[number].device) for tensor in stored])
+        for name, shadow in self._name_averages().items():
+            if name in state:
+                get_local(shadow).copy_(get_local(shard_like(state[name], shadow)))
 
 
-def _split_like(shadow: Tensor, group: list[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(shadow.split([tensor.numel() for tensor in group]))
+def _split_like(shadow: Tensor, group: list[Tensor]) -> list[Tensor]:
+    """View the averages in a shadow in the shapes and memory formats of the group's tensors."""
+    return list(map(view_like, shadow.split([tensor.numel() for tensor in group]), group))
+
+
+def _are_laid_out_alike(view: Tensor, tensor: Tensor) -> bool:
+    """True if the elements of a view of an average are in the order in which `gather` reads the tensor's."""
+    if view.shape != tensor.shape or view.stride() == tensor.stride():
+        return view.shape == tensor.shape
+    return view.is_contiguous() and not is_dense(tensor)
 
 
 def _cut_chunks(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:

@@ -38,6 +38,14 @@ def is_writable_in_place(tensor: Tensor) -> bool:
     return all(stride > 0 for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
 
 
+def view_once(tensor: Tensor) -> Tensor:
+    """View each element of an expanded tensor once, so that it can be written; return other tensors as they are."""
+    if 0 not in tensor.stride() or not tensor.numel():
+        return tensor
+    sizes = [size if stride else 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]
+    return tensor.as_strided(sizes, tensor.stride())
+
+
 def view_flat(tensor: Tensor) -> Tensor:
     """View a dense tensor's memory as one dimension, in physical order (channels_last is not contiguous)."""
     if tensor.is_contiguous():
@@ -90,8 +98,9 @@ def _copy_all(views: Sequence[Tensor], pieces: Sequence[Tensor], are_lines: Sequ
 
 
 def _is_line(view: Tensor) -> bool:
-    """True if `_foreach_copy_` takes the view: one dimension, neither conjugated nor negated lazily."""
-    return view.ndim == 1 and not (view.is_conj() or view.is_neg())
+    """True if `_foreach_copy_` and views as other dtypes take it: one dimension, no gaps, and neither conjugated nor
+    negated lazily."""
+    return view.ndim == 1 and view.stride(0) == 1 and not (view.is_conj() or view.is_neg())
 
 
 class Snapshot:
@@ -207,7 +216,8 @@ class _SavedGroup:
         if self.saved.is_cuda:
             return _copy_all(self.words, pieces, are_lines)
         for word, piece, is_line in zip(self.words, pieces, are_lines, strict=True):
-            if not (is_line and torch.equal(word.view(torch.uint8), piece.view(torch.uint8))):
+            now = word if is_line else _join([word])
+            if not torch.equal(now.view(torch.uint8), piece.view(torch.uint8)):
                 word.copy_(piece.view(word.shape))
         return None
 

@@ -36,6 +36,7 @@ from halfstep.step.flat import (
     get_version,
     is_finite,
     is_writable_in_place,
+    view_once,
 )
 
 Also = nn.Module | Tensor | Iterable[nn.Module | Tensor]  # what else a step guards: one of them, or several
@@ -55,6 +56,7 @@ class ForwardWrites:
     unsaved: list[TensorSlot]  # written in this window, without a copy from before it
     replaced: list[Change]
     moved: list[tuple[Tensor, Tensor]]
+    returned: list[Tensor]  # what traced code returns in place of buffers, whose Python code has already replaced them
 
     def __init__(self, model: nn.Module, also: Also = (), *, commits: bool = False) -> None:
         """Guard the model and the modules of `also`; `commits` is true if `on_commit` writes after the optimizers."""
@@ -98,7 +100,7 @@ class ForwardWrites:
         self.marks = Marks(self.held_watched)
         self.copies = self._copy_new_ones() if self.has_new_ones else {}
         self.sparse.save()
-        self.is_open = True
+        self.is_open, self.returned = True, []
 
     def _look_again(self, trained: Sequence[Tensor]) -> None:
         """Find out what the slots hold: modules, tensors or groups have changed since the last window."""
@@ -118,7 +120,7 @@ class ForwardWrites:
             return
         self.aliases = [_alias_storage(tensor) for tensor in self.held]
         self.memory = Memory(t for t, alias in zip(self.held, self.aliases, strict=True) if alias is not None)
-        self.views = Snapshot(s for s in self.aliases if s is not None and is_writable_in_place(s))
+        self.views = Snapshot(filter(is_writable_in_place, (view_once(s) for s in self.aliases if s is not None)))
 
     def find_writes(self) -> None:
         """Find the parameters that the window wrote although they were not saved. Called after its last backward."""
@@ -164,6 +166,7 @@ class ForwardWrites:
             if new is not None and can_be_non_finite(new):
                 found.append(became_non_finite(torch.zeros((), device=new.device) if then is None else then, new))
         found += self.sparse.find_non_finite()
+        found += [~is_finite(tensor).all() for tensor in self.returned if can_be_non_finite(tensor)]
         flags = [flag.to(device) for flag in found]
         return reduce(operator.or_, flags) if flags else None
 
@@ -220,7 +223,7 @@ class ForwardWrites:
     def _close(self) -> None:
         self.is_open = self.has_grown = False
         self.before, self.storages, self.snapshots, self.marks, self.copies = [], [], [], NO_MARKS, {}
-        self.unsaved, self.replaced, self.moved, self.untrained = [], [], [], []
+        self.unsaved, self.replaced, self.moved, self.untrained, self.returned = [], [], [], [], []
 
     # --- questions of the step ---
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -80,13 +80,17 @@ class GraphedStep:
         same = all(own is now for own, now in zip(self.tables, list_tables(self.step), strict=True))
         return self.generation == self.step.generation and same
 
-    def __call__(self, window: list[Batch], ids: tuple[Tensor, ...] = ()) -> Facts:
-        """Make one step by a replay, without a wait. Sample ids are those of the window, unless given."""
+    def __call__(
+        self, window: list[Batch], ids: tuple[Tensor, ...] = (), fill: Callable[[], None] = lambda: None
+    ) -> Facts:
+        """Make one step by a replay, without a wait. Sample ids are those of the window, unless given. `fill` is called
+        when forward and backward have run, before hooks that read what they computed."""
         step = self.step
         rng = read_rng_state(step.device) if step.keeps_rng else {}
         if step.watch is not None:
             step.watch.begin()
         self._replay(window)
+        fill()
         facts = self.facts.copy_for_replay(step.attempted)
         facts.ids, facts.rng = ids or read_sample_ids(window), rng
         step.attempted += 1
@@ -98,7 +102,10 @@ class GraphedStep:
     def _replay(self, window: list[Batch]) -> None:
         for own, batch in zip(self.inputs, window, strict=True):
             for name, value in batch.items():
-                own[name].copy_(value, non_blocking=True)
+                if value.ndim == 0 and value.is_cpu:  # a Python number: an argument of a kernel, not a copy
+                    own[name].fill_(value)
+                else:
+                    own[name].copy_(value, non_blocking=True)
         self.graph.replay()
 
     def replay_gradients(self, window: list[Batch]) -> tuple[Tensor, Weight]:
@@ -150,8 +157,15 @@ class GraphedBackward(GraphedStep):
 
     commits = False
 
-    def __call__(self, window: list[Batch], ids: tuple[Tensor, ...] = ()) -> Facts:
-        facts = self.step.compute(run_nothing, window, lambda *_: self.replay_gradients(window))
+    def __call__(
+        self, window: list[Batch], ids: tuple[Tensor, ...] = (), fill: Callable[[], None] = lambda: None
+    ) -> Facts:
+        def replay(*_: Any) -> tuple[Tensor, Weight]:
+            found = self.replay_gradients(window)
+            fill()
+            return found
+
+        facts = self.step.compute(run_nothing, window, replay)
         facts.ids = ids or read_sample_ids(window)
         self.step.commit(facts)
         return facts
@@ -179,8 +193,9 @@ def run_nothing(batch: Any) -> Tensor:
 
 
 def list_tables(step: Step) -> list[Tensor]:
-    """Return the schedule tables that a graph reads: tensors that are replaced when they grow."""
-    return [tabulated.table for tabulated in (step.rates, step.values) if tabulated is not None]
+    """Return what a graph reads or writes and is replaced when it grows: schedule tables, and averages."""
+    tables = [tabulated.table for tabulated in (step.rates, step.values) if tabulated is not None]
+    return tables if step.ema is None else [*tables, *step.ema.shadows]
 
 
 @contextlib.contextmanager

@@ -121,6 +121,7 @@ class Guard:
         self._let_go = -1  # the last step whose hold was cleared
         self.num_faults = self.num_at_floor = self.num_rollbacks = self.num_skipped = 0
         self.first_fault_committed = 0
+        self._pardoned = 0
 
     def watch(self, facts: Facts | PhasedFacts) -> Verdict:
         """Take the facts of the newest step; judge those of `LAG` steps ago."""
@@ -143,6 +144,10 @@ class Guard:
         """Start counting faults again from the next step, after a verdict was acted on."""
         self.num_faults = self.num_at_floor = 0
         self.pending.clear()
+
+    def pardon(self, attempted: int) -> None:
+        """Do not count bad steps before this number: not the training is at fault, but the code that made them."""
+        self.num_faults, self._pardoned = 0, attempted
 
     @property
     def rate_factor(self) -> float:
@@ -184,7 +189,7 @@ class Guard:
             self.num_faults = self.num_at_floor = 0
             return CONTINUE
         self.num_skipped += 1
-        if reading.is_empty:
+        if reading.is_empty or reading.attempted < self._pardoned:
             return CONTINUE
         is_overflow = self.scaling and not (reading.is_spike or reading.is_spoiled)
         return self._judge_overflow(reading) if is_overflow else self._judge_fault(reading)

@@ -113,31 +113,24 @@ def build_schedule(options: ScheduleOptions) -> Schedule:
 
 # --- torch's schedulers, followed on a stand-in optimizer ---
 # A scheduler object that is stepped by hand drifts as soon as a step is skipped. So a deep copy of it runs on an
-# optimizer with one number per group: torch's code computes the rates, the user's own scheduler is never touched. Rates
+# optimizer with one number per group: torch's code computes the rates, the user's own scheduler is never stepped. Rates
 # are absolute, not multiples of a base: a group that starts at 0 has no base to be a multiple of.
 
 
 class Curve:
-    """The rates of all groups of one optimizer as a function of the count, computed on demand."""
+    """The rates of all groups of one optimizer as a function of the count, computed on demand; then the momenta, or
+    first betas, of all groups, if the scheduler cycles them."""
 
     def __init__(self, scheduler: LRScheduler) -> None:
-        if getattr(scheduler, "cycle_momentum", False):
-            raise ConfigError(
-                f"{type(scheduler).__name__} with cycle_momentum=True is not supported",
-                why="only learning rates are read on the device",
-                fix=f"{type(scheduler).__name__}(..., cycle_momentum=False)",
-            )
         self.twin, self.stand_in = copy_scheduler(scheduler)
-        self.rates = [read_rates(self.stand_in)]
+        self.cycles = cycles_momentum(scheduler)
+        self.rates = [read_rates(self.stand_in, momenta=self.cycles)]
 
     def __call__(self, count: int) -> list[float]:
         """Return the rates after `count` calls of scheduler.step()."""
-        with warnings.catch_warnings():
-            # torch warns that optimizer.step() was not called first; on the stand-in it never is.
-            warnings.simplefilter("ignore")
-            while len(self.rates) <= count:
-                self.twin.step()
-                self.rates.append(read_rates(self.stand_in))
+        while len(self.rates) <= count:
+            step_copy(self.twin)
+            self.rates.append(read_rates(self.stand_in, momenta=self.cycles))
         return self.rates[count]
 
 
@@ -146,9 +139,11 @@ class Plateau:
 
     def __init__(self, scheduler: ReduceLROnPlateau) -> None:
         self.twin, self.stand_in = copy_scheduler(scheduler)
+        self.num_changes = 0
 
     def observe(self, metric: float) -> None:
         self.twin.step(metric)
+        self.num_changes += 1
 
     def rates(self) -> list[float]:
         return read_rates(self.stand_in)
@@ -158,6 +153,7 @@ class Plateau:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.twin.load_state_dict(state["scheduler"])
+        self.num_changes += 1
         for group, stored in zip(self.stand_in.param_groups, state["rates"], strict=True):
             group["lr"] = float(stored)
 
@@ -210,12 +206,39 @@ class PlateauFactor(Plateau):
 def copy_scheduler(scheduler: Any) -> tuple[Any, Optimizer]:
     """Return a copy of the scheduler that drives a stand-in optimizer, and that optimizer."""
     # Schedulers keep numbers of their own in the groups (OneCycleLR its max_lr): copy everything but the weights.
-    groups = scheduler.optimizer.param_groups
+    groups = make_groups_plain(scheduler.optimizer.param_groups)
     extras = ({k: float(v) if k == "lr" else v for k, v in g.items() if k != "params"} for g in groups)
     stand_in = torch.optim.SGD([{"params": [torch.zeros(1)], **extra} for extra in extras])
     # deepcopy's memo: whatever in the scheduler refers to the optimizer, nested ones included, gets the stand-in.
     return copy.deepcopy(scheduler, {id(scheduler.optimizer): stand_in}), stand_in
 
 
-def read_rates(optimizer: Optimizer) -> list[float]:
-    return [float(group["lr"]) for group in optimizer.param_groups]
+def read_rates(optimizer: Optimizer, *, momenta: bool = False) -> list[float]:
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    cycled = optimizer.param_groups if momenta else ()
+    return [*rates, *(float(group["betas"][0] if "betas" in group else group["momentum"]) for group in cycled)]
+
+
+def cycles_momentum(scheduler: Any) -> bool:
+    """True if a scheduler, or one inside it, changes momentum or betas as well."""
+    inner = getattr(scheduler, "_schedulers", ())
+    return bool(getattr(scheduler, "cycle_momentum", False)) or any(map(cycles_momentum, inner))
+
+
+def step_copy(twin: LRScheduler) -> None:
+    """Step a copy. torch warns that optimizer.step() was not called first; on the stand-in it never is."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        twin.step()
+
+
+def make_groups_plain(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return copies of an optimizer's groups with numbers in place of the tensors that captured steps read."""
+    plain = [dict(group) for group in groups]
+    for group in plain:
+        if isinstance(group.get("lr"), torch.Tensor):
+            group["lr"] = float(group["lr"])
+        first, *others = group.get("betas", (0.0,))
+        if isinstance(first, torch.Tensor) and not any(isinstance(one, torch.Tensor) for one in others):
+            group["betas"] = (float(first), *others)
+    return plain

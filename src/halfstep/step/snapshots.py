@@ -52,6 +52,7 @@ class Snapshots:
     def go_back(self, state: Mapping[str, Any], model: nn.Module, step: Step | PhasedStep) -> None:
         """Restore `state` except the count of attempts, and drop later states: they belong to the abandoned path."""
         attempted = step.attempted
+        resize_buffers(model, state["model"])
         model.load_state_dict(state["model"])
         restore_buffers(model, state["buffers"])
         step.load_state_dict(state["step"])
@@ -82,6 +83,18 @@ def copy_to_host(tree: Any) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)(copy_to_host(value) for value in tree)
     return copy.deepcopy(tree)
+
+
+def resize_buffers(model: nn.Module, stored: Mapping[str, Any]) -> list[str]:
+    """Replace buffers that have another shape than stored, such as a queue that grows, which load_state_dict would
+    refuse; return their names."""
+    found = []
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if isinstance(value := stored.get(name), Tensor) and value.shape != buffer.shape:
+            place, _, leaf = name.rpartition(".")
+            model.get_submodule(place)._buffers[leaf] = buffer.new_empty(value.shape)
+            found.append(name)
+    return found
 
 
 # --- buffers that state_dict leaves out ---

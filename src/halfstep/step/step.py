@@ -53,6 +53,7 @@ from halfstep.step.schedule import Schedule
 from halfstep.step.signals import DelayedSignals
 from halfstep.step.step_state import collect_state, load_state, refuse_unfit
 from halfstep.step.tables import Rates, Values
+from halfstep.step.torch_version import report_untested_torch
 
 LossFn = Callable[[Batch], "Tensor | tuple[Tensor, Weight]"]
 Accumulate = Callable[[LossFn, Sequence[Any], list[Tensor]], "tuple[Tensor, Weight]"]
@@ -119,6 +120,8 @@ class Step:
             refuse_sharded(model)
         else:
             self.ranks = find_ranks(model, trained, self.device) if ranks == "of the model" else ranks
+        if self.ranks is None or self.ranks.world.rank == 0:
+            report_untested_torch(torch.__version__)
         self.sharding: Sharding | None = self.ranks.sharding if self.ranks is not None else None
         if isinstance(schedules, Rates):
             self.rates = schedules
@@ -135,6 +138,7 @@ class Step:
         """Counts the times that state was loaded, which makes new tensors: a captured graph knows only the old ones."""
         self.committed = torch.zeros((), dtype=torch.int64, device=self.device)
         self._low_bits = self.committed.view(1).view(torch.float32)[0]
+        self._rate = torch.zeros((), device=self.device)  # what this rank tells the others of its learning rate
         self.never = torch.zeros((), dtype=torch.bool, device=self.device)
         self.on_gradients, self.on_commit, self.values = on_gradients, on_commit, values
         if values is not None:
@@ -319,7 +323,10 @@ class Step:
         if self.sharding is not None:
             return "the model is sharded, and what FSDP gathers and reduces is not captured"
         by_host = [c.name for c in self.committers if c.method == "host"]
-        return f"{', '.join(by_host)} commits by the host's decision" if by_host else ""
+        if by_host:
+            return f"{', '.join(by_host)} commits by the host's decision"
+        cycled = ", ".join(c.name for c in self.committers if c.writes_momentum)
+        return f"the schedule cycles the momentum of {cycled}, set by the host after a wait" if cycled else ""
 
     def why_not_captured(self) -> str:
         """Return what keeps this step from being captured as a CUDA graph; empty if nothing does."""
@@ -424,8 +431,8 @@ class Step:
             loss = loss_sum if is_one(weight) else loss_sum / weight
             unscale = 1.0 / (scale * weight) if self.scaler.enabled or is_weighted else None
             return Totals(loss, weight, ruined, unscale, None)
-        rate = torch.as_tensor(self._read_first_rate(), dtype=torch.float32, device=self.device)
-        agreed = self.ranks.agree(loss_sum, weight, ruined, rate)
+        # fill_ passes a number to a kernel as an argument; torch.as_tensor would copy it, and wait for the device.
+        agreed = self.ranks.agree(loss_sum, weight, ruined, self._rate.fill_(self._read_first_rate()))
         unscale = self.ranks.size / (scale * agreed.weight)  # DDP has divided by the number of ranks
         return Totals(agreed.loss, agreed.weight, agreed.has_any(RUINED), unscale, agreed)
 
@@ -517,7 +524,8 @@ class Step:
             return rates.find_first(self.optimizers[0])
         lr = self.optimizers[0].param_groups[0]["lr"]
         lr = float("nan") if lr is None else lr  # an optimizer may find its own, as transformers' Adafactor does
-        return lr.detach() if isinstance(lr, Tensor) else float(lr)
+        # Of any shape with one element; one in host memory is a number, which is read without a wait.
+        return lr.detach().reshape(()) if isinstance(lr, Tensor) and lr.device == self.device else float(lr)
 
     def set_rate_factor(self, factor: float) -> None:
         """Multiply every learning rate by one factor, for plateaus and rollbacks. Written by the host."""

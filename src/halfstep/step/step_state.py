@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from halfstep.distributed.sharding import find_sharding
 from halfstep.errors import CheckpointError
 from halfstep.step.optim.by_name import OPTIMIZERS
+from halfstep.step.schedule import make_groups_plain
 
 if TYPE_CHECKING:
     from halfstep.step.step import Step
@@ -149,9 +150,8 @@ def _list_sizes(sizes: Sequence[int]) -> str:
 
 
 def make_rates_plain(state: dict[str, Any]) -> dict[str, Any]:
-    """Replace learning-rate tensors by numbers: they are views of one vector, and are bound again on load."""
-    groups = [{**g, "lr": float(g["lr"])} if isinstance(g.get("lr"), Tensor) else g for g in state["param_groups"]]
-    return {**state, "param_groups": groups}
+    """Replace tensors of learning rates and betas by numbers: they are views of one vector, and bound again on load."""
+    return {**state, "param_groups": make_groups_plain(state["param_groups"])}
 
 
 def _match_layouts(optimizer: Optimizer) -> None:

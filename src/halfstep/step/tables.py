@@ -181,7 +181,8 @@ class Rates(Tabulated):
 
     Groups of optimizers that take tensor learning rates hold views of the vector; the others get a float when the
     host decides their commit anyway. `table` follows committed steps; `factor`, written by the host, is what does not:
-    a cut after a rollback, a plateau, a schedule by epochs.
+    a cut after a rollback, a plateau, a schedule by epochs. The rows after those of the rates hold momenta, or first
+    betas, of groups whose schedule cycles them.
     """
 
     def __init__(
@@ -193,6 +194,7 @@ class Rates(Tabulated):
         base: Sequence[float] | None = None,
         chunk: int | None = None,
         dtype: torch.dtype = torch.float32,
+        momenta: Mapping[int, Schedule] | None = None,
     ) -> None:
         """Follow one schedule for all groups, or one per group; `base` replaces the groups' own rates as the
         multiplicand.
@@ -201,21 +203,25 @@ class Rates(Tabulated):
         fused kernels read fp32; elsewhere fp64 gives exactly the rates of a scheduler that is stepped by hand.
         """
         self.optimizers = list(optimizers)
-        self.groups = self._list_groups()
-        if len(schedules) not in (1, len(self.groups)):
+        groups = self._list_groups()
+        self.sizes = [len(optimizer.param_groups) for optimizer in self.optimizers]
+        if len(schedules) not in (1, len(groups)):
             raise ConfigError(
-                f"{len(schedules)} schedules for {len(self.groups)} parameter groups",
+                f"{len(schedules)} schedules for {len(groups)} parameter groups",
                 fix="give one schedule, or one for each group",
             )
-        each = list(schedules) * (len(self.groups) if len(schedules) == 1 else 1)
-        rates = torch.tensor(base or [read_base_rate(group) for group in self.groups], dtype=dtype)
-        super().__init__(each, device, chunk=chunk, dtype=dtype, base=rates)
+        each = list(schedules) * (len(groups) if len(schedules) == 1 else 1)
+        self.momentum_rows = {position: len(groups) + row for row, position in enumerate(momenta or {})}
+        """The row of each group whose momentum is cycled, by the group's position."""
+        own = base or [read_base_rate(group) for group in groups]
+        rows = torch.tensor([*own, *[1.0] * len(self.momentum_rows)], dtype=dtype)
+        super().__init__([*each, *(momenta or {}).values()], device, chunk=chunk, dtype=dtype, base=rows)
         self.cut = 1.0
-        self.by_host: list[float | None] = [None] * len(self.groups)
-        self.factor = self.table.new_ones(len(self.groups))
-        self.now = self.table.new_tensor([float(g["lr"]) for g in self.groups])
-        self.views = [self.now[position] for position in range(len(self.groups))]
-        self.held: list[Any] = [group["lr"] for group in self.groups]
+        self.by_host: list[float | None] = [None] * len(rows)
+        self.factor = self.table.new_ones(len(rows))
+        self.now = self.table.new_tensor([*(float(g["lr"]) for g in groups), *[0.0] * len(self.momentum_rows)])
+        self.views = [self.now[row] for row in range(len(rows))]
+        self.held: list[Any] = [group["lr"] for group in groups]
         """What each group's `lr` holds unless the user's code wrote there."""
         self.version = self.now._version
 
@@ -236,17 +242,18 @@ class Rates(Tabulated):
         self._write_factors()
 
     def set_by_host(self, rates: Sequence[float | None]) -> None:
-        """Set the rates of groups whose schedule does not follow steps; None for those that do."""
+        """Set the rates, and then the momenta, of groups whose schedule does not follow steps; None for the others."""
         self.by_host = list(rates)
         self._write_factors()
 
     def _write_factors(self) -> None:
-        factors = [self.cut * (1.0 if own is None else own) for own in self.by_host]
+        factors = [1.0 if own is None else own for own in self.by_host]
+        factors[: len(self.held)] = [self.cut * own for own in factors[: len(self.held)]]
         self.factor.copy_(torch.tensor(factors, dtype=self.factor.dtype))
 
     def show_by_host(self) -> None:
         """Let groups whose rate the host decides hold it at once, not only from the next step on; waits for nothing."""
-        for position, (group, own) in enumerate(zip(self.groups, self.by_host, strict=True)):
+        for position, (group, own) in enumerate(zip(self._list_groups(), self.by_host, strict=False)):
             if own is None:
                 continue
             self.views[position].copy_(self.factor[position])
@@ -265,10 +272,30 @@ class Rates(Tabulated):
         for position, group in self._find_groups(optimizer):
             group["lr"] = self.held[position] = self.views[position]
 
+    def bind_betas(self, optimizer: Optimizer) -> None:
+        """Let Adam read its first beta from the vector."""
+        for position, group in self._find_groups(optimizer):
+            group["betas"] = (self.views[self.momentum_rows[position]], *group["betas"][1:])
+
     def write_floats(self, optimizer: Optimizer) -> None:
         """Give an optimizer plain numbers; waits for the device."""
+        now = self.now.tolist()
         for position, group in self._find_groups(optimizer):
-            group["lr"] = self.held[position] = float(self.now[position])
+            group["lr"] = self.held[position] = now[position]
+
+    def write_momenta(self, optimizer: Optimizer) -> None:
+        """Give an optimizer its momenta, or first betas, as plain numbers; waits for the device."""
+        now = self.now.tolist()
+        for position, group in self._find_groups(optimizer):
+            momentum = now[self.momentum_rows[position]]
+            if "betas" in group:
+                group["betas"] = (momentum, *group["betas"][1:])
+            else:
+                group["momentum"] = momentum
+
+    def cycles(self, optimizer: Optimizer) -> bool:
+        """True if the schedule of this optimizer changes its momentum, too."""
+        return bool(self.momentum_rows) and self._find_groups(optimizer)[0][0] in self.momentum_rows
 
     def refuse_written_rates(self) -> None:
         """Refuse a rate that the user's code wrote: it would be lost, or used but not reported. No wait."""
@@ -280,31 +307,36 @@ class Rates(Tabulated):
             written = True
         if written:
             raise ConfigError(
-                "the learning rate was written by hand, or by optimizer.load_state_dict, while schedule= drives it",
+                "the learning rate was written by hand while schedule= drives it",
                 why="the step would train with one rate and report another",
-                fix="leave the learning rate to schedule= (resume with step.load_state_dict), or leave schedule= out",
+                fix="leave the learning rate to schedule=, or leave schedule= out",
             )
 
     def _find_groups(self, optimizer: Optimizer) -> list[tuple[int, dict[str, Any]]]:
-        own = {id(group) for group in optimizer.param_groups}
-        return [(k, group) for k, group in enumerate(self.groups) if id(group) in own]
+        """Return an optimizer's groups with their positions among those of all. By position: load_state_dict makes
+        new dicts."""
+        number = next((k for k, own in enumerate(self.optimizers) if own is optimizer), len(self.optimizers))
+        return list(enumerate(optimizer.param_groups if number < len(self.sizes) else (), sum(self.sizes[:number])))
 
     def _list_groups(self) -> list[dict[str, Any]]:
         return list(itertools.chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers))
 
     def refuse_new_groups(self) -> None:
-        if len(self.groups) != len(self._list_groups()):
+        if len(self.held) != len(self._list_groups()):
             raise ConfigError(
                 "a parameter group was added after the step was made", why="it has no schedule", fix="make a new Step"
             )
 
     def find_groups_again(self) -> None:
-        """Look up the group dicts again: after `load_state_dict` the optimizers hold new ones."""
-        self.groups = self._list_groups()
-        self.held = [group["lr"] for group in self.groups]
+        """Take over the rates of new group dicts, which optimizers hold after `load_state_dict`."""
+        self.held = [group["lr"] for group in self._list_groups()]
         # The vector as well: a state that is stored again before the next step has the rates that were loaded.
-        self.now.copy_(self.now.new_tensor([float(lr) for lr in self.held]))
+        self.now[: len(self.held)] = self.now.new_tensor([float(lr) for lr in self.held])
         self.version = self.now._version
+
+    def fill_again(self) -> None:
+        """Ask the schedules again before the next step, because one of them was moved to another position."""
+        self._num_filled, self.end = 0, None
 
 
 def read_base_rate(group: Mapping[str, Any]) -> float:

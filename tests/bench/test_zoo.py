@@ -1,0 +1,112 @@
+"""What the zoo makes of its rows: verdicts, merged calls and tables. The models train in benchmarks/zoo.py."""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import zoo
+from zoo_models import MODELS
+
+
+def make_run(*, loss: float = 1.0, weight: float = 1.0, **more: Any) -> Any:
+    settings = {
+        "problem": "", "kind": "", "mode": "graph", "certificate": "3 tensors bit-equal", "lines": [], "warnings": [],
+        "trace": "", "mean_loss": loss, "losses": [loss] * 3, "state": {"weight": torch.tensor([weight])}, **more,
+    }  # fmt: skip
+    return SimpleNamespace(**settings)
+
+
+def judge(way: str, run: Any, *, off: Any = None, again: Any = None, others: tuple[Any, ...] = ()) -> str:
+    arguments = argparse.Namespace(steps=3, device="cuda", limit=1.0)
+    comparison = zoo.Comparison("own_mlp", arguments, report=None)
+    comparison.other_runs = list(others)
+    off = off or make_run()
+    verdict: str = comparison.judge(way, off, again or off, run)["verdict"]
+    return verdict
+
+
+FIXED = (make_run(), make_run(), make_run(loss=1.1))  # two seeds without random numbers, and fp32
+RANDOM = (make_run(loss=1.3), make_run(loss=0.8), make_run(loss=1.01))
+
+
+@pytest.mark.parametrize(
+    ("run", "others", "verdict"),
+    [
+        (make_run(), (), "bit-equal"),
+        (make_run(mode="eager", lines=["halfstep: runs eagerly: a reason"]), (), "eager: runs eagerly: a reason"),
+        (make_run(mode="eager"), (), "SILENT"),
+        (make_run(mode="eager", weight=2.0, lines=["halfstep: runs eagerly: a reason"]), (), "DIFFERS"),
+        (make_run(weight=1.1), FIXED, "DIFFERS"),
+        (make_run(weight=1.1, loss=1.05, certificate="2 tensors equal up to rounding"), FIXED, "up to rounding"),
+        (make_run(weight=1.1, loss=1.2, certificate="2 tensors equal up to rounding"), FIXED, "DIFFERS"),
+        (make_run(weight=1.1, loss=1.2, mode="compile+graph"), FIXED, "DIFFERS"),
+        (make_run(weight=1.1, loss=1.2, mode="compile+graph"), RANDOM, "within the bound"),
+        (make_run(weight=1.1, loss=float("nan"), mode="compile+graph"), RANDOM, "DIFFERS"),
+        (make_run(problem="ValueError: no", kind="RAISED"), (), "RAISED"),
+    ],
+)
+def test_a_verdict_follows_from_mode_bytes_and_loss(run: Any, others: Any, verdict: str) -> None:
+    assert judge("graph", run, others=others) == verdict
+
+
+def test_what_off_raises_too_is_no_fault() -> None:
+    off = make_run(problem="ValueError: no", losses=[])
+    assert judge("graph", make_run(problem="ValueError: no", kind="RAISED", losses=[]), off=off) == "off raises, too"
+
+
+def test_where_two_runs_of_off_differ_captured_ones_may_as_much() -> None:
+    again = make_run(weight=1.01)
+    assert judge("graph", make_run(weight=1.02), again=again) == "within off's spread"
+    assert judge("graph", make_run(weight=1.5), again=again, others=FIXED) == "DIFFERS"
+
+
+def test_equal_runs_with_nan_are_equal_and_others_are_not() -> None:
+    nan = make_run(loss=float("nan"), weight=float("nan"))
+    assert zoo.find_differences(nan, nan)["is_equal"]
+    found = zoo.find_differences(make_run(), make_run(weight=1.5, loss=2.0))
+    assert (found["largest"], found["first_step"], found["differing"]) == (0.5, 0, ["weight"])
+
+
+def test_rows_of_several_calls_are_merged_way_by_way() -> None:
+    first = {
+        "a": {"package": "own", "commit": "1", "ways": {"off": {"verdict": "trained"}, "graph": {"verdict": "HANG"}}}
+    }
+    second = {"a": {"package": "own", "commit": "2", "ways": {"graph": {"verdict": "bit-equal"}}}, "b": {"ways": {}}}
+    merged = zoo.merge(first, second)
+    assert list(merged) == ["a", "b"]
+    assert merged["a"]["commit"] == "2"
+    assert {way: found["verdict"] for way, found in merged["a"]["ways"].items()} == {
+        "off": "trained",
+        "graph": "bit-equal",
+    }
+
+
+def test_the_table_counts_every_model_once() -> None:
+    verdicts = ["bit-equal", "eager: runs eagerly: a reason", "up to rounding", "DIFFERS", "within off's spread"]
+    rows = {
+        str(i): {"package": "own", "ways": {"off": {"verdict": "trained"}, "graph": {"verdict": verdict}}}
+        for i, verdict in enumerate(verdicts)
+    }
+    rows["missing"] = {"package": "timm", "ways": {"off": {"verdict": "not installed: No module named 'timm'"}}}
+    lines = zoo.make_table(rows).splitlines()
+    assert lines[2].split("|")[2:-1] == [f" {number or ''} " for number in (6, 1, 1, 1, 1, 0, 1, 1)]
+    assert [line.split("|")[1].strip() for line in lines[2:]] == ['`fast="graph"`', "timm", "written here"]
+
+
+def test_stored_texts_name_no_folders() -> None:
+    text = "at /home/me/env/lib/python3.12/site-packages/torch/nn/module.py, line 3"
+    assert zoo.hide_folders({"lines": [text]}) == {"lines": ["at torch/nn/module.py, line 3"]}
+    assert zoo.hide_folders(f"{zoo.HERE}/zoo.py:3") == "benchmarks/zoo.py:3"
+
+
+def test_there_are_enough_models_and_tier_b_is_a_part_of_them() -> None:
+    num_public = sum(case.package != "own" for case in MODELS.values())
+    assert num_public >= 120
+    assert len(MODELS) >= 150
+    assert len(zoo.TIER_B) >= 40
+    assert set(zoo.TIER_B) <= set(MODELS)
