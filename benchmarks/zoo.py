@@ -61,7 +61,7 @@ CPU_ROUNDING = 1e-3
 """Relative bound on the loss on a CPU, where the run in fp32 has no counterpart."""
 FAULTS = ("DIFFERS", "RAISED", "STOPPED", "HANG", "CRASHED", "SILENT")
 TIER_B = [
-    "tv_resnet18", "tv_vit", "tv_swin_v2", "tv_densenet", "tv_googlenet", "tv_retinanet", "tv_r3d_18", "hf_gpt2",
+    "tv_resnet18", "tv_vit", "tv_swin_v2", "tv_densenet", "tv_googlenet_main", "tv_retinanet", "tv_r3d_18", "hf_gpt2",
     "hf_llama", "hf_mixtral", "hf_bert", "hf_deberta_v2", "hf_t5", "hf_bart", "hf_whisper", "hf_wav2vec2",
     "hf_clip", "hf_mamba", "df_unet2d", "df_unet2d_condition", "df_vq_model", "df_dit", "timm_convnext", "timm_vit",
     "timm_mixer", "own_mlp", "own_lstm", "own_gnn", "own_vae", "own_nerf", "own_moe", "own_vq_vae", "own_pointnet",

@@ -41,17 +41,19 @@ def randint(high: int, *shape: int) -> Tensor:
     return torch.randint(0, high, shape)
 
 
-def classify(model: Any, size: int = 64, num: int = 4, num_classes: int = 10, *, frames: int = 0) -> Built:
+def classify(model: Any, size: int = 64, num: int = 4, *, frames: int = 0, is_main_only: bool = False) -> Built:
     """Train a classifier of images, or of clips."""
     shape = (num, 3, *([frames] if frames else []), size, size)
 
     def loss_fn(batch: Any) -> Tensor:
         out = model(batch[0])
+        if is_main_only:
+            return F.cross_entropy(out[0], batch[1])
         if isinstance(out, (tuple, list)):  # with auxiliary heads
             return sum(F.cross_entropy(one, batch[1]) for one in out if one is not None)
         return F.cross_entropy(out, batch[1])
 
-    return model, loss_fn, lambda _: (torch.randn(shape), randint(num_classes, num))
+    return model, loss_fn, lambda _: (torch.randn(shape), randint(10, num))
 
 
 # --- torchvision ---
@@ -74,6 +76,9 @@ for _name, _size in {
     add_vision(_name, _name, size=_size, num_classes=10)
 add_vision("vgg11", "vgg11", size=32, num_classes=10)
 add_vision("googlenet", "googlenet", size=96, num_classes=10, init_weights=False)
+add_vision(
+    "googlenet_main", "googlenet", size=96, num_classes=10, init_weights=False, finish_options={"is_main_only": True}
+)
 add_vision("inception_v3", "inception_v3", size=96, num_classes=10, aux_logits=False, init_weights=False)
 add_vision("densenet", "densenet.DenseNet", num_classes=10, growth_rate=12, block_config=(3, 3, 3, 3))
 add_vision(
@@ -1646,5 +1651,19 @@ def distillation() -> Built:
         with torch.inference_mode():
             goal = (model.teacher(batch[0]) / 2).softmax(-1)
         return F.kl_div((model.student(batch[0]) / 2).log_softmax(-1), goal.clone(), reduction="batchmean")
+
+    return model, loss_fn, vectors()
+
+
+@classic
+def unused_branch() -> Built:
+    """A branch with dropout whose output no loss uses: it draws random numbers before the next branch does."""
+    model = Parts(
+        unused=nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5)), used=nn.Sequential(nn.Dropout(0.5), dense(16, 32, 10))
+    )
+
+    def loss_fn(batch: Any) -> Tensor:
+        model.unused(batch[0])
+        return F.cross_entropy(model.used(batch[0]), batch[1])
 
     return model, loss_fn, vectors()

@@ -15,7 +15,6 @@ from halfstep.errors import ConfigError
 from halfstep.own_loop import compile_history
 from halfstep.own_loop import fast as fast_path
 from halfstep.own_loop.fast import FastPath
-from halfstep.own_loop.windows import TracedWindow
 from replay_stand_in import replays_on_cpu
 
 
@@ -166,8 +165,10 @@ def test_time_between_steps_pays_for_no_check(is_inside: bool, monkeypatch: pyte
         assert step.certificate.num_checks == (2 if is_inside else 0)
 
 
-@pytest.mark.parametrize("number", [3, 4])  # the step that is compared with eager, and the one that is captured
-def test_an_interrupt_while_a_graph_is_checked_leaves_whole_steps(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("number", "method"), [(3, "_run_gradients"), (4, "_try")], ids=["compared", "captured"])
+def test_an_interrupt_while_a_graph_is_checked_leaves_whole_steps(
+    number: int, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with replays_on_cpu():
         torch.manual_seed(0)
         model = Block()
@@ -180,19 +181,20 @@ def test_an_interrupt_while_a_graph_is_checked_leaves_whole_steps(number: int, m
         for batch in batches[:number]:
             step(loss_fn, [batch])
         before = [parameter.detach().clone() for parameter in model.parameters()]
-        try_code = FastPath._try
+        run = getattr(FastPath, method)
 
-        def interrupt(self: FastPath, compiler: Any, traced: TracedWindow) -> None:
-            try_code(self, compiler, traced)
+        def interrupt(*arguments: Any) -> None:
+            run(*arguments)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(FastPath, "_try", interrupt)
+        monkeypatch.setattr(FastPath, method, interrupt)
         with pytest.raises(KeyboardInterrupt):
             step(loss_fn, [batches[number]])
-        assert step.attempted == number
-        assert all(map(torch.equal, before, model.parameters()))
-        monkeypatch.setattr(FastPath, "_try", try_code)
-        for batch in batches[number:]:
+        is_made = number == 3  # the comparison follows the eager step
+        assert step.attempted == number + is_made
+        assert all(map(torch.equal, before, model.parameters())) != is_made
+        monkeypatch.setattr(FastPath, method, run)
+        for batch in batches[number + is_made :]:
             step(loss_fn, [batch])
     torch.manual_seed(0)
     expected = Block()

@@ -81,7 +81,7 @@ class StepState:
         self.names = [name for name, _ in found.values()]
         self.tensors = [tensor for _, tensor in found.values()]
         num_bytes = sum(t.numel() * t.element_size() for t in self.tensors)
-        self.states = [{p: set(own) for p, own in optimizer.state.items()} for optimizer in step.optimizers]
+        self.note_optimizer_states()
         self.has_created = False
         """True if a run made optimizer state that did not exist before."""
         slots = step.writes.slots
@@ -91,15 +91,17 @@ class StepState:
         self.on_host = step.device.type == "cuda" and ROOM * num_bytes > torch.cuda.mem_get_info(step.device)[0]
 
     @torch.no_grad()
-    def copy(self) -> StateCopy:
+    def copy(self, loss: Tensor | None = None) -> StateCopy:
+        """Copy the state, gradients if asked for, and a loss."""
         where = torch.device("cpu") if self.on_host else None
         gradients = map(get_gradient, self.step.find_trained_parameters()) if self.has_gradients else ()
         held = [*self.tensors, *(gradient for gradient in gradients if gradient is not None)]
         copies = [tensor.to(where or tensor.device, copy=True) for tensor in held]
         spikes = self.step.spikes.state_dict()  # the host may keep the losses
         return StateCopy(
-            copies, self.step.committed.clone(), read_rng_state(self.step.device), self.step.attempted, spikes
-        )
+            copies, self.step.committed.clone(), read_rng_state(self.step.device), self.step.attempted, spikes,
+            torch.zeros(()) if loss is None else loss.clone(),
+        )  # fmt: skip
 
     @torch.no_grad()
     def restore(self, copy: StateCopy) -> None:
@@ -111,6 +113,10 @@ class StepState:
         self.step.spikes.load_state_dict(copy.spikes)
         if self.step.rates is not None:
             self.step.rates.version = self.step.rates.now._version  # not a write by the user's code
+
+    def note_optimizer_states(self) -> None:
+        """Note which optimizer state exists, so that `restore` does not remove it."""
+        self.states = [{p: set(own) for p, own in optimizer.state.items()} for optimizer in self.step.optimizers]
 
     def _remove_created(self) -> None:
         """Remove optimizer state that was made since: of parameters that got a gradient for the first time."""
@@ -153,8 +159,9 @@ class StepState:
         return len(copies) - len(others), [name for name, *_ in others]
 
     def has_bits_of(self, found: StateCopy, other: StateCopy) -> bool:
-        """True if a run leaves the bits of another one, gradients included."""
-        return len(found.tensors) == len(other.tensors) and all(map(have_same_bits, found.tensors, other.tensors))
+        """True if a run leaves the bits of another one, gradients and loss included."""
+        pairs = zip((*found.tensors, found.loss), (*other.tensors, other.loss), strict=False)
+        return len(found.tensors) == len(other.tensors) and all(have_same_bits(*pair) for pair in pairs)
 
     def compare_gradients(self, found: StateCopy, runs: Sequence[StateCopy]) -> None:
         """Raise ReplayDiffers if the gradients of a run and of the first of two others, or what forward writes, differ
@@ -170,8 +177,9 @@ class StepState:
         size, distance, noise = (float(get_total_norm(t)) for t in (one, subtract(own, one), subtract(one, other)))
         if not distance <= rounding * size + NOISE * noise:
             raise ReplayDiffers(f"gradients differ by {distance / size:.2g} of their norm")
-        for name, value, then in zip(self.names, found.tensors, first.tensors, strict=False):
-            if name in self.buffers and value.is_floating_point():
+        pairs = list(zip(self.names, found.tensors, first.tensors, strict=False))
+        for name, value, then in (*pairs, ("the loss", found.loss, first.loss)):
+            if name in (*self.buffers, "the loss") and value.is_floating_point():
                 far = find_distance(value, then)
                 if not far <= rounding * float(then.norm()):
                     raise ReplayDiffers(f"{name} differs by {far:.3g}")
@@ -197,6 +205,7 @@ class StateCopy:
     rng: dict[str, Tensor]
     attempted: int
     spikes: dict[str, Tensor]
+    loss: Tensor
 
 
 def list_tensors(step: Step) -> list[tuple[str, Tensor]]:

@@ -63,7 +63,7 @@ from halfstep.own_loop.windows import (
 from halfstep.step.batches import Batch, read_sample_ids
 from halfstep.step.facts import Facts, Reading
 from halfstep.step.graph import CaptureFailed, GraphedBackward, GraphedStep
-from halfstep.step.step import LossFn, Step
+from halfstep.step.step import LossFn, Step, choose_gradient_types
 
 if TYPE_CHECKING:
     from halfstep.own_loop.traced import TracedLoss
@@ -175,6 +175,7 @@ class FastPath:
         self.aside_s = self.aside_before_s = 0.0
         """Of these, seconds of tracing, compiling, capturing and comparing: in all, and before the present step."""
         self.compare_s = 0.0  # of these, seconds of comparing new entries
+        self.looks_first = False  # whether the next window has code that was not compared with eager code yet
         self.is_pure = False  # whether the traced code of the last step changes no Python object
         self.first = step.attempted
         self.has_compiled_blocks = step.sharding is not None and asked == "compile" and not step.plan.simulated
@@ -223,9 +224,6 @@ class FastPath:
             except Exception as error:
                 if attempt.is_handed_over or self.step.attempted > attempt.number and attempt.facts is None:
                     raise  # by the user's code: loss_fn in this step, or on_commit after it
-                if attempt.facts is not None:  # the step is made
-                    attempt.traced.settle_exchanges(attempt.facts.bad)
-                    return attempt.facts
                 reason = explain(error)
             except BaseException:
                 attempt.traced.undo_exchanges()
@@ -236,6 +234,9 @@ class FastPath:
             else:
                 self._drop_compiled(reason)
             attempt.level = None
+            if attempt.facts is not None:  # the step is made
+                attempt.traced.settle_exchanges(attempt.facts.bad)
+                return attempt.facts
         return self._make_from_python(attempt)
 
     def _make_uncaptured(self, attempt: Attempt) -> Facts:
@@ -279,9 +280,13 @@ class FastPath:
     def _make_step(self, attempt: Attempt) -> bool:
         """Trace a window, and make the step by a replay. Return False if there is no graph that may be used."""
         traced = attempt.traced
-        if not attempt.is_traced and not self._trace(attempt):
-            return False
-        self.is_pure = not traced.has_side_effects
+        if not attempt.is_traced and (self.looks_first or not self._trace(attempt)):
+            # Its code was not compared with eager code yet, and has not run, unless in earlier micro-batches.
+            self.looks_first = True
+            return not traced.calls and self._compare_with_eager(attempt)
+        if self.step.watch is not None:
+            inside = {id(slot.held) for slot in (*self.step.writes.slots.parameters, *self.step.writes.slots.buffers)}
+            self.is_pure = not traced.has_side_effects and all(id(one) in inside for one in traced.list_written())
         key = (*traced.key, *self.rates.key)
         for level in (self.compiled, self.level):
             graph = level.graphs.get(key) if level is not None else None
@@ -317,9 +322,7 @@ class FastPath:
 
         def note_entries() -> None:
             """Note what modules hold before Python code runs that may replace it."""
-            if not attempt.entries:
-                self.step.writes.slots.refresh()
-                attempt.entries = [(owner, dict(owner)) for owner in self.step.writes.slots.owners]
+            attempt.entries = attempt.entries or [(owner, dict(owner)) for owner in self._list_owners()]
 
         if tracer.has_side_effects:
             note_entries()
@@ -328,21 +331,16 @@ class FastPath:
             if len(tracer.entries) > num_entries:
                 self.aside_s += time.monotonic() - began
             if not call.is_promised:
-                call.note_changing()
-                if self._may_compare():
-                    self._compare_with_eager(attempt, call)
-                if not call.entry.is_compared or not traced.calls:
-                    return False  # eager code makes the step
-                call = tracer(attempt.loss_fn, batch, note_entries)
+                return False
+            traced.add(call, call.entry.find_loss())  # at once: its Python code has run
             is_plain = len(window) == 1 and isinstance(call.result, Tensor)
             # Alone in its window a batch counts whatever it weighs.
             split = (call.result, 1) if is_plain else split_result(call.result, batch, is_alone=len(window) == 1)
-            loss, weight = split
-            number = call.find_promised(loss)
-            traced.weight_outputs.append(call.find_promised(call.result[1]) if isinstance(weight, Tensor) else None)
-            traced.losses.append(number)
-            traced.weights.append(weight)
-            traced.calls.append(call)
+            loss, traced.weights[-1] = split
+            if isinstance(traced.weights[-1], Tensor):
+                traced.weight_outputs[-1] = call.find_promised(call.result[1])
+            if call.find_promised(loss) != traced.losses[-1]:
+                raise NotTraced("loss_fn returns a loss that has no autograd graph")
             call.forget_result()
         if attempt.entries:
             traced.exchanges = find_exchanges(attempt.entries)
@@ -416,6 +414,8 @@ class FastPath:
                 python = self._run_eager_code(state, before, attempt) if level.compiler == "aten" else None
             state.has_gradients = not graph.replay.commits
             found = state.run_from(before, lambda: self._replay_only(graph, traced))
+        if self._is_dropped(state, runs[0], before):
+            return  # shows nothing
         try:
             state.compare(found, runs, before, uses_atomics=uses_atomics(traced))
             if python is not None:
@@ -441,35 +441,94 @@ class FastPath:
         per_step = (self.in_steps_s - self.aside_before_s) / num
         return self.compare_s <= COMPARE_SHARE * per_step * max(num, COMPARE_STEPS)
 
-    def _compare_with_eager(self, attempt: Attempt, new: Call) -> None:
-        """Compare the code of a new entry with the user's Python code, from one state. If that code has side effects it
-        must not run here, and Dynamo's graph takes its place. Raise NotTraced if they differ."""
-        traced, entry = attempt.traced, new.entry
-        num = len(traced.calls) + 1
-        trial = TracedWindow(
-            traced.batches[:num], [*traced.calls, new], [*traced.losses, entry.find_loss()], [*traced.weights, 1],
-            [*traced.weight_outputs, None],
-        )  # fmt: skip
-        aside = Attempt(attempt.loss_fn, attempt.eager, attempt.number, trial)
-        with self._aside(aside) as (state, before), self._timed() as timer:
-            state.has_gradients = True
-            eager = self._run_eager_code(state, before, aside)
-            runs = [state.run_from(before, lambda: self._try("aten", trial))]
-            if not (is_equal := state.has_bits_of(eager, runs[0])):
-                runs.append(state.run_from(before, lambda: self._try("aten", trial)))
+    def _compare_with_eager(self, attempt: Attempt) -> bool:
+        """Make a step from the user's Python code, and compare its gradients, and what forward writes, with those of
+        the traced code, from the same state. Return False, with nothing done, if that would take too much time. Raise
+        NotTraced if they differ; the step is made all the same."""
+        tracer, batches = self._find_tracer(), attempt.traced.batches
+        first = tracer(attempt.loss_fn, batches[0], only_looks=True)  # raises where it cannot be traced
+        first.note_changing()
+        if not self._may_compare() or self.step.watch is not None and self.step.watch.is_due():
+            return False
+        self.looks_first = False
+        trial, failed = TracedWindow(batches), list[Exception]()
+        owners = [(owner, dict(owner)) for owner in self._list_owners()]
+        state = StepState(self.step, TracedWindow(batches, [first]).list_written())
+        before, eager = state.copy(), list[StateCopy]()
+        state.has_gradients = True
+
+        def look_and_run(batch: Batch) -> Any:
+            """Look up each micro-batch when its Python code is about to run: it may change what the next one reads."""
+            try:
+                call = tracer(attempt.loss_fn, batch, only_looks=True)
+                torch.clear_autocast_cache()
+                trial.add(call, call.entry.find_loss())
+            except Exception as error:
+                failed.append(error)
+            result = attempt.loss_fn(batch)
+            if len(batches) > 1 and not failed:
+                trial.weights[-1] = split_result(result, batch, is_alone=False)[1]
+            return result
+
+        look_and_run.__wrapped__ = attempt.loss_fn  # type: ignore[attr-defined]
+        self.step.on_backward = lambda loss: eager.append(state.copy(loss))
+        attempt.is_handed_over = True
+        try:
+            attempt.facts = attempt.eager(look_and_run)
+        finally:
+            self.step.on_backward = None
+        attempt.is_handed_over = False
+        state.note_optimizer_states()
+        if failed:
+            raise failed[0]
+        if attempt.facts.read().is_bad:
+            return True  # a step that is dropped shows nothing
+        exchanges = find_exchanges(owners)
+        gradients = [(parameter, parameter.grad) for parameter in self.step.find_trained_parameters()]
+        after, runs = state.copy(), list[StateCopy]()
+        with self._timed() as timer:
+            try:
+                for exchange in exchanges:
+                    exchange.put(exchange.before)
+                runs.append(self._run_gradients(state, before, trial))
+                if not (is_equal := state.has_bits_of(eager[0], runs[0])):
+                    runs.append(self._run_gradients(state, before, trial))
+            finally:
+                state.restore(after)
+                for exchange in exchanges:
+                    exchange.put(exchange.after)
+                for parameter, gradient in gradients:
+                    parameter.grad = gradient
         self.compare_s += timer.seconds
-        if entry.why_not:  # found in its backward
-            raise NotTraced(entry.why_not)
-        if self._is_dropped(state, eager, before):
-            return  # a dropped step shows nothing
+        if any(not torch.equal(eager[0].rng[name], state) for name, state in runs[0].rng.items()):
+            raise NotTraced(
+                "the traced code draws other random numbers: torch removes from it what the loss does not use, such as "
+                "the dropout of an unused output"
+            )
         if not is_equal:
             try:
-                state.compare_gradients(eager, runs)
+                state.compare_gradients(eager[0], runs)
             except ReplayDiffers as error:
                 raise NotTraced(f"the traced code does not equal the eager step: {error}") from None
-        entry.is_compared = True
+        for call in trial.calls:
+            call.entry.is_compared = True
         for level in filter(None, (self.level, self.compiled)):
             level.certificate.add("the eager step" + ("" if is_equal else " up to rounding"))
+        return True
+
+    def _run_gradients(self, state: StepState, before: StateCopy, traced: TracedWindow) -> StateCopy:
+        """Return the state and the gradients that the traced code leaves, before the commit."""
+        state.restore(before)
+        self.step.clear_gradients()
+        choose_gradient_types(self.step.optimizers, len(traced.calls))
+        code, parameters = run_calls(traced, "aten", self.step, []), self.step.find_trained_parameters()
+        loss, _ = self.step.accumulate_gradients(code, traced.calls, parameters)
+        return state.copy(loss)
+
+    def _list_owners(self) -> list[dict[str, Any]]:
+        """Return the dicts in which modules hold what their forward pass may replace."""
+        self.step.writes.slots.refresh()
+        return self.step.writes.slots.owners
 
     def _run_eager_code(self, state: StepState, before: StateCopy, attempt: Attempt) -> StateCopy:
         """Return the state that the user's Python code leaves, or Dynamo's graph if that code has side effects."""
@@ -572,7 +631,8 @@ class FastPath:
             replay = capture(self.step, run_calls(traced, level.compiler, self.step, outputs), inputs, level.pool)
         # Detached: an autograd graph that is kept would tie gradients of later steps to the stream of the capture.
         outputs[:] = [[o.detach() if isinstance(o, Tensor) else o for o in own] for own in outputs]
-        holders = list(map(id, list_holders(self.step)))
+        # Where the commit runs eagerly, its state is not part of the graph.
+        holders = list_holders(self.step) if replay.commits else []
         return Graph(replay, device, outputs, fixed, holders, positions, traced.shapes)
 
     # --- runs whose result is discarded ---

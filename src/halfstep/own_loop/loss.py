@@ -66,7 +66,7 @@ class LossChecker:
                 why="no gradients are computed there",
                 fix="call it outside; for evaluation, call the model directly",
             )
-        self.last, self.weighs, kind = loss_fn, False, _identify(loss_fn)
+        self.last, self.weighs, kind = inspect.unwrap(loss_fn), False, _identify(loss_fn)
         if not self.known and torch.is_autocast_enabled(self.step.device.type):
             warn_user(
                 "the step was called inside torch.autocast: it enters autocast itself, and backward and optimizer "
@@ -262,6 +262,7 @@ class ExplainedErrors:
 
 
 def _identify(loss_fn: LossFn) -> object:
+    loss_fn = inspect.unwrap(loss_fn)
     return getattr(loss_fn, "__code__", type(loss_fn))
 
 

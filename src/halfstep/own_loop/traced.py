@@ -36,6 +36,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 from torch._dynamo.variables.lists import DequeVariable
+from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx import GraphModule, Node, has_side_effect
@@ -97,12 +98,18 @@ class TracedLoss:
     def has_side_effects(self) -> bool:
         return any(entry.has_side_effects for entry in self.entries)
 
-    def __call__(self, loss_fn: Callable[[Any], Any], batch: Any, before_new: Callable[[], None]) -> Call:
+    def __call__(
+        self,
+        loss_fn: Callable[[Any], Any],
+        batch: Any,
+        before_new: Callable[[], None] = lambda: None,
+        *,
+        only_looks: bool = False,
+    ) -> Call:
         """Run the Python of a loss function, and promise its tensors. Raise NotTraced where it cannot be traced. A call
-        whose code was not compared with eager code yet is only looked up, so that nothing has happened.
-
-        `before_new` is called before new code is traced."""
-        self._last = None
+        whose code was not compared with eager code yet is only looked up, so that nothing has happened, and every call
+        with `only_looks`. `before_new` is called before new code is traced."""
+        self._last, self._only_looks = None, only_looks
         self._callback.batch, self._callback.before_new = batch, before_new
         num_entries = len(self.entries)
         try:
@@ -179,7 +186,7 @@ class TracedLoss:
         def promise(*inputs: Any) -> Sequence[Any]:
             self._refuse(entry, inputs)  # before Dynamo applies the side effects of the user's Python
             numbers = tuple(one for one in inputs if not isinstance(one, Tensor)) if entry.has_numbers else ()
-            if not entry.is_compared:
+            if self._only_looks or not entry.is_compared:
                 self._last = Call(entry, inputs, [], numbers, is_promised=False)
                 raise LookedUp
             promised = [output.make() if isinstance(output, Promise) else output for output in entry.outputs]
@@ -213,8 +220,11 @@ class TracedLoss:
 
         def keep(graph: GraphModule, inputs: Any, **settings: Any) -> Any:
             if not graphs:
-                infos = enumerate(context.fw_metadata.input_info if context.fw_metadata is not None else ())
+                assert context.fw_metadata is not None
+                infos = enumerate(context.fw_metadata.input_info)
                 entry.mutated = frozenset(number for number, info in infos if info.mutates_data)
+                if any(info.output_type is OutputType.alias_of_input for info in context.fw_metadata.output_info):
+                    entry.why_not = entry.why_not or "loss_fn keeps a view of a weight or of the batch: clone it"
             found, moved, waits = scan(graph, self.device, self.pure_ops)
             entry.why_not = entry.why_not or found
             if not graphs:  # the inputs of backward are others
@@ -250,7 +260,7 @@ class TracedLoss:
             isinstance(one, Tensor) and one.requires_grad and not one.is_leaf for one in inputs
         ):  # a guard compares whether an input requires a gradient
             raise NotTraced("loss_fn reads a tensor that was computed outside of it and has an autograd graph")
-        if entry.was_called and not self._streaks:
+        if entry.was_called and (not self._streaks or self._only_looks or not entry.is_compared):
             return
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in list_tensors(self._callback.batch))
         streak = 0 if entry.was_called else self._streaks.get(shapes, 0) + 1
@@ -494,7 +504,7 @@ def place_numbers(graph: GraphModule, inputs: Sequence[Any], device: torch.devic
 
 def write_out_arithmetic(graph: GraphModule, node: Node, placed: set[Node]) -> None:
     """Let arithmetic of a tensor with a number on the device round as with a Python number."""
-    aten, value = torch.ops.aten, node.meta.get("val")
+    aten, convert, value = torch.ops.aten, torch.ops.prims.convert_element_type.default, node.meta.get("val")
     if not isinstance(value, Tensor):
         return
     is_inverse = node.target is aten.div.Tensor and node.args[1] in placed
@@ -511,12 +521,12 @@ def write_out_arithmetic(graph: GraphModule, node: Node, placed: set[Node]) -> N
         return made
 
     with graph.graph.inserting_before(node):
-        args = [insert(aten._to_copy.default, one, dtype=dtype) if isinstance(one, Node) else one for one in node.args]
+        args = [insert(convert, one, dtype) if isinstance(one, Node) else one for one in node.args]
         if is_inverse:
             args[1] = insert(aten.reciprocal.default, args[1])
         target = aten.mul.Tensor if is_inverse else node.target
         exact = insert(target, *args, **node.kwargs)
-        result = insert(aten._to_copy.default, exact, dtype=value.dtype)
+        result = insert(convert, exact, value.dtype)
     node.replace_all_uses_with(result)
     result.meta = dict(node.meta)
     graph.graph.erase_node(node)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from halfstep.step.batches import Batch, Weight
 from halfstep.step.facts import Facts
-from halfstep.step.flat import is_finite
+from halfstep.step.flat import are_same_objects, is_finite
 from halfstep.step.step import LossFn, Step
 
 Key = tuple[object, ...]
@@ -114,7 +114,8 @@ class Call:
 
     def list_held(self) -> list[Tensor | None]:
         """Return the promised tensors that something still holds, by the number of the output."""
-        return [one() if isinstance(one, weakref.ref) else None for one in self.promised]
+        held = (one() if isinstance(one, weakref.ref) else one for one in self.promised)
+        return [one if isinstance(one, Tensor) else None for one in held]
 
     def fulfil(self, outputs: Sequence[Any]) -> None:
         """Copy what the code returned into the tensors that the user holds."""
@@ -135,6 +136,12 @@ class TracedWindow:
     weight_outputs: list[int | None] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
     """Entries of modules that the Python code has replaced, registered or removed."""
+
+    def add(self, call: Call, loss: int) -> None:
+        self.calls.append(call)
+        self.losses.append(loss)
+        self.weights.append(1)
+        self.weight_outputs.append(None)
 
     @property
     def key(self) -> Key:
@@ -368,8 +375,8 @@ class Graph:
     """What the entries return; a replay writes into these tensors."""
     fixed: list[tuple[list[int], list[Tensor], list[int]]]
     """Inputs that must be the same tensors at the same addresses: positions, tensors, addresses."""
-    holders: list[int]
-    """Identities of the objects that optimizers replace when state is loaded into them."""
+    holders: list[object]
+    """What optimizers, or a user's code, replace when state is loaded or reset."""
     dynamic: list[list[tuple[int, str]]]
     """Inputs that are copied into it: position, and the name of its static tensor."""
     shapes: Key
@@ -377,7 +384,9 @@ class Graph:
     """The attempted steps when it was replayed last."""
 
     def fits(self, traced: TracedWindow, step: Step) -> bool:
-        if not self.replay.is_valid or list(map(id, list_holders(step))) != self.holders:
+        if not self.replay.is_valid:
+            return False
+        if self.replay.commits and not are_same_objects(list_holders(step), self.holders):
             return False
         for call, (positions, tensors, addresses) in zip(traced.calls, self.fixed, strict=True):
             if not all(map(operator.is_, map(call.inputs.__getitem__, positions), tensors)):
@@ -398,5 +407,9 @@ class Graph:
 
 
 def list_holders(step: Step) -> list[object]:
-    """Return the objects that optimizers replace when state is loaded into them, or groups are added."""
-    return [holder for o in step.optimizers for holder in (o.state, o.param_groups, *o.param_groups)]
+    """Return the objects of optimizers that a graph relies on: groups, and the tensors of their state."""
+    holders: list[object] = []
+    for optimizer in step.optimizers:
+        holders += (optimizer.state, optimizer.param_groups, *optimizer.param_groups)
+        holders += itertools.chain.from_iterable(map(dict.values, optimizer.state.values()))
+    return holders

@@ -64,6 +64,10 @@ OnCommit = Callable[[nn.Module], object]
 class StepWatch(Protocol):
     """What observes every N-th step: it is called before each step and after its commit, and only reads."""
 
+    def is_due(self) -> bool:
+        """True if the next step will be observed."""
+        ...
+
     def begin(self) -> None: ...
 
     def end(self, facts: Facts, gradients: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
@@ -146,6 +150,8 @@ class Step:
         self.writes = ForwardWrites(model, also, commits=on_commit is not None)
         self.observed: Callable[[], AbstractContextManager[object]] = nullcontext
         """A context that evidence enters around forward and backward, to observe what runs in them."""
+        self.on_backward: Callable[[Tensor], None] | None = None
+        """Called with the loss after the last backward of a window, before anything is done to its gradients."""
         self.watch: StepWatch | None = None  # set before the first step
         self.keeps_rng = True  # whether facts of replays and of other loops hold the generators, for capsules
         self.measures_spikes = True  # whether the host looks for spikes in the losses it reads
@@ -203,6 +209,8 @@ class Step:
         choose_gradient_types(self.optimizers, len(window))
         with self.signals.allow():
             loss, weight = (replay or self.accumulate_gradients)(loss_fn, window, parameters)
+        if self.on_backward is not None:
+            self.on_backward(loss)
         if self.sharding is not None:
             self.sharding.reshard()
         self.writes.find_writes()
