@@ -1479,16 +1479,6 @@ def list_memory(step: Step) -> dict[str, int]:
 MODES = ("graph", "checked", "compiled")
 
 KNOWN_FAULTS: dict[str, Callable[[Program], bool]] = {
-    "a bad step that is checked gives a false alarm": lambda program: (
-        program.mode == "checked" and bool(program.names & {"spoil", "spoil_weight", "shorten", "set_float"})
-    ),
-    "the watch writes tensors outside of the model twice": lambda program: (
-        "watch" in program.options and bool(program.names & {"moved_in_loss", "written_count", "running"})
-    ),
-    "a graph does not notice new tensors in optimizer state": lambda program: "replace_state" in program.names,
-    "views that loss_fn keeps are copies": lambda program: bool(
-        program.names & {"keep_weight", "keep_view", "keep_alias", "keep_row_of_input"}
-    ),
     "NumPy scalars make the loss float64": lambda program: any(
         name == "set_float" and number % 5 == 2 for _, name, number in program.actions
     ),
