@@ -50,10 +50,15 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="halfstep-torch-") as temporary:
             found = try_version(version, arguments.envs or Path(temporary), arguments)
         has_failed |= bool(found["failed"])
-        print(f"torch {version}: {found['passed']} passed, {len(found['failed'])} failed", *found["failed"], sep="\n  ")
         # Read again: another process may have added a version in the meantime.
         stored = read_stored() | {version: found}
         RESULT.write_text(json.dumps(dict(sorted(stored.items(), key=by_version)), indent=1) + "\n")
+        print(
+            f"torch {version}: {found['passed']} passed, {len(found['failed'])} failed",
+            *found["failed"],
+            sep="\n  ",
+            flush=True,
+        )
     return int(has_failed)
 
 
@@ -118,7 +123,9 @@ def read_report(python: Path, report: Path) -> dict[str, Any]:
         "print(torch.__version__, version('triton'), platform.python_version(), platform.machine())"
     )
     torch, triton, version, machine = subprocess.check_output([python, "-c", about], text=True).split()
-    commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True).strip()
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
+    if subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "src", "tests"], cwd=ROOT).returncode:
+        commit += "-dirty"
     return {
         "torch": torch,
         "triton": triton,
