@@ -175,7 +175,7 @@ class FastPath:
         self.aside_s = self.aside_before_s = 0.0
         """Of these, seconds of tracing, compiling, capturing and comparing: in all, and before the present step."""
         self.compare_s = 0.0  # of these, seconds of comparing new entries
-        self.looks_first = False  # whether the next window has code that was not compared with eager code yet
+        self.uncompared: set[Key] = set()  # shapes of windows with code that was not compared with eager code yet
         self.is_pure = False  # whether the traced code of the last step changes no Python object
         self.first = step.attempted
         self.has_compiled_blocks = step.sharding is not None and asked == "compile" and not step.plan.simulated
@@ -183,8 +183,10 @@ class FastPath:
             compile_sharded_blocks(step.sharding)
         elif self.why_eager and asked in ("graph", "compile"):
             say(f"runs eagerly: {self.why_eager}")
-        elif asked == "auto" and step.ranks is not None and step.sharding is not None and step.ranks.world.is_first:
-            say(f"runs eagerly: {self.why_eager}; fast='compile' compiles each sharded block")
+        elif self.why_eager and asked == "auto" and (step.ranks is None or step.ranks.world.is_first):
+            shards = "; fast='compile' compiles each sharded block" if step.sharding is not None else ""
+            if shards or step.device.type == "cuda":
+                say(f"runs eagerly: {self.why_eager}{shards}")
 
     @property
     def mode(self) -> str:
@@ -280,9 +282,10 @@ class FastPath:
     def _make_step(self, attempt: Attempt) -> bool:
         """Trace a window, and make the step by a replay. Return False if there is no graph that may be used."""
         traced = attempt.traced
-        if not attempt.is_traced and (self.looks_first or not self._trace(attempt)):
+        is_uncompared = bool(self.uncompared) and traced.shapes in self.uncompared
+        if not attempt.is_traced and (is_uncompared or not self._trace(attempt)):
             # Its code was not compared with eager code yet, and has not run, unless in earlier micro-batches.
-            self.looks_first = True
+            self.uncompared.add(traced.shapes)
             return not traced.calls and self._compare_with_eager(attempt)
         if self.step.watch is not None:
             inside = {id(slot.held) for slot in (*self.step.writes.slots.parameters, *self.step.writes.slots.buffers)}
@@ -332,7 +335,7 @@ class FastPath:
                 self.aside_s += time.monotonic() - began
             if not call.is_promised:
                 return False
-            traced.add(call, call.entry.find_loss())  # at once: its Python code has run
+            traced.add(call)  # at once: its Python code has run
             is_plain = len(window) == 1 and isinstance(call.result, Tensor)
             # Alone in its window a batch counts whatever it weighs.
             split = (call.result, 1) if is_plain else split_result(call.result, batch, is_alone=len(window) == 1)
@@ -385,7 +388,9 @@ class FastPath:
         self.rates.write()
         inputs, ids = graph.select(traced), read_sample_ids(traced.batches)
         attempt.graph = graph
+        attempt.is_handed_over = not graph.replay.commits  # then hooks and optimizers run Python code
         attempt.facts = graph.replay(inputs, ids, attempt.fill)
+        attempt.is_handed_over = False
         if level is self.compiled:
             self.by_compiler.add(attempt.number)
         traced.settle_exchanges(attempt.facts.bad)
@@ -450,7 +455,7 @@ class FastPath:
         first.note_changing()
         if not self._may_compare() or self.step.watch is not None and self.step.watch.is_due():
             return False
-        self.looks_first = False
+        self.uncompared.discard(attempt.traced.shapes)
         trial, failed = TracedWindow(batches), list[Exception]()
         owners = [(owner, dict(owner)) for owner in self._list_owners()]
         state = StepState(self.step, TracedWindow(batches, [first]).list_written())
@@ -462,7 +467,7 @@ class FastPath:
             try:
                 call = tracer(attempt.loss_fn, batch, only_looks=True)
                 torch.clear_autocast_cache()
-                trial.add(call, call.entry.find_loss())
+                trial.add(call)
             except Exception as error:
                 failed.append(error)
             result = attempt.loss_fn(batch)
@@ -493,6 +498,7 @@ class FastPath:
                 runs.append(self._run_gradients(state, before, trial))
                 if not (is_equal := state.has_bits_of(eager[0], runs[0])):
                     runs.append(self._run_gradients(state, before, trial))
+                is_equal &= not any(call.entry.rounds_by_data for call in trial.calls)
             finally:
                 state.restore(after)
                 for exchange in exchanges:
@@ -502,10 +508,11 @@ class FastPath:
         self.compare_s += timer.seconds
         if any(not torch.equal(eager[0].rng[name], state) for name, state in runs[0].rng.items()):
             raise NotTraced(
-                "the traced code draws other random numbers: torch removes from it what the loss does not use, such as "
+                "the traced code draws other random numbers: a library may take another path while it is traced, as "
+                "transformers does for attention without a mask, and torch removes what the loss does not use, such as "
                 "the dropout of an unused output"
             )
-        if not is_equal:
+        if len(runs) > 1:
             try:
                 state.compare_gradients(eager[0], runs)
             except ReplayDiffers as error:

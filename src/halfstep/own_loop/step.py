@@ -113,7 +113,8 @@ class Step:
         fast: "auto" captures and compiles as described above; "graph" captures torch's own kernels, "compile" those of
             Inductor at once; "off" runs eagerly.
         num_steps: how many steps the training has, if known: it decides sooner whether compiling pays.
-        max_graphs: captured graphs that are kept, one for each shape of a window; the least recently used is dropped.
+        max_graphs: captured graphs that are kept, one for each shape of a window; other shapes run eagerly, unless a
+            graph was not used for 1,000 steps.
         pure_ops: custom operators that read nothing but their inputs, so that they may be captured:
             ["my_library::my_operator"], or ["my_library"] for all of a library.
         memory: "low" recomputes the repeated blocks of the model in backward instead of keeping their activations.
@@ -300,16 +301,18 @@ class Step:
                 self._commit(facts)
                 return facts
 
-            if self._loss.is_new(loss_fn):
-                facts = run_eagerly(loss_fn)
-            else:
-                facts = self._fast.run(loss_fn, batches, run_eagerly)
-            if self._recorder is not None:
-                self._recorder.keep(facts.attempted, batches)
-            if self._watch is not None:
-                self._look(loss_fn, batches, facts)
-            self._act_on(self._guard.watch(facts))  # waits for the step before the last, so that this is its time
-            self._fast.in_steps_s += time.monotonic() - began
+            try:
+                if self._loss.is_new(loss_fn):
+                    facts = run_eagerly(loss_fn)
+                else:
+                    facts = self._fast.run(loss_fn, batches, run_eagerly)
+                if self._recorder is not None:
+                    self._recorder.keep(facts.attempted, batches)
+                if self._watch is not None:
+                    self._look(loss_fn, batches, facts)
+                self._act_on(self._guard.watch(facts))  # waits for the step before the last, so that this is its time
+            finally:
+                self._fast.in_steps_s += time.monotonic() - began
         return Outcome(facts)
 
     def _look(self, loss_fn: LossFn, batches: list[Batch], facts: Facts) -> None:

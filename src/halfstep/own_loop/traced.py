@@ -32,6 +32,7 @@ from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, set_eval_fr
 from torch._dynamo import trace_rules
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.source import ConstantSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
@@ -56,6 +57,8 @@ ATOMIC = (
     *("convolution_backward", "cumsum", "bincount", "histc", "ctc_loss", "nll_loss2d"),
 )
 """Operations whose kernels, forward or backward, may add up with atomics, in another order at every run."""
+BY_DATA = ("aten.prod.", "aten.cumprod.")
+"""Operations whose eager backward is simpler if no input is zero; traced code always uses the other formula."""
 MAX_STREAK = 3  # new entries in a row for batches of one shape: some value changes at every step
 MAX_ENTRIES = 64  # of one loss function: shapes and combinations of Python values
 
@@ -92,7 +95,7 @@ class TracedLoss:
 
     def _make_autocast(self) -> torch.autocast:
         dtype = get_autocast_dtype(self.plan.granted)
-        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=CACHE_ENABLED)
 
     @property
     def has_side_effects(self) -> bool:
@@ -159,28 +162,29 @@ class TracedLoss:
         """Make an entry of Dynamo's graph (this is the backend that torch.compile calls), and note each call of it."""
         module = copy_graph(module)  # Dynamo goes on with its own
         # To compile it later, fake tensors are enough, but a number is traced as one only from the real tensor.
-        nodes = module.graph.find_nodes(op="placeholder")
-        kept = [
-            one if isinstance(one, Tensor) and one.ndim == 0 and one.is_cpu else node.meta["example_value"]
-            for node, one in zip(nodes, examples, strict=True)
-        ]
         context = TracingContext.get()
+        kept = [
+            make_fake(one, context) if isinstance(one, Tensor) and not (one.ndim == 0 and one.is_cpu) else one
+            for one in examples
+        ]
         entry = Entry(
             module, find_outputs(module), lambda compiler: self._compile(entry, module, kept, context, compiler)
         )
         if any(isinstance(output, torch.SymInt | torch.SymFloat | torch.SymBool) for output in entry.outputs):
             entry.why_not = "loss_fn changes a Python number that it also computes with, such as a counter"
-        num_losses = sum(isinstance(output, Promise) and output.requires_grad for output in entry.outputs)
-        if num_losses > 1:
+        losses = [k for k, one in enumerate(entry.outputs) if isinstance(one, Promise) and one.requires_grad]
+        if len(losses) == 1:
+            entry.loss = losses[0]
+        elif losses:
             entry.why_not = "loss_fn keeps a tensor that has an autograd graph besides the loss: detach it"
-        elif num_losses == 0:
+        else:
             entry.why_not = "the loss does not depend on a tensor that requires a gradient"
         entry.has_numbers = not all(isinstance(example, Tensor) for example in examples)
         entry.requires_grad = list_requires_grad(examples, has_numbers=entry.has_numbers)
         entry.has_side_effects, wrong = find_side_effects()
         entry.why_not = entry.why_not or wrong
         entry.compile("aten")
-        entry.why_not = entry.why_not or find_repeated_writes(module, entry.mutated)
+        entry.why_not = entry.why_not or find_repeated(module, entry)
         self.entries.append(entry)
 
         def promise(*inputs: Any) -> Sequence[Any]:
@@ -233,6 +237,7 @@ class TracedLoss:
             names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
             entry.num_nodes += len(names)
             entry.is_random |= any(part in name for name in names for part in RANDOM)
+            entry.rounds_by_data |= any(name.startswith(BY_DATA) for name in names)
             entry.uses_atomics |= any(part in name for name in names for part in ATOMIC)
             if not entry.why_not:
                 inputs = place_numbers(graph, inputs, self.device)
@@ -371,6 +376,15 @@ def find_outputs(module: GraphModule) -> list[Any]:
     return [Promise(tuple(v.shape), v.dtype, v.device, v.requires_grad) if isinstance(v, Tensor) else v for v in values]
 
 
+def make_fake(example: Tensor, context: TracingContext) -> Tensor:
+    """Return a fake tensor as AOTAutograd would make it. Those of Dynamo's graph have another mode, which torch 2.10
+    refuses, and their metadata may have changed in the trace."""
+    assert context.fake_mode is not None
+    shapes = context.tensor_to_context.get(example)
+    source = shapes.tensor_source if shapes is not None else ConstantSource("halfstep_example")  # type: ignore[attr-defined]
+    return context.fake_mode.from_tensor(example, symbolic_context=shapes, source=source)
+
+
 def copy_graph(module: GraphModule) -> GraphModule:
     """Return a copy whose nodes can be changed; the metadata of nodes is kept."""
     return GraphModule(module, copy.deepcopy(module.graph))
@@ -452,13 +466,16 @@ def run_boxed(graph: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     return run
 
 
-def find_repeated_writes(module: GraphModule, mutated: frozenset[int]) -> str:
-    """Return why not, if a checkpointed block writes into a tensor: an eager step does so twice, traced code once."""
+def find_repeated(module: GraphModule, entry: Entry) -> str:
+    """Return why not, if a checkpointed block writes into a tensor, which eager steps do twice and traced code once; or
+    if it draws random numbers and Dynamo's graph, which draws others in its second run, may have to make a step."""
     placeholders = module.graph.find_nodes(op="placeholder")
-    written = {placeholders[k] for k in mutated if k < len(placeholders)}
-    blocks = (node for node in module.graph.nodes if "checkpoint" in str(node.target))
+    written = {placeholders[k] for k in entry.mutated if k < len(placeholders)}
+    blocks = [node for node in module.graph.nodes if "checkpoint" in str(node.target)]
     if any(not written.isdisjoint(node.all_input_nodes) for node in blocks):
         return "torch.utils.checkpoint runs a block that writes into a buffer, such as BatchNorm, twice"
+    if blocks and entry.is_random and entry.has_side_effects:
+        return "loss_fn changes Python objects, and draws random numbers inside torch.utils.checkpoint"
     return ""
 
 

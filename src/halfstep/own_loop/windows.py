@@ -44,6 +44,7 @@ class Entry:
     """What the code returns, tensors as promises."""
     compile: Callable[[Compiler], None]
     """Make `codes[compiler]` from the same graph."""
+    loss: int = 0  # which output is the loss: the only one with an autograd graph
     codes: dict[Compiler, Code] = field(default_factory=dict)
     why_not: str = ""
     """What in the graph keeps it from being captured; empty if nothing does."""
@@ -52,6 +53,7 @@ class Entry:
     waits: frozenset[int] = frozenset()  # those of them whose copy the host waits for
     num_nodes: int = 0
     is_random: bool = False
+    rounds_by_data: bool = False  # whether eager code chooses between formulas by the values of a tensor
     uses_atomics: bool = False  # whether sums may be added up in another order at every run
     requires_grad: list[bool] = field(default_factory=list)  # of each input
     was_called: bool = False
@@ -60,10 +62,6 @@ class Entry:
     changing: set[int] = field(default_factory=set)  # inputs that are other tensors at every step
     has_numbers: bool = False  # whether an input is no tensor
     has_side_effects: bool = True  # whether the Python code changes an object, such as a list or an attribute
-
-    def find_loss(self) -> int:
-        """Return which output is the loss: the only one with an autograd graph."""
-        return next(k for k, one in enumerate(self.outputs) if isinstance(one, Promise) and one.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -137,9 +135,9 @@ class TracedWindow:
     exchanges: list[Exchange] = field(default_factory=list)
     """Entries of modules that the Python code has replaced, registered or removed."""
 
-    def add(self, call: Call, loss: int) -> None:
+    def add(self, call: Call) -> None:
         self.calls.append(call)
-        self.losses.append(loss)
+        self.losses.append(call.entry.loss)
         self.weights.append(1)
         self.weight_outputs.append(None)
 
