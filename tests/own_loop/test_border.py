@@ -29,7 +29,6 @@ NOT_TRIED = {
         "certificate",
         "_best",
         "observe",
-        "_make_uncaptured",
         "_run",
     ),
     # What puts the state back: if that fails, the device has failed.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -371,6 +372,61 @@ LOOPS: dict[str, Callable[[torch.device], Loop]] = {
 }  # fmt: skip
 
 
+# --- floats that change at every step ---
+
+
+def anneal(device: torch.device, use: Callable[[Tensor, Tensor, Any], Tensor], kind: Any = float) -> Loop:
+    """Compute a loss of outputs, labels and a float that changes at every step, in a list in a dict."""
+    model, annealed = make_net(device), {"values": [kind(1.0)]}
+
+    def change(step: hs.Step, number: int) -> None:
+        annealed["values"][0] = kind(1.0 + 0.1 * number)
+
+    return Loop(model, lambda batch: use(model(batch[0]), batch[1], annealed["values"][0]), before=change)
+
+
+def annealed_weight(device: torch.device) -> Loop:
+    return anneal(device, lambda out, y, value: value * F.cross_entropy(out, y))
+
+
+def annealed_divisor(device: torch.device) -> Loop:
+    return anneal(device, lambda out, y, value: F.cross_entropy(out / value, y) / value)
+
+
+def annealed_number_of_numpy(device: torch.device) -> Loop:
+    loop = anneal(device, lambda out, y, value: value * F.cross_entropy(out, y), np.float64)
+    loop.why_eager = "computes with a NumPy number in float64"
+    return loop
+
+
+def annealed_smoothing(device: torch.device) -> Loop:
+    loop = anneal(device, lambda out, y, value: F.cross_entropy(out, y, label_smoothing=0.1 * value))
+    loop.why_eager = "it would be traced again at every step"
+    return loop
+
+
+def annealed_lambda(device: torch.device) -> Loop:
+    """Read the float in a lambda that is made anew for each step."""
+    loop = annealed_weight(device)
+    model = loop.model
+
+    def make_loss(number: int) -> Callable[[Any], Tensor]:
+        value = 1.0 + 0.1 * number
+        return lambda batch: F.cross_entropy(model(batch[0]) * value, batch[1])
+
+    loop.choose_loss = make_loss
+    return loop
+
+
+ANNEALED: dict[str, Callable[[torch.device], Loop]] = {
+    function.__name__: function
+    for function in (
+        annealed_weight, annealed_divisor, annealed_number_of_numpy, annealed_smoothing, annealed_lambda,
+    )
+}  # fmt: skip
+LOOPS |= ANNEALED
+
+
 # --- training and comparing ---
 
 
@@ -405,7 +461,7 @@ def train(
                 "model": freeze(loop.model),
                 "kept": freeze(loop.kept),
                 "average": freeze(step.ema and step.ema.shadows),
-                "optimizer": freeze(optimizer.state_dict()),
+                "optimizer": freeze(optimizer.state_dict()["state"]),
                 "generators": freeze(read_generators(device)),
             }  # fmt: skip
         )

@@ -51,9 +51,12 @@ class Certificate:
     num_checks: int = 0
     """How often replays were compared with uncaptured code again, while training went on."""
 
-    def add(self, compared_with: str) -> None:
-        if compared_with not in self.against:
-            self.against.append(compared_with)
+    def add(self, compared_with: str, *, is_equal: bool = True) -> None:
+        rounded = f"{compared_with} up to rounding"
+        if compared_with in self.against and not is_equal:
+            self.against.remove(compared_with)
+        if not {compared_with, rounded} & set(self.against):
+            self.against.append(compared_with if is_equal else rounded)
 
     def __str__(self) -> str:
         with_noise = f", {len(self.noisy)} within the noise of uncaptured runs" if self.noisy else ""

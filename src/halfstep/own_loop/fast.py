@@ -11,8 +11,8 @@ What happens in a step, once the first few have run eagerly:
    values of this call, and the entry notes its inputs. Nothing is computed yet.
 2. Entries, optimizer settings and weights of the micro-batches are the key of a graph. If there is one, and it was
    captured from the same parameters and buffers, the inputs that change are copied into it, and it is replayed.
-3. Otherwise the step is made by Dynamo's unmodified graph under eager autograd: the first time its entries are compared
-   with the user's Python code, the second time the window is captured, and the replay is compared (certificate.py).
+3. Otherwise the step is made from the user's Python code. The first time, its gradients are compared with those of the
+   traced code; the second time the window is captured, and the replay is compared (certificate.py).
 4. The tensors that the loss function returned or stored are filled.
 
 A replay contains what a step does on the device, forward to counters (step/graph.py), so a bad one is dropped inside.
@@ -81,6 +81,7 @@ COMPILED: Compiler = "inductor"
 LOOK_EVERY = 20  # replays between two looks at whether compiling pays, or a check is due
 CHECK_SHARE = 0.005  # of the time in steps, for comparing replays with uncaptured code again
 COMPARE_SHARE, COMPARE_STEPS = 0.02, 1000  # of the time in so many steps, for comparing new entries with eager code
+MOST_STEPS = 8  # what one comparison may cost, in steps
 TIMED = 20  # replays
 ERROR = 2.0  # how much further from fp32 compiled gradients may be than those of torch's kernels
 ROUNDING = 1e-5  # relative, of sums in another order in fp32
@@ -216,12 +217,14 @@ class FastPath:
         self.aside_before_s = self.aside_s
         while not self.why_eager:
             try:
-                if self._make_step(attempt):
-                    assert attempt.facts is not None
-                    return attempt.facts
-                return self._make_uncaptured(attempt)
+                if not self._make_step(attempt):
+                    break
+                assert attempt.facts is not None
+                return attempt.facts
             except Outdated:
                 self._forget_traces()
+                if attempt.facts is not None:
+                    return attempt.facts
                 break
             except Exception as error:
                 if attempt.is_handed_over or self.step.attempted > attempt.number and attempt.facts is None:
@@ -240,24 +243,6 @@ class FastPath:
                 attempt.traced.settle_exchanges(attempt.facts.bad)
                 return attempt.facts
         return self._make_from_python(attempt)
-
-    def _make_uncaptured(self, attempt: Attempt) -> Facts:
-        """Make a step by Dynamo's graphs. If they raise, the user's code does so, too, or they are wrong."""
-        traced = attempt.traced
-        attempt.is_handed_over = traced.has_side_effects or not attempt.is_traced
-        if not attempt.is_traced:
-            return self._make_from_python(attempt)
-        traced.undo_exchanges()
-        try:
-            return self._run(run_reference(traced), traced.calls, traced)
-        except Exception as error:
-            if attempt.is_handed_over:
-                raise
-            reason = explain(error)
-        attempt.is_handed_over = True
-        facts = attempt.eager(attempt.loss_fn)
-        self._stay_eager(reason)
-        return facts
 
     def _make_from_python(self, attempt: Attempt) -> Facts:
         """Make a step from the user's Python code. Where that has run and has side effects, it must not run again."""
@@ -443,8 +428,11 @@ class FastPath:
     def _may_compare(self) -> bool:
         """True while comparisons take little of the time in steps, of at least the first 1,000."""
         num = max(1, self.step.attempted - self.first)
-        per_step = (self.in_steps_s - self.aside_before_s) / num
-        return self.compare_s <= COMPARE_SHARE * per_step * max(num, COMPARE_STEPS)
+        return self.compare_s <= COMPARE_SHARE * self._measure_step() * max(num, COMPARE_STEPS)
+
+    def _measure_step(self) -> float:
+        """Return the seconds of a step, without what is done aside."""
+        return (self.in_steps_s - self.aside_before_s) / max(1, self.step.attempted - self.first)
 
     def _compare_with_eager(self, attempt: Attempt) -> bool:
         """Make a step from the user's Python code, and compare its gradients, and what forward writes, with those of
@@ -505,7 +493,8 @@ class FastPath:
                     exchange.put(exchange.after)
                 for parameter, gradient in gradients:
                     parameter.grad = gradient
-        self.compare_s += timer.seconds
+        # Loading kernels for the first time may take long, and is not what comparing costs.
+        self.compare_s += min(timer.seconds, MOST_STEPS * self._measure_step())
         if any(not torch.equal(eager[0].rng[name], state) for name, state in runs[0].rng.items()):
             raise NotTraced(
                 "the traced code draws other random numbers: a library may take another path while it is traced, as "
@@ -520,7 +509,7 @@ class FastPath:
         for call in trial.calls:
             call.entry.is_compared = True
         for level in filter(None, (self.level, self.compiled)):
-            level.certificate.add("the eager step" + ("" if is_equal else " up to rounding"))
+            level.certificate.add("the eager step", is_equal=is_equal)
         return True
 
     def _run_gradients(self, state: StepState, before: StateCopy, traced: TracedWindow) -> StateCopy:

@@ -32,7 +32,7 @@ from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, set_eval_fr
 from torch._dynamo import trace_rules
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
-from torch._dynamo.source import ConstantSource
+from torch._dynamo.source import ConstantSource, NumpyTensorSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
@@ -181,6 +181,9 @@ class TracedLoss:
             entry.why_not = "the loss does not depend on a tensor that requires a gradient"
         entry.has_numbers = not all(isinstance(example, Tensor) for example in examples)
         entry.requires_grad = list_requires_grad(examples, has_numbers=entry.has_numbers)
+        is_double = any(isinstance(one, Promise) and one.dtype == torch.float64 for one in entry.outputs)
+        if is_double and any(map(is_numpy_number, module.graph.find_nodes(op="placeholder"))):
+            entry.why_not = "torch's compiler computes with a NumPy number in float64: use float(number)"
         entry.has_side_effects, wrong = find_side_effects()
         entry.why_not = entry.why_not or wrong
         entry.compile("aten")
@@ -383,6 +386,10 @@ def make_fake(example: Tensor, context: TracingContext) -> Tensor:
     shapes = context.tensor_to_context.get(example)
     source = shapes.tensor_source if shapes is not None else ConstantSource("halfstep_example")  # type: ignore[attr-defined]
     return context.fake_mode.from_tensor(example, symbolic_context=shapes, source=source)
+
+
+def is_numpy_number(node: Node) -> bool:
+    return isinstance(getattr(node.meta.get("grapharg"), "source", None), NumpyTensorSource)
 
 
 def copy_graph(module: GraphModule) -> GraphModule:
