@@ -23,10 +23,10 @@ from halfstep.own_loop.user_warnings import warn_user
 from halfstep.precision.apply import STORAGE_DTYPES
 from halfstep.precision.plan import ROOT, Plan
 from halfstep.step.batches import Batch
-from halfstep.step.commit import takes_tensor_betas
 from halfstep.step.forward_writes import TensorSlots, refuse_uninitialised
 from halfstep.step.guard import GuardOptions
 from halfstep.step.optim.by_name import OPTIMIZERS
+from halfstep.step.optim.cycled_adam import takes_tensor_betas
 from halfstep.step.scaler import ScalerOptions
 from halfstep.step.tables import Rates
 from halfstep.tune.repeated_blocks import describe_recomputed, find_blocks, recompute_blocks_

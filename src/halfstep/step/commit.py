@@ -35,7 +35,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer, _muon, lr_scheduler
 from torch.optim import optimizer as torch_hooks
-from torch.optim.adam import adam
 
 from halfstep.distributed.sharding import get_local, get_locals, has_dtensor
 from halfstep.errors import ConfigError, HalfstepError, ModelError
@@ -51,6 +50,7 @@ from halfstep.step.flat import (
 from halfstep.step.optim.adamw8bit import AdamW8bit
 from halfstep.step.optim.adamw_bf16 import AdamWBf16
 from halfstep.step.optim.by_name import OPTIMIZERS, REFUSED
+from halfstep.step.optim.cycled_adam import step_cycled_adam, takes_tensor_betas
 from halfstep.step.optim.shards import ELEMENTWISE, ShardTwin
 from halfstep.step.optim.single_pass import SinglePass, can_run_single_pass
 from halfstep.step.tables import Rates
@@ -453,27 +453,6 @@ def step_muon(optimizer: Any) -> None:
             rate = _muon._adjust_lr(lr, group["adjust_lr_fn"], p.shape)
             # In fp32: next to bf16 weights a tensor without dimensions would be rounded to bf16.
             p.copy_(p.float() * (1 - lr * group["weight_decay"]) - update.float() * rate)
-
-
-def takes_tensor_betas(optimizer: Optimizer) -> bool:
-    """True if `step_cycled_adam` can step this optimizer: Adam or AdamW of fp32 weights that are not sharded. Next to
-    bf16 weights torch rounds the beta to bf16."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    is_plain = all(p.dtype == torch.float32 for p in parameters) and not has_dtensor(parameters)
-    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and is_plain
-
-
-def step_cycled_adam(optimizer: Any) -> None:
-    """Make a step of Adam or AdamW whose first beta is on the device, because a schedule cycles it.
-
-    torch's fused kernel, and its foreach form, take betas as numbers from the host: a CUDA graph would freeze them. Its
-    form with one parameter after the other reads them on the device, with some 20 small kernels for each parameter."""
-    names = ("lr", "weight_decay", "eps", "amsgrad", "maximize", "capturable", "decoupled_weight_decay")
-    for group in optimizer.param_groups:
-        held: Any = [[] for _ in range(6)]
-        optimizer._init_group(group, *held)
-        betas = dict(zip(("beta1", "beta2"), group["betas"], strict=True))
-        adam(*held, **{name: group[name] for name in names} | betas | {"foreach": False})
 
 
 def commit_all(

@@ -1,0 +1,1110 @@
+"""Pieces of random training programs: layers, terms of a loss, options of hs.Step, and what users do between steps.
+
+fuzzed_loops.py puts them together. Each table maps a name, as a `Program` holds it, to a function."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import random
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, prune
+from torch.utils.checkpoint import checkpoint
+
+import halfstep as hs
+
+NUM_STEPS, ROWS, INPUTS, WIDTH, CLASSES, TOKENS = 15, 5, 4, 6, 3, 7
+
+Action = tuple[int, str, int]
+"""Before which step, what, and a number that chooses among its variants."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """One training run. All names are keys of the tables below."""
+
+    layers: tuple[str, ...] = ()
+    terms: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    actions: tuple[Action, ...] = ()
+    optimizer: str = "adamw"
+    callable: str = "function"
+    batch: str = "dict"
+    mode: str = "graph"
+
+    @property
+    def names(self) -> set[str]:
+        actions = {name for _, name, _ in self.actions}
+        return {*self.layers, *self.terms, *self.options, *actions, self.optimizer, self.callable, self.batch}
+
+
+# --- layers: each takes and returns (rows, WIDTH) ---
+
+
+class Layer(nn.Module):
+    """One layer of the model. `run` is called with it, the activations and the tokens of the batch."""
+
+    def __init__(self, run: Callable[[Any, Tensor, Tensor], Tensor], **parts: Any) -> None:
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return self.run(self, x, tokens)
+
+
+def wrap(make: Callable[[], nn.Module]) -> Callable[[], Layer]:
+    return lambda: Layer(lambda own, x, tokens: own.inner(x), inner=make())
+
+
+def make_weight() -> nn.Parameter:
+    return nn.Parameter(torch.randn(WIDTH, WIDTH) / 2)
+
+
+def clamp_weight(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        own.weight.clamp_(-0.3, 0.3)
+    return x @ own.weight
+
+
+def normalise_weight(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    own.weight.data.copy_(F.normalize(own.weight.data, dim=1))
+    return x @ own.weight
+
+
+def mask_weight(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    own.weight.data.mul_(own.mask)
+    return x @ own.weight
+
+
+def replace_buffer(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    own.mean = 0.9 * own.mean + 0.1 * x.detach().mean(0)
+    return x - own.mean
+
+
+def write_buffer(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    own.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+    return x - own.mean
+
+
+def count_in_buffer(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    own.seen += 1
+    return x * (1 + 0.01 * own.seen)
+
+
+def remember_rows(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    before = own.hidden if own.hidden.shape == x.shape else torch.zeros_like(x)
+    out = torch.tanh(own.inner(x) + before)
+    own.hidden = out.detach()
+    return out
+
+
+def attend(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    q, k, v = own.inner(x).chunk(3, dim=-1)
+    return x + F.scaled_dot_product_attention(q[None, None], k[None, None], v[None, None])[0, 0]
+
+
+def quantize(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    """Replace rows by their nearest codes, and move the codes towards them, as VQ-VAE does."""
+    nearest = torch.cdist(x, own.codes).argmin(1)
+    if own.training:
+        with torch.no_grad():
+            hits = F.one_hot(nearest, len(own.codes)).type_as(x)
+            own.sizes.mul_(0.9).add_(hits.sum(0), alpha=0.1)
+            own.sums.mul_(0.9).add_(hits.T @ x, alpha=0.1)
+            own.codes.copy_(own.sums / (own.sizes[:, None] + 1e-3))
+    return x + (own.codes[nearest] - x).detach()
+
+
+def follow_by_momentum(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    """Move a copy of the layer inside forward, as MoCo does."""
+    with torch.no_grad():
+        for slow, quick in zip(own.slow.parameters(), own.quick.parameters(), strict=True):
+            slow.mul_(0.9).add_(quick, alpha=0.1)
+        target = own.slow(x)
+    return own.quick(x) + 0.1 * target
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        context.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        (x,) = context.saved_tensors
+        return 2 * gradient * (x.abs() < 3)
+
+
+def keep_output(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    own.last = x.detach()
+    return x
+
+
+def keep_in_list(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    own.history[0] = x.detach().mean()
+    return x
+
+
+def use_cache(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    before, own.cache = own.cache, x.detach().mean(0)
+    return x if before is None else x - before
+
+
+def register_late(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    if not hasattr(own, "late"):
+        own.register_buffer("late", x.detach().mean(0))
+    return x - own.late
+
+
+def scale_by_attribute(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    return x * own.scale
+
+
+def switch(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    return own.inner(x) if own.is_on else x
+
+
+def checkpoint_block(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    return checkpoint(own.inner, x, use_reentrant=False)
+
+
+def add_scattered(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    return x + torch.zeros_like(x).index_add_(0, tokens % len(x), own.inner(x))
+
+
+def count_in_attribute(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    own.calls += 1
+    return x * (1 + 0.01 * own.calls)
+
+
+def read_item(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    return x * (1 + 0.1 * x.abs().mean().item())
+
+
+def branch_on_data(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    return own.inner(x) if x.sum() > 0 else x
+
+
+def select_rows(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    return x + x[x[:, 0] > 0].sum(0)
+
+
+def draw_in_python(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    return x * (1 + random.random())
+
+
+def draw_in_numpy(own: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    return x * (1 + float(np.random.rand()))
+
+
+def make_pruned() -> nn.Module:
+    layer = nn.Linear(WIDTH, WIDTH)
+    prune.random_unstructured(layer, "weight", amount=0.3)
+    return layer
+
+
+def make_masked_by_hook() -> nn.Module:
+    layer = nn.Linear(WIDTH, WIDTH)
+    mask = (torch.rand(WIDTH, WIDTH) > 0.3).float()
+
+    def apply(module: Any, arguments: Any) -> None:
+        module.weight.data.mul_(mask)
+
+    layer.register_forward_pre_hook(apply)
+    return layer
+
+
+def make_block() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Dropout(0.3))
+
+
+def make_frozen() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": wrap(lambda: nn.Linear(WIDTH, WIDTH)),
+    "relu_in_place": wrap(lambda: nn.ReLU(inplace=True)),
+    "gelu": wrap(nn.GELU),
+    "layer_norm": wrap(lambda: nn.LayerNorm(WIDTH)),
+    "group_norm": wrap(lambda: nn.GroupNorm(2, WIDTH)),
+    "batch_norm": wrap(lambda: nn.BatchNorm1d(WIDTH)),
+    "dropout": wrap(lambda: nn.Dropout(0.3)),
+    "noise": lambda: Layer(lambda own, x, tokens: x + 0.1 * torch.randn_like(x) if own.training else x),
+    "weight_norm": wrap(lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))),
+    "spectral_norm": wrap(lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))),
+    "pruned": wrap(make_pruned),
+    "frozen": wrap(make_frozen),
+    "masked_by_hook": wrap(make_masked_by_hook),
+    "checkpointed": lambda: Layer(checkpoint_block, inner=nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())),
+    "checkpointed_dropout": lambda: Layer(checkpoint_block, inner=nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout())),
+    "embedding": lambda: Layer(lambda own, x, tokens: x + own.inner(tokens), inner=nn.Embedding(TOKENS, WIDTH)),
+    "max_norm": lambda: Layer(
+        lambda own, x, tokens: x + own.inner(tokens), inner=nn.Embedding(TOKENS, WIDTH, max_norm=1.0)
+    ),
+    "clamped_weight": lambda: Layer(clamp_weight, weight=make_weight()),
+    "normalised_weight": lambda: Layer(normalise_weight, weight=make_weight()),
+    "masked_weight": lambda: Layer(mask_weight, weight=make_weight(), mask=(torch.rand(WIDTH, WIDTH) > 0.3).float()),
+    "twice": lambda: Layer(lambda own, x, tokens: own.inner(own.inner(x)), inner=nn.Linear(WIDTH, WIDTH)),
+    "replaced_buffer": lambda: Layer(replace_buffer, mean=torch.zeros(WIDTH)),
+    "written_buffer": lambda: Layer(write_buffer, mean=torch.zeros(WIDTH)),
+    "counting_buffer": lambda: Layer(count_in_buffer, seen=torch.zeros((), dtype=torch.long)),
+    "remembered_rows": lambda: Layer(remember_rows, inner=nn.Linear(WIDTH, WIDTH), hidden=torch.zeros(ROWS, WIDTH)),
+    "attention": lambda: Layer(attend, inner=nn.Linear(WIDTH, 3 * WIDTH)),
+    "quantizer": lambda: Layer(
+        quantize, codes=torch.randn(4, WIDTH), sizes=torch.ones(4), sums=torch.randn(4, WIDTH)
+    ),
+    "momentum_copy": lambda: Layer(
+        follow_by_momentum, quick=nn.Linear(WIDTH, WIDTH), slow=nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    ),
+    "autograd_function": lambda: Layer(lambda own, x, tokens: Doubled.apply(x)),
+    "kept_output": lambda: Layer(keep_output),
+    "kept_in_list": lambda: Layer(keep_in_list, history=[torch.zeros(())]),
+    "scaled": lambda: Layer(scale_by_attribute, scale=1.0),
+    "switched": lambda: Layer(switch, inner=nn.Linear(WIDTH, WIDTH), is_on=True),
+    "scattered": lambda: Layer(add_scattered, inner=nn.Linear(WIDTH, WIDTH)),
+    "cached": lambda: Layer(use_cache, cache=None),
+    "rrelu": wrap(nn.RReLU),
+    "gumbel": lambda: Layer(lambda own, x, tokens: x + F.gumbel_softmax(x, dim=-1)),
+}  # fmt: skip
+EAGER_LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "checkpointed_norm": lambda: Layer(checkpoint_block, inner=make_block()),
+    "lazy_buffer": lambda: Layer(register_late),
+    "cumulative_norm": wrap(lambda: nn.BatchNorm1d(WIDTH, momentum=None)),
+    "counter": lambda: Layer(count_in_attribute, calls=0),
+    "item": lambda: Layer(read_item),
+    "data_branch": lambda: Layer(branch_on_data, inner=nn.Linear(WIDTH, WIDTH)),
+    "selected_rows": lambda: Layer(select_rows),
+    "python_random": lambda: Layer(draw_in_python),
+    "numpy_random": lambda: Layer(draw_in_numpy),
+}
+"""Layers that torch cannot trace, or that change a Python number at every call."""
+
+
+class Model(nn.Module):
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.inlet, self.head = nn.Linear(INPUTS, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.layers = nn.ModuleList(ALL_LAYERS[name]() for name in names)
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        x = torch.tanh(self.inlet(x))
+        for layer in self.layers:
+            x = layer(x, tokens)
+        return self.head(x)
+
+
+ALL_LAYERS = LAYERS | EAGER_LAYERS
+
+
+# --- the user's loop: everything that loss_fn, hooks and actions read and write ---
+
+
+@dataclass(eq=False)
+class World:
+    program: Program
+    model: Model
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    numbers: dict[str, Any] = field(default_factory=lambda: {"beta": 1.0, "smoothing": 0.0, "limit": 4.0, "power": 1.5})
+    kept: dict[str, Any] = field(default_factory=dict)
+    flags: dict[str, bool] = field(default_factory=lambda: {"raises": False, "interrupts": False, "is_late": False})
+    recent: list[Any] = field(default_factory=lambda: [0.0])
+    window_of_losses: deque[Any] = field(default_factory=lambda: deque([torch.zeros(())] * 3, maxlen=3))
+    alpha: Any = 1.0
+    tensor: Tensor = field(default_factory=lambda: torch.ones(()))
+    teacher: nn.Module | None = None
+    memory: nn.Module | None = None
+    step: Any = None
+    set_in_closure: Callable[[float], None] = lambda value: None
+    terms: list[Callable[..., Tensor]] = field(default_factory=list)
+    rows: int = ROWS
+    num_batches: int = 1
+    dtype: torch.dtype = torch.float32
+    spoiled: str = ""
+    """What is wrong with the next window only."""
+    handles: list[Any] = field(default_factory=list)
+    extra: nn.Module = field(default_factory=lambda: nn.Linear(WIDTH, CLASSES).requires_grad_(False))
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(3))
+    second: Any = None
+    """Another hs.Step, of the head alone."""
+    saved: dict[str, Any] = field(default_factory=dict)
+    static: Any = None
+    """The batch's tensors, where the loop writes each batch into the same ones."""
+    commits: list[Any] = field(default_factory=list)
+    """What hooks around the commit have seen."""
+
+    def find(self, kind: type) -> list[Any]:
+        return [module for module in self.model.modules() if isinstance(module, kind)]
+
+
+FACTOR = 1.0
+
+
+# --- terms: what loss_fn does with batch, output and loss ---
+
+
+def use_dict(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    return loss * world.numbers["beta"]
+
+
+def use_attribute(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    return loss * world.alpha
+
+
+def use_global(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    return loss * FACTOR
+
+
+def use_tensor(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    return loss * world.tensor
+
+
+def divide(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    return loss + out.square().mean() / world.numbers["beta"]
+
+
+def clamp(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    return loss + out.clamp(max=world.numbers["limit"]).mean()
+
+
+def raise_to_power(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    return loss + 0.01 * out.abs().pow(world.numbers["power"]).mean()
+
+
+def branch(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    return loss * 2 if world.flags["is_late"] else loss
+
+
+def draw(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    return loss * (0.5 + torch.rand(()))
+
+
+def average(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    world.kept["average"] = 0.9 * world.kept.get("average", torch.zeros(())) + 0.1 * loss.detach()
+    return loss
+
+
+def average_in_place(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    world.recent[0] = world.recent[0] * 0.9 + loss.detach() * 0.1
+    return loss
+
+
+def divide_by_average(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    mean = world.kept["mean"] = 0.5 * world.kept.get("mean", torch.ones(())) + 0.5 * loss.detach()
+    return loss / mean
+
+
+def carry(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    before = world.kept.get("hidden")
+    hidden = torch.tanh(out.mean(0) if before is None else out.mean(0) + before)
+    world.kept["hidden"] = hidden.detach()
+    return loss + hidden.square().mean()
+
+
+def carry_in_module(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    assert world.memory is not None
+    hidden = torch.tanh(out.mean(0) + world.memory.hidden)
+    world.memory.hidden = hidden.detach()
+    return loss + hidden.square().mean()
+
+
+def keep(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    world.kept["out"] = out.detach()
+    return loss
+
+
+def keep_metrics(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    with torch.no_grad():
+        world.kept["metrics"] = {"spread": out.std(), "top": out.argmax(1)}
+    return loss
+
+
+def keep_last_three(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    world.window_of_losses.append(loss.detach())
+    return loss + 0.1 * torch.stack(list(world.window_of_losses)).mean()
+
+
+def keep_input(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    world.kept["x"] = x
+    return loss
+
+
+def keep_view(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    world.kept["row"] = out.detach()[0]
+    world.kept["all"] = out.detach()
+    return loss
+
+
+def keep_alias(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    world.kept["first"] = world.kept["second"] = out.detach()
+    return loss
+
+
+def keep_weight(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    world.kept["head"] = world.model.head.weight.detach()
+    return loss + 0.1 * (world.kept["head"] - world.model.head.weight * 0.5).square().mean()
+
+
+def keep_row_of_input(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    world.kept["input row"] = x[0]
+    return loss
+
+
+def average_where_it_is(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    if "running" not in world.kept:
+        world.kept["running"] = out.detach().mean(0)
+    world.kept["running"].mul_(0.9).add_(out.detach().mean(0), alpha=0.1)
+    return loss + (out - world.kept["running"]).square().mean()
+
+
+def move_teacher_in_loss(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    with torch.no_grad():
+        for slow, quick in zip(world.extra.parameters(), world.model.head.parameters(), strict=True):
+            slow.lerp_(quick, 0.1)
+    return loss + F.mse_loss(out, world.extra(torch.ones(len(x), WIDTH)).detach())
+
+
+def draw_by_own_generator(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    return loss * (1 + torch.rand((), generator=world.generator))
+
+
+def differentiate_input(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    return loss + world.model.inlet(x.detach().clone().requires_grad_()).mean()
+
+
+def count_in_tensor(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    world.kept["calls"] = world.kept.get("calls", torch.zeros((), dtype=torch.long)) + 1
+    return loss
+
+
+def count_into_tensor(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    world.saved["calls"].add_(1)
+    return loss * (1 + 0.01 * world.saved["calls"])
+
+
+def penalise(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    return loss + 1e-3 * sum(weight.square().sum() for weight in world.model.parameters())
+
+
+def distil(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    assert world.teacher is not None
+    with torch.no_grad():
+        target = world.teacher(x, torch.zeros(len(x), dtype=torch.long))
+    return loss + F.mse_loss(out, target)
+
+
+def fail_if_asked(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    if world.flags["raises"]:
+        raise ValueError(f"asked to fail on {len(x)} rows")
+    if world.flags["interrupts"]:
+        raise KeyboardInterrupt
+    return loss
+
+
+def fail_on_small(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    assert len(x) >= ROWS, "batch too small"
+    return loss
+
+
+def keep_then_fail(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    world.kept["before"] = out.detach()
+    world.kept["num"] = len(x)
+    return fail_if_asked(world, x, out, loss)
+
+
+def toggle(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    world.flags["side"] = not world.flags.get("side", False)
+    return loss * 1.5 if world.flags["side"] else loss
+
+
+def log_item(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    world.recent.append(loss.item())
+    return loss
+
+
+def grow(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    world.recent.append(loss.detach())
+    return loss
+
+
+def keep_graph(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    world.kept["graph"] = out
+    return loss
+
+
+def count_in_python(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    world.kept["count"] = world.kept.get("count", 0) + 1
+    return loss
+
+
+def count_and_use(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    world.kept["used"] = world.kept.get("used", 0) + 1
+    return loss * (1 + 0.1 * world.kept["used"])
+
+
+def draw_in_loss(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    return loss * (1 + random.random())
+
+
+def fail_on_nan(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    if not torch.isfinite(out).all():
+        raise FloatingPointError("the output is not finite")
+    return loss
+
+
+def penalise_gradient(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    out = world.model.inlet(x).square().sum()
+    return loss + 0.1 * world.step.grad(out, x).square().mean()
+
+
+def leave(world: World, x: Tensor, out: Tensor, loss: Tensor) -> Tensor:
+    return loss
+
+
+TERMS: dict[str, Callable[[World, Tensor, Tensor, Tensor], Tensor]] = {
+    "dict": use_dict, "attribute": use_attribute, "global": use_global, "tensor": use_tensor, "divide": divide,
+    "clamp": clamp, "power": raise_to_power, "branch": branch, "rand": draw, "average": average,
+    "average_in_list": average_in_place, "divide_by_average": divide_by_average, "carry": carry,
+    "carry_in_module": carry_in_module, "keep": keep, "metrics": keep_metrics, "keep_input": keep_input,
+    "keep_alias": keep_alias, "running": average_where_it_is, "moved_in_loss": move_teacher_in_loss,
+    "tensor_count": count_in_tensor, "written_count": count_into_tensor, "penalty": penalise, "teacher": distil, "fail": fail_if_asked,
+    "fail_on_small": fail_on_small, "keep_then_fail": keep_then_fail, "toggle": toggle,
+}  # fmt: skip
+EAGER_TERMS: dict[str, Callable[[World, Tensor, Tensor, Tensor], Tensor]] = {
+    "log_item": log_item, "grow": grow, "keep_graph": keep_graph, "count": count_in_python,
+    "count_and_use": count_and_use, "random_loss": draw_in_loss, "fail_on_nan": fail_on_nan,
+    "gradient_penalty": penalise_gradient, "last_three": keep_last_three, "own_generator": draw_by_own_generator,
+    "write_batch": leave, "keep_view": keep_view, "keep_weight": keep_weight,
+    "keep_row_of_input": keep_row_of_input, "differentiated_input": differentiate_input,
+}  # fmt: skip
+ALL_TERMS = TERMS | EAGER_TERMS
+BY_FORM = ("smoothing", "weight", "tensor_weight")
+"""Terms that `make_loss_fn` handles itself."""
+
+
+@dataclass
+class Sample:
+    x: Tensor
+    y: Tensor
+    tokens: Tensor
+
+
+BATCHES: dict[str, tuple[Callable[..., Any], Callable[[Any], tuple[Tensor, Tensor, Tensor]]]] = {
+    "dict": (lambda x, y, t: {"x": x, "y": y, "t": t}, lambda b: (b["x"], b["y"], b["t"])),
+    "tuple": (lambda x, y, t: (x, y, t), lambda b: (b[0], b[1], b[2])),
+    "nested": (lambda x, y, t: {"in": [x, t], "kind": "plain", "y": y}, lambda b: (b["in"][0], b["y"], b["in"][1])),
+    "dataclass": (Sample, lambda b: (b.x, b.y, b.tokens)),
+}
+
+
+def get_loss(world: World, scale: Any, batch: Any) -> Any:
+    x, y, tokens = BATCHES[world.program.batch][1](batch)
+    if "write_batch" in world.program.terms:
+        x.mul_(0.5)
+    out = world.model(x, tokens)
+    smoothing = world.numbers["smoothing"] if "smoothing" in world.program.terms else 0.0
+    loss = F.cross_entropy(out, y, label_smoothing=smoothing) * scale
+    for term in world.terms:
+        loss = term(world, x, out, loss)
+    if "weight" in world.program.terms:
+        return loss, len(x)
+    if "tensor_weight" in world.program.terms:
+        return loss, (y >= 0).sum()
+    return loss
+
+
+class Trainer:
+    def __init__(self, world: World) -> None:
+        self.world, self.scale = world, 1.0
+
+    def get_loss(self, batch: Any) -> Any:
+        return get_loss(self.world, self.scale, batch)
+
+    __call__ = get_loss
+
+
+def make_loss_fn(world: World) -> Any:
+    """Return what gives the loss function of each step; its attribute `other` is another loss function."""
+    kind, trainer, factor = world.program.callable, Trainer(world), 1.0
+
+    def set_factor(value: float) -> None:
+        nonlocal factor
+        factor = trainer.scale = value
+
+    def loss_fn(batch: Any) -> Any:
+        return get_loss(world, factor, batch)
+
+    def other(batch: Any) -> Any:
+        x, y, tokens = BATCHES[world.program.batch][1](batch)
+        return world.model(x, tokens).square().mean()
+
+    world.set_in_closure = set_factor
+    made: dict[str, Callable[[int], Callable[[Any], Any]]] = {
+        "function": lambda step: loss_fn,
+        "lambda": lambda step: lambda batch: get_loss(world, factor, batch),
+        "partial": lambda step: functools.partial(get_loss, world, factor),
+        "method": lambda step: trainer.get_loss,
+        "object": lambda step: trainer,
+        "two": lambda step: other if step % 3 == 2 else loss_fn,
+    }
+    chosen: Any = made[kind]
+    chosen.other = other
+    return chosen
+
+
+CALLABLES = ("function", "lambda", "partial", "method", "object", "two")
+
+
+# --- options of hs.Step, and optimizers ---
+
+
+def make_schedule(world: World, kind: str) -> Any:
+    own = world.optimizers[0]
+    if kind == "cosine":
+        found: Any = hs.per_step(torch.optim.lr_scheduler.CosineAnnealingLR(own, T_max=8))
+    elif kind == "per_epoch":
+        found = hs.per_epoch(torch.optim.lr_scheduler.StepLR(own, 1, gamma=0.5))
+    elif kind == "plateau":
+        found = torch.optim.lr_scheduler.ReduceLROnPlateau(own, factor=0.5, patience=0)
+    else:
+        return lambda step: 1 / (1 + step)
+    return [found, *([None] * (len(world.optimizers) - 1))]
+
+
+SCHEDULES = ("cosine", "per_epoch", "plateau", "function_schedule")
+OPTIONS: dict[str, Callable[[World], dict[str, Any]]] = {
+    "clip": lambda world: {"clip_norm": 0.5},
+    "clip_value": lambda world: {"clip_norm": 0.1, "clip_type": "value"},
+    "accumulate": lambda world: {"accumulate": 3},
+    "ema": lambda world: {"ema_decay": 0.9},
+    "skip_spikes": lambda world: {"skip_spikes": True},
+    "rollback": lambda world: {
+        "guard": {"on_fault": "rollback", "snapshot_every": 3, "max_consecutive": 2, "margin": 1}
+    },
+    "one_graph": lambda world: {"max_graphs": 1},
+    "watch": lambda world: {"watch": 4},
+    "on_commit": lambda world: {"on_commit": lambda model: move_teacher(world)},
+    "on_gradients": lambda world: {"on_gradients": lambda model: halve_head(model, world)},
+    "capsules": lambda world: {"capsules": tempfile.mkdtemp()},
+    "second_step": lambda world: {},
+    **{kind: (lambda world, kind=kind: {"schedule": make_schedule(world, kind)}) for kind in SCHEDULES},
+}
+
+
+@torch.no_grad()
+def move_teacher(world: World) -> None:
+    read_kept(world)
+    if world.teacher is not None:
+        for own, new in zip(world.teacher.parameters(), world.model.parameters(), strict=False):
+            if own.shape == new.shape:
+                own.lerp_(new, 0.1)
+
+
+def read_kept(world: World) -> None:
+    """Note the tensors that loss_fn has kept in this step."""
+    if world.flags.get("commit raises"):
+        raise OSError("a hook fails")
+    tensors = {name: value for name, value in world.kept.items() if isinstance(value, Tensor)}
+    world.commits.append({name: float(value.detach().double().sum()) for name, value in tensors.items()})
+
+
+def halve_head(model: Any, world: World) -> None:
+    read_kept(world)
+    if model.head.weight.grad is not None:
+        model.head.weight.grad.mul_(0.5)
+
+
+class PlainSGD(torch.optim.Optimizer):
+    """An optimizer that halfstep does not know."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    weight.sub_(group["lr"] * weight.grad)
+
+
+def make_two(model: Model) -> list[torch.optim.Optimizer]:
+    first = [*model.inlet.parameters(), *model.layers.parameters()]
+    return [
+        torch.optim.AdamW(first, 2**-6, fused=True),
+        torch.optim.SGD(model.head.parameters(), 2**-5, momentum=0.9, fused=True),
+    ]
+
+
+OPTIMIZERS: dict[str, Callable[[Model], list[torch.optim.Optimizer]]] = {
+    "adamw": lambda model: [torch.optim.AdamW(model.parameters(), 2**-6, fused=True)],
+    "amsgrad": lambda model: [torch.optim.Adam(model.parameters(), 2**-6, amsgrad=True, fused=True)],
+    "sgd": lambda model: [torch.optim.SGD(model.parameters(), 2**-4, momentum=0.9, weight_decay=0.01, fused=True)],
+    "plain_fused_sgd": lambda model: [torch.optim.SGD(model.parameters(), 2**-4, fused=True)],
+    "two_optimizers": make_two,
+    "head_later": lambda model: [torch.optim.AdamW(model.head.parameters(), 2**-6, fused=True)],
+    "rmsprop": lambda model: [torch.optim.RMSprop(model.parameters(), 2**-7)],
+    "groups": lambda model: [
+        torch.optim.AdamW(
+            [
+                {"params": model.head.parameters(), "weight_decay": 0.1},
+                {"params": [*model.inlet.parameters(), *model.layers.parameters()], "lr": 2**-8},
+            ],
+            2**-6,
+            fused=True,
+        )
+    ],
+    "own": lambda model: [PlainSGD(model.parameters(), 2**-4)],
+}
+
+
+# --- actions: what users do between two steps ---
+
+
+def choose(world: World, number: int) -> nn.Parameter:
+    parameters = list(world.model.parameters())
+    return parameters[number % len(parameters)]
+
+
+@torch.no_grad()
+def write_weights(world: World, number: int) -> None:
+    weight = choose(world, number)
+    ways: list[Callable[[], object]] = [
+        lambda: weight.mul_(1.1), lambda: weight.data.add_(0.1), lambda: weight.copy_(weight * 0.9),
+        lambda: setattr(weight, "data", weight.data.clone() * 1.2), lambda: weight.fill_(0.1),
+        lambda: setattr(weight, "data", weight.data.t().contiguous().t()),
+    ]  # fmt: skip
+    ways[number % len(ways)]()
+
+
+def replace_parameter(world: World, number: int) -> None:
+    """Replace the head's bias by a new parameter, and tell the optimizer."""
+    old = world.model.head.bias
+    world.model.head.bias = new = nn.Parameter(old.detach() * 0.5)
+    for optimizer in world.optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [new if one is old else one for one in group["params"]]
+        optimizer.state.pop(old, None)
+
+
+def swap_module(world: World, number: int) -> None:
+    if not len(world.model.layers):
+        return
+    at = number % len(world.model.layers)
+    new = ["gelu", "layer_norm", "dropout", "linear"][number % 4]
+    world.model.layers[at] = ALL_LAYERS[new]()
+    if number % 3 == 0:
+        add_group(world, at)
+
+
+def add_group(world: World, number: int) -> None:
+    known = {id(p) for o in world.optimizers for group in o.param_groups for p in group["params"]}
+    new = [p for p in world.model.parameters() if id(p) not in known]
+    if new:
+        world.optimizers[0].add_param_group({"params": new})
+
+
+def add_hook(world: World, number: int) -> None:
+    head, inlet = world.model.head, world.model.inlet
+    ways: list[Callable[[], Any]] = [
+        lambda: head.register_forward_hook(lambda module, args, out: out * 0.5),
+        lambda: inlet.register_forward_pre_hook(lambda module, args: (args[0] + 0.1,)),
+        lambda: head.weight.register_hook(lambda gradient: gradient * 0.5),
+        lambda: head.register_full_backward_hook(lambda module, ins, outs: None),
+        lambda: head.weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5)),
+        lambda: head.register_forward_hook(lambda module, args, out: world.kept.update(hooked=out.detach())),
+        lambda: nn.modules.module.register_module_forward_hook(lambda module, args, out: None),
+        lambda: world.optimizers[0].register_step_post_hook(lambda *_: read_kept(world)),
+        lambda: world.optimizers[0].register_step_pre_hook(lambda *_: halve_head(world.model, world)),
+    ]
+    world.handles.append(ways[number % len(ways)]())
+
+
+def remove_hook(world: World, number: int) -> None:
+    if world.handles:
+        world.handles.pop(number % len(world.handles)).remove()
+
+
+def set_float(world: World, number: int) -> None:
+    global FACTOR
+    value = 1.0 + 0.3 * (number % 5)
+    value = [value, np.float32(value), np.float64(value), int(value) + 1, bool(number % 2)][number % 5]
+    world.numbers["beta"] = value
+    world.alpha = FACTOR = value
+    world.set_in_closure(value)
+    world.tensor = torch.full((), float(value)) if number % 2 else world.tensor.mul_(1.5)
+    for layer in world.find(Layer):
+        if hasattr(layer, "scale"):
+            layer.scale = value
+
+
+def anneal(world: World, number: int) -> None:
+    """Change floats at every step from now on."""
+    world.saved["annealed"] = number
+
+
+def set_clamp(world: World, number: int) -> None:
+    world.numbers["limit"], world.numbers["power"] = 0.5 + number % 3, 1.0 + (number % 4) / 2
+
+
+def set_flags(world: World, number: int) -> None:
+    world.flags["is_late"] = bool(number % 2)
+    for layer in world.find(Layer):
+        if hasattr(layer, "is_on"):
+            layer.is_on = bool(number % 3)
+
+
+def set_backend(world: World, number: int) -> None:
+    cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
+    if number % 4 == 0:
+        cudnn.benchmark = not cudnn.benchmark
+    elif number % 4 == 1:
+        torch.use_deterministic_algorithms(not torch.are_deterministic_algorithms_enabled())
+    elif number % 4 == 2:
+        mkldnn.enabled = not mkldnn.enabled
+    else:
+        cudnn.deterministic = not cudnn.deterministic
+
+
+def freeze(world: World, number: int) -> None:
+    weight = choose(world, number)
+    weight.requires_grad_(not weight.requires_grad)
+
+
+def freeze_layer(world: World, number: int) -> None:
+    world.model.inlet.requires_grad_(number % 2 == 0)
+
+
+def load_model(world: World, number: int) -> None:
+    if "model" in world.saved and number % 3 and set(world.saved["model"]) == set(world.model.state_dict()):
+        world.model.load_state_dict(world.saved["model"], assign=number % 3 == 2 and number > 9)
+    else:
+        world.saved["model"] = copy.deepcopy(world.model.state_dict())
+
+
+def load_optimizer(world: World, number: int) -> None:
+    optimizer = world.optimizers[0]
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    if number % 2:
+        for own in optimizer.state.values():
+            own.update({name: value * 0.5 for name, value in own.items() if name.startswith(("exp", "mom"))})
+
+
+def load_step(world: World, number: int) -> None:
+    if "step" in world.saved and number % 3:
+        world.step.load_state_dict(world.saved["step"])
+    else:
+        world.saved["step"] = copy.deepcopy(world.step.state_dict())
+
+
+def set_rate(world: World, number: int) -> None:
+    """Write learning rates that fp32 holds exactly: a captured step reads them from an fp32 tensor."""
+    if any(kind in world.program.options for kind in SCHEDULES):
+        return
+    for optimizer in world.optimizers:
+        optimizer.param_groups[-1]["lr"] = 2.0 ** -(4 + number % 4)
+
+
+def set_decay(world: World, number: int) -> None:
+    for group in world.optimizers[-1].param_groups:
+        ways = {"weight_decay": 0.1 * (number % 3), "momentum": 0.5 + 0.1 * (number % 3), "betas": (0.8, 0.99)}
+        name = list(ways)[number % 3]
+        if name in group:
+            group[name] = ways[name]
+
+
+def set_training(world: World, number: int) -> None:
+    if number % 3 == 0:
+        world.model.train(not world.model.training)
+    else:
+        modules = list(world.model.modules())
+        one = modules[number % len(modules)]
+        one.train(not one.training)
+
+
+def set_dropout(world: World, number: int) -> None:
+    for layer in world.find(nn.Dropout):
+        layer.p = 0.1 * (number % 5)
+    for layer in world.find(nn.BatchNorm1d):
+        layer.momentum = 0.1 * (1 + number % 3)
+    for layer in world.find(nn.LayerNorm):
+        layer.eps = 10.0 ** -(3 + number % 3)
+
+
+def set_smoothing(world: World, number: int) -> None:
+    value = 0.1 * (number % 4)
+    world.numbers["smoothing"] = np.float32(value) if number % 2 else value
+
+
+def set_rows(world: World, number: int) -> None:
+    world.rows = ROWS + number % 4 - 1
+
+
+def shorten(world: World, number: int) -> None:
+    world.spoiled = ["one_row", "short_window", "no_rows"][number % 3]
+
+
+def set_dtype(world: World, number: int) -> None:
+    world.dtype = [torch.float32, torch.float64, torch.float16][number % 3]
+
+
+def spoil(world: World, number: int) -> None:
+    world.spoiled = ["nan", "inf", "nan_row", "label", "token", "huge", "ignored"][number % 7]
+
+
+def spoil_weight(world: World, number: int) -> None:
+    """Let one step begin with an infinite weight, which the user repairs afterwards."""
+    weight = choose(world, number)
+    with torch.no_grad():
+        world.saved["repaired"] = weight, weight.clone()
+        weight.view(-1)[0] = float("inf")
+
+
+def fail_once(world: World, number: int) -> None:
+    world.flags["interrupts" if number % 3 == 0 else "raises"] = True
+
+
+def fail_in_commit(world: World, number: int) -> None:
+    world.flags["commit raises"] = True
+
+
+def replace_state(world: World, number: int) -> None:
+    """Replace tensors in the state of an optimizer."""
+    for own in world.optimizers[0].state.values():
+        own.update({name: value * 0.5 for name, value in own.items() if name.startswith(("exp", "mom", "square"))})
+
+
+def write_state(world: World, number: int) -> None:
+    for own in world.optimizers[0].state.values():
+        for name, value in own.items():
+            if isinstance(value, Tensor) and name != "step":
+                value.zero_()
+
+
+def use_uneven_batches(world: World, number: int) -> None:
+    world.saved["uneven"] = True
+
+
+def set_default_dtype(world: World, number: int) -> None:
+    """Change what torch makes of Python numbers, as users of fp64 do."""
+    torch.set_default_dtype(torch.float64 if number % 2 else torch.float32)
+
+
+def set_tensor_rate(world: World, number: int) -> None:
+    if not any(kind in world.program.options for kind in SCHEDULES):
+        world.optimizers[0].param_groups[0]["lr"] = torch.tensor(2.0**-7)
+
+
+def fail_in_a_layer(world: World, number: int) -> None:
+    def fail(module: nn.Module, arguments: Any) -> None:
+        raise RuntimeError("a hook fails")
+
+    world.saved["once"] = world.model.head.register_forward_pre_hook(fail)
+
+
+def reset_state(world: World, number: int) -> None:
+    with torch.no_grad():
+        if number % 3 == 0:
+            world.kept.pop("hidden", None)
+        elif number % 3 == 1 and isinstance(world.kept.get("hidden"), Tensor):
+            world.kept["hidden"].zero_()
+        for value in world.model.buffers() if number % 3 == 2 else ():
+            value.zero_()
+
+
+def write_kept(world: World, number: int) -> None:
+    """Write into tensors that loss_fn has kept."""
+    for value in world.kept.values():
+        if isinstance(value, Tensor) and value.is_floating_point() and not value.requires_grad:
+            value.mul_(0.5)
+
+
+def replace_buffers(world: World, number: int) -> None:
+    for layer in world.model.modules():
+        for name, value in list(layer.named_buffers(recurse=False)):
+            setattr(layer, name, value.clone())
+
+
+def validate(world: World, number: int) -> None:
+    was_training = world.model.training
+    world.model.eval()
+    averaged = world.step.averaged() if "ema" in world.program.options and number % 2 else contextlib.nullcontext()
+    with torch.inference_mode() if number % 3 == 0 else torch.no_grad(), averaged:
+        value = world.model(torch.ones(3, INPUTS), torch.zeros(3, dtype=torch.long)).mean()
+    world.recent[0] = world.recent[0] * 0.5 + float(value)
+    world.model.train(was_training)
+    if "plateau" in world.program.options:
+        world.step.validated(float(value))
+
+
+def end_epoch(world: World, number: int) -> None:
+    world.step.epoch_ended()
+
+
+def seed(world: World, number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
+def clear_gradients(world: World, number: int) -> None:
+    if number % 2:
+        world.optimizers[0].zero_grad(set_to_none=number % 4 == 1)
+    else:
+        for weight in world.model.parameters():
+            weight.grad = torch.full_like(weight, 3.0)
+
+
+def train_elsewhere(world: World, number: int) -> None:
+    """Let the user's own code run backward through the model."""
+    world.model(torch.ones(3, INPUTS), torch.zeros(3, dtype=torch.long)).sum().backward()
+
+
+def use_static_batch(world: World, number: int) -> None:
+    world.static = () if world.static is None else None
+
+
+def split_call(world: World, number: int) -> None:
+    """Make the next step by compute() and commit()."""
+    world.saved["split"] = True
+
+
+def finish(world: World, number: int) -> None:
+    world.step.finish()
+
+
+def copy_model(world: World, number: int) -> None:
+    """Deep-copy, as users do who keep the best model."""
+    world.saved["best"] = copy.deepcopy(world.model.state_dict())
+    if number % 2:
+        copy.deepcopy(world.model)
+
+
+ACTIONS: dict[str, Callable[[World, int], None]] = {
+    function.__name__: function
+    for function in (
+        write_weights, replace_parameter, swap_module, add_group, add_hook, remove_hook, set_float, anneal, set_clamp,
+        set_flags, set_backend, freeze, freeze_layer, load_model, load_optimizer, load_step, set_rate, set_decay,
+        set_training, set_dropout, set_smoothing, set_rows, shorten, set_dtype, spoil, spoil_weight, fail_once,
+        fail_in_a_layer, fail_in_commit, replace_state, write_state, use_uneven_batches, set_default_dtype,
+        set_tensor_rate, reset_state, write_kept, replace_buffers, validate, end_epoch, seed, clear_gradients,
+        train_elsewhere, use_static_batch, split_call, finish, copy_model,
+    )
+}  # fmt: skip
