@@ -385,7 +385,9 @@ class FastPath:
             self._check_compiler(graph, attempt)
         if level.num_replays % LOOK_EVERY:
             return
-        if not self.why_not_compiled and level is self.level and self._is_worth_compiling(attempt.traced):
+        # Where a hook runs, trying would run it many times.
+        can_try = not self.why_not_compiled and level is self.level and not self._find_eager_commit()
+        if can_try and self._is_worth_compiling(attempt.traced):
             self._try_compiled(key, graph, attempt)
         elif (self.in_steps_s - level.checked_s) * CHECK_SHARE > level.check_s:
             self._check_again(level, graph, attempt)
