@@ -3,8 +3,7 @@
     step.py               hs.Step and its outcomes, rollback
     arguments.py          validate and normalise its arguments
     loss.py               checks of the user's loss function and of what it writes into
-    schedule_argument.py  schedules of users' loops: per step, per epoch, plateau
-    following.py          the user's scheduler object, which follows committed steps
+    schedule_argument.py  schedules of users' loops, and their schedulers, which follow
 
 Fast path, in reading order (docs/captured_steps.md):
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from halfstep.own_loop.windows import Key
 from halfstep.step.step import Step
 
-NOT_SETTINGS = ("params", "lr", "initial_lr", "param_names", "swa_lr")
+NOT_SETTINGS = ("params", "lr", "initial_lr", "param_names", "swa_lr", "capturable")
 CYCLED = ("momentum", "betas")  # what a schedule may change at every step: graphs that hold it read a tensor
 
 

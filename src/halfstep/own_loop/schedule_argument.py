@@ -9,10 +9,12 @@ a list of these                       one for each optimizer; None leaves that o
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import copyreg
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -21,7 +23,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.own_loop.following import Following, Link, Twin, count_steps
 from halfstep.step.schedule import Curve, Plateau, Schedule, copy_scheduler
 from halfstep.step.step_state import make_rates_plain
 from halfstep.step.tables import Rates, check_finite, check_rate, explain_no_rate, read_base_rate
@@ -58,18 +59,58 @@ def per_epoch(schedule: LRScheduler | Schedule) -> Paced:
     return Paced(schedule, "epoch")
 
 
-@dataclass(slots=True)
+class Following(LRScheduler):
+    """What the class of the user's scheduler gets in front of its own methods: code that stores it stays right.
+
+    hs.Step reads rates from a copy of the scheduler and never calls the `step()` of the user's object. Its fields come
+    from a second copy, which is moved to the count of committed steps when they are needed: reading an attribute takes
+    the count that the guard knows, up to two steps late, and waits for nothing; `state_dict()` and `get_last_lr()` wait
+    for the device and are exact. So steps pay nothing.
+
+    The object's class is replaced by a subclass made for it. Attributes set on the object itself would be stored by
+    `state_dict()`, which returns its `__dict__`."""
+
+    _halfstep_driven: Driven
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("__"):
+            type(self)._halfstep_driven.show(is_exact=name in ("state_dict", "get_last_lr"))
+        return super().__getattribute__(name)
+
+    def get_last_lr(self) -> list[Any]:
+        return [rate * type(self)._halfstep_driven.schedules.cut for rate in super().get_last_lr()]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        driven = type(self)._halfstep_driven
+        with driven.pause():
+            super().load_state_dict(state_dict)
+            driven.is_loaded = True
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy and pickle it as an object of its own class, which follows nothing."""
+        driven = type(self)._halfstep_driven
+        driven.show(is_exact=True)
+        # Not copyreg.__newobj__: pickle refuses to call it for another class.
+        return copyreg._reconstructor, (driven.own_class, object, None), self.__getstate__()  # type: ignore[attr-defined]
+
+
+@dataclass(slots=True, eq=False)
 class Driven:
+    """The schedule of one optimizer, and the user's scheduler and optimizer, which show where it is."""
+
+    schedules: LoopSchedules
     optimizer: Optimizer
     every: Literal["step", "epoch", "validation"]
-    absolute: Callable[[int], Sequence[float]]  # count since `start` -> the rate of each group, then cycled momenta
+    absolute: Curve | Plateau | Callable[[int], Sequence[float]]
+    """Count since `start` -> the rate of each group, then cycled momenta."""
     scheduler: Any = None
-    curve: Curve | None = None
-    plateau: Plateau | None = None
-    twin: Twin | None = None
-    link: Link | None = None
+    own_class: type[Any] = LRScheduler  # of the user's scheduler
     start: int = 0  # committed steps, or epochs, at the position that the scheduler was given or loaded with
     first: int = 0  # that position, as the scheduler counts
+    is_loaded: bool = False  # the user has loaded a state, and the step has not taken over its position yet
+    _is_paused: bool = False
+    _fields: dict[str, Any] = field(default_factory=dict)
+    counts: tuple[int, ...] = ()  # of the fields that were shown last; empty if they have to be shown again
 
     @property
     def kind(self) -> str:
@@ -78,20 +119,74 @@ class Driven:
 
     @property
     def cycles(self) -> bool:
-        return self.curve is not None and self.curve.cycles
+        return isinstance(self.absolute, Curve) and self.absolute.cycles
+
+    @property
+    def is_stepped_by_hand(self) -> bool:
+        return bool(self.counts) and not self.is_loaded and count_steps(self._fields) != self.counts
 
     def restart(self, rates: Sequence[float] | None = None) -> None:
         """Follow the scheduler from its present position on; `rates` replace those in the optimizer's groups."""
         origin, stand_in = copy_scheduler(self.scheduler)
         for group, rate in zip(stand_in.param_groups, rates or (), strict=False):
             group["lr"] = float(rate)
-        self.first = max(count_steps(vars(origin)))
-        if self.every == "validation":
-            self.plateau = plateau = Plateau(origin)
-            self.absolute = lambda _: plateau.rates()
-        else:
-            self.curve = self.absolute = Curve(origin)
-            self.twin = Twin(origin)
+        self.absolute = Plateau(origin) if self.every == "validation" else Curve(origin)
+        self._fields = vars(self.scheduler)  # looked up once: through its new class it takes a microsecond
+        self.counts, self.is_loaded = count_steps(self._fields), False
+        self.first = max(self.counts)
+
+    def follow(self) -> None:
+        """Let the user's scheduler and the optimizer's state show where training is."""
+        self.optimizer.register_state_dict_post_hook(self._show_in_state)
+        if self.scheduler is None:
+            return
+        # An earlier step may have driven it.
+        found = type(self.scheduler)
+        own = self.own_class = found._halfstep_driven.own_class if issubclass(found, Following) else found
+        names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "_halfstep_driven": self}
+        self.scheduler.__class__ = type(own.__name__, (Following, own), names)
+
+    def show(self, *, is_exact: bool = False) -> Any:
+        """Copy the fields of the twin, if it has moved. Return the twin; None if a state was loaded, or if the user has
+        stepped the scheduler, which the next step refuses."""
+        if self._is_paused or self.is_loaded or self.is_stepped_by_hand:
+            return None
+        assert isinstance(self.absolute, Curve | Plateau)
+        with self.pause():
+            twin = self.absolute.move(self.schedules.count(self, is_exact=is_exact) - self.start)
+            if count_steps(vars(twin)) != self.counts:
+                try:
+                    self.own_class.load_state_dict(self.scheduler, copy.deepcopy(twin.state_dict()))
+                except AttributeError:  # LambdaLR cannot store a method of a list, for example
+                    self._fields.update(last_epoch=twin.last_epoch, _last_lr=twin.get_last_lr())
+                self.counts = count_steps(self._fields)
+        return twin
+
+    @contextlib.contextmanager
+    def pause(self) -> Any:
+        """Let attributes be read and written as they are inside."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def _show_in_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Store what a plain loop would: the rates and momenta of the next step, as numbers. Groups hold those of the
+        last one, in tensors if captured steps read them."""
+        state = make_rates_plain(state)
+        is_newest = getattr(optimizer, DRIVEN_BY, None) is self.schedules
+        twin = self.show(is_exact=True) if self.scheduler is not None and is_newest else None
+        for own, then in zip(state["param_groups"], twin.optimizer.param_groups if twin else (), strict=False):
+            own["lr"] = then["lr"] * self.schedules.cut
+            own.update({name: then[name] for name in ("betas", "momentum") if self.cycles and name in own})
+        return state
+
+
+def count_steps(fields: dict[str, Any]) -> tuple[int, ...]:
+    """Return how often a scheduler was stepped, by its attributes, and each scheduler of a chain."""
+    inner = fields.get("_schedulers", ())
+    return (fields.get("last_epoch", 0), *(count for one in inner for count in count_steps(vars(one))))
 
 
 class LoopSchedules:
@@ -99,7 +194,7 @@ class LoopSchedules:
         self.optimizers, self.epochs = list(optimizers), 0
         self.hints: list[str] = []
         self.driven = [self._drive(one, optimizer) for optimizer, one in _assign_to_optimizers(given, optimizers)]
-        self.committed: Tensor | None = None
+        self.committed = torch.zeros(())  # a step's count, from `follow` on
         self.num_committed = 0
         """The committed steps as far as the host knows without a wait."""
         self.rates = self._make_rates(device) if self.driven else None
@@ -109,43 +204,42 @@ class LoopSchedules:
     def _drive(self, given: Any, optimizer: Optimizer) -> Driven:
         inner, every = _unwrap(given), given.every if isinstance(given, Paced) else "step"
         if isinstance(inner, LRScheduler):
-            driven = Driven(optimizer, every, lambda _: (), inner)
-            driven.every = "validation" if isinstance(inner, ReduceLROnPlateau) else every
+            pace = "validation" if isinstance(inner, ReduceLROnPlateau) else every
+            driven = Driven(self, optimizer, pace, lambda _: (), inner)
             driven.restart(inner.get_last_lr() if isinstance(inner, Following) else None)  # of an earlier step
-            if driven.curve is not None and not isinstance(given, Paced) and not isinstance(inner, BY_BATCH):
-                self.hints += _hint_at_epochs(inner, driven.curve)
+            if isinstance(driven.absolute, Curve) and not isinstance(given, Paced) and not isinstance(inner, BY_BATCH):
+                self.hints += _hint_at_epochs(inner, driven.absolute)
             return driven
         bases = [read_base_rate(group) for group in optimizer.param_groups]
         self.hints += _hint_at_multiples(inner, AHEAD if every == "step" else 10, max(bases))
-        return Driven(optimizer, every, lambda count: _multiply(bases, inner(count)))
+        return Driven(self, optimizer, every, lambda count: _multiply(bases, inner(count)))
 
     def _make_rates(self, device: torch.device) -> Rates:
-        groups = [(one, position) for one in self.driven for position in range(len(one.optimizer.param_groups))]
-        schedules = [_make_group_schedule(driven, position) for driven, position in groups]
-        momenta = {
-            number: _make_group_schedule(driven, len(driven.optimizer.param_groups) + position)
-            for number, (driven, position) in enumerate(groups)
-            if driven.cycles
-        }
-        optimizers, ones = [driven.optimizer for driven in self.driven], [1.0] * len(groups)
-        dtype = torch.float64 if device.type == "cpu" else torch.float32
-        rates = Rates(optimizers, schedules, device, base=ones, chunk=AHEAD, dtype=dtype, momenta=momenta)
-        self.rates = rates
-        self._write_rates()
+        schedules = [_make_group_schedule(driven, position) for driven, position in self._list_rows()]
+        optimizers = [driven.optimizer for driven in self.driven]
+        cycled = [driven.optimizer for driven in self.driven if driven.cycles]
+        dtype, ones = torch.float64 if device.type == "cpu" else torch.float32, [1.0] * len(schedules)
+        rates = Rates(optimizers, schedules, device, base=ones, chunk=AHEAD, dtype=dtype, cycled=cycled)
+        rates.set_by_host(self._list_by_host())
         return rates
 
+    def _list_rows(self) -> list[tuple[Driven, int]]:
+        """Return the rows of the tables, the rates of all groups and then the cycled momenta: each one's schedule, and
+        its position among the values of that schedule."""
+        sizes = [(driven, len(driven.optimizer.param_groups)) for driven in self.driven]
+        rates = [(driven, position) for driven, num in sizes for position in range(num)]
+        return rates + [(driven, num + k) for driven, num in sizes if driven.cycles for k in range(num)]
+
+    def _list_by_host(self) -> list[float | None]:
+        """Return the rows that do not follow steps; None for the others."""
+        asked = {id(one): self._ask(one, self.epochs) for one in self.driven if one.every != "step"}
+        return [asked[id(one)][position] if id(one) in asked else None for one, position in self._list_rows()]
+
     def _write_rates(self) -> None:
-        """Hand the tables the rates that do not follow steps."""
+        """Hand the tables and the groups the rates that do not follow steps."""
         assert self.rates is not None
-        rates: list[float | None] = []
-        momenta: list[float | None] = []
-        for driven in self.driven:
-            num = len(driven.optimizer.param_groups)
-            by_steps = [None] * num * (2 if driven.cycles else 1)
-            own = by_steps if driven.every == "step" else self._ask(driven, self.epochs)
-            rates += own[:num]
-            momenta += own[num:]
-        self.rates.set_by_host([*rates, *momenta])
+        self.rates.set_by_host(self._list_by_host())
+        self.rates.show_by_host()
 
     def _ask(self, driven: Driven, epochs: int) -> Sequence[float]:
         try:
@@ -164,7 +258,6 @@ class LoopSchedules:
         self.refuse_written_rates()
         self.epochs += 1
         self._write_rates()
-        self._show_rates()
 
     def validated(self, metric: float) -> None:
         if not self.has_any("validation"):
@@ -174,15 +267,9 @@ class LoopSchedules:
                 fix="schedule=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, ...), or no call of validated()",
             )
         self.refuse_written_rates()
-        for driven in self.driven:
-            if driven.plateau is not None:
-                driven.plateau.observe(float(metric))
+        for plateau in self._list_plateaus():
+            plateau.observe(float(metric))
         self._write_rates()
-        self._show_rates()
-
-    def _show_rates(self) -> None:
-        assert self.rates is not None
-        self.rates.show_by_host()
 
     def has_any(self, *kinds: str) -> bool:
         return any(driven.every in kinds for driven in self.driven)
@@ -195,9 +282,7 @@ class LoopSchedules:
         for optimizer in self.optimizers:
             setattr(optimizer, DRIVEN_BY, self)
         for driven in self.driven:
-            driven.optimizer.register_state_dict_post_hook(self._show_in_state)
-            if driven.scheduler is not None:
-                driven.link = Link(driven.scheduler, partial(self._find_twin, driven), self._read_cut)
+            driven.follow()
 
     def note(self, committed: int) -> None:
         """Take the count of a step that the host has read."""
@@ -205,42 +290,17 @@ class LoopSchedules:
 
     def go_back(self) -> None:
         """Read the count again, after a rollback or a load."""
-        if self.committed is not None:
-            self.num_committed = int(self.committed)
+        self.num_committed = int(self.committed)
 
-    def _count(self, driven: Driven, *, is_exact: bool) -> int:
+    def count(self, driven: Driven, *, is_exact: bool = True) -> int:
         """Return the count that a schedule follows; an exact one waits for the steps in flight."""
         if driven.every == "step" and is_exact:
             self.go_back()
         return self.num_committed if driven.every == "step" else self.epochs
 
-    def _find_twin(self, driven: Driven, is_exact: bool) -> tuple[object, Any]:
-        if driven.plateau is not None:
-            return (driven.plateau, driven.plateau.num_changes), driven.plateau.twin
-        assert driven.twin is not None
-        count = self._count(driven, is_exact=is_exact) - driven.start
-        return (driven.twin, count), driven.twin.move(count)
-
-    def _read_cut(self) -> float:
-        return 1.0 if self.rates is None else self.rates.cut
-
-    def _show_in_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Store what a plain loop would: the rates and momenta of the next step, as numbers. Groups hold those of the
-        last one, in tensors if captured steps read them."""
-        state = make_rates_plain(state)
-        for driven in self.driven if getattr(optimizer, DRIVEN_BY, None) is self else ():
-            if driven.optimizer is not optimizer or driven.link is None:
-                continue
-            twin = driven.link.show(is_exact=True)
-            groups = [] if twin is None else twin.optimizer.param_groups
-            for own, then in zip(state["param_groups"], groups, strict=False):
-                own["lr"] = then["lr"] * self._read_cut()
-                own.update({name: then[name] for name in ("betas", "momentum") if driven.cycles and name in own})
-        return state
-
     @property
-    def has_loaded(self) -> bool:
-        return any(driven.link is not None and driven.link.is_loaded for driven in self.driven)
+    def cut(self) -> float:
+        return 1.0 if self.rates is None else self.rates.cut
 
     def take_loaded(self, optimizers: Sequence[Optimizer]) -> None:
         """Go on from states that the user's code has loaded into schedulers, and into these optimizers."""
@@ -248,14 +308,12 @@ class LoopSchedules:
             return
         self.rates.refuse_new_groups()
         for driven in self.driven:
-            is_loaded = any(driven.optimizer is one for one in optimizers)
+            is_new = any(driven.optimizer is one for one in optimizers)
             # A plateau follows the rates in the groups, as in a plain loop.
-            is_moved = driven.link is not None and (driven.link.is_loaded or is_loaded and driven.plateau is not None)
-            if driven.link is not None and is_moved:
-                driven.start = self._count(driven, is_exact=True)
-                driven.restart(None if is_loaded else getattr(driven.scheduler, "_last_lr", None))
-                driven.link.take_over()
-            elif is_loaded:
+            if driven.is_loaded or is_new and isinstance(driven.absolute, Plateau):
+                driven.start = self.count(driven)
+                driven.restart(None if is_new else getattr(driven.scheduler, "_last_lr", None))
+            elif is_new:
                 self._refuse_other_rates(driven)
         self.rates.find_groups_again()
         self.rates.fill_again()
@@ -263,8 +321,8 @@ class LoopSchedules:
 
     def _refuse_other_rates(self, driven: Driven) -> None:
         """Refuse an optimizer's loaded state whose rate is not the schedule's: where the schedule was is not in it."""
-        count = self._count(driven, is_exact=True)
-        own = [rate * self._read_cut() for rate in self._ask(driven, count)]
+        count = self.count(driven)
+        own = [rate * self.cut for rate in self._ask(driven, count)]
         loaded = [float(group["lr"]) for group in driven.optimizer.param_groups]
         is_equal = all(math.isclose(*pair, rel_tol=1e-5) for pair in zip(own, loaded, strict=False))
         if not is_equal if driven.scheduler is not None else count == 0 and driven.optimizer.state:
@@ -279,7 +337,7 @@ class LoopSchedules:
     def refuse_written_rates(self) -> None:
         """Refuse a scheduler that was stepped, or a learning rate that was written, by the user's loop as well."""
         for driven in self.driven:
-            if driven.link is not None and driven.link.is_stepped_by_hand:
+            if driven.is_stepped_by_hand:
                 instead = {
                     "step": "the step moves it on by itself",
                     "epoch": "call step.epoch_ended() instead",
@@ -294,7 +352,7 @@ class LoopSchedules:
             self.rates.refuse_written_rates()
 
     def state_dict(self) -> dict[str, Any]:
-        plateaus = [driven.plateau.state_dict() for driven in self.driven if driven.plateau]
+        plateaus = [plateau.state_dict() for plateau in self._list_plateaus()]
         # How far each scheduler is ahead of this step's count: it may have begun in an earlier process.
         ahead = [driven.first - driven.start for driven in self.driven]
         return {"kinds": self.kinds, "epochs": self.epochs, "plateaus": plateaus, "ahead": ahead}
@@ -314,15 +372,9 @@ class LoopSchedules:
                 fix="make the step with the schedule= it was saved with; to start the new one at epoch 0 anyway: "
                 'step.load_state_dict(state | {"schedules": {}})',
             )
-        own, stored = sum(d.plateau is not None for d in self.driven), len(state["plateaus"])
-        if own != stored:
-            raise CheckpointError(
-                f"the state holds {stored} ReduceLROnPlateau, this step {own}",
-                fix="make the step with the schedule= it was saved with",
-            )
         for driven, start in zip(self.driven, self._find_starts(state), strict=True):
             count = (committed if driven.every == "step" else int(state["epochs"])) - start
-            if driven.curve is not None and count < 0:
+            if isinstance(driven.absolute, Curve) and count < 0:
                 raise CheckpointError(
                     f"{type(driven.scheduler).__name__} is at {driven.first}, the state at {driven.first + count}",
                     why="a scheduler cannot step back",
@@ -336,14 +388,15 @@ class LoopSchedules:
         self.go_back()
         for driven, start in zip(self.driven, self._find_starts(state), strict=True):
             driven.start = start
+            driven.counts = ()
+        for plateau, stored in zip(self._list_plateaus(), state.get("plateaus", ()), strict=bool(state)):
+            plateau.load_state_dict(stored)
         if self.rates is not None:
             self.rates.fill_again()
-        plateaus = [driven.plateau for driven in self.driven if driven.plateau is not None]
-        for plateau, stored in zip(plateaus, state.get("plateaus", ()), strict=bool(state)):
-            plateau.load_state_dict(stored)
-        if self.driven:
             self._write_rates()
-            self._show_rates()
+
+    def _list_plateaus(self) -> list[Plateau]:
+        return [driven.absolute for driven in self.driven if isinstance(driven.absolute, Plateau)]
 
 
 def _make_group_schedule(driven: Driven, position: int) -> Schedule:

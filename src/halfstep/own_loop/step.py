@@ -202,7 +202,6 @@ class Step:
         refuse_unrelated_optimizers(model, optimizers)
         self._schedules = LoopSchedules(schedule, optimizers, device)
         apply(plan, model, casts_storage=False)
-        self._makes_capturable = fast != "off"
         changed = make_capturable(optimizers, self._schedules.rates) if fast != "off" else []
         if memory == "low":
             recompute_repeated_blocks(model)
@@ -344,9 +343,9 @@ class Step:
     def _take_loaded(self) -> None:
         """Go on from states that the user's code has loaded into optimizers and schedulers since the last step."""
         loaded = [committer.optimizer for committer in self._step.committers if committer.has_new_groups]
-        if not loaded and not self._schedules.has_loaded:
+        if not loaded and not any(driven.is_loaded for driven in self._schedules.driven):
             return
-        if self._makes_capturable:  # a state may be of an optimizer in another form, which the groups take over
+        if self._fast.asked != "off":  # a state may be of an optimizer in another form, which the groups take over
             make_capturable(loaded, self._schedules.rates)
         self._schedules.take_loaded(loaded)
         for committer in self._step.committers:

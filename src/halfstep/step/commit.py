@@ -181,9 +181,7 @@ class Committer:
         self.writes_momentum = is_cycled and not self.reads_betas
         """True if a schedule cycles its momentum, and its kernels take that as a number from the host."""
         if rates is not None and self.takes_tensor_lr:
-            rates.bind(optimizer)
-        if rates is not None and self.reads_betas:
-            rates.bind_betas(optimizer)
+            rates.bind(optimizer, betas=self.reads_betas)
 
     @property
     def has_new_groups(self) -> bool:

@@ -8,6 +8,7 @@ follows the validation metric: the host writes its rates.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import copy
 import math
 import warnings
@@ -123,6 +124,7 @@ class Curve:
 
     def __init__(self, scheduler: LRScheduler) -> None:
         self.twin, self.stand_in = copy_scheduler(scheduler)
+        self.origin, self.moved, self.count = scheduler, copy_scheduler(scheduler)[0], 0
         self.cycles = cycles_momentum(scheduler)
         self.rates = [read_rates(self.stand_in, momenta=self.cycles)]
 
@@ -133,27 +135,40 @@ class Curve:
             self.rates.append(read_rates(self.stand_in, momenta=self.cycles))
         return self.rates[count]
 
+    def move(self, count: int) -> Any:
+        """Return a copy of the scheduler that is exactly at this count."""
+        if count < self.count:  # after a rollback: schedulers cannot step back
+            self.moved, self.count = copy_scheduler(self.origin)[0], 0
+        while self.count < count:
+            self.count += 1
+            with contextlib.suppress(Exception):  # past its end, which the step refuses once it needs a rate there
+                step_copy(self.moved)
+        return self.moved
+
 
 class Plateau:
     """Follow a ReduceLROnPlateau: torch's code decides when to cut, the step reads the rates."""
 
     def __init__(self, scheduler: ReduceLROnPlateau) -> None:
         self.twin, self.stand_in = copy_scheduler(scheduler)
-        self.num_changes = 0
 
     def observe(self, metric: float) -> None:
         self.twin.step(metric)
-        self.num_changes += 1
 
     def rates(self) -> list[float]:
         return read_rates(self.stand_in)
+
+    def __call__(self, count: int) -> list[float]:
+        return self.rates()
+
+    def move(self, count: int) -> Any:
+        return self.twin
 
     def state_dict(self) -> dict[str, Any]:
         return {"scheduler": self.twin.state_dict(), "rates": self.rates()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.twin.load_state_dict(state["scheduler"])
-        self.num_changes += 1
         for group, stored in zip(self.stand_in.param_groups, state["rates"], strict=True):
             group["lr"] = float(stored)
 
@@ -238,7 +253,7 @@ def make_groups_plain(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for group in plain:
         if isinstance(group.get("lr"), torch.Tensor):
             group["lr"] = float(group["lr"])
-        first, *others = group.get("betas", (0.0,))
-        if isinstance(first, torch.Tensor) and not any(isinstance(one, torch.Tensor) for one in others):
-            group["betas"] = (float(first), *others)
+        betas = group.get("betas")  # custom optimizers may have others, or None
+        if isinstance(betas, tuple) and [isinstance(beta, torch.Tensor) for beta in betas] == [True, False]:
+            group["betas"] = (float(betas[0]), betas[1])
     return plain

@@ -194,7 +194,7 @@ class Rates(Tabulated):
         base: Sequence[float] | None = None,
         chunk: int | None = None,
         dtype: torch.dtype = torch.float32,
-        momenta: Mapping[int, Schedule] | None = None,
+        cycled: Sequence[Optimizer] = (),
     ) -> None:
         """Follow one schedule for all groups, or one per group; `base` replaces the groups' own rates as the
         multiplicand.
@@ -204,22 +204,21 @@ class Rates(Tabulated):
         """
         self.optimizers = list(optimizers)
         groups = self._list_groups()
-        self.sizes = [len(optimizer.param_groups) for optimizer in self.optimizers]
-        if len(schedules) not in (1, len(groups)):
+        positions = [position for optimizer in cycled for position, _ in self._find_groups(optimizer)]
+        self.momentum_rows = {position: len(groups) + row for row, position in enumerate(positions)}
+        """The row of each group whose momentum is cycled, by the group's position."""
+        if len(schedules) - len(positions) not in (1, len(groups)):
             raise ConfigError(
                 f"{len(schedules)} schedules for {len(groups)} parameter groups",
                 fix="give one schedule, or one for each group",
             )
         each = list(schedules) * (len(groups) if len(schedules) == 1 else 1)
-        self.momentum_rows = {position: len(groups) + row for row, position in enumerate(momenta or {})}
-        """The row of each group whose momentum is cycled, by the group's position."""
-        own = base or [read_base_rate(group) for group in groups]
-        rows = torch.tensor([*own, *[1.0] * len(self.momentum_rows)], dtype=dtype)
-        super().__init__([*each, *(momenta or {}).values()], device, chunk=chunk, dtype=dtype, base=rows)
+        rows = torch.tensor(base or [read_base_rate(group) for group in groups], dtype=dtype)
+        super().__init__(each, device, chunk=chunk, dtype=dtype, base=rows)
         self.cut = 1.0
         self.by_host: list[float | None] = [None] * len(rows)
         self.factor = self.table.new_ones(len(rows))
-        self.now = self.table.new_tensor([*(float(g["lr"]) for g in groups), *[0.0] * len(self.momentum_rows)])
+        self.now = self.table.new_tensor([*(float(g["lr"]) for g in groups), *[0.0] * len(positions)])
         self.views = [self.now[row] for row in range(len(rows))]
         self.held: list[Any] = [group["lr"] for group in groups]
         """What each group's `lr` holds unless the user's code wrote there."""
@@ -267,15 +266,12 @@ class Rates(Tabulated):
     def find_first(self, optimizer: Optimizer) -> Tensor:
         return self.now[self._find_groups(optimizer)[0][0]]
 
-    def bind(self, optimizer: Optimizer) -> None:
-        """Let an optimizer that takes tensor learning rates read them from the vector."""
+    def bind(self, optimizer: Optimizer, *, betas: bool = False) -> None:
+        """Let an optimizer that takes tensor learning rates read them from the vector; its first betas as well."""
         for position, group in self._find_groups(optimizer):
             group["lr"] = self.held[position] = self.views[position]
-
-    def bind_betas(self, optimizer: Optimizer) -> None:
-        """Let Adam read its first beta from the vector."""
-        for position, group in self._find_groups(optimizer):
-            group["betas"] = (self.views[self.momentum_rows[position]], *group["betas"][1:])
+            if betas:
+                group["betas"] = (self.views[self.momentum_rows[position]], *group["betas"][1:])
 
     def write_floats(self, optimizer: Optimizer) -> None:
         """Give an optimizer plain numbers; waits for the device."""
@@ -315,8 +311,8 @@ class Rates(Tabulated):
     def _find_groups(self, optimizer: Optimizer) -> list[tuple[int, dict[str, Any]]]:
         """Return an optimizer's groups with their positions among those of all. By position: load_state_dict makes
         new dicts."""
-        number = next((k for k, own in enumerate(self.optimizers) if own is optimizer), len(self.optimizers))
-        return list(enumerate(optimizer.param_groups if number < len(self.sizes) else (), sum(self.sizes[:number])))
+        pairs = ((own, group) for own in self.optimizers for group in own.param_groups)
+        return [(position, group) for position, (own, group) in enumerate(pairs) if own is optimizer]
 
     def _list_groups(self) -> list[dict[str, Any]]:
         return list(itertools.chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers))
