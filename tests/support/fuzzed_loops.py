@@ -342,7 +342,7 @@ def try_at_once(mode: str) -> Iterator[None]:
     """Let fast="auto" try compiled code after the first replay, with torch's kernels in place of Inductor's."""
     share = 1e9 if mode == "checked" else fast.CHECK_SHARE
     with (
-        mock.patch.multiple(fast, COMPILED="aten", LOOK_EVERY=1, CHECK_SHARE=share, COMPARE_SHARE=1e9),
+        mock.patch.multiple(fast, COMPILED="aten", LOOK_EVERY=1, CHECK_SHARE=share, COMPARE_SHARE=1e9, TIMED=2),
         mock.patch.multiple(compile_history, COMPILE_S=-1.0, COMPILE_S_PER_NODE=0.0),
         mock.patch.object(compile_history.CompileHistory, "write"),
     ):
@@ -409,8 +409,8 @@ def list_memory(step: Step) -> dict[str, int]:
 MODES = ("graph", "checked", "compiled")
 
 KEEPS = {"average", "average_in_list", "divide_by_average", "carry", "carry_in_module", "tensor_count", "keep",
-         "metrics", "keep_input", "keep_alias", "keep_then_fail", "toggle", "remembered_rows", "replaced_buffer", "kept_output",
-         "kept_in_list", "cached", "spectral_norm", "running", "counting_buffer"}  # fmt: skip
+         "metrics", "keep_input", "keep_alias", "keep_then_fail", "toggle", "remembered_rows", "replaced_buffer",
+         "kept_output", "kept_in_list", "cached", "spectral_norm", "running", "counting_buffer"}  # fmt: skip
 """Captured pieces that change Python objects."""
 
 KNOWN_FAULTS: dict[str, Callable[[Program], bool]] = {
