@@ -415,6 +415,9 @@ KEEPS = {"average", "average_in_list", "divide_by_average", "carry", "carry_in_m
 
 KNOWN_FAULTS: dict[str, Callable[[Program], bool]] = {
     "the watch's side step calls on_gradients": lambda program: {"watch", "on_gradients"} <= program.names,
+    "the trial of compiled code runs hooks of optimizers": lambda program: (
+        program.mode == "compiled" and "add_hook" in program.names
+    ),
     # The code has run, and what it kept is never filled. On a GPU a bad label or token ends the process.
     "a replay raises, which only the stand-in for replays does": lambda program: (
         bool(program.names & KEEPS)

@@ -584,9 +584,8 @@ TERMS: dict[str, Callable[[World, Tensor, Tensor, Tensor], Tensor]] = {
     "average_in_list": average_in_place, "divide_by_average": divide_by_average, "carry": carry,
     "carry_in_module": carry_in_module, "keep": keep, "metrics": keep_metrics, "keep_input": keep_input,
     "keep_alias": keep_alias, "running": average_where_it_is, "moved_in_loss": move_teacher_in_loss,
-    "tensor_count": count_in_tensor, "written_count": count_into_tensor, "penalty": penalise,
-    "teacher": distil, "fail": fail_if_asked, "fail_on_small": fail_on_small, "keep_then_fail": keep_then_fail,
-    "toggle": toggle,
+    "tensor_count": count_in_tensor, "written_count": count_into_tensor, "penalty": penalise, "teacher": distil,
+    "fail": fail_if_asked, "fail_on_small": fail_on_small, "keep_then_fail": keep_then_fail, "toggle": toggle,
 }  # fmt: skip
 EAGER_TERMS: dict[str, Callable[[World, Tensor, Tensor, Tensor], Tensor]] = {
     "log_item": log_item, "grow": grow, "keep_graph": keep_graph, "count": count_in_python,

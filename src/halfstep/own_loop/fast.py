@@ -153,11 +153,9 @@ class FastPath:
         max_graphs: int = 8,
         pure_ops: frozenset[str] = frozenset(),
         changed_optimizers: Sequence[str] = (),
-        pardon: Callable[[int], None] = lambda attempted: None,
     ) -> None:
-        """`pardon` is told the attempted steps before which dropped steps are the compiler's fault."""
         self.step, self.asked, self.num_steps, self.max_graphs = step, asked, num_steps, max_graphs
-        self.pure_ops, self.changed_optimizers, self.pardon = pure_ops, changed_optimizers, pardon
+        self.pure_ops, self.changed_optimizers = pure_ops, changed_optimizers
         self.why_eager = "fast='off'" if asked == "off" else self._find_obstacle()
         self.tracers: OrderedDict[object, TracedLoss] = OrderedDict()
         self.left_out: dict[Key, int] = {}  # shapes that get no graph, and since which attempted step
@@ -169,6 +167,7 @@ class FastPath:
         self.why_not_compiled = self._find_eager_commit() if asked == "auto" else f"fast={asked!r}"
         self.by_compiler: set[int] = set()  # attempted steps in flight that compiled code made
         self.is_suspect = False  # whether one of them was bad
+        self.pardoned = 0  # dropped steps before this number are the compiler's fault
         self.rates = HandRates(step)
         self.in_steps_s = 0.0
         """Seconds spent in steps: what the loop does in between, such as validation, pays for no check, and compiling
@@ -777,7 +776,7 @@ class FastPath:
             return  # shows nothing: look at the next window
         self.is_suspect = False
         if self._is_dropped(state, compiled, before):
-            self.pardon(self.step.attempted)
+            self.pardoned = self.step.attempted
             reason = "compiled code gives values that are not finite where torch's kernels do not"
             warn_user(f"{reason}: the steps that were dropped last are its fault, not your model's; it is given up")
             raise NotTraced(reason)

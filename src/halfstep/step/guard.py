@@ -248,7 +248,7 @@ class Guard:
             raise CheckpointError(
                 f"the guard's stored state lacks {', '.join(missing)}", fix="pass what state_dict() returned"
             )
-        self.pending = deque(map(load_reading, state["pending"]))
+        self.pending, self._pardoned = deque(map(load_reading, state["pending"])), 0
         for name in COUNTERS:
             setattr(self, name, int(state[name]))
 
