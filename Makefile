@@ -1,7 +1,8 @@
 # Two commands on a fresh clone, with only Python (>= 3.11) and make there:
 #   make demo    install into .venv and run the main job
 #   make test    install into .venv and run every check
-#   make soak    the tests that take minutes, and ranks killed at random points: of a run 30 times, sharded 35 times
+#   make soak    the tests that take minutes, 2,000 random training programs captured and eager, and ranks killed at
+#                random points: of a run 30 times, sharded 35 times
 #   make docs    build the docs site into build/docs, offline, with warnings as errors
 #   make integrations   timm, nnU-Net and MONAI in an environment of their own, and the tests with them
 #   make rules   write docs/rules from the rules of halfstep-check
