@@ -35,7 +35,7 @@ def watch(frame, event, argument):
     code = frame.f_code
     if event == "return" and code.co_name == "__call__" and code.co_filename.endswith("run/engine.py"):
         is_done = True
-    if is_done or event != "call" or "halfstep" not in code.co_filename:
+    if is_done or event != "call" or "/src/halfstep" not in code.co_filename:
         return
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     kinds = (kind for name in names for kind in type(frame.f_locals.get(name)).__mro__)
@@ -60,7 +60,7 @@ model = torch.nn.Linear(4, 3)
 step = hs.Step(model, torch.optim.AdamW(model.parameters(), fused=True), precision="fp32", clip_norm=1.0)
 files = set()
 def watch(frame, event, argument):
-    if event == "call" and "/halfstep/" in frame.f_code.co_filename:
+    if event == "call" and "/src/halfstep" in frame.f_code.co_filename:
         files.add(frame.f_code.co_filename)
 loss = lambda batch: model(batch).square().mean()
 step(loss, [torch.randn(2, 4)])
@@ -82,9 +82,10 @@ def main() -> None:
 
 
 def count(tree: Path) -> dict[str, str]:
-    source = tree / "src" / "halfstep"
+    sources = find_sources(tree)
     files = {
-        ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__"): path
+        ".".join(path.relative_to(source.parent).with_suffix("").parts).removesuffix(".__init__"): path
+        for source in sources
         for path in sorted(source.rglob("*.py"))
     }
     lines = [count_lines(path) for path in files.values()]
@@ -100,10 +101,11 @@ def count(tree: Path) -> dict[str, str]:
         "files": f"{len(files):,}",
         "lines": f"{raw:,}",
         "code lines": f"{code:,}",
+        "of these in the library": f"{sum(count_lines(path)[1] for path in sources[0].rglob('*.py')):,}",
         "lines with a comment": f"{comments / raw:.1%}",
         "public names": f"{sum(len(public_names(path)) for path in files.values()):,}",
         "modules with a single importer, same folder": f"{len(single)}",
-        "rooms": f"{len([path for path in source.iterdir() if (path / '__init__.py').exists()])}",
+        "rooms": f"{len([path for one in sources for path in one.iterdir() if (path / '__init__.py').exists()])}",
         "files the config passes to the first step": trace(CONFIG_TRACER, tree),
         "files a step of hs.Step passes": trace(STEP_TRACER, tree),
         "files of a family outside its folder": f"{min(elsewhere)} to {max(elsewhere)}",
@@ -144,9 +146,9 @@ def find_importers(files: dict[str, Path]) -> dict[str, set[str]]:
     for name, path in files.items():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("halfstep"):
-                module = (node.module or "").removeprefix("halfstep").lstrip(".")
+                module = node.module or ""
                 for alias in node.names:
-                    inner = f"{module}.{alias.name}".lstrip(".")
+                    inner = f"{module}.{alias.name}"
                     importers[inner if inner in files else module].add(name)
     return importers
 
@@ -161,21 +163,29 @@ def find_family_files(family: str, importers: dict[str, set[str]]) -> list[str]:
     def users(module: str, seen: frozenset[str]) -> set[str]:
         found: set[str] = set()
         for user in importers[module] - seen:
-            if user.split(".")[0] in SHARED:
+            if user.split(".")[1] in SHARED:
                 found |= users(user, seen | {module})
             else:
-                found.add(".".join(user.split(".")[:2]))
+                found.add(".".join(user.split(".")[1:3]))
         return found
 
-    modules = [name for name in list(importers) if name.split(".")[0] in SHARED and "." in name]
+    modules = [name for name in list(importers) if name.count(".") > 1 and name.split(".")[1] in SHARED]
     return [module for module in modules if users(module, frozenset()) == {f"workloads.{family}"}]
 
 
+def find_sources(tree: Path) -> list[Path]:
+    """Return the folders of the library and of the application, which were one package once."""
+    packages = tree / "packages"
+    divided = [packages / "halfstep/src/halfstep", packages / "halfstep-train/src/halfstep_train"]
+    return divided if divided[0].exists() else [tree / "src" / "halfstep"]
+
+
 def trace(script: str, tree: Path) -> str:
+    paths = [str(source.parent) for source in find_sources(tree)]
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [sys.executable, "-c", f"OUT = {folder!r} + '/run'\n{script}"], capture_output=True, text=True, check=True,
-            env={**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}, cwd=folder,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}, cwd=folder,
         )  # fmt: skip
     return done.stdout.rsplit("counted ", 1)[1].strip()
 

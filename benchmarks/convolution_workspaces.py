@@ -4,7 +4,7 @@
     python benchmarks/convolution_workspaces.py --write                                      # as the plan's table
 
 3x3 convolutions with stride 1 of [n, c, side, side] to k channels. A workspace names its algorithm: none is an implicit
-product, and src/halfstep/run/memory/step_trace.py has the sizes of the three others. Stored shapes are not asked
+product, and run/memory/step_trace.py has the sizes of the three others. Stored shapes are not asked
 again.
 """
 
@@ -20,13 +20,13 @@ from pathlib import Path
 
 import torch
 
-from halfstep.run.memory.step_trace import ALGORITHMS, SIDES, Convolution
+from halfstep_train.run.memory.step_trace import ALGORITHMS, SIDES, Convolution
 from recording import RESULTS, store
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 CHANNELS = (32, 64, 128, 256, 512, 1024)
 MOST_BYTES, MOST_WORK = 2e9, 2e12
-TABLE = Path(__file__).parents[1] / "src/halfstep/tune/planner/cudnn_choices.txt"
+TABLE = Path(__file__).parents[1] / "packages/halfstep-train/src/halfstep_train/tune/planner/cudnn_choices.txt"
 HEAD = """# cuDNN's choices in strict fp32 on {device}, cuDNN {cudnn}.
 # Made by `python benchmarks/convolution_workspaces.py --write`. After n, c and k a digit for each side of
 # `convolutions.SIDES`: 1 forward by FFT, 2 gradient of the input by FFT of tiles, 4 that of the weight by Winograd,

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from halfstep.report.metrics_file import read
-from halfstep.run.train import train
-from halfstep.workloads import load
+from halfstep_train.report.metrics_file import read
+from halfstep_train.run.train import train
+from halfstep_train.workloads import load
 from recording import store
 
 

@@ -27,17 +27,17 @@ from diffusers import DDPMScheduler
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.bench.problem import load_bench_config
-from halfstep.data.loader import Samples
-from halfstep.models.posterior import kl_divergence, split_moments
-from halfstep.workloads.base.kind import Kind, SampleUnit, Store, SyntheticData
-from halfstep.workloads.base.workload import Batch, Workload
-from halfstep.workloads.diffusion.build import FRAGILE, DiffusionForward, DiffusionPrepare
-from halfstep.workloads.diffusion.config import DiffusionConfig
-from halfstep.workloads.diffusion.diffusers_blocks import find_blocks
-from halfstep.workloads.diffusion.diffusers_nets import build_net, make_unet_config, make_vae_config
-from halfstep.workloads.diffusion.networks import Conditions, DiffusionParts, build_unet
-from halfstep.workloads.diffusion.scores import DenoisingMetrics, denoising_loss
+from halfstep_train.bench.problem import load_bench_config
+from halfstep_train.data.loader import Samples
+from halfstep_train.models.posterior import kl_divergence, split_moments
+from halfstep_train.workloads.base.kind import Kind, SampleUnit, Store, SyntheticData
+from halfstep_train.workloads.base.workload import Batch, Workload
+from halfstep_train.workloads.diffusion.build import FRAGILE, DiffusionForward, DiffusionPrepare
+from halfstep_train.workloads.diffusion.config import DiffusionConfig
+from halfstep_train.workloads.diffusion.diffusers_blocks import find_blocks
+from halfstep_train.workloads.diffusion.diffusers_nets import build_net, make_unet_config, make_vae_config
+from halfstep_train.workloads.diffusion.networks import Conditions, DiffusionParts, build_unet
+from halfstep_train.workloads.diffusion.scores import DenoisingMetrics, denoising_loss
 from recording import store
 from row_turns import Turn
 from step_rows import halfstep_row, rows, rows_parser, torch_row

@@ -29,8 +29,8 @@ from halfstep.evidence.dry_run import MUCH, judge_modules, judge_updates
 from halfstep.evidence.ranges import Operation, RangeTrace
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
-from halfstep.run.assemble import Assembly
-from halfstep.use.observe_step import assemble_step, build_subject, read_windows
+from halfstep_train.run.assemble import Assembly
+from halfstep_train.use.observe_step import assemble_step, build_subject, read_windows
 from recording import store
 
 FAMILIES = {

@@ -19,13 +19,13 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from halfstep.data.prefetch import prefetch
 from halfstep.evidence.recorder import Recorder
 from halfstep.hardware.monitor import Monitor
-from halfstep.run.assemble import Assembly
-from halfstep.run.capsules import make_capsule_context
-from halfstep.run.step_ledger import AnyEngine
-from halfstep.use.observe_step import assemble_step
+from halfstep.own_loop.prefetch import prefetch
+from halfstep_train.run.assemble import Assembly
+from halfstep_train.run.capsules import make_capsule_context
+from halfstep_train.run.step_ledger import AnyEngine
+from halfstep_train.use.observe_step import assemble_step
 from recording import finish_device_work, store
 
 GOALS = {"recording": 0.01, "monitor": 0.005}

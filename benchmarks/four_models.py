@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from halfstep.bench.problem import load_bench_config
-from halfstep.config.schema import RunConfig
+from halfstep_train.bench.problem import load_bench_config
+from halfstep_train.config.schema import RunConfig
 from recording import RESULTS, command, store
 from step_rows import halfstep_row, rows, rows_parser
 

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.bench.problem import load_bench_config
-from halfstep.workloads.language.gpt2 import GPT2S, build_gpt2
+from halfstep_train.bench.problem import load_bench_config
+from halfstep_train.workloads.language.gpt2 import GPT2S, build_gpt2
 from recording import store
 from row_turns import Turn
 from step_rows import halfstep_row, rows, rows_parser, torch_row

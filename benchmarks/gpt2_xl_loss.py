@@ -36,16 +36,16 @@ import numpy as np
 import torch
 
 from gpt2_speed import SMALL, SPLIT
-from halfstep.config.schema import RunConfig
-from halfstep.data.prefetch import prefetch
 from halfstep.errors import TrainingStopped
 from halfstep.hardware.probe import probe
-from halfstep.run.assemble import Assembly, assemble, build_workload, decide_plan
-from halfstep.run.engine import make_engine, rehearse_run
-from halfstep.run.validate import validate
+from halfstep.own_loop.prefetch import prefetch
 from halfstep.step.guard import Action
-from halfstep.tune.choose import tune_plan
-from halfstep.workloads import load
+from halfstep_train.config.schema import RunConfig
+from halfstep_train.run.assemble import Assembly, assemble, build_workload, decide_plan
+from halfstep_train.run.engine import make_engine, rehearse_run
+from halfstep_train.run.validate import validate
+from halfstep_train.tune.choose import tune_plan
+from halfstep_train.workloads import load
 from parity import said
 from recording import RESULTS, shown_settings, store
 

@@ -33,12 +33,12 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from halfstep.data.image_folder import FolderLayout, Listing, find_images
-from halfstep.data.image_samples import TrainingFiles, TrainingImages
-from halfstep.data.loader import Loader
-from halfstep.data.packed import PackSettings, pack
-from halfstep.data.prefetch import prefetch
-from halfstep.workloads.classification.augment import MEAN, STD, ImageChanges, prepare_images
+from halfstep.own_loop.prefetch import prefetch
+from halfstep_train.data.image_folder import FolderLayout, Listing, find_images
+from halfstep_train.data.image_samples import TrainingFiles, TrainingImages
+from halfstep_train.data.loader import Loader
+from halfstep_train.data.packed import PackSettings, pack
+from halfstep_train.workloads.classification.augment import MEAN, STD, ImageChanges, prepare_images
 
 RESULTS = Path(__file__).parent / "results"
 LARGE = (500, 375)

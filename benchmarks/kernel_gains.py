@@ -50,17 +50,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from halfstep.bench.bench import BenchRequest, HalfstepRunner, list_runners
-from halfstep.bench.problem import build_problem, build_random_workload, load_bench_config
-from halfstep.config.schema import RunConfig
 from halfstep.errors import summarise_error
 from halfstep.hardware.measure import measure
 from halfstep.hardware.probe import probe
-from halfstep.kernels import chain, normalise, resnet_chain, stem, transformer_chain, unet_chain
-from halfstep.kernels.fast_forms import force
-from halfstep.kernels.normalise import GradientSums, Norm
-from halfstep.run.engine import make_engine
 from halfstep.step import commit, ema
+from halfstep_train.bench.bench import BenchRequest, HalfstepRunner, list_runners
+from halfstep_train.bench.problem import build_problem, build_random_workload, load_bench_config
+from halfstep_train.config.schema import RunConfig
+from halfstep_train.kernels import chain, normalise, resnet_chain, stem, transformer_chain, unet_chain
+from halfstep_train.kernels.fast_forms import force
+from halfstep_train.kernels.normalise import GradientSums, Norm
+from halfstep_train.run.engine import make_engine
 from recording import store
 from row_turns import TURNS, Turn
 from speed_cases import CASES as SPEED_CASES

@@ -26,19 +26,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from halfstep.bench.problem import build_random_workload, load_bench_config, set_mode, set_precision
-from halfstep.config.schema import RunConfig
-from halfstep.data.prefetch import prefetch
 from halfstep.hardware.memory import get_peak_memory_bytes, release_unused_memory, reset_peak
 from halfstep.hardware.probe import probe
-from halfstep.run.assemble import assemble, decide_plan
-from halfstep.run.engine import make_engine
-from halfstep.run.memory.out_of_memory import summarise_error
-from halfstep.run.memory.planner import Cell, MemoryPlanner
-from halfstep.run.memory.traceable_step import build_traceable_step
-from halfstep.tune.memory_low import MemorySetting
-from halfstep.tune.modes import UNCAPTURED, Mode
-from halfstep.workloads import KINDS
+from halfstep.own_loop.prefetch import prefetch
+from halfstep_train.bench.problem import build_random_workload, load_bench_config, set_mode, set_precision
+from halfstep_train.config.schema import RunConfig
+from halfstep_train.run.assemble import assemble, decide_plan
+from halfstep_train.run.engine import make_engine
+from halfstep_train.run.memory.out_of_memory import summarise_error
+from halfstep_train.run.memory.planner import Cell, MemoryPlanner
+from halfstep_train.run.memory.traceable_step import build_traceable_step
+from halfstep_train.tune.memory_low import MemorySetting
+from halfstep_train.tune.modes import UNCAPTURED, Mode
+from halfstep_train.workloads import KINDS
 from recording import RESULTS, store
 
 LEAST, MOST = -0.05, {"eager": 0.10, "compile": 0.10, "graph": 0.15}

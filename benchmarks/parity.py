@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from halfstep.report.metrics_file import read
-from halfstep.use.compare import CompareRequest, Comparison, create_comparison, run_comparison
-from halfstep.use.compare_run import ComparedRow
-from halfstep.use.equivalence import FEWEST_SEEDS, RowVerdict, choose_margin, judge_rows
+from halfstep_train.report.metrics_file import read
+from halfstep_train.use.compare import CompareRequest, Comparison, create_comparison, run_comparison
+from halfstep_train.use.compare_run import ComparedRow
+from halfstep_train.use.equivalence import FEWEST_SEEDS, RowVerdict, choose_margin, judge_rows
 from recording import shown_settings, store
 
 Settings = Mapping[str, object]

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.evidence import causes
-from halfstep.workloads.base.kind import Kind
-from halfstep.workloads.base.workload import Batch
+from halfstep_train.workloads.base.kind import Kind
+from halfstep_train.workloads.base.workload import Batch
 from planted_in_families import BF16, FP16, Cause, behind, kind_of
 from planted_in_loops import Loop, batches, network
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from halfstep.evidence import causes
-from halfstep.workloads import KINDS
-from halfstep.workloads.base.kind import Kind, load_part
-from halfstep.workloads.base.workload import Batch, Workload
+from halfstep_train.workloads import KINDS
+from halfstep_train.workloads.base.kind import Kind, load_part
+from halfstep_train.workloads.base.workload import Batch, Workload
 
 Values = Mapping[str, Any]
 FP16: Values = {"precision.default": "fp16", "precision.simulate": True, "scaler.init_scale": 4.0}

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from halfstep.bench.problem import AfterStep, Runner
-from halfstep.bench.step_profile import NOT_WORK, classify_kernel, wake_profiler
+from halfstep_train.bench.problem import AfterStep, Runner
+from halfstep_train.bench.step_profile import NOT_WORK, classify_kernel, wake_profiler
 
 STEPS, TOP = 3, 40
 

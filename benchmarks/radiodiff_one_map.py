@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from halfstep.data.files import make_natural_key
 from halfstep.errors import TrainingStopped
-from halfstep.report.metrics_file import read
-from halfstep.run.train import train
-from halfstep.workloads import load
-from halfstep.workloads.radio.maps import get_public_split
+from halfstep_train.data.files import make_natural_key
+from halfstep_train.report.metrics_file import read
+from halfstep_train.run.train import train
+from halfstep_train.workloads import load
+from halfstep_train.workloads.radio.maps import get_public_split
 from recording import store
 
 NUM_TRAIN, NUM_VAL = 8, 2

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.bench.problem import load_bench_config
-from halfstep.config.schema import RunConfig
-from halfstep.workloads import KINDS
-from halfstep.workloads.base.workload import Batch, Workload
+from halfstep_train.bench.problem import load_bench_config
+from halfstep_train.config.schema import RunConfig
+from halfstep_train.workloads import KINDS
+from halfstep_train.workloads.base.workload import Batch, Workload
 from recording import store
 from row_turns import Turn
 from step_rows import halfstep_row, rows, rows_parser, torch_row

@@ -18,7 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from halfstep.bench.problem import (
+from halfstep.distributed.world import World
+from halfstep.hardware.probe import probe
+from halfstep.own_loop.prefetch import prefetch
+from halfstep.step.facts import Facts, PhasedFacts
+from halfstep.step.randomness import seed_everything
+from halfstep_train.bench.problem import (
     BenchMode,
     build_problem,
     build_random_workload,
@@ -26,16 +31,11 @@ from halfstep.bench.problem import (
     set_mode,
     set_precision,
 )
-from halfstep.config.schema import RunConfig
-from halfstep.data.prefetch import prefetch
-from halfstep.distributed.world import World
-from halfstep.hardware.probe import probe
-from halfstep.run.assemble import Assembly, assemble, decide_plan
-from halfstep.run.engine import make_engine, rehearse_run
-from halfstep.step.facts import Facts, PhasedFacts
-from halfstep.step.randomness import seed_everything
-from halfstep.tune.choose import tune_plan
-from halfstep.tune.modes import Mode
+from halfstep_train.config.schema import RunConfig
+from halfstep_train.run.assemble import Assembly, assemble, decide_plan
+from halfstep_train.run.engine import make_engine, rehearse_run
+from halfstep_train.tune.choose import tune_plan
+from halfstep_train.tune.modes import Mode
 from recording import store, time_steps
 
 CASES = {

@@ -30,14 +30,14 @@ from halfstep.errors import HalfstepError
 from halfstep.evidence.capsule import list_capsules
 from halfstep.evidence.causes import NOT_REPRODUCED
 from halfstep.evidence.replay import Replayed
-from halfstep.run.capsules import replay_run
-from halfstep.run.train import train
-from halfstep.workloads import KINDS, load
-from halfstep.workloads.diffusion.demo import write_demo as write_pictures
-from halfstep.workloads.radio.demo import write_demo as write_maps
-from halfstep.workloads.radio.first_stage import write_first_stage
-from halfstep.workloads.radio.vae import RadioVAE
-from halfstep.workloads.slots.demo import write_demo as write_clips
+from halfstep_train.run.capsules import replay_run
+from halfstep_train.run.train import train
+from halfstep_train.workloads import KINDS, load
+from halfstep_train.workloads.diffusion.demo import write_demo as write_pictures
+from halfstep_train.workloads.radio.demo import write_demo as write_maps
+from halfstep_train.workloads.radio.first_stage import write_first_stage
+from halfstep_train.workloads.radio.vae import RadioVAE
+from halfstep_train.workloads.slots.demo import write_demo as write_clips
 from planted_blind import FIRST_IN_FAMILIES, FIRST_IN_LOOPS, SECOND_IN_FAMILIES, SECOND_IN_LOOPS
 from planted_blind_again import THIRD_IN_FAMILIES, THIRD_IN_LOOPS
 from planted_in_families import IN_FAMILIES, Cause

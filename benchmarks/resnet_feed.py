@@ -26,13 +26,13 @@ from typing import Any
 
 from torch import Tensor
 
-from halfstep.data.image_samples import TrainingImages
-from halfstep.data.prefetch import prefetch
 from halfstep.hardware.probe import probe
-from halfstep.run.assemble import Assembly, assemble, build_workload, decide_plan
-from halfstep.run.engine import Engine
-from halfstep.tune.channels_last import match_layout
-from halfstep.workloads import load
+from halfstep.own_loop.prefetch import prefetch
+from halfstep_train.data.image_samples import TrainingImages
+from halfstep_train.run.assemble import Assembly, assemble, build_workload, decide_plan
+from halfstep_train.run.engine import Engine
+from halfstep_train.tune.channels_last import match_layout
+from halfstep_train.workloads import load
 from parity import said
 from recording import shown_settings, store, time_steps
 

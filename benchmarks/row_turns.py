@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfstep.bench.problem import Problem
 from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.measure import measure
 from halfstep.hardware.probe import probe
+from halfstep_train.bench.problem import Problem
 from speed_turns import OneAtATime
 
 COMPILING_SHARE = 0.75

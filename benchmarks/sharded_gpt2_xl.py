@@ -28,18 +28,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from halfstep.bench.problem import build_random_workload, load_bench_config, set_mode, set_precision
-from halfstep.config.schema import RunConfig
 from halfstep.distributed.world import World
 from halfstep.hardware.memory import get_peak_memory_bytes, reset_peak
 from halfstep.hardware.probe import probe
-from halfstep.run import sharded_model
-from halfstep.run.assemble import assemble, decide_plan
-from halfstep.run.memory.planner import Cell, MemoryPlanner
-from halfstep.run.memory.traceable_step import build_traceable_step
+from halfstep.own_loop.repeated_blocks import find_blocks
 from halfstep.step.randomness import seed_everything
-from halfstep.tune.modes import Mode
-from halfstep.tune.repeated_blocks import find_blocks
+from halfstep_train.bench.problem import build_random_workload, load_bench_config, set_mode, set_precision
+from halfstep_train.config.schema import RunConfig
+from halfstep_train.run import sharded_model
+from halfstep_train.run.assemble import assemble, decide_plan
+from halfstep_train.run.memory.planner import Cell, MemoryPlanner
+from halfstep_train.run.memory.traceable_step import build_traceable_step
+from halfstep_train.tune.modes import Mode
 from ranks_cost import TimedTraining
 from recording import store
 

@@ -24,10 +24,10 @@ from torch import nn
 
 from halfstep.hardware.device_facts import Hardware
 from halfstep.islands import fp32_island
-from halfstep.models.vit import ViT, ViTSize
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
-from halfstep.workloads.segmentation.unet import UNet
+from halfstep_train.models.vit import ViT, ViTSize
+from halfstep_train.workloads.segmentation.unet import UNet
 
 RESULTS = Path(__file__).parent / "results" / "simulation_overhead.json"
 UNET_FORMATS = ("fp32", "bf16", "fp16", "tf32")

@@ -27,15 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.bench.problem import load_bench_config
-from halfstep.report.metrics_file import read
-from halfstep.run.train import train
-from halfstep.workloads import load
-from halfstep.workloads.slots.build import build_backbone, build_model, make_prepare, make_random_batch
-from halfstep.workloads.slots.config import SlotContrastConfig
-from halfstep.workloads.slots.demo import write_demo
-from halfstep.workloads.slots.scores import slot_contrast
-from halfstep.workloads.slots.slotcontrast import SlotContrast
+from halfstep_train.bench.problem import load_bench_config
+from halfstep_train.report.metrics_file import read
+from halfstep_train.run.train import train
+from halfstep_train.workloads import load
+from halfstep_train.workloads.slots.build import build_backbone, build_model, make_prepare, make_random_batch
+from halfstep_train.workloads.slots.config import SlotContrastConfig
+from halfstep_train.workloads.slots.demo import write_demo
+from halfstep_train.workloads.slots.scores import slot_contrast
+from halfstep_train.workloads.slots.slotcontrast import SlotContrast
 from recording import store
 from row_turns import Turn
 from step_rows import halfstep_row, rows, rows_parser, torch_row

@@ -12,7 +12,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from halfstep.workloads.slots.demo import write_demo
+from halfstep_train.workloads.slots.demo import write_demo
 from parity import compare, parity_flags
 
 SLOTCONTRAST: dict[str, object] = {

@@ -29,16 +29,16 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from halfstep.bench.bench import bench, conclude
-from halfstep.bench.measure_row import Row
-from halfstep.bench.peers import require_peers
-from halfstep.bench.problem import FAST, count_step_flops
-from halfstep.bench.record import describe_circumstances, summarise_results
 from halfstep.errors import HalfstepError
 from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.measure import measure
 from halfstep.hardware.probe import probe
-from halfstep.report.bench_view import show_bench
+from halfstep_train.bench.bench import bench, conclude
+from halfstep_train.bench.measure_row import Row
+from halfstep_train.bench.peers import require_peers
+from halfstep_train.bench.problem import FAST, count_step_flops
+from halfstep_train.bench.record import describe_circumstances, summarise_results
+from halfstep_train.report.bench_view import show_bench
 from recording import RESULTS, command, store
 from speed_cases import CASES, PEERS, Case, config_of, problem_of, request_of, row_requests
 from speed_goals import show_goals

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from halfstep.bench.bench import BenchRequest
-from halfstep.bench.measure_row import Schedule
-from halfstep.bench.peers import list_variants, parse_peer_name
-from halfstep.bench.problem import Problem, build_problem, load_bench_config
-from halfstep.config.schema import RunConfig
 from halfstep.hardware.device_facts import Hardware
+from halfstep_train.bench.bench import BenchRequest
+from halfstep_train.bench.measure_row import Schedule
+from halfstep_train.bench.peers import list_variants, parse_peer_name
+from halfstep_train.bench.problem import Problem, build_problem, load_bench_config
+from halfstep_train.config.schema import RunConfig
 
 PEERS = ("plain:tuned", "plain:graphs", "lightning:documented", "lightning:tuned", "accelerate:documented")
 """`graphs` is plain's tuned loop with the compiler's own CUDA graphs (mode reduce-overhead). Left out to save time:

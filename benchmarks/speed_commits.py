@@ -23,6 +23,8 @@ from typing import IO, Any
 
 import torch
 
+from code_numbers import find_sources
+
 GPT2 = "gpt2"
 WARM_UP, WINDOW = 20, 30
 READY, GO, MEMORY = "ready", "go", "memory"
@@ -94,7 +96,7 @@ def main() -> None:
 
 def fill_cache(cases: list[str], arguments: argparse.Namespace) -> None:
     """Compile all cases at once. Choices between compiled kernels made on a busy device are forgotten."""
-    from halfstep.tune.modes import keep_compiled_code
+    from halfstep_train.tune.modes import keep_compiled_code
     from speed_processes import forget_choices
 
     keep_compiled_code()
@@ -107,7 +109,8 @@ def fill_cache(cases: list[str], arguments: argparse.Namespace) -> None:
 
 
 def start(case: str, tree: Path, arguments: argparse.Namespace) -> Trainer:
-    paths = [str(tree.resolve() / "src"), str(tree.resolve() / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+    sources = [str(source.parent) for source in find_sources(tree.resolve())]
+    paths = [*sources, str(tree.resolve() / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     process = subprocess.Popen(
         [sys.executable, __file__, str(arguments.old), str(arguments.new), "--train", case, "--mode", arguments.mode],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"},

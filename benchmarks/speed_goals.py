@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.console import Console
 
-from halfstep.report.bench_view import format_digits
-from halfstep.report.console import make_columns_table
+from halfstep_train.report.bench_view import format_digits
+from halfstep_train.report.console import make_columns_table
 from readme_tables import fastest
 from speed_cases import CASES, Goal
 

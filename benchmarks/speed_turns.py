@@ -27,11 +27,11 @@ from torch import nn
 from torch._dynamo.callback import CompilationCallbackHandler, callback_handler, on_compile_end, on_compile_start
 from torch._inductor import config as inductor_config
 
-from halfstep.bench.bench import BenchRequest, list_runners, measure_runner
-from halfstep.bench.measure_row import Pause, Row, Schedule, make_unmeasured_row
-from halfstep.bench.problem import BenchMode, Problem
 from halfstep.hardware.clock import wait_for
 from halfstep.hardware.device_facts import Hardware
+from halfstep_train.bench.bench import BenchRequest, list_runners, measure_runner
+from halfstep_train.bench.measure_row import Pause, Row, Schedule, make_unmeasured_row
+from halfstep_train.bench.problem import BenchMode, Problem
 from speed_cases import Case, problem_of, row_requests
 from speed_processes import Facts, own_decisions
 

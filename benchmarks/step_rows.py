@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.bench.bench import BenchRequest, conclude, list_runners, measure_runner
-from halfstep.bench.measure_row import Row, Schedule
-from halfstep.bench.problem import build_problem, count_step_flops
-from halfstep.config.schema import RunConfig
+from halfstep_train.bench.bench import BenchRequest, conclude, list_runners, measure_runner
+from halfstep_train.bench.measure_row import Row, Schedule
+from halfstep_train.bench.problem import build_problem, count_step_flops
+from halfstep_train.config.schema import RunConfig
 from profiled import Profiled
 from recording import finish_device_work, time_steps
 from row_turns import Turn, rows_in_turn

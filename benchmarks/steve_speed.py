@@ -28,15 +28,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.bench.problem import load_bench_config
-from halfstep.config.schema import RunConfig
-from halfstep.workloads import KINDS
-from halfstep.workloads.base.workload import Batch, Workload
-from halfstep.workloads.slots.dvae import DVae
-from halfstep.workloads.slots.scores import slot_contrast
-from halfstep.workloads.slots.slotcontrast import SlotContrastWords
-from halfstep.workloads.slots.steve import Steve
-from halfstep.workloads.slots.word_decoder import WordDecoder
+from halfstep_train.bench.problem import load_bench_config
+from halfstep_train.config.schema import RunConfig
+from halfstep_train.workloads import KINDS
+from halfstep_train.workloads.base.workload import Batch, Workload
+from halfstep_train.workloads.slots.dvae import DVae
+from halfstep_train.workloads.slots.scores import slot_contrast
+from halfstep_train.workloads.slots.slotcontrast import SlotContrastWords
+from halfstep_train.workloads.slots.steve import Steve
+from halfstep_train.workloads.slots.word_decoder import WordDecoder
 from recording import store
 from row_turns import Turn
 from step_rows import halfstep_row, rows, rows_parser, torch_row

@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+SOURCES = os.pathsep.join(map(str, sorted(ROOT.glob("packages/*/src"))))
 RESULT = ROOT / "benchmarks" / "results" / "torch_versions.json"
-TESTS = ("tests/precision", "tests/step", "tests/own_loop", "tests/evidence")
+TESTS = tuple(f"packages/halfstep/tests/{room}" for room in ("precision", "step", "own_loop", "evidence"))
 NEEDED = (
     *("numpy", "safetensors", "pydantic", "pyyaml", "rich", "typer", "matplotlib", "pillow", "torchmetrics"),
     *("nvidia-ml-py", "pytest", "hypothesis", "setuptools", "triton"),
@@ -102,8 +103,7 @@ def prepare(version: str, folder: Path, wheels: str | None) -> Path:
 def run_tests(python: Path, tests: Iterable[str], report: Path) -> Path:
     """Run the tests and return the JUnit report; end the program if a test has ended Python."""
     report.unlink(missing_ok=True)
-    paths = os.pathsep.join(str(path) for path in (ROOT / "src", ROOT / "packages" / "halfstep-check" / "src"))
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"}
     called = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not ranks", *tests]
     log = report.with_suffix(".log")
     with log.open("w") as output:
@@ -117,7 +117,7 @@ def drop_missing(python: Path, tests: list[str]) -> list[str]:
     """Return those of these tests that still exist: pytest runs none of a list if one of them is missing."""
     files = sorted({test.split("::")[0] for test in tests})
     called = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", *files]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    environment = {**os.environ, "PYTHONPATH": SOURCES}
     found = subprocess.run(called, cwd=ROOT, env=environment, capture_output=True, text=True).stdout.splitlines()
     return [test for test in tests if test in found]
 
@@ -135,7 +135,7 @@ def read_report(python: Path, report: Path) -> dict[str, Any]:
     )
     torch, triton, version, machine = subprocess.check_output([python, "-c", about], text=True).split()
     commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
-    if subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "src", "tests"], cwd=ROOT).returncode:
+    if subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "packages", "tests"], cwd=ROOT).returncode:
         commit += "-dirty"
     return {
         "torch": torch,

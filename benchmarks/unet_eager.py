@@ -24,8 +24,8 @@ from halfstep.step.guard import Guard
 from halfstep.step.optim.by_name import build_optimizer, make_parameter_groups
 from halfstep.step.schedule import ScheduleOptions, build_schedule
 from halfstep.step.step import Step
-from halfstep.workloads.segmentation.scores import segmentation_loss
-from halfstep.workloads.segmentation.unet import UNet
+from halfstep_train.workloads.segmentation.scores import segmentation_loss
+from halfstep_train.workloads.segmentation.unet import UNet
 from recording import store, time_steps
 
 BATCH, SIDE = 8, 512

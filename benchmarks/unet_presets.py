@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from halfstep.bench.problem import build_random_workload
-from halfstep.config.schema import RunConfig
 from halfstep.hardware.probe import probe
-from halfstep.run.assemble import assemble, decide_plan
-from halfstep.run.engine import Engine
-from halfstep.run.memory.sizing import predict_step_cost
-from halfstep.workloads import KINDS, load
-from halfstep.workloads.segmentation.config import UNetConfig
+from halfstep_train.bench.problem import build_random_workload
+from halfstep_train.config.schema import RunConfig
+from halfstep_train.run.assemble import assemble, decide_plan
+from halfstep_train.run.engine import Engine
+from halfstep_train.run.memory.sizing import predict_step_cost
+from halfstep_train.workloads import KINDS, load
+from halfstep_train.workloads.segmentation.config import UNetConfig
 from recording import store, time_steps
 
 FULL = ["data.image_size=512"]

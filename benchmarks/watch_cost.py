@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from halfstep.data.prefetch import prefetch
 from halfstep.evidence.watch import Watch
-from halfstep.run.assemble import Assembly
-from halfstep.run.step_ledger import AnyEngine, drop_outputs
+from halfstep.own_loop.prefetch import prefetch
 from halfstep.step.batches import count_samples
 from halfstep.step.step import Step
-from halfstep.use.observe_step import assemble_step, prepare_window
+from halfstep_train.run.assemble import Assembly
+from halfstep_train.run.step_ledger import AnyEngine, drop_outputs
+from halfstep_train.use.observe_step import assemble_step, prepare_window
 from recording import finish_device_work, store
 
 GOALS = {"weights and gradients, watch=200": 0.005, "watch=200": 0.03, "watch=50": 0.08}

@@ -577,7 +577,7 @@ def main() -> None:
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.ways = arguments.ways or ("graph" if arguments.tier == "A" else "graph,compile,auto")
-    sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
+    sys.path[:0] = [str(HERE), *map(str, HERE.parent.glob("packages/*/src"))]
     if arguments.work:
         work(arguments)
     elif arguments.merge:

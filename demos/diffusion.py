@@ -21,18 +21,18 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from halfstep.data.loader import Samples
-from halfstep.data.seeds import Key
-from halfstep.report.metrics_file import read
-from halfstep.report.run_report import RunReport
-from halfstep.run.assemble import build_workload
-from halfstep.run.train import train
-from halfstep.use.predict import predict
-from halfstep.workloads import load
-from halfstep.workloads.base.using import PredictRequest
-from halfstep.workloads.base.workload import Workload
-from halfstep.workloads.diffusion.build import DiffusionForward
-from halfstep.workloads.diffusion.noise_schedule import list_bucket_names
+from halfstep_train.data.loader import Samples
+from halfstep_train.data.seeds import Key
+from halfstep_train.report.metrics_file import read
+from halfstep_train.report.run_report import RunReport
+from halfstep_train.run.assemble import build_workload
+from halfstep_train.run.train import train
+from halfstep_train.use.predict import predict
+from halfstep_train.workloads import load
+from halfstep_train.workloads.base.using import PredictRequest
+from halfstep_train.workloads.base.workload import Workload
+from halfstep_train.workloads.diffusion.build import DiffusionForward
+from halfstep_train.workloads.diffusion.noise_schedule import list_bucket_names
 
 COMMON = ["precision=fp32", "device=cpu", "log.quiet=true"]
 

@@ -13,9 +13,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from halfstep.report.metrics_file import read
-from halfstep.run.train import train
-from halfstep.workloads import load
+from halfstep_train.report.metrics_file import read
+from halfstep_train.run.train import train
+from halfstep_train.workloads import load
 
 METRICS = {"unet": "iou", "resnet18": "top1"}
 REACHED = 0.90

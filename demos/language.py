@@ -16,9 +16,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from halfstep.report.metrics_file import read
-from halfstep.run.train import train
-from halfstep.workloads import load
+from halfstep_train.report.metrics_file import read
+from halfstep_train.run.train import train
+from halfstep_train.workloads import load
 
 DISTANCE = 0.08
 """Nats a character above the text's entropy that are allowed. Some of them are what windows cost: at the beginning of

@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from halfstep.report.metrics_file import read
-from halfstep.report.run_report import RunReport
-from halfstep.run.assemble import build_workload
-from halfstep.run.train import train
-from halfstep.use.evaluate import evaluate
-from halfstep.workloads import load
-from halfstep.workloads.radio.maps import RadioMaps
-from halfstep.workloads.radio.scores import score_maps
+from halfstep_train.report.metrics_file import read
+from halfstep_train.report.run_report import RunReport
+from halfstep_train.run.assemble import build_workload
+from halfstep_train.run.train import train
+from halfstep_train.use.evaluate import evaluate
+from halfstep_train.workloads import load
+from halfstep_train.workloads.radio.maps import RadioMaps
+from halfstep_train.workloads.radio.scores import score_maps
 
 CPU = ["precision=fp32", "device=cpu"]
 

@@ -16,11 +16,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from halfstep.report.metrics_file import read
-from halfstep.run.assemble import build_workload
-from halfstep.run.train import train
-from halfstep.workloads import load
-from halfstep.workloads.slots.clusters import On, score_k_means, score_untrained
+from halfstep_train.report.metrics_file import read
+from halfstep_train.run.assemble import build_workload
+from halfstep_train.run.train import train
+from halfstep_train.workloads import load
+from halfstep_train.workloads.slots.clusters import On, score_k_means, score_untrained
 
 
 def main() -> None:

@@ -12,11 +12,11 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from halfstep.report.metrics_file import read
-from halfstep.run.assemble import build_workload
-from halfstep.run.train import train
-from halfstep.workloads import load
-from halfstep.workloads.slots.clusters import score_untrained
+from halfstep_train.report.metrics_file import read
+from halfstep_train.run.assemble import build_workload
+from halfstep_train.run.train import train
+from halfstep_train.workloads import load
+from halfstep_train.workloads.slots.clusters import score_untrained
 
 FALLS = {"mse": 0.80, "cross_entropy": 0.15}
 """Shares of the untrained model's losses."""

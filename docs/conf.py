@@ -13,7 +13,7 @@ from typing import Any
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = map(str, ROOT.glob("packages/*/src"))
 
 import halfstep  # noqa: E402
 

@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from halfstep.config.schema import ModelConfig, RunConfig
-from halfstep.data.loader import TensorSamples
-from halfstep.workloads.base.kind import Kind, PredictCommand
-from halfstep.workloads.base.sums import Means
-from halfstep.workloads.base.using import FilePredictor, TrainedModel
-from halfstep.workloads.base.workload import Workload
+from halfstep_train.config.schema import ModelConfig, RunConfig
+from halfstep_train.data.loader import TensorSamples
+from halfstep_train.workloads.base.kind import Kind, PredictCommand
+from halfstep_train.workloads.base.sums import Means
+from halfstep_train.workloads.base.using import FilePredictor, TrainedModel
+from halfstep_train.workloads.base.workload import Workload
 
 
 class MoonsModel(ModelConfig):

@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 
 from halfstep.errors import HalfstepError
-from halfstep.run.train import train
-from halfstep.workloads import from_dict
+from halfstep_train.run.train import train
+from halfstep_train.workloads import from_dict
 
 CONFIG = {
     # Mixed precision

@@ -39,7 +39,7 @@ def trains(rank: int, size: int, port: int, words: list[str], shown: Path) -> No
     with (shown / str(rank)).open("wb") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
-    from halfstep.cli.main import main
+    from halfstep_train.cli.main import main
 
     torch.set_num_threads(1)
     main(["train", *words])

@@ -87,7 +87,7 @@ def train_run(rank: int, port: int, run: Path, num_steps: int) -> None:
     with (run.parent / f"shown-{rank}").open("wb") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
-    from halfstep.cli.main import main
+    from halfstep_train.cli.main import main
 
     torch.set_num_threads(1)
     new = ["sharded_workload:build", *RUN_SETTINGS, "--out", str(run)]

@@ -17,13 +17,13 @@ from typer.main import get_command
 
 import halfstep as hs
 from doc_pages import PAGES, ROOT, Shown, after_halfstep, blocks, commands, inline, shell_lines
-from halfstep.cli.main import build_app, main, normalise_dashes
-from halfstep.config.aliases import KEY_ALIASES, PRECISION_KEYS
-from halfstep.config.keys import list_fields, list_sections
-from halfstep.config.statements import find_open_section
-from halfstep.data.seeds import Key
-from halfstep.guide.guide import QUESTIONS, read_answers
-from halfstep.workloads import KINDS, load
+from halfstep_train.cli.main import build_app, main, normalise_dashes
+from halfstep_train.config.aliases import KEY_ALIASES, PRECISION_KEYS
+from halfstep_train.config.keys import list_fields, list_sections
+from halfstep_train.config.statements import find_open_section
+from halfstep_train.data.seeds import Key
+from halfstep_train.guide.guide import QUESTIONS, read_answers
+from halfstep_train.workloads import KINDS, load
 
 COMMANDS = get_command(build_app()).commands  # type: ignore[attr-defined]
 SHOWN = [(shown, words) for page in PAGES for shown, words in commands(page)]
@@ -88,7 +88,7 @@ def test_every_command_line_parses_and_its_settings_exist(shown: Shown, words: l
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_examples_of_every_help_text_parse(name: str) -> None:
-    text = importlib.import_module(f"halfstep.cli.{name.replace('-', '_')}").command.__doc__
+    text = importlib.import_module(f"halfstep_train.cli.{name.replace('-', '_')}").command.__doc__
     lines = [Shown(name, line.strip()) for line in text.splitlines() if line.strip().startswith("halfstep ")]
     assert lines, "a help text has an example"
     for words in (words for line in lines for words in after_halfstep(line)):
@@ -147,7 +147,7 @@ def test_snippets_compile_and_what_they_take_from_halfstep_is_there(block: Shown
 
 
 NOT_RUN = ("...", "DistributedDataParallel", "fully_shard")
-"""Outlines, and what needs several processes (tests/step/test_ranks.py)."""
+"""Outlines, and what needs several processes (packages/halfstep/tests/step/test_ranks.py)."""
 
 
 @pytest.mark.parametrize("block", [one for one in SNIPPETS if not any(word in one.text for word in NOT_RUN)], ids=named)
@@ -165,12 +165,12 @@ def test_snippets_run(block: Shown, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_scripts_and_targets_that_are_named_are_there() -> None:
-    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     for page in PAGES:
         for shown in shell_lines(page):
-            for script in re.findall(r"\b((?:benchmarks|demos|examples|tests)/[\w/]+\.py)", shown.text):
+            for script in re.findall(r"\b((?:benchmarks|demos|examples|tests|packages)/[\w/-]+\.py)", shown.text):
                 assert (ROOT / script).exists(), f"{shown.where} names {script}"
-            if target := re.match(r"make ([a-z]+)", shown.text):
+            if target := re.match(r"make ([a-z-]+)", shown.text):
                 assert target[1] in targets, f"{shown.where}: make {target[1]}"
 
 

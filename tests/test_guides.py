@@ -14,10 +14,10 @@ import torch
 from typer.main import get_command
 
 import halfstep as hs
-from halfstep.cli.main import build_app, main, normalise_dashes
 from halfstep.errors import ConfigError
-from halfstep.report.config_view import dump_config
-from halfstep.workloads import load
+from halfstep_train.cli.main import build_app, main, normalise_dashes
+from halfstep_train.report.config_view import dump_config
+from halfstep_train.workloads import load
 
 PAGES = sorted((Path(__file__).resolve().parent.parent / "docs" / "guides").glob("guide_*.md"))
 HEADER = ["the guide", "halfstep", "sets", "what differs"]

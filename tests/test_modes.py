@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from halfstep.distributed.launch import Launch
 from halfstep.errors import ConfigError, HalfstepError
-from halfstep.run.engine import UNCOMPILED
+from halfstep_train.run.engine import UNCOMPILED
+from halfstep_train.run.launch import Launch
 from mode_features import FEATURES, assert_close, cells, run_with, table
 from ranks_together import free_port, together
 

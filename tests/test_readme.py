@@ -9,12 +9,16 @@ import tomllib
 from typer.main import get_command
 
 from doc_pages import PAGES, ROOT, shell_lines
-from halfstep.cli.check import INSTALL
-from halfstep.cli.main import build_app
 from halfstep.errors import OPTIONAL, suggest_install
+from halfstep_train.cli.check import INSTALL
+from halfstep_train.cli.main import build_app
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-CHECK = "packages/halfstep-check"
+LIBRARY, APPLICATION, CHECK = (f"packages/{name}" for name in ("halfstep", "halfstep-train", "halfstep-check"))
+PROJECTS = {
+    folder: tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+    for folder in (LIBRARY, APPLICATION)
+}
+EXTRAS = PROJECTS[LIBRARY]["optional-dependencies"]
 INSTALLS = re.compile(r"pip install (.*)")
 
 
@@ -45,27 +49,30 @@ def test_every_install_command_of_the_pages_works_in_a_clone() -> None:
         assert words[:2] == ["-c", "constraints.txt"], shown
         assert set(words[2::2]) == {"-e"}, shown
         for target in words[3::2]:
-            extras = re.fullmatch(r"\.\[([a-z,0-9]+)\]", target)
-            assert extras or target == CHECK, shown
-            assert extras is None or set(extras[1].split(",")) <= set(PROJECT["optional-dependencies"]), shown
+            extras = re.fullmatch(rf"{LIBRARY}\[([a-z,0-9]+)\]", target)
+            assert extras or target in (APPLICATION, CHECK), shown
+            assert extras is None or set(extras[1].split(",")) <= set(EXTRAS), shown
 
 
 def test_make_and_the_errors_install_the_package_of_the_check_by_its_path() -> None:
     assert (ROOT / CHECK / "pyproject.toml").exists()
-    assert f"-c constraints.txt -e '.[cli,dev,track]' -e {CHECK}\n" in (ROOT / "Makefile").read_text()
+    assert (
+        f"-c constraints.txt -e '{LIBRARY}[dev,track]' -e {APPLICATION} -e {CHECK}\n" in (ROOT / "Makefile").read_text()
+    )
     assert f"pip install -c constraints.txt -e {CHECK}" == INSTALL
 
 
 def test_the_readme_installs_what_every_workload_needs() -> None:
     [command] = INSTALLS.findall((ROOT / "README.md").read_text())
-    assert "'.[cli,diffusion,track]'" in command
+    assert f"'{LIBRARY}[diffusion,track]' -e {APPLICATION}" in command
 
 
 def test_errors_ask_for_the_packages_of_the_extras() -> None:
     # `integrations` has the trainers to test with: who uses one of them has it.
-    others = ("dev", "docs", "integrations")
-    extras = {name: needed for name, needed in PROJECT["optional-dependencies"].items() if name not in others}
-    assert sorted(name + version for name, version in OPTIONAL.items()) == sorted(sum(extras.values(), []))
+    others = ("cli", "dev", "docs", "integrations", "test")
+    extras = {name: needed for name, needed in EXTRAS.items() if name not in others}
+    own = PROJECTS[APPLICATION]["dependencies"][1:]
+    assert sorted(name + version for name, version in OPTIONAL.items()) == sorted(sum(extras.values(), own))
     assert shlex.split(suggest_install("torchao")) == ["pip", "install", *extras["fp8"]]
-    for path in (ROOT / "src").rglob("*.py"):
+    for path in (ROOT / "packages").glob("*/src/**/*.py"):
         assert "halfstep[" not in path.read_text(), f"{path}: halfstep is on no index; use suggest_install"

@@ -1,4 +1,4 @@
-"""The import table of the design: which room may import which. A new wall or door changes this dict first."""
+"""The import tables of the design: which room may import which. A new wall or door changes these dicts first."""
 
 from __future__ import annotations
 
@@ -7,56 +7,93 @@ import functools
 import re
 from pathlib import Path
 
-from halfstep.workloads import KINDS
+from halfstep_train.workloads import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
-SRC = ROOT / "src" / "halfstep"
+LIBRARY = ROOT / "packages" / "halfstep" / "src" / "halfstep"
+TRAIN = ROOT / "packages" / "halfstep-train" / "src" / "halfstep_train"
 CHECK = ROOT / "packages" / "halfstep-check" / "src" / "halfstep_check"
 
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
+    "our_code": set(),
     "formats": {"errors"},
     "islands": set(),
+    "recompute": set(),
     "backend_flags": set(),
     "disk": {"errors"},
     "tensor_files": {"errors", "disk"},
-    "kernels": {"errors"},
-    "models": {"kernels", "islands", "errors"},
-    "config": {"formats", "errors"},
-    "hardware": {"backend_flags", "formats", "errors"},
-    "distributed": {"config", "hardware", "errors"},
-    "precision": {"config", "hardware", "backend_flags", "formats", "islands", "errors"},
-    "data": {"errors"},
-    "workloads": {"config", "models", "data", "report", "kernels", "islands", "errors"},
+    "hardware": {"backend_flags", "formats", "errors", "disk"},
+    "distributed": {"hardware", "errors", "disk", "tensor_files"},
+    "precision": {"hardware", "backend_flags", "formats", "islands", "errors", "disk"},
     "step": {"distributed", "precision", "formats", "errors"},
-    "report": {"config", "formats", "errors"},
-    "evidence": {"step", "precision", "backend_flags", "formats", "islands", "errors"},
+    "evidence": {"step", "precision", "backend_flags", "formats", "islands", "our_code", "errors", "disk"},
 }
-ROOMS["tune"] = set(ROOMS) - {"evidence"}
-ROOMS["run"] = set(ROOMS)
-LEVERS = {"tune.modes", "tune.repeated_blocks", "tune.memory_low"}
-"""Primitives of modes and memory: free of config and workloads, so that hs.Step can use them."""
-ROOMS["own_loop"] = {"backend_flags", "data", "models", "hardware", "precision", "step", "evidence", "errors"} | LEVERS
-ROOMS["own_loop"] |= {"distributed"}
+ROOMS["own_loop"] = set(ROOMS) - {"formats"}
 ROOMS["integrations"] = {"own_loop", "step", "evidence", "precision", "hardware", "errors"}
-for room in ("use", "guide", "bench"):
-    ROOMS[room] = ROOMS["run"] | {"run"}
-ROOMS["use"] = ROOMS["use"] | {"own_loop"}
-ROOMS["exercises"] = ROOMS["use"] | {"use"}
-ROOMS["cli"] = set(ROOMS)
-ROOMS["api"] = set(ROOMS)
-for room in set(ROOMS) - {"errors", "formats", "islands", "backend_flags", "disk", "tensor_files"}:
-    ROOMS[room] = ROOMS[room] | {"disk", "tensor_files"}
+"""Of the library."""
 
-FAMILIES = {path.parent.name for path in (SRC / "workloads").glob("*/__init__.py")} - {"base"}
-TORCH_FREE = {"errors", "formats", "config", "hardware.gpus", "workloads.base.import_path"} | {
+TRAIN_ROOMS: dict[str, set[str]] = {
+    "kernels": set(),
+    "models": {"kernels"},
+    "config": set(),
+    "data": set(),
+    "report": {"config"},
+    "workloads": {"config", "models", "data", "report", "kernels"},
+}
+TRAIN_ROOMS["tune"] = set(TRAIN_ROOMS)
+TRAIN_ROOMS["run"] = set(TRAIN_ROOMS)
+for room in ("use", "guide", "bench"):
+    TRAIN_ROOMS[room] = TRAIN_ROOMS["run"] | {"run"}
+TRAIN_ROOMS["exercises"] = TRAIN_ROOMS["use"] | {"use"}
+TRAIN_ROOMS["cli"] = set(TRAIN_ROOMS)
+TRAIN_ROOMS["api"] = set(TRAIN_ROOMS)
+"""Of the application."""
+
+FROM_LIBRARY = {
+    "backend_flags", "disk", "errors", "formats", "islands", "recompute", "tensor_files",
+    *(f"distributed.{name}" for name in ("sharded_files", "sharding", "world")),
+    *(f"evidence.{name}" for name in (
+        "attempts", "capsule", "capsule_folder", "captured_ledger", "compiled_code", "dry_run", "forecast",
+        "kernel_events", "module_hooks", "precision_ledger", "proofs", "recorder", "replay", "updates", "watch",
+    )),
+    *(f"hardware.{name}" for name in (
+        "cache", "clock", "describe", "device_facts", "driver", "fp8_layers", "gpus", "measure", "memory", "monitor",
+        "nvml", "probe",
+    )),
+    *(f"own_loop.{name}" for name in ("prefetch", "repeated_blocks", "schedule_argument", "step")),
+    *(f"precision.{name}" for name in (
+        "advice", "apply", "contexts", "decide", "fp8", "ladder", "names", "op_lists", "plan", "swapped",
+    )),
+    *(f"step.{name}" for name in (
+        "batches", "clip", "ema", "facts", "graph", "guard", "phases", "randomness", "ranks", "scaler", "schedule",
+        "snapshots", "step", "tables", "tree",
+    )),
+    *(f"step.optim.{name}" for name in (
+        "adamw8bit", "adamw_bf16", "by_name", "codes", "half_weights", "recut_shards",
+    )),
+}  # fmt: skip
+"""What the application uses of the library. Whoever changes one of these files looks at the application, too."""
+LIGHT = {"disk", "errors", "formats", "recompute", "tensor_files", "islands"}
+SPARE = {"models": LIGHT, "kernels": {"errors", "islands"}, "config": {"errors", "formats", "precision.names", "disk"},
+         "data": {"errors", "disk"}, "report": {"errors", "disk", "formats"}}  # fmt: skip
+"""Rooms of the application that use only these files of the library."""
+
+FAMILIES = {path.parent.name for path in (TRAIN / "workloads").glob("*/__init__.py")} - {"base"}
+TORCH_FREE = {"errors", "formats", "config", "precision.names", "hardware.gpus", "workloads.base.import_path"} | {
     f"workloads.{family}.config" for family in FAMILIES
 }
 """Rooms and files that must work where torch is not installed."""
 
 
 def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
+    """Return a module's name inside its package."""
+    package = LIBRARY if path.is_relative_to(LIBRARY) else TRAIN
+    return ".".join(path.relative_to(package).with_suffix("").parts).removesuffix(".__init__")
+
+
+def full_name(path: Path) -> str:
+    return f"{'halfstep' if path.is_relative_to(LIBRARY) else 'halfstep_train'}.{module_name(path)}"
 
 
 @functools.cache
@@ -76,7 +113,8 @@ def imports_of(path: Path) -> set[str]:
             module = node.module or ""
             # `from halfstep import __version__` is open to all: the package itself imports no room.
             names = {alias.name for alias in node.names} - {"__version__"}
-            found |= {f"{module}.{name}" for name in names} if module == "halfstep" else {module}
+            is_folder = any((package.parent / module.replace(".", "/")).is_dir() for package in (LIBRARY, TRAIN))
+            found |= {f"{module}.{name}" for name in names} if is_folder else {module}
     return found
 
 
@@ -88,48 +126,77 @@ def needed_to_run(tree: ast.Module) -> set[str]:
     return {name for node in nodes for name in (node.module or "", *(f"{node.module}.{a.name}" for a in node.names))}
 
 
-def source_files() -> list[Path]:
-    return [
-        path for path in sorted(SRC.rglob("*.py")) if path.parent != SRC or path.stem not in ("__init__", "__main__")
-    ]
+def source_files(*packages: Path) -> list[Path]:
+    own = ("__init__", "__main__")
+    files = [(path, one) for one in packages or (LIBRARY, TRAIN) for path in sorted(one.rglob("*.py"))]
+    return [path for path, package in files if path.parent != package or path.stem not in own]
 
 
-def room_allows(room: str, target: str) -> bool:
-    inner = target.removeprefix("halfstep.")
-    return any(inner == allowed or inner.startswith(allowed + ".") for allowed in ROOMS[room] | {room})
+def list_inner(path: Path, package: str) -> list[str]:
+    """Return what a file imports of a package, without its name."""
+    return sorted(name.partition(".")[2] for name in imports_of(path) if name.split(".")[0] == package)
 
 
-def test_every_file_stands_in_a_room_of_the_table() -> None:
-    unknown = {module_name(path).split(".")[0] for path in source_files()} - set(ROOMS)
-    assert not unknown, f"rooms without a row in the import table: {sorted(unknown)}"
+def is_in(name: str, allowed: set[str]) -> bool:
+    return any(name == one or name.startswith(one + ".") for one in allowed)
+
+
+def test_every_file_stands_in_a_room_of_the_tables() -> None:
+    for package, table in ((LIBRARY, ROOMS), (TRAIN, TRAIN_ROOMS)):
+        unknown = {module_name(path).split(".")[0] for path in source_files(package)} - set(table)
+        assert not unknown, f"rooms without a row in the import table: {sorted(unknown)}"
 
 
 def test_no_room_imports_what_its_row_does_not_list() -> None:
     wrong = []
-    for path in source_files():
-        room = module_name(path).split(".")[0]
-        ours = {name for name in imports_of(path) if name.startswith("halfstep.")}
-        wrong += [f"{module_name(path)} imports {name}" for name in sorted(ours) if not room_allows(room, name)]
+    for package, table in ((LIBRARY, ROOMS), (TRAIN, TRAIN_ROOMS)):
+        for path in source_files(package):
+            room = module_name(path).split(".")[0]
+            ours = list_inner(path, package.name)
+            wrong += [f"{full_name(path)} imports {name}" for name in ours if not is_in(name, table[room] | {room})]
     assert not wrong, "\n".join(wrong)
 
 
-def test_levers_need_neither_config_nor_workloads() -> None:
-    for name in LEVERS:
-        found = imports_of(SRC / f"{name.replace('.', '/')}.py")
-        assert not [i for i in found if i.startswith(("halfstep.config", "halfstep.workloads"))], name
+def test_the_library_never_imports_the_application() -> None:
+    wrong = [full_name(path) for path in LIBRARY.rglob("*.py") if list_inner(path, "halfstep_train")]
+    assert not wrong, "\n".join(wrong)
 
 
-def test_the_table_has_no_cycle() -> None:
-    done: set[str] = set()
-    while len(done) < len(ROOMS):
-        free = {room for room, needs in ROOMS.items() if room not in done and {n.split(".")[0] for n in needs} <= done}
-        assert free, f"rooms that import each other: {sorted(set(ROOMS) - done)}"
-        done |= free
+def test_what_the_application_imports_of_the_library_is_in_the_table() -> None:
+    wrong, used = [], set()
+    for path in source_files(TRAIN):
+        allowed = SPARE.get(module_name(path).split(".")[0], FROM_LIBRARY)
+        for name in list_inner(path, "halfstep"):
+            wrong += [] if not name or is_in(name, allowed) else [f"{full_name(path)} imports {name}"]
+            used |= {one for one in FROM_LIBRARY if is_in(name, {one})}
+    assert not wrong, "\n".join(wrong)
+    assert used == FROM_LIBRARY, f"no longer imported: {sorted(FROM_LIBRARY - used)}"
+
+
+def test_the_application_imports_no_private_name_of_the_library() -> None:
+    nodes = ((path, node) for path in source_files(TRAIN) for node in ast.walk(tree_of(path)))
+    wrong = [
+        f"{full_name(path)} imports {node.module}.{alias.name}"
+        for path, node in nodes
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "halfstep"
+        for alias in node.names
+        if alias.name.startswith("_") and alias.name != "__version__"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_tables_have_no_cycle() -> None:
+    for table in (ROOMS, TRAIN_ROOMS):
+        done: set[str] = set()
+        while len(done) < len(table):
+            free = {room for room, needs in table.items() if room not in done and needs <= done}
+            assert free, f"rooms that import each other: {sorted(set(table) - done)}"
+            done |= free
 
 
 def test_no_two_files_need_each_other_to_run() -> None:
     """In-function imports count; those for types alone do not: data may have a method that calls what works on it."""
-    needs = {f"halfstep.{module_name(path)}": needed_to_run(tree_of(path)) for path in source_files()}
+    needs = {full_name(path): needed_to_run(tree_of(path)) for path in source_files()}
     while free := {name for name, its in needs.items() if not its & (needs.keys() - {name})}:
         needs = {name: its for name, its in needs.items() if name not in free}
     assert not needs, f"files that import each other, and who needs them: {sorted(needs)}"
@@ -162,7 +229,7 @@ def test_no_code_outside_a_familys_rooms_names_a_family() -> None:
         if module_name(path).split(".")[0] in FAMILY_ROOMS:
             continue
         tree = tree_of(path)
-        ours = (name for name in imports_of(path) if name.startswith("halfstep."))
+        ours = (name for name in imports_of(path) if name.startswith(("halfstep.", "halfstep_train.")))
         imported = {part for name in ours for part in name.split(".")}
         spoken = {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
         identifiers = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}

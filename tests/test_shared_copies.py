@@ -8,17 +8,20 @@ from pathlib import Path
 
 import halfstep
 import halfstep_check
+import halfstep_train
 from doc_pages import ROOT
 from halfstep.hardware import gpus
 from halfstep_check.shared import gpus as copied_gpus
 
+LIBRARY = ROOT / "packages/halfstep/src/halfstep"
+TRAIN = ROOT / "packages/halfstep-train/src/halfstep_train"
 SHARED = ROOT / "packages" / "halfstep-check" / "src" / "halfstep_check" / "shared"
 ORIGINALS = {
-    "config_text": ("config/yaml_source", "config/section", "config/schema", "disk"),
-    "errors": ("errors",),
-    "gpus": ("hardware/gpus", "hardware/support", "hardware/device_facts"),
-    "precision_names": ("config/precision_names",),
-    "terminal": ("cli/main", "cli/options", "report/console", "disk"),
+    "config_text": (TRAIN / "config/yaml_source", TRAIN / "config/section", TRAIN / "config/schema", LIBRARY / "disk"),
+    "errors": (LIBRARY / "errors",),
+    "gpus": (LIBRARY / "hardware/gpus", LIBRARY / "hardware/support", LIBRARY / "hardware/device_facts"),
+    "precision_names": (LIBRARY / "precision/names",),
+    "terminal": (TRAIN / "cli/main", TRAIN / "cli/options", TRAIN / "report/console", LIBRARY / "disk"),
 }
 SHORTENED = {
     "gpus": {"KnownGPU", "_parse_model", "look_up_gpu"},  # without memory and rates; compared below
@@ -44,7 +47,7 @@ def test_every_copied_definition_is_that_of_halfstep() -> None:
     for name, originals in ORIGINALS.items():
         ours: dict[str, str] = {}
         for original in originals:
-            ours |= definitions(ROOT / "src" / "halfstep" / f"{original}.py")
+            ours |= definitions(original.with_suffix(".py"))
         copies = definitions(SHARED / f"{name}.py")
         assert SHORTENED.get(name, set()) <= copies.keys()
         for what in copies.keys() - SHORTENED.get(name, set()):
@@ -53,7 +56,7 @@ def test_every_copied_definition_is_that_of_halfstep() -> None:
 
 def test_both_know_the_same_gpus_with_the_same_formats() -> None:
     table = "hardware/known_gpus.txt"
-    assert (SHARED / "known_gpus.txt").read_bytes() == (ROOT / "src" / "halfstep" / table).read_bytes()
+    assert (SHARED / "known_gpus.txt").read_bytes() == (LIBRARY / table).read_bytes()
     assert [(gpu.name, gpu.vendor, gpu.support) for gpu in copied_gpus.KNOWN] == [
         (gpu.name, gpu.vendor, gpu.support) for gpu in gpus.KNOWN
     ]
@@ -65,11 +68,14 @@ def test_both_know_the_same_gpus_with_the_same_formats() -> None:
         )
 
 
-def test_both_distributions_have_one_version_and_one_licence() -> None:
-    folder = ROOT / "packages" / "halfstep-check"
-    projects = [tomllib.loads((where / "pyproject.toml").read_text())["project"] for where in (ROOT, folder)]
-    assert all(project["dynamic"] == ["version"] for project in projects)  # each from its package's __version__
-    versions = {halfstep.__version__, halfstep_check.__version__}
-    assert len(versions) == 1
-    assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
-    assert set(projects[1]["dependencies"]) <= set(projects[0]["optional-dependencies"]["cli"])
+def test_all_distributions_have_one_version_and_one_licence() -> None:
+    folders = [ROOT / "packages" / name for name in ("halfstep", "halfstep-train", "halfstep-check")]
+    library, train, check = (tomllib.loads((where / "pyproject.toml").read_text())["project"] for where in folders)
+    for project in (library, train, check):
+        assert project["dynamic"] == ["version"]  # each from its package's __version__
+    version = halfstep.__version__
+    assert version == halfstep_train.__version__ == halfstep_check.__version__
+    assert train["dependencies"][0] == f"halfstep=={version}"
+    assert library["optional-dependencies"]["cli"] == [f"halfstep-train=={version}"]
+    assert {(where / "LICENSE").read_bytes() for where in folders} == {(ROOT / "LICENSE").read_bytes()}
+    assert set(check["dependencies"]) <= set(train["dependencies"])

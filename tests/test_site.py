@@ -20,7 +20,7 @@ TOCTREE = re.compile(r"^:::\{toctree\}\n(.*?)^:::", re.DOTALL | re.MULTILINE)
 def test_the_site_builds_without_a_warning_and_is_complete(tmp_path: Path) -> None:
     """One test, because a build takes ten seconds and more."""
     if not importlib.util.find_spec("sphinx"):
-        pytest.skip("NOT tested: sphinx is not installed: pip install -c constraints.txt -e '.[docs]'")
+        pytest.skip("NOT tested: sphinx is not installed: pip install -c constraints.txt -e 'packages/halfstep[docs]'")
     site = tmp_path / "site"
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-d", str(tmp_path / "trees")]
     built = subprocess.run([*command, str(DOCS), str(site)], capture_output=True, text=True)

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from doc_pages import ROOT, Shown, blocks, commands
-from halfstep.cli.main import main
+from halfstep_train.cli.main import main
 
 PAGE = ROOT / "docs" / "start.md"
 RUN = "runs/unet-20250101-120000"
@@ -80,7 +80,7 @@ def test_a_command_of_the_start_page_runs_on_a_cpu(
 def test_training_falls_back_rows_simulate_and_each_says_so_or_is_refused_under_strict(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With tf32, which no CPU has; tests/use/test_compare.py shows that rows of `compare` are simulated."""
+    """With tf32, which no CPU has; use/test_compare.py shows that rows of `compare` are simulated."""
     small = (*UNET, "data.num_workers=0")
     assert call("train", "unet", "--precision", "tf32", *small, "train.max_steps=1", "log.curves=false") == 0
     assert "tf32 asked for, running fp32" in capsys.readouterr().err

@@ -13,9 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention as torchs_attention
 import halfstep as hs
 from halfstep.evidence import causes
 from halfstep.evidence.capsule import list_capsules
-from halfstep.kernels import attention_triton as kernels
-from halfstep.kernels.transformer_chain import is_short, run_cudnn_attention, split_heads
 from halfstep.precision.contexts import has_cudnn_fault
+from halfstep_train.kernels import attention_triton as kernels
+from halfstep_train.kernels.transformer_chain import is_short, run_cudnn_attention, split_heads
 from tiny_training import plan
 
 pytestmark = pytest.mark.gpu

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from halfstep.bench.bench import LOSS_BOUND, BenchRequest, HalfstepRunner, bench
-from halfstep.bench.isolate import find_other_users, read_clock_limits
-from halfstep.bench.measure_row import Row, Schedule, StepTimer, measure_row
-from halfstep.bench.problem import Problem, build_problem, count_step_flops, load_bench_config
 from halfstep.hardware.probe import probe
+from halfstep_train.bench.bench import LOSS_BOUND, BenchRequest, HalfstepRunner, bench
+from halfstep_train.bench.isolate import find_other_users, read_clock_limits
+from halfstep_train.bench.measure_row import Row, Schedule, StepTimer, measure_row
+from halfstep_train.bench.problem import Problem, build_problem, count_step_flops, load_bench_config
 
 pytestmark = pytest.mark.gpu
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from halfstep.evidence import capsule, causes
-from halfstep.run.capsules import replay_run
-from halfstep.run.train import train
-from halfstep.workloads import load
+from halfstep_train.run.capsules import replay_run
+from halfstep_train.run.train import train
+from halfstep_train.workloads import load
 from tiny_training import assert_same_bits
 from whole_runs import newest, records
 

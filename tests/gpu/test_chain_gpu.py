@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from capture import captured
-from halfstep.kernels.chain import NormReluConv, SideStream
+from halfstep_train.kernels.chain import NormReluConv, SideStream
 
 pytestmark = pytest.mark.gpu
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from halfstep.models.vit import build_vit
-from halfstep.workloads import load
-from halfstep.workloads.classification.build import PrepareImages
-from halfstep.workloads.classification.resnet import build_resnet
-from halfstep.workloads.classification.scores import ClassificationMetrics, Mixing, classification_loss, mix
+from halfstep_train.models.vit import build_vit
+from halfstep_train.workloads import load
+from halfstep_train.workloads.classification.build import PrepareImages
+from halfstep_train.workloads.classification.resnet import build_resnet
+from halfstep_train.workloads.classification.scores import ClassificationMetrics, Mixing, classification_loss, mix
 from no_waiting import no_host_wait
 
 pytestmark = pytest.mark.gpu

@@ -13,11 +13,11 @@ from test_fast_path_gpu import made
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from halfstep.run.assemble import assemble
-from halfstep.run.engine import Engine, rehearse_run
 from halfstep.step.randomness import choose_algorithms
-from halfstep.tune.fresh_thread import run_in_fresh_thread
-from halfstep.tune.modes import UNCAPTURED, allow_cudnn_trials
+from halfstep_train.run.assemble import assemble
+from halfstep_train.run.engine import Engine, rehearse_run
+from halfstep_train.tune.fresh_thread import run_in_fresh_thread
+from halfstep_train.tune.modes import UNCAPTURED, allow_cudnn_trials
 
 pytestmark = pytest.mark.gpu
 

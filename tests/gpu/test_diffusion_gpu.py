@@ -10,11 +10,11 @@ import pytest
 from PIL import Image
 
 from diffusion_tiny import pictures, settings, vae_folder
-from halfstep.report.run_report import RunReport
-from halfstep.run.train import train
-from halfstep.use.predict import predict
-from halfstep.workloads.base.using import PredictRequest
-from halfstep.workloads.diffusion.build import build
+from halfstep_train.report.run_report import RunReport
+from halfstep_train.run.train import train
+from halfstep_train.use.predict import predict
+from halfstep_train.workloads.base.using import PredictRequest
+from halfstep_train.workloads.diffusion.build import build
 from whole_runs import events, stored_lines
 
 pytestmark = pytest.mark.gpu

@@ -20,17 +20,17 @@ import torch
 from torch import Tensor
 
 from halfstep.hardware.probe import probe
-from halfstep.run.assemble import assemble, build_workload, decide_plan
-from halfstep.run.engine import Engine
 from halfstep.step.facts import Reading, read_rng_state, restore_rng
 from halfstep.step.guard import Guard
 from halfstep.step.randomness import choose_algorithms
-from halfstep.tune.channels_last import match_layout
-from halfstep.tune.memory_low import NORMAL, MemorySetting
-from halfstep.tune.modes import UNCAPTURED, Mode
-from halfstep.workloads import from_dict
-from halfstep.workloads.classification import demo as demo_classification
-from halfstep.workloads.segmentation import demo as demo_segmentation
+from halfstep_train.run.assemble import assemble, build_workload, decide_plan
+from halfstep_train.run.engine import Engine
+from halfstep_train.tune.channels_last import match_layout
+from halfstep_train.tune.memory_low import NORMAL, MemorySetting
+from halfstep_train.tune.modes import UNCAPTURED, Mode
+from halfstep_train.workloads import from_dict
+from halfstep_train.workloads.classification import demo as demo_classification
+from halfstep_train.workloads.segmentation import demo as demo_segmentation
 from no_waiting import no_host_wait
 from tiny_training import assert_same_bits, everything
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halfstep.bench.explain import Explanation, StepFacts, explain
-from halfstep.bench.problem import AfterStep
-from halfstep.bench.step_profile import OpKind
-from halfstep.workloads.segmentation.unet import UNet
+from halfstep_train.bench.explain import Explanation, StepFacts, explain
+from halfstep_train.bench.problem import AfterStep
+from halfstep_train.bench.step_profile import OpKind
+from halfstep_train.workloads.segmentation.unet import UNet
 
 pytestmark = pytest.mark.gpu
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.backend_flags import set_fp32_mode
-from halfstep.kernels.fast_forms import FORMS, Form, force, is_wanted
-from halfstep.models.layers import PatchConv2d
-from halfstep.models.vit import build_vit
+from halfstep_train.kernels.fast_forms import FORMS, Form, force, is_wanted
+from halfstep_train.models.layers import PatchConv2d
+from halfstep_train.models.vit import build_vit
 
 pytestmark = pytest.mark.gpu
 

@@ -18,10 +18,6 @@ from halfstep.errors import Interrupted
 from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.driver import Driver
 from halfstep.hardware.probe import probe
-from halfstep.report.metrics_file import read
-from halfstep.run.assemble import assemble, build_workload, decide_plan
-from halfstep.run.engine import Engine, rehearse_run
-from halfstep.run.train import train
 from halfstep.step import tables as tabulated
 from halfstep.step.clip import Clip
 from halfstep.step.facts import Facts, Reading
@@ -29,10 +25,14 @@ from halfstep.step.graph import CaptureFailed, GraphedStep
 from halfstep.step.guard import Guard
 from halfstep.step.randomness import choose_algorithms
 from halfstep.step.step import Step
-from halfstep.tune.choose import tune_plan
-from halfstep.tune.modes import UNCAPTURED
-from halfstep.workloads import from_dict, load
-from halfstep.workloads.segmentation.demo import write_demo
+from halfstep_train.report.metrics_file import read
+from halfstep_train.run.assemble import assemble, build_workload, decide_plan
+from halfstep_train.run.engine import Engine, rehearse_run
+from halfstep_train.run.train import train
+from halfstep_train.tune.choose import tune_plan
+from halfstep_train.tune.modes import UNCAPTURED
+from halfstep_train.workloads import from_dict, load
+from halfstep_train.workloads.segmentation.demo import write_demo
 from no_waiting import no_host_wait
 from tiny_training import assert_same_bits, batch, bits, everything, loss_of, make_step, plan, poisoned
 
@@ -331,7 +331,7 @@ def test_auto_measures_chooses_and_stores_and_the_next_run_does_not_measure(
         assert (
             tune_plan(short.config, workload, plan, said.append, rehearse_run).mode == "eager"
         )  # 12 steps do not pay for a start
-        monkeypatch.setattr("halfstep.tune.mode_search.WARM_START_S", -1e3)
+        monkeypatch.setattr("halfstep_train.tune.mode_search.WARM_START_S", -1e3)
         folder = train(short, out=tmp_path / "run")
     stored = json.loads((folder / "plan.json").read_text())
     assert (stored["mode"], stored["cudnn_benchmark"]) == (first.mode, first.cudnn_benchmark)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from halfstep.run.engine import UNCAPTURED
 from halfstep.step import forward_writes
 from halfstep.step.facts import Facts
 from halfstep.step.graph import CaptureFailed, GraphedStep
 from halfstep.step.optim.by_name import build_optimizer
 from halfstep.step.randomness import choose_algorithms
 from halfstep.step.step import Step
+from halfstep_train.run.engine import UNCAPTURED
 from no_waiting import no_host_wait
 from tiny_training import assert_same_bits, plan
 from written_models import WAYS, Clamped, Codebook, Late, Momentum, good, spoiled, state_of

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from capture import captured
 from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape, measure_fp8_gain, measure_gains_once
 from halfstep.hardware.probe import probe
-from halfstep.models.vit import build_vit
 from halfstep.precision.decide import decide
 from halfstep.precision.fp8 import find_layer_shapes, measure_layer_gains
 from halfstep.precision.plan import Plan
 from halfstep.step.optim.by_name import build_optimizer, make_parameter_groups
 from halfstep.step.step import Step
+from halfstep_train.models.vit import build_vit
 
 pytestmark = [
     pytest.mark.gpu,

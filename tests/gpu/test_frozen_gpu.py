@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.data import noise
-from halfstep.data.seeds import Key
 from halfstep.hardware.probe import probe
-from halfstep.run.assemble import Assembly, assemble, build_workload, decide_plan
-from halfstep.run.engine import Engine
 from halfstep.step import tables as tabulated
 from halfstep.step.randomness import choose_algorithms
-from halfstep.workloads import from_dict
+from halfstep_train.data import noise
+from halfstep_train.data.seeds import Key
+from halfstep_train.run.assemble import Assembly, assemble, build_workload, decide_plan
+from halfstep_train.run.engine import Engine
+from halfstep_train.workloads import from_dict
 from no_waiting import no_host_wait
 
 pytestmark = pytest.mark.gpu

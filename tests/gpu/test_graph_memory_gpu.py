@@ -13,8 +13,8 @@ from torch import Tensor
 from halfstep.hardware.memory import get_peak_memory_bytes, release_unused_memory
 from halfstep.step.graph import CONFIG_KEY, SETTING, GraphedStep, use_growing_segments
 from halfstep.step.step import Step
-from halfstep.tune.fresh_thread import run_in_fresh_thread
-from halfstep.tune.modes import UNCAPTURED
+from halfstep_train.tune.fresh_thread import run_in_fresh_thread
+from halfstep_train.tune.modes import UNCAPTURED
 from tiny_training import batch, loss_of, make_step
 
 pytestmark = pytest.mark.gpu

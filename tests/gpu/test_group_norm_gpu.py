@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from halfstep.kernels.fast_forms import force
-from halfstep.kernels.group_norm import apply_group_norm_silu, can_fuse_group_norm
+from halfstep_train.kernels.fast_forms import force
+from halfstep_train.kernels.group_norm import apply_group_norm_silu, can_fuse_group_norm
 
 pytestmark = pytest.mark.gpu
 

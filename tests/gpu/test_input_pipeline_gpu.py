@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from data.picture_folders import write_split
-from halfstep.data.image_folder import FolderLayout, find_images
-from halfstep.data.image_samples import TrainingFiles, TrainingImages
-from halfstep.data.loader import Loader, Samples
-from halfstep.data.packed import PackSettings, pack
-from halfstep.data.prefetch import prefetch
-from halfstep.workloads.classification.augment import ImageChanges, prepare_images
+from halfstep.own_loop.prefetch import prefetch
+from halfstep_train.data.image_folder import FolderLayout, find_images
+from halfstep_train.data.image_samples import TrainingFiles, TrainingImages
+from halfstep_train.data.loader import Loader, Samples
+from halfstep_train.data.packed import PackSettings, pack
+from halfstep_train.workloads.classification.augment import ImageChanges, prepare_images
 from no_waiting import no_host_wait
 
 pytestmark = pytest.mark.gpu

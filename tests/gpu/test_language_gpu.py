@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from halfstep.kernels import cross_entropy
-from halfstep.run.train import train
-from halfstep.workloads import load
+from halfstep_train.kernels import cross_entropy
+from halfstep_train.run.train import train
+from halfstep_train.workloads import load
 
 pytestmark = pytest.mark.gpu
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from halfstep.run.train import train
-from halfstep.workloads import load
+from halfstep_train.run.train import train
+from halfstep_train.workloads import load
 from tiny_training import assert_same_bits
 from whole_runs import newest
 

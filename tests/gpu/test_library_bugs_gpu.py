@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfstep.precision.contexts import has_cudnn_fault
-from halfstep.use.library_bugs import find_bugs
+from halfstep_train.use.library_bugs import find_bugs
 
 pytestmark = pytest.mark.gpu
 

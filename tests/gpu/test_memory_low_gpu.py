@@ -14,13 +14,13 @@ from torch.nn import functional as F
 
 from capture import captured
 from halfstep.hardware.probe import probe
-from halfstep.models.recompute import Recompute, set_recompute
 from halfstep.precision.decide import decide
+from halfstep.recompute import Recompute, set_recompute
 from halfstep.step.optim import adamw8bit_triton
 from halfstep.step.optim.adamw8bit import AdamW8bit, make_state, update
 from halfstep.step.optim.adamw_bf16 import Setting
-from halfstep.tune.memory_low import NORMAL, Cost, MemorySetting, choose_memory, list_levers, make_optimizer
-from halfstep.workloads.segmentation.unet import UNet
+from halfstep_train.tune.memory_low import NORMAL, Cost, MemorySetting, choose_memory, list_levers, make_optimizer
+from halfstep_train.workloads.segmentation.unet import UNet
 from memory_settings import memory_setting
 from no_waiting import no_host_wait
 from tiny_training import assert_same_bits

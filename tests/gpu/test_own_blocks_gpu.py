@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from halfstep.hardware.probe import probe
-from halfstep.run.assemble import build_workload, decide_plan
-from halfstep.run.engine import make_engine, rehearse_run
-from halfstep.tune.choose import tune_plan
-from halfstep.tune.recompute_check import find_recomputable
-from halfstep.workloads import from_dict
+from halfstep_train.run.assemble import build_workload, decide_plan
+from halfstep_train.run.engine import make_engine, rehearse_run
+from halfstep_train.tune.choose import tune_plan
+from halfstep_train.tune.recompute_check import find_recomputable
+from halfstep_train.workloads import from_dict
 from models_of_others import BLOCKS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning")]

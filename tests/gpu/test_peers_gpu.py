@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.backend_flags import read_effective_leaves
-from halfstep.bench.peers import list_peers
-from halfstep.bench.problem import Batch, Problem
-from halfstep.tune.fresh_thread import run_in_fresh_thread
-from halfstep.workloads import load
-from halfstep.workloads.segmentation.scores import segmentation_loss
-from halfstep.workloads.segmentation.unet import UNet
+from halfstep_train.bench.peers import list_peers
+from halfstep_train.bench.problem import Batch, Problem
+from halfstep_train.tune.fresh_thread import run_in_fresh_thread
+from halfstep_train.workloads import load
+from halfstep_train.workloads.segmentation.scores import segmentation_loss
+from halfstep_train.workloads.segmentation.unet import UNet
 
 pytestmark = pytest.mark.gpu
 

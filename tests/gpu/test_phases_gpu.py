@@ -13,14 +13,14 @@ from torch import Tensor
 
 from halfstep.errors import Interrupted
 from halfstep.hardware.probe import probe
-from halfstep.run.assemble import Assembly, assemble, build_workload, decide_plan
-from halfstep.run.engine import PhasedEngine
-from halfstep.run.train import train
 from halfstep.step.facts import PhasedReading
 from halfstep.step.phases import PhasedStep
 from halfstep.step.randomness import choose_algorithms
-from halfstep.tune.modes import UNCAPTURED
-from halfstep.workloads import load
+from halfstep_train.run.assemble import Assembly, assemble, build_workload, decide_plan
+from halfstep_train.run.engine import PhasedEngine
+from halfstep_train.run.train import train
+from halfstep_train.tune.modes import UNCAPTURED
+from halfstep_train.workloads import load
 from no_waiting import no_host_wait
 from tiny_training import assert_same_bits
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import autocast_samples as samples
 from capture import captured
 from halfstep.backend_flags import read_effective_leaves, read_flags, set_fp32_mode
 from halfstep.hardware.probe import probe
@@ -22,9 +21,6 @@ from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
 from halfstep.precision.simulate import round_to, simulate_kernels
 from no_waiting import no_host_wait
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "precision"))
-import autocast_samples as samples  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfstep.report.metrics_file import read
-from halfstep.workloads.radio.layers import FourierFilter
-from halfstep.workloads.radio.swin import SwinPyramid
+from halfstep_train.report.metrics_file import read
+from halfstep_train.workloads.radio.layers import FourierFilter
+from halfstep_train.workloads.radio.swin import SwinPyramid
 from tiny_radio import train_diffusion, write_tiny_demo, write_tiny_vae
 
 pytestmark = pytest.mark.gpu

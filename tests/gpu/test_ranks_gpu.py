@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from halfstep.distributed.launch import Launch
-from halfstep.run import engine
-from halfstep.run.train import train
 from halfstep.step.graph import GraphedStep
-from halfstep.workloads import load
+from halfstep_train.run import engine
+from halfstep_train.run.launch import Launch
+from halfstep_train.run.train import train
+from halfstep_train.workloads import load
 from ranks_together import free_port, together
 from whole_runs import TINY, newest
 
@@ -103,8 +103,8 @@ def test_one_and_seven_samples_with_sync_batch_norm_are_eight(tmp_path: Path) ->
 
 
 def test_processes_without_a_gpu_each_are_refused_unless_they_share_it(tmp_path: Path) -> None:
-    from halfstep.distributed.launch import choose_device
     from halfstep.errors import ConfigError
+    from halfstep_train.run.launch import choose_device
 
     count = torch.cuda.device_count()
     launch = Launch(rank=count, size=count + 1, local_rank=count, address="127.0.0.1", port=free_port())

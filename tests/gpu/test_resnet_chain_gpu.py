@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from capture import captured
-from halfstep.kernels.fast_forms import force
-from halfstep.kernels.resnet_chain import run_resnet_chain
-from halfstep.models.recompute import set_recompute
-from halfstep.workloads.classification.resnet import ResNet, build_resnet
+from halfstep.recompute import set_recompute
+from halfstep_train.kernels.fast_forms import force
+from halfstep_train.kernels.resnet_chain import run_resnet_chain
+from halfstep_train.workloads.classification.resnet import ResNet, build_resnet
 
 pytestmark = pytest.mark.gpu
 
@@ -82,7 +82,7 @@ def test_compiled_under_autocast_the_chain_is_chosen_and_captured(monkeypatch: p
         calls.append(True)
         return run_resnet_chain(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("halfstep.workloads.classification.resnet.run_resnet_chain", noted)
+    monkeypatch.setattr("halfstep_train.workloads.classification.resnet.run_resnet_chain", noted)
     model, x = built("resnet50", (1, 2)), image(64, 64)
     compiled = torch.compile(model)
     with torch.backends.cudnn.flags(deterministic=True):

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from halfstep.errors import Interrupted, MemoryLimitError
-from halfstep.report.metrics_file import read
-from halfstep.run.checkpoint import Checkpoints
-from halfstep.run.train import train
 from halfstep.step.tree import pack
-from halfstep.workloads import from_dict, load
-from halfstep.workloads.segmentation.demo import write_demo
+from halfstep_train.report.metrics_file import read
+from halfstep_train.run.checkpoint import Checkpoints
+from halfstep_train.run.train import train
+from halfstep_train.workloads import from_dict, load
+from halfstep_train.workloads.segmentation.demo import write_demo
 from tiny_training import assert_same_bits
 
 pytestmark = pytest.mark.gpu

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.data.prefetch import prefetch
-from halfstep.workloads.segmentation.augment import Augmentation, augment
-from halfstep.workloads.segmentation.predict import predict_image
-from halfstep.workloads.segmentation.scores import SegmentationMetrics, segmentation_loss
-from halfstep.workloads.segmentation.unet import UNet
+from halfstep.own_loop.prefetch import prefetch
+from halfstep_train.workloads.segmentation.augment import Augmentation, augment
+from halfstep_train.workloads.segmentation.predict import predict_image
+from halfstep_train.workloads.segmentation.scores import SegmentationMetrics, segmentation_loss
+from halfstep_train.workloads.segmentation.unet import UNet
 from no_waiting import no_host_wait
 
 pytestmark = pytest.mark.gpu

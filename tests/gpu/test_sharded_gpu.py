@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from half_gather import check_half_gather, train_gathered_in_half
-from halfstep.distributed.launch import Launch
-from halfstep.run.train import train
-from halfstep.tune.modes import Mode
-from halfstep.workloads import load
+from halfstep_train.run.launch import Launch
+from halfstep_train.run.train import train
+from halfstep_train.tune.modes import Mode
+from halfstep_train.workloads import load
 from ranks_together import together
 from whole_runs import TINY, newest
 

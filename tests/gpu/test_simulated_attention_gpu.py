@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
 from contextlib import AbstractContextManager
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from halfstep.formats import find_format
 from halfstep.precision.contexts import simulate
 from halfstep.precision.simulate import simulate_kernels
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "precision"))
-from native_kernels import HALF, share_off, ulps_apart  # noqa: E402
+from native_kernels import HALF, share_off, ulps_apart
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ from halfstep.step.graph import GraphedStep
 from halfstep.step.optim.adamw_triton import LOW
 from halfstep.step.optim.single_pass import SinglePass, can_run_single_pass
 from halfstep.step.step import Step
-from halfstep.tune.modes import UNCAPTURED
+from halfstep_train.tune.modes import UNCAPTURED
 from tiny_training import assert_same_bits, batch, loss_of, make_step
 
 pytestmark = pytest.mark.gpu

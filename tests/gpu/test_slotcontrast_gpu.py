@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.report.metrics_file import read
-from halfstep.run.train import train
-from halfstep.workloads import load
-from halfstep.workloads.slots.demo import write_demo
-from halfstep.workloads.slots.slot_decoder import SlotDecoder
+from halfstep_train.report.metrics_file import read
+from halfstep_train.run.train import train
+from halfstep_train.workloads import load
+from halfstep_train.workloads.slots.demo import write_demo
+from halfstep_train.workloads.slots.slot_decoder import SlotDecoder
 
 pytestmark = pytest.mark.gpu
 

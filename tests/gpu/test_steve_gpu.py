@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.workloads.slots.dvae import DVae, hash_bits, make_gumbel_noise
-from halfstep.workloads.slots.steve import Steve, SteveSize
+from halfstep_train.workloads.slots.dvae import DVae, hash_bits, make_gumbel_noise
+from halfstep_train.workloads.slots.steve import Steve, SteveSize
 
 pytestmark = pytest.mark.gpu
 
@@ -51,7 +51,9 @@ def test_compiled_and_chunked_it_has_the_losses_and_gradients_of_eager(monkeypat
     torch.manual_seed(0)
     model = Steve(SIZE).cuda()
     losses, gradients = losses_and_gradients(model, compiled=False)
-    monkeypatch.setattr("halfstep.workloads.slots.dvae.CHUNK_BYTES", 2 * 64 * 64 * 4)  # three chunks of two frames
+    monkeypatch.setattr(
+        "halfstep_train.workloads.slots.dvae.CHUNK_BYTES", 2 * 64 * 64 * 4
+    )  # three chunks of two frames
     found_losses, found = losses_and_gradients(model, compiled=True)
     torch.testing.assert_close(found_losses, losses, rtol=1e-4, atol=0)
     largest = max(float(gradient.abs().max()) for gradient in gradients.values())

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from capture import captured
 from chain_steps import error, step
-from halfstep.kernels.fast_forms import force
-from halfstep.models.recompute import Recompute, set_recompute
-from halfstep.workloads.segmentation import unet as unet_module
-from halfstep.workloads.segmentation.unet import UNet
+from halfstep.recompute import Recompute, set_recompute
+from halfstep_train.kernels.fast_forms import force
+from halfstep_train.workloads.segmentation import unet as unet_module
+from halfstep_train.workloads.segmentation.unet import UNet
 
 pytestmark = pytest.mark.gpu
 

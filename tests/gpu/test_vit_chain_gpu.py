@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from capture import captured
-from halfstep.kernels.fast_forms import force
-from halfstep.models.recompute import Recompute, set_recompute
-from halfstep.models.vit import ViT, build_vit
+from halfstep.recompute import Recompute, set_recompute
+from halfstep_train.kernels.fast_forms import force
+from halfstep_train.models.vit import ViT, build_vit
 
 pytestmark = pytest.mark.gpu
 

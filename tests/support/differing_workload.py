@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.workloads.base.workload import Workload
+from halfstep_train.workloads.base.workload import Workload
 from tiny_workload import build as build_tiny
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from halfstep.config.load import Loaded
-from halfstep.workloads import load
-from halfstep.workloads.diffusion.demo import COLOURS, SHAPES, write_demo
-from halfstep.workloads.diffusion.diffusers_nets import build_net, make_vae_config
+from halfstep_train.config.load import Loaded
+from halfstep_train.workloads import load
+from halfstep_train.workloads.diffusion.demo import COLOURS, SHAPES, write_demo
+from halfstep_train.workloads.diffusion.diffusers_nets import build_net, make_vae_config
 
 TINY: dict[str, Any] = {
     "device": "cpu",

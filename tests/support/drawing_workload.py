@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 import tiny_workload
-from halfstep.data import noise
-from halfstep.report.results import Answer
-from halfstep.workloads.base.kind import EvaluateCommand, Kind, Option, PredictCommand, SampleUnit
-from halfstep.workloads.base.using import PlainEvaluation
+from halfstep_train.data import noise
+from halfstep_train.report.results import Answer
+from halfstep_train.workloads.base.kind import EvaluateCommand, Kind, Option, PredictCommand, SampleUnit
+from halfstep_train.workloads.base.using import PlainEvaluation
 
 
 class Drawer:

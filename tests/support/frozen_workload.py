@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from halfstep.data import noise
-from halfstep.workloads.base.scheduled import Scheduled
-from halfstep.workloads.base.workload import Batch, FrozenPart, Group, Workload
+from halfstep_train.data import noise
+from halfstep_train.workloads.base.scheduled import Scheduled
+from halfstep_train.workloads.base.workload import Batch, FrozenPart, Group, Workload
 
 SEEN: list[dict[str, Any]] = []
 SIDE, WIDTH = 6, 5

@@ -15,12 +15,12 @@ from halfstep.distributed.sharding import get_local
 from halfstep.distributed.world import World
 from halfstep.hardware.gpus import look_up_gpu
 from halfstep.hardware.probe import probe
-from halfstep.run.assemble import Assembly, assemble, build_workload, decide_plan
-from halfstep.run.engine import make_engine
 from halfstep.step.randomness import seed_everything
-from halfstep.tune.modes import Mode
-from halfstep.tune.trials import load_first_batch
-from halfstep.workloads import load
+from halfstep_train.run.assemble import Assembly, assemble, build_workload, decide_plan
+from halfstep_train.run.engine import make_engine
+from halfstep_train.tune.modes import Mode
+from halfstep_train.tune.trials import load_first_batch
+from halfstep_train.workloads import load
 from whole_runs import TINY
 
 DEPTH = 10  # two blocks are one unit

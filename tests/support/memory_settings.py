@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.models.recompute import set_recompute
-from halfstep.tune.memory_low import MemorySetting, limit_activations
+from halfstep.recompute import set_recompute
+from halfstep_train.tune.memory_low import MemorySetting, limit_activations
 
 
 @contextmanager

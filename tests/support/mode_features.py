@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 import tiny_workload
-from halfstep.distributed.launch import Launch
-from halfstep.report.metrics_file import read
-from halfstep.run.train import train
-from halfstep.workloads import load
+from halfstep_train.report.metrics_file import read
+from halfstep_train.run.launch import Launch
+from halfstep_train.run.train import train
+from halfstep_train.workloads import load
 from whole_runs import TINY, newest
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "modes.md"

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from halfstep.config.schema import RunConfig
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
-from halfstep.run.assemble import build_workload, decide_plan
-from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit
-from halfstep.tune.trials import TrialTime
-from halfstep.workloads import from_dict
-from halfstep.workloads.base.workload import Workload
+from halfstep_train.config.schema import RunConfig
+from halfstep_train.run.assemble import build_workload, decide_plan
+from halfstep_train.tune.memory_low import CannotRun, Cost, DoesNotFit
+from halfstep_train.tune.trials import TrialTime
+from halfstep_train.workloads import from_dict
+from halfstep_train.workloads.base.workload import Workload
 
 USUAL = {
     "eager": 30.0, "eager NCHW": 50.0, "compile": 20.0, "graph": 15.0, "graph cudnn": 12.0, "graph cudnn tuned": 11.0,

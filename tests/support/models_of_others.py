@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.workloads.base.workload import Workload
+from halfstep_train.workloads.base.workload import Workload
 from tiny_workload import build as build_tiny
 
 DIM = 16

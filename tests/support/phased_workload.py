@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.data.noise import normal
-from halfstep.workloads.base.workload import Batch, Phase, Workload
+from halfstep_train.data.noise import normal
+from halfstep_train.workloads.base.workload import Batch, Phase, Workload
 from tiny_workload import Samples
 
 SIZE = 2 * 8 * 8

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from halfstep.workloads.base.workload import Batch, Workload
-from halfstep.workloads.segmentation import KIND as SEGMENTATION
-from halfstep.workloads.segmentation.build import build as build_unet
+from halfstep_train.workloads.base.workload import Batch, Workload
+from halfstep_train.workloads.segmentation import KIND as SEGMENTATION
+from halfstep_train.workloads.segmentation.build import build as build_unet
 
 POISONED = (8, 9, 13)
 

@@ -14,10 +14,10 @@ from typing import Any
 import typer.main
 
 import halfstep
-from halfstep.cli.main import COMMANDS, build_app
-from halfstep.config.keys import list_fields
-from halfstep.config.schema import RunConfig
-from halfstep.workloads import KINDS
+from halfstep_train.cli.main import COMMANDS, build_app
+from halfstep_train.config.keys import list_fields
+from halfstep_train.config.schema import RunConfig
+from halfstep_train.workloads import KINDS
 
 DATA_METHODS = ("__call__", "__iter__", "__enter__", "__exit__")
 

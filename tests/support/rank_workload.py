@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from halfstep.data import noise
 from halfstep.errors import DataError
-from halfstep.workloads.base.over_ranks import gather_rows
-from halfstep.workloads.base.workload import Batch, Workload
-from halfstep.workloads.segmentation.augment import Augmentation, augment
+from halfstep_train.data import noise
+from halfstep_train.workloads.base.over_ranks import gather_rows
+from halfstep_train.workloads.base.workload import Batch, Workload
+from halfstep_train.workloads.segmentation.augment import Augmentation, augment
 from tiny_workload import Accuracy, Samples
 
 MADE: list[nn.Module] = []

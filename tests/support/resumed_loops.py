@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import halfstep as hs
-from halfstep.data.prefetch import Prefetcher
+from halfstep.own_loop.prefetch import Prefetcher
 
 NUM_SAMPLES = 22
 

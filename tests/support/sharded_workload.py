@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.data import noise
-from halfstep.workloads.base.workload import Batch, Workload
+from halfstep_train.data import noise
+from halfstep_train.workloads.base.workload import Batch, Workload
 from rank_workload import rank
 from tiny_workload import Accuracy, Samples
 

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.config.load import Loaded
-from halfstep.run.train import train
-from halfstep.workloads import load
-from halfstep.workloads.base.kind import Kind
-from halfstep.workloads.base.workload import Batch, Phase, Workload
-from halfstep.workloads.radio import build_vae
-from halfstep.workloads.radio.config import RadioVaeConfig, RadioVaeModelConfig
-from halfstep.workloads.radio.demo import write_demo
-from halfstep.workloads.radio.first_stage import write_first_stage
-from halfstep.workloads.radio.vae import RadioVAE
+from halfstep_train.config.load import Loaded
+from halfstep_train.run.train import train
+from halfstep_train.workloads import load
+from halfstep_train.workloads.base.kind import Kind
+from halfstep_train.workloads.base.workload import Batch, Phase, Workload
+from halfstep_train.workloads.radio import build_vae
+from halfstep_train.workloads.radio.config import RadioVaeConfig, RadioVaeModelConfig
+from halfstep_train.workloads.radio.demo import write_demo
+from halfstep_train.workloads.radio.first_stage import write_first_stage
+from halfstep_train.workloads.radio.vae import RadioVAE
 
 SIDE = 16
 SIZES = {"width": 8, "multipliers": [1, 2], "num_blocks": 1, "z_channels": 2, "latent_channels": 2, "dropout": 0.0}

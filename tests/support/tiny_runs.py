@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from halfstep.report.progress import Bar
-from halfstep.report.run_report import RunReport
-from halfstep.run.train import train
-from halfstep.workloads import load
+from halfstep_train.report.progress import Bar
+from halfstep_train.report.run_report import RunReport
+from halfstep_train.run.train import train
+from halfstep_train.workloads import load
 
 UNET: dict[str, object] = {
     "data.image_size": 32,

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.data.seeds import make_generator
-from halfstep.workloads.base.workload import Batch, Workload
+from halfstep_train.data.seeds import make_generator
+from halfstep_train.workloads.base.workload import Batch, Workload
 
 
 class Samples:

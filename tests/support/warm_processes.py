@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ FORKED = multiprocessing.get_context("forkserver")
 # Made now: where a test has moved temporary files to a folder of its own, a socket's path would be too long.
 multiprocessing.util.get_temp_dir()
 # The optimizers' first call would import the compiler, which takes longer than all the rest.
-FORKED.set_forkserver_preload(["torch._dynamo", "halfstep.cli.train", "halfstep.run.train"])
+PRELOADED = ["torch._dynamo", "halfstep_train.cli.train", "halfstep_train.run.train"]
+FORKED.set_forkserver_preload(PRELOADED if find_spec("halfstep_train") else PRELOADED[:1])
 
 
 @contextmanager

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from halfstep.report.metrics_file import read
-from halfstep.run.checkpoint import Checkpoint, Checkpoints
-from halfstep.run.train import train
 from halfstep.step.tree import pack
-from halfstep.workloads import load
+from halfstep_train.report.metrics_file import read
+from halfstep_train.run.checkpoint import Checkpoint, Checkpoints
+from halfstep_train.run.train import train
+from halfstep_train.workloads import load
 from tiny_training import assert_same_bits
 
 TINY = {"data.dir": "anywhere", "data.num_workers": 0, "device": "cpu", "log.quiet": True, "log.curves": False,

@@ -1,0 +1,310 @@
+"""Measure the rows of a benchmark one after the other, and compare them: speedups, floor, loss, drift."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from halfstep.errors import HardwareError, PrecisionError, TrainingStopped
+from halfstep.hardware.device_facts import Hardware
+from halfstep.own_loop.prefetch import prefetch
+from halfstep.precision.decide import explain_simulation
+from halfstep.precision.ladder import explain_lack
+from halfstep.precision.plan import Plan
+from halfstep.step.facts import Facts, PhasedFacts
+from halfstep.step.guard import Action
+from halfstep.step.randomness import choose_algorithms, seed_everything
+from halfstep_train.bench.isolate import find_other_users
+from halfstep_train.bench.measure_row import Pause, Row, Schedule, describe_failure, make_unmeasured_row, measure_row
+from halfstep_train.bench.peers import list_peers, parse_peer_name
+from halfstep_train.bench.problem import (
+    AfterStep,
+    Batch,
+    BenchMode,
+    Problem,
+    Runner,
+    build_random_workload,
+    compute_floor_ms,
+    set_mode,
+    set_precision,
+)
+from halfstep_train.models.initial_values import skip_initialisation
+from halfstep_train.run.assemble import assemble, decide_plan
+from halfstep_train.run.engine import Engine, PhasedEngine, make_engine, rehearse_run
+from halfstep_train.tune.choose import tune_plan
+from halfstep_train.tune.memory_low import MemorySetting
+from halfstep_train.workloads.base.workload import Workload
+
+LOSS_BOUND = 0.1
+"""Relative difference from the reference's loss after the same steps. Memorising random data is chaotic: bf16 and fp32
+differ by a few percent."""
+DRIFT_BOUND = 0.02
+"""Relative change of the repeated row beyond its own spread."""
+
+BASES = ("fp32", "tf32")
+"""The precisions that speedups refer to."""
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchRequest:
+    """Which rows to measure, and for how long."""
+
+    precisions: tuple[str, ...]
+    modes: tuple[BenchMode, ...]
+    against: tuple[str, ...] = ()
+    """Peers: `plain`, or one variant of it, `plain:graphs`."""
+    schedule: Schedule
+    repeat_first: bool = True
+    """Measure the first row again at the end: did the machine change meanwhile?"""
+    deadline: float | None = None
+    """In `time.monotonic` seconds: no row starts after it."""
+
+    @property
+    def is_late(self) -> bool:
+        return self.deadline is not None and time.monotonic() > self.deadline
+
+
+LATE = "no time was left to measure it"
+STOPPED = "stopped by Ctrl-C"
+EAGER_ONLY = "{} is simulated here, and a simulation cannot be compiled (--precisions fp32, or --modes eager)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchResult:
+    """All rows, with warnings and references."""
+
+    rows: tuple[Row, ...]
+    warnings: tuple[str, ...]
+    reference: str
+    """The row whose loss the others are compared with."""
+    bases: Mapping[str, str] = field(default_factory=dict)
+    """The row that speedups over fp32 and over TF32 refer to, if there is one."""
+    repeated: Row | None = None
+    """The first measured row, measured again at the end."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """True after Ctrl-C."""
+        return any(row is not None and row.reason == STOPPED for row in (*self.rows, self.repeated))
+
+
+def bench(problem: Problem, request: BenchRequest, hardware: Hardware, flops: int, tell: Tell) -> BenchResult:
+    """Measure the requested rows; `hardware` has the matmul rates that turn `flops` into the floor."""
+    busy = find_other_users(problem.device)
+    rows: list[Row] = []
+    first: Runner | None = None
+    reason = ""
+    for runner in list_runners(problem, request, hardware):
+        if isinstance(runner, Row):
+            rows.append(runner)
+            continue
+        reason = reason or (LATE if request.is_late else "")
+        try:
+            rows.append(_measure_in_turn(runner, problem, request, tell, reason))
+        except KeyboardInterrupt:  # keep the rows measured so far
+            reason = STOPPED
+            rows.append(_measure_in_turn(runner, problem, request, tell, reason))
+        first = first or (runner if rows[-1].is_measured else None)
+    repeated = None
+    if request.repeat_first and first is not None and not reason and not request.is_late:
+        tell(f"{first.name} {first.variant} {first.precision} again")
+        try:
+            repeated = measure_runner(first, problem, request)
+        except KeyboardInterrupt:
+            repeated = make_unmeasured_row(first.name, first.variant, first.precision, STOPPED)
+    return conclude(rows, flops, hardware, busy=busy, repeated=repeated)
+
+
+def _measure_in_turn(runner: Runner, problem: Problem, request: BenchRequest, tell: Tell, reason: str) -> Row:
+    """Return the runner's row; with a `reason`, an unmeasured one."""
+    if reason:
+        return make_unmeasured_row(runner.name, runner.variant, runner.precision, reason)
+    tell(f"{runner.name} {runner.variant} {runner.precision}")
+    return measure_runner(runner, problem, request)
+
+
+def conclude(
+    rows: Sequence[Row], flops: int, hardware: Hardware, *, busy: str = "", repeated: Row | None = None
+) -> BenchResult:
+    """Add floor, speedups and warnings to the measured rows."""
+    rows = add_speedups([_add_floor(row, flops, hardware) for row in rows])
+    reference = find_loss_reference(rows)
+    warnings = [busy, check_clocks(rows), *check_losses(rows, reference), check_drift(rows, repeated)]
+    return BenchResult(
+        rows=tuple(rows),
+        warnings=tuple(filter(None, warnings)),
+        reference=reference.label if reference else "",
+        bases={name: base.label for name in BASES if (base := find_baseline(rows, name))},
+        repeated=repeated,
+    )
+
+
+def list_runners(problem: Problem, request: BenchRequest, hardware: Hardware) -> Iterator[Runner | Row]:
+    """Yield a runner for each requested row, and an unmeasured row for each that cannot run."""
+    unmeasured = dataclasses.replace(hardware, measurements=())  # so that formats that are slow here are timed too
+    for precision in request.precisions:
+        # A format that the hardware lacks is simulated, which only eager mode can do.
+        asked = problem.config.precision.model_copy(update={"default": precision})
+        simulate = bool(explain_simulation(asked, hardware)) or asked.simulate and precision != "fp32"
+        for mode in request.modes:
+            if mode == "graph" and problem.device.type != "cuda":
+                yield make_unmeasured_row("halfstep", mode, precision, "needs CUDA")
+            elif simulate and mode in ("compile", "graph"):
+                yield make_unmeasured_row("halfstep", mode, precision, EAGER_ONLY.format(precision))
+            else:
+                yield HalfstepRunner(problem, precision, mode, unmeasured, simulate=simulate)
+        for peer in request.against:
+            yield from _list_peers(peer, problem, precision, explain_lack(precision, unmeasured))
+
+
+def _list_peers(peer: str, problem: Problem, precision: str, missing: str) -> Iterator[Runner | Row]:
+    try:
+        if missing:
+            raise HardwareError(missing)
+        yield from list_peers([peer], problem, precision)
+    except (HardwareError, PrecisionError) as error:
+        yield make_unmeasured_row(parse_peer_name(peer), peer.partition(":")[2], precision, describe_failure(error))
+
+
+def measure_runner(runner: Runner, problem: Problem, request: BenchRequest, pause: Pause | None = None) -> Row:
+    """Measure one row; add the remarks of halfstep's own runner. `pause` is called once during the warm-up."""
+    row = measure_row(runner, problem, request.schedule, pause=pause)
+    if not isinstance(runner, HalfstepRunner) or not row.is_measured:
+        return row
+    missing = explain_simulation(runner.config.precision, runner.hardware)
+    simulation = (f"simulated: no speed{f' ({missing})' if missing else ''}",) if runner.simulated else ()
+    return dataclasses.replace(row, simulated=runner.simulated, remarks=(*simulation, *runner.remarks, *row.remarks))
+
+
+def _add_floor(row: Row, flops: int, hardware: Hardware) -> Row:
+    floor = compute_floor_ms(flops, hardware, row.precision) if row.is_measured and not row.simulated else None
+    return dataclasses.replace(row, floor_ms=floor)
+
+
+def add_speedups(rows: Sequence[Row]) -> list[Row]:
+    """Add each row's speedup over strict fp32 and over TF32, halfstep's eager rows if measured."""
+    bases = {name: find_baseline(rows, name) for name in BASES}
+
+    def compute_speedup(name: str, row: Row) -> float | None:
+        base = bases[name]
+        return base.ms / row.ms if base and row.is_measured and not row.simulated else None
+
+    return [
+        dataclasses.replace(row, speedup_fp32=compute_speedup("fp32", row), speedup_tf32=compute_speedup("tf32", row))
+        for row in rows
+    ]
+
+
+def find_baseline(rows: Sequence[Row], precision: str) -> Row | None:
+    """Return the row that speedups over this precision refer to: halfstep eager if measured."""
+    # False sorts first: prefer halfstep's rows, and of these the eager one.
+    there = [row for row in rows if row.precision == precision and row.is_measured and not row.simulated]
+    return min(there, key=lambda row: (row.name != "halfstep", row.variant != "eager"), default=None)
+
+
+def find_loss_reference(rows: Sequence[Row]) -> Row | None:
+    """Return eager fp32 if measured, else the first measured row."""
+    return find_baseline(rows, "fp32") or next((row for row in rows if row.is_measured), None)
+
+
+def check_losses(rows: Sequence[Row], reference: Row | None) -> list[str]:
+    """Return a warning for each row whose loss differs from the reference."""
+    if reference is None or reference.loss is None:
+        return []
+    return [
+        f"{row.label}: loss {row.loss:.4g} after the same steps, {reference.label} has {reference.loss:.4g}: "
+        f"they differ by more than {LOSS_BOUND:.0%}"
+        for row in rows
+        if row.loss is not None and not abs(row.loss - reference.loss) <= LOSS_BOUND * abs(reference.loss)
+    ]
+
+
+def check_clocks(rows: Sequence[Row]) -> str:
+    """Return a warning that names the rows slowed by heat or a power cap."""
+    held = [f"{row.label} ({', '.join(row.clock_limits)})" for row in rows if row.clock_limits]
+    return f"the device's clocks were throttled in {'; '.join(held)}" if held else ""
+
+
+def check_drift(rows: Sequence[Row], repeated: Row | None) -> str:
+    """Return a warning if the first row took a different time when it was measured again."""
+    first = next((row for row in rows if row.is_measured), None)
+    if first is None or repeated is None:
+        return ""
+    if not repeated.is_measured:
+        return f"{first.label} could not be measured again at the end: {repeated.reason}"
+    change = repeated.ms / first.ms - 1
+    if abs(repeated.ms - first.ms) <= max(first.spread_ms + repeated.spread_ms, DRIFT_BOUND * first.ms):
+        return ""
+    return f"the machine drifted: {first.label} took {change:+.1%} when it was measured again at the end"
+
+
+class HalfstepRunner:
+    """Trains the problem with halfstep in one mode."""
+
+    name = "halfstep"
+
+    def __init__(
+        self, problem: Problem, precision: str, mode: BenchMode, hardware: Hardware, *, simulate: bool
+    ) -> None:
+        self.problem, self.precision, self.variant, self.hardware = problem, precision, str(mode), hardware
+        self.simulated = simulate
+        self.config = set_mode(set_precision(problem.config, precision, simulate=simulate), mode)
+        self.remarks: list[str] = []
+        """Notices of the run while it trained."""
+        self._plan: Plan | None = None
+        """Made once: only the first training pays for the trials."""
+
+    def train(self, steps: int, after_step: AfterStep) -> float:
+        """Train this many steps as a run would; raise if they did not run in the requested mode."""
+        seed_everything(self.config.train.seed)
+        workload = self.build_workload()
+        self._plan = plan = self._plan or self._make_plan(workload)
+        self.remarks = [f"{plan.mode}: {plan.mode_reason}"] if self.variant == "auto" else []
+        if plan.memory_reason:
+            self.remarks += [f"{MemorySetting(**plan.memory)}: {plan.memory_reason}", *plan.memory_trials]
+        with choose_algorithms(deterministic=self.config.train.deterministic):
+            parts = assemble(self.config, workload, plan)
+            assert parts.mode is not None, "the plan was tuned"
+            metrics = workload.metrics()
+            engine = make_engine(parts, parts.mode, lambda text, level: self.remarks.append(text), metrics.update)
+            batches = prefetch(itertools.repeat(self.problem.host_batch, steps), self.problem.device)
+            loss = self._train_batches(engine, batches, after_step)
+        if engine.mode != plan.mode or self.variant not in ("auto", engine.mode):
+            # Raise, because a row must not show the time of another mode.
+            raise HardwareError(f"could not run as {plan.mode}: {'; '.join(self.remarks) or f'ran as {engine.mode}'}")
+        return loss
+
+    def build_workload(self) -> Workload:
+        """Build the workload as a run would, with the problem's seeded weights."""
+        model = self.problem.make_model()
+        with skip_initialisation():
+            return _begin_all_phases(build_random_workload(self.config), model)
+
+    def _make_plan(self, workload: Workload) -> Plan:
+        return tune_plan(
+            self.config, workload, decide_plan(self.config, workload, self.hardware), lambda text: None, rehearse_run
+        )
+
+    def _train_batches(self, engine: Engine | PhasedEngine, batches: Iterable[Batch], after_step: AfterStep) -> float:
+        facts: Facts | PhasedFacts | None = None
+        for batch in batches:
+            facts = engine([batch])
+            verdict = engine.parts.guard.watch(facts)
+            if verdict.action is not Action.CONTINUE:
+                raise TrainingStopped(f"training stopped: {verdict.reason}", fix=verdict.fix)
+            after_step()
+        assert facts is not None, "at least one step is asked for"
+        return facts.read().loss
+
+
+def _begin_all_phases(workload: Workload, model: nn.Module) -> Workload:
+    """Start all phases at once: most steps of a run have all of them active."""
+    phases = tuple(dataclasses.replace(phase, from_step=phase.from_step % phase.every) for phase in workload.phases)
+    return dataclasses.replace(workload, model=model, phases=phases)

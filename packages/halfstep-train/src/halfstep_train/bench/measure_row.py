@@ -1,0 +1,288 @@
+"""Measure one runner, isolated from all others; if it fails, the row records the reason.
+
+The runner trains in a new thread, backward included: torch caches cuDNN's algorithm choices per thread, so a reused
+thread would train with the choices of an earlier row (see `fresh_thread`).
+
+The runner calls a timer after each step: warm-up, then windows. On CUDA a window is the time between two events on the
+stream, so host and device overlap as in training. The host waits only three times: after the first step, after the
+warm-up, and at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from halfstep.errors import ConfigError, HalfstepError, MemoryLimitError, format_bytes, summarise_error
+from halfstep.hardware.clock import wait_for
+from halfstep.hardware.memory import get_peak_memory_bytes, reset_peak
+from halfstep.hardware.nvml import EnergyMeter
+from halfstep_train.bench.isolate import CacheState, CacheWatch, isolate_row, read_clock_limits
+from halfstep_train.bench.problem import Problem, Runner
+from halfstep_train.tune.fresh_thread import run_in_fresh_thread
+
+LISTS = ("remarks", "window_ms", "clock_limits")
+"""Tuples that become lists in JSON."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """Measurements of one runner; without windows it was not measured, and `reason` says why."""
+
+    name: str
+    variant: str
+    precision: str
+    reason: str = ""
+    simulated: bool = False
+    """True if the format's numerics are simulated: the time does not show the speed of the format."""
+    remarks: tuple[str, ...] = ()
+    window_ms: tuple[float, ...] = ()
+    """Milliseconds per step, one value per window."""
+    samples_per_s: float | None = None
+    peak_bytes: int | None = None
+    start_peak_bytes: int | None = None
+    reserved_bytes: int | None = None
+    joules_per_sample: float | None = None
+    floor_ms: float | None = None
+    loss: float | None = None
+    start_s: float | None = None
+    cache: str = ""
+    """State of the compiler's cache at the start: cold, warm, or empty if nothing was compiled."""
+    clock_limits: tuple[str, ...] = ()
+    """What limited the device's clocks at the end."""
+    speedup_fp32: float | None = None
+    speedup_tf32: float | None = None
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} {self.variant} {self.precision}"
+
+    @property
+    def is_measured(self) -> bool:
+        return bool(self.window_ms)
+
+    @property
+    def ms(self) -> float:
+        """Return the median window's milliseconds."""
+        return statistics.median(self.window_ms)
+
+    @property
+    def spread_ms(self) -> float:
+        """Return the slowest window minus the fastest, in milliseconds."""
+        return max(self.window_ms) - min(self.window_ms)
+
+    @property
+    def floor_share(self) -> float | None:
+        return self.floor_ms / self.ms if self.is_measured and self.floor_ms is not None else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types, including the values derived from the windows."""
+        values = dataclasses.asdict(self)
+        values |= {name: list(values[name]) for name in LISTS}
+        if self.loss is not None and not math.isfinite(self.loss):
+            values["loss"] = None  # JSON has no NaN; a warning reports it
+        if self.is_measured:
+            values |= {"ms": self.ms, "ms_min": min(self.window_ms), "ms_max": max(self.window_ms)}
+            values["floor_share"] = self.floor_share
+        return values
+
+
+NUM_WINDOWS = 5
+MIN_STEPS = 10
+"""Two per window: a single step varies too much."""
+
+PAUSE_AFTER = 3
+"""Steps after which everything is compiled, well before the warm-up ends."""
+
+Pause = Callable[[], None]
+Mark = float | torch.cuda.Event
+"""A point in time: on the device for CUDA, else on the host."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """How many steps run, and which of them are timed."""
+
+    warm_up: int
+    """Steps for compilation, cuDNN's choices, capture and rising clocks."""
+    ramp: int
+    """Steps after the wait that ends the warm-up, until the host is ahead of the device again."""
+    window: int
+    """Steps of one window."""
+
+    @property
+    def steps(self) -> int:
+        return self.warm_up + self.ramp + self.window * NUM_WINDOWS
+
+
+def make_schedule(timed_steps: int, device: torch.device) -> Schedule:
+    """Split `timed_steps` into equal windows and drop the remainder."""
+    if timed_steps < MIN_STEPS:
+        raise ConfigError(
+            f"--steps {timed_steps} is too few to time",
+            why=f"{NUM_WINDOWS} windows are compared to measure how much the time varies",
+            fix=f"--steps {MIN_STEPS} or more",
+        )
+    if device.type == "cuda":
+        return Schedule(warm_up=10, ramp=2, window=timed_steps // NUM_WINDOWS)
+    return Schedule(warm_up=2, ramp=0, window=timed_steps // NUM_WINDOWS)
+
+
+class StepTimer:
+    """Time the steps of a row: a runner calls it after each one. Memory is None on a CPU."""
+
+    start_s: float
+    """Seconds from creation to the end of the first step."""
+    cache: CacheState
+    """State of the compiler's cache at the first step: a capture, steps later, compiles further kernels."""
+    start_peak_bytes: int | None
+    """Up to the end of the warm-up, when kernels are chosen and graphs captured."""
+    window_s: tuple[float, ...] = ()
+    """Seconds per step, one value per window."""
+    peak_bytes: int | None
+    """Peak while training, including a graph's memory."""
+    reserved_bytes: int | None
+    """The most memory that torch reserved while training, caches included."""
+    joules_per_step: float | None
+    _energy: EnergyMeter
+    clock_limits: tuple[str, ...]
+    """What limited the device's clocks."""
+
+    def __init__(self, schedule: Schedule, device: torch.device, pause: Pause | None = None) -> None:
+        """Start the clock of a row.
+
+        `pause` is called once, early in the warm-up: a benchmark that alternates between processes waits there.
+        """
+        self.schedule, self.device, self.pause = schedule, device, pause
+        self._compilers = CacheWatch()
+        self.began = time.perf_counter()
+        self.count = 0
+        self.marks: list[Mark] = []
+        reset_peak(device)
+
+    def __call__(self) -> None:
+        """Count one step, and mark the time where a window begins or ends."""
+        self.count += 1
+        if self.count == 1:
+            wait_for(self.device)
+            self.start_s = time.perf_counter() - self.began
+            self.cache = self._compilers.get_state()
+        if self.count == PAUSE_AFTER and self.pause is not None:
+            self.pause()
+        if self.count == self.schedule.warm_up:
+            self._end_warm_up()
+        # The first mark (at 0) is the start of the first window.
+        timed = self.count - self.schedule.warm_up - self.schedule.ramp
+        if timed >= 0 and timed % self.schedule.window == 0:
+            self.marks.append(self._mark())
+        if self.count == self.schedule.steps:
+            self._end()
+
+    def get_finished(self) -> Self:
+        """Return the timer once all steps are done."""
+        assert self.window_s, f"the runner made {self.count} of {self.schedule.steps} steps"
+        return self
+
+    def _end_warm_up(self) -> None:
+        wait_for(self.device)
+        self.start_peak_bytes = self._read_peak_bytes()
+        reset_peak(self.device)
+        self._energy = EnergyMeter(self.device)
+
+    def _mark(self) -> Mark:
+        if self.device.type != "cuda":
+            wait_for(self.device)
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _read_peak_bytes(self) -> int | None:
+        # A process keeps memory that earlier rows freed: on a CPU each row would look larger than the one before.
+        return None if self.device.type == "cpu" else get_peak_memory_bytes(self.device)
+
+    def _end(self) -> None:
+        """Read memory, energy and times of the row.
+
+        This happens in the call after the last step, because later the runner frees its CUDA graphs and their memory.
+        """
+        self.clock_limits = read_clock_limits(self.device)  # before the wait: an idle device has no reason to slow down
+        wait_for(self.device)
+        joules = self._energy.read_joules()
+        self.joules_per_step = None if joules is None else joules / (self.schedule.steps - self.schedule.warm_up)
+        self.peak_bytes = self._read_peak_bytes()
+        self.reserved_bytes = torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None
+        self.window_s = tuple(_measure_between(a, b) / self.schedule.window for a, b in itertools.pairwise(self.marks))
+
+
+def _measure_between(start: Mark, end: Mark) -> float:
+    if isinstance(start, float) and isinstance(end, float):
+        return end - start
+    assert isinstance(start, torch.cuda.Event)
+    assert isinstance(end, torch.cuda.Event)
+    return float(start.elapsed_time(end)) / 1e3
+
+
+START_MATTERS = 1.05
+"""Report a start-up peak that exceeds the training peak by this factor."""
+
+
+def measure_row(runner: Runner, problem: Problem, schedule: Schedule, *, pause: Pause | None = None) -> Row:
+    """Measure this runner and return its row."""
+    with isolate_row(problem.device):
+        try:
+            return _measure(runner, problem, schedule, pause)
+        # Catch any error: if one runner fails, the other rows must still be measured.
+        except Exception as error:
+            error.__traceback__ = None  # its frames would keep the model, and thereby memory, alive for the next row
+            return make_unmeasured_row(runner.name, runner.variant, runner.precision, describe_failure(error))
+
+
+def make_unmeasured_row(name: str, variant: str, precision: str, reason: str) -> Row:
+    return Row(name=name, variant=variant, precision=precision, reason=reason)
+
+
+def describe_failure(error: Exception) -> str:
+    """Summarise in one line what stopped a row."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryLimitError):
+        return f"out of memory: {summarise_error(error)}"
+    if isinstance(error, HalfstepError):
+        return f"{error.what} ({error.fix})" if error.fix else error.what
+    return f"{type(error).__name__}: {summarise_error(error)}"
+
+
+def _measure(runner: Runner, problem: Problem, schedule: Schedule, pause: Pause | None) -> Row:
+    """Train the schedule's steps with a timer and build the row from it."""
+    timer = StepTimer(schedule, problem.device, pause)
+    loss = run_in_fresh_thread(lambda: runner.train(schedule.steps, timer), problem.device)
+    found = timer.get_finished()
+    ms = tuple(1e3 * seconds for seconds in found.window_s)
+    return Row(
+        name=runner.name,
+        variant=runner.variant,
+        precision=runner.precision,
+        window_ms=ms,
+        peak_bytes=found.peak_bytes,
+        start_peak_bytes=found.start_peak_bytes,
+        reserved_bytes=found.reserved_bytes,
+        joules_per_sample=found.joules_per_step / problem.samples if found.joules_per_step is not None else None,
+        loss=loss,
+        start_s=found.start_s,
+        cache=found.cache,
+        samples_per_s=problem.samples / statistics.median(ms) * 1e3,
+        remarks=tuple(_list_remarks(found.peak_bytes, found.start_peak_bytes)),
+        clock_limits=found.clock_limits,
+    )
+
+
+def _list_remarks(peak: int | None, start_peak: int | None) -> list[str]:
+    is_larger = peak and start_peak and start_peak > START_MATTERS * peak
+    return [f"start-up takes {format_bytes(start_peak)}"] if is_larger and start_peak else []

@@ -1,0 +1,468 @@
+"""Peers: the same problem trained with other tools in the same process, `--against lightning,accelerate,plain`.
+
+Every peer gets the same model, batches and AdamW. A name alone selects two variants; `plain:graphs` selects one.
+- `documented`: what the project's own pages show for the precision, with the compiler on.
+- `tuned`: what performance guides recommend in addition: channels_last where it is known to help, fused AdamW, the loss
+  inside the compiled region, TF32 for what stays fp32, cudnn.benchmark.
+- `graphs`: `tuned` with the compiler's CUDA graphs (mode `reduce-overhead`).
+
+Peers are not dependencies of halfstep: only `--against` needs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DataLoader, Dataset
+
+from halfstep.backend_flags import set_fp32_mode
+from halfstep.errors import ConfigError, HalfstepError, HardwareError, PrecisionError, format_count, suggest_nearest
+from halfstep_train.bench.isolate import isolate_row
+from halfstep_train.bench.problem import AfterStep, Batch, Problem, Runner
+from halfstep_train.kernels.fast_forms import force
+from halfstep_train.tune.fresh_thread import make_graph_storage
+
+Variant = Literal["documented", "tuned", "graphs"]
+LossOf = Callable[[Batch], Tensor]
+
+
+class PeerMissing(HalfstepError):
+    """A peer to compare against is not installed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerSetup:
+    """A problem as a peer's user would set it up."""
+
+    problem: Problem
+    precision: str
+    variant: Variant
+    compiler: str = "inductor"
+    """The backend of torch.compile; tests use a fast one."""
+
+    @property
+    def by_hand(self) -> bool:
+        """True if the user tuned beyond what the documentation shows."""
+        return self.variant != "documented"
+
+    @property
+    def channels_last(self) -> bool:
+        """False in strict fp32 on CUDA: contiguous with cudnn.benchmark is the fastest known (benchmarks/NOTES.md)."""
+        return self.by_hand and (self.precision, self.problem.device.type) != ("fp32", "cuda")
+
+    @property
+    def compile_mode(self) -> str | None:
+        return "reduce-overhead" if self.variant == "graphs" else None
+
+    def build_model(self) -> nn.Module:
+        """Return the seeded model in training mode, on the host: Lightning and Accelerate move it themselves."""
+        model = self.problem.make_model().train()
+        # The keyword is missing in torch's type stubs.
+        return cast(nn.Module, model.to(memory_format=torch.channels_last)) if self.channels_last else model  # type: ignore[call-overload]
+
+    def build_optimizer(self, model: nn.Module, *, may_fuse: bool = True) -> torch.optim.AdamW:
+        """Return AdamW over all parameters in one group, as in most guides."""
+        fused = True if self.by_hand and may_fuse else None
+        problem, options = self.problem, self.problem.config.optimizer.collect_options()
+        decay = problem.weight_decay
+        return torch.optim.AdamW(model.parameters(), lr=problem.lr, weight_decay=decay, fused=fused, **options)
+
+    def build_loader(self, steps: int) -> DataLoader[Batch]:
+        """Return a loader that repeats one batch, so that no peer waits for data."""
+        return DataLoader(_Repeated(self.problem.host_batch, steps), batch_size=None)
+
+    def prepare(self, batch: Batch) -> Batch:
+        """Prepare a batch for the model, with images in the model's layout."""
+        batch = self.problem.prepare(batch)
+        return {name: _convert_to_channels_last(part) for name, part in batch.items()} if self.channels_last else batch
+
+    def compute_loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Compute the loss of a batch that is on the device."""
+        return self.problem.loss(model, self.prepare(batch))
+
+    def compile_loss(self, model: nn.Module) -> LossOf:
+        """Compile preparation, forward and loss as one region."""
+
+        def loss(batch: Batch) -> Tensor:
+            return self.compute_loss(model, batch)
+
+        return torch.compile(loss, backend=self.compiler, mode=self.compile_mode)
+
+
+Loop = Callable[[PeerSetup, int, AfterStep], float]
+"""Trains the given number of steps and returns the last loss."""
+
+
+class _Repeated(Dataset[Batch]):
+    def __init__(self, batch: Batch, times: int) -> None:
+        self._batch, self._times = batch, times
+
+    def __len__(self) -> int:
+        return self._times
+
+    def __getitem__(self, index: int) -> Batch:
+        return self._batch
+
+
+def _convert_to_channels_last(part: Tensor) -> Tensor:
+    return part.contiguous(memory_format=torch.channels_last) if part.ndim == 4 else part
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def isolate_peer(device: torch.device) -> Iterator[None]:
+    """Silence a peer, and restore flags, seeds, environment and signal handlers on exit.
+
+    `isolate_row` restores what every row may change: backend flags, memory and compiled code. Frameworks change more:
+    they print and warn, install signal handlers, set environment variables and draw random numbers.
+    """
+    on_cuda = device.type == "cuda"
+    with (
+        silence(),
+        isolate_row(device),
+        _restore_environment(),
+        _restore_signals(),
+        torch.random.fork_rng(devices=[device] if on_cuda else []),
+        torch.cuda.device(device) if on_cuda else contextlib.nullcontext(),
+        # Fail instead of timing a peer that silently fell back to eager.
+        dynamo_config.patch(fail_on_recompile_limit_hit=True),
+        # A peer's user writes torch's layers: switch off our models' fused kernels.
+        force(False),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def set_float32_mode(precision: str, *, by_hand: bool) -> Iterator[None]:
+    """Make `fp32` strict and switch TF32 on for `tf32`; with bf16 or fp16, switch TF32 on only for tuned variants."""
+    if precision in ("fp32", "tf32") or by_hand:
+        with set_fp32_mode("ieee" if precision == "fp32" else "tf32"):
+            yield
+    else:
+        yield
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Suppress warnings and log lines below errors."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+@contextlib.contextmanager
+def _restore_environment() -> Iterator[None]:
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _restore_signals() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread can set handlers, so there is nothing to restore
+        return
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def train_plain(setup: PeerSetup, steps: int, after_step: AfterStep) -> float:
+    """Train with plain PyTorch: autocast, GradScaler for fp16, clipping after unscaling, one loss read at the end."""
+    problem, device = setup.problem, setup.problem.device
+    model = setup.build_model().to(device)
+    optimizer = setup.build_optimizer(model)
+    scaler = torch.amp.GradScaler(device.type, enabled=setup.precision == "fp16")
+    autocast = torch.autocast(
+        device.type, dtype=AUTOCAST.get(setup.precision, torch.bfloat16), enabled=setup.precision in AUTOCAST
+    )
+    loss_of = _build_loss(setup, model)
+    loss = torch.tensor(float("nan"))
+    for host_batch in setup.build_loader(steps):
+        optimizer.zero_grad()
+        batch = {name: part.to(device, non_blocking=True) for name, part in host_batch.items()}
+        with autocast:
+            loss = loss_of(batch)
+        scaler.scale(loss).backward()
+        if problem.clip_norm > 0:
+            scaler.unscale_(optimizer)
+            clip_grad_norm_(model.parameters(), problem.clip_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        after_step()
+    return float(loss)
+
+
+def _build_loss(setup: PeerSetup, model: nn.Module) -> LossOf:
+    if setup.by_hand:
+        return setup.compile_loss(model)
+    compiled = cast(nn.Module, torch.compile(model, backend=setup.compiler))
+    return functools.partial(setup.compute_loss, compiled)
+
+
+PRECISION = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+IMPORT_NAMES = ("lightning.pytorch", "pytorch_lightning")
+"""The two packages it is published as."""
+
+
+def import_lightning() -> Any:
+    """Import Lightning under either of its names; raise PeerMissing with how to install it."""
+    reasons = []
+    for name in IMPORT_NAMES:
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            reasons.append(str(error))
+    raise PeerMissing("lightning cannot be imported", why="; ".join(reasons), fix="pip install lightning")
+
+
+def train_lightning(setup: PeerSetup, steps: int, after_step: AfterStep) -> float:
+    """Train with Lightning's Trainer, which owns the loop.
+
+    The whole module goes through torch.compile, as its documentation shows, and with `training_step` the loss: the two
+    variants differ only in layout, optimizer and flags. Logger, checkpoints, progress bar and summary are off, because
+    no other row has them.
+    """
+    lightning = import_lightning()
+    device = setup.problem.device
+    module = _build_module(lightning, setup)
+    counter = _build_counter(lightning, after_step)
+    trainer = lightning.Trainer(
+        accelerator=device.type,
+        devices=1 if device.type == "cpu" else [device.index or 0],
+        precision=PRECISION[setup.precision],
+        max_steps=steps,
+        gradient_clip_val=setup.problem.clip_norm,
+        benchmark=setup.by_hand or None,
+        callbacks=[counter],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    compiled = torch.compile(module, backend=setup.compiler, mode=setup.compile_mode)
+    try:
+        trainer.fit(compiled, setup.build_loader(steps))
+    except SystemExit as stopped:  # Lightning turns Ctrl-C into SystemExit
+        raise KeyboardInterrupt from stopped
+    return float(counter.loss)
+
+
+def _build_module(lightning: Any, setup: PeerSetup) -> Any:
+    """Build the LightningModule of the problem."""
+
+    class PeerModule(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = setup.build_model()
+
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+            return setup.compute_loss(self.model, batch)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            # In fp16 Lightning leaves unscaling to a fused optimizer; clipping before that would clip scaled gradients.
+            clips_scaled = setup.precision == "fp16" and setup.problem.clip_norm > 0
+            return setup.build_optimizer(self.model, may_fuse=not clips_scaled)
+
+    class ClippingModule(PeerModule):
+        """Clips in a hook, because under autocast the Trainer's own clipping refuses every fused optimizer."""
+
+        def configure_gradient_clipping(
+            self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+        ) -> None:
+            if gradient_clip_val:
+                clip_grad_norm_(self.model.parameters(), gradient_clip_val)
+
+    return ClippingModule() if setup.by_hand and setup.precision == "bf16" else PeerModule()
+
+
+def _build_counter(lightning: Any, after_step: AfterStep) -> Any:
+    class Counter(lightning.Callback):  # type: ignore[misc]
+        loss = torch.tensor(float("nan"))
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.loss = outputs["loss"]
+            after_step()
+
+    return Counter()
+
+
+MIXED_PRECISION = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
+
+
+def import_accelerate() -> Any:
+    """Import Accelerate; raise PeerMissing with how to install it."""
+    try:
+        return importlib.import_module("accelerate")
+    except ImportError as error:
+        raise PeerMissing("accelerate cannot be imported", why=str(error), fix="pip install accelerate") from error
+
+
+def train_accelerate(setup: PeerSetup, steps: int, after_step: AfterStep) -> float:
+    """Train with `prepare`, `backward` and `clip_grad_norm_` of an Accelerator in the user's loop.
+
+    Documented: its TorchDynamoPlugin compiles the model, and the loader copies as by default. Tuned: the prepared model
+    is compiled together with the loss, and the loader's copies do not block.
+    """
+    with _open_accelerator(setup) as accelerator:
+        model = setup.build_model()
+        model, optimizer, loader = accelerator.prepare(model, setup.build_optimizer(model), setup.build_loader(steps))
+        loss_of: LossOf = setup.compile_loss(model) if setup.by_hand else functools.partial(setup.compute_loss, model)
+        loss = torch.tensor(float("nan"))
+        for batch in loader:
+            optimizer.zero_grad()
+            loss = loss_of(batch)
+            accelerator.backward(loss)
+            if setup.problem.clip_norm > 0:
+                accelerator.clip_grad_norm_(model.parameters(), setup.problem.clip_norm)
+            optimizer.step()
+            after_step()
+        return float(loss)
+
+
+@contextlib.contextmanager
+def _open_accelerator(setup: PeerSetup) -> Iterator[Any]:
+    """Open a fresh Accelerator; reset its process-wide state before and after."""
+    accelerate = import_accelerate()
+    _reset(accelerate)
+    try:
+        accelerator = accelerate.Accelerator(
+            cpu=setup.problem.device.type == "cpu",
+            mixed_precision=MIXED_PRECISION[setup.precision],
+            dynamo_plugin=accelerate.utils.TorchDynamoPlugin(backend="no" if setup.by_hand else setup.compiler),
+            dataloader_config=accelerate.DataLoaderConfiguration(non_blocking=setup.by_hand),
+        )
+        # Set it again, because the compiler plugin switches TF32 on in runs without mixed precision.
+        with set_float32_mode(setup.precision, by_hand=setup.by_hand):
+            yield accelerator
+            accelerator.free_memory()
+    finally:
+        _reset(accelerate)
+
+
+def _reset(accelerate: Any) -> None:
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerate.state.GradientState._reset_state()
+
+
+PEERS: Mapping[str, Loop] = {"plain": train_plain, "lightning": train_lightning, "accelerate": train_accelerate}
+IMPORTS: Mapping[str, Callable[[], object]] = {"lightning": import_lightning, "accelerate": import_accelerate}
+PEER_PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+"""The precisions that every peer supports without further packages."""
+
+FP16_ON_CPU = {"lightning": "it would train in bf16 instead", "accelerate": "it would train in fp32 instead"}
+"""Libraries that cannot train in fp16 on a CPU, and what they would do instead with only a warning."""
+
+
+@dataclass(kw_only=True, slots=True)
+class PeerRunner:
+    """One peer in one variant, ready to train."""
+
+    name: str
+    variant: str
+    precision: str
+    setup: PeerSetup
+    loop: Loop
+
+    def train(self, steps: int, after_step: AfterStep) -> float:
+        """Train from the seeded start; errors, including those of compilation, are raised unchanged."""
+        if steps < 1:
+            raise ConfigError(f"cannot train {format_count(steps, 'step')}", fix="train at least one step")
+        by_hand, device = self.setup.by_hand, self.setup.problem.device
+        if self.precision == "fp16" and device.type == "cpu" and self.name in FP16_ON_CPU:
+            raise HardwareError(
+                f"{self.name} cannot train fp16 on the CPU", why=FP16_ON_CPU[self.name], fix="--precisions fp32,bf16"
+            )
+        if self.variant == "graphs" and device.type != "cuda":
+            raise HardwareError(
+                f"{self.name} graphs needs CUDA",
+                why="the compiler captures CUDA graphs only",
+                fix=f"--against {self.name}",
+            )
+        with isolate_peer(device), set_float32_mode(self.precision, by_hand=by_hand):
+            torch.backends.cudnn.benchmark = by_hand
+            if self.variant == "graphs":
+                make_graph_storage()
+            return self.loop(self.setup, steps, after_step)
+
+
+VARIANTS: tuple[Variant, ...] = get_args(Variant)
+UNASKED: tuple[Variant, ...] = ("documented", "tuned")
+"""Variants that a name without a colon selects."""
+
+
+def parse_peer_name(peer: str) -> str:
+    """Return `plain` for `plain` and for `plain:graphs`."""
+    return peer.partition(":")[0]
+
+
+def list_variants(peer: str) -> tuple[Variant, ...]:
+    """Return the variants that a peer of `--against` selects."""
+    asked = peer.partition(":")[2]
+    return tuple(variant for variant in VARIANTS if variant == asked) if asked else UNASKED
+
+
+def require_peers(peers: Sequence[str]) -> None:
+    """Raise ConfigError for an unknown peer and PeerMissing for one that is not installed, before anything is timed."""
+    known = [*PEERS, *(f"{name}:{variant}" for name in PEERS for variant in VARIANTS)]
+    for peer in peers:
+        if peer not in known:
+            raise ConfigError(f"unknown peer {peer!r}", fix=suggest_nearest(peer, known))
+        if parse_peer_name(peer) in IMPORTS:
+            with silence():  # their imports warn
+                IMPORTS[parse_peer_name(peer)]()
+
+
+def list_peers(peers: Sequence[str], problem: Problem, precision: str, *, _compiler: str = "inductor") -> list[Runner]:
+    """Return runners for the given peers and variants. Tests pass a fast torch.compile backend as `_compiler`."""
+    require_peers(peers)
+    if precision not in PEER_PRECISIONS:
+        raise PrecisionError(
+            f"peers cannot be timed in {precision!r}",
+            why=f"without further packages they support only {', '.join(PEER_PRECISIONS)}",
+            fix="leave out that precision or --against",
+        )
+    if problem.num_phases > 1:
+        raise HardwareError(
+            f"{problem.config.workload} trains in {problem.num_phases} phases",
+            why="a peer's loop makes one optimizer step per iteration, so it would do different work",
+            fix="leave --against out",
+        )
+    return [
+        PeerRunner(name=name, variant=variant, precision=precision, setup=setup, loop=PEERS[name])
+        for peer in peers
+        for name in [parse_peer_name(peer)]
+        for variant in list_variants(peer)
+        for setup in [PeerSetup(problem=problem, precision=precision, variant=variant, compiler=_compiler)]
+    ]

@@ -1,0 +1,73 @@
+"""`halfstep check`: the command of the package halfstep-check, which halfstep extends with its loader and device."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfstep.errors import ConfigError, HalfstepError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from halfstep_check.hardware_gap import Device
+
+INSTALL = "pip install -c constraints.txt -e packages/halfstep-check"
+IS_INSTALLED = importlib.util.find_spec("halfstep_check") is not None
+
+
+def _make_command() -> Callable[..., None]:
+    """Return the package's own command, with its errors converted to halfstep's."""
+    from halfstep_check.cli import Host, make_command
+    from halfstep_check.shared.errors import HalfstepError as CheckError
+
+    inner = make_command(Host(load_own=load_own, probe=_probe_device))
+
+    @functools.wraps(inner)
+    def command(**arguments: Any) -> None:
+        try:
+            inner(**arguments)
+        except CheckError as error:
+            raise ConfigError(error.what, why=error.why, fix=error.fix) from error
+
+    command.__doc__ = (inner.__doc__ or "").replace("halfstep-check", "halfstep check")
+    return command
+
+
+def load_own(path: Path) -> object:
+    """Load a halfstep config as training would; convert errors to those of the package."""
+    from halfstep_check.shared.errors import ConfigError as CheckError
+    from halfstep_train.workloads import load
+
+    try:
+        return load(str(path))
+    except HalfstepError as error:
+        raise CheckError(error.what, why=error.why, fix=error.fix) from error
+
+
+def _probe_device() -> Device:
+    from halfstep.hardware.probe import probe
+    from halfstep_check.hardware_gap import Device
+
+    found = probe()
+    return Device(name=found.name, has=found.get_support)
+
+
+def _refuse() -> None:
+    """Check whether configs agree, and whether a training script uses AMP correctly. Needs the package halfstep-check.
+
+    Example:
+
+        halfstep check train.py
+    """
+    raise ConfigError(
+        "halfstep check is not installed",
+        why="it is the package halfstep-check, in the same repository",
+        fix=f"{INSTALL}, in a clone of halfstep or with the path of that folder",
+    )
+
+
+command = _make_command() if IS_INSTALLED else _refuse
+CONTEXT = {} if IS_INSTALLED else {"ignore_unknown_options": True, "allow_extra_args": True}

@@ -1,0 +1,108 @@
+"""`halfstep dry-run`: predict, per module, whether a format would overflow or lose values."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, get_args
+
+import typer
+
+from halfstep.errors import ConfigError
+from halfstep.formats import DryRunTarget
+from halfstep_train.cli.options import (
+    ArgumentsOrRun,
+    BatchSize,
+    DataDir,
+    Device,
+    Json,
+    Trust,
+    option,
+    refuse_bad_target,
+)
+
+if TYPE_CHECKING:
+    from halfstep.evidence.dry_run import Judgement
+
+
+def command(
+    arguments: ArgumentsOrRun,
+    target: Annotated[str, option("The format.", metavar="fp16|bf16-true|fp8")],
+    data_dir: DataDir = None,
+    batch_size: BatchSize = None,
+    batches: Annotated[int, option("Batches to run.", min=1)] = 2,
+    device: Device = None,
+    picture: Annotated[
+        Path | None, option("Draw a heat map of modules and kinds of tensors.", metavar="FILE.png")
+    ] = None,
+    every: Annotated[bool, option("Also show modules that fit.", "--all")] = False,
+    trust: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Predict whether a format would hold: per module, what would overflow, flush to zero or lose updates.
+
+    Runs a few steps in fp32 on real batches, from a run's weights if a run is given. Shows the headroom in bits and
+    whether loss scaling, or the rounding of bf16-true, fixes it. Exit code 1: a module does not fit without a fix.
+
+    Example:
+
+        halfstep dry-run --target fp16 unet --data-dir data/carvana --picture heat.png
+    """
+    flags = {"data_dir": data_dir, "batch_size": batch_size, "device": device}
+    chosen = next((one for one in get_args(DryRunTarget) if one == target), None)
+    if chosen is None:
+        supported = ", ".join(get_args(DryRunTarget))
+        raise ConfigError(f"--target {target} is not a supported format", fix=f"use one of {supported}")
+    refuse_bad_target(arguments, flags, trust=trust)
+    from halfstep_train.use.observe_step import dry_run
+
+    rows = dry_run(arguments[0], chosen, num_batches=batches, flags=flags, overrides=arguments[1:], trust=trust)
+    if picture is not None:
+        from halfstep_train.report.curves import draw_heat_map
+
+        draw_heat_map([(row.module, row.kind, _compute_badness(row)) for row in rows], f"dry run: {target}", picture)
+    if as_json:
+        typer.echo(json.dumps([_convert_row(row) for row in rows], indent=1))
+    else:
+        _show(rows, target, every=every)
+    if any(row.is_bad and not row.is_saved for row in rows):
+        raise typer.Exit(1)
+
+
+def _compute_badness(row: Judgement) -> float:
+    """Return a colour value: 0 for values far inside the format's range, up to 1 for values outside it."""
+    # Colour starts below 8 bits of headroom; a cell that loses a tenth of its values is almost fully coloured.
+    edge = max(0.0, 1.0 - row.headroom_bits / 8) if row.headroom_bits and row.headroom_bits > 0 else 0.0
+    return 1.0 if row.is_bad else max(min(row.lost * 10, 0.9), min(edge, 0.9))
+
+
+def _convert_row(row: Judgement) -> dict[str, object]:
+    import math
+
+    headroom = row.headroom_bits if math.isfinite(row.headroom_bits) else None
+    return {
+        "module": row.module, "kind": row.kind, "verdict": row.verdict, "headroom_bits": headroom, "lost": row.lost,
+        "remedy": row.remedy,
+    }  # fmt: skip
+
+
+def _show(rows: list[Judgement], target: str, *, every: bool) -> None:
+    """Print the modules that do not fit, or all of them, and a summary."""
+    from halfstep_train.report.console import make_rows_table, open_result_console
+
+    console = open_result_console()
+    shown = [row for row in rows if every or row.is_bad]
+    cells = [
+        (row.module, row.kind, row.verdict, _format_bits(row.headroom_bits), f"{row.lost:.1%}", row.remedy)
+        for row in shown
+    ]
+    if cells:
+        console.print(make_rows_table(("module", "kind", "verdict", "headroom (bits)", "lost", "remedy"), cells))
+    bad = {row.module for row in rows if row.is_bad and not row.is_saved}
+    saved = {row.module for row in rows if row.is_bad} - bad
+    more = f"; {len(saved)} fit only with the remedy shown" if saved else ""
+    console.print(f"{len(bad)} of {len({row.module for row in rows})} modules do not fit {target}{more}")
+
+
+def _format_bits(headroom: float) -> str:
+    return f"{headroom:.1f}" if abs(headroom) != float("inf") else "-"

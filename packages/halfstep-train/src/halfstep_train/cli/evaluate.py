@@ -1,0 +1,81 @@
+"""`halfstep evaluate`: score a trained model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from halfstep.errors import DataError
+from halfstep_train.cli.options import (
+    Checkpoint,
+    Json,
+    RunFolder,
+    Trust,
+    UsedDevice,
+    UsedPrecision,
+    option,
+    refuse_bad_run,
+)
+
+
+def command(
+    context: typer.Context,
+    run: RunFolder,
+    data: Annotated[
+        Path | None,
+        option("Other data; default: the run's validation split.", "--data", "--data-dir", metavar="DIR"),
+    ] = None,
+    checkpoint: Checkpoint = "best",
+    device: UsedDevice = None,
+    precision: UsedPrecision = None,
+    batch_size: Annotated[int | None, option("Samples per batch; default: the run's.", min=1)] = None,
+    out: Annotated[
+        Path | None, option("New folder for images.", metavar="DIR", show_default="RUN/report/evaluation")
+    ] = None,
+    trust: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Score a trained model: overall and per-class scores, and pictures of its mistakes.
+
+    Without --data the scores are those that training computed for this checkpoint. Other data are evaluated completely,
+    or on their own validation split if they have one. No file is overwritten.
+
+    `halfstep evaluate RUN --help` also shows the options of the run's workload.
+
+    Example:
+
+        halfstep evaluate runs/unet-20250101-120000
+
+        halfstep evaluate runs/resnet50 --data data/new_photos --checkpoint last --json
+    """
+    refuse_bad_run(run, out)
+    if data is not None and not data.exists():
+        raise DataError(f"--data {data} does not exist", fix="give a data folder, or a file if the run trained on one")
+    from rich.console import Console
+
+    from halfstep_train.report.console import open_result_console
+    from halfstep_train.report.results import show_evaluation
+    from halfstep_train.report.run_report import RunReport
+    from halfstep_train.use.evaluate import evaluate
+
+    # Progress and warnings go to stderr, so that stdout can be piped.
+    report = RunReport(run, console=Console(stderr=True))
+    found = evaluate(
+        run,
+        report=report,
+        data=data,
+        checkpoint=checkpoint,
+        device=device,
+        precision=precision,
+        batch_size=batch_size,
+        # The options of the run's workload, which RunCommand removed from the arguments.
+        options=context.obj,
+        out=out,
+        trust=trust,
+    )
+    if as_json:
+        typer.echo(found.to_json())
+    else:
+        show_evaluation(found, open_result_console())

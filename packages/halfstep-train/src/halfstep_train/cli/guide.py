@@ -1,0 +1,97 @@
+"""`halfstep guide`: ask a few questions, suggest configs, write one and start it."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from halfstep.errors import ConfigError, Interrupted
+from halfstep_train.cli.options import refuse_unknown_device
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from halfstep_train.guide.guide import Asker, GuideResult, Machine
+
+
+def command(
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: use and print all defaults.")] = False,
+    answers: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Answers in YAML or JSON; missing ones use their default.")
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="DEVICE", help="cpu, cuda:1, mps, xpu; default: best.", callback=refuse_unknown_device),
+    ] = None,
+    no_measure: Annotated[
+        bool, typer.Option("--no-measure", help="Probe the device only: estimates instead of trials.")
+    ] = False,
+) -> None:
+    """Write a config by answering a few questions, and start it.
+
+    Looks at this machine and your data, suggests two or three configs with reasons, writes the one you pick, and starts
+    it if you like. Answers can come from a terminal, a pipe or a file.
+
+    Example:
+
+        halfstep guide
+
+        halfstep guide --yes
+
+        halfstep guide --answers answers.yaml
+
+    where answers.yaml holds any of: task, model, workload, data, goal, pick, file, start.
+    """
+    if answers is not None and not answers.exists():
+        raise ConfigError(f"no file of answers at {answers}", fix="give a YAML or JSON file, or leave --answers out")
+    outcome = run_conversation(yes=yes, answers=answers, device=device, no_measure=no_measure)
+    if outcome.start:
+        from halfstep_train.run.train import train
+        from halfstep_train.workloads import load
+
+        train(load(str(outcome.file)))
+
+
+def run_conversation(*, yes: bool, answers: Path | None, device: str | None, no_measure: bool) -> GuideResult:
+    """Ask, suggest and write the file; Ctrl-C before that leaves no files."""
+    import tempfile
+
+    from rich.console import Console
+
+    from halfstep_train.guide.guide import guide
+
+    console = Console()
+    try:
+        asker = choose_asker(console, yes=yes, answers=answers)
+        machine = probe_machine(device, no_measure=no_measure)
+        # Demo data and pictures are removed if the conversation ends early.
+        with tempfile.TemporaryDirectory(prefix="halfstep-guide-") as scratch:
+            return guide(asker, console, machine, Path(scratch))
+    except KeyboardInterrupt:
+        raise Interrupted("Ctrl-C: nothing was written") from None
+
+
+def choose_asker(console: Console, *, yes: bool, answers: Path | None) -> Asker:
+    from halfstep_train.guide.guide import QUESTIONS, Prompt, Scripted, add_task, read_answers
+
+    if answers is not None:
+        return Scripted(console, add_task(read_answers(answers, QUESTIONS)))
+    # sys.stdin is None if the caller closed it: treat that as an empty input.
+    return Scripted(console, {}) if yes else Prompt(console, sys.stdin or io.StringIO())
+
+
+def probe_machine(device: str | None, *, no_measure: bool) -> Machine:
+    from halfstep.hardware.driver import Driver
+    from halfstep_train.cli.detect import probe_devices
+    from halfstep_train.config.section import count_cores
+    from halfstep_train.guide.guide import Machine
+
+    # Before our own measurements, which would count as load.
+    load = Driver().describe_load()
+    (hardware,) = probe_devices(device or "auto", look_only=no_measure, fresh=False)
+    busy = load if hardware.kind == "cpu" else Driver().describe_gpu_users(hardware.device)
+    return Machine(hardware=hardware, num_cores=count_cores(), device=device, may_measure=not no_measure, busy=busy)

@@ -1,0 +1,63 @@
+"""`halfstep ledger`: record the formats that a step really computes in."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from halfstep_train.cli.options import (
+    ArgumentsOrRun,
+    BatchSize,
+    DataDir,
+    Device,
+    Json,
+    Precision,
+    Simulate,
+    Trust,
+    option,
+    refuse_bad_target,
+)
+
+
+def command(
+    arguments: ArgumentsOrRun,
+    precision: Precision = None,
+    data_dir: DataDir = None,
+    batch_size: BatchSize = None,
+    device: Device = None,
+    simulate: Simulate = None,
+    strict: Annotated[bool, option("Exit with 1 if anything differs from the plan.", "--strict")] = False,
+    trust: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Show which format each module's matmuls, convolutions and attention really computed in, compared with the plan.
+
+    Observes one step, forward and backward: formats, share of the FLOPs, casts, tensors saved for backward, gradients
+    and optimizer state. Differences from the plan are listed with reason and fix. A run is not changed.
+
+    Example:
+
+        halfstep ledger unet --precision bf16
+
+        halfstep ledger runs/unet-20250101-120000 --strict
+    """
+    flags: dict[str, object] = {
+        "precision": precision,
+        "data_dir": data_dir,
+        "batch_size": batch_size,
+        "device": device,
+    }
+    flags["simulate"] = simulate
+    refuse_bad_target(arguments, flags, trust=trust)
+    from halfstep_train.run.step_ledger import to_document
+    from halfstep_train.use.observe_step import record_ledger
+
+    found = record_ledger(arguments[0], flags=flags, overrides=arguments[1:], trust=trust)
+    if as_json:
+        typer.echo(json.dumps(to_document(found), indent=1))
+    else:
+        typer.echo("\n\n".join(map(str, found)))
+    if strict and any(one.differences for one in found):
+        raise typer.Exit(1)

@@ -1,0 +1,467 @@
+"""The `halfstep` command: build the command line, normalise flags, and turn errors into messages and exit codes.
+
+A closed pipe (`halfstep check x.py | head -1`) changes neither what a command does nor its exit code.
+
+`evaluate` and `predict` accept the options of the run's workload in addition to the common ones. The parser knows only
+the common ones, so `RunCommand` removes a family's options from the arguments before parsing and appends them to the
+help text. This needs no torch: the run's config file names the workload.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import inspect
+import io
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from typer.core import TyperCommand
+
+from halfstep.disk import GONE, normalise_path, redirect_to_null
+from halfstep.errors import ConfigError, HalfstepError, Interrupted, MemoryLimitError
+from halfstep_train.cli.completion import VARIABLE, read_typed_words
+
+if TYPE_CHECKING:
+    from typing import TextIO
+
+    from _typeshed import ReadableBuffer
+
+    from halfstep_train.workloads.base.kind import Kind, Option
+
+
+# --- standard streams that survive a closed pipe and a full disk ---
+
+
+class PatientFile(io.FileIO):
+    """A file that discards its output once the reader has closed the pipe."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
+            redirect_to_null(self.fileno())
+            return len(memoryview(data))
+
+
+def wrap_standard_streams() -> None:
+    """Wrap stdout and stderr of this process, unless something (such as pytest) has already replaced them."""
+    if sys.stdout is sys.__stdout__ and sys.stdout is not None:
+        sys.stdout = _wrap_stream(sys.stdout)
+    if sys.stderr is sys.__stderr__ and sys.stderr is not None:
+        sys.stderr = _wrap_stream(sys.stderr)
+
+
+def flush_or_drop() -> None:
+    """Flush both streams; discard what a full disk refused, which would otherwise change the exit code to 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            redirect_to_null(stream.fileno())
+
+
+def _wrap_stream(stream: TextIO) -> TextIO:
+    # A second file object on the same descriptor; it must not close it.
+    buffer = io.BufferedWriter(PatientFile(stream.fileno(), "w", closefd=False))
+    # Escape characters that the terminal's encoding lacks: output must never end a run.
+    return io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=bool(stream.line_buffering))
+
+
+# --- commands ---
+
+COMMANDS = (
+    *("bench", "check", "compare", "detect", "dry-run", "evaluate", "exercise", "formats", "guide", "ledger"),
+    *("pack", "plan", "predict", "replay", "report", "runs", "top", "train", "verify"),
+)
+"""A command is the function `command` in the module of the same name, parsed with that module's `CONTEXT`."""
+
+COMMANDS_ON_RUNS = ("evaluate", "predict")
+"""Commands whose options depend on the workload of the run they are given."""
+
+
+def build_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
+    """Build the command line with these commands; import only their modules."""
+    app = typer.Typer(
+        name="halfstep",
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(root)
+    for name in names:
+        module = importlib.import_module(f"halfstep_train.cli.{name.replace('-', '_')}")
+        text = unwrap_paragraphs(module.command.__doc__)
+        kind = RunCommand if name in COMMANDS_ON_RUNS else OnceCommand
+        app.command(name, help=text, cls=kind, context_settings=getattr(module, "CONTEXT", None))(module.command)
+    return app
+
+
+def unwrap_paragraphs(docstring: str) -> str:
+    """Join each paragraph into one line: typer would keep a docstring's line breaks at any terminal width."""
+    paragraphs = inspect.cleandoc(docstring).split("\n\n")
+    return "\n\n".join(re.sub(r"\n\s*", " ", paragraph) for paragraph in paragraphs)
+
+
+def choose_commands(argv: Sequence[str]) -> Sequence[str]:
+    """Return only the command that was called: building all of them takes longer than comparing two configs."""
+    return argv[:1] if argv and argv[0] in COMMANDS else COMMANDS
+
+
+def choose_typed_commands(variables: Mapping[str, str]) -> Sequence[str]:
+    """Return the commands that the word after `halfstep` may become, while a shell asks for completions."""
+    typed = "".join(read_typed_words(variables)[:1])
+    return [name for name in COMMANDS if name.startswith(typed)] or COMMANDS
+
+
+def show_version(asked: bool) -> None:
+    if asked:
+        from halfstep import __version__
+
+        typer.echo(f"halfstep {__version__}")
+        raise typer.Exit
+
+
+def root(
+    version: bool = typer.Option(False, "--version", callback=show_version, is_eager=True, help="Show the version."),
+) -> None:
+    """Mixed-precision training for PyTorch: fast, safe and provable."""
+
+
+# --- arguments ---
+
+
+def normalise_dashes(argv: Sequence[str]) -> list[str]:
+    """Write `--data_dir X` as `--data-dir X`; leave values and `key=value` overrides unchanged."""
+    # Arguments after a bare `--` are never flags.
+    stop = list(argv).index("--") if "--" in argv else len(argv)
+    dashed = [re.sub(r"^--[^=]+", lambda flag: flag.group().replace("_", "-"), argument) for argument in argv[:stop]]
+    return dashed + list(argv[stop:])
+
+
+def shorten_paths(argv: Sequence[str]) -> list[str]:
+    """Shorten `data/../d` to `d` in arguments and after `--flag=`; a run makes paths in settings absolute itself."""
+
+    def shorten(argument: str) -> str:
+        flag, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+        # Other texts may contain `..` too: a path goes up from a folder that exists.
+        is_path = ".." in value.split(os.sep) and "=" not in value and os.path.isdir(value[: value.rindex("..") + 2])
+        return f"{flag}{equals}{normalise_path(value)}" if is_path else argument
+
+    return [shorten(argument) for argument in argv]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line; exit with 0 for success, 1 for findings, 2 for a mistake in the call."""
+    arguments = shorten_paths(normalise_dashes(sys.argv[1:] if argv is None else argv)) or ["--help"]
+    # While a shell asks for completions there are no arguments: it passes the typed words in a variable.
+    chosen = choose_typed_commands(os.environ) if VARIABLE in os.environ else choose_commands(arguments)
+    wrap_standard_streams()
+    try:
+        # Not standalone: typer would print its own errors in another form.
+        sys.exit(build_app(chosen)(arguments, prog_name="halfstep", standalone_mode=False) or 0)
+    except USAGE_ERROR as error:
+        show_once(explain_usage_error(error))
+        sys.exit(2)
+    except HalfstepError as error:
+        show_once(error)
+        sys.exit(error.exit_code)
+    except OSError as error:
+        show_error(explain_os_error(error))
+        sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        show_once(explain_memory_error(error))
+        sys.exit(2)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    finally:
+        flush_or_drop()
+
+
+# --- errors ---
+
+UNUSABLE = {getattr(errno, name) for name in ("EACCES", "EPERM", "EROFS", "EEXIST", "ENOTDIR", "EISDIR", "ENOSPC")}
+
+
+def explain_os_error(error: OSError) -> HalfstepError:
+    """Return the error for a user's file or folder that cannot be used; raise other OSErrors, which are bugs."""
+    if error.errno == errno.ENOSPC and error.filename is None:
+        from halfstep_train.report.run_report import explain_unwritable_output
+
+        return explain_unwritable_output(error)
+    if error.errno not in UNUSABLE or error.filename is None:
+        raise error
+    if error.errno in (errno.EEXIST, errno.ENOTDIR):
+        return ConfigError(f"{error.filename} exists and is not a folder", fix="choose another folder")
+    return ConfigError(
+        f"cannot use {error.filename}: {error.strerror}", fix="check its permissions, or choose another path"
+    )
+
+
+def explain_memory_error(error: MemoryError | RuntimeError) -> HalfstepError:
+    """Return the error for sizes that do not fit into the host's memory; raise other RuntimeErrors, which are bugs."""
+    # torch reports a failed allocation on the CPU as a RuntimeError.
+    asked = re.search(r"DefaultCPUAllocator: .*?(tried to allocate \d+ bytes)", str(error))
+    if asked is None and not isinstance(error, MemoryError):
+        raise error
+    return MemoryLimitError(
+        "out of memory: this batch, image size or model does not fit into this machine's memory",
+        why=asked[1] if asked else str(error).strip().split("\n")[-1],
+        fix="use a smaller train.batch_size, data.image_size or model, or fewer data.num_workers",
+    )
+
+
+def show_once(error: HalfstepError) -> None:
+    """Show an error; if several ranks raised it, only one of them shows it."""
+    # Started by a launcher: the ranks choose one of them that prints the error.
+    if error.is_shown_elsewhere is None and "RANK" in os.environ:
+        from halfstep_train.run.launch import choose_speaker
+
+        choose_speaker(error, os.environ)
+    if not error.is_shown_elsewhere:
+        show_error(error)
+
+
+def show_error(error: HalfstepError) -> None:
+    """Print an error on stderr: what, why and fix."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from halfstep_train.report.console import print_text
+
+    console = Console(stderr=True)
+    if isinstance(error, Interrupted):  # not a mistake, so it is not shown as an error
+        print_text(console, Text(error.what, style="yellow"))
+        for text in filter(None, (error.why, error.fix)):
+            print_text(console, Text(f"  {text}"))
+        return
+    print_text(console, Text.assemble(("error: ", "bold red"), error.what))
+    for label, text in (("why", error.why), ("fix", error.fix)):
+        if text:
+            print_text(console, Text(f"  {label}: ", style="bold") + Text(text))
+
+
+USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
+"""Base class of the parser's errors; typer has no public name for it."""
+
+EXPECTED = {"valid integer": "a whole number", "valid number": "a number"}
+"""Replacements for typer's descriptions of a value."""
+
+
+def explain_usage_error(error: Any, arguments: Sequence[str] = (), context: Any = None) -> ConfigError:
+    """Return the parser's error as a ConfigError with a fix; `arguments` and `context` describe the call."""
+    context = error.ctx or context
+    called = context.command_path if context else "halfstep"
+    help_text = f"{called} --help explains every argument" if " " in called else f"{called} --help lists all commands"
+    given = list(find_occurrences(arguments, error.param)) if getattr(error, "param", None) is not None else []
+    if given:
+        return ConfigError(f"{given[-1]}: {_format_expectation(error.message)}", fix=help_text)
+    what = getattr(error, "message", "") or error.format_message()
+    # Only the parser's error for an unknown option has this attribute.
+    is_unknown = hasattr(error, "possibilities")
+    names = {one.name for one in context.command.params} if context is not None else set()
+    if is_unknown and "quiet" in names and (instead := _find_habit(error.option_name)):
+        return ConfigError(what.rstrip("."), fix=instead)
+    if is_unknown and "precision" in names and _is_precision(precision := error.option_name.lstrip("-")):
+        return ConfigError(what.rstrip("."), fix=f"use --precision {precision}")
+    has_settings = "arguments" in names
+    if is_unknown and has_settings and (setting := _find_setting(error.option_name)):
+        same = _find_same_option(setting, context.command.params)
+        fix = f"did you mean {same}?" if same else f"write settings as {_find_path(setting)}=VALUE."
+        return ConfigError(what.rstrip("."), fix=f"{fix} {help_text}")
+    near = [name for name in getattr(error, "possibilities", None) or () if name != "--help"]
+    nearest = f"did you mean {' or '.join(near)}? " if near else ""
+    if is_unknown and has_settings and not near:
+        nearest = _suggest_setting(error.option_name)
+    return ConfigError(what.rstrip("."), fix=nearest + help_text)
+
+
+def _is_precision(argument: str) -> bool:
+    from halfstep.precision.names import PRECISIONS
+
+    return argument in PRECISIONS
+
+
+def _find_habit(option: str) -> str:
+    """Return what to use instead of another tool's flag; empty if it is not a known one."""
+    from halfstep_train.config.aliases import HABITS
+
+    return HABITS.get(option.lstrip("-").replace("-", "_"), "")
+
+
+def _find_setting(option: str) -> str:
+    """Return the setting that an unknown option names, such as `--learning_rate` or `--optimizer.lr`; else empty."""
+    from halfstep_train.config.aliases import KEY_ALIASES, PRECISION_KEYS
+
+    name = option.lstrip("-").replace("-", "_")
+    return name if name in KEY_ALIASES or name in PRECISION_KEYS or "." in name else ""
+
+
+def _find_same_option(setting: str, options: Sequence[Any]) -> str:
+    """Return the option for a setting, such as `--lr` for `learning_rate`; empty if there is none."""
+    from halfstep_train.config.aliases import KEY_ALIASES
+
+    # Flags are aliases of settings too, so both lead to one path.
+    path = _find_path(setting)
+    flags = (option for option in options if option.name in KEY_ALIASES)
+    return next((option.opts[0] for option in flags if KEY_ALIASES[option.name].path == path), "")
+
+
+def _find_path(setting: str) -> str:
+    from halfstep_train.config.aliases import KEY_ALIASES
+
+    return KEY_ALIASES[setting].path if setting in KEY_ALIASES else setting
+
+
+def _suggest_setting(option: str) -> str:
+    """Return `did you mean optimizer.weight_decay, as KEY=VALUE? ` if the option resembles a setting; else empty."""
+    from halfstep_train.config.keys import suggest_key
+    from halfstep_train.config.schema import RunConfig
+
+    found = suggest_key(option.lstrip("-").replace("-", "_"), RunConfig)
+    return f"{found.removesuffix('?')}, as KEY=VALUE? " if found.startswith("did you mean") else ""
+
+
+def _format_expectation(message: str) -> str:
+    expected = next((ours for theirs, ours in EXPECTED.items() if theirs in message), "")
+    return f"expected {expected}" if expected else message.replace("Input should be", "it must be")
+
+
+def find_occurrences(arguments: Sequence[str], parameter: Any) -> Iterator[str]:
+    """Yield every occurrence of the option, as written."""
+    stop = list(arguments).index("--") if "--" in arguments else len(arguments)
+    names = {*parameter.opts, *parameter.secondary_opts}
+    for index, argument in enumerate(arguments[:stop]):
+        name, equals, _ = argument.partition("=")
+        if name in names:
+            # `--lr 0.1` is two arguments, `--lr=0.1` and `--strict` one.
+            has_value = not getattr(parameter, "is_flag", False) and not equals and index + 1 < stop
+            yield f"{argument} {arguments[index + 1]}" if has_value else argument
+
+
+# --- parsing of commands ---
+
+
+class OnceCommand(TyperCommand):
+    """A command that refuses a flag with two different values, unless the flag may be repeated."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing:  # a shell asks for completions: the line may still be wrong
+            return super().parse_args(ctx, args)
+        for parameter in self.params:
+            if parameter.param_type_name == "option" and not parameter.multiple:
+                refuse_conflict(list(find_occurrences(args, parameter)))
+        arguments = list(args)  # parsing empties the list
+        try:
+            return super().parse_args(ctx, args)
+        except USAGE_ERROR as error:
+            raise explain_usage_error(error, arguments, ctx) from None
+
+
+def refuse_conflict(given: Sequence[str]) -> None:
+    """Raise ConfigError if one flag was given two values."""
+    # The same value twice is harmless.
+    different = list(dict.fromkeys(text.replace("=", " ", 1) for text in given))
+    if len(different) > 1:
+        raise ConfigError(" and ".join(f"`{text}`" for text in different) + " disagree", fix="keep one of them")
+
+
+class RunCommand(OnceCommand):
+    """A command that also accepts the options of a run's workload; it stores them by name in the context's `obj`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Remove and check the options of the run's workload, then parse the rest."""
+        if ctx.resilient_parsing:
+            return super().parse_args(ctx, args)
+        from halfstep_train.workloads import KINDS
+
+        command = str(self.name)  # evaluate or predict
+        workload = find_workload(args, trust="--trust" in args)
+        own = find_options(KINDS.of(workload), command) if workload else ()
+        families = list(KINDS.list_translators())
+        # Recognise the options of all families: the command refuses foreign ones and lists this workload's options.
+        known = {option.flag: option for kind in families for option in find_options(kind, command)}
+        known |= {option.flag: option for option in own}
+        if workload or not {"-h", "--help"} & set(args):
+            self.help = f"{self.help}\n\n{format_options(own, f'Options of {workload}')}" if own else self.help
+        else:
+            texts = [format_options(find_options(kind, command), f"Options of {kind.task}") for kind in families]
+            self.help = "\n\n".join(filter(None, [self.help, *texts]))
+        rest, given = extract_options(args, known)
+        ctx.obj = given
+        try:
+            return super().parse_args(ctx, rest)
+        except ConfigError as error:
+            # The parser does not know the workload's options, so list them here.
+            if own and "no such option" in error.what.lower():
+                error.fix = f"{workload} takes {', '.join(option.flag for option in own)}; {error.fix}"
+            raise
+
+
+def find_workload(args: Sequence[str], *, trust: bool) -> str:
+    """Return the workload of the run among the arguments; empty if there is no run, which the command then refuses."""
+    from halfstep_train.config.yaml_source import read_yaml
+    from halfstep_train.workloads import KINDS
+
+    for argument in args:
+        config = Path(argument) / "config.yaml"
+        if not argument.startswith("-") and config.is_file():
+            # Reading the YAML needs no torch, unlike loading the config.
+            workload = str(read_yaml(config).values.get("workload") or "")
+            if workload not in ("", *KINDS) and not trust:
+                from halfstep_train.run.folder import RunFolder
+                from halfstep_train.workloads.base.import_path import refuse_unknown_code
+
+                refuse_unknown_code([workload], RunFolder(Path(argument)).read_settled().code, config)
+            return workload
+    return ""
+
+
+def extract_options(args: Sequence[str], known: dict[str, Option]) -> tuple[list[str], dict[str, Any]]:
+    """Return the arguments without the families' options, and those options by name."""
+    rest: list[str] = []
+    values: dict[str, Any] = {}
+    given: dict[str, list[str]] = {}
+    arguments: Iterator[str] = iter(args)
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        option = known.get(flag)
+        if argument == "--":
+            rest += [argument, *arguments]
+        elif option is None:
+            rest.append(argument)
+        else:
+            if option.type is bool:
+                if equals:
+                    raise ConfigError(f"{argument}: {flag} takes no value", fix=flag)
+                value = "yes"
+            # Takes the next argument as the value.
+            elif not equals and (value := next(arguments, "")) == "":
+                raise ConfigError(f"{flag} needs a value", fix=f"{flag} {option.type.__name__.upper()}")
+            values[option.name] = True if option.type is bool else value
+            given.setdefault(flag, []).append(f"{flag} {value}")
+            refuse_conflict(given[flag])
+    return rest, values
+
+
+def find_options(kind: Kind, command: str) -> tuple[Option, ...]:
+    declared = kind.evaluate if command == "evaluate" else kind.predict
+    return declared.options if declared else ()
+
+
+def format_options(options: Sequence[Option], title: str) -> str:
+    """Format options for the help text, one paragraph each."""
+    return "\n\n".join([f"{title}:", *(format_option(option) for option in options)]) if options else ""
+
+
+def format_option(option: Option) -> str:
+    value = "" if option.type is bool else f" {option.type.__name__.upper()}"
+    default = "" if option.default in (None, False, "") else f" (default {option.default})"
+    return f"    {option.flag}{value}  {option.help}{default}"

@@ -1,0 +1,71 @@
+"""`halfstep runs`: list the runs in a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from halfstep.errors import CheckpointError, format_duration
+from halfstep_train.cli.options import Json
+from halfstep_train.cli.top import collect_facts, explain_bad_records, find_state
+
+
+def command(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of the runs.")] = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """List the runs in a folder, newest first: state, progress, time left, best metric, precision.
+
+    Example:
+
+        halfstep runs
+
+        halfstep runs runs/sweep --json
+    """
+    from halfstep_train.report.console import make_columns_table, open_result_console
+    from halfstep_train.report.metrics_file import replace_non_finite
+
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no folder {folder}", fix="name the folder that holds your runs")
+    found = sorted(folder.glob("*/config.yaml"), key=lambda file: file.stat().st_mtime, reverse=True)
+    rows = [list_facts(file.parent) for file in found]
+    if as_json:
+        return typer.echo(json.dumps(replace_non_finite(rows), indent=2))
+    if not rows:
+        is_run = (folder / "config.yaml").is_file()
+        hint = f", which is a run itself: halfstep top {folder}" if is_run else ""
+        return typer.echo(f"no runs in {folder}{hint}")
+    columns = {title: [format_facts(row)[title] for row in rows] for title in format_facts(rows[0])}
+    return open_result_console().print(make_columns_table(columns, left=("run", "state")))
+
+
+def list_facts(path: Path) -> dict[str, Any]:
+    """Return what the list shows about one run; omit what is not recorded."""
+    from halfstep_train.report.page.read_run import read_run
+
+    run = read_run(path)
+    with explain_bad_records(run):
+        facts = collect_facts(run)
+    shown: dict[str, Any] = {key: facts[key] for key in ("step", "total_steps", "left_s", "best") if key in facts}
+    if run.has_ended:  # the last record may be a few steps older
+        shown["step"] = run.summary["steps"]
+    precision = str(run.plan.get("granted", "")) + (" (simulated)" if run.plan.get("simulated") else "")
+    return {"run": str(path), "state": find_state(run), "metric": run.metric, "precision": precision, **shown}
+
+
+def format_facts(facts: dict[str, Any]) -> dict[str, str]:
+    """Return the cells of one run, by column."""
+    whole = f"/{facts['total_steps']:,}" if facts.get("total_steps") else ""
+    is_live = facts["state"] not in ("ended", "stopped")
+    best = facts.get("best")
+    return {
+        "run": Path(facts["run"]).name,
+        "state": facts["state"],
+        "step": f"{facts['step']:,}{whole}" if "step" in facts else "",
+        "left": format_duration(facts["left_s"]) if is_live and facts.get("left_s") else "",
+        "best": f"{facts['metric']} {best['value']:.4f}" if best else "",
+        "precision": facts["precision"],
+    }

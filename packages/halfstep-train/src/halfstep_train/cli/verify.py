@@ -1,0 +1,86 @@
+"""`halfstep verify`: check what a run or config promises, each promise by an observation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from halfstep_train.cli.options import (
+    ArgumentsOrRun,
+    DataDir,
+    Device,
+    Json,
+    Precision,
+    Simulate,
+    Trust,
+    refuse_bad_target,
+)
+
+if TYPE_CHECKING:
+    from halfstep.evidence.proofs import ProofLine
+
+CONFIGURATION = "configuration aligned"
+
+
+def command(
+    arguments: ArgumentsOrRun,
+    precision: Precision = None,
+    data_dir: DataDir = None,
+    device: Device = None,
+    simulate: Simulate = None,
+    trust: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Check what a run or config promises: one line per promise, each shown by an observation.
+
+    Checks the configuration, NaN handling, gradient clipping, the learning rate and the precision of a step; for a run
+    also GPU use, memory, skipped steps and capsules. The checks train a few steps on a copy and leave a run unchanged.
+
+    Exit code 0: every promise that can be measured holds; 1: at least one does not.
+
+    Example:
+
+        halfstep verify runs/unet-20250101-120000
+
+        halfstep verify configs/train.yaml --precision bf16
+    """
+    flags = {"precision": precision, "data_dir": data_dir, "device": device, "simulate": simulate}
+    refuse_bad_target(arguments, flags, trust=trust)
+    from halfstep_train.use.verify import verify
+
+    target, *overrides = arguments
+    lines = [check_configuration(target), *verify(target, flags=flags, overrides=overrides, trust=trust)]
+    if as_json:
+        found = [{"line": one.name, "verdict": one.verdict, "observed": one.text} for one in lines]
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        width = max(len(one.name) for one in lines)
+        for one in lines:
+            typer.echo(f"{one.name.ljust(width)}  {one.verdict.ljust(14)}  {one.text}")
+    if any(one.holds is False for one in lines):
+        raise typer.Exit(1)
+
+
+def check_configuration(target: str) -> ProofLine:
+    """Run `halfstep check` on the config file; a workload that is given by name has no file to check."""
+    from halfstep.evidence.proofs import ProofLine
+    from halfstep_train.cli.check import INSTALL, IS_INSTALLED, load_own
+
+    run = Path(target) / "config.yaml"
+    file = run if run.is_file() else Path(target)
+    if not file.is_file():
+        return ProofLine(name=CONFIGURATION, holds=None, text="no config file: the workload's defaults are used")
+    if not IS_INSTALLED:
+        return ProofLine(name=CONFIGURATION, holds=None, text=f"not checked: halfstep-check is missing ({INSTALL})")
+    from halfstep_check.check import check
+    from halfstep_check.rules import get_severity
+
+    report = check([file], load_own=load_own)
+    wrong = [str(error) for error in report.unreadable]
+    wrong += [f"{one.place}: {one.message}" for one in report.findings if get_severity(one) != "info"]
+    if wrong:
+        return ProofLine(name=CONFIGURATION, holds=False, text="; ".join(wrong))
+    return ProofLine(name=CONFIGURATION, holds=True, text=f"halfstep check finds nothing in {file}")

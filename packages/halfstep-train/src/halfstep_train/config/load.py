@@ -1,0 +1,328 @@
+"""Load a config: merge all statements into one frozen config, and keep the origin of each value.
+
+In order:
+
+    parse       flags, overrides and the file or dict become statements: path, value, origin
+    resolve     ${globals.NAME} is replaced
+    choose      the workload decides the schema, the preset adds a layer, demo settings another
+    normalise   other tools' spellings become full paths; all precision keys of a layer become one statement
+    merge       flag > override > file > preset > demo: one value per path; overridden values are recorded
+    validate    the schema checks the result and freezes it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from halfstep.errors import ConfigError, format_count, suggest_nearest
+from halfstep.precision.names import normalise_precision
+from halfstep_train.config.aliases import GLOBAL_ALIASES, PRECISION_KEYS
+from halfstep_train.config.foreign import translate_document
+from halfstep_train.config.keys import find_field, find_full_path, is_empty, list_fields, make_config_error
+from halfstep_train.config.precision_claims import Stated, make_disagreement, read_layer
+from halfstep_train.config.references import Place, References, find_references
+from halfstep_train.config.schema import (
+    OPTIMIZER_OPTIONS,
+    SCHEDULE_OPTIONS,
+    RunConfig,
+    Schemas,
+    find_schema,
+    is_import_path,
+)
+from halfstep_train.config.section import convert_for_field, count_cores
+from halfstep_train.config.statements import (
+    DEFAULT,
+    LAYERS,
+    OPEN_SECTIONS,
+    Origin,
+    Override,
+    Statement,
+    find_open_section,
+    make_layer_statements,
+    parse_flags,
+    parse_overrides,
+    read_file_statements,
+)
+from halfstep_train.config.yaml_source import Document, read_yaml
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    """A config, the origin of each of its values, what was overridden, and notes for the user."""
+
+    config: RunConfig
+    origins: Mapping[str, Origin]
+    overridden: tuple[Override, ...] = ()
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """Notes on what the user most likely did not intend; shown even with --quiet."""
+
+
+def load(
+    target: str,
+    *,
+    kinds: Schemas,
+    flags: Mapping[str, object] | None = None,
+    overrides: Sequence[str] = (),
+    overrides_file: Path | None = None,
+) -> Loaded:
+    """Load a config from a workload's name, an import path or a YAML file, with flags and overrides on top.
+
+    `overrides_file` is merged into the first file before it is read.
+    """
+    given = flags or {}
+    statements = [*parse_overrides(overrides), *parse_flags(given)]
+    if is_file(target, kinds):
+        document = read_yaml(Path(target))
+        if overrides_file is not None:
+            document = document.merge(read_yaml(overrides_file))
+        # A file that names no workload may be another project's.
+        if find_strongest("workload", statements) is None and "workload" not in document.values:
+            return load_foreign(document, overrides, given, kinds)
+        return resolve([*read_file_statements(document), *statements], kinds)
+    named = Statement(path="workload", value=target, origin=Origin(layer="flag", where=target, key="WORKLOAD"))
+    in_file = read_file_statements(read_yaml(overrides_file)) if overrides_file is not None else []
+    return resolve([*in_file, named, *statements], kinds)
+
+
+def load_foreign(document: Document, overrides: Sequence[str], flags: Mapping[str, object], kinds: Schemas) -> Loaded:
+    """Load a file that names no workload: another project's config, if a family can translate it."""
+    found = translate_document(document, overrides, kinds.list_translators())
+    if found is None:
+        raise ConfigError(
+            f"{document.name}: no workload is named",
+            why="the file has no `workload` key, and no supported project writes files like it",
+            fix="this is accelerate's launch config: give it to `halfstep check`, together with a training config"
+            if "distributed_type" in document.values
+            else "add `workload: unet` to the file",
+        )
+    statements = [*found.statements, *parse_overrides(found.overrides), *parse_flags(flags)]
+    loaded = resolve(statements, kinds, is_whole=True)
+    return replace(loaded, notes=(*found.notes, *loaded.notes))
+
+
+def load_dict(workload: str, values: Mapping[str, object], *, kinds: Schemas) -> Loaded:
+    """Load a Python dict, flat (`use_amp`, `num_epochs`) or nested as in a file."""
+    named = Statement(path="workload", value=workload, origin=Origin(layer="flag", where=workload, key="WORKLOAD"))
+    return resolve([*make_layer_statements(values, "file", "config dict"), named], kinds)
+
+
+def is_file(target: str, workloads: Iterable[str]) -> bool:
+    """True if the target is a path. A workload's name is not, even if a folder of that name exists here."""
+    if target in ("", *workloads) or is_import_path(target):
+        return False
+    return target.lower().endswith((".yaml", ".yml")) or "/" in target or Path(target).exists()
+
+
+def resolve(statements: Sequence[Statement], kinds: Schemas, *, is_whole: bool = False) -> Loaded:
+    """Merge statements, given in any order, into one config.
+
+    `is_whole` leaves out demo settings: a translated file already describes its model and run completely.
+    """
+    # Collected before references are replaced: globals that nothing uses are reported.
+    used = {name.removeprefix("globals.") for statement in statements for name in find_references(statement.value)}
+    statements = replace_globals(statements)
+    workload = find_strongest("workload", statements)
+    if workload is None or is_empty(workload.value):
+        raise ConfigError("no workload is named", fix="add `workload: unet` to the file")
+    # Each family has its own schema, so the workload must be known before any key is checked.
+    schema = find_schema(str(workload.value), kinds, str(workload.origin))
+    statements = [*make_preset_statements(find_strongest("preset", statements), schema), *statements]
+    settings = [setting for statement in statements if (setting := find_full_path(statement, schema))]
+    settings += translate_globals(settings, used)
+    settings, replaced = add_demo(settings, schema, {} if is_whole else schema.demo)
+    precision, warnings = make_precision_statements([s for s in settings if s.path in PRECISION_KEYS])
+    others = [convert_statement(s, schema) for s in settings if s.path not in PRECISION_KEYS]
+    chosen, overridden = merge_layers([*precision, *others])
+    config = validate_config(chosen, schema)
+    # Keys of open sections are the user's, so they have no default.
+    origins = {path: DEFAULT for path in list_fields(schema) if path not in OPEN_SECTIONS}
+    origins["data.num_workers"] = Origin(layer="default", where=f"auto: {format_count(count_cores(), 'core')}")
+    origins |= {path: statement.origin for path, statement in chosen.items()}
+    notes = (
+        *note_unused_globals(statements, used),
+        *note_unused_options(config),
+        *note_scaled_rate(config),
+        *note_optimizations(settings, config),
+    )
+    warnings = (*warnings, *replaced)
+    return Loaded(config=config, origins=origins, overridden=tuple(overridden), notes=notes, warnings=warnings)
+
+
+def find_strongest(path: str, statements: Iterable[Statement]) -> Statement | None:
+    """Return the statement of the highest layer about one key."""
+    ranked = sorted((s for s in statements if s.path == path), key=lambda s: LAYERS.index(s.origin.layer))
+    return ranked[-1] if ranked else None
+
+
+def replace_globals(statements: Sequence[Statement]) -> list[Statement]:
+    """Replace every reference by the global's value in the highest layer that sets it."""
+    # Later entries of the dict below win, so the strongest layer comes last.
+    ranked = sorted(statements, key=lambda s: LAYERS.index(s.origin.layer))
+    values = {s.path.removeprefix("globals."): s.value for s in ranked if find_open_section(s.path) == "globals"}
+
+    def find(name: str, place: Place, at: str) -> tuple[object, Place]:
+        section, _, key = name.partition(".")
+        if section != "globals" or not key:
+            raise ConfigError(f"{at}: ${{{name}}} is not a reference", fix="only ${globals.NAME} can be referenced")
+        if key not in values:
+            fix = suggest_nearest(key, values) if values else f"add `globals: {{{key}: …}}`"
+            raise ConfigError(f"{at}: there is no global {key!r}", fix=fix)
+        return values[key], ("globals", key)
+
+    replaced = References(find)
+    return [replace(s, value=replaced(s.value, (s.path,), f"{s.path} ({s.origin})")) for s in statements]
+
+
+def translate_globals(settings: Sequence[Statement], used: set[str]) -> list[Statement]:
+    """Return the globals in GLOBAL_ALIASES as settings, if nothing refers to them and their layer does not set them."""
+    are_set = {(s.origin.layer, s.path) for s in settings}
+    return [
+        replace(s, path=path)
+        for s in settings
+        if (path := GLOBAL_ALIASES.get(s.path.removeprefix("globals.")))
+        and s.path.removeprefix("globals.") not in used
+        and (s.origin.layer, path) not in are_set
+    ]
+
+
+def make_preset_statements(chosen: Statement | None, schema: type[RunConfig]) -> list[Statement]:
+    # `preset: null` in an override switches the file's preset off.
+    name = convert_for_field(chosen.value, str | None) if chosen else None
+    if chosen is None or name is None:
+        return []
+    if name not in list(schema.presets):  # a list has no hash
+        raise ConfigError(f"unknown preset {name!r} ({chosen.origin})", fix=suggest_nearest(str(name), schema.presets))
+    return make_layer_statements(schema.presets[str(name)], "preset", f"preset {name}")
+
+
+def add_demo(
+    settings: Sequence[Statement], schema: type[RunConfig], suited: Mapping[str, Any]
+) -> tuple[list[Statement], list[str]]:
+    """Add demo settings if no data folder is given; drop settings that name files in one, with a warning."""
+    if any(s.path == "data.dir" and not is_empty(s.value) for s in settings):
+        return list(settings), []
+    kept = [s for s in settings if s.path not in schema.demo_replaces]
+    left_out = sorted({s.path for s in settings if s.path in schema.demo_replaces and not is_empty(s.value)})
+    warnings = [f"{', '.join(left_out)}: ignored, because no data folder is given (--data-dir DIR)"] if left_out else []
+    return [*kept, *make_layer_statements(suited, "demo", "demo data")], warnings
+
+
+def make_precision_statements(statements: Sequence[Statement]) -> tuple[list[Statement], tuple[str, ...]]:
+    """Return one statement per layer that sets the default precision, and the warnings of the strongest."""
+    # From the weakest layer up: `--mixed-precision` alone keeps the format that a file below it names.
+    found: list[Statement] = []
+    below = Stated()
+    for layer in LAYERS:
+        own = [statement for statement in statements if statement.origin.layer == layer]
+        stated = read_layer(own, below) if own else below
+        if stated is not below and stated.origin:
+            found.append(Statement(path="precision.default", value=stated.value, origin=stated.origin))
+        below = stated
+    return found, below.notes
+
+
+def convert_statement(statement: Statement, schema: type[RunConfig]) -> Statement:
+    if find_open_section(statement.path) == "precision.modules":
+        return replace(statement, value=normalise_precision(statement.value, str(statement.origin)))
+    return replace(statement, value=convert_for_field(statement.value, find_field(schema, statement.path).annotation))
+
+
+def merge_layers(settings: Sequence[Statement]) -> tuple[dict[str, Statement], list[Override]]:
+    """Return the strongest layer's statement per path, and what it overrode; a layer must not contradict itself."""
+    chosen: dict[str, Statement] = {}
+    overridden: list[Override] = []
+    for statement in sorted(settings, key=lambda s: LAYERS.index(s.origin.layer)):
+        earlier = chosen.get(statement.path)
+        if earlier and earlier.value != statement.value:
+            if earlier.origin.layer == statement.origin.layer:
+                raise make_disagreement(earlier, statement)
+            if earlier.origin.layer == "demo":  # the user did not choose it, so there is nothing to report
+                chosen[statement.path] = statement
+                continue
+            overridden.append(
+                Override(
+                    key=statement.path,
+                    value=statement.value,
+                    origin=statement.origin,
+                    replaced_value=earlier.value,
+                    replaced=earlier.origin,
+                )
+            )
+        chosen[statement.path] = statement
+    return chosen, overridden
+
+
+def validate_config(chosen: Mapping[str, Statement], schema: type[RunConfig]) -> RunConfig:
+    try:
+        return schema.model_validate(nest_paths(chosen))
+    except ValidationError as error:
+        raise make_config_error(error, chosen, schema) from None
+
+
+def nest_paths(chosen: Mapping[str, Statement]) -> dict[str, Any]:
+    """Turn paths into a tree; below an open section the rest of a path is one key, dots included."""
+    tree: dict[str, Any] = {}
+    for path, statement in chosen.items():
+        section = find_open_section(path)
+        # `precision.modules.vae.*` is the key `vae.*` of that section, not a tree.
+        *parents, name = [*section.split("."), path.removeprefix(section + ".")] if section else path.split(".")
+        branch = tree
+        for parent in parents:
+            branch = branch.setdefault(parent, {})
+        branch[name] = statement.value
+    return tree
+
+
+def note_unused_globals(statements: Sequence[Statement], used: set[str]) -> list[str]:
+    """Note globals from overrides that nothing refers to."""
+    paths = [s.path for s in statements if s.path.startswith("globals.") and s.origin.layer == "override"]
+    names = [path.removeprefix("globals.") for path in paths]
+    idle = [name for name in names if name not in used and name not in GLOBAL_ALIASES]
+    return [f"globals.{name} is set, but nothing refers to ${{globals.{name}}}" for name in idle]
+
+
+def note_unused_options(config: RunConfig) -> list[str]:
+    """Note options that the chosen optimizer or schedule does not read."""
+    notes = []
+    for section, readers in (("optimizer", OPTIMIZER_OPTIONS), ("schedule", SCHEDULE_OPTIONS)):
+        part = getattr(config, section)
+        for option, users in readers.items():
+            is_default = getattr(part, option) == type(part).model_fields[option].default
+            if part.name not in users and not is_default:
+                notes.append(f"{section}.{option} is not used by {part.name}, only by {', '.join(sorted(users))}")
+    return notes
+
+
+def note_scaled_rate(config: RunConfig) -> list[str]:
+    """Note a learning rate that is scaled with the batch size."""
+    optimizer, samples = config.optimizer, config.train.batch_size * config.train.accumulate
+    if not optimizer.lr_per:
+        return []
+    scaled = (
+        f"{optimizer.compute_peak_lr(samples):.4g} = optimizer.lr {optimizer.lr:g} × {samples} / {optimizer.lr_per}"
+    )
+    return [f"learning rate {scaled} samples per step (optimizer.lr_per=0 switches this scaling off)"]
+
+
+def note_optimizations(settings: Iterable[Statement], config: RunConfig) -> list[str]:
+    """Note what --use-optimizations changes: TF32, cudnn.benchmark and the search for the fastest mode."""
+    given = [s for s in settings if PRECISION_KEYS.get(s.path) == "optimizations"]
+    if not given or convert_for_field(find_strongest(given[0].path, given).value, bool) is not True:  # type: ignore[union-attr]
+        return []
+    precision = config.precision.default
+    if precision in ("tf32", "auto"):
+        numbers = "fp32 operations use TF32"
+    else:
+        numbers = f"{precision} is asked for, so TF32 stays off and fp32 islands stay strict fp32"
+    search = (
+        "train.fast=auto times torch.compile, one CUDA graph and cudnn.benchmark, and uses the fastest"
+        if config.train.fast == "auto"
+        else f"train.fast={config.train.fast} stays as set"
+    )
+    return [f"--use-optimizations: {numbers}; {search}"]

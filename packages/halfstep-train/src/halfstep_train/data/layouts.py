@@ -1,0 +1,425 @@
+"""Where common data sets keep images and masks: a table of name patterns, and which row a folder fits.
+
+A known data set is recognised by its files, a plain pair of folders by the folders' names. If two rows fit, the error
+names both; nothing is guessed. A pattern such as `training/images/{id}_training` finds 21_training.tif with id 21:
+
+    {id}   what the names of an image and its mask share; if it appears twice, it is the same both times
+    **/    any folders in between; they become part of the id
+    *      anything within one name
+    .png   an extension; without one, every readable extension counts
+    /      at the end: a folder of files that together are one mask
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+
+from halfstep.errors import DataError
+from halfstep_train.data.files import (
+    READABLE_ENDINGS,
+    TRAIN_NAMES,
+    VALIDATION_NAMES,
+    describe_content,
+    list_folders,
+    list_some,
+    make_natural_key,
+)
+
+ID, ANY_FOLDERS = "{id}", "**"
+
+
+@dataclass(frozen=True, slots=True)
+class NamePattern:
+    """A pattern of file names below a folder; it yields the id of each match."""
+
+    text: str
+    ending: str = ""
+    """The only extension that counts, in lower case; empty: any readable one."""
+
+    def replace_ending(self, ending: str) -> NamePattern:
+        """Return the pattern with one extension, unless it names its own; the leading dot may be missing."""
+        wanted = f".{ending.lower().lstrip('.')}" if ending and not self._own_ending else self.ending
+        return replace(self, ending=wanted)
+
+    @property
+    def base(self) -> str:
+        """Return the folder up to the first component that varies."""
+        parts = self.text.split("/")[:-1]
+        fixed = next((k for k, part in enumerate(parts) if _is_variable(part)), len(parts))
+        return "/".join(parts[:fixed]) or "."
+
+    def find(self, root: Path) -> dict[str, list[Path]]:
+        """Return all matches by id, in natural order; several files of one id differ in extension or in what `*`
+        matches."""
+        files = sorted(self.iterate(root), key=lambda one: make_natural_key(one[1].relative_to(root).as_posix()))
+        by_id: dict[str, list[Path]] = {}
+        for name, path in files:
+            by_id.setdefault(name, []).append(path)
+        return by_id
+
+    def iterate(self, root: Path) -> Iterator[tuple[str, Path]]:
+        """Yield ids and paths in the order of the file system."""
+        *folders, last = self.text.removesuffix("/").split("/")
+        wants_folder = self.text.endswith("/")
+        for above, name, folder in _walk_folders(root, folders, "", None):
+            for entry in _list_entries(folder, _find_stem(last)):
+                if entry.is_dir() if wants_folder else self._is_wanted(entry):
+                    fits = _match_part(_find_stem(last), entry.name if wants_folder else entry.stem, name)
+                    if fits is not None:
+                        yield above + (fits or ""), entry
+
+    def _is_wanted(self, path: Path) -> bool:
+        ending = path.suffix.lower()
+        wanted = self._own_ending or self.ending
+        return (ending == wanted if wanted else ending in READABLE_ENDINGS) and path.is_file()
+
+    @property
+    def _own_ending(self) -> str:
+        return _find_ending(self.text.rpartition("/")[2])
+
+
+def _walk_folders(
+    folder: Path, parts: list[str], above: str, name: str | None
+) -> Iterator[tuple[str, str | None, Path]]:
+    """Yield matching folders as (what `**` matched, the id if already known, the folder)."""
+    if not parts:
+        yield above, name, folder
+        return
+    head, *rest = parts
+    if head == ANY_FOLDERS:  # matches no folder, or one and then again any
+        yield from _walk_folders(folder, rest, above, name)
+        for inner in _list_entries(folder, "*"):
+            if inner.is_dir():
+                yield from _walk_folders(inner, parts, f"{above}{inner.name}/", name)
+        return
+    for inner in _list_entries(folder, head):
+        fits = _match_part(head, inner.name, name)
+        if fits is not None and inner.is_dir():
+            yield from _walk_folders(inner, rest, above, fits or None)
+
+
+def _list_entries(folder: Path, part: str) -> list[Path]:
+    """Return a folder's visible entries; a single one if the pattern's part is a plain folder name."""
+    if part in ("", "."):
+        return [folder]
+    # A plain name needs no listing: folders of a data set can hold 100,000 files.
+    if not _is_variable(part) and (folder / part).is_dir():
+        return [folder / part]
+    return [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
+
+
+def _match_part(part: str, name: str, known: str | None) -> str | None:
+    """Return the id that makes a name match a part of the pattern (empty if the part has none), or None."""
+    if part in ("", "."):
+        return known or ""
+    if not _is_variable(part):
+        return (known or "") if part == name else None
+    pieces = re.split(r"(\{id\}|\*)", part)
+    # The id is a named group where it occurs first, and a back reference after that; an id that a folder above has
+    # fixed is matched literally.
+    expressions = {ID: re.escape(known) if known else "(?P<id>.+?)", "*": ".*"}
+    text, has_id = "", False
+    for piece in pieces:
+        text += "(?P=id)" if piece == ID and has_id and not known else expressions.get(piece, re.escape(piece))
+        has_id = has_id or piece == ID
+    match = re.fullmatch(text, name, re.DOTALL)
+    if match is None:
+        return None
+    return known or match.groupdict().get("id") or ""
+
+
+def _is_variable(part: str) -> bool:
+    return ID in part or "*" in part
+
+
+def _find_ending(name: str) -> str:
+    ending = PurePosixPath(name).suffix.lower()
+    return ending if ending in READABLE_ENDINGS else ""
+
+
+def _find_stem(name: str) -> str:
+    is_ending = _find_ending(name) or name.endswith(".*")
+    return name.rpartition(".")[0] if is_ending else name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairNames:
+    """Patterns for the images and masks of one split; the first mask pattern that matches an image counts."""
+
+    images: str
+    masks: tuple[str, ...]
+
+    def shorten(self) -> tuple[str, str]:
+        """Return images and masks as a user would write them: plain folders if any file name is allowed."""
+        if len(self.masks) == 1:
+            return self.images, self.masks[0]
+        return NamePattern(self.images).base, NamePattern(self.masks[0]).base
+
+    def __str__(self) -> str:
+        return " + ".join(self.shorten())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """One way to lay out a data set."""
+
+    name: str
+    train: PairNames
+    val: PairNames | None = None
+    lists: tuple[str, str] | None = None
+    """Text files with the training and validation ids."""
+    ignored: int | None = None
+    """The mask value of unlabelled pixels."""
+    some_without_masks: bool = False
+    """Whether images without a mask belong to the data set."""
+    has_background: bool = True
+    """Whether the smallest mask value means "no class"."""
+
+
+def _make_known(name: str, train: tuple[str, str], val: tuple[str, str] | None = None, **more: object) -> Layout:
+    names = [PairNames(images=part[0], masks=(part[1],)) for part in (train, val) if part]
+    return Layout(name=name, train=names[0], val=names[1] if val else None, **more)  # type: ignore[arg-type]
+
+
+CITY_IMAGES = "leftImg8bit/{}/**/{{id}}_leftImg8bit"
+CITY_MASKS = "gtFine/{}/**/{{id}}_gtFine_{}"
+
+KNOWN: tuple[Layout, ...] = (
+    # training/mask/ is the camera's field of view, no label.
+    _make_known(
+        "DRIVE",
+        ("training/images/{id}_training", "training/1st_manual/{id}_manual1"),
+        ("test/images/{id}_test", "test/1st_manual/{id}_manual1"),
+    ),
+    _make_known("DRIVE, one part", ("images/{id}_*", "1st_manual/{id}_manual1")),
+    # SegNet's version: 11 classes and, as value 11, everything else.
+    _make_known(
+        "CamVid", ("train/{id}", "trainannot/{id}"), ("val/{id}", "valannot/{id}"), ignored=11, has_background=False
+    ),
+    _make_known(
+        "CamVid", ("train/{id}", "train_labels/{id}_L"), ("val/{id}", "val_labels/{id}_L"), has_background=False
+    ),
+    _make_known("CamVid", ("images/{id}", "labels/{id}_P"), has_background=False),
+    # Of rows with one name the first that fits counts: the 19 classes for training, where they were made.
+    *(
+        _make_known(
+            "Cityscapes",
+            (CITY_IMAGES.format("train"), CITY_MASKS.format("train", kind)),
+            (CITY_IMAGES.format("val"), CITY_MASKS.format("val", kind)),
+            ignored=ignored,
+            has_background=False,
+        )
+        for kind, ignored in (("labelTrainIds", 255), ("labelIds", None))
+    ),
+    _make_known(
+        "Pascal VOC",
+        ("JPEGImages/{id}", "SegmentationClass/{id}"),
+        lists=("ImageSets/Segmentation/train.txt", "ImageSets/Segmentation/val.txt"),
+        ignored=255,
+        some_without_masks=True,
+    ),
+    _make_known(
+        "ADE20K",
+        ("images/training/{id}", "annotations/training/{id}"),
+        ("images/validation/{id}", "annotations/validation/{id}"),
+        ignored=0,
+        has_background=False,
+    ),
+    _make_known("DSB2018", ("stage1_train/{id}/images/{id}", "stage1_train/{id}/masks/")),
+    _make_known("DSB2018", ("{id}/images/{id}", "{id}/masks/")),
+)
+
+FOLDER_NAMES = (
+    ("imgs", "masks"),
+    ("images", "masks"),
+    ("image", "mask"),
+    ("image", "label"),
+    ("images", "labels"),
+    ("img", "mask"),
+)
+DEPTH, MANY_FOLDERS = 2, 64
+"""How many levels below data.dir a data set may start (VOCdevkit/VOC2012), and the most folders searched per level."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairLayout:
+    """The user's settings about names; an empty string means the common ones.
+
+    Folders may be patterns with `{id}` (see above), which then determine the file names completely.
+    """
+
+    images: str = ""
+    masks: str = ""
+    image_suffix: str = ""
+    mask_suffix: str = "_mask"
+    """Text between id and extension in a mask's name; masks named like their image are found too."""
+    val_images: str = ""
+    val_masks: str = ""
+    image_ext: str = ""
+    """The extension that counts if an id has several files; empty: any, and several are an error."""
+    mask_ext: str = ""
+
+    @property
+    def is_common(self) -> bool:
+        """True if known data sets should be looked for: no setting names images, masks or their names."""
+        return not (self.images or self.masks or self.val_images or self.image_suffix)
+
+    def make_names(self, images: str, masks: str) -> PairNames:
+        """Return the patterns for two folders, or the given patterns unchanged."""
+        inner = (ID + self.mask_suffix, ID) if self.mask_suffix else (ID,)
+        return PairNames(
+            images=images if ID in images else f"{images}/{ID}{self.image_suffix}",
+            masks=(masks,) if ID in masks else tuple(f"{masks}/{name}" for name in inner),
+        )
+
+
+def find_layout(root: Path, asked: PairLayout) -> tuple[Path, Layout]:
+    """Return the layout of a folder and where it starts: in `root`, or in the only folder an archive created there."""
+    # Level by level: the data may be in a folder that an archive created, but an upper level comes first.
+    for folders in _list_levels(root):
+        fitting = [(folder, layout) for folder in folders if (layout := _find_layout_at(folder, asked)) is not None]
+        if len(folders) > 1 and fitting:
+            places = [folder for folder, _ in fitting]
+            raise DataError(
+                f"{root} holds {len(folders)} folders, among them the data of {list_some(places)}",
+                why="halfstep cannot tell which one to use",
+                fix=f"name it: data.dir={shlex.quote(str(places[0]))}",
+            )
+        if fitting:
+            return fitting[0]
+    raise _make_not_found_error(root, asked)
+
+
+def find_pair_folders(root: Path) -> str:
+    """Describe the folders if `root` is, or only contains, a data set of images and masks with shared ids; else return
+    ""."""
+    for folders in _list_levels(root):
+        if len(folders) == 1 and (found := _find_pair_folders_at(folders[0])):
+            return found
+    return ""
+
+
+def _find_pair_folders_at(root: Path) -> str:
+    try:
+        layout = _find_layout_at(root, PairLayout())
+    except DataError as error:  # fits two
+        return error.what.partition(": ")[2]
+    if layout is None:
+        return ""
+    # Two folders named like images and masks may still be classes: only shared ids make them pairs.
+    images, *masks = (
+        {name for name, _ in NamePattern(text).iterate(root)} for text in (layout.train.images, *layout.train.masks)
+    )
+    return _describe_layout(layout) if any(images & found for found in masks) else ""
+
+
+def _find_layout_at(root: Path, asked: PairLayout) -> Layout | None:
+    if asked.is_common:
+        # A data set may have several rows, for its versions: the first that fits counts. Two data sets are an error.
+        known: dict[str, Layout] = {}
+        for layout in KNOWN:
+            if layout.name not in known and _has_files(root, layout.train):
+                known[layout.name] = layout
+        if found := _require_one(root, list(known.values())):
+            return _keep_existing_validation(root, found)
+    for group in _list_usual(root, asked):
+        if found := _require_one(root, [layout for layout in group if has_folders(root, layout.train)]):
+            return found
+    return None
+
+
+def _list_usual(root: Path, asked: PairLayout) -> Iterator[list[Layout]]:
+    """Yield groups of folder pairs in order of preference: those with a validation split first."""
+    # A folder that the user named replaces the common name in every pair; the pairs may then be equal.
+    pairs = [(asked.images or images, asked.masks or masks) for images, masks in FOLDER_NAMES]
+    pairs = list(dict.fromkeys(pairs))
+    own = asked.make_names(asked.val_images, asked.val_masks) if asked.val_images else None
+    divided = [
+        Layout(name="", train=asked.make_names(*train), val=asked.make_names(*val))
+        for images, masks in pairs
+        for part in TRAIN_NAMES
+        for train, val in _list_divided(root, images, masks, part)
+        if own is None
+    ]
+    yield divided
+    yield [Layout(name="", train=asked.make_names(images, masks), val=own) for images, masks in pairs]
+    for part in TRAIN_NAMES:
+        for inside in _list_orders(*pairs[0]):
+            both = [_join_part(images, masks, part, inside=inside) for images, masks in pairs]
+            yield [Layout(name="", train=asked.make_names(*names), val=own) for names in both]
+
+
+def _list_divided(root: Path, images: str, masks: str, part: str) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
+    """Yield `train/images` with `val/images`, `images/train` with `images/val`; the first validation split counts."""
+    for inside in _list_orders(images, masks):
+        for other in VALIDATION_NAMES:
+            val = _join_part(images, masks, other, inside=inside)
+            if all((root / NamePattern(f"{name}/").base).is_dir() for name in val):
+                yield _join_part(images, masks, part, inside=inside), val
+                break
+
+
+def _join_part(images: str, masks: str, part: str, *, inside: bool) -> tuple[str, str]:
+    if inside:
+        return f"{part}/{images}", f"{part}/{masks}"
+    return f"{images}/{part}", f"{masks}/{part}"
+
+
+def _list_orders(images: str, masks: str) -> tuple[bool, ...]:
+    """Return whether to try folders inside a split (`train/images`) and splits inside folders; patterns only the
+    former."""
+    return (True,) if ID in images + masks else (True, False)
+
+
+def _keep_existing_validation(root: Path, layout: Layout) -> Layout:
+    """Drop the validation split if it does not exist or has no masks."""
+    has_val = layout.val is not None and _has_files(root, layout.val)
+    has_lists = layout.lists is not None and all((root / name).is_file() for name in layout.lists)
+    return replace(layout, val=layout.val if has_val else None, lists=layout.lists if has_lists else None)
+
+
+def _require_one(root: Path, fitting: list[Layout]) -> Layout | None:
+    if len(fitting) > 1:
+        first, second = fitting[:2]
+        images, masks = first.train.shorten()
+        raise DataError(
+            f"{root} fits two layouts: {_describe_layout(first)}, and {_describe_layout(second)}",
+            why="halfstep cannot tell which masks to use",
+            fix=f"name them: data.images={images} data.masks={masks}",
+        )
+    return fitting[0] if fitting else None
+
+
+def _describe_layout(layout: Layout) -> str:
+    return f"{layout.name} ({layout.train})" if layout.name else str(layout.train)
+
+
+def _has_files(root: Path, names: PairNames) -> bool:
+    return all(any(True for _ in NamePattern(text).iterate(root)) for text in (names.images, names.masks[0]))
+
+
+def has_folders(root: Path, names: PairNames) -> bool:
+    """True if both folders of a split exist, whatever they hold."""
+    return all((root / NamePattern(text).base).is_dir() for text in (names.images, names.masks[0]))
+
+
+def _list_levels(root: Path) -> Iterator[list[Path]]:
+    folders = [root]
+    for _ in range(DEPTH + 1):
+        if len(folders) > MANY_FOLDERS:  # class folders, or a home folder: not an archive's
+            return
+        yield folders
+        folders = [path for folder in folders for path in list_folders(folder)]
+
+
+def _make_not_found_error(root: Path, asked: PairLayout) -> DataError:
+    images, masks = (name if ID in name else f"{name}/" for name in (asked.images or "imgs", asked.masks or "masks"))
+    return DataError(
+        f"no {images} and {masks} in {root}",
+        why=f"it holds {describe_content(root)}",
+        fix="imgs/<id>.png with masks/<id>_mask.png, or name the folders: data.images and data.masks",
+    )

@@ -1,0 +1,457 @@
+"""`halfstep guide`: ask questions, inspect the machine and the data, suggest configs, and write the chosen one.
+
+Nothing is written outside `scratch` before the last question is answered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import select
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, TextIO, TypeVar
+
+from rich.console import Console
+from rich.rule import Rule
+from rich.text import Text
+
+from halfstep.disk import find_unused_path, make_absolute
+from halfstep.errors import (
+    ConfigError,
+    DataError,
+    HalfstepError,
+    Interrupted,
+    format_count,
+    suggest_command,
+    suggest_nearest,
+)
+from halfstep.hardware.describe import describe_identity
+from halfstep.hardware.device_facts import Hardware
+from halfstep.precision.advice import advise
+from halfstep_train.config.schema import is_import_path
+from halfstep_train.config.statements import read_file_statements
+from halfstep_train.config.yaml_source import read_yaml
+from halfstep_train.guide.inspect_data import DataSummary, describe_data, inspect_data, inspect_demo, save_grid
+from halfstep_train.guide.suggest import Situation, Suggestion, describe_length, make_suggestions
+from halfstep_train.guide.trial import Trials
+from halfstep_train.report.console import make_pairs_table
+from halfstep_train.workloads import KINDS
+from halfstep_train.workloads.base.import_path import import_callable
+
+Value = TypeVar("Value")
+NO_DEFAULT = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """One question; `key` is its name in a file of answers."""
+
+    key: str
+    text: str
+    choices: Mapping[str, str] = field(default_factory=dict)
+    """Explanation by name; empty if any text is allowed."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Synonyms of choices."""
+    default: str = NO_DEFAULT
+    empty_means: str = ""
+    """What an empty answer means, if not the default."""
+
+    def choose(self, answer: str) -> str:
+        """Return the choice for an answer: a name, a number or the beginning of a name; free text is returned as is."""
+        if not self.choices:
+            return answer
+        names, text = list(self.choices), answer.lower().replace(" ", "")
+        text = self.aliases.get(text, text)
+        if text.isdigit() and 1 <= int(text) <= len(names):
+            return names[int(text) - 1]
+        squeezed = {name.replace(" ", ""): name for name in names}
+        matching = [name for short, name in squeezed.items() if short == text or text and short.startswith(text)]
+        matching = [squeezed[text]] if text in squeezed else matching
+        if len(matching) != 1:
+            raise ConfigError(f"{self.key}: {answer!r} is not a choice", fix=suggest_nearest(answer, names))
+        return matching[0]
+
+
+class Asker(Protocol):
+    """Gets the answer to a question; `check` converts it to a value or raises a HalfstepError with the reason."""
+
+    @property
+    def is_watched(self) -> bool:
+        """True if a person sees the output while answering."""
+        ...
+
+    def ask(self, question: Question, check: Callable[[str], Value]) -> Value: ...
+
+    def finish(self) -> None:
+        """End the conversation; raise if there are answers to questions that do not apply."""
+
+
+class Prompt:
+    """Asks on the console and reads lines from a terminal or a pipe; explains a bad answer and asks again."""
+
+    def __init__(self, console: Console, lines: TextIO) -> None:
+        self.console, self.lines = console, lines
+
+    @property
+    def is_watched(self) -> bool:
+        return self.lines.isatty()
+
+    def ask(self, question: Question, check: Callable[[str], Value]) -> Value:
+        show_question(self.console, question)
+        while True:
+            try:
+                return check(question.choose(self._read_line(question) or question.default))
+            except Interrupted:
+                raise
+            except HalfstepError as error:
+                show_refusal(self.console, error)
+
+    def finish(self) -> None:
+        """Do nothing: a person answers only what is asked."""
+
+    def _read_line(self, question: Question) -> str:
+        """Read one answer; the end of the input ends the conversation."""
+        print("> ", end="", flush=True)
+        # readline would delay a Ctrl-C until the next key: wait for input in short intervals instead.
+        while self.lines.isatty() and os.name == "posix" and not select.select([self.lines], [], [], 0.1)[0]:
+            pass
+        try:
+            line = self.lines.readline()
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"{question.key}: the answer is not {error.encoding} text", fix=f"answer in {error.encoding}"
+            ) from error
+        if not line:
+            print()
+            raise Interrupted(
+                f"the input ended at the question {question.key!r}",
+                why="nothing was written",
+                fix="use --yes for all defaults, or --answers FILE",
+            )
+        answer = line.strip()
+        if not self.lines.isatty():  # a pipe does not echo the answer
+            print(answer or question.default)
+        return answer
+
+
+class Scripted:
+    """Uses answers given in advance and defaults for the rest; prints each, and refuses bad ones."""
+
+    is_watched = False
+
+    def __init__(self, console: Console, answers: Mapping[str, str]) -> None:
+        self.console, self.answers = console, answers
+        self._asked: set[str] = set()
+
+    def ask(self, question: Question, check: Callable[[str], Value]) -> Value:
+        self._asked.add(question.key)
+        given = question.key in self.answers
+        answer = question.choose(self.answers.get(question.key) or question.default)
+        source = "given" if given else "default"
+        shown = answer or question.empty_means or "nothing"
+        self.console.print(Text.assemble((f"{question.key}: ", "bold"), shown, (f"  ({source})", "dim")))
+        return check(answer)
+
+    def finish(self) -> None:
+        idle = sorted(self.answers.keys() - self._asked)
+        if idle:
+            raise ConfigError(
+                f"the file answers questions that were not asked: {', '.join(idle)}",
+                why="other answers made them unnecessary",
+                fix="remove them, or correct the other answers",
+            )
+
+
+def parse_path(answer: str) -> Path:
+    """Parse an answer as a path and expand ~."""
+    try:
+        answer.encode()  # a name that is not valid text cannot be written to a config
+        return Path(answer).expanduser()
+    except (RuntimeError, UnicodeEncodeError) as error:
+        raise ConfigError(f"{answer!r} is not a usable path", why=str(error), fix="give another path") from error
+
+
+def read_answers(path: Path, questions: Sequence[Question]) -> dict[str, str]:
+    """Read answers from a YAML or JSON file, `key: value` for any of the questions; check each choice."""
+    known = {question.key: question for question in questions}
+    answers: dict[str, str] = {}
+    for statement in read_file_statements(read_yaml(path)):
+        if statement.path not in known:
+            raise ConfigError(
+                f"{statement.origin}: no question {statement.path!r}", fix=suggest_nearest(statement.path, known)
+            )
+        if statement.value is not None and not isinstance(statement.value, str):
+            raise ConfigError(
+                f"{statement.origin}: {statement.path} is {statement.value!r}", fix="write a single value"
+            )
+        answer = (statement.value or "").strip()
+        if answer:
+            known[statement.path].choose(answer)
+        answers[statement.path] = answer
+    return answers
+
+
+def show_question(console: Console, question: Question) -> None:
+    console.print()
+    console.print(Text(question.text, style="bold"))
+    width = max((len(name) for name in question.choices), default=0)
+    for number, (name, explanation) in enumerate(question.choices.items(), 1):
+        console.print(Text.assemble((f"  {number} {name:{width}}  ", "cyan"), explanation))
+    hint = question.empty_means or question.default
+    if hint:
+        console.print(Text(f"  Enter: {hint}", style="dim"))
+
+
+def show_refusal(console: Console, error: HalfstepError) -> None:
+    console.print(Text(error.what, style="red"))
+    for label, text in (("why", error.why), ("fix", error.fix)):
+        if text:
+            console.print(Text(f"  {label}: {text}"))
+
+
+FAMILIES = {kind.task: (kind.guide, kind.usual) for name in KINDS if (kind := KINDS[name]).guide is not None}
+"""The guide's entry for each family, and the workload that most users want on a GPU."""
+TASK = Question(
+    key="task",
+    text="What do you want to train?",
+    choices={
+        **{task: entry.about for task, (entry, _) in FAMILIES.items()},
+        "own": "a custom workload, by import path pkg.module:KIND or pkg.module:build",
+    },
+    aliases={next(iter(entry.models)): task for task, (entry, _) in FAMILIES.items() if len(entry.models) == 1},
+    default=next(iter(FAMILIES)),
+)
+MODEL = Question(
+    key="model",
+    text="Which model? Larger ones want more data and time.",
+    choices={
+        name: text for entry, _ in FAMILIES.values() if len(entry.models) > 1 for name, text in entry.models.items()
+    },
+)
+WORKLOAD = Question(key="workload", text="Import path of your workload (pkg.module:build)?")
+DATA = Question(key="data", text="Where are your data?", empty_means="demo data, generated")
+GOAL = Question(
+    key="goal",
+    text="What matters most?",
+    choices={
+        "fast": "done soon",
+        "quality": "the best result, however long it takes",
+        "lowmem": "little memory",
+        "stable": "no surprises: strict fp32",
+    },
+    aliases={"lowmemory": "lowmem", "memory": "lowmem", "low-memory": "lowmem", "low_memory": "lowmem"},
+    default="fast",
+)
+PICK = Question(key="pick", text="Which one?", default="1")
+FILE = Question(key="file", text="Write it to which file?")
+START = Question(
+    key="start",
+    text="Start the training now?",
+    choices={"no": "only write the file", "yes": "start"},
+    aliases={"true": "yes", "false": "no"},
+    default="no",
+)
+QUESTIONS = (TASK, MODEL, WORKLOAD, DATA, GOAL, PICK, FILE, START)
+
+
+def add_task(answers: Mapping[str, str]) -> Mapping[str, str]:
+    """Add the task to answers that name only a model."""
+    task = next((task for task, (entry, _) in FAMILIES.items() if answers.get(MODEL.key) in entry.models), "")
+    return {TASK.key: task, **answers} if task else answers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """Where the training will run."""
+
+    hardware: Hardware
+    num_cores: int
+    device: str | None = None
+    """As given by the user; None: chosen by halfstep."""
+    may_measure: bool = True
+    """True if suggestions may be tried on the device, for a few seconds each."""
+    busy: str = ""
+    """Other work on the device, found before the first trial; empty if there is none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuideResult:
+    """The result of the conversation; the file has been written."""
+
+    file: Path
+    command: str
+    start: bool
+
+
+def guide(asker: Asker, console: Console, machine: Machine, scratch: Path) -> GuideResult:
+    """Ask, suggest and write. `scratch` is a folder for demo data and pictures that the caller removes."""
+    show_machine(console, machine)
+    workload = _ask_workload(asker, machine)
+    data_dir, data = _ask_data(asker, console, workload, scratch)
+    goal = asker.ask(GOAL, str)
+    situation = Situation(
+        workload=workload,
+        goal=goal,
+        hardware=machine.hardware,
+        num_cores=machine.num_cores,
+        data=data,
+        data_dir=data_dir,
+        device=machine.device,
+        try_out=Trials(machine.hardware) if machine.may_measure else None,
+        busy=machine.busy if machine.may_measure else "",
+    )
+    chosen = _ask_choice(asker, console, situation)
+    file = asker.ask(dataclasses.replace(FILE, default=_choose_file_name(workload, chosen)), check_new_file)
+    # The last question; nothing was written before it.
+    start = asker.ask(START, lambda answer: answer == "yes")
+    asker.finish()
+    files = {file: chosen.to_yaml().encode()}
+    if data is not None:
+        files[find_unused_path(file.with_name(f"{file.stem}-samples.png"), ".png")] = _get_grid_path(
+            scratch
+        ).read_bytes()
+    write_new(files)
+    command = suggest_command("train", file)
+    _show_outcome(console, tuple(files), command)
+    return GuideResult(file=file, command=command, start=start)
+
+
+def _ask_workload(asker: Asker, machine: Machine) -> str:
+    task = asker.ask(TASK, str)
+    if task == "own":
+        return asker.ask(WORKLOAD, check_own_workload)
+    entry, usual = FAMILIES[task]
+    if len(entry.models) == 1:
+        return next(iter(entry.models))
+    default = entry.usual_on_cpu if machine.hardware.kind == "cpu" else usual
+    return asker.ask(dataclasses.replace(MODEL, choices=entry.models, default=default), str)
+
+
+def check_own_workload(answer: str) -> str:
+    """Check that an import path leads to a callable."""
+    if not is_import_path(answer):
+        raise ConfigError(f"workload: {answer!r} is not an import path", fix="write one such as my_pkg.my_mod:build")
+    import_callable(answer, what="workload", form="build(config, store) -> Workload")
+    return answer
+
+
+def _ask_data(asker: Asker, console: Console, workload: str, scratch: Path) -> tuple[str | None, DataSummary | None]:
+    """Return the data folder (None: demo data) and its content (None: only a custom workload can read it)."""
+
+    def inspect(answer: str) -> DataSummary:
+        with console.status("reading the data"):
+            if not answer:
+                return inspect_demo(workload, scratch / "demo")
+            return inspect_data(workload, make_absolute(parse_path(answer)))
+
+    kind = KINDS.of(workload)
+    if kind.guide is None:
+        if kind.demo is None:
+            return asker.ask(dataclasses.replace(DATA, empty_means=""), check_folder), None
+        return asker.ask(DATA, lambda answer: check_folder(answer) if answer else None), None
+    found = asker.ask(DATA, inspect)
+    grid = _get_grid_path(scratch)
+    save_grid(found, grid)
+    console.print(make_pairs_table(describe_data(found)))
+    if asker.is_watched:
+        console.print(Text(f"A picture of a few samples: {grid}"), soft_wrap=True)
+        console.print(Text("  (a temporary file; it is saved next to your config at the end)", style="dim"))
+    return (None if found.source == "demo" else str(found.folder)), found
+
+
+def check_folder(answer: str) -> str:
+    """Check that a folder exists; only the custom workload can read its content."""
+    folder = make_absolute(parse_path(answer))
+    if not answer or not folder.is_dir():
+        raise DataError(
+            f"data: there is no folder {answer!r}", why="a custom workload has no demo data", fix="give a data folder"
+        )
+    return str(folder)
+
+
+def _ask_choice(asker: Asker, console: Console, situation: Situation) -> Suggestion:
+    with console.status("choosing batch, memory and workers, with a few training steps each"):
+        offered = {one.name: one for one in make_suggestions(situation)}
+    for number, one in enumerate(offered.values(), 1):
+        console.print()
+        console.print(Rule(Text(f"{number} {one.name}", style="bold"), align="left"))
+        console.print(make_pairs_table(one.facts))
+    num_train = situation.data.num_train if situation.data is not None else 0
+    question = dataclasses.replace(PICK, choices={name: _summarise(one, num_train) for name, one in offered.items()})
+    return asker.ask(question, lambda name: offered[name])
+
+
+def _summarise(one: Suggestion, num_train: int) -> str:
+    train, each = one.config.train, KINDS.of(one.config.workload).describe_sample_size(one.config)
+    times = f" x {train.accumulate}" if train.accumulate > 1 else ""
+    size = f"batch {train.batch_size}{times}{f' at {each}' if each else ''}"
+    length = describe_length(one.config, num_train) if num_train else format_count(train.epochs, "epoch")
+    return f"{one.config.precision.default}, {size}, {length}"
+
+
+def check_new_file(answer: str) -> Path:
+    """Check the name of a new config file, which `halfstep train` must recognise as a file."""
+    path = parse_path(answer)
+    if path.suffix.lower() not in (".yaml", ".yml") or "=" in answer or answer.startswith("-"):
+        raise ConfigError(
+            f"file: {answer!r} is not a valid config file name", fix="use NAME.yaml, without = and without a leading -"
+        )
+    try:
+        is_taken, has_folder = path.exists(), path.parent.is_dir()
+    except OSError as error:
+        raise ConfigError(f"file: {answer}: {error.strerror}", fix="choose another name") from error
+    if is_taken:
+        raise ConfigError(
+            f"file: {answer} exists already", why="files are never overwritten", fix="choose another name"
+        )
+    if not has_folder:
+        raise ConfigError(f"file: there is no folder {path.parent}", fix="create it first, or choose another")
+    return path
+
+
+def _choose_file_name(workload: str, chosen: Suggestion) -> str:
+    name = workload.replace(":", "-").replace(".", "-")
+    return str(find_unused_path(Path(f"{name}-{chosen.name}.yaml"), ".yaml"))
+
+
+def _get_grid_path(scratch: Path) -> Path:
+    return scratch / "samples.png"
+
+
+def write_new(files: Mapping[Path, bytes]) -> None:
+    """Write all of these new files or none."""
+    made: list[Path] = []
+    try:
+        for path, content in files.items():
+            with path.open("xb") as file:
+                made.append(path)
+                file.write(content)
+    except BaseException as error:
+        for path in made:
+            path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise ConfigError(f"cannot write {path}: {error.strerror}", fix="choose another folder") from error
+        raise
+
+
+def show_machine(console: Console, machine: Machine) -> None:
+    hardware = machine.hardware
+    advice = advise(hardware)
+    rows = [
+        *(row for row in describe_identity(hardware) if row[0] in ("architecture", "memory")),
+        ("CPU cores", str(machine.num_cores)),
+        ("precision", advice.headline),
+        *(("warning", warning) for warning in advice.warnings),
+        *([("busy", f"{machine.busy}: rates measured now are too low")] if machine.busy else []),
+    ]
+    console.print(Rule(Text(f"{hardware.device}  {hardware.name}", style="bold"), align="left"))
+    console.print(make_pairs_table(rows))
+
+
+def _show_outcome(console: Console, files: tuple[Path, ...], command: str) -> None:
+    console.print()
+    console.print(Text(f"Wrote {', '.join(map(str, files))}", style="green"), soft_wrap=True)
+    console.print(Text("Train with:"))
+    console.print(Text(f"  {command}", style="bold"), soft_wrap=True)

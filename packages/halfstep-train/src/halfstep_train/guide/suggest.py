@@ -1,0 +1,411 @@
+"""Suggest two or three configs for a machine, data and a goal, each with reasons and the source of every number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from halfstep.errors import format_bytes, format_count, suggest_command
+from halfstep.hardware.device_facts import Hardware, Op
+from halfstep.precision.advice import advise
+from halfstep.precision.decide import decide
+from halfstep_train.config.dump import Dumper
+from halfstep_train.config.schema import ADAM_LIKE, RunConfig
+from halfstep_train.guide.inspect_data import DataSummary
+from halfstep_train.guide.trial import TrialResult
+from halfstep_train.run.memory.sizing import Planners, StepCost, predict_step_cost
+from halfstep_train.workloads import KINDS, from_dict
+
+ORDER = {
+    "fast": ("fast", "lowmem", "stable"),
+    "quality": ("quality", "fast", "stable"),
+    "lowmem": ("lowmem", "fast", "stable"),
+    "stable": ("stable", "quality", "lowmem"),
+}
+"""Presets for each goal: its own first, then alternatives."""
+REASONS = {
+    "fast": "the fastest precision of this machine, compiled if that is faster, and the shortest recipe",
+    "quick": "small data: small images and 20 epochs, the quickest way to a first result",
+    "quality": "a long recipe with averaged weights, validated during training",
+    "lowmem": "activations are recomputed instead of stored, about a third slower",
+    "stable": "strict fp32 and plain eager PyTorch; faults are rolled back instead of ending the run",
+}
+HOW_IT_RUNS = ("train.fast", "train.memory", "train.activation_checkpointing", "guard.on_fault")
+"""Settings of a preset that apply to demo data, which have their own recipe."""
+SMALL_SET = 10_000
+"""Training images below which `quick` replaces `fast`: its recipe is for a few thousand."""
+OWN_WORKERS = 4
+SIDE_STEP, LEAST_SIDE = 16, 32
+"""Image sides are multiples of the first, which fits the levels and patches of our models."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suggestion:
+    """One suggested config, with its expected results."""
+
+    name: str
+    values: Mapping[str, Any]
+    """Content of its file, nested."""
+    config: RunConfig
+    facts: tuple[tuple[str, str], ...]
+    """Names and values to print, the reason first."""
+
+    def to_yaml(self) -> str:
+        """Return the file: reasons as comments, then the values."""
+        comments = [f"# {name}: {' '.join(value.split())}" for name, value in self.facts]
+        text = yaml.dump(dict(self.values), Dumper=Dumper, sort_keys=False, width=120, allow_unicode=True)
+        return "\n".join(["# Written by `halfstep guide`. Change what you like.", *comments, text])
+
+
+def make_suggestions(situation: Situation) -> tuple[Suggestion, ...]:
+    """Return the config for the goal and alternatives, without duplicates."""
+    found: list[Suggestion] = []
+    planners: Planners = {}
+    for preset in ORDER[situation.goal]:
+        one = _make_suggestion(situation, _adapt_to_small_data(preset, situation), planners)
+        if one.config not in [other.config for other in found]:
+            found.append(one)
+    return tuple(found)
+
+
+def _adapt_to_small_data(preset: str, situation: Situation) -> str:
+    is_small = situation.data is not None and situation.data.num_train < SMALL_SET
+    has_quick = "quick" in KINDS.of(situation.workload).get_schema(situation.workload).presets and not situation.is_demo
+    return "quick" if preset == "fast" and is_small and has_quick else preset
+
+
+def _make_suggestion(situation: Situation, preset: str, planners: Planners) -> Suggestion:
+    """Build one suggestion: choose precision, batch, learning rate and workers, each with its reason."""
+    precision = _choose_precision(situation, preset)
+    paths = {"precision": precision, **_choose_base_settings(situation, preset)}
+    facts = [("why", REASONS[preset]), ("precision", _explain_precision(situation, precision))]
+    size_fact = _fit_to_pictures(situation, preset, paths)
+    start = _build_config(situation, preset, paths)
+    if situation.data is None:
+        facts.append(("speed", _describe_speed(situation.hardware, precision)))
+        paths |= {"data.num_workers": min(OWN_WORKERS, situation.num_cores), "train.auto_batch": True}
+        facts.append(("memory", "unknown for a custom model: train.auto_batch halves the batch if necessary"))
+    else:
+        cost = predict_step_cost(start, situation.data.store, situation.hardware, precision, planners)
+        size, size_facts = choose_batch(situation, preset, start, cost)
+        # The batch is known now, so the suggestion can be tried; its rate then decides the number of workers.
+        trial, against_fp32 = _try_preset(situation, preset, paths, size["train.batch_size"])
+        trained = estimate_rate(situation, cost, precision, trial)
+        rate, rate_fact = choose_learning_rate(start, size["train.batch_size"] * size["train.accumulate"])
+        readers, readers_fact = choose_workers(situation, start, trained)
+        paths |= {**readers, **rate, **size}
+        facts.append(("speed", against_fp32 or _describe_speed(situation.hardware, precision)))
+        facts += [*size_facts, rate_fact, readers_fact]
+        facts += estimate_duration(situation, _build_config(situation, preset, paths), trained)
+    facts += [*size_fact, *_list_remarks(situation, paths)]
+    return Suggestion(
+        name=preset,
+        values=_nest_settings(situation, preset, paths),
+        config=_build_config(situation, preset, paths),
+        facts=tuple(facts),
+    )
+
+
+def _try_preset(
+    situation: Situation, preset: str, paths: Mapping[str, Any], batch_size: int
+) -> tuple[TrialResult | None, str]:
+    """Try a config if trials are allowed; return the trial and its speed compared with fp32."""
+    if situation.try_out is None or situation.data is None or KINDS.of(situation.workload).synthetic is None:
+        return None, ""
+    store, precision = situation.data.store, paths["precision"]
+    found = situation.try_out(_build_config(situation, preset, paths), store, batch_size)
+    if found is None or precision == "fp32":
+        return found, ""
+    plain = situation.try_out(_build_config(situation, preset, {**paths, "precision": "fp32"}), store, batch_size)
+    if plain is None:
+        return found, ""
+    return found, f"{found.samples_per_s / plain.samples_per_s:.1f}x fp32 (measured: whole eager steps)"
+
+
+def _choose_base_settings(situation: Situation, preset: str) -> dict[str, Any]:
+    """Return the settings that follow from the situation alone."""
+    values = KINDS.of(situation.workload).get_schema(situation.workload).presets[preset]
+    paths: dict[str, Any] = {"device": situation.device} if situation.device else {}
+    if situation.is_demo:
+        paths |= {key: values[key] for key in HOW_IT_RUNS if key in values}
+    if situation.data_dir:
+        paths["data.dir"] = situation.data_dir
+    if situation.data is not None and situation.data.on_bad_file == "skip":
+        paths["data.on_bad_file"] = "skip"
+    paths |= _choose_smaller(situation)
+    if values.get("train.fast") == "compile" and not _may_compile(situation.hardware):
+        paths["train.fast"] = "auto"
+    return paths
+
+
+def _fit_to_pictures(situation: Situation, preset: str, paths: dict[str, Any]) -> list[tuple[str, str]]:
+    """Limit the image size to that of the data, with matching first layers; update `paths`, return the reason."""
+    data, config = situation.data, _build_config(situation, preset, paths)
+    if data is None or data.sides is None or situation.is_demo:
+        return []
+    # Rounded up to a multiple, so that no pixel of the data is lost.
+    side = max(LEAST_SIDE, -(-max(data.sides) // SIDE_STEP) * SIDE_STEP)
+    if side >= config.data.image_size:
+        return []
+    paths |= KINDS.of(situation.workload).make_guide().suggest_for_side(config, side)
+    width, height = data.sides
+    return [("image size", f"{side} pixels: the images have {width}×{height}, and upscaling adds nothing")]
+
+
+def _choose_smaller(situation: Situation) -> dict[str, Any]:
+    if situation.hardware.kind != "cpu" or situation.data is None or situation.is_demo:
+        return {}
+    return dict(KINDS.of(situation.workload).make_guide().small_on_cpu)
+
+
+def _may_compile(hardware: Hardware) -> bool:
+    return any(setting.name == "compile" and setting.value is True for setting in advise(hardware).settings)
+
+
+def _choose_precision(situation: Situation, preset: str) -> str:
+    return decide("fp32" if preset == "stable" else "auto", situation.hardware).granted
+
+
+def _explain_precision(situation: Situation, precision: str) -> str:
+    advice = advise(situation.hardware)
+    if precision == advice.precision:
+        return advice.headline.removeprefix("use ")
+    return f"{precision}: no rounding to fewer digits ({advice.precision} would be faster here)"
+
+
+def _describe_speed(hardware: Hardware, precision: str) -> str:
+    """Describe the speedup over fp32 and how it is known."""
+    if precision == "fp32":
+        return "this is fp32, with which the others are compared"
+    ops: tuple[tuple[Op, str], ...] = (("matmul", "matmul"), ("conv_nchw", "conv"), ("conv_nhwc", "channels_last conv"))
+    measured = [(name, hardware.find_measurement(op, precision)) for op, name in ops]
+    rates = ", ".join(f"{name} {m.speedup:.1f}x" for name, m in measured if m is not None)
+    if rates:
+        return f"{rates} fp32 (measured here on these operations; a whole training step gains less)"
+    published = hardware.find_speedup(precision)
+    if published is not None:
+        return f"published peak {published:.1f}x fp32, not measured here; a whole training step gains less"
+    return "not measured"
+
+
+def _list_remarks(situation: Situation, paths: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if situation.is_demo:
+        yield "demo", "the demo has a small model and few epochs; your choice changes only how it runs"
+    if smaller := _choose_smaller(situation):
+        settings = ", ".join(f"{key}={paths[key]}" for key in smaller)
+        yield "on a CPU", f"smaller than the default: {settings}"
+    elif situation.data is not None and not situation.is_demo:
+        yield from situation.data.remarks
+
+
+def _nest_settings(situation: Situation, preset: str, paths: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {"workload": situation.workload}
+    if not situation.is_demo:
+        tree["preset"] = preset
+    for path, value in paths.items():
+        section, _, name = path.partition(".")
+        if name:
+            tree.setdefault(section, {})[name] = value
+        else:
+            tree[section] = value
+    return tree
+
+
+def _build_config(situation: Situation, preset: str, paths: Mapping[str, Any]) -> RunConfig:
+    return from_dict(situation.workload, _nest_settings(situation, preset, paths)).config
+
+
+STEPS_AN_EPOCH = 10
+"""Minimum optimizer steps per epoch: with fewer, a small set learns too slowly."""
+SMALLEST_BATCH = 8
+"""Minimum batch: BatchNorm's statistics over fewer samples are noise (Wu and He 2018, figure 1)."""
+FORWARD_SHARE = 1 / 3
+"""Forward's share of a step: backward computes two products for each one of forward."""
+LARGEST_GROWTH = 4
+"""Largest factor by which `fast` enlarges its batch: larger ones need more epochs (McCandlish et al. 2018)."""
+TryOut = Callable[[RunConfig, Mapping[str, Any], int], TrialResult | None]
+TIME_UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Situation:
+    """Everything that suggestions depend on."""
+
+    workload: str
+    goal: str
+    hardware: Hardware
+    num_cores: int
+    data: DataSummary | None
+    """None for a custom workload, whose data only it can read."""
+    data_dir: str | None
+    device: str | None
+    """As given by the user, to be written to the config; None: the run chooses."""
+    try_out: TryOut | None = None
+    """Tries a suggestion on the device; None: no trials, use estimates."""
+    busy: str = ""
+    """Other work on the device that slows trials; empty if there is none."""
+
+    @property
+    def is_demo(self) -> bool:
+        return self.data is not None and self.data.source == "demo"
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.hardware.memory_free_bytes or self.hardware.memory_total_bytes
+
+
+def choose_batch(
+    situation: Situation, preset: str, start: RunConfig, cost: StepCost
+) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Choose batch and accumulation: the recipe's samples per step, more for `fast`, limited by data and memory."""
+    assert situation.data is not None
+    num_train, memory = situation.data.num_train, situation.memory_bytes
+    recipe = start.train.batch_size * start.train.accumulate
+    fits = _round_to_power_of_two(cost.find_largest_batch(memory)) if memory else recipe
+    # A larger batch is not faster on a CPU.
+    grows = preset == "fast" and not situation.is_demo and situation.hardware.kind != "cpu"
+    grown = max(recipe, min(recipe * LARGEST_GROWTH, fits)) if grows else recipe
+    # A quarter if the recipe's batch is small: a U-Net's BatchNorm sees many pixels of few samples.
+    smallest = min(SMALLEST_BATCH, max(2, recipe // 4), num_train)
+    # Small data limit the batch: an epoch needs at least STEPS_AN_EPOCH steps.
+    by_data = _round_to_power_of_two(max(num_train // STEPS_AN_EPOCH, smallest))
+    a_step = min(grown, by_data)
+    # `lowmem` keeps the recipe's micro-batch and accumulates instead.
+    micro = max(1, min(start.train.batch_size if preset == "lowmem" else a_step, a_step, fits))
+    accumulate = math.ceil(a_step / micro)
+    if a_step < grown:
+        steps = math.ceil(num_train / a_step)
+        made = f"{format_count(num_train, 'sample')} make {format_count(steps, 'step')} per epoch"
+        why = f"less than the recipe's {recipe}: {made}"
+    else:
+        why = f"the recipe's {recipe}" + (f" times {a_step // recipe}" if a_step > recipe else "")
+    times = f" x {accumulate} accumulated" if accumulate > 1 else ""
+    facts = [("batch", f"{micro}{times} ({why})"), ("memory", _describe_memory(cost, micro, fits, memory))]
+    return {"train.batch_size": micro, "train.accumulate": accumulate}, facts
+
+
+def _describe_memory(cost: StepCost, micro: int, fits: int, memory: int) -> str:
+    a_sample = f"{format_bytes(cost.fixed_bytes)} + {format_bytes(cost.sample_bytes)} per sample"
+    needed = f"about {format_bytes(cost.predict_bytes(micro))} ({a_sample}; an estimate)"
+    if not memory:
+        return f"{needed}; the memory size of this device is unknown"
+    if not fits:
+        return f"{needed}: NOT EVEN ONE SAMPLE FITS {format_bytes(memory)}; use a smaller data.image_size or model"
+    if fits > LARGEST_GROWTH * micro:
+        return f"{needed} of {format_bytes(memory)} free: far more than enough"
+    return f"{needed}; {format_bytes(memory)} are free, enough for a batch of {fits:,} (an estimate)"
+
+
+def _round_to_power_of_two(number: int) -> int:
+    """Round down to a power of two; 0 for 0."""
+    return 1 << (number.bit_length() - 1) if number > 0 else 0
+
+
+def choose_learning_rate(start: RunConfig, samples: int) -> tuple[dict[str, Any], tuple[str, str]]:
+    """Scale the rate linearly with the batch for SGD (Goyal et al. 2017), by its root for Adam (Malladi 2022)."""
+    optimizer, recipe = start.optimizer, start.train.batch_size * start.train.accumulate
+    if optimizer.lr_per:
+        peak, per, rule = optimizer.compute_peak_lr(samples), optimizer.lr_per, "linear, as in this recipe"
+        paths: dict[str, Any] = {}
+        shown = f"{optimizer.lr:g} x {samples}/{per}"
+    elif optimizer.name in ADAM_LIKE:
+        peak, rule = optimizer.lr * math.sqrt(samples / recipe), "square root of the batch, for Adam"
+        shown, paths = f"{optimizer.lr:g} x sqrt({samples}/{recipe})", {"optimizer.lr": float(f"{peak:.4g}")}
+    else:
+        peak, rule = optimizer.lr * samples / recipe, "linear in the batch, for SGD"
+        shown, paths = f"{optimizer.lr:g} x {samples}/{recipe}", {"optimizer.lr_per": recipe}
+    if samples == recipe and not optimizer.lr_per:
+        return {}, (
+            "learning rate",
+            f"{optimizer.lr:g}, the recipe's own at {format_count(samples, 'sample')} per step",
+        )
+    return paths, ("learning rate", f"{peak:.4g} = {shown} ({rule})")
+
+
+def choose_workers(situation: Situation, start: RunConfig, trained: Rate) -> tuple[dict[str, Any], tuple[str, str]]:
+    """Choose as many workers as the training rate needs, at most one per core."""
+    data, cores = situation.data, situation.num_cores
+    assert data is not None
+    reading = f"one process reads {data.decoded_per_s:,.0f} samples/s (measured)"
+    if situation.is_demo:
+        return {}, ("workers", f"{start.data.num_workers}: the demo is small; {reading}")
+    if trained.per_s is None:
+        return {"data.num_workers": cores}, ("workers", f"{cores}: one per core; {reading}")
+    # Enough processes to read as fast as the device trains.
+    workers = max(1, min(cores, math.ceil(trained.per_s / data.decoded_per_s)))
+    fact = f"{workers} of {cores} cores: {reading}, the device {trained.text}"
+    # A training step reaches a quarter to a half of the upper limit.
+    if workers * data.decoded_per_s < trained.per_s / (4 if trained.is_limit else 1) and data.counts:
+        fact += f"; reading may be the limit: data.cache=true, or `{suggest_command('pack', situation.data_dir)}`"
+    return {"data.num_workers": workers}, ("workers", fact)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rate:
+    """Samples per second of training, and how they were determined."""
+
+    per_s: float | None
+    """None if nothing was measured."""
+    is_limit: bool
+    """True if it is only an upper limit."""
+    text: str
+
+
+def estimate_rate(situation: Situation, cost: StepCost, precision: str, trial: TrialResult | None) -> Rate:
+    """Return the rate of a trial, else the upper limit from the measured matmuls and convolutions."""
+    if trial is not None:
+        rate = f"{trial.samples_per_s:,.{0 if trial.samples_per_s >= 10 else 1}f} samples/s"
+        text = f"trained {rate} (measured: whole eager steps of {trial.batch_size} samples)"
+        return Rate(per_s=trial.samples_per_s, is_limit=False, text=text)
+    rates = [m.tflops for m in situation.hardware.measurements if m.format == precision]
+    if not rates:
+        return Rate(per_s=None, is_limit=True, text="was not measured")
+    per_s = max(rates) * 1e12 / cost.sample_flops()
+    text = f"trains at most {per_s:,.0f} samples/s (an estimate from measured matmuls and convolutions)"
+    return Rate(per_s=per_s, is_limit=True, text=text)
+
+
+def estimate_duration(situation: Situation, config: RunConfig, trained: Rate) -> list[tuple[str, str]]:
+    """Estimate the time of training, validation and reading; empty if nothing was measured."""
+    data, train = situation.data, config.train
+    if trained.per_s is None or data is None:
+        return []
+    trained_samples, validations = count_work(config, data.num_train)
+    validated = validations * data.num_val
+    computing = (trained_samples + validated * FORWARD_SHARE) / trained.per_s
+    on_cpu, readers = situation.hardware.kind == "cpu", config.data.num_workers
+    # On a CPU reading and computing share the cores; elsewhere they overlap and the slower one is the limit.
+    rate = data.decoded_per_s * ((situation.num_cores if readers else 1) if on_cpu else max(1, readers))
+    reading = (trained_samples + validated) / rate
+    seconds = computing + reading if on_cpu else max(computing, reading)
+    shown = next(f"{seconds / unit:.1f} {name}" for unit, name in TIME_UNITS if seconds >= unit or unit == 1)
+    shown += f" for {describe_length(config, data.num_train)}"
+    if trained.is_limit:
+        return [("time", f"at least {shown}, probably a few times as long (an estimate)")]
+    compiled = "; compiled it may be shorter" if train.fast == "compile" else ""
+    busy = f"; measured on a busy machine, so it may be shorter: {situation.busy}" if situation.busy else ""
+    return [("time", f"about {shown} (an estimate from measured rates{compiled}{busy})")]
+
+
+def count_work(config: RunConfig, num_train: int) -> tuple[float, float]:
+    """Return the samples of the whole run and its number of validations; max_steps may end it before its epochs."""
+    train = config.train
+    a_step, samples = train.batch_size * train.accumulate, float(train.epochs * num_train)
+    if train.max_steps:
+        samples = min(samples, train.max_steps * a_step)
+    if train.validate_every_steps:
+        return samples, samples / a_step / train.validate_every_steps
+    return samples, samples / max(num_train, 1) / train.validate_every
+
+
+def describe_length(config: RunConfig, num_train: int) -> str:
+    """Return `20 epochs`, or `5,000 steps` if max_steps ends the run first."""
+    train = config.train
+    steps = train.epochs * num_train / (train.batch_size * train.accumulate)
+    if train.max_steps and train.max_steps <= steps:
+        return format_count(train.max_steps, "step")
+    return format_count(train.epochs, "epoch")

@@ -1,0 +1,104 @@
+"""`--show-config`: show every setting with its value, its source and its meaning."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from halfstep_train.config.keys import list_fields
+from halfstep_train.config.load import Loaded
+from halfstep_train.config.statements import DEFAULT, OPEN_SECTIONS, Origin
+from halfstep_train.report.console import print_text
+
+TABLE_WIDTH = 110
+"""Terminal width below which a list is more readable than a table."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SettingRow:
+    """One setting, with what the view shows about it."""
+
+    key: str
+    value: object
+    origin: Origin
+    description: str
+
+
+def list_settings(loaded: Loaded) -> Iterator[SettingRow]:
+    """Yield every setting in the order of the schema, and each key of an open section."""
+    for path, field in list_fields(type(loaded.config)).items():
+        value = operator.attrgetter(path)(loaded.config)
+        described = field.description or ""
+        if path in OPEN_SECTIONS and isinstance(value, dict) and value:
+            for key, item in value.items():
+                origin = loaded.origins.get(f"{path}.{key}", DEFAULT)
+                yield SettingRow(key=f"{path}.{key}", value=item, origin=origin, description=described)
+        else:
+            yield SettingRow(key=path, value=value, origin=loaded.origins.get(path, DEFAULT), description=described)
+
+
+def dump_config(loaded: Loaded) -> dict[str, Any]:
+    """Return every setting with value, source and description as plain data."""
+    return {
+        "settings": {
+            one.key: {"value": one.value, "source": asdict(one.origin), "description": one.description}
+            for one in list_settings(loaded)
+        },
+        "overridden": [asdict(override) for override in loaded.overridden],
+        "notes": list(loaded.notes),
+        "warnings": list(loaded.warnings),
+    }
+
+
+def show_config(loaded: Loaded, console: Console) -> None:
+    """Print every setting; those that were set are bold, defaults are dim."""
+    show = show_table if console.width >= TABLE_WIDTH else show_list
+    show(list(list_settings(loaded)), console)
+    for line in format_header(loaded):
+        console.print(escape(line))
+    for warning in loaded.warnings:
+        print_text(console, Text(f"warning: {warning}", style="yellow"))
+
+
+def show_table(rows: list[SettingRow], console: Console) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("setting", no_wrap=True)
+    table.add_column("value", overflow="fold", max_width=30)
+    table.add_column("from", overflow="fold", max_width=30)
+    table.add_column("meaning", style="dim", min_width=20)
+    for row in rows:
+        cells = (row.key, format_setting(row.value), str(row.origin))
+        table.add_row(*(f"[{choose_style(row)}]{escape(cell)}[/]" for cell in cells), escape(row.description))
+    console.print(table)
+
+
+def show_list(rows: list[SettingRow], console: Console) -> None:
+    """Print one setting per paragraph, for narrow terminals."""
+    for row in rows:
+        line = escape(f"{row.key} = {format_setting(row.value)}  ({row.origin})")
+        console.print(f"[{choose_style(row)}]{line}[/]\n    [dim]{escape(row.description)}[/]", highlight=False)
+
+
+def choose_style(row: SettingRow) -> str:
+    return "dim" if row.origin.layer == "default" else "bold"
+
+
+def format_header(loaded: Loaded) -> list[str]:
+    """Return the lines about the config in a run's header: overridden settings and notes."""
+    return [*(f"overridden: {override}" for override in loaded.overridden), *(f"note: {note}" for note in loaded.notes)]
+
+
+def format_setting(value: object) -> str:
+    """Format a value as in a config file."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(format_setting(item) for item in value)}]"
+    return f"{value:g}" if isinstance(value, float) and value == float(f"{value:g}") else str(value)

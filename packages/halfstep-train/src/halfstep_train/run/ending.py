@@ -1,0 +1,241 @@
+"""End a run: explain errors with what was saved and how to resume, write report/summary.json, export the model."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfstep.disk import open_atomic_folder, parse_json, write_atomically
+from halfstep.errors import (
+    CheckpointError,
+    DataError,
+    HalfstepError,
+    Interrupted,
+    TrainingStopped,
+    format_count,
+    suggest_command,
+)
+from halfstep.evidence.capsule import list_capsules
+from halfstep.hardware.memory import get_peak_memory_bytes
+from halfstep.hardware.probe import probe
+from halfstep.step.phases import PhasedStep
+from halfstep.step.scaler import Scaler
+from halfstep.step.step import Step
+from halfstep.tensor_files import write_tensors
+from halfstep_train.report.listeners import CallbackFailed
+from halfstep_train.run.assemble import Assembly
+from halfstep_train.run.checkpoint import is_sharded, open_weights
+from halfstep_train.run.folder import RunFolder, suggest_resume
+from halfstep_train.run.loop import Loop
+from halfstep_train.workloads import KINDS
+from halfstep_train.workloads.base.kind import load_part
+
+
+def explain_ending(
+    error: HalfstepError | KeyboardInterrupt, loop: Loop, folder: RunFolder, *, is_new: bool
+) -> HalfstepError:
+    """Return the error to show, with what was kept of the run and the command to resume it."""
+    if isinstance(error, KeyboardInterrupt):
+        return _explain_second_interrupt(loop, folder, is_new=is_new)
+    if is_new and has_left_nothing(loop):
+        return _remove_run(error, folder)
+    if isinstance(error, DataError):
+        return _save_after_bad_file(error, loop, folder)
+    if isinstance(error, TrainingStopped) and not isinstance(error, CallbackFailed):
+        names, capsules = loop.journal.list_latest_files(), list_capsules(folder.path / "capsules")
+        cause = f"find the cause with: {suggest_command('replay', capsules[0])}" if capsules else ""
+        error.fix = "; ".join(filter(None, [cause, error.fix, f"files of that step: {names}" if names else ""]))
+    return error
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The step counters at one moment."""
+
+    attempted: int
+    committed: int
+
+    @classmethod
+    def of(cls, step: Step | PhasedStep) -> Progress:
+        return cls(step.attempted, int(step.committed))
+
+
+def refuse_only_skips(loop: Loop, start: Progress) -> None:
+    """Raise if a run reached its end without a single committed step."""
+    end = Progress.of(loop.parts.step)
+    num_steps, last = end.attempted - start.attempted, loop.journal.latest
+    went_back = loop.parts.guard.num_rollbacks > 0  # the counter goes back too, perhaps below a resumed run's start
+    is_trained = end.committed > (0 if went_back else start.committed)
+    if num_steps == 0 or is_trained or last is None or not last.is_bad:
+        return
+    scaler = loop.parts.step.scaler
+    # Only gradients overflowed and the scale can still fall: fp16 was still searching for it.
+    is_search = last.reason.startswith("gradient norm") and float(scaler.value) > scaler.options.min_scale
+    raise TrainingStopped(
+        f"nothing was trained: all steps were skipped ({num_steps} of {num_steps}, the last one: {last.reason})",
+        why="the weights are unchanged since the start of the run",
+        fix=_suggest_longer_search(scaler)
+        if scaler.enabled and is_search
+        else "look at the samples of skipped steps in metrics.jsonl, lower optimizer.lr, or "
+        "check whether they also fail with --precision fp32",
+    )
+
+
+def _suggest_longer_search(scaler: Scaler) -> str:
+    """Return the fix for a run that ended before a first loss scale was found."""
+    options, reached = scaler.options, scaler.options.init_scale * float(scaler.value) / scaler.first
+    # Each overflow multiplies the scale by backoff_factor: this many steps reach the smallest scale.
+    most = math.ceil(math.log(scaler.first / options.min_scale, 1 / options.backoff_factor))
+    return (
+        f"finding a loss scale from scaler.init_scale={options.init_scale:g} takes up to "
+        f"{format_count(most, 'step')}: train longer, or start where this run ended: "
+        f"scaler.init_scale={reached:g}"
+    )
+
+
+def has_left_nothing(loop: Loop) -> bool:
+    """True if no step was taken and nothing was kept, so that the folder can be removed."""
+    kept = [*loop.checkpoints.list_all(), *list_capsules(loop.checkpoints.folder.parent / "capsules")]
+    return loop.parts.step.attempted == 0 and not kept
+
+
+def _explain_second_interrupt(loop: Loop, folder: RunFolder, *, is_new: bool) -> Interrupted:
+    what = f"stopped by a second Ctrl-C after step {loop.parts.step.attempted}, without saving"
+    kept = loop.checkpoints.list_all()
+    if kept:
+        return Interrupted(
+            what, why=f"the newest checkpoint is {kept[-1]}", fix=suggest_resume(folder.path, loop.parts.world)
+        )
+    if not is_new:
+        return Interrupted(what)
+    shutil.rmtree(folder.path, ignore_errors=True)
+    return Interrupted(what, why=f"there was no checkpoint yet: {folder.path} was removed")
+
+
+def _remove_run(error: HalfstepError, folder: RunFolder) -> HalfstepError:
+    shutil.rmtree(folder.path, ignore_errors=True)
+    return _extend_error(
+        error, why=f"nothing was trained yet: {folder.path} was removed", fix="then give the same command again"
+    )
+
+
+def _save_after_bad_file(error: DataError, loop: Loop, folder: RunFolder) -> HalfstepError:
+    """Save what was trained before a bad file was read, as after Ctrl-C."""
+    is_alone = loop.parts.world is None  # several ranks are in the middle of a step: there is no complete state
+    if is_alone and (loop.position.batch > 0 or not loop.checkpoints.list_all()):
+        try:
+            loop.save()
+        except CheckpointError as unsaved:
+            return _extend_error(error, why=unsaved.what)
+    left_out = " (and --allow-changes, because files are left out)" if "on_bad_file=skip" in error.fix else ""
+    return _extend_error(error, fix=f"then {suggest_resume(folder.path, loop.parts.world)}{left_out}")
+
+
+def _extend_error(error: HalfstepError, *, why: str = "", fix: str = "") -> HalfstepError:
+    fix = fix if error.fix else fix.removeprefix("then ")
+    error.why, error.fix = ("; ".join(filter(None, parts)) for parts in ((error.why, why), (error.fix, fix)))
+    return error
+
+
+# --- report/summary.json ---
+
+
+def write_summary(folder: RunFolder, loop: Loop, joules: float | None) -> None:
+    """Write report/summary.json; energy and peak memory count since the last start or resume."""
+    import halfstep
+
+    parts, plan = loop.parts, loop.parts.plan
+    best, num_samples, elapsed_s = parts.stopping.best, loop.count_samples(), loop.journal.elapsed_s
+    record: dict[str, Any] = {
+        "workload": parts.config.workload,
+        "metric": parts.workload.metric,
+        "mode": parts.workload.mode,
+        "best": best if math.isfinite(best) else None,
+        "steps": parts.step.attempted,
+        "epochs": num_samples / max(len(parts.workload.train_samples), 1),
+        "samples": num_samples,
+        "elapsed_s": elapsed_s,
+        "samples_per_s": num_samples / max(elapsed_s, 1e-9),
+        **loop.journal.unit.compute_rates(num_samples / max(elapsed_s, 1e-9)),
+        "peak_memory_bytes": get_peak_memory_bytes(parts.device),
+        "joules": joules,
+        "skipped": loop.journal.num_skipped,
+        **asdict(loop.waiting),
+        "steps_run": loop.engine.mode,
+        "precision": plan.granted,
+        "simulated": plan.simulated,
+        "device": f"{plan.device} ({plan.device_name})",
+        "device_memory_bytes": probe(plan.device).memory_total_bytes,
+        "versions": {"halfstep": halfstep.__version__, "torch": torch.__version__},
+        "command": ["halfstep", *sys.argv[1:]],
+    }
+    write_atomically(folder.report / "summary.json", json.dumps(record, indent=2) + "\n")
+
+
+def has_summary(folder: RunFolder) -> bool:
+    return (folder.report / "summary.json").is_file()
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """Return the summary of a run; None if it has not ended."""
+    path = folder / "report" / "summary.json"
+    try:
+        found = parse_json(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+# --- RUN/model ---
+
+
+def is_exported(workload: str, folder: RunFolder) -> bool:
+    return KINDS.of(workload).export is None or folder.model.is_dir()
+
+
+def export_model(parts: Assembly, folder: RunFolder) -> None:
+    """Export the best weights (the averaged ones, if any) atomically; every rank of a sharded run calls it.
+
+    Rank 0 writes them tensor by tensor from the checkpoint's files, so that no rank holds the whole model.
+    """
+    kind, checkpoints = KINDS.of(parts.config.workload), folder.open_checkpoints()
+    if kind.export is None and parts.sharded is None:
+        return
+
+    def find() -> Path:
+        return checkpoints.find_best() or checkpoints.list_all()[-1]
+
+    # The ranks of a sharded run each check their files; without it the other ranks are not here.
+    world = parts.world if parts.sharded is not None else None
+    path, shards = world.broadcast_from_first(find) if world is not None else find(), None
+    if world is not None and is_sharded(path):
+        from halfstep.distributed.sharded_files import StoredShards
+
+        shards = StoredShards(path, world)
+    if world is not None and not world.is_first:
+        return
+    weights, store = open_weights(path, shards), dict(parts.workload.store)
+    try:
+        # An export of an earlier end is replaced: the run may have been resumed since.
+        with open_atomic_folder(folder.model, replaces=True) as hidden:
+            if kind.export is None:  # no other program has a format for it: the names are those of the model
+                write_tensors(hidden / "model.safetensors", weights)
+            else:
+                load_part(kind.export)(weights, parts.config, store, hidden, parts.device)
+    except OSError as error:
+        raise _explain_unexported(folder, path, error) from error
+
+
+def _explain_unexported(folder: RunFolder, stored: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"cannot write the model into {folder.model}: {error.strerror}",
+        why=f"the run itself is complete; its best weights are in {stored}",
+        fix="free disk space, then resume the run, which only repeats the export",
+    )

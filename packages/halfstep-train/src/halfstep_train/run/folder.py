@@ -1,0 +1,409 @@
+"""The folder of a run: `config.yaml plan.json metrics.jsonl checkpoints/ report/ model/`. It is never overwritten.
+
+Nothing here imports torch at the top, so that commands refuse missing and existing paths in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import operator
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfstep.disk import (
+    find_unused_path,
+    is_dry_run,
+    lock_folder,
+    make_absolute,
+    parse_json,
+    read_sealed,
+    seal,
+    write_atomically,
+)
+from halfstep.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ModelError,
+    format_count,
+    make_printable,
+    suggest_command,
+)
+from halfstep.precision.plan import Plan
+from halfstep_train.config.keys import list_fields
+from halfstep_train.config.load import Loaded
+from halfstep_train.config.schema import RunConfig, is_import_path
+from halfstep_train.config.section import IS_PATH, MAY_BE_MISSING
+from halfstep_train.config.yaml_source import read_yaml
+from halfstep_train.workloads import DEMO_WORKLOAD, KINDS, load
+from halfstep_train.workloads.base.import_path import refuse_unknown_code
+
+if TYPE_CHECKING:
+    from halfstep.distributed.world import World
+    from halfstep_train.run.checkpoint import Checkpoints
+    from halfstep_train.workloads.base.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settled:
+    """The content of settled.json: the run's settings, stored separately because users may edit config.yaml."""
+
+    settings: dict[str, Any]
+    """All settings that the run was last trained with."""
+    decided: dict[str, list[Any]]
+    """Settings that the run decided itself, by path, with the requested value."""
+    code: dict[str, str]
+    """Signatures of the custom code that the run was trained with, by import path."""
+    before: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """Settings before each resume that changed some, oldest first, and `until` which step they were used."""
+
+
+CHOOSE_ANOTHER = "choose a writable folder with --out"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The paths in a run's folder, and how its records are read and written."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def model(self) -> Path:
+        """Return the folder of the exported model, for families that have an export format."""
+        return self.path / "model"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report"
+
+    def write_settled(self, settled: Settled) -> None:
+        write_atomically(self.path / "settled.json", json.dumps(seal(dataclasses.asdict(settled))))
+
+    def read_settled(self) -> Settled:
+        return Settled(**self._read_sealed(self.path / "settled.json"))
+
+    def write_plan(self, plan: Plan) -> None:
+        write_atomically(self.plan, json.dumps(seal(dataclasses.asdict(plan)), indent=2))
+
+    def read_plan(self) -> Plan:
+        return Plan.from_json(json.dumps(self._read_sealed(self.plan)))
+
+    def _read_sealed(self, path: Path) -> dict[str, Any]:
+        try:
+            return read_sealed(path.read_bytes())
+        except (OSError, ValueError) as error:
+            why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            again = suggest_command("train", self.config, "--out", "DIR")
+            raise CheckpointError(
+                f"cannot use {path}", why=why, fix=f"restore the file, or start a new run: {again}"
+            ) from error
+
+    def open_checkpoints(self, *, keep: int = 0, writes: bool = True, world: World | None = None) -> Checkpoints:
+        from halfstep_train.run.checkpoint import Checkpoints
+
+        return Checkpoints(self.path / "checkpoints", keep=keep, writes=writes, world=world)
+
+    def lock(self) -> AbstractContextManager[None]:
+        return lock_folder(self.path)
+
+    @classmethod
+    def choose(cls, out: str | None, name: str) -> RunFolder:
+        """Return the folder that a new run would get, without creating it; one that is taken gets a number."""
+        return cls(Path(out) if out else find_unused_path(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
+
+    @classmethod
+    def create(cls, out: str | None, name: str) -> RunFolder:
+        """Create a new folder; an existing one with content is an error."""
+        path = cls.choose(out, name).path
+        cls.refuse_unusable(path)
+        try:
+            (path / "report").mkdir(parents=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot create the run's folder {path}: {error.strerror}", fix=CHOOSE_ANOTHER
+            ) from error
+        return cls(path)
+
+    @classmethod
+    def refuse_unusable(cls, path: Path) -> None:
+        """Raise CheckpointError if a new run cannot be written to `path`: it is not empty, or inside a file."""
+        if make_printable(str(path)) != str(path):
+            raise CheckpointError(
+                f"the name of the run's folder {path} is not UTF-8 text",
+                why="safetensors cannot read files from such a folder",
+                fix="choose another name with --out",
+            )
+        if path.is_dir() and any(path.iterdir()):
+            raise _explain_taken(cls(path))
+        existing = next(parent for parent in (path, *path.parents) if parent.exists())
+        if not existing.is_dir():
+            raise CheckpointError(f"cannot create the run's folder {path}: {existing} is a file", fix=CHOOSE_ANOTHER)
+
+    @classmethod
+    def open(cls, path: str) -> RunFolder:
+        folder = cls(Path(path))
+        if not folder.path.is_dir():
+            raise CheckpointError(f"there is no run folder {path}", fix="give the folder that `halfstep train` printed")
+        if not folder.config.is_file():
+            raise CheckpointError(
+                f"{path} is not a run folder: it has no config.yaml",
+                fix="give the folder that `halfstep train` printed",
+            )
+        return folder
+
+
+def find_import_paths(config: RunConfig) -> list[str]:
+    """Return the import paths of custom code that a config names."""
+    named = (config.workload, getattr(config.model, "path", None) or "")
+    return [path for path in named if is_import_path(path)]
+
+
+def load_stored(
+    file: Path,
+    code: Mapping[str, str],
+    *,
+    trust: bool,
+    flags: Mapping[str, object] | None = None,
+    overrides: Sequence[str] = (),
+) -> Loaded:
+    """Load the config of a stored run or capsule.
+
+    Custom code that this user did not train with is refused before anything is imported, unless `trust` is set.
+    """
+    workload = read_yaml(file).values.get("workload")
+    # A list, because `in KINDS` would import the code. A reference such as `${globals.x}` is refused as well.
+    if not trust and workload is not None and str(workload) not in list(KINDS):
+        refuse_unknown_code([str(workload)], code, file)
+    loaded = load(str(file), flags=flags, overrides=overrides)
+    if not trust:
+        refuse_unknown_code(find_import_paths(loaded.config), code, file)
+    return loaded
+
+
+def load_target(source: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False) -> Loaded:
+    """Load the config of a run's folder, a config file or a workload; refuse paths in it that do not exist."""
+    path = Path(source)
+    if is_run(source):
+        folder = RunFolder(path)
+        return load_stored(folder.config, folder.read_settled().code, trust=trust, flags=flags, overrides=overrides)
+    is_missing = not path.exists() and len(path.parts) > 1 and path.suffix not in (".yaml", ".yml")
+    if path.is_dir() or is_missing:
+        raise CheckpointError(
+            f"{source} is not a run",
+            why="there is no such folder" if is_missing else "config.yaml is missing",
+            fix=f"name a folder that `halfstep train` made, a config file, or a workload such as {DEMO_WORKLOAD}",
+        )
+    loaded = load(source, flags=flags, overrides=overrides)
+    refuse_missing_paths(loaded.config)
+    return loaded
+
+
+def is_run(source: str) -> bool:
+    return (Path(source) / "config.yaml").is_file()
+
+
+UNFINISHED = "unfinished.json"
+"""The file that an interrupted `halfstep predict` leaves in its folder, so that the same call can continue there."""
+
+
+def refuse_used_folder(out: Path) -> None:
+    """Raise ConfigError if `out` exists, unless it is an empty folder."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(
+            f"--out {out} exists already", why="files are never overwritten", fix="choose a new or empty folder"
+        )
+
+
+COMPARISON = "comparison.json"
+"""The record of `halfstep compare`, in a folder of its own."""
+
+
+def refuse_no_comparison(folder: Path) -> None:
+    """Raise CheckpointError if `halfstep compare` did not make this folder."""
+    if not (folder / COMPARISON).is_file():
+        raise CheckpointError(
+            f"{folder} is not a comparison",
+            why=f"{COMPARISON} is missing",
+            fix="name a folder that `halfstep compare` made",
+        )
+
+
+def suggest_resume(path: Path, world: World | None = None) -> str:
+    """Return the command that resumes a run of these ranks which stopped before its end."""
+    if is_dry_run(path):
+        return "--dry removes the run's folder: leave --dry out to be able to continue"
+    ranks = ["--gpus", world.size] if world is not None and world.size > 1 and world.is_on_one_host else []
+    return f"continue with: {suggest_command('train', '--resume', path, *ranks)}"
+
+
+def _explain_taken(folder: RunFolder) -> CheckpointError:
+    """Return the error for an --out that is not empty; the fix depends on whether it is a run with a checkpoint."""
+    fix = "choose another --out"
+    if any((folder.path / "checkpoints").glob("*/")):
+        fix += f", or continue that run with: {suggest_command('train', '--resume', folder.path)}"
+    elif folder.config.is_file():
+        fix += f", or remove {folder.path}: that run ended before its first checkpoint"
+    return CheckpointError(
+        f"{folder.path} already exists and is not empty", why="a run never overwrites another one", fix=fix
+    )
+
+
+# --- paths in the config, and data that were moved ---
+
+RANDOM = "random"
+"""Value of a setting for weights that asks for random ones instead of a file."""
+
+
+def make_paths_absolute(config: RunConfig) -> RunConfig:
+    """Make paths independent of the working folder; `~` is the home folder."""
+    is_own = is_import_path(config.workload)
+    for path, field in list_fields(type(config)).items():
+        if IS_PATH in field.metadata and (value := operator.attrgetter(path)(config)):
+            # Some settings take a path or a name (`random`). A missing file stays as typed, for the error message.
+            absolute = _make_absolute(value, only_if_there=is_own or not path.startswith("data."))
+            config = _change_setting(config, path.split("."), absolute)
+    return config
+
+
+def refuse_missing_paths(config: RunConfig) -> None:
+    """Raise if a setting of a new run names a file or folder that does not exist.
+
+    A custom workload may use its settings as it likes, so its builder checks them.
+    """
+    if is_import_path(config.workload):
+        return
+    for path, field in list_fields(type(config)).items():
+        value = operator.attrgetter(path)(config) if IS_PATH in field.metadata else None
+        may_be_missing = MAY_BE_MISSING in field.metadata or value == RANDOM
+        if not value or may_be_missing or "://" in value or make_absolute(value).exists():
+            continue
+        if path == "data.dir":
+            what = f"data folder {make_absolute(value)} does not exist"
+            raise DataError(what, fix="check --data-dir (data.dir); leave it out to train on demo data")
+        error = ModelError if path.startswith("model.") else DataError
+        raise error(f"{path}={value}: there is no such file or folder", fix=f"check the path, or leave {path} out")
+
+
+def _change_setting(section: Any, names: Sequence[str], value: str) -> Any:
+    name, *rest = names
+    return section.model_copy(update={name: _change_setting(getattr(section, name), rest, value) if rest else value})
+
+
+def find_moved_data(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, list[str]]:
+    """Return a stored run's config with its data folder as found here, and notes about it."""
+    stored, here = config.data.dir, make_paths_absolute(config)
+    demo = make_absolute(folder.path) / "data"  # demo data are in the run's folder and move with it
+    if stored is None:
+        return here.replace(data={"dir": str(demo)}) if demo.is_dir() else here, []
+    found = Path(_make_absolute(stored))
+    if found.exists():
+        return here, []
+    if demo.is_dir():
+        return here.replace(data={"dir": str(demo)}), [f"{stored} does not exist: using the demo data in {demo}"]
+    if is_import_path(config.workload):  # a custom workload may use data.dir as it likes
+        return here, []
+    raise _explain_missing_data(folder, stored, found)
+
+
+def _explain_missing_data(folder: RunFolder, stored: str, absolute: Path) -> DataError:
+    if str(absolute) == stored:
+        why = f"{folder.config} names that folder"
+    else:
+        why = f"{folder.config} names {stored}, relative to the folder the run was started in; here that is {absolute}"
+    return DataError(
+        f"the run's data folder {stored} does not exist",
+        why=why,
+        fix="give the new location: --data DIR to evaluate, data.dir=DIR to resume",
+    )
+
+
+def _make_absolute(path: str, *, only_if_there: bool = False) -> str:
+    if "://" in path:
+        return path
+    absolute = make_absolute(path)
+    return str(absolute) if absolute.exists() or not only_if_there else path
+
+
+# --- sizes and times of the data files when the run started ---
+# Only sizes and times are compared, not contents. Differences are reported but not refused, because a copy of the data
+# on another machine has other times and the same content.
+
+SHOWN = 3
+
+
+def record_data(workload: Workload, folder: RunFolder) -> None:
+    """Record the data files in data.json; samples that are not files leave no record."""
+    files = list(_list_files(workload))
+    if files:
+        write_atomically(_get_data_record(folder), json.dumps({"files": len(files), "digest": _compute_digest(files)}))
+
+
+def digest_contents(workload: Workload) -> str:
+    """Return a digest of the files' names and sizes, which are the same for copies on other machines."""
+    files = list(_list_files(workload))
+    return _compute_digest(files, with_times=False)[:12] if files else "none"
+
+
+def describe_changed_data(workload: Workload, folder: RunFolder) -> list[str]:
+    """Return a note if sizes or times of the data files have changed since the run started."""
+    try:
+        record = parse_json(_get_data_record(folder).read_bytes())
+        then, num_then = record["digest"], record["files"]
+        started_s = _get_data_record(folder).stat().st_mtime
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    files = list(_list_files(workload))
+    if _compute_digest(files) == then:
+        return []
+    from halfstep_train.data.files import list_some
+
+    if len(files) != num_then:
+        return [
+            f"the run started with {format_count(num_then, 'data file')}, there are {len(files)} now: "
+            "the run cannot continue exactly"
+        ]
+    newer = [
+        path for path in dict.fromkeys(files) if path.stat().st_mtime > started_s
+    ]  # both splits may be in one file
+    which = f"written since: {list_some(newer, SHOWN)}" if newer else "none was written since, so they may be copies"
+    return [f"data files changed in size or time since this run started ({which}): it may not continue exactly"]
+
+
+def _list_files(workload: Workload) -> Iterator[Path]:
+    from halfstep_train.data.loader import FileSamples, implements
+
+    for samples in (workload.train_samples, workload.val_samples):
+        if implements(samples, FileSamples):
+            yield from map(Path, samples.files())
+
+
+def _compute_digest(files: list[Path], *, with_times: bool = True) -> str:
+    digest = hashlib.sha256()
+    for path in files:
+        entry = path.stat()
+        times = (entry.st_mtime_ns,) if with_times else ()
+        # The name of the folder, not its whole path: a data set that was moved is still the same.
+        digest.update(repr((path.parent.name, path.name, entry.st_size, *times)).encode())
+    return digest.hexdigest()
+
+
+def _get_data_record(folder: RunFolder) -> Path:
+    return folder.path / "data.json"

@@ -1,0 +1,251 @@
+"""Read the launcher's environment variables (torchrun, srun, accelerate) and join the other ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from halfstep.errors import ConfigError, HalfstepError, Interrupted, RankLost, TrainingStopped
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from halfstep.distributed.world import World
+    from halfstep_train.config.schema import RunConfig
+
+UNKNOWN = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
+"""Launchers that give no address to meet at."""
+FIRST_PORT = 20000
+AFTER_FIRST_S = 1.0  # how long other ranks let rank 0 show an error that all of them have
+PATIENCE_S = 5.0  # for torchrun's store to answer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """The position of this process among the ranks, and the address where they connect."""
+
+    rank: int
+    size: int
+    local_rank: int
+    address: str
+    port: int
+    restarts: int = 0  # how often torchrun has started the processes again
+    by_torchrun: bool = True
+    keeps_store: bool = False  # whether torchrun's store at this address survives a restart
+
+    @property
+    def meeting(self) -> str:
+        """Return the init method: torchrun keeps a store that survives restarts; elsewhere rank 0 opens one."""
+        return "env://" if self.by_torchrun else f"tcp://{self.address}:{self.port}"
+
+
+def read_launch(variables: Mapping[str, str]) -> Launch | None:
+    """Return this process's rank and world from the variables; None for a single process."""
+    if _read_number(variables, "WORLD_SIZE") >= 1 and "RANK" in variables:
+        return _read_torchrun(variables)
+    if _read_number(variables, "WORLD_SIZE") > 1:
+        missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in variables]
+        raise ConfigError(
+            f"WORLD_SIZE={variables['WORLD_SIZE']} without {', '.join(missing)}",
+            why="this process cannot determine its rank or reach the other ranks",
+            fix="start it with torchrun --nproc_per_node=N -m halfstep train ..., or unset WORLD_SIZE",
+        )
+    if _read_number(variables, "SLURM_STEP_NUM_TASKS") > 1:
+        return _read_srun(variables)
+    for name, launcher in UNKNOWN.items():
+        if _read_number(variables, name) > 1:
+            raise ConfigError(
+                f"{name}={variables[name]}: this command was started {variables[name]} times, as by {launcher}",
+                why=f"{launcher} does not set the address where the ranks connect",
+                fix="start it with torchrun or srun; if nothing else was started, unset " + name,
+            )
+    return None
+
+
+def _read_torchrun(variables: Mapping[str, str]) -> Launch:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in variables]
+    if missing:
+        raise ConfigError(f"RANK and WORLD_SIZE are set, but not {' and '.join(missing)}", fix="start it with torchrun")
+    return Launch(
+        rank=_read_number(variables, "RANK"),
+        size=_read_number(variables, "WORLD_SIZE"),
+        local_rank=_read_number(variables, "LOCAL_RANK", _read_number(variables, "RANK")),
+        address=variables["MASTER_ADDR"],
+        port=_read_number(variables, "MASTER_PORT"),
+        restarts=_read_number(variables, "TORCHELASTIC_RESTART_COUNT"),
+        keeps_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _read_srun(variables: Mapping[str, str]) -> Launch:
+    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "")
+    return Launch(
+        rank=_read_number(variables, "SLURM_PROCID"),
+        size=_read_number(variables, "SLURM_STEP_NUM_TASKS"),
+        local_rank=_read_number(variables, "SLURM_LOCALID"),
+        address=variables.get("MASTER_ADDR") or find_first_host(nodes) or "127.0.0.1",
+        # A port per job, so that jobs on one node do not meet each other.
+        port=_read_number(variables, "MASTER_PORT") or FIRST_PORT + _read_number(variables, "SLURM_JOB_ID") % 10_000,
+        restarts=_read_number(variables, "SLURM_RESTART_COUNT"),
+        by_torchrun=False,
+    )
+
+
+def find_first_host(nodes: str) -> str:
+    """Return the first host of a SLURM list: `gpu[07-09,12],login1` begins with gpu07."""
+    match = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodes)
+    return f"{match[1]}{match[2] or ''}{match[3] or ''}" if match else ""
+
+
+def _read_number(variables: Mapping[str, str], name: str, otherwise: int = 0) -> int:
+    text = variables.get(name, "")
+    return int(text) if text.isdecimal() else otherwise
+
+
+def choose_device(config: RunConfig, launch: Launch | None) -> str:
+    """Return the device this rank trains on: on a machine with several ranks, the GPU of its local rank."""
+    if launch is None or launch.size == 1:
+        return config.device
+    import torch
+
+    if re.fullmatch(r"cuda:\d+", config.device):
+        raise ConfigError(
+            f"device={config.device} for {launch.size} ranks",
+            why="each rank uses a different GPU",
+            fix="--gpus 0,1 names the GPUs; or leave device out, and set CUDA_VISIBLE_DEVICES",
+        )
+    num_gpus = torch.cuda.device_count()
+    if config.device not in ("auto", "cuda") or num_gpus == 0:
+        return "cpu" if config.device == "auto" else config.device
+    if launch.local_rank >= num_gpus and config.train.backend != "gloo":
+        raise ConfigError(
+            f"local rank {launch.local_rank} has no GPU: this machine has {num_gpus}",
+            fix=f"start {num_gpus} ranks on it, or train without GPUs: --device cpu",
+        )
+    return f"cuda:{launch.local_rank % num_gpus}"
+
+
+@contextmanager
+def join_world(config: RunConfig, launch: Launch | None) -> Iterator[World | None]:
+    """Join the other ranks for the duration of the run; yield None for a single process. An error on one rank ends all
+    and is shown once."""
+    # A sharded run that has lost all other ranks goes on as a world of one.
+    if launch is None or launch.size == 1 and config.train.backend == "auto" and config.train.shard is not True:
+        yield None
+        return
+    import torch
+    import torch.distributed as dist
+
+    from halfstep.distributed.world import World
+    from halfstep.hardware.probe import probe
+
+    device = torch.device(probe(choose_device(config, launch)).device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"{launch.size} ranks cannot train on {device.type}",
+            why="ranks communicate with gloo or NCCL, which halfstep uses on CPUs and CUDA GPUs only",
+            fix="use one rank, or --device cpu or cuda",
+        )
+    limit_s = config.train.rank_timeout_s
+    by_nccl = device.type == "cuda" and config.train.backend != "gloo"
+    if not dist.is_initialized():
+        meeting: dict[str, Any] = {"init_method": launch.meeting}
+        if launch.keeps_store:
+            meeting = {"store": meet_at_kept_store(launch, limit_s)}
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if by_nccl else "gloo",
+            **meeting,
+            rank=launch.rank,
+            world_size=launch.size,
+            timeout=timedelta(seconds=limit_s),
+        )
+    world = World(limit_s=limit_s)
+    try:
+        with _show_once(world):
+            yield world
+    except BaseException:
+        # Collectives on the device that wait for a peer would never end: abort them.
+        world.hang_up(dist.distributed_c10d._abort_process_group if by_nccl else dist.destroy_process_group)
+        raise
+    dist.destroy_process_group()
+
+
+def meet_at_kept_store(launch: Launch, limit_s: float) -> Store:
+    """Return torchrun's store with a prefix that only the ranks of this start share.
+
+    torchrun keeps its store when it restarts ranks, and gloo would read the addresses of those that are gone. Restart
+    counts differ between agents, so the ranks find each other by random tokens: rank 0 publishes those it sees, until
+    every rank has confirmed a list with its own token.
+    """
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    store = TCPStore(launch.address, launch.port, launch.size, is_master=False, timeout=timedelta(seconds=limit_s))
+    token, until, listed, confirmed = secrets.token_hex(8), time.monotonic() + limit_s, "", ""
+    store.set(f"halfstep/join/{launch.rank}", token)
+    while time.monotonic() < until:
+        if launch.rank == 0:
+            keys = [f"halfstep/join/{rank}" for rank in range(launch.size)]
+            if store.check(keys):
+                listed = " ".join(store.get(key).decode() for key in keys)
+                store.set("halfstep/listed", listed)
+        elif store.check(["halfstep/listed"]):
+            listed = store.get("halfstep/listed").decode()
+        if token in listed.split():
+            if listed != confirmed:
+                store.set(f"halfstep/confirmed/{listed}/{launch.rank}", "")
+                confirmed = listed
+            if store.check([f"halfstep/confirmed/{listed}/{rank}" for rank in range(launch.size)]):
+                return PrefixStore(f"halfstep/{listed}", store)
+        time.sleep(0.02)
+    raise RankLost(
+        f"not all {launch.size} ranks started within {limit_s:g} s (train.rank_timeout_s)",
+        why="a rank did not start, or ended while it did",
+        fix="look at the errors of the other ranks, or give a longer train.rank_timeout_s",
+    )
+
+
+def choose_speaker(error: HalfstepError, variables: Mapping[str, str]) -> None:
+    """Let only one rank show an error raised before the ranks have connected, such as one in the config.
+
+    With torchrun, the first rank that registers the error in its store shows it. With other launchers every rank does.
+    """
+    rank = _read_number(variables, "RANK")
+    if rank:
+        time.sleep(AFTER_FIRST_S)
+        error.what = f"rank {rank}: {error.what}"
+    if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import DistError
+
+    key = hashlib.sha256("\n".join((error.what.removeprefix(f"rank {rank}: "), error.why, error.fix)).encode())
+    attempt = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
+    with suppress(DistError):  # torchrun is gone: no other rank will show it
+        limit = timedelta(seconds=PATIENCE_S)
+        store = TCPStore(
+            variables["MASTER_ADDR"], _read_number(variables, "MASTER_PORT"), is_master=False, timeout=limit
+        )
+        error.is_shown_elsewhere = store.add(f"halfstep/shown/{attempt}/{key.hexdigest()}", 1) > 1
+
+
+@contextmanager
+def _show_once(world: World) -> Iterator[None]:
+    try:
+        yield
+    except HalfstepError as error:
+        if not (error.is_agreed or isinstance(error, (TrainingStopped, Interrupted, RankLost))):
+            error.what = f"rank {world.rank}: {error.what}"
+        error.is_shown_elsewhere = not world.is_first_to_show(error)
+        raise
+    except Exception as error:  # a traceback follows: ranks that lose this one stay silent
+        world.is_first_to_show(error)
+        raise

@@ -1,0 +1,297 @@
+"""Derive what a compiled step keeps in memory from the trace of the eager step.
+
+torch.compile traces forward and backward together and cuts them in two where the fewest bytes have to be kept: cheap
+values are recomputed in backward from what is kept, and values between two kernels that can be fused are never stored.
+Compiling would take a minute. This module applies the rules of AOTAutograd's partitioner to the eager trace instead:
+
+    always kept    products, convolutions, attention, sums, random numbers, and results of our own operations
+    recomputed     everything pointwise, except what a backward kernel has to read from memory anyway, and what is used
+                   again long after its first use (the residual stream)
+    the rest       a minimum cut in bytes decides
+
+A value is then stored from its creation to its last use if it is kept, read by a kernel that cannot be fused,
+recomputed for several readers from more than a few values, or a result.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from halfstep_train.run.memory.step_trace import Life, Op, StepTrace, Timeline
+
+NORMS = frozenset({"native_layer_norm", "native_batch_norm", "native_group_norm", "_native_batch_norm_legit"})
+"""Operations that consist of a sum, whose result is kept, and a pointwise part, which is recomputed."""
+PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "_scaled_mm"})
+APART = frozenset(
+    {
+        "embedding_dense_backward", "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "index_put",
+        "index_put_", "scatter_add_", "scatter_add", "scatter", "sort", "topk", "cumsum", "_fft_r2c", "_fft_c2r",
+        "_fft_c2c", "_embedding_bag", "grid_sampler_2d", "grid_sampler_2d_backward",
+        "upsample_bilinear2d_backward", "upsample_nearest2d_backward", "native_dropout", "bernoulli_",
+    }
+)  # fmt: skip
+"""Operations that inductor does not fuse, in addition to products and attention."""
+SUMS = frozenset({"sum", "mean", "amax", "amin", "var", "var_mean", "linalg_vector_norm", "logsumexp", "argmax", "max"})
+POOL, OFFSET_SHARE = "max_pool2d_with_indices", 8
+"""Compiled pooling stores the position of its maximum in one byte, not in an int64."""
+FEW_READS = 4
+"""A value with several readers is recomputed within each of them if that takes at most this many reads."""
+FAR = 1 << 60
+
+
+@dataclass(slots=True)
+class _Node:
+    """A value of the trace, with the operation that made it and those that read it in forward and backward."""
+
+    num_bytes: int
+    made_by: int
+    maker: Op | None
+    forward_readers: list[int]
+    backward_readers: list[int]
+    is_fixed: bool
+
+
+def derive_compiled_timeline(trace: StepTrace, *, keeps_cheap: bool = True) -> Timeline:
+    """Return the allocations of a compiled step; keeps_cheap=False recomputes all cheap values (`pointwise`)."""
+    return _ForwardBackwardCut(trace, keeps_cheap=keeps_cheap).derive_timeline()
+
+
+class _ForwardBackwardCut:
+    """The cut between forward and backward: which values are kept, recomputed, or never stored."""
+
+    def __init__(self, trace: StepTrace, *, keeps_cheap: bool) -> None:
+        self.trace, self.keeps_cheap = trace, keeps_cheap
+        self.nodes = [_make_node(trace, number) for number in range(len(trace.values))]
+        for number, op in enumerate(trace.ops):
+            for read in op.reads:
+                # Views share the storage of their input: they neither read nor make a value.
+                if not op.is_view:
+                    readers = self.nodes[read].backward_readers if op.in_backward else self.nodes[read].forward_readers
+                    readers.append(number)
+        # The first operation of backward.
+        self.first_backward_op = next((n for n, op in enumerate(trace.ops) if op.in_backward), len(trace.ops))
+        self.forward = [n for n, node in enumerate(self.nodes) if 0 <= node.made_by < self.first_backward_op]
+        # For each operation outside of compiled code: the last one of its sequence, until which arguments are held.
+        self.sequence_ends = _find_ends_as_written(trace)
+        # Whether backward may compute a value again instead of keeping it.
+        self.may_recompute = {n: self._is_cheap(n) for n in self.forward}
+        self._keep_values_used_far_apart()
+
+    # --- what may be recomputed ---
+
+    def _is_cheap(self, number: int) -> bool:
+        node = self.nodes[number]
+        # In-place operations are functionalised by the compiler, which may then recompute a ReLU's result.
+        is_kept_in_place = self.trace.values[number].is_written_twice and self.keeps_cheap
+        if node.maker is None or _is_apart(node.maker) or is_kept_in_place:
+            return False
+        if node.maker.name in NORMS and number != node.maker.makes[0]:
+            return False
+        # A sum that shrinks its input to less than a quarter is cheap to keep and expensive to repeat.
+        is_sum = node.maker.name in SUMS and 4 * node.num_bytes < self._count_read_bytes(node.maker)
+        return not is_sum and not (self.keeps_cheap and self._is_stored_in_backward(number))
+
+    def _is_stored_in_backward(self, number: int) -> bool:
+        return any(_is_apart(self.trace.ops[reader]) for reader in self.nodes[number].backward_readers)
+
+    def _count_read_bytes(self, op: Op) -> int:
+        return sum(self.nodes[read].num_bytes for read in op.reads)
+
+    def _keep_values_used_far_apart(self) -> None:
+        """Keep what is computed from a value that is read again after the first operation that cannot be fused."""
+        if not self.keeps_cheap:
+            return
+        for number in self.forward:
+            readers = self.nodes[number].forward_readers
+            if len(readers) < 2:
+                continue
+            first = self._find_first_unfusable(readers)
+            for reader in readers:
+                if reader > first and not _is_apart(self.trace.ops[reader]):
+                    for made in self.trace.ops[reader].makes:
+                        self.may_recompute[made] = False
+
+    def _find_first_unfusable(self, readers: Iterable[int]) -> int:
+        """Return the first unfusable operation that a value reaches through operations that fuse."""
+        last = max(readers)
+        queue, seen = sorted(readers), set(readers)
+        while queue:
+            number = heapq.heappop(queue)
+            op = self.trace.ops[number]
+            if _is_apart(op):
+                return number
+            for made in op.makes:
+                for reader in self.nodes[made].forward_readers:
+                    if reader <= last and reader not in seen:
+                        seen.add(reader)
+                        heapq.heappush(queue, reader)
+        return FAR
+
+    # --- the cut ---
+
+    def find_kept(self) -> set[int]:
+        """Return the forward values that are kept for backward: a minimum cut in bytes.
+
+        Each value is an edge from ("in", n) to ("out", n) whose capacity is its size, so cutting it means keeping it.
+        Values that must not be recomputed are connected to the source, those that backward reads to the sink.
+        """
+        needed = [n for n in self.forward if self.nodes[n].backward_readers]
+        reached, stack = set(needed), list(needed)
+        while stack:
+            number = stack.pop()
+            if self.may_recompute[number]:
+                for read in self._list_reads(number):
+                    if read not in reached:
+                        reached.add(read)
+                        stack.append(read)
+        edges: list[tuple[object, object, int]] = [(("out", number), "sink", FAR) for number in needed]
+        for number in reached:
+            edges.append((("in", number), ("out", number), max(self.nodes[number].num_bytes, 1)))
+            if self.may_recompute[number]:
+                edges += [(("out", read), ("in", number), FAR) for read in self._list_reads(number)]
+            else:
+                edges.append(("source", ("in", number), FAR))
+        behind = _find_source_side(edges)
+        return {number for number in reached if ("in", number) in behind and ("out", number) not in behind}
+
+    def _list_reads(self, number: int) -> list[int]:
+        maker = self.nodes[number].maker
+        assert maker is not None
+        return [read for read in maker.reads if not self.nodes[read].is_fixed]
+
+    # --- lifetimes ---
+
+    def derive_timeline(self) -> Timeline:
+        """Return the allocations of the compiled step."""
+        kept = self.find_kept()
+        last_use, uses = self._find_last_uses(kept), self._find_uses_again(kept)
+        lives = [
+            life
+            for number, node in enumerate(self.nodes)
+            if not node.is_fixed and node.num_bytes
+            for life in self._derive_lives(number, node, kept, last_use, uses.get(number, []))
+        ]
+        return Timeline(tuple(lives), tuple(op.workspace_bytes for op in self.trace.ops))
+
+    def _derive_lives(
+        self, number: int, node: _Node, kept: set[int], last_use: Mapping[int, int], uses_again: list[int]
+    ) -> Iterator[Life]:
+        """Yield when a value is in memory: once in forward, again in backward if it is recomputed and stored."""
+        # The branches, in order: eager code, kept for backward, outlives the step, and everything else.
+        value, size = self.trace.values[number], self._count_stored_bytes(number)
+        last_op, is_backward = len(self.trace.ops) - 1, node.made_by >= self.first_backward_op
+        ended_at = last_op if value.ended_at < 0 else value.ended_at
+        if node.maker is not None and node.maker.as_written:
+            spans = [(node.made_by, max(ended_at, node.made_by))]
+        elif number in kept:
+            read_last = max(last_use.get(number, self.first_backward_op), node.made_by)
+            spans = [(node.made_by, last_op if value.ended_at < 0 else read_last)]
+        elif value.ended_at < 0 or value.owner == "gradients":
+            spans = [(node.made_by, last_op)]
+        else:
+            spans = []
+            if self._is_stored(number, node.forward_readers, is_recomputed=False):
+                spans.append((node.made_by, self._find_end(node.forward_readers)))
+            if is_backward and self._is_stored(number, node.backward_readers, is_recomputed=False):
+                spans.append((node.made_by, self._find_end(node.backward_readers)))
+            elif not is_backward and self._is_stored_again(number, uses_again, kept):
+                spans.append((min(uses_again), self._find_end(uses_again)))
+        for begin, end in spans:
+            is_activation = begin < self.first_backward_op <= end
+            yield Life(size, begin, end, value.owner or ("activations" if is_activation else "workspaces"))
+
+    def _find_end(self, readers: list[int]) -> int:
+        """Return the last reader; an eager function inside compiled code holds its arguments until it returns."""
+        return max(self.sequence_ends.get(reader, reader) for reader in readers)
+
+    def _count_stored_bytes(self, number: int) -> int:
+        """Return the size in memory; compiled pooling stores smaller indices."""
+        node = self.nodes[number]
+        # The last result of pooling is the index of each maximum.
+        is_index = node.maker is not None and node.maker.name == POOL and number == node.maker.makes[-1]
+        return node.num_bytes // OFFSET_SHARE if is_index and len(node.maker.makes) > 1 else node.num_bytes  # type: ignore[union-attr]
+
+    def _is_stored(self, number: int, readers: list[int], *, is_recomputed: bool) -> bool:
+        """True if a value must be written to memory: a kernel that cannot be fused makes or reads it."""
+        maker = self.nodes[number].maker
+        if not readers:
+            return False
+        made_apart = maker is not None and not is_recomputed and (_is_apart(maker) or maker.name in SUMS)
+        return made_apart or any(_is_apart(self.trace.ops[reader]) for reader in readers)
+
+    def _is_stored_again(self, number: int, uses: list[int], kept: set[int]) -> bool:
+        """True if a recomputed value must be written to memory in backward."""
+        is_shared = len(uses) > 1 and self._takes_many_reads(number, kept)
+        return is_shared or self._is_stored(number, self.nodes[number].backward_readers, is_recomputed=True)
+
+    def _takes_many_reads(self, number: int, kept: set[int]) -> bool:
+        """True if recomputing a value reads more than FEW_READS others from memory."""
+        found, seen, stack = set[int](), {number}, [number]
+        while stack and len(found) <= FEW_READS:
+            value = stack.pop()
+            maker = self.nodes[value].maker
+            assert maker is not None
+            # A recomputed norm reads its stored mean and variance, too.
+            statistics = set(maker.makes) - {value} if maker.name in NORMS else set()
+            for read in statistics.union(maker.reads) - seen:
+                seen.add(read)
+                is_inlined = self.may_recompute.get(read) and read not in kept
+                (stack.append if is_inlined else found.add)(read)
+        return len(found) > FEW_READS
+
+    def _find_uses_again(self, kept: set[int]) -> dict[int, list[int]]:
+        """Return when each recomputed value is read: by backward, and by other values recomputed from it."""
+        uses: dict[int, list[int]] = {}
+        for number in reversed(self.forward):
+            node = self.nodes[number]
+            if number in kept or not self.may_recompute[number]:
+                continue
+            makes = [[uses[made] for made in self.trace.ops[reader].makes if uses.get(made)]
+                     for reader in node.forward_readers]  # fmt: skip
+            uses[number] = [*node.backward_readers, *(min(map(min, found)) for found in makes if found)]
+        return uses
+
+    def _find_last_uses(self, kept: set[int]) -> dict[int, int]:
+        """Return each value's last use in backward, including uses by values that are recomputed from it."""
+        last = {n: max(node.backward_readers) for n, node in enumerate(self.nodes) if node.backward_readers}
+        for number in reversed(self.forward):
+            if number in kept or number not in last or not self.may_recompute.get(number):
+                continue
+            for read in self._list_reads(number):
+                last[read] = max(last.get(read, 0), last[number])
+        return last
+
+
+def _make_node(trace: StepTrace, number: int) -> _Node:
+    value = trace.values[number]
+    maker = trace.ops[value.made_by] if value.made_by >= 0 else None
+    return _Node(value.num_bytes, value.made_by, maker, [], [], is_fixed=value.made_by < 0)
+
+
+def _find_ends_as_written(trace: StepTrace) -> dict[int, int]:
+    """Map each operation outside of compiled code to the last one of its uninterrupted sequence."""
+    ends: dict[int, int] = {}
+    for number in range(len(trace.ops) - 1, -1, -1):
+        if trace.ops[number].as_written:
+            ends[number] = ends.get(number + 1, number)
+    return ends
+
+
+def _is_apart(op: Op) -> bool:
+    """True if an operation is a separate kernel that reads and writes memory."""
+    return op.as_written or op.name in PRODUCTS or op.name in APART or "attention" in op.name
+
+
+def _find_source_side(edges: Iterable[tuple[object, object, int]]) -> set[object]:
+    """Return the nodes that the source still reaches at maximum flow: the minimum cut is their border."""
+    import networkx as nx  # slow to import; torch uses it for the same cut
+    from networkx.algorithms.flow import boykov_kolmogorov
+
+    graph = nx.DiGraph()
+    graph.add_nodes_from(("source", "sink"))
+    graph.add_weighted_edges_from(edges, weight="capacity")
+    left = boykov_kolmogorov(graph, "source", "sink")
+    left.remove_edges_from([(a, b) for a, b, edge in left.edges(data=True) if edge["flow"] == edge["capacity"]])
+    return {"source", *nx.descendants(left, "source")}

@@ -1,0 +1,335 @@
+"""Size a run by its predicted memory: its micro-batch, the order of memory levers, and settings that would fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfstep.errors import HalfstepError, MemoryLimitError, format_bytes, format_count, summarise_error
+from halfstep.hardware.device_facts import Hardware
+from halfstep.hardware.probe import probe
+from halfstep.own_loop.repeated_blocks import describe_blocks
+from halfstep.precision.advice import USABLE_MEMORY
+from halfstep.precision.plan import Plan
+from halfstep_train.config.schema import RunConfig
+from halfstep_train.run.assemble import Assembly
+from halfstep_train.run.checkpoint import read_document
+from halfstep_train.run.folder import RunFolder, load_stored
+from halfstep_train.run.memory.planner import (
+    USABLE,
+    Cell,
+    MemoryPlanner,
+    compute_usable_bytes,
+    find_fits,
+    find_largest_batch,
+)
+from halfstep_train.run.memory.traceable_step import build_traceable_step
+from halfstep_train.run.sharded_model import OF_FROZEN, group_blocks
+from halfstep_train.tune.choose import Say
+from halfstep_train.tune.memory_low import DoesNotFit, MemorySetting
+from halfstep_train.tune.modes import Mode
+from halfstep_train.tune.trials import Rehearse, measure_cost
+from halfstep_train.workloads.base.import_path import UnknownCode
+from halfstep_train.workloads.base.kind import Store
+from halfstep_train.workloads.base.workload import Workload
+
+SUGGESTIONS = 3
+"""Settings that an out-of-memory message suggests at most."""
+BY_BATCH = ("activations", "workspaces", "inputs", "graph pool")
+"""Components that grow with the batch. Some workspaces do not, so large batches are slightly overestimated."""
+
+
+def choose_pieces(
+    config: RunConfig,
+    workload: Workload,
+    plan: Plan,
+    say: Callable[[str], None],
+    rehearse: Rehearse,
+    *,
+    by_trial: bool,
+) -> int:
+    """Return how many micro-batches `train.auto_batch` cuts each batch into before the first step: 1, 2, 4 ...
+
+    One rank uses the prediction, and halves again during training if it was too optimistic. Several ranks try steps
+    instead, because a rank cannot cut its batch while the others are in the middle of a step.
+    """
+    return _try_pieces(config, workload, plan, rehearse) if by_trial else _predict_pieces(config, workload, plan, say)
+
+
+def _try_pieces(config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> int:
+    """Run steps with ever smaller micro-batches until one fits."""
+    size, pieces = config.train.batch_size, 1
+    while True:
+        smaller = config.replace(train={"batch_size": -(-size // pieces)})
+        try:
+            measure_cost(plan.mode or "eager", smaller, workload, plan, rehearse)
+        except DoesNotFit as error:
+            problem = str(error)
+        else:
+            return pieces
+        if pieces >= size:
+            raise MemoryLimitError(
+                f"a step with one sample does not fit: {problem}",
+                why="train.auto_batch has tried micro-batches down to one sample",
+                fix="train.memory=low, --precision bf16, a smaller model, or a smaller data.image_size",
+            )
+        pieces *= 2
+
+
+def _predict_pieces(config: RunConfig, workload: Workload, plan: Plan, say: Callable[[str], None]) -> int:
+    """Predict the number of micro-batches, and print it if there is more than one."""
+    if not plan.on_cuda:
+        return 1
+    limit = measure_free_bytes(torch.device(plan.device))
+    try:
+        pieces = find_fitting_pieces(config, workload, plan, limit)
+    except HalfstepError as error:
+        say(f"the memory of a step cannot be predicted: {error.what}; the micro-batch is halved if memory runs out")
+        return 1
+    if pieces > 1:
+        micro = -(-config.train.batch_size // pieces)
+        say(
+            f"memory plan: micro-batches of {micro} instead of {config.train.batch_size}, {pieces} times as many "
+            f"of them (same effective batch), to fit {format_bytes(limit)}"
+        )
+    return pieces
+
+
+def find_fitting_pieces(config: RunConfig, workload: Workload, plan: Plan, limit_bytes: int) -> int:
+    """Return the predicted number of micro-batches per batch that fits into memory: 1, 2, 4 ..."""
+    planner = MemoryPlanner(build_traceable_step(config, workload.store))
+    cell = Cell.of_plan(config, plan)
+    if planner.predict(cell).total <= limit_bytes:
+        return 1
+    # With several micro-batches gradients accumulate, so all of them exist during every forward pass but the first.
+    largest = find_largest_batch(planner, dataclasses.replace(cell, accumulate=2), limit_bytes)
+    pieces = 1
+    while -(-cell.batch_size // pieces) > max(largest, 1):
+        pieces *= 2
+    return pieces
+
+
+def measure_free_bytes(device: torch.device) -> int:
+    """Return the bytes that the tensors of a run may take at their peak: free memory and what torch has reserved."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(USABLE * (free + torch.cuda.memory_reserved(device)))
+
+
+# --- train.shard ---
+
+
+def choose_sharding(config: RunConfig, workload: Workload, plan: Plan, num_ranks: int, say: Say) -> Plan:
+    """Return the plan with the decision and its reason, which is also printed; only rank 0 decides."""
+    if config.train.shard is False:
+        return plan
+    try:
+        step = build_traceable_step(config, workload.store)
+        blocks, problem = step.shard_blocks, ""
+        planner = MemoryPlanner(step, probe(plan.device))
+        cell = Cell.of(config, plan.granted, "eager")
+        whole, shard = (planner.predict(cell.spread(num_ranks, layout)).total for layout in ("ddp", "shard"))
+    except HalfstepError as error:
+        blocks, problem, whole, shard = [[]], error.what, 0, 0
+    if config.train.shard == "auto":
+        limit = _measure_limit(plan, num_ranks)
+        if problem or whole <= limit:
+            why = (
+                f"memory cannot be predicted: {problem}" if problem else f"DDP takes {_compare(whole, limit)} per rank"
+            )
+            return _set_sharding(plan, False, f"train.shard=auto: not sharded, {why}", (), say)
+        reason = f"train.shard=auto: sharded, DDP would take {_compare(whole, limit)} per rank"
+        reason += f", a shard takes {format_bytes(shard)}"
+    else:
+        reason = f"train.shard=true: {format_bytes(shard)} per rank are predicted, {format_bytes(whole)} with DDP"
+        reason = f"train.shard=true: {problem}" if problem else reason
+    if not blocks[0]:
+        return _set_sharding(plan, True, f"{reason}; the model is gathered as a whole: it repeats no block", (), say)
+    frozen = (f"{name}{OF_FROZEN}{b}" for name, own in zip(workload.frozen, blocks[1:], strict=False) for b in own)
+    num_units = len(group_blocks(workload.model, blocks[0]))
+    reason += f"; in {format_count(num_units, 'unit')} of {describe_blocks(workload.model, blocks[0])}"
+    return _set_sharding(plan, True, reason, (*blocks[0], *frozen), say)
+
+
+def choose_reduction(config: RunConfig, workload: Workload, plan: Plan, num_ranks: int, say: Say) -> Plan:
+    """Return the plan of a sharded run with the decision when gradients are reduced: once per step where whole
+    gradients have room until then, otherwise after each micro-batch."""
+    if config.train.accumulate == 1:
+        return plan
+    try:
+        planner = MemoryPlanner(build_traceable_step(config, workload.store), probe(plan.device))
+        cell = dataclasses.replace(Cell.of_plan(config, plan).spread(num_ranks, "shard"), reduces_last=True)
+        size, limit = planner.predict(cell).total, _measure_limit(plan, num_ranks)
+        fits, why = size <= limit, f"with whole gradients a rank needs {_compare(size, limit)}"
+    except HalfstepError as error:
+        fits, why = False, f"memory cannot be predicted: {error.what}"
+    when = "once per step" if fits else "after each micro-batch"
+    reason = f"gradients are reduced {when} (train.accumulate={config.train.accumulate}): {why}"
+    say(reason)
+    return dataclasses.replace(plan, reduces_last=fits, reduce_reason=reason)
+
+
+def _set_sharding(plan: Plan, shards: bool, reason: str, blocks: tuple[str, ...], say: Say) -> Plan:
+    say(reason)
+    return dataclasses.replace(plan, shards=shards, shard_reason=reason, shard_blocks=blocks)
+
+
+def _compare(size: int, limit: int) -> str:
+    return f"{format_bytes(size)} of {format_bytes(limit)}"
+
+
+def _measure_limit(plan: Plan, num_ranks: int) -> int:
+    """Return the bytes that a rank may take: of its GPU, or its part of the host's memory."""
+    device = torch.device(plan.device)
+    if device.type == "cuda":
+        return measure_free_bytes(device)
+    return int(USABLE * probe(plan.device).memory_total_bytes) // num_ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCost:
+    """What a step needs: bytes independent of the batch, and bytes and operations per sample."""
+
+    num_parameters: int
+    fixed_bytes: int
+    sample_bytes: int
+    sample_flops: Callable[[], int]
+    """Computed on demand: it takes another pass."""
+    usable: float = USABLE_MEMORY
+    """The share of the device's memory that a step may use: less where workspaces are not predicted."""
+
+    def predict_bytes(self, batch_size: int) -> int:
+        return self.fixed_bytes + batch_size * self.sample_bytes
+
+    def find_largest_batch(self, memory_bytes: int) -> int:
+        """Return how many samples fit a device; 0 if not even one does."""
+        return max(0, int((memory_bytes * self.usable - self.fixed_bytes) / self.sample_bytes))
+
+
+Planners = dict[str, MemoryPlanner]
+NOT_OF_THE_STEP: Any = {
+    **dict.fromkeys(("preset", "device", "schedule", "guard"), True),
+    "log": {"track", "quiet", "verbose", "curves", "ledger", "ledger_every"},
+    "precision": {"default"},
+    "train": {"fast", "memory", "epochs", "batch_size", "accumulate"},
+}
+"""Settings that are given with each cell, or that do not change what a step allocates."""
+
+
+def predict_step_cost(
+    config: RunConfig, store: Store, hardware: Hardware, precision: str, known: Planners | None = None
+) -> StepCost:
+    """Return the cost of a step in the config's mode and memory level; `store` describes the data.
+
+    Calls with the same store, hardware and `known` share their traces.
+    """
+    is_gpu = hardware.kind in ("cuda", "rocm")
+    # TF32 has the same tensors as strict fp32 but no cuDNN workspaces, which a CPU does not have either.
+    traced = "tf32" if precision == "fp32" and not is_gpu else precision
+    mode: Mode = "compile" if config.train.fast in ("compile", "graph") else "eager"
+    size = max(config.train.batch_size, 2)
+    cell = dataclasses.replace(Cell.of(config, traced, mode), batch_size=size, accumulate=1)
+    known, key = {} if known is None else known, config.model_dump_json(exclude=NOT_OF_THE_STEP)
+    if key not in known:
+        made, plain = build_traceable_step(config, store), _dump_without_recomputing(config)
+        like = next((one for one in known.values() if _dump_without_recomputing(one.step.config) == plain), None)
+        known[key] = like.share_fixed(made) if like else MemoryPlanner(made, hardware)
+    step, found = known[key].step, known[key].predict(cell)
+    # One prediction is enough: fixed parts do not change, the others grow with the batch.
+    by_batch = sum(found.components[name] for name in BY_BATCH)
+    return StepCost(
+        num_parameters=step.num_parameters,
+        fixed_bytes=found.total - by_batch,
+        sample_bytes=max(1, by_batch // size),
+        sample_flops=step.sample_flops,
+        usable=USABLE if is_gpu else USABLE_MEMORY,
+    )
+
+
+def _dump_without_recomputing(config: RunConfig) -> str:
+    switched_off = config.replace(train={"activation_checkpointing": False})
+    return switched_off.model_dump_json(exclude=NOT_OF_THE_STEP)
+
+
+def predict_largest_batch(config: RunConfig, precision: str, mode: Mode, memory_bytes: int) -> int | None:
+    """Return the largest micro-batch that fits a device of this memory; None if the step cannot be traced."""
+    try:
+        planner = MemoryPlanner(build_traceable_step(config))
+        return find_largest_batch(planner, Cell.of(config, precision, mode), compute_usable_bytes(memory_bytes))
+    except HalfstepError:
+        return None
+
+
+def predict_memory_for_page(path: Path) -> dict[str, int] | str:
+    """Predict the memory of a stored run's step by component; return the reason if that is not possible."""
+    try:
+        return predict_stored_run(path)
+    except UnknownCode:
+        return "the run uses custom code, which a report never runs"
+    except (HalfstepError, OSError) as error:
+        return summarise_error(error)
+
+
+def predict_stored_run(path: Path) -> dict[str, int]:
+    """Return the predicted peak bytes by component of a stored run's micro-batch, on one of its ranks.
+
+    Nothing runs, and custom code is not imported: `halfstep report` must be safe on a run from someone else.
+    """
+    folder = RunFolder.open(str(path))
+    config, plan = load_stored(folder.config, {}, trust=False).config, folder.read_plan()
+    newest = folder.open_checkpoints().list_all()[-1:]  # it describes the data, which may be gone
+    state = read_document(newest[0])["state"] if newest else {}
+    whole = Cell.of_plan(config, plan)
+    size, accumulate = math.ceil(whole.batch_size / plan.pieces), whole.accumulate * plan.pieces
+    cell = dataclasses.replace(whole, batch_size=size, accumulate=accumulate, reduces_last=plan.reduces_last)
+    if ranks := len(state.get("rank_generators", ())):
+        cell = cell.spread(ranks, "shard" if plan.shards else "ddp")
+    return dict(MemoryPlanner(build_traceable_step(config, state.get("store"))).predict(cell).components)
+
+
+def suggest_fitting_settings(
+    config: RunConfig, plan: Plan, store: Store, limit_bytes: int, ranks: int | None = None
+) -> list[str]:
+    """Return overrides that are predicted to fit, fastest first; none if the step cannot be traced."""
+    half = () if plan.compute in ("bf16", "fp16", "fp8") else ("bf16",)
+    try:
+        planner = MemoryPlanner(build_traceable_step(config, store))
+        precisions, mode = (plan.granted, *half), plan.mode or "eager"
+        fits = find_fits(planner, config, limit_bytes, mode, precisions, most=SUGGESTIONS, ranks=ranks)
+    except HalfstepError:
+        return []
+    return [f"{' '.join(fit.arguments)} (predicted {format_bytes(fit.prediction.total)})" for fit in fits]
+
+
+def suggest_for_run(parts: Assembly) -> Iterable[str]:
+    """Return overrides with which a run that ran out of GPU memory is predicted to fit."""
+    if parts.device.type != "cuda":
+        return ()
+    limit, ranks = measure_free_bytes(parts.device), None if parts.world is None else parts.world.size
+    return suggest_fitting_settings(parts.config, parts.plan, parts.workload.store, limit, ranks)
+
+
+def make_peak_predictor(config: RunConfig, workload: Workload) -> Callable[[Plan, MemorySetting], int | None]:
+    """Return a function that predicts the peak bytes of a memory setting, or None.
+
+    `train.memory=low` tries its levers in the order of these peaks.
+    """
+    planners: list[MemoryPlanner] = []
+
+    def peak(plan: Plan, setting: MemorySetting) -> int | None:
+        if setting.activation_budget < 1:
+            return None  # only a trial shows what the compiler does with a budget
+        try:
+            if not planners:
+                planners.append(MemoryPlanner(build_traceable_step(config, workload.store)))
+                planners[0].step.blocks = plan.blocks
+            return planners[0].predict(Cell.of(config, plan.granted, plan.mode or "eager", setting)).total
+        except HalfstepError:
+            return None
+
+    return peak

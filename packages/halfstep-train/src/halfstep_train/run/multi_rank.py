@@ -1,0 +1,171 @@
+"""Connect the assembly of one rank with those of the others, and refuse what they cannot train together."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from halfstep import __version__
+from halfstep.distributed.world import World, mark_agreed
+from halfstep.errors import ConfigError, HalfstepError, format_count
+from halfstep.precision.plan import Plan
+from halfstep.step.facts import PhasedReading, Reading
+from halfstep.step.phases import freeze_others
+from halfstep.step.ranks import Ranks, refuse_differing_settings, wrap_regions
+from halfstep_train.config.schema import RunConfig
+from halfstep_train.run.folder import digest_contents
+from halfstep_train.run.frozen_modules import compute_checksum
+from halfstep_train.run.memory.out_of_memory import OutOfMemory
+from halfstep_train.run.resume import flatten_settings
+from halfstep_train.tune.modes import Batch, Region
+from halfstep_train.workloads.base.workload import Workload
+
+OWN = ("device", "log.", "data.num_workers")  # settings that may differ between ranks
+
+
+def connect_ranks(
+    world: World | None,
+    config: RunConfig,
+    model: nn.Module,
+    regions: tuple[Region, Region],
+    device: torch.device,
+    trained: list[nn.Parameter] | None = None,
+) -> tuple[Region, Region, Ranks | Literal["alone"]]:
+    """Wrap the eager and the compiled region in DDP, and return them with the step's `Ranks`; unchanged on one rank.
+
+    `trained` are the parameters of a phase: the others get no gradients, and DDP must not wait for them.
+    """
+    eager, compiled = regions
+    if world is None:
+        return eager, compiled, "alone"
+
+    def run_compiled_or_eager(batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
+        """Fall back to eager within the step: the other ranks are in the same step, and the sums stay the same."""
+        try:
+            return run_uncut(compiled, batch)
+        except (HalfstepError, OutOfMemory):
+            raise
+        except Exception as error:
+            found = eager(batch)  # an error that eager raises too is not the compiler's
+            ranks.uncompiled = error
+            ranks.announce_mode("eager")
+            return found
+
+    own = [p for p in model.parameters() if p.requires_grad] if trained is None else trained
+    # DDP looks at requires_grad when it wraps: it must not wait for gradients of other phases.
+    with freeze_others(model, own):
+        wrapped = wrap_regions(
+            model,
+            {"eager": eager, "compiled": run_compiled_or_eager},
+            device,
+            reduce=config.train.reduce,
+            find_unused=config.train.find_unused,
+        )
+    ranks = Ranks(world, [wrapped], device)
+    return partial(wrapped, "eager"), partial(wrapped, "compiled"), ranks
+
+
+def run_uncut(compiled: Region, batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
+    """Run a region that is compiled as a whole.
+
+    By default dynamo splits a region inside DDP at its buckets, to overlap sums with backward. That fuses less, and it
+    fails on kernels that are custom autograd functions, as ours are.
+    """
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        return compiled(batch)
+
+
+def synchronise_norms(config: RunConfig, model: nn.Module, device: torch.device, world: World | None) -> nn.Module:
+    """Replace BatchNorm by SyncBatchNorm if `train.sync_batch_norm` asks for it."""
+    if world is None or not config.train.sync_batch_norm:
+        return model
+    if device.type != "cuda":
+        raise mark_agreed(
+            ConfigError(
+                f"train.sync_batch_norm=true does not work on {device.type}",
+                why="torch supports SyncBatchNorm on GPUs only",
+                fix="leave it out, or train on GPUs",
+            )
+        )
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return converted
+
+
+def describe_rank_effects(
+    config: RunConfig, workload: Workload, model: nn.Module, world: World | None, plan: Plan
+) -> list[str]:
+    """Return notes on what the number of ranks changes in training."""
+    if world is None or world.size == 1:
+        return []
+    notes = [f"over the samples of one rank, not of the whole batch: {what}" for what in workload.by_batch]
+    each = world.count_rows(config.train.batch_size, world.size - 1)
+    # Below 16 samples BatchNorm's statistics are noisy (Wu and He 2018).
+    has_norm = any(type(m).__name__.startswith("BatchNorm") for m in model.modules())
+    if has_norm and each < 16 and not config.train.sync_batch_norm:
+        notes += [
+            f"BatchNorm computes its statistics over the {format_count(each, 'sample')} of one rank; "
+            "train.sync_batch_norm=true uses those of all ranks (GPUs only)"
+        ]
+    if plan.shards and config.guard.capsules:
+        notes.append("faults are not saved as capsules (guard.capsules), because no rank holds the whole model")
+    return notes
+
+
+def refuse_unfit(config: RunConfig, world: World) -> None:
+    """Refuse a config that several ranks cannot train, before anything is built."""
+    size, train = world.size, config.train
+    if size > train.batch_size:
+        raise mark_agreed(
+            ConfigError(
+                f"train.batch_size={train.batch_size} is too small for {size} ranks",
+                why="batch_size counts samples over all ranks, and each rank needs at least one",
+                fix=f"train.batch_size={size} or more, or fewer ranks",
+            )
+        )
+
+
+def refuse_differences(config: RunConfig, workload: Workload, world: World, *, resumes: bool = False) -> None:
+    """Refuse to start on all ranks if they would train different things."""
+    settings = {key: repr(value) for key, value in flatten_settings(config).items() if not key.startswith(OWN)}
+    own = {
+        "halfstep": __version__,
+        "torch": torch.__version__,
+        **settings,
+        "the number of training samples": str(len(workload.train_samples)),
+        "the number of validation samples": str(len(workload.val_samples)),
+        "the names and sizes of the data files": digest_contents(workload),
+    }
+    if not resumes:  # weights are uninitialised until the checkpoint is loaded
+        own["the first weights"] = compute_checksum(workload.model)[:12]
+    refuse_differing_settings(
+        world,
+        own,
+        why="all ranks of a run train the same model on the same data",
+        fix="give every rank the same command, data and versions",
+    )
+
+
+def gather_samples(world: World, reading: Reading) -> Reading:
+    """Add the samples of the faulty ranks to a bad step's reading; all ranks call it at the same step."""
+    if not reading.is_bad:
+        return reading
+    ids = world.gather(reading.sample_ids)
+    # A stored reading may come from more ranks than there are now.
+    faulty = [rank for rank in reading.faulty_ranks if rank < world.size] or range(world.size)
+    found = tuple(dict.fromkeys(number for rank in faulty for number in ids[rank]))
+    if not isinstance(reading, PhasedReading):
+        return dataclasses.replace(reading, sample_ids=found)
+    parts: Mapping[str, Any] = {name: dataclasses.replace(p, sample_ids=found) for name, p in reading.phases.items()}
+    return dataclasses.replace(reading, sample_ids=found, phases=parts)
+
+
+def derive_seed(seed: int, attempted: int, rank: int) -> int:
+    """Return a seed for a rank without stored generators; it differs by rank and after each resume."""
+    mixed = hashlib.sha256(f"{seed},{attempted},{rank}".encode()).digest()
+    return int.from_bytes(mixed[:7], "little")

@@ -1,0 +1,140 @@
+"""Print the header of a run before its first step, and the summary after its last."""
+
+from __future__ import annotations
+
+import math
+
+from halfstep.disk import is_dry_run
+from halfstep.errors import format_bytes, format_count, format_duration, suggest_command
+from halfstep.hardware.memory import get_peak_memory_bytes
+from halfstep.own_loop.repeated_blocks import describe_recomputed
+from halfstep_train.config.load import Loaded
+from halfstep_train.config.section import count_cores
+from halfstep_train.config.statements import DEFAULT
+from halfstep_train.data.files import list_some
+from halfstep_train.report.config_view import format_header
+from halfstep_train.report.run_report import RunReport
+from halfstep_train.run.assemble import Assembly
+from halfstep_train.run.folder import RunFolder
+from halfstep_train.run.frozen_modules import describe_frozen
+from halfstep_train.run.journal import suggest_faster_data
+from halfstep_train.run.loop import Loop
+from halfstep_train.run.stored_state import count_lost_updates, describe_half_weights, warn_of_rounding
+
+ON_BAD_STEP: dict[str, str] = {
+    "found_inf": "its fused kernel skips bad steps",
+    "select": "bad steps are undone from a copy",
+    "host": "the host checks each step, one wait per step",
+}
+"""How each commit method undoes a bad step, for the header."""
+
+
+def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Assembly) -> None:
+    """Print what the run will do: precision with its reason, model, data, length, and all warnings."""
+    config, plan = loaded.config, parts.plan
+    num_parameters = sum(p.numel() for p in parts.model.parameters())
+    num_train, num_val = len(parts.workload.train_samples), len(parts.workload.val_samples)
+    train = config.train
+    batch = f"{train.batch_size}" + (f" x {train.accumulate} accumulated" if train.accumulate > 1 else "")
+    commits = [
+        f"{name} ({ON_BAD_STEP[method]}{f', {format_bytes(extra)} extra' if extra else ''})"
+        for name, method, extra in parts.step.describe()
+    ]
+    apart = [f"{row.module} {row.compute}" for row in plan.rows if row.is_part]
+    islands = [row.module for row in plan.rows if row.kind == "island"]
+    rows = [
+        ("precision", f"{plan.granted}{' (simulated)' if plan.simulated else ''}: {plan.reason}"),
+        ("weights", describe_half_weights(parts.step.optimizers)),
+        ("other precision", list_some(apart, 4)),
+        ("always fp32", list_some(islands, 4)),
+        ("device", f"{plan.device} ({plan.device_name})"),
+        ("model", f"{type(parts.model).__name__}, {num_parameters:,} parameters"),
+        *describe_frozen(parts.workload.frozen, plan),
+        ("data", f"{num_train:,} training, {format_count(num_val, 'validation sample')}"),
+        ("data folder", _add_origin(config.data.dir or "", loaded, "data.dir")),
+        *parts.workload.about,
+        ("workers", f"{config.data.num_workers} ({loaded.origins.get('data.num_workers', DEFAULT)})"),
+        ("batch", batch),
+        ("ranks", _describe_ranks(parts)),
+        ("steps", _describe_length(parts)),
+        ("recomputed", describe_recomputed(parts.model)),
+        ("phases", ", ".join(own.phase.when for own in parts.phases)),
+        ("optimizer", ", ".join(commits)),
+        ("scores", parts.workload.scoring),
+        ("run", str(folder.path)),
+    ]
+    own = warn_of_rounding(parts.step.optimizers)
+    warnings = (*loaded.warnings, *plan.warnings, *own, *_shorten_notes(parts.workload.notes))
+    report.show_header(f"halfstep {config.workload}", [row for row in rows if row[1]], warnings=warnings)
+    for line in format_header(loaded):
+        report.notice(line)
+
+
+def show_summary(report: RunReport, folder: RunFolder, loop: Loop, joules: float | None, busy: str = "") -> None:
+    """Print the result of the run, what it cost, and where its files are."""
+    elapsed_s = loop.journal.elapsed_s
+    parts, stopping = loop.parts, loop.parts.stopping
+    memory = get_peak_memory_bytes(parts.device)
+    best = loop.checkpoints.find_best()
+    best_metric = f"{stopping.best:.4f} (epoch {stopping.best_epoch + 1})" if best else "not validated"
+    rows = [
+        *([] if is_dry_run(folder.path) else [("run", str(folder.path))]),
+        (f"best {parts.workload.metric}", best_metric),
+        ("time", f"{elapsed_s:.1f} s" if elapsed_s < 60 else format_duration(elapsed_s)),
+        ("speed", f"{parts.unit.format_rate(loop.count_samples() / max(elapsed_s, 1e-9))}, validation included"),
+        ("peak memory", format_bytes(memory) if memory else "not measured on this device"),
+        ("skipped steps", str(loop.journal.num_skipped)),
+        *count_lost_updates(parts.step.optimizers),
+    ]
+    if joules is not None:
+        each = joules / max(loop.num_samples * parts.unit.per_sample, 1)
+        rows.append(("energy", f"{joules:.0f} J, {each:.3g} J per {parts.unit.name}"))
+    if busy:
+        rows.append(("GPU", busy))
+    if loop.waiting.is_worth_saying:
+        faster = suggest_faster_data(parts.config, parts.workload.train_samples, count_cores())
+        rows.append(("waiting for data", f"{loop.waiting.share:.0%} of the training time; faster with {faster}"))
+    rows += report.trackers
+    report.finish("done", rows + ([] if is_dry_run(folder.path) else _list_results(folder, loop)))
+
+
+def _list_results(folder: RunFolder, loop: Loop) -> list[tuple[str, str]]:
+    parts, best = loop.parts, loop.checkpoints.find_best()
+    curves = [("curves", str(folder.report / "curves.png"))] if parts.config.log.curves else []
+    # Without validation data `evaluate` needs other data.
+    held_out = () if len(parts.workload.val_samples) else ("--data", "DIR")
+    closer = suggest_command("evaluate", folder.path, *held_out)
+    return [("best checkpoint", str(best) if best else "none"), *curves, ("look closer", closer)]
+
+
+def _describe_ranks(parts: Assembly) -> str:
+    if (world := parts.world) is None:
+        return ""
+    train = parts.config.train
+    each = (
+        f"{format_count(world.count_rows(train.batch_size), 'sample')} of a batch each"
+        if world.size > 1
+        else "the whole batch"
+    )
+    return f"{world.size}, {each}, gradients summed in {train.reduce}"
+
+
+def _describe_length(parts: Assembly) -> str:
+    """Return a line such as `600 = 20 epochs of 30`, or the part that train.max_steps allows."""
+    train = parts.config.train
+    steps = math.ceil(len(parts.train_loader) / train.accumulate)
+    if parts.total_steps == train.epochs * steps:
+        more = f" (fewer than train.max_steps={train.max_steps})" if train.max_steps > parts.total_steps else ""
+        return f"{parts.total_steps} = {format_count(train.epochs, 'epoch')} of {steps}{more}"
+    return f"{parts.total_steps} (train.max_steps), {parts.total_steps / steps:.1f} epochs of {steps}"
+
+
+def _add_origin(value: str, loaded: Loaded, key: str) -> str:
+    """Add the origin to a value: a folder that was typed as `data` is shown in full next to it."""
+    origin = loaded.origins.get(key, DEFAULT)
+    return f"{value} ({origin})" if value and origin.layer != "default" else value
+
+
+def _shorten_notes(notes: tuple[str, ...], most: int = 20) -> list[str]:
+    """Return the first notes and the number of the remaining ones."""
+    return [*notes[:most], *([f"and {format_count(len(notes) - most, 'more such file')}"] if len(notes) > most else [])]

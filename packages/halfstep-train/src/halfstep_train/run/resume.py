@@ -1,0 +1,217 @@
+"""Which settings may change when a run is resumed, and which would make it a different run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from halfstep.errors import CheckpointError, HardwareError, format_count
+from halfstep.hardware.probe import probe
+from halfstep.precision.plan import Plan
+from halfstep_train.config.dump import dump_values
+from halfstep_train.config.load import Loaded
+from halfstep_train.config.schema import WITHOUT_END, RunConfig
+from halfstep_train.report.metrics_file import compute_fingerprint
+
+FREE = (
+    "train.epochs", "train.max_steps", "train.early_stopping_patience", "train.checkpoint_every",
+    "train.checkpoints_total_limit", "train.report_every", "train.validate_every", "train.sample_every",
+    "train.auto_batch", "train.callbacks", "train.backend", "train.rank_timeout_s", "train.find_unused",
+    "data.num_workers", "data.dir", "log.",
+)  # fmt: skip
+"""Settings that may change: they affect only how long a run trains, where it runs, or what it reports.
+
+A schedule that depends on the run's length changes with `train.epochs` and `train.max_steps`, which is reported."""
+
+NOT_STORED = ("log.quiet", "log.verbose")  # properties of one call, not of the run
+
+FOLLOWS_THE_LENGTH = ("cosine", "linear", "polynomial", "onecycle")  # schedules that end where the run ends
+
+KEPT = ("model.weights",)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Changes:
+    """The settings that differ between a stored run and its resumption."""
+
+    keys: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def are_binding(self) -> bool:
+        """True if any change affects what a step computes."""
+        return self.touch("")
+
+    def touch(self, *prefixes: str) -> bool:
+        """True if settings that start with these names changed in a way that affects what a step computes."""
+        return any(key.startswith(prefixes) and not key.startswith(FREE) for key in self.keys)
+
+
+def flatten_settings(section: BaseModel, prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        found |= (
+            flatten_settings(value, f"{prefix}{name}.") if isinstance(value, BaseModel) else {f"{prefix}{name}": value}
+        )
+    return found
+
+
+def find_settled(asked: RunConfig, config: RunConfig) -> dict[str, list[Any]]:
+    """Return the settings that a new run decided from its data or demo, by path, with the requested value if any."""
+    then, now = dump_values(asked), dump_values(config)
+    sections = {name: part for name, part in then.items() if isinstance(part, dict)}
+    return {
+        f"{section}.{name}": [value] if is_given(asked, section, name) else []
+        for section, part in sections.items()
+        for name, value in part.items()
+        if value != now[section][name]
+    }
+
+
+def apply_decided(asked: Loaded, stored: Loaded, settled: Mapping[str, Sequence[Any]]) -> Loaded:
+    """Use what the run decided when it started for settings that are not given, or given as they were then."""
+    config, given, taken = asked.config, dump_values(asked.config), list[str]()
+    for path, values in settled.items():
+        section, _, name = path.partition(".")
+        if name in given.get(section, ()) and (not is_given(config, section, name) or given[section][name] in values):
+            config = config.replace(**{section: {name: getattr(getattr(stored.config, section), name)}})
+            taken.append(f"{path}.")
+    # The dot keeps `data.dir` from matching `data.directory`.
+    own = tuple(taken)
+    origins = {key: origin for key, origin in asked.origins.items() if not f"{key}.".startswith(own)}
+    origins |= {key: origin for key, origin in stored.origins.items() if f"{key}.".startswith(own)}
+    overridden = tuple(one for one in asked.overridden if not f"{one.key}.".startswith(own))
+    return replace(asked, config=config, origins=origins, overridden=overridden)
+
+
+def is_given(config: RunConfig, section: str, name: str) -> bool:
+    return name in getattr(config, section).model_fields_set
+
+
+def recover_settings(
+    settings: Mapping[str, Any], own: RunConfig, file: Path, *, allow: bool, kept: Sequence[str] = ()
+) -> RunConfig:
+    """Return the settings the run was last trained with; edits of config.yaml are checked like other changes."""
+    if own.workload != settings["workload"]:
+        raise CheckpointError(
+            f"{file} was edited: workload: {settings['workload']} -> {own.workload}",
+            why="the checkpoints belong to another model",
+            fix="undo the edit, or start a new run",
+        )
+    stored = type(own).model_validate(settings)
+    refuse_changes(stored, own, allow=allow, kept=kept, edited=file)
+    return stored
+
+
+def refuse_changed_records(file: Path, journal: dict[str, Any], *, allow: bool) -> list[str]:
+    """Compare metrics.jsonl with the count and checksum in the checkpoint; `allow` accepts the records as they are."""
+    expected = journal["num_records"], journal["records_crc32"]
+    found = compute_fingerprint(file, expected[0])
+    if found == expected:
+        return []
+    num_missing = expected[0] - found[0]
+    lost = (
+        f"{format_count(num_missing, 'record')} of {expected[0]} are missing" if num_missing else "records were changed"
+    )
+    note = f"{file} was edited or damaged: {lost}"
+    if not allow:
+        raise CheckpointError(
+            note,
+            why="the records differ from those the checkpoint was saved with",
+            fix="restore the file, or accept the records as they are with --allow-changes",
+        )
+    journal["num_records"], journal["records_crc32"] = found
+    return [note]
+
+
+def refuse_changes(
+    stored: RunConfig, asked: RunConfig, *, allow: bool, kept: Sequence[str] = (), edited: Path | None = None
+) -> Changes:
+    """Return the differences between two configs; refuse those that must not change.
+
+    Changes that affect what a step computes are refused unless allowed. Changes of settings or sections in `kept` are
+    always refused, because these are not read again. `edited` is the file with the changes; None: the command line.
+    """
+    before, now = flatten_settings(stored), flatten_settings(asked)
+    changed = [key for key in now if now[key] != before.get(key) and key not in NOT_STORED]
+    notes = [f"{key}: {before.get(key)} -> {now[key]}" for key in changed]
+    undo = ("put it back", "put them back") if edited else ("leave it out", "leave them out")
+    if held := [note for key, note in zip(changed, notes, strict=True) if key.startswith((*KEPT, *kept))]:
+        raise CheckpointError(
+            f"this setting cannot change during a run{f', and {edited} was edited' if edited else ''}: "
+            + "; ".join(held),
+            why="it was applied when the run started, and the checkpoint depends on it",
+            fix=f"{undo[0]}, or start a new run",
+        )
+    binding = [note for key, note in zip(changed, notes, strict=True) if not key.startswith(FREE)]
+    if binding and not allow:
+        what = f"{edited} was edited" if edited else "this run was started with other settings"
+        raise CheckpointError(
+            f"{what}: {'; '.join(binding)}",
+            why="a resumed run continues exactly, which other settings would prevent",
+            fix=f"{undo[1]}, or accept them with --allow-changes",
+        )
+    return Changes(keys=tuple(changed), notes=(*notes, *_describe_schedule_change(asked, changed)))
+
+
+def _describe_schedule_change(config: RunConfig, changed: list[str]) -> list[str]:
+    if not {"train.epochs", "train.max_steps"} & set(changed):
+        return []
+    s = config.schedule
+    followers = [f"the {s.name} schedule"] if s.name in FOLLOWS_THE_LENGTH else []
+    # Warmup by epochs is at most a tenth of the run.
+    followers += ["the warmup"] if s.warmup_steps is None and s.warmup_epochs > 0 else []
+    return [f"{name} depends on the length of the run: learning rates change from here on" for name in followers]
+
+
+def refuse_changed_data(stored: Sequence[int], found: Sequence[int], *, allow: bool) -> list[str]:
+    """Refuse other numbers of samples: the split would differ, and validation might contain training samples."""
+    if list(stored) == list(found):
+        return []
+    note = f"the data changed: {stored[0]} training and {stored[1]} validation samples became {found[0]} and {found[1]}"
+    if not allow:
+        raise CheckpointError(
+            note,
+            why="samples would be counted and split differently, so the run could not be continued exactly",
+            fix="restore the data, or accept the change with --allow-changes",
+        )
+    return [note]
+
+
+def refuse_missing_device(plan: Plan) -> None:
+    """Raise if this machine lacks the run's device: another one rounds differently, so the user must ask for it."""
+    try:
+        probe(plan.device)
+    except HardwareError as error:
+        raise CheckpointError(
+            f"this run was trained on {plan.device} ({plan.device_name}), which this machine does not have",
+            why=error.why,
+            fix=f"--device {probe().device} --allow-changes continues there, but not bit-exactly",
+        ) from error
+
+
+def explain_finished(config: RunConfig, state: Mapping[str, Any]) -> str:
+    """Return why the run has finished and how to continue anyway; empty if something is left to do."""
+    train, epochs, steps = config.train, state["position"]["epoch"], state["step"]["attempted"]
+    if epochs >= train.epochs:
+        again = f"train.epochs={2 * epochs}"
+        return (
+            f"finished after {epochs} of {format_count(train.epochs, 'epoch')}; to continue, add {again} to the command"
+        )
+    if 0 < train.max_steps <= steps:
+        whole = "" if train.epochs == WITHOUT_END else f", or 0 for all {format_count(train.epochs, 'epoch')}"
+        return (
+            f"finished after {steps} of {format_count(train.max_steps, 'step')}; to continue, add "
+            f"train.max_steps={2 * steps} to the command{whole}"
+        )
+    if 0 < train.early_stopping_patience <= state["stopping"]["num_since"]:
+        return (
+            f"finished by early stopping after {epochs} of {format_count(train.epochs, 'epoch')}; to continue, add "
+            "train.early_stopping_patience=0 to the command"
+        )
+    return ""

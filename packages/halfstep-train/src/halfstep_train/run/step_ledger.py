@@ -1,0 +1,290 @@
+"""Record the ledger of a run: observe the first step in each mode it reaches, then steps at regular intervals.
+
+Eager and compiled code are observed in an extra step whose effects are undone. For a captured step the profiler records
+a replay, which is a step of the run, and an extra uncaptured step of the same code, which shows the kernels' modules.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from halfstep.disk import write_atomically
+from halfstep.errors import summarise_error
+from halfstep.evidence.captured_ledger import (
+    COMPUTING,
+    LocatedKernel,
+    Modules,
+    find_node_owners,
+    locate_kernels,
+    make_captured_ledger,
+    match_replay,
+)
+from halfstep.evidence.compiled_code import (
+    CompiledCode,
+    GraphRecorder,
+    NodeRecorder,
+    count_graphs,
+    list_module_names,
+    read_graphs,
+)
+from halfstep.evidence.kernel_events import Event, Kernel, split_replays
+from halfstep.evidence.precision_ledger import Ledger, Weights, make_ledger, observe, undo_after, watch_step
+from halfstep.step.step import LossFn
+from halfstep_train.kernels.fast_forms import allow_chains
+from halfstep_train.run.assemble import Assembly
+from halfstep_train.run.engine import Engine, PhasedEngine, prepare_window
+from halfstep_train.run.frozen_modules import get_modules
+from halfstep_train.run.memory.out_of_memory import split_window
+from halfstep_train.tune.fresh_thread import run_in_fresh_thread
+from halfstep_train.tune.modes import Batch, Notice, Region
+
+AnyEngine = Engine | PhasedEngine
+CAPTURED = "captured"
+
+
+def list_engines(engine: AnyEngine) -> Iterator[tuple[str, Engine]]:
+    """Yield the engine of each phase with its name; a run without phases has an empty name."""
+    if isinstance(engine, PhasedEngine):
+        yield from engine.engines.items()
+    else:
+        yield "", engine
+
+
+def observe_ledgers(
+    parts: Assembly, engine: AnyEngine, window: list[Batch], replay: Sequence[Event] = ()
+) -> list[Ledger]:
+    """Return the ledgers of each phase for this window; the run's state is unchanged.
+
+    One ledger is of the eager code, one of the compiled code if steps run compiled, and one of the captured step if one
+    was replayed.
+    """
+    found, replayed = [], _find_replays(parts, engine, replay)
+    for phase, own in list_engines(engine):
+        prepared = split_window(prepare_window(parts, window), own.pieces)
+        # On a GPU in a fresh thread: cuDNN keeps its choice of algorithms per thread, and this is not a step.
+        work = partial(_observe_one, parts, own, prepared, phase)
+        ledgers, islands = run_in_fresh_thread(work, parts.device) if parts.device.type == "cuda" else work()
+        found += ledgers
+        if phase in replayed:
+            # A replay shows kernels without modules; the uncaptured step has both.
+            kernels = match_replay(replayed[phase], observe_uncaptured(own, prepared))
+            found.append(
+                make_captured_ledger(
+                    parts.plan, kernels, ledgers[-1], own.guarded.model, islands, get_modules(parts.workload.frozen),
+                    mode=_name_mode("captured", phase),
+                )
+            )  # fmt: skip
+    return found
+
+
+def _find_replays(parts: Assembly, engine: AnyEngine, events: Sequence[Event]) -> dict[str, list[Kernel]]:
+    """Return the kernels of each replayed phase; they come in the order of the phases."""
+    iteration = parts.step.attempted - 1
+    due = {own.phase.name for own in parts.phases if own.phase.is_due(iteration)} or {""}
+    captured = [name for name, own in list_engines(engine) if name in due and own.mode == "graph"]
+    return dict(zip(captured, split_replays(events), strict=False))
+
+
+def _name_mode(mode: str, phase: str) -> str:
+    return f"{mode}, {phase}" if phase else mode
+
+
+def _observe_one(parts: Assembly, engine: Engine, prepared: list[Batch], phase: str) -> tuple[list[Ledger], set[str]]:
+    """Return the ledgers of one engine's code, and the modules that have islands."""
+    step, frozen = engine.guarded, get_modules(parts.workload.frozen)
+    observer, weights = observe(step, drop_outputs(engine.parts.eager), prepared, frozen)
+    weights.states = Weights.collect(step.model, step.optimizers).states  # as they are after the commit
+    to_ledger = partial(
+        make_ledger, parts.plan, model=step.model, weights=weights, frozen=frozen, step=parts.step.attempted
+    )
+    islands = {product.module for product in observer.seen.calls if product.is_island}
+    eager = to_ledger(observer, mode=_name_mode("eager", phase))
+    if engine.mode == "eager" or parts.workload.blocks:
+        return [eager], islands  # blocks are compiled once to save minutes, which tracing the whole model would cost
+    recorder = GraphRecorder()
+    with undo_after(step), allow_chains(on=False), silence_compiler():
+        step.compute(drop_outputs(recorder.compile(engine.parts.eager)), prepared)
+    seen = read_graphs(recorder.graphs, step.model, frozen, observer.seen)
+    notes = _describe_limits(engine, count_graphs(recorder.graphs)["forward"])
+    return [eager, to_ledger(seen, mode=_name_mode("compiled", phase), notes=notes)], islands
+
+
+def _describe_limits(engine: Engine, num_graphs: int) -> list[str]:
+    """Return notes on what the ledger of compiled code cannot show."""
+    notes = []
+    if num_graphs > 1:
+        notes.append(f"{num_graphs - 1} graph breaks: code between the graphs appears only in the eager rows")
+    if engine.mode == "graph":
+        notes.append(
+            "layers that run as chains of halfstep's kernels are shown as torch's layers here; "
+            "the captured rows show their kernels"
+        )
+    return notes
+
+
+@contextmanager
+def silence_compiler() -> Iterator[None]:
+    """Silence the compiler's warnings on code that is traced for the ledger only."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+def drop_outputs(region: Region) -> LossFn:
+    """Return the region as a loss function without the model's outputs."""
+
+    def loss(batch: Any) -> tuple[Tensor, Tensor | float]:
+        value, weight, _ = region(batch)
+        return value, weight
+
+    return loss
+
+
+def to_document(ledgers: list[Ledger]) -> dict[str, Any]:
+    """Return the content of report/ledger.json: the rows of every mode."""
+    each = [ledger.to_json() for ledger in ledgers]
+    summary = " | ".join(f"{one.mode}: {one.summary}" for one in ledgers)
+    return {
+        "summary": summary,
+        "rows": [row for one in each for row in one["rows"]],
+        "findings": [{"mode": one["mode"], **found} for one in each for found in one["findings"]],
+        "observed": [{key: one[key] for key in ("mode", "step", "summary", "notes", "unmapped_share")} for one in each],
+        "kernels": [{"mode": one["mode"], **kernel} for one in each for kernel in one["kernels"]],
+    }
+
+
+class RunLedger:
+    """Observe the steps of a run when they are due, and write report/ledger.json."""
+
+    def __init__(self, parts: Assembly, file: Path, notice: Notice, *, writes: bool = True) -> None:
+        self.parts, self.file, self.notice, self.writes = parts, file, notice, writes
+        """All ranks run the extra step, because it is collective; rank 0 writes."""
+        self.every = parts.config.log.ledger_every
+        self.seen: dict[str, Ledger] = {}
+        self._modes: set[str] = set()
+        self._replay: Recording | None = None
+
+    def wrap_engine(self, engine: AnyEngine) -> AbstractContextManager[object]:
+        """Return the context of a step: it records a replay that is due to be observed."""
+        self._replay = None
+        # Profile only the replay that will be observed: the profiler is slow.
+        is_due = bool(engine.graphs) and self._is_due(CAPTURED, self.parts.step.attempted + 1)
+        if not is_due:
+            return nullcontext()
+        self._replay = Recording(self.parts.device)
+        return self._replay
+
+    def look(self, engine: AnyEngine, window: list[Batch]) -> None:
+        """Observe the step of this window; a failure is a warning, and the run continues."""
+        mode, attempted = CAPTURED if self._replay else engine.mode, self.parts.step.attempted
+        if not self._is_due(mode, attempted):
+            return
+        self._modes.add(mode)
+        try:
+            found = observe_ledgers(self.parts, engine, window, self._replay.events() if self._replay else ())
+            self._keep(found)
+        except Exception as error:  # all effects are undone, so the run can continue without this observation
+            self.notice(f"the ledger could not observe step {attempted}: {summarise_error(error)}", "warning")
+
+    def _is_due(self, mode: str, attempted: int) -> bool:
+        return mode not in self._modes or bool(self.every) and attempted % self.every == 0
+
+    def _keep(self, found: list[Ledger]) -> None:
+        """Store ledgers, print new modes and new differences, and write report/ledger.json."""
+        known = {finding for ledger in self.seen.values() for finding in ledger.differences}
+        for ledger in found:
+            is_new = ledger.mode not in self.seen
+            self.seen[ledger.mode] = ledger
+            if is_new:
+                self.notice(f"ledger, {ledger.mode}: {ledger.summary}", "info")
+            for finding in ledger.differences:
+                if finding not in known:
+                    self.notice(f"{finding.module}: {finding.what}; {finding.why}; fix: {finding.fix}", "warning")
+        if self.writes:
+            write_atomically(self.file, json.dumps(to_document(list(self.seen.values())), indent=1) + "\n")
+
+
+# --- captured steps, under torch's profiler ---
+
+
+class Recording:
+    """Profile what runs inside; the host waits for the device before and after."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True)
+
+    def __enter__(self) -> Self:
+        torch.cuda.synchronize(self.device)
+        self.profiler.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.cuda.synchronize(self.device)
+        self.profiler.__exit__(*error)
+
+    def events(self) -> list[Event]:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "trace.json"
+            self.profiler.export_chrome_trace(str(file))
+            events: list[Event] = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+            return events
+
+
+def observe_uncaptured(engine: Engine, prepared: list[Batch]) -> list[LocatedKernel]:
+    """Return the kernels of one uncaptured step of the captured code, each with its modules. The step is undone.
+
+    Runs in the run's own threads: cuDNN keeps its choice of algorithms per thread, and these hold the captured ones.
+    """
+    step, owners, recording = engine.guarded, dict[int, Modules](), Recording(engine.guarded.device)
+    with undo_after(step), watch_step(step, lambda: record_function(COMPUTING)), recording:
+        step.compute(_note_owners(engine, owners), prepared)
+    return locate_kernels(
+        recording.events(), owners, CompiledCode(_read_generated_code(), _trace_nodes(engine, prepared))
+    )
+
+
+def _note_owners(engine: Engine, owners: dict[int, Modules]) -> LossFn:
+    loss_fn = engine.make_loss([])
+
+    def loss(batch: Any) -> tuple[Tensor, Tensor | float]:
+        value, weight = loss_fn(batch)
+        owners.update(find_node_owners(value, engine.guarded.model))
+        return value, weight
+
+    return loss
+
+
+def _trace_nodes(engine: Engine, prepared: list[Batch]) -> list[dict[str, str]]:
+    """Trace the region again to find out which module each node of the compiled graphs belongs to."""
+    step = engine.guarded
+    recorder = NodeRecorder(list_module_names(step.model, get_modules(engine.parts.workload.frozen)))
+    region = recorder.trace(engine.parts.eager)
+
+    def loss(batch: Any) -> tuple[Tensor, Tensor | float]:
+        with allow_chains(on=True):
+            value, weight, _ = region(batch)
+        return value, weight
+
+    with undo_after(step), silence_compiler():
+        step.compute(loss, prepared)
+    return recorder.graphs
+
+
+def _read_generated_code() -> list[str]:
+    """Return the source of all code that inductor has generated in this process."""
+    from torch._inductor.codecache import PyCodeCache
+
+    files = (getattr(module, "__file__", None) for module in PyCodeCache.modules if hasattr(module, "call"))
+    return [Path(file).read_text(encoding="utf-8") for file in files if file is not None and Path(file).is_file()]

@@ -1,0 +1,323 @@
+"""`train.memory: low`: less memory for a little time, chosen by measurement.
+
+Levers, each tried alone and then the best of each kind together:
+
+    activation budget   inductor recomputes what is cheapest until this share of the activations is left (compiled only)
+    recompute           pointwise: keep only outputs of matmuls and convolutions; blocks: keep only the blocks' inputs;
+                        alternate: both in turn
+    optimizer bits      8: AdamW's two moments in a quarter of their bytes
+
+The least memory wins among the settings that take at most `train.memory_time` times the normal step's time. This module
+decides; the measuring function is passed in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from halfstep.errors import format_bytes
+from halfstep.recompute import Recompute
+from halfstep.step.optim.adamw8bit import AdamW8bit
+from halfstep.step.optim.adamw_bf16 import AdamWBf16
+from halfstep.step.optim.by_name import Options, ParamGroups, build_optimizer
+from halfstep.step.optim.half_weights import Rounding, is_kept_in_half
+
+HOTTER = 0.01
+"""Margin below `train.memory_time` in trials: in a long run the device gets hotter and slower."""
+
+WORTH_BYTES = 0.01
+"""A setting that saves less than this share of the peak saves nothing: peaks vary by that much between runs."""
+
+BUDGETS = (0.9, 0.7, 0.5, 0.3)  # shares of the activations, tried in this order
+
+
+OUTRIGHT = "train.activation_checkpointing=true recomputes blocks whatever it takes"
+OUT_OF_TIME = "the rest: the time for trials was used up, which is no longer than the run itself"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemorySetting:
+    """One position of all levers; the default is the normal step."""
+
+    activation_budget: float = 1.0
+    recompute: Recompute = "none"
+    optimizer_bits: Literal[32, 8] = 32
+
+    def __str__(self) -> str:
+        parts = [
+            f"activation budget {self.activation_budget:g}" if self.activation_budget < 1 else "",
+            f"recompute {self.recompute}" if self.recompute != "none" else "",
+            f"{self.optimizer_bits}-bit optimizer" if self.optimizer_bits < 32 else "",
+        ]
+        return " + ".join(filter(None, parts)) or "normal"
+
+
+NORMAL = MemorySetting()
+
+
+class Cost(NamedTuple):
+    """The time of a step in milliseconds, and its peak memory."""
+
+    ms: float
+    peak_bytes: int
+
+
+Measure = Callable[[MemorySetting], Cost]
+
+
+class CannotRun(Exception):
+    """A candidate that failed, with the reason in one line."""
+
+
+class DoesNotFit(CannotRun):
+    """A candidate that ran out of memory."""
+
+
+class NotCaptured(CannotRun):
+    """A candidate that compiles, but is not a CUDA graph."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeverTrial:
+    """One measured setting; `cost` is None if it could not run, and `problem` is the reason."""
+
+    setting: MemorySetting
+    cost: Cost | None
+    problem: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryChoice:
+    """The chosen setting, what each lever saved and cost, and what was left out."""
+
+    setting: MemorySetting
+    reason: str
+    trials: tuple[LeverTrial, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def format_lines(self) -> list[str]:
+        return [
+            f"memory low: {self.setting}, {self.reason}",
+            *(f"  {line}" for line in self._format_trials()),
+            *(f"  not tried: {note}" for note in self.notes),
+        ]
+
+    def _format_trials(self) -> Iterator[str]:
+        if not self.trials:
+            return
+        base = _find_reference(self.trials)
+        for trial in self.trials:
+            if trial.cost is None:
+                yield f"{trial.setting}: {trial.problem}"
+            elif trial.cost is base:
+                yield f"{trial.setting}: {_format_size(trial.cost)}, {trial.cost.ms:.1f} ms"
+            else:
+                change = _format_change(trial.cost, base)
+                yield f"{trial.setting}: {_format_size(trial.cost)}, {trial.cost.ms:.1f} ms, {change}"
+
+
+def choose_memory(
+    measure: Measure,
+    levers: Iterable[Sequence[MemorySetting]],
+    *,
+    time_limit: float,
+    notes: Sequence[str] = (),
+    may_go_on: Callable[[], bool] = lambda: True,
+) -> MemoryChoice:
+    """Measure the normal step, each lever from its mildest position on, and the best of each lever together."""
+    trials, is_cut_short = [_try_setting(measure, NORMAL)], False
+    for lever in levers:
+        tried = list(_try_lever(measure, lever, trials, time_limit, may_go_on))
+        left = lever[len(tried) :]
+        if left and may_go_on():
+            notes = (*notes, f"{', '.join(map(str, left))}: {_explain_end(tried[-1], trials[0], time_limit)}")
+        is_cut_short |= bool(left) and not may_go_on()
+        trials += tried
+    together = _combine_levers(trials, time_limit)
+    if together is not None and may_go_on():
+        trials.append(_try_setting(measure, together))
+    elif together is not None or is_cut_short:
+        notes = (*notes, OUT_OF_TIME)
+    return choose_setting(trials, time_limit, notes)
+
+
+def choose_setting(trials: Sequence[LeverTrial], time_limit: float, notes: Sequence[str] = ()) -> MemoryChoice:
+    """Return the setting with the least memory within the time limit."""
+    base = _find_reference(trials)
+    fitting = [trial for trial in trials if trial.cost is not None and trial.cost.ms <= time_limit * base.ms]
+    best = min(fitting, key=lambda trial: (_require_cost(trial).peak_bytes, _require_cost(trial).ms))
+    cost = _require_cost(best)
+    if trials[0].cost is None:
+        reason = f"{_format_size(cost)} at {cost.ms:.1f} ms: the normal step does not fit ({trials[0].problem})"
+    elif best is trials[0] or cost.peak_bytes > (1 - WORTH_BYTES) * base.peak_bytes:
+        best, reason = trials[0], f"nothing lowers the peak of {_format_size(base)} within +{time_limit - 1:.0%} time"
+        reason += _describe_refused(trials, time_limit)
+    else:
+        reason = f"{_format_size(cost)} instead of {_format_size(base)}, {_format_change(cost, base)}"
+    return MemoryChoice(setting=best.setting, reason=reason, trials=tuple(trials), notes=tuple(notes))
+
+
+def _try_setting(measure: Measure, setting: MemorySetting) -> LeverTrial:
+    try:
+        return LeverTrial(setting=setting, cost=measure(setting))
+    except torch.OutOfMemoryError:
+        return LeverTrial(setting=setting, cost=None, problem="ran out of memory")
+    except CannotRun as error:
+        return LeverTrial(setting=setting, cost=None, problem=str(error))
+
+
+def _try_lever(
+    measure: Measure,
+    lever: Sequence[MemorySetting],
+    before: Sequence[LeverTrial],
+    time_limit: float,
+    may_go_on: Callable[[], bool],
+) -> Iterator[LeverTrial]:
+    """Try one lever's settings in order, each of which saves more and takes longer. Stop after the first that is too
+    slow, or after two in a row that save nothing: the lever does not affect this model."""
+    idle = 0
+    for setting in lever:
+        if not may_go_on():
+            return
+        trial = _try_setting(measure, setting)
+        yield trial
+        idle = idle + 1 if _saves_nothing(trial, before[0]) else 0
+        if _is_too_slow(trial, before[0], time_limit) or idle == 2:
+            return
+
+
+def _is_too_slow(trial: LeverTrial, normal: LeverTrial, time_limit: float) -> bool:
+    return trial.cost is not None and normal.cost is not None and trial.cost.ms > time_limit * normal.cost.ms
+
+
+def _saves_nothing(trial: LeverTrial, normal: LeverTrial) -> bool:
+    if trial.cost is None or normal.cost is None:
+        return False
+    return trial.cost.peak_bytes > (1 - WORTH_BYTES) * normal.cost.peak_bytes
+
+
+def _explain_end(last: LeverTrial, normal: LeverTrial, time_limit: float) -> str:
+    return f"{last.setting} {'is too slow' if _is_too_slow(last, normal, time_limit) else 'saves nothing'} already"
+
+
+def _combine_levers(trials: Sequence[LeverTrial], time_limit: float) -> MemorySetting | None:
+    """Combine the best activation lever with the 8-bit optimizer; two activation levers would affect the same
+    tensors."""
+    best = choose_setting(trials, time_limit).setting
+    small = next((trial for trial in trials if trial.setting == MemorySetting(optimizer_bits=8) and trial.cost), None)
+    if small is None or best.optimizer_bits == 8 or best == NORMAL:
+        return None
+    return dataclasses.replace(best, optimizer_bits=8)
+
+
+def _find_reference(trials: Sequence[LeverTrial]) -> Cost:
+    """Return the cost to compare with: the normal step, or the fastest one if that did not fit."""
+    if trials and trials[0].cost is not None:
+        return trials[0].cost
+    ran = [trial.cost for trial in trials if trial.cost is not None]
+    if not ran:
+        raise CannotRun(f"no setting could be measured: {trials[0].problem}" if trials else "nothing was measured")
+    return min(ran)
+
+
+def _require_cost(trial: LeverTrial) -> Cost:
+    assert trial.cost is not None
+    return trial.cost
+
+
+def _describe_refused(trials: Sequence[LeverTrial], time_limit: float) -> str:
+    """Describe the most that could be saved with a larger train.memory_time."""
+    normal = trials[0]
+    slow = [trial for trial in trials if _is_too_slow(trial, normal, time_limit) and not _saves_nothing(trial, normal)]
+    if not slow:
+        return ""
+    best = min(slow, key=lambda trial: _require_cost(trial).peak_bytes)
+    outright = "" if best.setting.recompute == "none" else f" ({OUTRIGHT})"
+    cost = _require_cost(best)
+    change = _format_change(cost, _require_cost(normal))
+    return f"; too slow: {best.setting} with {_format_size(cost)}, {change}{outright}"
+
+
+def _format_size(cost: Cost) -> str:
+    return format_bytes(cost.peak_bytes, digits=3)
+
+
+def _format_change(cost: Cost, base: Cost) -> str:
+    return f"{cost.peak_bytes / base.peak_bytes - 1:+.0%} memory, {cost.ms / base.ms - 1:+.0%} time"
+
+
+# --- the levers on a real model ---
+
+
+class Levers(NamedTuple):
+    """Positions to try for each lever, and why others are missing."""
+
+    positions: list[Sequence[MemorySetting]]
+    notes: list[str]
+
+
+def list_levers(ways: Sequence[Recompute], optimizer_name: str, moment_bits: int = 32, *, is_compiled: bool) -> Levers:
+    """Return the levers, the most promising first: trials may run out of time. `ways` lists how the model may
+    recompute."""
+    positions: list[Sequence[MemorySetting]] = []
+    notes: list[str] = []
+    if ways:
+        positions.append([MemorySetting(recompute=how) for how in ways])
+    if optimizer_name == "adamw" and moment_bits == 32:
+        positions.append((MemorySetting(optimizer_bits=8),))
+    elif optimizer_name != "adamw":
+        notes.append(f"8-bit optimizer states: they exist for adamw, not for {optimizer_name}")
+    if is_compiled:
+        positions.append([MemorySetting(activation_budget=share) for share in BUDGETS])
+    else:
+        notes.append("activation budget: it needs train.fast=compile or graph")
+    return Levers(positions, notes)
+
+
+def sort_by_peak(
+    levers: Sequence[Sequence[MemorySetting]], peak: Callable[[MemorySetting], int | None]
+) -> list[Sequence[MemorySetting]]:
+    """Sort levers by what their mildest setting is predicted to save, since time for trials may run out. Levers without
+    a prediction keep their order after the others."""
+    predicted = [peak(lever[0]) for lever in levers]
+    order = sorted(range(len(levers)), key=lambda k: (predicted[k] is None, predicted[k] or 0))
+    return [levers[k] for k in order]
+
+
+@contextmanager
+def limit_activations(share: float) -> Iterator[None]:
+    """Let code that is compiled inside keep at most this share of its activations; 1 is torch's default.
+
+    It is read when a region is compiled, also a later time for another shape: hold this for the whole run. A region
+    compiled under another share must be compiled again; the share is part of inductor's cache key.
+    """
+    import torch._functorch.config as functorch_config
+
+    patch: Any = functorch_config.patch
+    with patch(activation_memory_budget=share):
+        yield
+
+
+def make_optimizer(
+    setting: MemorySetting,
+    name: str,
+    groups: ParamGroups,
+    *,
+    lr: float,
+    options: Options | None = None,
+    rounding: Rounding = "split",
+    seed: int = 0,
+) -> Optimizer:
+    """Build the run's optimizer with moments in the setting's bits; `rounding` is that of bf16 weights."""
+    if setting.optimizer_bits == 8:
+        return AdamW8bit(groups, lr=lr, rounding=rounding, seed=seed, **dict(options or {}))
+    if name == "adamw" and any(is_kept_in_half(p) for group in groups for p in group["params"]):
+        return AdamWBf16(groups, lr=lr, rounding=rounding, seed=seed, **dict(options or {}))
+    return build_optimizer(name, groups, lr=lr, options=options)

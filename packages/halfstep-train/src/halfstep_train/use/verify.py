@@ -1,0 +1,171 @@
+"""`halfstep verify`: check what a run promises by observing a few steps on a copy and by reading its records."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from halfstep.errors import format_bytes, format_count
+from halfstep.evidence.proofs import (
+    ProofLine,
+    check_clipping,
+    check_nan_is_dropped,
+    check_rates,
+    is_same_rate,
+)
+from halfstep.step.step import LossFn, Step
+from halfstep_train.config.schema import RunConfig
+from halfstep_train.report.page.read_run import RunRecord, read_run
+from halfstep_train.run.assemble import Assembly
+from halfstep_train.run.engine import prepare_window
+from halfstep_train.run.folder import RunFolder, is_run
+from halfstep_train.run.journal import BUSY, SHORTEST_S, Waiting, format_gpu_use
+from halfstep_train.run.memory.out_of_memory import split_window
+from halfstep_train.run.optimizer import Length, build_optimizer, count_steps_per_epoch
+from halfstep_train.run.step_ledger import AnyEngine, drop_outputs, list_engines, observe_ledgers
+from halfstep_train.tune.memory_low import MemorySetting
+from halfstep_train.tune.modes import Batch
+from halfstep_train.tune.trials import count_total_steps
+from halfstep_train.use.observe_step import assemble_step
+
+NAN, CLIP, RATE, AMP = (
+    "NaN handling operational",
+    "gradient clipping active",
+    "learning rate as scheduled",
+    "AMP/BF16 synchronised",
+)
+Proof = Callable[[Step, LossFn, list[Batch]], tuple[bool | None, str]]
+
+
+def verify(
+    source: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False
+) -> list[ProofLine]:
+    """Return all lines except that of the configuration, which `check` provides. Nothing of a run is changed."""
+    record = read_run(Path(source)) if is_run(source) else None
+    with assemble_step(source, flags=flags, overrides=overrides, trust=trust) as (parts, engine, window):
+        amp = _check_amp(parts, engine, window)  # first, because the proofs below run steps
+        lines = [
+            _prove_each_phase(NAN, engine, window, parts, check_nan_is_dropped),
+            _check_clipping(parts, engine, window),
+            _check_rate(parts, engine, window, record),
+            amp,
+        ]
+    if record is None:
+        return [*lines, *_list_unrecorded()]
+    return [*lines, _check_gpu(record), _check_memory(record), _check_skipped(record), _check_capsules(record)]
+
+
+def _prove_each_phase(name: str, engine: AnyEngine, window: list[Batch], parts: Assembly, proof: Proof) -> ProofLine:
+    """Run a proof for every phase; one failure fails the line, and one phase without an answer leaves it open."""
+    found = []
+    for phase, own in list_engines(engine):
+        prepared = split_window(prepare_window(parts, window), own.pieces)
+        holds, text = proof(own.guarded, drop_outputs(own.parts.eager), prepared)
+        found.append((holds, f"{phase}: {text}" if phase else text))
+    worst = next((one for one in found if one[0] is False), None) or next((o for o in found if o[0] is None), None)
+    return ProofLine(name=name, holds=(worst or found[0])[0], text="; ".join(text for _, text in found))
+
+
+def _check_clipping(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> ProofLine:
+    if not parts.config.train.clip_norm:
+        return ProofLine(name=CLIP, holds=None, text="train.clip_norm is 0: clipping is off, as configured")
+    return _prove_each_phase(CLIP, engine, window, parts, check_clipping)
+
+
+def _check_amp(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> ProofLine:
+    ledgers = observe_ledgers(parts, engine, window)
+    differing = [finding for ledger in ledgers for finding in ledger.differences]
+    text = "; ".join(f"{ledger.mode}: {ledger.summary}" for ledger in ledgers)
+    if differing:
+        text += f" ({differing[0].module}: {differing[0].what})"
+    return ProofLine(name=AMP, holds=not differing, text=text)
+
+
+def _check_rate(parts: Assembly, engine: AnyEngine, window: list[Batch], record: RunRecord | None) -> ProofLine:
+    """Check every recorded rate of a run, or the rates of a few steps."""
+    trained = record.select_kind("train") if record is not None else []
+    # The recorded rate of a phase may be that of an earlier step, so phases are checked by new steps.
+    if record is None or not trained or parts.phases:
+        return _prove_each_phase(RATE, engine, window, parts, check_rates)
+    before = RunFolder(record.path).read_settled().before
+    used = [(int(one["until"]), type(parts.config).model_validate(one["settings"])) for one in before]
+    used.append((max(int(one["step"]) for one in trained), parts.config))
+    is_lowered = any(event.get("event") == "rollback" for event in record.select_kind("event"))
+    if is_lowered or any(config.schedule.name == "plateau" for _, config in used):
+        return ProofLine(
+            name=RATE, holds=None, text="a plateau or a rollback lowered the rate by a factor that is not recorded"
+        )
+    # A resume may change the run's length and with it the schedule: compare each step with the schedule of its time.
+    schedules = [(until, _make_schedule(parts, config)) for until, config in used]
+    for one in trained:
+        scheduled = next(schedule for until, schedule in schedules if int(one["step"]) <= until)
+        # `committed` is counted after the step: a committed step ran at the count before, a dropped one at this count.
+        wanted = [scheduled(max(int(one["committed"]) - k, 0)) for k in (1, 0)]
+        if not any(is_same_rate(float(one["lr"]), rate) for rate in wanted):
+            text = f"step {one['step']} ran with {one['lr']:.4g}, and the schedule gives {wanted[0]:.4g}"
+            return ProofLine(name=RATE, holds=False, text=text)
+    text = f"{format_count(len(trained), 'recorded rate')}, each as scheduled"
+    changed_after = ", ".join(str(step) for step in sorted({one["until"] for one in before}))
+    text += f"; the settings changed after step {changed_after}" if before else ""
+    return ProofLine(name=RATE, holds=True, text=text)
+
+
+def _make_schedule(parts: Assembly, config: RunConfig) -> Callable[[int], float]:
+    """Return the rate of the first parameter group by committed steps, in a run with these settings."""
+    num_batches = math.ceil(len(parts.workload.train_samples) / config.train.batch_size)
+    length = Length(count_total_steps(config, num_batches), count_steps_per_epoch(config, num_batches))
+    setting = MemorySetting(**parts.plan.memory)
+    optimizer, schedules = build_optimizer(config, parts.model, setting, length, groups=parts.workload.groups)
+    return lambda committed: float(optimizer.param_groups[0]["lr"]) * schedules[0](committed)
+
+
+def _list_unrecorded() -> list[ProofLine]:
+    text = "nothing has run yet: give a run's folder"
+    return [ProofLine(name=name, holds=None, text=text) for name in ("GPU use", "memory", "skipped steps", "capsules")]
+
+
+def _check_gpu(record: RunRecord) -> ProofLine:
+    """Check that the GPU was busy after the first steps."""
+    steady = [one for one in record.monitor if one.get("steady")]
+    busy = [one["utilization"] for one in steady if one.get("utilization") is not None]
+    elapsed_s = float(record.summary.get("elapsed_s", 0.0))
+    if not busy:
+        return ProofLine(name="GPU use", holds=None, text="no NVML record: not on an NVIDIA GPU, or too short")
+    if elapsed_s < SHORTEST_S:
+        return ProofLine(name="GPU use", holds=None, text=f"the run took {elapsed_s:.1f} s, less than {SHORTEST_S:g} s")
+    waiting = Waiting(**{field.name: float(record.summary[field.name]) for field in dataclasses.fields(Waiting)})
+    utilization = sum(busy) / len(busy)
+    line = format_gpu_use(utilization, waiting, elapsed_s, str(record.summary["steps_run"]))
+    is_measurable = elapsed_s - waiting.start_s >= SHORTEST_S
+    return ProofLine(name="GPU use", holds=utilization >= BUSY if is_measurable else None, text=line)
+
+
+def _check_memory(record: RunRecord) -> ProofLine:
+    peak = record.summary.get("peak_memory_bytes")
+    if not peak:
+        return ProofLine(
+            name="memory", holds=None, text="no peak was recorded: the run has not ended, or cannot measure it"
+        )
+    return ProofLine(name="memory", holds=True, text=f"{format_bytes(int(peak))} at most")
+
+
+def _check_skipped(record: RunRecord) -> ProofLine:
+    trained, events = record.select_kind("train"), record.select_kind("event")
+    if not trained and not events:
+        return ProofLine(name="skipped steps", holds=None, text="no step was recorded")
+    attempted = max(int(one["step"]) for one in (*trained, *events))  # a run ended by faults records no later step
+    faults = [event for event in events if event.get("event") == "skipped"]
+    overflows = sum(event.get("event") == "overflow" for event in events)  # overflows at a low scale have capsules
+    text = f"{len(faults)} of {attempted} steps skipped"
+    text += f", {format_count(overflows, 'fp16 overflow')}" if overflows else ""
+    text += f"; the last at step {faults[-1]['bad_step']}: {faults[-1]['reason']}" if faults else ""
+    return ProofLine(name="skipped steps", holds=not faults, text=text)
+
+
+def _check_capsules(record: RunRecord) -> ProofLine:
+    if not record.capsules:
+        return ProofLine(name="capsules", holds=True, text="none: no fault was recorded")
+    names = ", ".join(str(one["name"]) for one in record.capsules)
+    return ProofLine(name="capsules", holds=False, text=f"{names}: run `halfstep replay {record.path}/capsules/STEP`")

@@ -1,0 +1,63 @@
+"""Workloads by name: one dict of import paths, imported on first use. A family is a folder that defines a Kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from halfstep_train.config import load as configs
+from halfstep_train.workloads.base.kind import Kinds
+
+if TYPE_CHECKING:
+    from halfstep_train.config.schema import RunConfig
+    from halfstep_train.workloads.base.workload import Workload
+
+SEGMENTATION, CLASSIFICATION, LANGUAGE, SLOTS = (
+    "halfstep_train.workloads.segmentation:KIND",
+    "halfstep_train.workloads.classification:KIND",
+    "halfstep_train.workloads.language:KIND",
+    "halfstep_train.workloads.slots:KIND",
+)
+
+KINDS = Kinds(
+    {
+        "resnet18": CLASSIFICATION,
+        "resnet34": CLASSIFICATION,
+        "resnet50": CLASSIFICATION,
+        "resnet101": CLASSIFICATION,
+        "resnet152": CLASSIFICATION,
+        "vit_s_16": CLASSIFICATION,
+        "vit_b_16": CLASSIFICATION,
+        "vit_l_16": CLASSIFICATION,
+        "unet": SEGMENTATION,
+        "gpt2": LANGUAGE,
+        "gpt2_medium": LANGUAGE,
+        "gpt2_large": LANGUAGE,
+        "gpt2_xl": LANGUAGE,
+        "vae": "halfstep_train.workloads.diffusion:VAE",
+        "diffusion": "halfstep_train.workloads.diffusion:DIFFUSION",
+        "steve": "halfstep_train.workloads.slots:STEVE",
+        "slotcontrast_steve": "halfstep_train.workloads.slots:WITH_WORDS",
+        "slotcontrast": SLOTS,
+        "radiodiff_vae": "halfstep_train.workloads.radio:VAE_KIND",
+        "radiodiff": "halfstep_train.workloads.radio:KIND",
+    }
+)
+
+DEMO_WORKLOAD = "unet"
+"""The workload in help texts and suggestions that need an example."""
+
+load = partial(configs.load, kinds=KINDS)
+from_dict = partial(configs.load_dict, kinds=KINDS)
+
+
+def get_model_name(config: RunConfig) -> str:
+    """Return the name of the family's model, also for a workload given as an import path."""
+    return KINDS.of(config.workload).get_model_name(config.workload)
+
+
+def build(config: RunConfig, store: Mapping[str, Any] | None = None) -> Workload:
+    """Build the workload that `config.workload` names; the `store` of an earlier run fixes the facts found in its
+    data."""
+    return KINDS.of(config.workload).build(config, store)

@@ -1,0 +1,336 @@
+"""Latents on disk: mean and log-variance ("moments") of every sample, from which each epoch draws new latents.
+
+One safetensors file, written row by row and memory-mapped when read: `moments` (N, F, 2C, h, w) in fp32; F is 2 if
+mirror images were encoded too, else 1. The metadata hold a fingerprint of the sources and the SHA-256 of the numbers.
+The file is written under a temporary name, so it is either complete or absent.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfstep.disk import open_atomic_file, parse_json, take_turn
+from halfstep.errors import ConfigError, DataError
+from halfstep.islands import fp32_island
+from halfstep_train.config.schema import RunConfig
+from halfstep_train.data.files import check_free_space, explain_full_disk
+from halfstep_train.data.image_samples import draw_uniform, gather_images, take_first
+from halfstep_train.data.loader import FileSamples, NamedSamples, Samples, implements
+from halfstep_train.data.packed import PackingBar, compute_fingerprint
+from halfstep_train.models.posterior import Codec, draw_latent, split_moments
+from halfstep_train.workloads.base.vae_format import pick_training_device, use_format
+from halfstep_train.workloads.base.workload import Batch
+
+MOMENTS, CHECKSUM, FINGERPRINT = "moments", "sha256", "fingerprint"
+BYTES = 4
+"""Per number: fp32."""
+READ_AT_ONCE = 1 << 24
+"""Bytes hashed per read: 16 MiB."""
+ENCODED_AT_ONCE = 8
+"""Images per call of the VAE."""
+
+
+class LatentDraws:
+    """Draw the latents that a diffusion model trains on: shifted and scaled, in fp32, without gradients."""
+
+    def __init__(self, vae: Any, codec: Codec, *, scale: float, shift: float = 0.0) -> None:
+        self.vae, self.codec, self.scale, self.shift = vae, codec, scale, shift
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Use the batch's `moments` if they come from disk, else encode its `image`."""
+        with torch.no_grad(), fp32_island():
+            mean, logvar = (
+                split_moments(batch[MOMENTS]) if MOMENTS in batch else self.codec.encode(self.vae, batch["image"])
+            )
+        return (draw_latent(mean, logvar, batch["posterior_noise"]) - self.shift) * self.scale
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoding:
+    """Everything that determines the latents of a data folder, and the file that stores them."""
+
+    config: RunConfig
+    root: Path
+    samples: Sequence[Samples]
+    """Samples of each split, in the order of the file's rows."""
+    files: Sequence[Sequence[Path]]
+    """Files of each split; if one changes, the latents are rebuilt."""
+    column: str
+    """The tensor of a batch that holds the image."""
+    to_images: Callable[[Tensor], Tensor]
+    """Convert that tensor, as loaded, to the VAE's input."""
+    vae: Any
+    codec: Codec
+    format: str = "fp32"
+    flips: bool = False
+    """Whether mirror images are encoded as well."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings that the latents depend on."""
+
+    @property
+    def path(self) -> Path:
+        data: Any = self.config.data
+        return Path(data.cache_file or self.root / f".halfstep-latents-{data.image_size}.safetensors")
+
+    def open_or_encode(self) -> tuple[LatentCache, bool]:
+        """Return the opened file, and whether it had to be written because none matched."""
+        data: Any = self.config.data
+        settings = {
+            "size": data.image_size,
+            "flips": self.flips,
+            "vae": hash_weights(self.vae),
+            "format": self.format,
+            **self.settings,
+        }
+        fingerprint, num = compute_fingerprint(self.root, self.files, settings), sum(map(len, self.samples))
+        with PackingBar(self.path) as bar:
+            return open_or_write_latents(self.path, fingerprint, num, lambda: self._encode(bar), format=self.format)
+
+    @torch.no_grad()
+    def _encode(self, progress: Callable[[int, int], None]) -> Iterator[Tensor]:
+        """Yield the moments (num, F, 2C, h, w) of a few samples at a time."""
+        device = pick_training_device(self.config)
+        vae = copy.deepcopy(self.vae).to(device).eval()
+        total, done = sum(map(len, self.samples)), 0
+        for samples in self.samples:
+            for start in range(0, len(samples), ENCODED_AT_ONCE):
+                indices = range(start, min(start + ENCODED_AT_ONCE, len(samples)))
+                loaded = torch.stack([samples.sample(k, key=(0, 0, k))[self.column] for k in indices])
+                images = self.to_images(loaded.to(device))
+                views = [images, images.flip(-1)] if self.flips else [images]
+                with use_format(self.format, device):
+                    rows = [torch.cat(self.codec.encode(vae, view), dim=1) for view in views]
+                moments = torch.stack(rows, dim=1)
+                if not bool(moments.isfinite().all()):
+                    name = samples.name_of(start) if implements(samples, NamedSamples) else f"sample {start}"
+                    another = "another VAE: model.vae" if self.format == "fp32" else "precision.modules={vae: fp32}"
+                    raise ConfigError(
+                        f"the VAE gives NaN or infinity in {self.format} for {name} or one of the "
+                        f"{len(indices) - 1} after it",
+                        fix=f"{another}, or leave the file out",
+                    )
+                done += len(indices)
+                progress(done, total)
+                yield moments
+
+
+def refuse_uncached(config: RunConfig) -> None:
+    """Refuse `halfstep pack` for a config that trains without latents on disk."""
+    data: Any = config.data
+    if data.cache != "latents":
+        raise ConfigError(
+            "data.cache is off in this config", why="there are no latents to pack", fix="data.cache=latents"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentCache:
+    """An opened file of latents."""
+
+    path: Path
+    moments: Tensor
+    """(N, F, 2C, h, w), memory-mapped."""
+    meta: Mapping[str, str]
+
+    @property
+    def checksum(self) -> str:
+        return self.meta[CHECKSUM]
+
+
+def write_latents(path: Path, num: int, shape: tuple[int, ...], rows: Iterable[Tensor], meta: Mapping[str, str]) -> str:
+    """Write `num` rows of this shape, given in batches; return their checksum."""
+    num_bytes = num * math.prod(shape) * BYTES
+    check_free_space(path, num_bytes, "the latents")
+    # The header contains the checksum, which is known only after the data. A placeholder of the same length is written
+    # first and overwritten at the end.
+    digest, written = hashlib.sha256(), 0
+    with (
+        explain_full_disk(path, "the latents"),
+        open_atomic_file(path, follows_links=True) as hidden,
+        hidden.open("wb") as file,
+    ):
+        file.write(_make_header((num, *shape), meta, "0" * digest.digest_size * 2))
+        for batch in rows:
+            data = batch.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()
+            digest.update(data)
+            written += file.write(data)
+        assert written == num_bytes, (written, num_bytes)
+        file.seek(0)
+        file.write(_make_header((num, *shape), meta, digest.hexdigest()))
+    return digest.hexdigest()
+
+
+def open_latents(path: Path) -> LatentCache:
+    """Verify the checksum of a file of latents and memory-map it."""
+    try:
+        meta, shape, start = _read_header(path)
+        with path.open("rb") as file:
+            file.seek(start)
+            if path.stat().st_size != start + math.prod(shape) * BYTES:
+                raise ValueError("it is truncated")
+            digest = hashlib.sha256()
+            while part := file.read(READ_AT_ONCE):
+                digest.update(part)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _make_unusable_error(path, str(error)) from error
+    if digest.hexdigest() != meta[CHECKSUM]:
+        raise _make_unusable_error(path, "its checksum differs from the one it was written with")
+    # Mode "c" is copy-on-write: torch requires writable memory, although nothing is written.
+    mapped = np.memmap(path, dtype=np.float32, mode="c", offset=start, shape=shape)
+    return LatentCache(path=path, moments=torch.from_numpy(mapped), meta=meta)
+
+
+def open_or_write_latents(
+    path: Path, fingerprint: str, num: int, rows: Callable[[], Iterator[Tensor]], **meta: str
+) -> tuple[LatentCache, bool]:
+    """Open the file if it has this fingerprint, else write it from `rows()`. Return it, and whether it was written."""
+    if (found := _open_matching(path, fingerprint)) is not None:
+        return found, False
+    with take_turn(path):
+        # Another process may have written the file while this one waited.
+        if (found := _open_matching(path, fingerprint)) is None:
+            _refuse_foreign_file(path)
+            batches = rows()
+            first = next(batches)  # its shape goes into the header, which is written before the rows
+            all_batches = itertools.chain([first], batches)
+            write_latents(path, num, tuple(first.shape[1:]), all_batches, {FINGERPRINT: fingerprint, **meta})
+    return found or open_latents(path), True
+
+
+def _open_matching(path: Path, fingerprint: str) -> LatentCache | None:
+    """Open a file with this fingerprint; return None if it is missing, stale or broken: the caller then writes it."""
+    if path.is_dir():
+        raise DataError(f"{path} is a folder", fix="name a file: data.cache_file=FILE")
+    try:
+        found = open_latents(path)
+    except DataError:
+        return None
+    return found if found.meta.get(FINGERPRINT) == fingerprint else None
+
+
+def _read_header(path: Path) -> tuple[dict[str, str], tuple[int, ...], int]:
+    """Return the metadata, the shape of the moments, and their offset in bytes."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size:
+            raise ValueError("it is truncated")
+        header: dict[str, Any] = parse_json(file.read(length))
+    return header["__metadata__"], tuple(header[MOMENTS]["shape"]), 8 + length
+
+
+def _refuse_foreign_file(path: Path) -> None:
+    """Refuse to overwrite a file unless its name or its metadata show that it holds latents."""
+    if not path.is_file() or path.name.startswith(".halfstep-latents"):
+        return
+    try:
+        is_ours = FINGERPRINT in _read_header(path)[0]
+    except (OSError, ValueError, KeyError, TypeError):
+        is_ours = False
+    if not is_ours:
+        raise DataError(
+            f"data.cache_file={path} exists and holds no latents",
+            why="it would be overwritten",
+            fix="name a new file, or one with latents",
+        )
+
+
+def describe_resume(cache: LatentCache, stored: str, *, is_new: bool) -> str:
+    """Return a remark for the run's header if the latents differ from those it was trained on (`stored` is their
+    SHA-256).
+
+    Refuse them unless the file was rebuilt just now."""
+    if stored in ("", cache.checksum):
+        return ""
+    if not is_new:
+        raise DataError(
+            f"{cache.path} holds different latents from those the run was trained on",
+            why=f"SHA-256 {cache.checksum[:12]}… instead of {stored[:12]}…",
+            fix="restore the file, or delete it: it is rebuilt, and the run continues, but not bit-exactly",
+        )
+    return "; rebuilt with other values: from here on, the run is not an exact continuation"
+
+
+def hash_weights(net: Any) -> str:
+    """Return the SHA-256 of a network's weights."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(net.state_dict().items()):
+        digest.update(name.encode() + tensor.detach().cpu().float().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+class CachedLatents:
+    """Samples from a file of latents: the `moments` (2C, h, w) of an image or, with probability `flip`, of its mirror
+    image."""
+
+    def __init__(self, moments: Tensor, *, flip: float = 0.0, extra: Mapping[str, Tensor] | None = None) -> None:
+        self.moments, self.flip, self.extra = moments, flip if moments.shape[1] > 1 else 0.0, dict(extra or {})
+
+    def __len__(self) -> int:
+        return len(self.moments)
+
+    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
+        return take_first(self.make_batch(torch.tensor([index]), seed=key[0], epoch=key[1]))
+
+    def make_batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
+        """Return several samples at once, each equal to what `sample` returns."""
+        num, views = self.moments.shape[:2]
+        is_mirrored = draw_uniform(seed, epoch, indices.numpy(), count=1)[:, 0] < self.flip
+        # Rows of the file are (sample, view); view 1 is the mirror image.
+        positions = indices * views + torch.from_numpy(is_mirrored).long()
+        rows = gather_images(self.moments.view(num * views, *self.moments.shape[2:]), positions)
+        return {MOMENTS: rows} | {name: values[indices] for name, values in self.extra.items()}
+
+
+class WithColumn:
+    """Samples with one more tensor, such as the tokens of a caption, or moments from a file."""
+
+    def __init__(self, samples: Samples, name: str, values: Tensor) -> None:
+        self.samples, self.name, self.values = samples, name, values
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
+        return self.samples.sample(index, key=key) | {self.name: self.values[index].clone()}
+
+    def name_of(self, index: int) -> str:
+        return self.samples.name_of(index) if implements(self.samples, NamedSamples) else ""
+
+    def files(self) -> Iterable[Path]:
+        return self.samples.files() if implements(self.samples, FileSamples) else ()
+
+
+def describe_pack(cache: LatentCache, text: str, *, is_new: bool, **more: object) -> dict[str, object]:
+    """Return the summary that `halfstep pack` prints."""
+    return {
+        "file": str(cache.path),
+        "bytes": cache.path.stat().st_size,
+        "made": is_new,
+        "sha256": cache.checksum,
+        "text": text if is_new else f"{text}; they exist already and match the folder",
+        **more,
+    }
+
+
+def _make_header(shape: tuple[int, ...], meta: Mapping[str, str], checksum: str) -> bytes:
+    """Return a safetensors header: its length in 8 little-endian bytes, then JSON padded to a multiple of 8."""
+    entry = {"dtype": "F32", "shape": list(shape), "data_offsets": [0, math.prod(shape) * BYTES]}
+    text = json.dumps({"__metadata__": {**meta, CHECKSUM: checksum}, MOMENTS: entry}).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _make_unusable_error(path: Path, why: str) -> DataError:
+    return DataError(f"{path} is not a usable file of latents", why=why, fix="delete it: it is rebuilt")

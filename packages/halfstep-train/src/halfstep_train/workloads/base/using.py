@@ -1,0 +1,236 @@
+"""Evaluation and prediction with a trained model: the interfaces that families implement, and shared helpers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from PIL import Image
+from torch import nn
+
+from halfstep.errors import CheckpointError, DataError
+from halfstep_train.config.schema import RunConfig
+from halfstep_train.report.progress import Bar
+from halfstep_train.report.results import Answer, Cell, Failure
+from halfstep_train.workloads.base.other_data import use_folder
+from halfstep_train.workloads.base.workload import Batch, FrozenPart, Metrics, Workload, wrap_frozen_parts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedModel:
+    """A model with its weights, on its device, in the requested precision."""
+
+    model: nn.Module
+    device: torch.device
+    inference: Callable[[], AbstractContextManager[None]]
+    """Return a context with evaluation mode, no gradients and that precision."""
+    warn: Callable[[str], None]
+
+    def __call__(self, *inputs: Any) -> Any:
+        with self.inference():
+            return self.model(*inputs)
+
+
+# --- evaluation ---
+
+ShowProgress: TypeAlias = Callable[[str, int], AbstractContextManager[Bar]]
+LookAt: TypeAlias = Callable[[int], tuple[Batch, Any]]
+"""(index) -> a validation sample as the model gets it, in a batch of one, and the model's outputs."""
+
+
+class Evaluation(Protocol):
+    """Interface of `halfstep evaluate` for one workload."""
+
+    def __init__(self, workload: Workload) -> None: ...
+
+    @property
+    def ranking(self) -> str:
+        """Return the column of `score_classes` by which classes are sorted."""
+        ...
+
+    @property
+    def scored_at(self) -> str:
+        """Return the image size or the sampling steps that the scores refer to, if not obvious."""
+        ...
+
+    @property
+    def metrics(self) -> Metrics:
+        """Return the metrics of validation, which may record more details."""
+        ...
+
+    @staticmethod
+    def drop_training_settings(config: RunConfig) -> RunConfig:
+        """Return the settings without those that only training reads; validation samples stay the same."""
+        ...
+
+    @staticmethod
+    def change_data_folder(config: RunConfig, folder: Path) -> RunConfig:
+        """Return the settings for another data folder, which the run was not trained on."""
+        ...
+
+    @staticmethod
+    def use_all_samples(workload: Workload) -> Workload:
+        """Return the workload with all samples of that folder as validation samples."""
+        ...
+
+    def score_classes(self) -> tuple[dict[str, Cell], ...]:
+        """Return one row of scores per class."""
+        ...
+
+    def draw_pictures(self, folder: Path, look: LookAt) -> list[Path]:
+        """Write pictures of samples to a folder; return their paths."""
+        ...
+
+
+class OptionalScores(Protocol):
+    """An evaluation whose `EvaluateCommand` has options; it sets `num_scored` if it scores only some samples."""
+
+    def score_with_options(
+        self,
+        config: RunConfig,
+        trained: TrainedModel,
+        options: Mapping[str, Any],
+        phase: ShowProgress,
+        batch_size: int | None,
+    ) -> dict[str, float] | None:
+        """Return the scores that the options request, or None to run validation instead.
+
+        `with phase("Drawing", total) as bar` shows a progress bar; `batch_size` is None if the user gave none.
+        """
+        ...
+
+
+class PlainEvaluation:
+    """An evaluation that reports only the metrics of validation."""
+
+    ranking = ""
+    scored_at = ""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.metrics: Metrics = workload.metrics()
+
+    @staticmethod
+    def drop_training_settings(config: RunConfig) -> RunConfig:
+        return config
+
+    @staticmethod
+    def change_data_folder(config: RunConfig, folder: Path) -> RunConfig:
+        return use_folder(config, folder)
+
+    @staticmethod
+    def use_all_samples(workload: Workload) -> Workload:
+        return workload
+
+    def score_classes(self) -> tuple[dict[str, Cell], ...]:
+        return ()
+
+    def draw_pictures(self, folder: Path, look: LookAt) -> list[Path]:
+        return []
+
+
+# --- prediction ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Input:
+    """An input file, and its name relative to the folder it was found in."""
+
+    path: Path
+    name: Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictRequest:
+    """Options of a `halfstep predict` call, in addition to the input files."""
+
+    out: Path | None = None
+    """A new folder for output files; None if the predictor writes none (`PredictCommand.writes_files`) and --out was
+    not given."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Values of `PredictCommand.options` by name, defaults included."""
+
+
+class Predictor(Protocol):
+    """Interface of `halfstep predict` for one workload. Optional attributes `frozen` and `values` are as in Workload
+    and are moved to the device with the model."""
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the model as built; weights are loaded later."""
+        ...
+
+    @property
+    def endings(self) -> tuple[str, ...]:
+        """Return the extensions of the files to read from an input folder; empty if it takes no inputs."""
+        ...
+
+    def answer_all(
+        self, inputs: list[Input], trained: TrainedModel, request: PredictRequest, bar: Bar
+    ) -> Iterator[Answer | Failure]:
+        """Yield one answer per input, in order. The progress bar counts inputs. A predictor without inputs
+        (`PredictCommand.needs_input`) yields as many answers as the options request, and sets `bar.total` first."""
+        ...
+
+
+def get_frozen_parts(predictor: Predictor) -> dict[str, FrozenPart]:
+    return wrap_frozen_parts(getattr(predictor, "frozen", {}))
+
+
+def describe_failure(item: Input, error: DataError) -> Failure:
+    """Return the failure of a file: the error's reason without the file's name, and without its advice for training."""
+    # Messages about a file start with its path, which the answer already has.
+    about_the_file = error.what.removeprefix(f"{item.path} ")
+    is_specific = about_the_file != error.what or not error.why
+    return Failure(file=str(item.path), why=about_the_file if is_specific else error.why)
+
+
+def answer_each(inputs: Iterable[Input], answer: Callable[[Input], Answer]) -> Iterator[Answer | Failure]:
+    """Yield an answer or a failure for each input."""
+    for item in inputs:
+        try:
+            yield answer(item)
+        except DataError as error:
+            yield describe_failure(item, error)
+
+
+class FilePredictor:
+    """Base of predictors that read one file at a time: define `model`, `endings`, and `answer` or `answer_file`."""
+
+    endings: tuple[str, ...] = ()
+
+    def answer(self, path: Path, trained: TrainedModel) -> Mapping[str, Any]:
+        """Return results by name; raise DataError, ValueError or OSError if the file cannot be used."""
+        raise NotImplementedError(f"{type(self).__name__} has no answer(path, trained)")
+
+    def answer_file(self, item: Input, trained: TrainedModel, request: PredictRequest) -> Answer:
+        """Return the answer for one file. Override this instead of `answer` to write files or to read options; raise
+        DataError if the file cannot be used."""
+        try:
+            return Answer(file=str(item.path), found=self.answer(item.path, trained))
+        except (ValueError, OSError) as error:
+            raise DataError(f"{item.path} {error}") from error
+
+    def answer_all(
+        self, inputs: list[Input], trained: TrainedModel, request: PredictRequest, bar: Bar
+    ) -> Iterator[Answer | Failure]:
+        return answer_each(inputs, lambda item: self.answer_file(item, trained, request))
+
+
+def save_picture(picture: Image.Image, path: Path) -> Path:
+    """Save a picture and return its path; append a number to the name if the file exists."""
+    numbered = (path.with_stem(f"{path.stem}_{k}") for k in itertools.count(2))
+    free = next(one for one in itertools.chain([path], numbered) if not one.exists())
+    try:
+        free.parent.mkdir(parents=True, exist_ok=True)
+        picture.save(free)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {free}: {error}", fix="free disk space, or choose another folder: --out DIR"
+        ) from error
+    return free

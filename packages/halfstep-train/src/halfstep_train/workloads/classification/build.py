@@ -1,0 +1,277 @@
+"""The workload of image classification: a ResNet, a ViT or a custom model."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import ConfigError, ModelError, format_count, summarise_error
+from halfstep_train.config.section import fill_from_settings
+from halfstep_train.data.image_folder import check_same_classes
+from halfstep_train.data.loader import Batch, Samples
+from halfstep_train.data.seeds import make_generator
+from halfstep_train.models.vit import ViT, build_vit, compute_grid, resize_positions
+from halfstep_train.models.weights import load_weights_, match_names, read_weights
+from halfstep_train.workloads import get_model_name
+from halfstep_train.workloads.base.import_path import import_callable
+from halfstep_train.workloads.base.kind import Store
+from halfstep_train.workloads.base.workload import Prepare, Workload
+from halfstep_train.workloads.classification.augment import SCALE, SHIFT, ImageChanges, prepare_images
+from halfstep_train.workloads.classification.config import ClassifierConfig, ImageDataConfig, ResNetConfig, ViTConfig
+from halfstep_train.workloads.classification.data import get_evaluation_size, open_image_data
+from halfstep_train.workloads.classification.resnet import ResNet, build_resnet
+from halfstep_train.workloads.classification.scores import ClassificationMetrics, Mixing, classification_loss, mix
+
+FRAGILE = ("loss.cross_entropy: log of probabilities near 0, and weights of mixed labels",)
+
+
+def build(config: ClassifierConfig, store: Mapping[str, Any] | None = None) -> Workload:
+    """Build the workload for `config.data.dir`; the `store` of an earlier run fixes the classes that data must have."""
+    data = open_image_data(config.data, store, quiet=config.log.quiet)
+    is_new = store is None
+    if store is None:
+        store = {"classes": list(data.classes), "titles": dict(data.titles), "eval_share": data.eval_share}
+    check_same_classes(store["classes"], data.classes)
+    model = build_model(config, store)
+    if is_new:
+        check_last_batch(model, config, len(data.train))
+    if is_new and config.model.weights:
+        load_start_weights_(model, config.model.weights, replace_head=config.model.replace_head)
+
+    prepare = PrepareImages(config.data)
+    about = {"notes": data.notes, "val_names": data.val_names, "about": data.about}
+    by_batch = ("Mixup and CutMix",) if prepare.mixing.is_on else ()
+    return make_workload(config, model, data.train, data.val, store, prepare, by_batch=by_batch, **about)
+
+
+def make_workload(
+    config: ClassifierConfig,
+    model: nn.Module,
+    train: Samples,
+    val: Samples,
+    store: Store,
+    prepare: Prepare,
+    **about: Any,
+) -> Workload:
+    """Build the workload from its model and samples."""
+
+    def compute_loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
+        return classification_loss(outputs, batch, smoothing=config.model.label_smoothing), len(outputs)
+
+    return Workload(
+        name=config.workload,
+        model=model,
+        train_samples=train,
+        val_samples=val,
+        prepare=prepare,
+        forward=lambda model, batch: model(batch["image"]),
+        loss=compute_loss,
+        metrics=lambda: ClassificationMetrics(len(store["classes"])),
+        metric="top1",
+        fragile=FRAGILE,
+        store=store,
+        **about,
+    )
+
+
+def check_last_batch(model: nn.Module, config: ClassifierConfig, num_train: int) -> None:
+    """Refuse a batch size that leaves one sample in the last batch, if BatchNorm cannot normalise a single sample."""
+    size, side = config.train.batch_size, config.data.image_size
+    if (num_train % size or size) != 1 or not isinstance(model, Classifier):
+        return
+    try:  # on the meta device, so that nothing is computed
+        with torch.no_grad():
+            copy.deepcopy(model).to("meta").train()(torch.empty(1, 3, side, side, device="meta"))
+    except ValueError as error:
+        raise ConfigError(
+            f"train.batch_size={size} leaves a single sample in the last batch of {num_train} samples",
+            why=f"at data.image_size={side} BatchNorm gets only one value per channel from it, so the variance is 0",
+            fix="choose another train.batch_size, or a larger data.image_size",
+        ) from error
+
+
+class PrepareImages:
+    """Convert bytes to the model's input; in training with crop, flip, colour, erasing and mixing."""
+
+    def __init__(self, config: ImageDataConfig) -> None:
+        settings = config.augment
+        self.train_size, self.eval_size = config.image_size, get_evaluation_size(config)
+        self.changes = fill_from_settings(ImageChanges, settings)
+        self.mixing = fill_from_settings(Mixing, settings, chance=settings.mix_chance)
+
+    def __call__(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
+        others = {name: tensor for name, tensor in batch.items() if name != "box"}
+        if not training:
+            return others | {"image": prepare_images(batch, self.eval_size)}
+        prepared = others | {"image": prepare_images(batch, self.train_size, changes=self.changes, key=key)}
+        return mix(prepared, self.mixing, key=key) if self.mixing.is_on else prepared
+
+
+def build_model(config: ClassifierConfig, store: Mapping[str, Any]) -> nn.Module:
+    """Build the model without data, as prediction needs it."""
+    build = _build_known_model if config.model.path is None else _build_custom_model
+    return build(config, len(store["classes"]))
+
+
+def load_start_weights_(model: nn.Module, path: str, *, replace_head: bool) -> None:
+    weights, _ = read_weights(Path(path))
+    if isinstance(model, Classifier):
+        load_classifier_(model, weights, source=path, replace_head=replace_head)
+    else:
+        load_weights_(model, weights, source=path)
+
+
+def _build_known_model(config: ClassifierConfig, num_classes: int) -> Classifier:
+    """Build a ResNet or ViT."""
+    checkpointing = config.train.activation_checkpointing
+    if isinstance(config, ResNetConfig):
+        shape = config.model
+        return build_resnet(
+            get_model_name(config),
+            blocks=shape.blocks,
+            num_classes=num_classes,
+            width=shape.width,
+            stem=shape.stem,
+            checkpointing=checkpointing,
+        )
+    assert isinstance(config, ViTConfig)
+    size = config.model
+    model = build_vit(
+        get_model_name(config),
+        depth=size.depth,
+        heads=size.heads,
+        dim=size.dim,
+        patch=size.patch,
+        num_classes=num_classes,
+        image_size=config.data.image_size,
+        layer_scale=size.layer_scale,
+        registers=size.registers,
+        checkpointing=checkpointing,
+    )
+    eval_size = get_evaluation_size(config.data)
+    compute_grid(eval_size, eval_size, model.patch)  # raise now, not at the first validation
+    return model
+
+
+def _build_custom_model(config: ClassifierConfig, num_classes: int) -> nn.Module:
+    """Build the model that `model.path` names, and check its output."""
+    settings = config.model
+    assert settings.path is not None
+    if settings.replace_head:
+        raise ConfigError(
+            "model.replace_head supports only halfstep's models",
+            why=f"halfstep does not know which layer of {settings.path} is the head",
+            fix="replace the head in your function",
+        )
+    make = import_callable(settings.path, what="model.path", form="callable(**model.options) -> nn.Module")
+    options = {**({"num_classes": num_classes} if _accepts(make, "num_classes") else {}), **settings.options}
+    try:
+        model: nn.Module = make(**options)
+    except TypeError as error:
+        raise ModelError(
+            f"{settings.path} cannot be called with {options}",
+            why=str(error),
+            fix="set its keyword arguments in model.options",
+        ) from error
+    _check_logits(model, settings.path, num_classes, get_evaluation_size(config.data))
+    return model
+
+
+def _accepts(make: Any, name: str) -> bool:
+    """True if a callable accepts a keyword argument of this name."""
+    parameters = inspect.signature(make).parameters.values()
+    return any(parameter.name == name or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def _check_logits(model: object, path: str, num_classes: int, size: int) -> None:
+    """Check the output of a custom model for one image before training."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{path} gives a {type(model).__name__}, not a model", fix="return an nn.Module")
+    was_training = model.training
+    try:
+        with torch.no_grad():
+            logits = model.eval()(torch.zeros(1, 3, size, size))
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ModelError(f"{path} cannot take an image of 3×{size}×{size}", why=summarise_error(error)) from error
+    finally:
+        model.train(was_training)
+    shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    if shape != (1, num_classes):
+        raise ModelError(
+            f"{path} gives {shape} for one image, the data has {num_classes} classes",
+            why="it must return logits of shape (1, classes)",
+            fix=f"model.options={{num_classes: {num_classes}}}, or your function's name for it",
+        )
+
+
+IMAGENET_CLASSES = 1000
+
+
+def make_random_store(config: ClassifierConfig) -> dict[str, Any]:
+    return {"classes": [str(k) for k in range(IMAGENET_CLASSES)]}
+
+
+def make_random_batch(config: ClassifierConfig, store: Store) -> Batch:
+    """Return random bytes as the loader returns them, and random labels."""
+    generator, size, side = make_generator(config.train.seed), config.train.batch_size, config.data.image_size
+    image = torch.randint(256, (size, side, side, 3), dtype=torch.uint8, generator=generator)
+    label = torch.randint(len(store["classes"]), (size,), generator=generator)
+    return {"image": image, "label": label, "index": torch.arange(size)}
+
+
+def build_on_samples(config: ClassifierConfig, store: Store, samples: Samples) -> Workload:
+    """Build the workload on given samples, without augmentation, which would cost every framework the same."""
+
+    def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
+        return batch | {"image": prepare_images(batch, batch["image"].shape[1], key=key)}
+
+    return make_workload(config, build_model(config, store), samples, samples, store, prepare)
+
+
+def make_peer_prepare(device: torch.device) -> Callable[[Batch], Batch]:
+    """Return the preparation that a user of another framework would write; its results equal `prepare_images`.
+
+    The result is contiguous: images are stored channels last, and a peer must not get this layout by accident.
+    """
+    scale, shift = (torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (SCALE, SHIFT))
+
+    def prepare(batch: Batch) -> Batch:
+        image = batch["image"].permute(0, 3, 1, 2).float()
+        return batch | {"image": torch.addcmul(shift, image, scale).contiguous()}
+
+    return prepare
+
+
+Classifier = ResNet | ViT
+
+
+def load_classifier_(model: Classifier, weights: dict[str, Tensor], *, source: str, replace_head: bool) -> None:
+    """Load weights, with `replace_head` all but those of the head; raise ModelError if they do not match."""
+    weights = match_names(model.state_dict(), weights)
+    if isinstance(model, ViT) and "encoder.pos_embedding" in weights:
+        weights["encoder.pos_embedding"] = _fit_positions(model, weights["encoder.pos_embedding"])
+    head = {name: value for name, value in model.state_dict().items() if name.startswith(f"{model.head_name}.")}
+    if replace_head:
+        weights |= head
+    own, theirs = head[f"{model.head_name}.weight"], weights.get(f"{model.head_name}.weight")
+    if theirs is not None and len(theirs) != len(own):
+        raise ModelError(
+            f"the weights of {source} are for {format_count(len(theirs), 'class', 'classes')}, the data has {len(own)}",
+            fix="model.replace_head=true starts with a new head",
+        )
+    load_weights_(model, weights, source=source)
+
+
+def _fit_positions(model: ViT, positions: Tensor) -> Tensor:
+    """Resample position embeddings to the grid of the model; loading later refuses those of a grid that is not
+    square."""
+    num_patches = positions.shape[1] - 1
+    is_square = positions.ndim == 3 and math.isqrt(max(num_patches, 0)) ** 2 == num_patches > 0
+    return resize_positions(positions, model.grid, model.grid) if is_square else positions

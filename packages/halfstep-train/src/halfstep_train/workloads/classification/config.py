@@ -1,0 +1,328 @@
+"""Settings and presets of the image classifiers, ResNet and ViT.
+
+Every workload has the same five presets by purpose. The others are published recipes with the numbers of their sources;
+comments say what a source does in addition. Learning rates of recipes are per 256 (or 512) samples of a step, as in
+their sources (`optimizer.lr_per`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field
+
+from halfstep_train.config.schema import DataConfig, ModelConfig, RunConfig
+from halfstep_train.config.section import CachePath, Fraction, OffCount, OffNumber, Positive, PositiveCount, Section
+
+Preset = dict[str, Any]
+
+PURPOSES: dict[str, Preset] = {
+    # Half of the default batch size, accumulated to the default of 64.
+    "lowmem": {
+        "precision.default": "bf16",
+        "train.batch_size": 32,
+        "train.accumulate": 2,
+        "train.activation_checkpointing": True,
+    },
+    "stable": {"precision.default": "fp32", "train.fast": "off", "guard.on_fault": "rollback"},
+    "debug": {
+        "precision.default": "fp32",
+        "train.batch_size": 8,
+        "train.epochs": 1,
+        "train.max_steps": 20,
+        "train.fast": "off",
+        "data.num_workers": 0,
+        "schedule.warmup_epochs": 0.0,
+    },
+}
+
+# Guide 1's project (mohantee/Imagenet, src/main.py and src/train.py): lr 0.1 scaled by batch / 256, decay on every
+# parameter, clipping to 1, CutMix or mixup on every batch. Its RandAugment is not implemented.
+GUIDE: Preset = {
+    "train.epochs": 120,
+    "train.batch_size": 256,
+    "train.clip_norm": 1.0,
+    "optimizer.name": "sgd",
+    "optimizer.lr": 0.1,
+    "optimizer.lr_per": 256,
+    "optimizer.momentum": 0.9,
+    "optimizer.nesterov": True,
+    "optimizer.weight_decay": 1e-4,
+    "optimizer.decay_norms_and_biases": True,
+    "schedule.name": "cosine",
+    "schedule.warmup_epochs": 5.0,
+    "model.label_smoothing": 0.1,
+    "data.augment.mixup": 0.2,
+    "data.augment.cutmix": 1.0,
+    "data.augment.cutmix_share": 0.5,
+    "data.augment.erase": 0.25,
+}
+
+# NVIDIA DeepLearningExamples, PyTorch/Classification/ConvNets/resnet50v1.5, README and configs.yml: 76.9 to 77.1 %
+# top-1 on ImageNet, the same in TF32 and in fp16 with this loss scale. Weight decay is 1/32768.
+NVIDIA_90_EPOCHS: Preset = {
+    "train.epochs": 90,
+    "train.batch_size": 256,
+    "train.clip_norm": 0.0,
+    "optimizer.name": "sgd",
+    "optimizer.lr": 0.256,
+    "optimizer.lr_per": 256,
+    "optimizer.momentum": 0.875,
+    "optimizer.nesterov": False,
+    "optimizer.weight_decay": 1 / 32768,
+    "schedule.name": "cosine",
+    "schedule.warmup_epochs": 8.0,
+    "model.label_smoothing": 0.1,
+    "scaler.init_scale": 128.0,
+    "scaler.growth_interval": 100,
+}
+
+# A training crop shows an object larger than a centre crop does, so training at fewer pixels fits evaluation better
+# (FixRes, Touvron et al. 2019); sizes of torchvision.
+TRAIN_176_EVALUATE_224: Preset = {"data.image_size": 176, "data.eval_size": 224, "data.eval_crop_ratio": 224 / 232}
+
+# torchvision's second ResNet-50 (pytorch/vision issue 3995; 80.86 % top-1 after 600 epochs): lr 0.5 for 1024 samples,
+# trained at 176 pixels and evaluated at 224 of 232. It updates its EMA every 32 steps with a weight of
+# (1 - 0.99998) · 1024 · 32 / 600, which equals the decay below in every step. Its repeated augmentation (4 views of an
+# image per batch) is not implemented.
+TORCHVISION_V2: Preset = {
+    "precision.default": "bf16",
+    "train.epochs": 600,
+    "train.batch_size": 256,
+    "train.clip_norm": 0.0,
+    "optimizer.name": "sgd",
+    "optimizer.lr": 0.5,
+    "optimizer.lr_per": 1024,
+    "optimizer.momentum": 0.9,
+    "optimizer.nesterov": False,
+    "optimizer.weight_decay": 2e-5,
+    "schedule.name": "cosine",
+    "schedule.warmup_epochs": 5.0,
+    "model.label_smoothing": 0.1,
+    **TRAIN_176_EVALUATE_224,
+    "data.augment.trivial": True,
+    "data.augment.mixup": 0.2,
+    "data.augment.cutmix": 1.0,
+    "data.augment.erase": 0.1,
+    "ema.enabled": True,
+    "ema.decay": 0.999966,
+}
+
+# For a few thousand images: small crops that keep most of the object (as in fastai's Imagenette script: 128 pixels, at
+# least 0.35 of the area), twenty epochs, and more weight decay. Not a published recipe.
+QUICK: Preset = {
+    "train.epochs": 20,
+    "train.batch_size": 64,
+    "schedule.warmup_epochs": 2.0,
+    "data.image_size": 128,
+    "data.augment.crop_area": (0.35, 1.0),
+}
+
+RESNET_PRESETS: dict[str, Preset] = {
+    # NVIDIA's optimizer in half the time: fewer epochs with fewer pixels, evaluated at a larger size (FixRes).
+    "fast": {**NVIDIA_90_EPOCHS, **TRAIN_176_EVALUATE_224, "precision.default": "bf16", "train.epochs": 50},
+    "quality": TORCHVISION_V2,
+    **PURPOSES,
+    "guide": GUIDE,
+    "nvidia90": NVIDIA_90_EPOCHS,
+    "quick": {**QUICK, "optimizer.weight_decay": 5e-4},
+}
+
+# DeiT (Touvron et al. 2020, table 9; facebookresearch/deit main.py): 300 epochs, mixup 0.8 or CutMix 1.0 on every
+# batch, erasing 0.25, EMA 0.99996, no clipping. Its stochastic depth, RandAugment and repeated augmentation are not
+# implemented, so a ViT-B from scratch stays below its 81.8 %.
+DEIT: Preset = {
+    "precision.default": "bf16",
+    "train.epochs": 300,
+    "train.batch_size": 256,
+    "train.clip_norm": 0.0,
+    "optimizer.name": "adamw",
+    "optimizer.lr": 5e-4,
+    "optimizer.lr_per": 512,
+    "optimizer.weight_decay": 0.05,
+    "schedule.name": "cosine",
+    "schedule.warmup_epochs": 5.0,
+    "schedule.min_factor": 0.02,  # from 5e-4 to 1e-5
+    "model.label_smoothing": 0.1,
+    "data.augment.mixup": 0.8,
+    "data.augment.cutmix": 1.0,
+    "data.augment.erase": 0.25,
+    "ema.enabled": True,
+    "ema.decay": 0.99996,
+}
+
+VIT_PRESETS: dict[str, Preset] = {
+    "fast": {"precision.default": "bf16", "train.batch_size": 256},
+    "quality": DEIT,
+    **PURPOSES,
+    "deit": DEIT,
+    "quick": QUICK,
+}
+
+# 1000 images of 64 pixels. Measured once: the ResNet-18 takes 65 s on one CPU core (Neoverse-N1) and reaches 95 %.
+DEMO: Preset = {
+    "data.image_size": 48,
+    "data.num_workers": 0,
+    "data.eval_crop_ratio": 1.0,
+    "data.augment.crop_area": (0.7, 1.0),
+    "train.batch_size": 32,
+    "train.epochs": 10,
+    "schedule.warmup_epochs": 1.0,
+}
+RESNET_DEMO: Preset = {**DEMO, "model.width": 16, "model.blocks": (1, 1, 1, 1), "optimizer.weight_decay": 5e-4}
+SMALL_VIT: Preset = {"model.depth": 4, "model.heads": 3, "model.dim": 96, "model.patch": 8}
+VIT_DEMO: Preset = {**DEMO, **SMALL_VIT, "optimizer.lr": 1e-3, "optimizer.lr_per": 0}
+
+
+def check_order(bounds: tuple[float, float]) -> tuple[float, float]:
+    """Raise ValueError if a range does not start with the smaller number."""
+    if bounds[0] > bounds[1]:
+        raise ValueError(f"the range {bounds[0]:g}, {bounds[1]:g} must start with the smaller number")
+    return bounds
+
+
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
+Shares = Annotated[tuple[PositiveShare, PositiveShare], AfterValidator(check_order)]
+Ratios = Annotated[tuple[Positive, Positive], AfterValidator(check_order)]
+
+
+class ImageAugmentConfig(Section):
+    """Strength of the training augmentation; 0 disables a change."""
+
+    crop_area: Shares = Field(
+        default=(0.08, 1.0), description="Range of a random crop's area, as a fraction of the image"
+    )
+    crop_ratio: Ratios = Field(
+        default=(3 / 4, 4 / 3), description="Range of a random crop's aspect ratio (width / height)"
+    )
+    flip: Fraction = Field(default=0.5, description="Probability of a horizontal flip")
+    brightness: Fraction = Field(default=0.0, description="Largest relative change of brightness")
+    contrast: Fraction = Field(default=0.0, description="Largest relative change of contrast")
+    saturation: Fraction = Field(default=0.0, description="Largest relative change of saturation")
+    trivial: bool = Field(
+        default=False, description="Apply one more random operation out of 14 to each image (TrivialAugmentWide)"
+    )
+    erase: Fraction = Field(default=0.0, description="Probability of random erasing (a rectangle is blanked)")
+    mixup: OffNumber = Field(default=0.0, description="Alpha of mixup: two images blended; 0: off")
+    cutmix: OffNumber = Field(default=0.0, description="Alpha of CutMix: a box pasted from another image; 0: off")
+    cutmix_share: Fraction = Field(default=0.5, description="Fraction of mixed batches that use CutMix if both are on")
+    mix_chance: Fraction = Field(default=1.0, description="Probability that a batch is mixed (mixup or CutMix)")
+
+
+class ImageDataConfig(DataConfig):
+    """A folder of class folders."""
+
+    train_folder: str = Field(default="", description="Training folder below data.dir; empty: train or training")
+    val_folder: str = Field(
+        default="", description="Validation folder below data.dir; empty: val, valid, validation or test"
+    )
+    label_column: str = Field(
+        default="", description="Column of metadata.jsonl or .csv with the classes; empty: label or another common name"
+    )
+    split_seed: int = Field(default=0, ge=0, description="Seed of the split if there is no val folder")
+    eval_size: OffCount = Field(
+        default=0,
+        description="Side of the images in validation; 0: image_size. A larger one often helps (FixRes, Touvron 2019)",
+    )
+    eval_crop_ratio: PositiveShare | None = Field(
+        default=None,
+        description="Center crop in validation, as a fraction of the shorter side; default: 0.875, for CIFAR 1",
+    )
+    cache: bool = Field(
+        default=False, description="Decode every image once into one packed file and read that from then on"
+    )
+    cache_file: CachePath = Field(
+        default=None, description="Path of the packed file, if data.dir is not writable; default: in data.dir"
+    )
+    cache_size: PositiveCount = Field(default=256, description="Side of the images in the packed file, in pixels")
+    cache_limit_gb: Positive = Field(default=64.0, description="Maximum size of the packed file in GB")
+    augment: ImageAugmentConfig = ImageAugmentConfig()
+
+    @property
+    def is_packed(self) -> bool:
+        """True if images are read from a packed file: `cache` is set, or a file is named."""
+        return self.cache or self.cache_file is not None
+
+
+class ClassifierModelConfig(ModelConfig):
+    """Settings of all classifiers."""
+
+    replace_head: bool = Field(
+        default=False, description="Replace the last layer of model.weights by a new one, for data with other classes"
+    )
+    label_smoothing: float = Field(default=0.1, ge=0, lt=1, description="Label smoothing of the training loss")
+
+
+class ResNetModelConfig(ClassifierModelConfig):
+    """ResNet v1.5 at any width and depth."""
+
+    width: PositiveCount = Field(default=64, description="Channels of the first stage; each stage doubles them")
+    blocks: tuple[PositiveCount, ...] = Field(
+        default=(), description="Blocks of each stage; empty: from the workload's name"
+    )
+    stem: Literal["imagenet", "small"] = Field(
+        default="imagenet",
+        description="First layers: imagenet downsamples by 4, small (for 32 to 64 pixels) keeps the resolution",
+    )
+
+
+class ViTModelConfig(ClassifierModelConfig):
+    """Vision transformer of any size; official weights need the defaults."""
+
+    depth: OffCount = Field(default=0, description="Number of blocks; 0: from the workload's name")
+    heads: OffCount = Field(default=0, description="Attention heads, must divide dim; 0: from the workload's name")
+    dim: OffCount = Field(default=0, description="Channels of a token; 0: from the workload's name")
+    patch: OffCount = Field(default=0, description="Side of a patch in pixels; 0: 16, from the workload's name")
+    layer_scale: OffNumber = Field(
+        default=0.0, description="Initial value of a learned scale on each branch (LayerScale); 0: none"
+    )
+    registers: OffCount = Field(
+        default=0, description="Register tokens: extra tokens that hold global information instead of the patches"
+    )
+
+
+class ClassifierConfig(RunConfig):
+    """One run of an image classifier: five epochs of warmup, then a cosine, as in guide 1 and DeiT.
+
+    A cosine schedule gives its best model at the end, so early stopping is off by default.
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {
+        "schedule.warmup_epochs": 5.0,
+        "train.batch_size": 64,
+        "train.early_stopping_patience": 0,
+    }
+
+    data: ImageDataConfig = ImageDataConfig()
+    model: ClassifierModelConfig = ClassifierModelConfig()
+
+
+class ResNetConfig(ClassifierConfig):
+    """One ResNet run: SGD with Nesterov momentum, as in guide 1."""
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = RESNET_PRESETS
+    demo: ClassVar[dict[str, Any]] = RESNET_DEMO
+    defaults: ClassVar[dict[str, Any]] = {
+        "optimizer.name": "sgd",
+        "optimizer.lr": 0.1,
+        "optimizer.weight_decay": 1e-4,
+        "optimizer.nesterov": True,
+    }
+
+    model: ResNetModelConfig = ResNetModelConfig()
+
+
+class ViTConfig(ClassifierConfig):
+    """One ViT run: AdamW as in DeiT (Touvron et al. 2020)."""
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = VIT_PRESETS
+    demo: ClassVar[dict[str, Any]] = VIT_DEMO
+    defaults: ClassVar[dict[str, Any]] = {"optimizer.lr": 5e-4, "optimizer.lr_per": 512, "optimizer.weight_decay": 0.05}
+
+    model: ViTModelConfig = ViTModelConfig()
+
+
+CLASSIFIER_SCHEMAS: dict[str, type[RunConfig]] = {
+    **dict.fromkeys(("resnet18", "resnet34", "resnet50", "resnet101", "resnet152"), ResNetConfig),
+    **dict.fromkeys(("vit_s_16", "vit_b_16", "vit_l_16"), ViTConfig),
+}

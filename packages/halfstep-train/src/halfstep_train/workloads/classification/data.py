@@ -1,0 +1,185 @@
+"""Data of a classifier: open a data folder in any supported layout as training and validation samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from halfstep_train.data.binary_sets import find_cifar_folder, find_idx_folder, find_idx_titles, read_cifar, read_idx
+from halfstep_train.data.files import BadFiles, list_some, require_folder
+from halfstep_train.data.image_folder import FolderLayout, ImageFolder, check_images, find_images
+from halfstep_train.data.image_samples import (
+    CropRange,
+    EvaluationFiles,
+    EvaluationImages,
+    StoredImages,
+    TrainingFiles,
+    TrainingImages,
+)
+from halfstep_train.data.loader import Samples
+from halfstep_train.data.packed import PackingBar, PackSettings, choose_pack_path, open_or_pack
+from halfstep_train.workloads.classification.config import ImageDataConfig
+
+PICTURE_SHARE, WHOLE = 0.875, 1.0
+"""Share of the shorter side that validation shows: 224 of 256 pixels for image files, as in torchvision and guide 1;
+everything for CIFAR, whose objects fill the 32 pixels."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageData:
+    """Samples of both splits, and the meaning of their labels."""
+
+    classes: tuple[str, ...]
+    train: Samples
+    val: Samples
+    eval_share: float
+    """Share of the shorter side that validation shows."""
+    val_names: tuple[str, ...]
+    """Validation files below the data folder, by sample; empty if the images are not files."""
+    titles: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    about: tuple[tuple[str, str], ...] = ()
+    """Where samples and split come from, for the run's header."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredKind:
+    """A data set distributed as arrays, with a test split."""
+
+    name: str
+    folder: Callable[[Path], Path | None]
+    """Find its files in a data folder; None if it is not such a data set."""
+    read: Callable[[Path], tuple[tuple[str, ...], StoredImages, StoredImages]]
+    titles: Callable[[Path], Mapping[str, str]] = lambda path: {}
+
+
+STORED = (
+    StoredKind(name="CIFAR-10's binary batches", folder=find_cifar_folder, read=read_cifar),
+    StoredKind(name="MNIST's idx files", folder=find_idx_folder, read=read_idx, titles=find_idx_titles),
+)
+
+
+def has_stored_images(root: Path) -> bool:
+    """True if a folder holds a data set that is distributed as arrays, such as CIFAR-10."""
+    return any(kind.folder(root) is not None for kind in STORED)
+
+
+def open_image_data(
+    config: ImageDataConfig, store: Mapping[str, Any] | None = None, *, quiet: bool = True
+) -> ImageData:
+    """Open the data at `data.dir`: arrays such as CIFAR's, a packed cache if requested, or image files.
+
+    The `store` of an earlier run fixes how validation crops images. Unless `quiet`, packing shows its progress.
+    """
+    root = require_folder(config.dir)
+    for kind in STORED:
+        if (path := kind.folder(root)) is not None:
+            return _open_stored(kind, path, config, get_evaluation_share(config, store, usual=WHOLE))
+    layout = FolderLayout(
+        train=config.train_folder,
+        val=config.val_folder,
+        val_fraction=config.val_fraction,
+        seed=config.split_seed,
+        label_column=config.label_column,
+    )
+    # `other_data` names the same folder for both splits to evaluate everything; classes must then be the run's.
+    known = store["classes"] if store is not None and config.train_folder == config.val_folder != "" else ()
+    folder = find_images(root, layout, known=known)
+    share = get_evaluation_share(config, store)
+    return _open_packed(folder, config, share, quiet=quiet) if config.is_packed else _open_files(folder, config, share)
+
+
+def get_evaluation_size(config: ImageDataConfig) -> int:
+    """Return the side of the images in validation, in pixels."""
+    return config.eval_size or config.image_size
+
+
+def get_evaluation_share(
+    config: ImageDataConfig, store: Mapping[str, Any] | None, *, usual: float = PICTURE_SHARE
+) -> float:
+    """Return the share of the shorter side that evaluation shows: as set, as in the stored run, or the usual one."""
+    return config.eval_crop_ratio or float((store or {}).get("eval_share", usual))
+
+
+def _open_stored(kind: StoredKind, path: Path, config: ImageDataConfig, share: float) -> ImageData:
+    """Open a data set of arrays, such as CIFAR-10."""
+    classes, train, val = kind.read(path)
+    return ImageData(
+        classes=classes,
+        train=_make_training_images(train, config),
+        val=_make_evaluation_images(val, config, share),
+        eval_share=share,
+        val_names=(),
+        titles=kind.titles(path),
+        about=(("layout", f"{kind.name} in {path}; validation: its test split"),),
+    )
+
+
+def _open_packed(folder: ImageFolder, config: ImageDataConfig, share: float, *, quiet: bool) -> ImageData:
+    """Open the packed cache of an image folder; write it first if necessary."""
+    settings = PackSettings(
+        size=config.cache_size,
+        limit_gb=config.cache_limit_gb,
+        on_bad_file=config.on_bad_file,
+        workers=config.num_workers,
+    )
+    path = Path(config.cache_file) if config.cache_file else choose_pack_path(folder.root, config.cache_size)
+    with nullcontext() if quiet else PackingBar(path) as progress:
+        pack = open_or_pack(folder, path, settings, progress=progress)
+    return ImageData(
+        classes=pack.index.classes,
+        train=_make_training_images(pack.train, config),
+        val=_make_evaluation_images(pack.val, config, share),
+        eval_share=share,
+        val_names=pack.index.names[pack.index.num_train :],
+        titles=pack.index.titles,
+        about=_describe_layout(folder),
+        notes=(*(f"left out: {why}" for why in pack.index.left_out), *_note_unvalidated(folder)),
+    )
+
+
+def _open_files(folder: ImageFolder, config: ImageDataConfig, share: float) -> ImageData:
+    """Open the image files of a folder."""
+    bad_files = BadFiles(config.on_bad_file)
+    folder = check_images(folder, bad_files=bad_files)
+    return ImageData(
+        classes=folder.classes,
+        train=TrainingFiles(folder.train, size=config.image_size, crops=_make_crop_range(config)),
+        val=EvaluationFiles(folder.val, size=get_evaluation_size(config), share=share),
+        eval_share=share,
+        val_names=tuple(path.relative_to(folder.root).as_posix() for path in folder.val.paths),
+        titles=folder.titles,
+        about=_describe_layout(folder),
+        notes=(*bad_files.notes, *_note_unvalidated(folder)),
+    )
+
+
+def _describe_layout(folder: ImageFolder) -> tuple[tuple[str, str], ...]:
+    labels = "labels of a metadata table" if folder.has_table else "class folders"
+    return (("layout", f"{labels}; validation: {folder.val_source}"),)
+
+
+def _note_unvalidated(folder: ImageFolder) -> list[str]:
+    """Return a note about classes without validation images."""
+    seen = set(folder.val.labels)
+    missing = [name for number, name in enumerate(folder.classes) if number not in seen]
+    return (
+        [f"no validation image of {list_some(missing, 10)}: these classes are not evaluated"]
+        if missing and seen
+        else []
+    )
+
+
+def _make_training_images(images: StoredImages, config: ImageDataConfig) -> TrainingImages:
+    return TrainingImages(images, crops=_make_crop_range(config))
+
+
+def _make_evaluation_images(images: StoredImages, config: ImageDataConfig, share: float) -> EvaluationImages:
+    return EvaluationImages(images, size=get_evaluation_size(config), share=share)
+
+
+def _make_crop_range(config: ImageDataConfig) -> CropRange:
+    return CropRange(area=config.augment.crop_area, ratio=config.augment.crop_ratio)

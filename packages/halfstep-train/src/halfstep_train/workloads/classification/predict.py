@@ -1,0 +1,72 @@
+"""`halfstep predict` for classifiers: the most probable classes of each image, which is cropped as in validation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import DataError
+from halfstep_train.data.files import IMAGE_ENDINGS
+from halfstep_train.data.image_samples import crop_centre
+from halfstep_train.data.images import open_image_file
+from halfstep_train.report.progress import Bar
+from halfstep_train.report.results import Answer, Failure
+from halfstep_train.workloads.base.kind import Store
+from halfstep_train.workloads.base.using import Input, PredictRequest, TrainedModel, describe_failure
+from halfstep_train.workloads.classification.build import PrepareImages, build_model
+from halfstep_train.workloads.classification.config import ClassifierConfig
+from halfstep_train.workloads.classification.data import get_evaluation_share, get_evaluation_size
+from halfstep_train.workloads.classification.evaluate import get_class_names
+from halfstep_train.workloads.classification.scores import compute_probabilities
+
+
+class ClassPredictor:
+    """Predictor of classes."""
+
+    endings = IMAGE_ENDINGS
+
+    def __init__(self, config: ClassifierConfig, store: Store) -> None:
+        self.config, self.classes, self.names = config, store["classes"], get_class_names(store)
+        self.model = build_model(config, store)
+        self.prepare, self.eval_share = PrepareImages(config.data), get_evaluation_share(config.data, store)
+
+    def answer_all(
+        self, inputs: list[Input], trained: TrainedModel, request: PredictRequest, bar: Bar
+    ) -> Iterator[Answer | Failure]:
+        """Yield answers in the order of the files, computed in batches of the training size."""
+        top_k, size = request.options["top_k"], self.config.train.batch_size
+        with ThreadPoolExecutor(os.cpu_count()) as threads:  # Pillow releases the GIL while decoding
+            for start in range(0, len(inputs), size):
+                chunk = inputs[start : start + size]
+                read = list(threads.map(self._read, chunk))
+                pictures = [pixels for pixels in read if isinstance(pixels, Tensor)]
+                found = iter(self._compute_probabilities(pictures, trained) if pictures else ())
+                for item, outcome in zip(chunk, read, strict=True):
+                    yield outcome if isinstance(outcome, Failure) else self._make_answer(item, next(found), top_k)
+
+    def _read(self, item: Input) -> Tensor | Failure:
+        data = self.config.data
+        try:
+            with open_image_file(item.path) as picture:
+                return torch.from_numpy(crop_centre(picture, get_evaluation_size(data), self.eval_share))
+        except DataError as error:
+            return describe_failure(item, error)
+
+    def _compute_probabilities(self, pictures: list[Tensor], trained: TrainedModel) -> list[list[float]]:
+        batch = self.prepare({"image": torch.stack(pictures).to(trained.device)}, key=(), training=False)
+        return compute_probabilities(trained(batch["image"])).tolist()
+
+    def _make_answer(self, item: Input, probabilities: list[float], top_k: int) -> Answer:
+        best = sorted(range(len(probabilities)), key=lambda k: (-probabilities[k], k))[:top_k]
+        cells: dict[str, str | float] = {}
+        for rank, k in enumerate(best, start=1):
+            cells |= {f"class {rank}": self.names[k], f"probability {rank}": probabilities[k]}
+        top = [{"class": self.classes[k], "title": self.names[k], "probability": probabilities[k]} for k in best]
+        first, *others = [f"{self.names[k]} {probabilities[k]:.1%}" for k in best]
+        return Answer(
+            file=str(item.path), found={"top": top}, cells=cells, brief={"answer": first, "then": ", ".join(others)}
+        )

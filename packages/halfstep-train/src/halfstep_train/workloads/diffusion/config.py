@@ -1,0 +1,302 @@
+"""Settings of the VAE and of diffusion models, with the defaults of diffusers' training examples."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from halfstep_train.config.schema import (
+    BuiltModelConfig,
+    DataConfig,
+    LatentCaching,
+    RunConfig,
+)
+from halfstep_train.config.section import (
+    CachePath,
+    FilePath,
+    Fraction,
+    OffCount,
+    OffNumber,
+    Positive,
+    PositiveCount,
+    Section,
+    read_off_as_zero,
+)
+
+Conditioning = Literal["none", "class", "text"]
+
+
+class ImageFolderConfig(DataConfig):
+    """A folder of images."""
+
+    image_size: PositiveCount = Field(default=64, description="Side of the square images the model sees, in pixels")
+    train_folder: str = Field(default="", description="Training folder below data.dir; empty: train or training")
+    val_folder: str = Field(
+        default="", description="Validation folder below data.dir; empty: val, valid, validation or test"
+    )
+    split_seed: int = Field(default=0, ge=0, description="Seed of the split if there is no val folder")
+    flip: Fraction = Field(default=0.5, description="Probability of a horizontal flip in training")
+
+
+class DiffusionDataConfig(ImageFolderConfig):
+    """A folder of images, with classes or captions if the model is conditioned on them."""
+
+    label_column: str = Field(
+        default="", description="Column of metadata.jsonl or .csv with the classes; empty: label or another common name"
+    )
+    class_file: FilePath = Field(
+        default=None,
+        description="Text file with one class per line, in the order of their indices; default: sorted folder names",
+    )
+    text_column: str = Field(default="text", description="Column of metadata.jsonl or .csv with the captions")
+    cache: LatentCaching = Field(
+        default="off",
+        description="latents: encode every image once with the VAE and train on the cached latents, flips included",
+    )
+    cache_file: CachePath = Field(default=None, description="File of the cached latents; default: in data.dir")
+
+
+class UNetSize(BuiltModelConfig):
+    """Settings that U-Net and VAE share: the blocks of diffusers' networks."""
+
+    channels: tuple[PositiveCount, ...] = Field(
+        default=(128, 128, 256, 256, 512, 512),
+        min_length=1,
+        description="Channels of each level; each halves the image",
+    )
+    layers: PositiveCount = Field(default=2, description="ResNet blocks of each level")
+    weights: FilePath = Field(
+        default=None, description="diffusers folder to start from: of the network or of a pipeline"
+    )
+
+
+class VaeModelConfig(UNetSize):
+    """AutoencoderKL, its losses and its discriminator."""
+
+    channels: tuple[PositiveCount, ...] = Field(
+        default=(128, 256, 512, 512),
+        min_length=1,
+        description="Channels of each level; all but the last halve the image (four levels: latents of 1/8 the side)",
+    )
+    latent_channels: PositiveCount = Field(default=4, description="Channels of the latents")
+    loss: Literal["l1", "l2"] = Field(default="l1", description="Distance between image and reconstruction")
+    kl_weight: OffNumber = Field(default=1e-6, description="Weight of the KL divergence, summed over a latent")
+    perceptual_weight: OffNumber = Field(default=0.0, description="Weight of the perceptual loss; needs vgg_weights")
+    vgg_weights: FilePath = Field(
+        default=None, description="File with torchvision's VGG16 weights, for the perceptual loss"
+    )
+    gan_weight: OffNumber = Field(
+        default=0.0,
+        description="Weight of the PatchGAN loss, multiplied by the ratio of gradient norms; 0: no discriminator",
+    )
+    gan_from_step: OffCount = Field(
+        default=50_001, description="First step at which the discriminator is trained and its loss counts"
+    )
+    gan_lr: Positive | None = Field(default=None, description="The discriminator's learning rate; default: the VAE's")
+    gan_channels: PositiveCount = Field(default=64, description="Channels of the discriminator's first layer")
+    gan_layers: PositiveCount = Field(default=3, description="Number of times the discriminator halves the image")
+
+    @model_validator(mode="after")
+    def check_perceptual(self) -> Self:
+        if self.perceptual_weight and not self.vgg_weights:
+            raise ValueError(
+                "model.perceptual_weight needs model.vgg_weights=FILE: torchvision's vgg16, which is never downloaded"
+            )
+        return self
+
+
+class NoiseConfig(Section):
+    """Settings of the forward process."""
+
+    schedule: Literal["linear", "scaled_linear", "cosine"] = Field(
+        default="linear", description="Shape of the beta schedule"
+    )
+    steps: int = Field(default=1000, ge=4, description="Timesteps")
+    beta_start: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=1e-4,
+        description="Beta (noise variance) at the first timestep (Stable Diffusion: 0.00085, scaled_linear)",
+    )
+    beta_end: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0.02, description="Beta at the last timestep (Stable Diffusion: 0.012)"
+    )
+    zero_terminal_snr: bool = Field(
+        default=False, description="Rescale the schedule so that the last timestep is pure noise"
+    )
+    offset: OffNumber = Field(
+        default=0.0, description="Offset noise: strength of extra noise that is constant over each channel"
+    )
+    input_perturbation: OffNumber = Field(
+        default=0.0,
+        description="Input perturbation: extra noise in the input that is not in the target (0.1 in Ning et al. 2023)",
+    )
+
+    @model_validator(mode="after")
+    def check_betas(self) -> Self:
+        if self.beta_start > self.beta_end:
+            raise ValueError(f"noise.beta_start={self.beta_start:g} is above noise.beta_end={self.beta_end:g}")
+        return self
+
+
+class DiffusionModelConfig(UNetSize):
+    """The U-Net, its conditions and its prediction target."""
+
+    attention: tuple[int, ...] | None = Field(
+        default=None, description="Levels with attention, from 0; default: the last but one, with text all but the last"
+    )
+    attention_head_dim: PositiveCount = Field(
+        default=8, description="Channels per attention head; with text: number of heads (as in diffusers)"
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.0, description="Dropout in ResNet blocks")
+    target: Literal["eps", "v", "sample"] = Field(default="eps", description="What the U-Net predicts")
+    min_snr_gamma: Positive | None = Field(
+        default=None, description="Min-SNR loss weights (5 is usual); null: equal weights"
+    )
+    conditioning: Conditioning = Field(default="none", description="What the U-Net is conditioned on")
+    drop_condition: Fraction = Field(
+        default=0.1, description="Fraction of samples trained without condition, for classifier-free guidance"
+    )
+    vae: FilePath = Field(
+        default=None,
+        description="Folder of a VAE (diffusers', or model/ of a run): train on latents instead of pixels",
+    )
+    text_encoder: FilePath = Field(
+        default=None, description="Folder of a CLIP text model with its tokenizer, or of a pipeline that has both"
+    )
+
+    @field_validator("min_snr_gamma", mode="before")
+    @classmethod
+    def refuse_zero_gamma(cls, value: object) -> object:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value == 0:
+            raise ValueError("0 would make every weight, and so the loss, 0; null disables the weights")
+        return value
+
+    @model_validator(mode="after")
+    def check_text_encoder(self) -> Self:
+        if (self.conditioning == "text") != bool(self.text_encoder):
+            raise ValueError("model.conditioning=text and model.text_encoder=DIR belong together")
+        return self
+
+
+class SampleConfig(Section):
+    """Samples that are drawn during training; `halfstep predict` has options of the same names."""
+
+    num: PositiveCount = Field(default=16, description="Number of images in the grid")
+    steps: PositiveCount = Field(default=50, description="Sampling steps")
+    sampler: Literal["ddim", "dpm"] = Field(default="ddim", description="DDIM or DPM-Solver++")
+    guidance: Annotated[float, Field(ge=0), BeforeValidator(read_off_as_zero)] = Field(
+        default=3.0, description="Classifier-free guidance scale of conditional models; 1: none"
+    )
+
+
+PICTURES: dict[str, Any] = {
+    "optimizer.lr": 1e-4,
+    "schedule.warmup_steps": 500,
+    "train.early_stopping_patience": 0,
+    "ema.warmup_power": 3 / 4,
+}
+"""As in diffusers' examples: a warmup of 500 steps, and the EMA warmup of its EMAModel."""
+
+
+class VaeConfig(RunConfig):
+    """The config of an AutoencoderKL run."""
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "fast": {"precision.default": "bf16", "train.batch_size": 16},
+        "quality": {"precision.default": "bf16", "ema.enabled": True},
+        "lowmem": {"precision.default": "bf16", "train.activation_checkpointing": True, "train.batch_size": 4},
+        "stable": {"precision.default": "fp32", "train.fast": "off", "guard.on_fault": "rollback"},
+        "debug": {"precision.default": "fp32", "train.fast": "off", "train.epochs": 1, "data.num_workers": 0},
+    }
+    demo: ClassVar[dict[str, Any]] = {
+        "data.image_size": 16,
+        "data.num_workers": 0,
+        "model.channels": (16, 32),
+        "model.layers": 1,
+        "optimizer.lr": 4e-3,
+        "schedule.warmup_steps": 10,
+        "train.batch_size": 8,
+        "train.epochs": 10,
+    }
+
+    data: ImageFolderConfig = ImageFolderConfig()
+    model: VaeModelConfig = VaeModelConfig()
+    defaults: ClassVar[dict[str, Any]] = {
+        **PICTURES,
+        "data.image_size": 256,
+        "optimizer.weight_decay": 0.0,
+        "optimizer.betas": (0.5, 0.9),
+        "train.batch_size": 4,
+    }
+
+
+class DiffusionConfig(RunConfig):
+    """The config of a diffusion run."""
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "fast": {"precision.default": "bf16", "train.batch_size": 64},
+        "quality": {"precision.default": "bf16", "model.min_snr_gamma": 5.0, "model.target": "v"},
+        "lowmem": {"precision.default": "bf16", "train.activation_checkpointing": True, "train.batch_size": 4},
+        "stable": {"precision.default": "fp32", "train.fast": "off", "guard.on_fault": "rollback"},
+        "debug": {"precision.default": "fp32", "train.fast": "off", "train.epochs": 1, "data.num_workers": 0},
+        # Stable Diffusion 1.x: latents, text conditioning, and its beta schedule.
+        "sd1": {
+            "precision.default": "bf16",
+            "data.image_size": 512,
+            "model.channels": (320, 640, 1280, 1280),
+            "model.attention": (0, 1, 2),
+            "model.conditioning": "text",
+            "noise.schedule": "scaled_linear",
+            "noise.beta_start": 0.00085,
+            "noise.beta_end": 0.012,
+            "optimizer.betas": (0.9, 0.999),
+            "optimizer.weight_decay": 1e-2,
+            "schedule.name": "constant",
+        },
+    }
+    demo: ClassVar[dict[str, Any]] = {
+        "data.image_size": 16,
+        "data.num_workers": 0,
+        "model.channels": (32, 64),
+        "model.attention": (1,),
+        "model.layers": 1,
+        "noise.steps": 100,
+        "noise.beta_end": 0.2,
+        "optimizer.lr": 2e-3,
+        "schedule.warmup_steps": 20,
+        "sample.steps": 20,
+        "train.epochs": 12,
+    }
+
+    data: DiffusionDataConfig = DiffusionDataConfig()
+    model: DiffusionModelConfig = DiffusionModelConfig()
+    noise: NoiseConfig = NoiseConfig()
+    sample: SampleConfig = SampleConfig()
+    defaults: ClassVar[dict[str, Any]] = {
+        **PICTURES,
+        "optimizer.weight_decay": 1e-6,
+        "optimizer.betas": (0.95, 0.999),
+        "train.batch_size": 16,
+        "ema.enabled": True,
+    }
+
+    @model_validator(mode="after")
+    def check_vae(self) -> Self:
+        if self.data.cache == "latents" and not self.model.vae:
+            raise ValueError("data.cache=latents needs a VAE: model.vae=DIR")
+        return self
+
+    @model_validator(mode="after")
+    def check_target(self) -> Self:
+        if why := self.explain_untrainable():
+            raise ValueError(why)
+        return self
+
+    def explain_untrainable(self) -> str:
+        """Explain why a target cannot be trained with this schedule; return an empty string if it can."""
+        if not (self.noise.zero_terminal_snr and self.model.target == "eps"):
+            return ""
+        return (
+            "model.target=eps with noise.zero_terminal_snr: the last timestep is pure noise, so predicting it teaches "
+            "nothing, and its SNR of 0 would divide by zero; use model.target=v"
+        )

@@ -1,0 +1,210 @@
+"""Evaluation of diffusion models and VAEs: errors by timestep, sample grids, reconstructions, FID and KID.
+
+torchmetrics computes FID and KID. The user gives the feature network as a TorchScript file, since the usual one
+(Inception) would have to be downloaded.
+"""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+import uuid
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from halfstep.disk import name_hidden, remove_leftovers
+from halfstep.errors import ConfigError, ModelError
+from halfstep_train.config.schema import RunConfig
+from halfstep_train.data.seeds import Key
+from halfstep_train.report.progress import Bar
+from halfstep_train.report.results import Cell
+from halfstep_train.workloads.base.other_data import use_all_pictures
+from halfstep_train.workloads.base.sheets import Array, arrange_grid
+from halfstep_train.workloads.base.using import LookAt, PlainEvaluation, ShowProgress, TrainedModel
+from halfstep_train.workloads.base.workload import Workload
+from halfstep_train.workloads.diffusion.build import DiffusionForward
+from halfstep_train.workloads.diffusion.config import DiffusionConfig
+from halfstep_train.workloads.diffusion.data import to_bytes
+from halfstep_train.workloads.diffusion.sampling import ImageSampler
+from halfstep_train.workloads.diffusion.scores import DenoisingMetrics
+
+FEWEST_FOR_FID = 2
+LARGEST_SUBSET, NUM_SUBSETS = 100, 10
+"""Subsets over which KID is averaged."""
+SHOWN = 8
+"""Images in the sheet of reconstructions."""
+
+
+class DiffusionEvaluation(PlainEvaluation):
+    """Evaluation with errors by timestep, a grid of samples, and FID and KID if a feature network is given."""
+
+    @staticmethod
+    def change_data_folder(config: RunConfig, folder: Path) -> RunConfig:
+        """Return settings for another folder. Its latents are cached in a temporary file that is deleted when this
+        process ends, without flipped copies, which only training uses."""
+        assert isinstance(config, DiffusionConfig)
+        found = use_all_pictures(config, folder)
+        if config.data.cache == "off":
+            return found
+        shared = Path(tempfile.gettempdir()) / "halfstep-latents"
+        remove_leftovers(shared)  # of processes that were killed
+        folder_of_process = name_hidden(shared)
+        folder_of_process.mkdir(mode=0o700, exist_ok=True)
+        atexit.register(shutil.rmtree, folder_of_process, ignore_errors=True)
+        file = folder_of_process / f"{uuid.uuid4().hex}.safetensors"
+        return found.replace(data={"cache": config.data.cache, "cache_file": str(file), "flip": 0.0})
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload)
+        self.distances: dict[str, float] = {}
+        self.sheet: Mapping[str, Array] = {}
+        plain = workload.metrics()
+        assert isinstance(plain, DenoisingMetrics)
+        self.metrics = WithDistances(plain.num_steps, self.distances)
+
+    def score_with_options(
+        self,
+        config: DiffusionConfig,
+        trained: TrainedModel,
+        options: Mapping[str, Any],
+        phase: ShowProgress,
+        batch_size: int | None,
+    ) -> dict[str, float] | None:
+        """Draw samples and compute their distances; return None, so that validation runs too."""
+        assert isinstance(self.workload.forward, DiffusionForward)
+        sampler = ImageSampler(config, self.workload.forward.parts, self.workload.store)
+        seed = int(options["seed"])
+        if options["features"]:
+            features = open_features(Path(options["features"]), trained.device)
+            num = int(options["num"] or len(self.workload.val_samples))
+            with phase("Sampling", num) as bar:
+                self.distances |= self._compute_distances(sampler, config, trained, features, num, seed, bar)
+        with trained.inference():
+            self.sheet = sampler.draw_sheet(trained.model, Key.for_sampling(seed))
+        return None
+
+    def score_classes(self) -> tuple[dict[str, Cell], ...]:
+        """Return the mean squared error of each bucket of timesteps."""
+        found = self.metrics.compute()
+        rows = {name.removeprefix("mse/"): value for name, value in found.items() if name.startswith("mse/")}
+        return tuple({"timesteps": name, "mse": value} for name, value in rows.items())
+
+    def draw_pictures(self, folder: Path, look: LookAt) -> list[Path]:
+        paths = []
+        for name, picture in self.sheet.items():
+            paths.append(folder / f"{name}.png")
+            Image.fromarray(picture).save(paths[-1])
+        return paths
+
+    def _compute_distances(
+        self,
+        sampler: ImageSampler,
+        config: DiffusionConfig,
+        trained: TrainedModel,
+        features: nn.Module,
+        num: int,
+        seed: int,
+        bar: Bar,
+    ) -> dict[str, float]:
+        """Sample `num` images and return their distances to the held-out images."""
+        real = load_real_pictures(self.workload, sampler, trained.device)
+        if min(num, len(real)) < FEWEST_FOR_FID:
+            raise ConfigError(
+                f"FID cannot be computed from {min(num, len(real))} images",
+                fix=f"use at least {FEWEST_FOR_FID}: --num N",
+            )
+        size = config.train.batch_size
+        made = []
+        for start in range(0, num, size):
+            with trained.inference():
+                made.append(
+                    sampler.make_images(trained.model, Key.for_sampling(seed, start), min(size, num - start))[0]
+                )
+            for _ in range(len(made[-1])):
+                bar.advance()
+        return measure_distances(real, torch.cat(made), features, trained.device, size)
+
+
+class WithDistances(DenoisingMetrics):
+    """Validation metrics, extended by distances that are computed separately."""
+
+    def __init__(self, num_steps: int, distances: Mapping[str, float]) -> None:
+        super().__init__(num_steps)
+        self._distances = distances
+
+    def compute(self) -> dict[str, float]:
+        return super().compute() | dict(self._distances)
+
+
+def load_real_pictures(workload: Workload, sampler: ImageSampler, device: torch.device) -> Tensor:
+    """Return the held-out images as bytes (N, H, W, 3); cached latents are decoded first."""
+    samples = workload.val_samples
+    found = [samples.sample(k, key=(0, 0, k)) for k in range(len(samples))]
+    if "image" in found[0]:
+        return torch.stack([one["image"] for one in found])
+    # The first half of the moments is the mean.
+    means = torch.stack([one["moments"].chunk(2)[0] for one in found])
+    return sampler.decode_means(means.to(device))
+
+
+def measure_distances(
+    real: Tensor, made: Tensor, features: nn.Module, device: torch.device, size: int
+) -> dict[str, float]:
+    """Return `fid` (computed in float64), and `kid` with its standard deviation over subsets (in float32)."""
+    from torchmetrics.image.fid import FrechetInceptionDistance
+    from torchmetrics.image.kid import KernelInceptionDistance
+
+    subset = min(LARGEST_SUBSET, len(real), len(made))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # KID warns that it stores all features
+        meters: dict[str, Any] = {
+            "fid": FrechetInceptionDistance(feature=features, normalize=False),
+            "kid": KernelInceptionDistance(feature=features, subsets=NUM_SUBSETS, subset_size=subset),
+        }
+    for name, meter in meters.items():
+        meter.to(device)
+        if name == "fid":
+            meter.set_dtype(torch.float64)
+        for pictures, is_real in ((real, True), (made, False)):
+            for part in pictures.split(size):
+                meter.update(part.permute(0, 3, 1, 2).to(device), real=is_real)
+    with torch.random.fork_rng(devices=[]):  # KID draws subsets from the global generator
+        torch.manual_seed(0)
+        mean, deviation = meters["kid"].compute()
+    return {"fid": float(meters["fid"].compute()), "kid": float(mean), "kid_std": float(deviation)}
+
+
+def open_features(path: Path, device: torch.device) -> nn.Module:
+    """Load a TorchScript module that maps images (N, 3, H, W) uint8 to features (N, D)."""
+    try:
+        module: nn.Module = torch.jit.load(str(path), map_location=device).eval()
+    except (RuntimeError, ValueError, OSError) as error:
+        raise ModelError(
+            f"cannot read the features in {path}",
+            why="it is not a TorchScript file" if path.is_file() else "there is no such file",
+            fix="torch.jit.script(module).save(FILE): images (N, 3, H, W) of bytes to features (N, D)",
+        ) from error
+    return module
+
+
+class VaeEvaluation(PlainEvaluation):
+    """Evaluation of a VAE: draws images above their reconstructions."""
+
+    change_data_folder = staticmethod(use_all_pictures)
+
+    def draw_pictures(self, folder: Path, look: LookAt) -> list[Path]:
+        shown = min(SHOWN, len(self.workload.val_samples))
+        pairs = [look(k * len(self.workload.val_samples) // shown) for k in range(shown)]
+        rows = [
+            to_bytes(torch.cat(images)) for images in zip(*((b["image"], o["image"]) for b, o in pairs), strict=True)
+        ]
+        path = folder / "reconstructions.png"
+        Image.fromarray(arrange_grid(torch.cat(rows).numpy(), columns=shown)).save(path)
+        return [path]

@@ -1,0 +1,299 @@
+"""The networks of a diffusion model: a new or loaded U-Net, the frozen VAE and text encoder, and the conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import ConfigError, ModelError, explain_refused_pickle, format_count, suggest_install
+from halfstep.islands import fp32_island
+from halfstep_train.data import noise
+from halfstep_train.data.files import list_some
+from halfstep_train.workloads.base.workload import Batch, FrozenPart
+from halfstep_train.workloads.diffusion.config import DiffusionConfig
+from halfstep_train.workloads.diffusion.diffusers_nets import (
+    IMAGE_CHANNELS,
+    TEXT_UNET,
+    UNET,
+    VAE,
+    Net,
+    build_net,
+    check_side,
+    choose_weight_files,
+    count_halvings,
+    find_net_folder,
+    freeze_,
+    get_latent_shape,
+    is_on_meta,
+    make_unet_config,
+    open_net,
+    refuse_missing_weights,
+    set_checkpointing,
+)
+
+MORE_CONDITIONS = ("addition_embed_type", "encoder_hid_dim", "class_embed_type", "time_cond_proj_dim")
+"""Settings of diffusers' U-Nets that need inputs that are not supported."""
+SHOWN_CLASSES = 5
+"""Class names in the run's header."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiffusionParts:
+    """Everything in a diffusion model apart from its U-Net."""
+
+    conditions: Conditions
+    vae: Net | None
+    vae_source: str
+    shape: tuple[int, int, int]
+    """Shape (C, H, W) of a sample, in pixels or latents."""
+
+
+def list_frozen_parts(config: DiffusionConfig, parts: DiffusionParts, *, with_vae: bool) -> dict[str, FrozenPart]:
+    found: dict[str, FrozenPart] = {}
+    if parts.vae is not None and with_vae:
+        found["vae"] = FrozenPart(module=parts.vae, source=parts.vae_source)
+    if isinstance(parts.conditions, TextConditions):
+        found["text_encoder"] = FrozenPart(module=parts.conditions.encoder, source=str(config.model.text_encoder))
+    return found
+
+
+def open_parts(config: DiffusionConfig, classes: tuple[str, ...]) -> DiffusionParts:
+    """Load the VAE and the text encoder, if the config names them."""
+    side, settings = config.data.image_size, config.model
+    conditions: Conditions = Conditions()
+    if settings.conditioning == "class":
+        conditions = ClassConditions(classes)
+    elif settings.text_encoder:
+        conditions = open_text(settings.text_encoder)
+    if not settings.vae:
+        return DiffusionParts(conditions=conditions, vae=None, vae_source="", shape=(IMAGE_CHANNELS, side, side))
+    folder = find_net_folder(settings.vae, "vae", "model.vae")
+    vae = freeze_(open_net(folder, [VAE]))
+    check_side(side, count_halvings(vae.config), "the VAE halves them", "data.image_size")
+    return DiffusionParts(conditions=conditions, vae=vae, vae_source=str(folder), shape=get_latent_shape(vae, side))
+
+
+def build_unet(config: DiffusionConfig, parts: DiffusionParts, store: Mapping[str, Any] | None = None) -> Net:
+    """Build the U-Net: with the config of a stored run, from a folder with weights, or new."""
+    if store:
+        model = build_net(store["unet"])
+    elif config.model.weights:
+        model = open_net(find_net_folder(config.model.weights, "unet", "model.weights"), [UNET, TEXT_UNET])
+        _check_fits(model, config, parts)
+        model.register_to_config(sample_size=parts.shape[1])  # the size that a pipeline samples
+    else:
+        model = build_net(make_new_unet_config(config, parts.shape, parts.conditions))
+    vae_halvings = count_halvings(parts.vae.config) if parts.vae is not None else 0
+    halved_by = "VAE and U-Net halve them" if vae_halvings else "the U-Net halves them"
+    check_side(config.data.image_size, vae_halvings + count_halvings(model.config), halved_by, "data.image_size")
+    set_checkpointing(model, config.train.activation_checkpointing)
+    return model
+
+
+def make_new_unet_config(
+    config: DiffusionConfig, shape: tuple[int, int, int], conditions: Conditions
+) -> dict[str, Any]:
+    """Return the diffusers config of a new U-Net."""
+    size = config.model
+    return make_unet_config(
+        sample_size=shape[1],
+        sample_channels=shape[0],
+        channels=size.channels,
+        layers=size.layers,
+        attention=size.attention,
+        attention_head_dim=size.attention_head_dim,
+        dropout=size.dropout,
+        num_classes=conditions.num_classes,
+        text_dim=conditions.text_dim,
+    )
+
+
+def _check_fits(model: Net, config: DiffusionConfig, parts: DiffusionParts) -> None:
+    """Refuse a loaded U-Net that was made for other samples or conditions."""
+    source, found = config.model.weights, model.config
+    channels, conditions = parts.shape[0], parts.conditions
+    if int(found.in_channels) != channels:
+        takes_more = found.in_channels > found.out_channels
+        raise ConfigError(
+            f"the U-Net of {source} takes {format_count(int(found.in_channels), 'channel')}, "
+            f"{'images' if parts.vae is None else 'latents of the VAE'} have {channels}",
+            why="additional input channels, such as a mask for inpainting, are not supported"
+            if takes_more
+            else "a latent model needs the VAE it was trained with",
+            fix="use another model.weights" if takes_more else "its VAE: model.vae=DIR, or another model.weights",
+        )
+    if int(found.out_channels) != channels:
+        raise ConfigError(
+            f"the U-Net of {source} gives {found.out_channels} channels for {channels}",
+            why="a learned variance is not supported",
+            fix="use another model.weights",
+        )
+    if more := [name for name in MORE_CONDITIONS if found.get(name)]:
+        raise ConfigError(
+            f"the U-Net of {source} has conditions other than text or a class: {more[0]}={found[more[0]]}",
+            why="image sizes, pooled text embeddings and similar conditions of SDXL are not supported",
+            fix="use another model.weights",
+        )
+    if (found.get("cross_attention_dim") or 0) != conditions.text_dim and isinstance(conditions, TextConditions):
+        raise ConfigError(
+            f"the U-Net of {source} expects {found.get('cross_attention_dim')} text channels per token, the encoder "
+            f"gives {conditions.text_dim}",
+            fix="use the text encoder it was trained with",
+        )
+    if type(model).__name__ == TEXT_UNET and not isinstance(conditions, TextConditions):
+        raise ConfigError(
+            f"the U-Net of {source} is conditioned on text", fix="model.conditioning=text model.text_encoder=DIR"
+        )
+    if (found.get("num_class_embeds") or 0) != conditions.num_classes:
+        raise ConfigError(
+            f"the U-Net of {source} has {found.get('num_class_embeds') or 0} class embeddings, this run needs "
+            f"{conditions.num_classes}: one per class, and one for no class"
+            if conditions.num_classes
+            else f"the U-Net of {source} is conditioned on classes",
+            fix="use data with its classes, or leave model.weights out"
+            if conditions.num_classes
+            else "model.conditioning=class",
+        )
+
+
+class Conditions:
+    """Conditions of the U-Net. This base class is that of an unconditional model."""
+
+    num_classes = 0
+    """Number of classes, plus one for "unconditional"; 0 without classes."""
+    text_dim = 0
+    about = ""
+    """A description of the conditions for the run's header."""
+
+    def drop(self, batch: Batch, *, key: tuple[int, ...], share: float) -> Batch:
+        """Replace the conditions of a random fraction of samples by the empty one, as classifier-free guidance
+        needs."""
+        return {}
+
+    def make_keywords(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the conditions of a batch as keyword arguments of the U-Net."""
+        return {}
+
+    def make_empty(self, num: int, device: torch.device) -> Batch:
+        """Return the conditions of `num` unconditional samples."""
+        return {}
+
+    @property
+    def is_conditional(self) -> bool:
+        return bool(self.num_classes or self.text_dim)
+
+
+class ClassConditions(Conditions):
+    """A class per sample; the last number means unconditional."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names, self.num_classes = tuple(names), len(names) + 1
+        self.about = f"one of {len(names)} classes: {list_some(names, SHOWN_CLASSES)}"
+
+    def drop(self, batch: Batch, *, key: tuple[int, ...], share: float) -> Batch:
+        label = batch["label"]
+        return {"label": torch.where(_draw_dropped(key, len(label), label.device, share), len(self.names), label)}
+
+    def make_keywords(self, batch: Batch) -> dict[str, Tensor]:
+        return {"class_labels": batch["label"]}
+
+    def make_empty(self, num: int, device: torch.device) -> Batch:
+        return {"label": torch.full((num,), len(self.names), device=device)}
+
+
+class TextConditions(Conditions):
+    """Text per sample, encoded by a frozen CLIP text model."""
+
+    def __init__(self, encoder: Any, tokenizer: Any) -> None:
+        self.encoder, self.tokenizer, self.text_dim = encoder, tokenizer, int(encoder.config.hidden_size)
+        # A tokenizer without a limit reports a huge number.
+        self.length = min(int(tokenizer.model_max_length), int(encoder.config.max_position_embeddings))
+        self._empty = self.tokenize([""])
+        self.about = f"a caption of up to {self.length} tokens"
+
+    def count_truncated(self, captions: Sequence[str]) -> int:
+        """Count the captions that exceed the encoder's maximum length."""
+        found = self.tokenizer(list(captions), verbose=False)["input_ids"] if captions else []
+        return sum(len(tokens) > self.length for tokens in found)
+
+    def tokenize(self, captions: Sequence[str]) -> Tensor:
+        """Return token ids (N, L); captions longer than the encoder's maximum are truncated."""
+        if not captions:
+            return torch.zeros(0, self.length, dtype=torch.int64)
+        found = self.tokenizer(
+            list(captions), padding="max_length", truncation=True, max_length=self.length, return_tensors="pt"
+        )
+        return found["input_ids"]
+
+    def drop(self, batch: Batch, *, key: tuple[int, ...], share: float) -> Batch:
+        tokens = batch["tokens"]
+        drop = _draw_dropped(key, len(tokens), tokens.device, share).unsqueeze(1)
+        return {"tokens": torch.where(drop, self._empty.to(tokens.device), tokens)}
+
+    def make_keywords(self, batch: Batch) -> dict[str, Tensor]:
+        with torch.no_grad(), fp32_island():
+            return {"encoder_hidden_states": self.encoder(batch["tokens"])[0]}
+
+    def make_empty(self, num: int, device: torch.device) -> Batch:
+        return {"tokens": self._empty.to(device).expand(num, -1)}
+
+
+def open_text(folder: str) -> TextConditions:
+    """Load CLIP's text model and tokenizer, from a pipeline or from a folder with both."""
+    path = find_net_folder(folder, "text_encoder", "model.text_encoder")
+    tokenizer_path = path.parent / "tokenizer" if (path.parent / "tokenizer").is_dir() else path
+    try:
+        from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+        with silence_transformers():
+            if is_on_meta():
+                encoder = CLIPTextModel(CLIPTextConfig.from_pretrained(path, local_files_only=True))
+            else:
+                loaded: Any = CLIPTextModel.from_pretrained(
+                    path,
+                    local_files_only=True,
+                    dtype=torch.float32,
+                    output_loading_info=True,
+                    **choose_weight_files(path),
+                )
+                encoder, found = loaded
+                refuse_missing_weights(path, found)
+        tokenizer = CLIPTokenizer.from_pretrained(tokenizer_path, local_files_only=True)
+    except ModelError:
+        raise
+    except ImportError as error:
+        raise ModelError("transformers is not installed", fix=suggest_install("transformers", "tokenizers")) from error
+    except Exception as error:  # transformers may raise anything for a broken folder
+        raise ModelError(
+            f"cannot open the text encoder in {Path(folder)}",
+            why=explain_refused_pickle(error) or " ".join(str(error).split())[:300],
+            fix="give a folder with text_encoder/ and tokenizer/, as Stable Diffusion has, best with safetensors",
+        ) from error
+    return TextConditions(freeze_(encoder), tokenizer)
+
+
+@contextmanager
+def silence_transformers() -> Iterator[None]:
+    """Disable the progress bars and warnings of transformers inside this context."""
+    import transformers
+
+    logging: Any = transformers.utils.logging
+    had_bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_bars:
+            logging.enable_progress_bar()
+
+
+def _draw_dropped(key: tuple[int, ...], num: int, device: torch.device, share: float) -> Tensor:
+    return noise.uniform(key, num, (), device, stream="drop_condition") < share

@@ -1,0 +1,228 @@
+"""The workload of language models: GPT-2 on windows of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import ConfigError, DataError, ModelError
+from halfstep_train.data.loader import Batch, Samples
+from halfstep_train.data.seeds import Key, make_generator
+from halfstep_train.models.initial_values import skip_initialisation
+from halfstep_train.workloads import get_model_name
+from halfstep_train.workloads.base.kind import Store
+from halfstep_train.workloads.base.workload import Sample, Workload
+from halfstep_train.workloads.language.config import LanguageConfig, get_context
+from halfstep_train.workloads.language.data import (
+    LanguageData,
+    is_weights_tokenizer,
+    load_stored_tokenizer,
+    open_language_data,
+)
+from halfstep_train.workloads.language.gpt2 import GPT2, GPT2S, GPT2Size, get_size
+from halfstep_train.workloads.language.gpt2_weights import load_gpt2_, save_gpt2
+from halfstep_train.workloads.language.scores import LanguageMetrics, count_targets
+from halfstep_train.workloads.language.tokenizers import Tokenizer, save_tokenizer
+from halfstep_train.workloads.language.tokens import Tokens, TokenSamples
+from halfstep_train.workloads.language.writing import Sampling, continue_text
+
+SAMPLE_TOKENS = 200
+"""Tokens of each text that is written during training."""
+FRAGILE = ("loss.cross_entropy: log of a sum over the whole vocabulary, and sums over all tokens of a step",)
+
+
+def build(config: LanguageConfig, store: Mapping[str, Any] | None = None) -> Workload:
+    """Build the workload for `config.data.dir`; the `store` of an earlier run contains its tokenizer."""
+    data = open_language_data(config, store)
+    is_new = store is None
+    if store is None:
+        _check_vocab(config, data)
+        stored = data.tokenizer.to_dict() if data.tokenizer is not None else None
+        store = {"vocab": data.vocab, "tokenizer": stored}
+    if is_new:
+        check_length(data.train, get_model_size(config, store).context)
+    model = _load_start_weights(config, store) if is_new and config.model.weights else build_model(config, store)
+    return make_workload(
+        config,
+        store,
+        model,
+        train=_make_samples(data.train, model, is_training=True),
+        val=_make_samples(data.val, model, is_training=False),
+        about=data.about,
+        notes=data.notes,
+    )
+
+
+def make_workload(
+    config: LanguageConfig,
+    store: Mapping[str, Any],
+    model: GPT2,
+    *,
+    train: Samples,
+    val: Samples,
+    about: tuple[tuple[str, str], ...] = (),
+    notes: tuple[str, ...] = (),
+) -> Workload:
+    """Build the workload from its model and samples."""
+    lengths = _read_byte_lengths(load_stored_tokenizer(store), model.size.vocab)
+    return Workload(
+        name=config.workload,
+        model=model,
+        train_samples=train,
+        val_samples=val,
+        forward=lambda model, batch: model(batch["tokens"], batch["targets"]),
+        loss=lambda outputs, batch: (outputs, count_targets(batch)),
+        metrics=lambda: LanguageMetrics(lengths),
+        metric="perplexity",
+        mode="min",
+        scoring="every token of the validation split once, in windows of model.context",
+        fragile=FRAGILE,
+        store=store,
+        about=about,
+        notes=notes,
+        sample=_make_sampler(store),
+    )
+
+
+def _make_sampler(store: Mapping[str, Any]) -> Sample | None:
+    """Return a function that writes two texts during training, with the same draws each time."""
+    tokenizer = load_stored_tokenizer(store)
+    if tokenizer is None:
+        return None
+
+    def sample(model: nn.Module, key: Key) -> dict[str, str]:
+        assert isinstance(model, GPT2)
+        device = model.transformer.wte.weight.device
+        return {
+            f"text_{seed}": continue_text(
+                model,
+                tokenizer,
+                "",
+                num_tokens=SAMPLE_TOKENS,
+                sampling=Sampling(temperature=0.8, seed=seed),
+                device=device,
+            )
+            for seed in range(2)
+        }
+
+    return sample
+
+
+def _load_start_weights(config: LanguageConfig, store: Store) -> GPT2:
+    """Build the model and load `model.weights`."""
+    assert config.model.weights is not None
+    with skip_initialisation():
+        model = build_model(config, store)
+    load_gpt2_(
+        model, Path(config.model.weights), has_its_tokenizer=is_weights_tokenizer(load_stored_tokenizer(store), config)
+    )
+    return model
+
+
+def build_model(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2:
+    """Build the model without data, as prediction needs it."""
+    if config.model.path is not None:
+        raise ConfigError(
+            f"model.path={config.model.path} with {config.workload}",
+            why="the chunked loss needs the output layer, which halfstep cannot find in a custom model",
+            fix="write a custom workload: halfstep train my_pkg.my_mod:build (examples/own_workload.py)",
+        )
+    return GPT2(
+        get_model_size(config, store),
+        dropout=config.model.dropout,
+        bias=config.model.bias,
+        checkpointing=config.train.activation_checkpointing,
+    )
+
+
+def get_model_size(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2Size:
+    """Return the size of the model: published, as configured, and with the vocabulary of the tokenizer."""
+    settings = config.model
+    return get_size(
+        get_model_name(config),
+        depth=settings.depth,
+        heads=settings.heads,
+        dim=settings.dim,
+        context=settings.context,
+        vocab=store["vocab"],
+    )
+
+
+def _make_samples(tokens: Tokens, model: GPT2, *, is_training: bool) -> TokenSamples:
+    return TokenSamples(tokens, context=model.size.context, vocab=model.size.vocab, is_training=is_training)
+
+
+def _read_byte_lengths(tokenizer: Tokenizer | None, vocab: int) -> Tensor | None:
+    known = tokenizer.get_byte_lengths() if tokenizer is not None else None
+    if known is None:
+        return None
+    lengths = torch.zeros(vocab, dtype=torch.int64)
+    lengths[: len(known)] = torch.from_numpy(known)
+    return lengths
+
+
+def _check_vocab(config: LanguageConfig, data: LanguageData) -> None:
+    if config.model.vocab and config.model.vocab != data.vocab:
+        raise ModelError(
+            f"model.vocab={config.model.vocab:,}, the tokenizer has {data.vocab:,} tokens",
+            why="the embedding has one row per token",
+            fix=f"leave model.vocab out, or set data.tokenizer to one with {config.model.vocab:,} tokens",
+        )
+
+
+def check_length(train: Tokens, context: int) -> None:
+    """Refuse a training text that is shorter than one sample."""
+    if len(train) <= context:
+        shorter = (len(train) - 1) // 8
+        raise DataError(
+            f"the training text has {len(train):,} tokens, and one sample needs {context:,} + 1",
+            why="a sample is a window of model.context tokens and the token after each",
+            fix=f"model.context={shorter}, or more text" if shorter >= 8 else "more text",
+        )
+
+
+def make_random_store(config: LanguageConfig) -> dict[str, Any]:
+    return {"vocab": config.model.vocab or GPT2S[get_model_name(config)].vocab, "tokenizer": None}
+
+
+def make_random_batch(config: LanguageConfig, store: Store) -> Batch:
+    """Return random ids as the loader returns them."""
+    generator, size = make_generator(config.train.seed), config.train.batch_size
+    ids = torch.randint(store["vocab"], (size, get_context(config) + 1), generator=generator)
+    return {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous(), "index": torch.arange(size)}
+
+
+def build_on_samples(config: LanguageConfig, store: Store, samples: Samples) -> Workload:
+    """Build the workload on given samples."""
+    return make_workload(config, store, build_model(config, store), train=samples, val=samples)
+
+
+def make_peer_prepare(device: torch.device) -> Callable[[Batch], Batch]:
+    """Return the preparation that a user of another framework would write."""
+    return lambda batch: batch  # token ids need no preparation
+
+
+def compute_flops_per_sample(config: LanguageConfig, store: Store) -> float:
+    """Return the operations of forward and backward per sample (Chowdhery et al. 2022).
+
+    These are 6 per weight of a matmul and token, plus 12 · depth · dim · context per token for attention. The causal
+    mask halves attention, but it is usually counted in full, as here.
+    """
+    size, context = get_model_size(config, store), get_context(config)
+    in_blocks = 12 * size.depth * size.dim**2
+    return 6.0 * context * (in_blocks + size.vocab * size.dim) + 12.0 * size.depth * size.dim * context**2
+
+
+def export(
+    weights: Mapping[str, Tensor], config: LanguageConfig, store: Store, folder: Path, device: torch.device
+) -> None:
+    """Export the model and its tokenizer in Hugging Face's format."""
+    tokenizer = load_stored_tokenizer(store)
+    ends_at = tokenizer.end if tokenizer is not None else None
+    save_gpt2(weights, get_model_size(config, store), folder, ends_at=ends_at)
+    if tokenizer is not None:
+        save_tokenizer(tokenizer, folder)

@@ -1,0 +1,212 @@
+"""Data of a language model: texts or token ids at `data.dir`, and their tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halfstep.errors import DataError, format_count
+from halfstep_train.data.files import BadFiles, list_some
+from halfstep_train.workloads.language.config import LanguageConfig
+from halfstep_train.workloads.language.text_files import TextFiles, find_texts, read_text
+from halfstep_train.workloads.language.tokenizers import (
+    TIKTOKEN,
+    Bytes,
+    Characters,
+    Tiktoken,
+    Tokenizer,
+    has_tokenizer,
+    have_different_ids,
+    identify,
+    read_tokenizer,
+    restore_tokenizer,
+)
+from halfstep_train.workloads.language.tokens import (
+    TokenFiles,
+    Tokens,
+    choose_cache_path,
+    find_token_files,
+    open_or_tokenise,
+    open_tokens,
+    read_nanogpt_tokenizer,
+    tokenise,
+)
+
+CHARACTERS = ("characters", "chars", "char")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LanguageData:
+    """Token ids of both splits, and their tokenizer."""
+
+    train: Tokens
+    val: Tokens
+    vocab: int
+    tokenizer: Tokenizer | None
+    """None for files of ids without a tokenizer: the model can be trained, but cannot write text."""
+    about: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...] = ()
+
+
+def open_language_data(config: LanguageConfig, store: Mapping[str, Any] | None = None) -> LanguageData:
+    """Open the texts or ids at `data.dir`; the `store` of an earlier run contains its tokenizer."""
+    if config.data.dir is None:
+        raise DataError("no text", why="a language model learns from a text file or a folder", fix="--data-dir PATH")
+    root = Path(config.data.dir)
+    if not root.exists():
+        raise DataError(
+            f"no text at {root}", why="it does not exist", fix="give a text file or a folder: --data-dir PATH"
+        )
+    known = load_stored_tokenizer(store)
+    if (files := find_token_files(root)) is not None:
+        return _open_ids(config, root, files, known, store)
+    return _open_texts(config, root, known)
+
+
+def load_stored_tokenizer(store: Mapping[str, Any] | None) -> Tokenizer | None:
+    """Return the tokenizer of a run, if it has one."""
+    stored = (store or {}).get("tokenizer")
+    return restore_tokenizer(stored) if stored else None
+
+
+def _open_texts(whole: LanguageConfig, root: Path, known: Tokenizer | None) -> LanguageData:
+    """Tokenise texts, or open their cache."""
+    config = whole.data
+    bad_files = BadFiles(config.on_bad_file)
+    texts = find_texts(root, val_fraction=config.val_fraction, bad_files=bad_files)
+    # A resumed run keeps its tokenizer; then the setting, the data and the start weights are asked, in this order.
+    named = known or _find_named_tokenizer(config.tokenizer, root) or _find_weights_tokenizer(whole)
+    tokenizer = named or _make_text_tokenizer(config.tokenizer, texts)
+    # The tokenizer of a stored run was compared with its start weights when that run began.
+    if known is None:
+        _refuse_different_tokenizer(tokenizer, whole)
+    path = Path(config.cache_file) if config.cache_file else choose_cache_path(root, tokenizer)
+    train, val = open_or_tokenise(texts, tokenizer, path) if config.cache else tokenise(texts, tokenizer)
+    location = f"cached in {path}" if config.cache else "in memory"
+    return LanguageData(
+        train=train,
+        val=val,
+        vocab=tokenizer.num_tokens,
+        tokenizer=tokenizer,
+        about=(
+            (
+                "text",
+                f"{format_count(len(texts.all), 'file')}, {_describe_sizes(train, val)}; validation: {texts.source}",
+            ),
+            ("tokenizer", f"{tokenizer.name}, {tokenizer.num_tokens:,} tokens; {location}"),
+        ),
+        notes=(*bad_files.notes, *_note_not_read(texts)),
+    )
+
+
+def _note_not_read(texts: TextFiles) -> Iterator[str]:
+    if texts.unread:
+        names = list_some((path.relative_to(texts.root).as_posix() for path in texts.unread), 3)
+        yield f"not read: {format_count(len(texts.unread), 'other file')}: {names}"
+
+
+def _open_ids(
+    config: LanguageConfig, root: Path, files: TokenFiles, known: Tokenizer | None, store: Mapping[str, Any] | None
+) -> LanguageData:
+    """Open files of token ids."""
+    folder = root if root.is_dir() else root.parent
+    tokenizer = (
+        known
+        or _find_named_tokenizer(config.data.tokenizer, root)
+        or read_nanogpt_tokenizer(folder)
+        or _find_weights_tokenizer(config)
+    )
+    _refuse_mismatched_ids(tokenizer, root)
+    # Ids without a tokenizer are taken for GPT-2's, as nanoGPT's prepare.py writes them: 50,257 tokens.
+    vocab = int((store or {}).get("vocab", 0)) or (tokenizer.num_tokens if tokenizer else config.model.vocab or 50257)
+    train, val = (open_tokens(paths, vocab=vocab) for paths in (files.train, files.val))
+    num_files = format_count(len(files.train) + len(files.val), "file")
+    named = f"{tokenizer.name}, {vocab:,} tokens" if tokenizer else f"none: {vocab:,} ids without their text"
+    return LanguageData(
+        train=train,
+        val=val,
+        vocab=vocab,
+        tokenizer=tokenizer,
+        about=(
+            ("token ids", f"{num_files}, {_describe_sizes(train, val)}"),
+            ("tokenizer", named),
+        ),
+        notes=() if files.val else (f"there is no validation: {_explain_no_validation(root)}",),
+    )
+
+
+def _explain_no_validation(root: Path) -> str:
+    return (
+        f"{root} has no .bin with `val` in its name"
+        if root.is_dir()
+        else f"data.dir is the file {root.name}, not its folder"
+    )
+
+
+def _refuse_mismatched_ids(tokenizer: Tokenizer | None, root: Path) -> None:
+    """Refuse ids of another tokenizer than the model's: they stand for other text."""
+    folder = root if root.is_dir() else root.parent
+    theirs = _find_named_tokenizer("auto", root) or read_nanogpt_tokenizer(folder)
+    if tokenizer is not None and theirs is not None and theirs.to_dict() != tokenizer.to_dict():
+        raise DataError(
+            f"the ids in {folder} were made with another tokenizer: {theirs.name}, {theirs.num_tokens:,} tokens",
+            why=f"it is stored next to them; the model's is {tokenizer.name}, {tokenizer.num_tokens:,} tokens",
+            fix="give the text itself, or ids made with the model's tokenizer",
+        )
+
+
+def _find_named_tokenizer(setting: str, root: Path) -> Tokenizer | None:
+    """Return the tokenizer that `data.tokenizer` names; for `auto`, the one stored next to the data.
+
+    Return None if the tokenizer has to be built from the text.
+    """
+    folder = root if root.is_dir() else root.parent
+    if setting == "auto":
+        return read_tokenizer(folder) if has_tokenizer(folder) else None
+    if setting in CHARACTERS:
+        return None
+    if setting == "bytes":
+        return Bytes()
+    if setting.startswith(TIKTOKEN):
+        return Tiktoken(setting.removeprefix(TIKTOKEN))
+    return read_tokenizer(Path(setting))
+
+
+def _find_weights_tokenizer(config: LanguageConfig) -> Tokenizer | None:
+    """Return the tokenizer next to the start weights, with `auto`: their embedding has one row per token of it."""
+    return _read_weights_tokenizer(config) if config.data.tokenizer == "auto" else None
+
+
+def _read_weights_tokenizer(config: LanguageConfig) -> Tokenizer | None:
+    if not config.model.weights:
+        return None
+    weights = Path(config.model.weights)
+    folder = weights if weights.is_dir() else weights.parent
+    return read_tokenizer(folder) if has_tokenizer(folder) else None
+
+
+def is_weights_tokenizer(tokenizer: Tokenizer | None, config: LanguageConfig) -> bool:
+    """True if a tokenizer is the one next to the start weights."""
+    theirs = _read_weights_tokenizer(config)
+    return tokenizer is not None and theirs is not None and identify(theirs) == identify(tokenizer)
+
+
+def _refuse_different_tokenizer(tokenizer: Tokenizer, config: LanguageConfig) -> None:
+    """Refuse another tokenizer than that of the start weights; equal sizes do not mean equal tokens."""
+    theirs = _read_weights_tokenizer(config)
+    if theirs is not None and have_different_ids(tokenizer, theirs):
+        raise DataError(
+            f"{config.model.weights} was trained with another tokenizer: {theirs.name}, {theirs.num_tokens:,} tokens",
+            why=f"it is next to the weights; {tokenizer.name}, {tokenizer.num_tokens:,} tokens, assigns different ids",
+            fix="leave out data.tokenizer to use theirs",
+        )
+
+
+def _make_text_tokenizer(setting: str, texts: TextFiles) -> Tokenizer:
+    return Characters.from_texts(read_text(path) for path in texts.all) if setting in CHARACTERS else Bytes()
+
+
+def _describe_sizes(train: Tokens, val: Tokens) -> str:
+    return f"{len(train):,} + {len(val):,} tokens"

@@ -1,0 +1,428 @@
+"""Token ids on disk, which are memory-mapped, and samples cut from them.
+
+A training epoch passes once over the tokens in windows of `context` tokens. The first window starts at a position drawn
+from (seed, epoch), so windows differ between epochs, and a sample is a pure function of (seed, epoch, index).
+Validation starts at the first token and predicts every other token exactly once; the last window is padded with targets
+of -1, which do not count.
+
+Ids come from three kinds of files. `train.bin` and `val.bin` of nanoGPT are 16-bit ids and nothing else, with a
+`meta.pkl` in the same folder if the tokens are characters. Shards of llm.c (`*_train_*.bin`, `*_val_*.bin`) begin with
+256 32-bit numbers: a magic number, a version, the number of ids. Our token cache holds a tokenised text:
+
+    8 bytes "hstoken1" | ids of the training split | ids of the validation split | JSON | 8 bytes: length of the JSON
+
+The JSON holds the number and width of the ids, fingerprints of texts (names, sizes, times) and tokenizer, and a CRC-32
+per 16 MiB. It comes last because the number of ids is known only then. The file appears when it is complete. A cache of
+other texts or another tokenizer is rebuilt; a damaged one is an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import re
+import string
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfstep.disk import open_atomic_file, parse_json, take_turn
+from halfstep.errors import DataError
+from halfstep_train.data.files import Array, check_free_space, explain_full_disk, make_natural_key
+from halfstep_train.data.seeds import make_generator
+from halfstep_train.workloads.language.text_files import PROSE, TextFiles
+from halfstep_train.workloads.language.tokenizers import Characters, Tokenizer, identify
+
+UNCOUNTED = -1
+"""Target of padding, which does not count in the loss."""
+PRINTABLE = np.frombuffer(string.printable.encode(), dtype=np.uint8)
+PHASE_STREAM = 0x7068617365
+"""Distinguishes the draw of an epoch's first token from others with the same key ("phase" in ASCII)."""
+
+
+class Tokens:
+    """Several arrays of ids, such as the shards of a data set, read as one sequence."""
+
+    def __init__(self, parts: Sequence[Array], *, paths: Sequence[Path] = ()) -> None:
+        self.parts, self.paths = [part for part in parts if len(part)], tuple(paths)
+        self.ends = np.cumsum([len(part) for part in self.parts]).tolist()
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if self.ends else 0
+
+    def read(self, start: int, count: int) -> Array:
+        """Return `count` ids from `start` on, as int64."""
+        found = []
+        while count > 0:
+            # The array that holds `start`, and the position inside it.
+            number = bisect_right(self.ends, start)
+            part, inside = self.parts[number], start - (self.ends[number - 1] if number else 0)
+            ids = np.asarray(part[inside : inside + count], dtype=np.int64)
+            found.append(ids)
+            start, count = start + len(ids), count - len(ids)
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+
+class TokenSamples:
+    """Samples: windows of `context` tokens, with the next tokens as targets."""
+
+    def __init__(self, tokens: Tokens, *, context: int, vocab: int, is_training: bool) -> None:
+        self.tokens, self.context, self.vocab, self.is_training = tokens, context, vocab, is_training
+        num_targets = len(tokens) - 1
+        # A training epoch starts up to context - 1 tokens late; the number of windows must not depend on that.
+        self.num = (num_targets - context + 1) // context if is_training else -(-num_targets // context)
+        if is_training and num_targets >= context:
+            self.num = max(self.num, 1)
+        self.num = max(self.num, 0)
+
+    def __len__(self) -> int:
+        return self.num
+
+    def files(self) -> Iterable[Path]:
+        return self.tokens.paths
+
+    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
+        return self._cut_window(self._draw_phase(key[0], key[1]) + index * self.context)
+
+    def make_batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
+        phase = self._draw_phase(seed, epoch)
+        rows = [self._cut_window(phase + index * self.context) for index in indices.tolist()]
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def _draw_phase(self, seed: int, epoch: int) -> int:
+        """Return the first token of an epoch."""
+        room = min(self.context, len(self.tokens) - self.num * self.context)
+        if not self.is_training or room <= 1:
+            return 0
+        return int(torch.randint(room, (), generator=make_generator(seed, epoch, PHASE_STREAM)))
+
+    def _cut_window(self, start: int) -> dict[str, Tensor]:
+        """Return tokens and targets of the window at `start`, padded at the end of the data."""
+        ids = self.tokens.read(start, min(self.context + 1, len(self.tokens) - start))
+        refuse_past_vocabulary(ids, self.vocab, start=start)
+        missing = self.context + 1 - len(ids)
+        tokens, targets = ids[:-1], ids[1:]
+        if missing:
+            tokens, targets = np.pad(tokens, (0, missing)), np.pad(targets, (0, missing), constant_values=UNCOUNTED)
+        return {"tokens": torch.from_numpy(tokens.copy()), "targets": torch.from_numpy(targets.copy())}
+
+
+def refuse_past_vocabulary(ids: Array, vocab: int, *, start: int = 0, source: str = "the data") -> None:
+    """Raise DataError if an id is not in the vocabulary."""
+    if len(ids) and int(ids.max()) >= vocab:
+        at = int(np.argmax(ids >= vocab))
+        raise DataError(
+            f"{source} has token {int(ids[at]):,} at position {start + at:,}, past the vocabulary of {vocab:,}",
+            why="the ids come from another tokenizer, or the file holds something other than 16-bit ids",
+            fix="set data.tokenizer to the one that made these ids, or model.vocab if there is none",
+        )
+
+
+HEADER_NUMBERS = 256
+LLMC: dict[int, tuple[int, Any]] = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
+"""File version and type of ids by llm.c's magic number, for GPT-2 and for Llama 3."""
+NUMPY_FILE = b"\x93NUMPY"
+LOOKED_AT = 2**26
+"""Number of ids per file that are compared with the vocabulary before training; the rest is checked when it is read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenFiles:
+    """Files of token ids, for training and validation."""
+
+    train: tuple[Path, ...]
+    val: tuple[Path, ...]
+
+
+def find_token_files(root: Path) -> TokenFiles | None:
+    """Return the `.bin` files of a folder by split, or a single one; None if there are none."""
+    if root.is_file():
+        return TokenFiles(train=(root,), val=()) if root.suffix == ".bin" else None
+    binary = sorted(root.glob("*.bin"), key=lambda path: make_natural_key(path.name))
+    train = tuple(path for path in binary if "train" in path.name)
+    val = tuple(path for path in binary if "val" in path.name and "train" not in path.name)
+    has_texts = not val and any(
+        path.suffix.lower() in PROSE for path in root.iterdir()
+    )  # a .bin among texts is something else
+    if binary and not train and not has_texts:
+        raise DataError(
+            f"{root} has {binary[0].name} but no training file",
+            why="files are recognised by `train` and `val` in their names",
+            fix="name them train.bin and val.bin",
+        )
+    return TokenFiles(train=train, val=val) if train else None
+
+
+def open_tokens(paths: tuple[Path, ...], *, vocab: int) -> Tokens:
+    """Open files of ids as one sequence; raise DataError if their first ids exceed the vocabulary."""
+    parts = [open_ids(path) for path in paths]
+    for path, part in zip(paths, parts, strict=True):
+        refuse_past_vocabulary(np.asarray(part[:LOOKED_AT]), vocab, source=str(path))
+    return Tokens(parts, paths=paths)
+
+
+def open_ids(path: Path) -> np.ndarray[Any, Any]:
+    """Memory-map the ids of a file; check the header if it has one (llm.c)."""
+    size = path.stat().st_size
+    if size == 0:
+        raise DataError(f"{path} is empty", fix="write it again")
+    if size >= 4 * HEADER_NUMBERS:
+        magic, version, count = (int(number) for number in np.fromfile(path, dtype=np.int32, count=3))
+        if magic in LLMC:
+            return _open_shard(path, size, magic, version, count)
+    with path.open("rb") as file:
+        if file.read(len(NUMPY_FILE)) == NUMPY_FILE:
+            raise DataError(
+                f"{path} was written by np.save and has a header",
+                why="a .bin is read as 16-bit ids and nothing else, as nanoGPT writes them",
+                fix="write it with numpy: np.array(ids, dtype=np.uint16).tofile(path)",
+            )
+    if size % 2:
+        raise DataError(
+            f"{path} has {size:,} bytes, an odd number",
+            why="16-bit ids, as nanoGPT writes them, take two bytes each, and there is no llm.c header",
+            fix="write it with numpy: np.array(ids, dtype=np.uint16).tofile(path)",
+        )
+    ids = np.memmap(path, dtype=np.uint16, mode="r")
+    # Recognise common mistakes by the first ids: text, or ids of 32 bits.
+    first = np.asarray(ids[:4096])
+    if len(first) > 64 and np.isin(first.view(np.uint8), PRINTABLE).mean() > 0.75:  # in ids, every other byte is small
+        raise DataError(
+            f"{path} seems to hold text: {first.tobytes()[:20].decode(errors='replace')!r}",
+            why="a .bin is read as 16-bit ids, as nanoGPT writes them",
+            fix=f"name it {path.stem}.txt",
+        )
+    if len(first) > 64 and not first[1::2].any() and first[::2].any():
+        raise DataError(
+            f"{path} seems to hold 32-bit ids: every second 16-bit one is 0",
+            why="headerless files are read as 16-bit ids, as nanoGPT writes them",
+            fix="write it with numpy: np.array(ids, dtype=np.uint16).tofile(path)",
+        )
+    return ids
+
+
+def _open_shard(path: Path, size: int, magic: int, version: int, count: int) -> np.ndarray[Any, Any]:
+    """Memory-map the ids of an llm.c shard after checking its header."""
+    known, kind = LLMC[magic]
+    begin, itemsize = 4 * HEADER_NUMBERS, np.dtype(kind).itemsize
+    if version != known:
+        raise DataError(f"{path} has version {version} of llm.c's format", why=f"only version {known} is supported")
+    if size != begin + count * itemsize:
+        raise DataError(
+            f"{path} holds {(size - begin) // itemsize:,} ids, its header claims {count:,}",
+            why="it is incomplete, or was modified later",
+            fix="copy or make it again",
+        )
+    return np.memmap(path, dtype=kind, mode="r", offset=begin, shape=(count,))
+
+
+def read_nanogpt_tokenizer(folder: Path) -> Tokenizer | None:
+    """Read the characters of nanoGPT's meta.pkl, if there is one; only plain values are unpickled."""
+    path = folder / "meta.pkl"
+    if not path.is_file():
+        return None
+    try:
+        meta = _PlainValues(io.BytesIO(path.read_bytes())).load()
+        alphabet = [meta["itos"][number] for number in range(len(meta["itos"]))]
+        is_single = all(isinstance(one, str) and len(one) == 1 for one in alphabet)
+        size = meta.get("vocab_size", len(alphabet))
+    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, IndexError, ValueError, OSError) as error:
+        raise DataError(f"cannot read {path}", why=str(error), fix="nanoGPT's prepare.py writes it") from error
+    if not is_single or alphabet != sorted(set(alphabet)):
+        raise DataError(f"{path} does not list single characters in order", fix="data.tokenizer, or remove the file")
+    if type(size) is not int or size != len(alphabet):
+        raise DataError(
+            f"{path} has vocab_size {size!r} and lists {len(alphabet):,} characters",
+            why="an id is an index into that list, so both numbers must be equal",
+            fix="write it again with nanoGPT's prepare.py",
+        )
+    return Characters("".join(alphabet))
+
+
+class _PlainValues(pickle.Unpickler):
+    """An unpickler that refuses all classes, so that no code can run."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it holds an object ({module}.{name}); only plain values are read")
+
+
+MAGIC = b"hstoken1"
+ENDING = ".tokens"
+CHECKED_BYTES = 2**24
+"""Bytes per CRC-32: 16 MiB."""
+CHECKED_BLOCKS = 64
+"""Blocks that are checked when a file is opened: all up to 1 GiB, otherwise this many, spread over the file."""
+TOKENISED_AT_ONCE = 2**22
+"""Number of characters."""
+CUT = re.compile(r"\S\n(?=\S)")
+"""Where a text may be cut without changing its tokens: words of BPE do not span a single line break between letters."""
+
+
+def open_or_tokenise(texts: TextFiles, tokenizer: Tokenizer, path: Path) -> tuple[Tokens, Tokens]:
+    """Return the ids of both splits from the cache at `path`; write it first if necessary."""
+    wanted = {"texts": _fingerprint_texts(texts), "tokenizer": _hash_text(identify(tokenizer)), "cut": texts.cut}
+    with take_turn(path):
+        if not path.exists() or _read_header(path)["made_from"] != wanted:
+            _write_cache(texts, tokenizer, path, wanted)
+    return _open_cache(path, _read_header(path))
+
+
+def choose_cache_path(root: Path, tokenizer: Tokenizer) -> Path:
+    """Return the default path of the cache: a hidden file next to the texts."""
+    folder, name = (root, root.name) if root.is_dir() else (root.parent, root.name)
+    return folder / f".{name}-{_hash_text(identify(tokenizer))[:8]}{ENDING}"
+
+
+def _write_cache(texts: TextFiles, tokenizer: Tokenizer, path: Path, made_from: dict[str, Any]) -> None:
+    """Tokenise texts and write the cache."""
+    kind = _choose_dtype(tokenizer)
+    with explain_full_disk(path, "the token cache"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A low estimate: in most texts a token stands for four bytes or more. Running out of space is an error anyway.
+        check_free_space(path, sum(file.stat().st_size for file in texts.all) * kind.itemsize // 4, "the token cache")
+        with open_atomic_file(path, follows_links=True) as hidden, hidden.open("wb") as file:
+            file.write(MAGIC)
+            counts, checks = _write_ids(file, texts, tokenizer, kind)
+            header = {"dtype": kind.name, "counts": counts, "checks": checks, "made_from": made_from}
+            encoded = json.dumps(header).encode()
+            file.write(encoded + len(encoded).to_bytes(8, "little"))
+
+
+class _CheckedFile:
+    """A file that is written in blocks, whose CRCs are recorded."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.rest, self.checks, self.num_bytes = file, bytearray(), list[int](), 0
+
+    def write(self, data: bytes) -> None:
+        self.rest += data
+        self.num_bytes += len(data)
+        while len(self.rest) >= CHECKED_BYTES:
+            self._put(CHECKED_BYTES)
+
+    def close(self) -> list[int]:
+        if self.rest:
+            self._put(len(self.rest))
+        return self.checks
+
+    def _put(self, length: int) -> None:
+        block = bytes(self.rest[:length])
+        self.file.write(block)
+        self.checks.append(zlib.crc32(block))
+        del self.rest[:length]
+
+
+def _write_ids(
+    file: BinaryIO, texts: TextFiles, tokenizer: Tokenizer, kind: np.dtype[Any]
+) -> tuple[list[int], list[int]]:
+    """Write the ids; return their number per split and the CRCs of all bytes."""
+    out, ends = _CheckedFile(file), [0]
+    for part in ("train", "val"):
+        for ids in _encode(texts, tokenizer, part):
+            out.write(ids.astype(kind).tobytes())
+        ends.append(out.num_bytes // kind.itemsize)
+    return [ends[1], ends[2] - ends[1]], out.close()
+
+
+def tokenise(texts: TextFiles, tokenizer: Tokenizer) -> tuple[Tokens, Tokens]:
+    """Return the ids of both splits in memory, without a cache."""
+    kind = _choose_dtype(tokenizer)
+    train, val = (
+        np.concatenate([np.empty(0, kind), *(ids.astype(kind) for ids in _encode(texts, tokenizer, part))])
+        for part in ("train", "val")
+    )
+    return Tokens([train]), Tokens([val])
+
+
+def _choose_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
+    return np.dtype(np.uint16 if tokenizer.num_tokens <= 2**16 else np.uint32)
+
+
+def _encode(texts: TextFiles, tokenizer: Tokenizer, part: str) -> Iterator[np.ndarray[Any, Any]]:
+    """Yield ids of a split, a few at a time. The end token separates documents, unless a single one is split."""
+    for source, text in texts.iterate_documents(part):
+        for section in _split_text(text):
+            yield tokenizer.encode(section, source=str(source))
+        if tokenizer.end is not None and not texts.cut:
+            yield np.array([tokenizer.end])
+
+
+def _split_text(text: str) -> Iterator[str]:
+    """Yield sections of a long text, cut where tokens do not change."""
+    start = 0
+    while len(text) - start > TOKENISED_AT_ONCE and (cut := CUT.search(text, start + TOKENISED_AT_ONCE)):
+        yield text[start : cut.end()]
+        start = cut.end()
+    yield text[start:]
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    """Return the JSON of a cache; raise DataError if the file is not a complete cache."""
+    begin = b""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(len(MAGIC))
+            size = file.seek(0, os.SEEK_END)
+            file.seek(-8, os.SEEK_END)
+            length = int.from_bytes(file.read(8), "little")
+            if begin != MAGIC or length > size:
+                raise ValueError("it lacks the marker at its start or end")
+            file.seek(-8 - length, os.SEEK_END)
+            header: dict[str, Any] = parse_json(file.read(length))
+        ids = sum(header["counts"]) * np.dtype(header["dtype"]).itemsize
+        if size != len(MAGIC) + ids + length + 8:
+            raise ValueError(f"it has {size:,} bytes and should have {len(MAGIC) + ids + length + 8:,}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        # Do not suggest removing a file that has neither our header nor our extension: it may be valuable.
+        is_ours = begin == MAGIC or path.suffix == ENDING
+        fix = "remove it: it is rebuilt" if is_ours else "choose a new file: data.cache_file=FILE"
+        raise DataError(f"{path} is not a token cache", why=str(error), fix=fix) from error
+    return header
+
+
+def _open_cache(path: Path, header: dict[str, Any]) -> tuple[Tokens, Tokens]:
+    """Memory-map the ids of both splits."""
+    _check_blocks(path, header)
+    kind, (num_train, num_val) = np.dtype(header["dtype"]), header["counts"]
+    parts = []
+    for start, count in ((0, num_train), (num_train, num_val)):
+        offset = len(MAGIC) + start * kind.itemsize
+        ids = np.memmap(path, dtype=kind, mode="r", offset=offset, shape=(count,)) if count else np.empty(0, kind)
+        parts.append(Tokens([ids], paths=(path,)))
+    return parts[0], parts[1]
+
+
+def _check_blocks(path: Path, header: dict[str, Any]) -> None:
+    """Compare the CRC of some blocks; raise DataError if one differs."""
+    checks: list[int] = header["checks"]
+    num = min(len(checks), CHECKED_BLOCKS)
+    total = sum(header["counts"]) * np.dtype(header["dtype"]).itemsize
+    with path.open("rb") as file:
+        for number in sorted({index * len(checks) // num for index in range(num)}) if num else ():
+            start = number * CHECKED_BYTES
+            file.seek(len(MAGIC) + start)
+            if zlib.crc32(file.read(min(CHECKED_BYTES, total - start))) != checks[number]:
+                raise DataError(
+                    f"{path} is damaged: its checksum does not match",
+                    why="it was modified, or the disk damaged it",
+                    fix="delete it: it is rebuilt",
+                )
+
+
+def _fingerprint_texts(texts: TextFiles) -> str:
+    entries = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in texts.all]
+    return _hash_text(repr((len(texts.train), entries)))
+
+
+def _hash_text(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

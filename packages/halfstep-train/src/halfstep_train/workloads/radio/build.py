@@ -1,0 +1,318 @@
+"""Stage 2: decoupled diffusion of latents, conditioned on buildings, antenna and cars.
+
+The first stage is a frozen module: forward encodes the true map without gradients, so that the encoder runs inside the
+compiled step. Validation also samples every map, from noise keyed by the map, and scores it against the truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import format_count
+from halfstep.recompute import set_recompute
+from halfstep_train.data import noise
+from halfstep_train.data.loader import Batch, Samples
+from halfstep_train.data.seeds import make_generator
+from halfstep_train.models.weights import Weights, load_weights_file_
+from halfstep_train.workloads.base.kind import Store
+from halfstep_train.workloads.base.latent_store import LatentDraws
+from halfstep_train.workloads.base.vae_format import choose_vae_format, pick_training_device
+from halfstep_train.workloads.base.workload import FrozenPart, Workload
+from halfstep_train.workloads.radio import build_vae
+from halfstep_train.workloads.radio.build_vae import refuse_uneven
+from halfstep_train.workloads.radio.config import RadioDiffConfig, RadioDiffModelConfig, RadioVaeConfig
+from halfstep_train.workloads.radio.data import RadioData, find_data, scale_gain, to_signed, to_unsigned
+from halfstep_train.workloads.radio.ddm import add_noise, ddm_loss, list_times, sample_latents, scale_times
+from halfstep_train.workloads.radio.first_stage import (
+    MEASURED_ON_HOST,
+    add_latents,
+    check_start_weights,
+    dump_sizes,
+    get_latent_shape,
+    get_reduction,
+    measure_scale,
+    open_first_stage,
+    read_some_maps,
+)
+from halfstep_train.workloads.radio.layers import LinearAttention, TimedBlock
+from halfstep_train.workloads.radio.names import rename_unet_weight, rename_weights
+from halfstep_train.workloads.radio.pictures import draw_samples
+from halfstep_train.workloads.radio.relation import Relation
+from halfstep_train.workloads.radio.scores import SCORING, RadioMetrics
+from halfstep_train.workloads.radio.swin import PatchMerging, SwinBlock, SwinPyramid
+from halfstep_train.workloads.radio.unet import RadioUNet
+from halfstep_train.workloads.radio.vae import CODEC, RadioVAE, ResidualBlock
+
+FRAGILE = (
+    "noising: x_t, C and noise are fp32, whatever the format of the latents",
+    "loss: squared and absolute errors, weighted by time",
+    "fourier_filter: sums over all positions; FFT does not support bf16",
+    "linear_attention: keys near 1 / positions, values divided by positions",
+    "weights of convolutions: standardised in fp32 with the same epsilon in every format",
+    "time: angles of hundreds of radians",
+    "latents: drawn from mean and log variance",
+)
+
+# Classes of blocks that are compiled one by one in captured steps.
+REPEATED = (SwinBlock, PatchMerging, TimedBlock, Relation, LinearAttention, ResidualBlock)
+
+
+def build(config: RadioDiffConfig, store: Mapping[str, Any] | None = None) -> Workload:
+    """Build the workload for `config.data.dir`; the `store` of an earlier run fixes sizes and latent scale."""
+    weights = check_start_weights(config) if store is None else ""
+    data = find_data(config)
+    stage = open_first_stage(config)
+    why_scale, is_new = "stored with the run", store is None
+    if store is None:
+        scale, why_scale = _choose_scale(config, stage.vae, stage.scale_factor, data)
+        store = make_store(config, stage.sizes, scale)
+    settled, about = _choose_format(config, stage.vae, data) if is_new else ({}, ())
+    data, store = add_latents(config, data, stage.vae, store)
+    model = build_unet(config, store)
+    if is_new:  # a resumed run loads its checkpoint later
+        if config.model.pyramid.weights:
+            load_weights_file_(model.condition, config.model.pyramid.weights, select_pyramid_weights)
+        if weights:
+            load_weights_file_(model, weights, select_unet_weights)
+    return make_workload(
+        config,
+        store,
+        model,
+        FrozenPart(module=stage.vae, source=stage.source),
+        data,
+        about=(("latents", f"times {store['scale_factor']:.4g}: {why_scale}"), *about),
+        settled=settled,
+    )
+
+
+def _choose_scale(config: RadioDiffConfig, vae: RadioVAE, measured: float | None, data: RadioData) -> tuple[float, str]:
+    """Return the factor of the latents, and where it comes from."""
+    scale = config.model.scale_factor
+    if scale != "auto":
+        return scale, "model.scale_factor"
+    if measured is not None:
+        return measured, "1 / their standard deviation, measured by stage 1"
+    threshold, source = config.data.threshold, str(config.model.vae)
+    found = measure_scale(vae, data.train, count=MEASURED_ON_HOST, threshold=threshold, source=source)
+    return found, f"1 / their standard deviation over {MEASURED_ON_HOST} training maps"
+
+
+def _choose_format(
+    config: RadioDiffConfig, vae: RadioVAE, data: RadioData
+) -> tuple[dict[str, Any], tuple[tuple[str, str], ...]]:
+    """Choose the first stage's format if precision.modules names it; otherwise it follows the precision plan.
+
+    Return settings that follow from the choice, and lines for the run's header.
+    """
+    modules, device = config.precision.modules, pick_training_device(config)
+    if "vae" not in modules:
+        return {}, ()
+    choice = choose_vae_format(
+        vae,
+        CODEC.decode_means,
+        lambda: torch.cat(list(read_some_maps(data.train, MEASURED_ON_HOST, config.data.threshold))),
+        device,
+        modules["vae"],
+        config.precision,
+    )
+    settled = {"precision.modules": {**modules, "vae": choice.name}}
+    return settled, (("first stage's format", f"{choice.name}: {choice.why}"),)
+
+
+def describe_steps(steps: int, settings: RadioDiffModelConfig) -> str:
+    """Return the number of sampling steps and network calls as text."""
+    return f"{format_count(steps, 'step')}, {format_count(steps + int(settings.extra_call), 'call')} of the network"
+
+
+def make_store(config: RadioDiffConfig, sizes: Mapping[str, Any], scale: float) -> dict[str, Any]:
+    """Return the facts that a run stores."""
+    return {"sizes": dict(sizes), "scale_factor": scale, "image_size": config.data.image_size}
+
+
+def build_unet(config: RadioDiffConfig, store: Mapping[str, Any]) -> RadioUNet:
+    """Build the U-Net and its condition encoder for the latents of the first stage."""
+    settings, reduction = config.model, get_reduction(store["sizes"])
+    channels, side, _ = get_latent_shape(store["sizes"], store["image_size"])
+    refuse_uneven(store["image_size"], reduction * 2 ** (len(settings.multipliers) - 1))
+    pyramid = SwinPyramid(
+        dim=settings.pyramid.width,
+        depths=settings.pyramid.depths,
+        num_heads=settings.pyramid.num_heads,
+        window=settings.pyramid.window,
+        patch=reduction,
+        stochastic_depth=settings.pyramid.stochastic_depth,
+    )
+    unet = RadioUNet(
+        pyramid,
+        channels=channels,
+        dim=settings.width,
+        multipliers=settings.multipliers,
+        latent_size=(side, side),
+        windows=(settings.windows, settings.feature_windows),
+        fourier_scale=settings.fourier_scale,
+        dropout=settings.dropout,
+    )
+    set_recompute(unet, "blocks" if config.train.activation_checkpointing else "none")
+    return unet
+
+
+def select_unet_weights(weights: Weights) -> Weights:
+    """Return the U-Net's weights under our names, from our files or from a public checkpoint with both stages."""
+    inner = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
+    return rename_weights(rename_unet_weight, inner or weights)
+
+
+def select_pyramid_weights(weights: Weights) -> Weights:
+    """Return torchvision's weights without its last norm and head, which a pyramid does not have."""
+    return {name: value for name, value in weights.items() if not name.startswith(("norm.", "head."))}
+
+
+class Denoising:
+    """One training step, and sampling: encode, add noise, denoise, decode; with a given first stage and latent
+    scale."""
+
+    def __init__(
+        self, config: RadioDiffConfig, store: Mapping[str, Any], vae: RadioVAE, *, steps: int | None = None
+    ) -> None:
+        self.config, self.vae, self.scale = config.model, vae, store["scale_factor"]
+        self.draw_latents = LatentDraws(vae, CODEC, scale=self.scale)
+        self.threshold = config.data.threshold
+        self.latent = get_latent_shape(store["sizes"], store["image_size"])
+        self.steps = steps or config.model.sampling_steps
+
+    def prepare(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
+        """Convert bytes to maps, and draw all random numbers of the step."""
+        condition = to_signed(batch["condition"].float() / 255)
+        num, device = len(condition), condition.device
+        draws = {
+            "posterior_noise": noise.normal(key, num, self.latent, device, stream="posterior"),
+            "noise": noise.normal(key, num, self.latent, device, stream="eps"),
+            "time": scale_times(noise.uniform(key, num, (), device, stream="time"), self.config.smallest_time),
+        }
+        if not training:
+            draws |= self.draw_sampling_noise(key, num, device)
+        truth = scale_gain(batch["gain"], self.threshold)
+        return batch | {"truth": truth, "image": to_signed(truth), "condition": condition, **draws}
+
+    def draw_sampling_noise(self, key: tuple[int, ...], num: int, device: torch.device) -> Batch:
+        """Draw the initial noise (B, ...) and the noise of each step (B, steps, ...), keyed by sample."""
+        return {
+            "start": noise.normal(key, num, self.latent, device, stream="start"),
+            "draws": noise.normal(key, num, (self.steps, *self.latent), device, stream="draws"),
+        }
+
+    def forward(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Predict C and noise; in validation, also sample the map."""
+        unet = cast(RadioUNet, model)
+        with torch.no_grad():
+            x0 = self.draw_latents(batch)
+            x_t = add_noise(x0, batch["time"], batch["noise"])
+        features = unet.condition(batch["condition"])
+        drift, predicted = unet.denoise(x_t, batch["time"], features)
+        found = {
+            "drift": drift,
+            "predicted": predicted,
+            "x0": x0,
+            # The true drift is C = -x0.
+            "error_c": (drift + x0).detach().square().flatten(1).mean(1),
+            "error_noise": (predicted - batch["noise"]).detach().square().flatten(1).mean(1),
+        }
+        return found | {"map": self.sample(unet, features, batch)} if "start" in batch else found
+
+    def compute_loss(self, outputs: dict[str, Tensor], batch: Batch) -> tuple[Tensor, float]:
+        losses = ddm_loss(
+            outputs["drift"],
+            outputs["predicted"],
+            outputs["x0"],
+            batch["noise"],
+            batch["time"],
+            weighted=self.config.weighted_loss,
+            with_l1=self.config.l1,
+        )
+        return losses.mean(), len(losses)
+
+    def sample(self, unet: RadioUNet, features: list[Tensor], batch: Batch) -> Tensor:
+        """Sample maps in 0..1 from the batch's noise. `features` is the encoded condition, the same for all steps."""
+        times = list_times(self.steps, split_last=self.config.extra_call, smallest=self.config.smallest_time)
+        draws = list(batch["draws"].unbind(1))
+        latents = sample_latents(lambda x, time: unet.denoise(x, time, features), batch["start"], draws, times)
+        return to_unsigned(self.vae.decode(latents / self.scale))
+
+
+def make_workload(
+    config: RadioDiffConfig,
+    store: Mapping[str, Any],
+    model: RadioUNet,
+    vae: FrozenPart,
+    data: RadioData,
+    *,
+    about: tuple[tuple[str, str], ...] = (),
+    settled: Mapping[str, Any] | None = None,
+) -> Workload:
+    """Build the workload from its model, first stage and data."""
+    denoising = Denoising(config, store, cast(RadioVAE, vae.module))
+
+    def draw(model: nn.Module, key: tuple[int, ...]) -> dict[str, Any]:
+        return draw_samples(data.val, model, workload, key)
+
+    settings = config.model
+    workload = Workload(
+        name=config.workload,
+        model=model,
+        train_samples=data.train,
+        val_samples=data.val,
+        prepare=denoising.prepare,
+        forward=denoising.forward,
+        loss=denoising.compute_loss,
+        metrics=RadioMetrics,
+        metric="nmse",
+        mode="min",
+        fragile=FRAGILE,
+        blocks={kind: kind.forward for kind in REPEATED},
+        scoring=f"of samples: {SCORING}",
+        store=store,
+        notes=data.notes,
+        val_names=data.list_val_names(),
+        about=(
+            *data.about,
+            *about,
+            ("sampling", describe_steps(settings.sampling_steps, settings)),
+        ),
+        frozen={"vae": vae},
+        settled=settled or {},
+        sample=draw,
+    )
+    return workload
+
+
+RadioConfig = RadioDiffConfig | RadioVaeConfig
+
+
+def make_random_store(config: RadioConfig) -> dict[str, Any]:
+    sizes = dump_sizes(config.model.first_stage)
+    return {"sizes": sizes, "scale_factor": 1.0, "image_size": config.data.image_size}
+
+
+def make_random_batch(config: RadioConfig, store: Store) -> Batch:
+    generator, size, side = make_generator(config.train.seed), config.train.batch_size, config.data.image_size
+    shapes = {"gain": (size, 1, side, side), "condition": (size, 3, side, side)}
+    drawn = {name: torch.randint(256, shape, dtype=torch.uint8, generator=generator) for name, shape in shapes.items()}
+    return {**drawn, "index": torch.arange(size)}
+
+
+def build_on_samples(config: RadioConfig, store: Store, samples: Samples) -> Workload:
+    """Build the workload on given samples. Its first stage has random weights, which cost the same time and memory."""
+    data = RadioData(train=samples, val=samples, about=(), notes=())  # type: ignore[arg-type]
+    if isinstance(config, RadioVaeConfig):
+        return build_vae.make_workload(config, build_vae.build_model(config), data)
+    store = {**make_random_store(config), **store}
+    vae = FrozenPart(module=RadioVAE(**store["sizes"]).eval())
+    return make_workload(config, store, build_unet(config, store), vae, data)
+
+
+def describe_size(config: RadioConfig) -> str:
+    return f"{config.data.image_size} pixels"

@@ -1,0 +1,243 @@
+"""Settings of both RadioDiff stages. Defaults are those of the public configs."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from halfstep_train.config.schema import (
+    BuiltModelConfig,
+    DataConfig,
+    LatentCaching,
+    RunConfig,
+)
+from halfstep_train.config.section import CachePath, FilePath, Fraction, OffCount, Positive, PositiveCount, Section
+
+Counts = tuple[PositiveCount, ...]
+Window = tuple[PositiveCount, PositiveCount]
+WINDOWS: tuple[Window, ...] = ((8, 8), (4, 4), (2, 2), (1, 1))
+
+
+class RadioDataConfig(DataConfig):
+    """The RadioMapSeer folder."""
+
+    image_size: PositiveCount = Field(default=256, description="Side of the square maps the model sees, in pixels")
+    simulation: Literal["DPM", "IRT2", "IRT4"] = Field(default="DPM", description="Simulation whose gains are used")
+    cars: bool = Field(default=False, description="Use gains simulated with cars, and the cars as a third input")
+    missing_buildings: int = Field(
+        default=0,
+        ge=0,
+        le=4,
+        description="Number of buildings missing in the input; a version is drawn at random for each sample",
+    )
+    split: Literal["radiounet", "radiodiff"] = Field(
+        default="radiounet",
+        description="Which published split to use; RadioDiff's has the same maps in training, validation and test",
+    )
+    val_maps: tuple[int, ...] = Field(
+        default=(), description="Maps to validate on, by number; all others except test_maps train. Replaces split"
+    )
+    test_maps: tuple[int, ...] = Field(default=(), description="Maps to test on, by number; needs val_maps")
+    max_transmitters: OffCount = Field(default=0, description="Transmitters used per map; 0: all")
+    threshold: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Gains below this are set to 0, the rest is rescaled to 0..1; RadioUNet uses 0.2",
+    )
+
+    @model_validator(mode="after")
+    def check_split(self) -> Self:
+        if self.test_maps and not self.val_maps:
+            raise ValueError("data.test_maps needs data.val_maps: without it, data.split chooses the test maps")
+        if self.val_fraction != DataConfig.model_fields["val_fraction"].default:
+            raise ValueError(
+                f"data.val_fraction={self.val_fraction:g} has no effect: radio maps are split by their numbers "
+                "(data.split, or data.val_maps=[...])"
+            )
+        return self
+
+
+class RadioDiffDataConfig(RadioDataConfig):
+    """The RadioMapSeer folder, with an optional cache of latents on disk."""
+
+    cache: LatentCaching = Field(
+        default="off", description="latents: encode every training map once and cache the latents"
+    )
+    cache_file: CachePath = Field(default=None, description="File of the cached latents; default: in data.dir")
+
+
+class FirstStageConfig(Section):
+    """Sizes of the autoencoder."""
+
+    width: PositiveCount = Field(default=128, description="Channels of the first level")
+    multipliers: Counts = Field(
+        default=(1, 2, 4),
+        description="Channels of each level, as multiples of width; all but the last level halve the map",
+    )
+    num_blocks: PositiveCount = Field(default=2, description="Residual blocks of each level")
+    z_channels: PositiveCount = Field(default=3, description="Channels between encoder and decoder")
+    latent_channels: PositiveCount = Field(default=3, description="Channels of the latent")
+    dropout: Fraction = Field(default=0.0, description="Dropout in residual blocks")
+
+
+class DiscriminatorConfig(Section):
+    """The discriminator of stage 1."""
+
+    enabled: bool = Field(default=True, description="Train a PatchGAN discriminator together with the autoencoder")
+    start: OffCount = Field(
+        default=50_001, description="First step at which the discriminator is trained and its loss counts"
+    )
+    weight: float = Field(
+        default=0.5, ge=0, description="Weight of the discriminator loss, multiplied by the adaptive weight"
+    )
+    channels: PositiveCount = Field(default=64, description="Channels of the discriminator's first layer")
+    num_halvings: PositiveCount = Field(
+        default=3, description="Number of times the discriminator halves the map (sets its patch size)"
+    )
+
+
+class RadioVaeModelConfig(BuiltModelConfig):
+    """The autoencoder and its loss."""
+
+    first_stage: FirstStageConfig = FirstStageConfig()
+    kl_weight: float = Field(default=1e-6, ge=0, description="Weight of the KL term, which is summed over the latent")
+    discriminator: DiscriminatorConfig = DiscriminatorConfig()
+
+
+class PyramidConfig(Section):
+    """The Swin transformer that encodes buildings and antenna; defaults are Swin-B's."""
+
+    width: PositiveCount = Field(
+        default=128, description="Channels of the Swin encoder's first stage; each stage doubles them"
+    )
+    depths: Counts = Field(default=(2, 2, 18, 2), description="Blocks of each stage; as many as the U-Net has levels")
+    num_heads: Counts = Field(default=(4, 8, 16, 32), description="Attention heads of each stage")
+    window: PositiveCount = Field(default=7, description="Side of the attention windows")
+    stochastic_depth: float = Field(
+        default=0.5, ge=0, lt=1, description="Stochastic depth: probability of dropping the last block"
+    )
+    weights: FilePath = Field(default=None, description="File with torchvision's swin weights to start from")
+
+
+class RadioDiffModelConfig(BuiltModelConfig):
+    """The denoiser and its sampler."""
+
+    vae: FilePath = Field(
+        default=None, description="First stage: a radiodiff_vae run, or a file with weights (then see first_stage)"
+    )
+    first_stage: FirstStageConfig = FirstStageConfig()
+    scale_factor: Literal["auto"] | Positive = Field(
+        default="auto",
+        description="Scale factor of the latents; auto: 1 / their standard deviation; the published config has 0.3",
+    )
+    width: PositiveCount = Field(default=128, description="Channels of the U-Net's first level, a multiple of 8")
+    multipliers: Counts = Field(default=(1, 2, 4, 4), description="Channels of each level, as multiples of width")
+    windows: tuple[Window, ...] = Field(
+        default=WINDOWS, description="Attention window sizes of the condition's encoder, one per level"
+    )
+    feature_windows: tuple[Window, ...] = Field(
+        default=WINDOWS, description="Attention window sizes of the U-Net's feature maps, one per level"
+    )
+    fourier_scale: Positive = Field(default=16.0, description="Spread of the time embedding's frequencies")
+    dropout: Fraction = Field(default=0.1, description="Dropout of the condition's attention")
+    pyramid: PyramidConfig = PyramidConfig()
+    weighted_loss: bool = Field(default=True, description="Weight the losses of C and noise by time")
+    l1: bool = Field(default=True, description="Use L1 for half of the loss; false: squared error only")
+    smallest_time: float = Field(
+        default=1e-4, gt=0, lt=1, description="Smallest training time; times are drawn between this and 1"
+    )
+    sampling_steps: int = Field(default=1, ge=1, le=1000, description="Sampling steps in validation and prediction")
+    extra_call: bool = Field(
+        default=True,
+        description="N sampling steps call the network N + 1 times, as in the public sampler; false: N times",
+    )
+
+    @model_validator(mode="after")
+    def check_levels(self) -> Self:
+        levels = len(self.multipliers)
+        for name, given in (
+            ("windows", self.windows),
+            ("feature_windows", self.feature_windows),
+            ("pyramid.depths", self.pyramid.depths),
+            ("pyramid.num_heads", self.pyramid.num_heads),
+        ):
+            if len(given) != levels:
+                raise ValueError(
+                    f"{name} has {len(given)} entries, multipliers has {levels}: there must be one per level"
+                )
+        if self.width % 8:
+            raise ValueError(f"width={self.width}: it must be a multiple of 8, for eight groups and heads")
+        return self
+
+
+RADIO: dict[str, Any] = {
+    "optimizer.lr": 5e-5,
+    "optimizer.weight_decay": 1e-4,
+    "optimizer.decay_norms_and_biases": True,
+    "schedule.name": "polynomial",
+    "schedule.power": 0.96,
+    "train.early_stopping_patience": 0,
+    "ema.enabled": True,
+    "ema.decay": 0.999,
+}
+"""AdamW with weight decay on all parameters; the learning rate falls as (1 - step / steps)^0.96."""
+SMALL_DATA: dict[str, Any] = {"data.image_size": 16, "data.num_workers": 0}
+SMALL_FIRST_STAGE: dict[str, Any] = {
+    "model.first_stage.width": 16,
+    "model.first_stage.multipliers": (1, 2),
+    "model.first_stage.num_blocks": 1,
+    "model.first_stage.z_channels": 4,
+    "model.first_stage.latent_channels": 4,
+}
+
+
+class RadioVaeConfig(RunConfig):
+    """The config of a stage 1 run."""
+
+    demo: ClassVar[dict[str, Any]] = {
+        **SMALL_DATA,
+        **SMALL_FIRST_STAGE,
+        "model.discriminator.enabled": False,
+        "optimizer.lr": 4e-3,
+        "train.batch_size": 8,
+        "train.epochs": 3,
+    }
+
+    data: RadioDataConfig = RadioDataConfig()
+    model: RadioVaeModelConfig = RadioVaeModelConfig()
+    # The loss is a sum over pixels, so its gradients are large: at the published size they overflow fp16 even without
+    # loss scaling. The scale therefore starts low and may fall below 1.
+    defaults: ClassVar[dict[str, Any]] = {
+        **RADIO, "optimizer.lr": 5e-6, "scaler.init_scale": 16.0, "scaler.min_scale": 2.0**-10,
+    }  # fmt: skip
+
+
+class RadioDiffConfig(RunConfig):
+    """The config of a stage 2 run."""
+
+    demo: ClassVar[dict[str, Any]] = {
+        **SMALL_DATA,
+        **SMALL_FIRST_STAGE,
+        "model.width": 16,
+        "model.multipliers": (1,),
+        "model.windows": ((2, 2),),
+        "model.feature_windows": ((2, 2),),
+        "model.fourier_scale": 1.0,
+        "model.pyramid.width": 32,
+        "model.pyramid.depths": (2,),
+        "model.pyramid.num_heads": (2,),
+        "model.pyramid.window": 8,
+        "model.pyramid.stochastic_depth": 0.0,
+        "model.dropout": 0.0,
+        "model.sampling_steps": 5,
+        "optimizer.lr": 4e-3,
+        "train.batch_size": 8,
+        "train.epochs": 5,
+        "train.validate_every": 5,
+    }
+
+    data: RadioDiffDataConfig = RadioDiffDataConfig()
+    model: RadioDiffModelConfig = RadioDiffModelConfig()
+    defaults: ClassVar[dict[str, Any]] = RADIO

@@ -1,0 +1,140 @@
+"""Evaluation of radio maps: scores for any number of steps and any split, and sheets of the best and worst maps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from halfstep.errors import ConfigError
+from halfstep_train.config.schema import RunConfig
+from halfstep_train.data.files import BadFiles
+from halfstep_train.data.seeds import Key
+from halfstep_train.workloads.base.sheets import pick_worst_to_best
+from halfstep_train.workloads.base.using import LookAt, PlainEvaluation, ShowProgress, TrainedModel
+from halfstep_train.workloads.base.workload import Workload
+from halfstep_train.workloads.radio.build import Denoising, describe_steps
+from halfstep_train.workloads.radio.config import RadioDiffConfig
+from halfstep_train.workloads.radio.data import ROLE_NAMES, choose_split, open_split, open_tree
+from halfstep_train.workloads.radio.maps import RadioMaps, Role
+from halfstep_train.workloads.radio.pictures import MapRow, draw_map_sheet
+from halfstep_train.workloads.radio.scores import RadioMetrics
+from halfstep_train.workloads.radio.unet import RadioUNet
+from halfstep_train.workloads.radio.vae import RadioVAE
+
+SHOWN_EACH = 2
+"""Number of worst, of median and of best maps that are drawn."""
+PARTS = ("val", "test", "train")
+
+
+class RadioDetails(RadioMetrics):
+    """Validation metrics that also keep the NMSE of each map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._scored: list[Tensor] = []
+
+    def update(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
+        # Score the maps here instead of in the base class, to get the score of each map.
+        before = dict(outputs)
+        maps = before.pop("map", None)
+        super().update(before, batch)
+        if maps is not None:
+            found = self.add_maps(maps, batch["truth"])
+            self._scored.append(torch.stack([batch["index"].double(), found["nmse"]]))
+
+    def rank_maps(self) -> list[tuple[int, float]]:
+        """Return (index, NMSE) of each map, worst first; waits for the device."""
+        scored = torch.cat(self._scored, dim=1).T.tolist() if self._scored else []
+        return sorted(((int(index), score) for index, score in scored), key=lambda found: (-found[1], found[0]))
+
+
+class RadioEvaluation(PlainEvaluation):
+    """Evaluation of either stage: a sheet of the worst, median and best maps."""
+
+    metrics: RadioDetails
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload)
+        self.metrics = RadioDetails()
+
+    def draw_pictures(self, folder: Path, look: LookAt) -> list[Path]:
+        """Draw the worst, median and best validation maps."""
+        rows = [self._make_row(*shown, look) for shown in pick_worst_to_best(self.metrics.rank_maps(), SHOWN_EACH)]
+        if not rows:
+            return []
+        path = folder / "contact_sheet.png"
+        draw_map_sheet(rows).save(path)
+        return [path]
+
+    def _make_row(self, kind: str, index: int, score: float, look: LookAt) -> MapRow:
+        batch, outputs = look(index)
+        raw = self.workload.val_samples.sample(index, key=(0, 0, index))
+        return MapRow(
+            name=f"{kind}: {self.workload.val_names[index]}, NMSE {score:.4f}",
+            condition=raw["condition"].numpy(),
+            predicted=outputs["map"][0, 0].float().cpu().numpy(),
+            truth=batch["truth"][0, 0].float().cpu().numpy(),
+        )
+
+
+class SamplingEvaluation(RadioEvaluation):
+    """Evaluation of stage 2, with any number of sampling steps and any split."""
+
+    num_scored = 0
+
+    @staticmethod
+    def drop_training_settings(config: RunConfig) -> RunConfig:
+        """Disable the latent cache. It holds only training maps: rebuilding it would waste hours, and evaluating
+        another folder would overwrite the run's cache."""
+        return config.replace(data={"cache": "off"})
+
+    def score_with_options(
+        self,
+        config: RadioDiffConfig,
+        trained: TrainedModel,
+        options: Mapping[str, Any],
+        phase: ShowProgress,
+        batch_size: int | None,
+    ) -> dict[str, float] | None:
+        """Score with another number of steps, or on another split, than validation."""
+        if options["part"] not in PARTS:
+            raise ConfigError(f"unknown --part {options['part']}", fix=f"use one of {', '.join(PARTS)}")
+        steps = int(options["steps"] or config.model.sampling_steps)
+        self.scored_at = f"{describe_steps(steps, config.model)}, {ROLE_NAMES[options['part']]} maps"
+        if options["steps"] is None and options["part"] == "val":
+            return None
+        maps = self._open_maps(config, options["part"])
+        self.num_scored = len(maps)
+        denoising = Denoising(
+            config, self.workload.store, cast(RadioVAE, self.workload.frozen["vae"].module), steps=steps
+        )
+        metrics, size = RadioMetrics(), batch_size or config.train.batch_size
+        with phase("Sampling", len(maps)) as bar:
+            for start in range(0, len(maps), size):
+                metrics.update(*sample_maps(denoising, trained, maps, start, size, config.train.seed))
+                for _ in range(min(size, len(maps) - start)):
+                    bar.advance()
+        return metrics.compute()
+
+    def _open_maps(self, config: RadioDiffConfig, part: Role) -> RadioMaps:
+        settings = config.data
+        tree = open_tree(settings)
+        return open_split(settings, tree, choose_split(settings, tree), part, BadFiles(settings.on_bad_file))
+
+
+def sample_maps(
+    denoising: Denoising, trained: TrainedModel, maps: RadioMaps, start: int, size: int, seed: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Load `size` maps from index `start` on; return the model's samples for them, and the batch."""
+    indices = range(start, min(start + size, len(maps)))
+    loaded = default_collate([maps.sample(index, key=(seed, 0, index)) for index in indices])
+    placed = {name: value.to(trained.device) for name, value in loaded.items()}
+    batch = denoising.prepare(placed, key=Key.for_validation(start), training=False)
+    with trained.inference():
+        unet = cast(RadioUNet, trained.model)
+        return {"map": denoising.sample(unet, unet.condition(batch["condition"]), batch)}, batch

@@ -1,0 +1,345 @@
+"""Read RadioMapSeer: the path gain of each transmitter in a city map, with buildings, antenna and cars.
+
+    png/buildings_complete/<map>.png            png/buildings_missing<1..4>/<1..6>/<map>.png
+    png/antennas/<map>_<transmitter>.png        one bright pixel
+    png/cars/<map>.png
+    gain/DPM/<map>_<transmitter>.png            also IRT2 and IRT4, and carsDPM, carsIRT2, carsIRT4
+
+All are grey images of one size, 256×256 in the original.
+
+The split goes by map number, so a subset of the data keeps the same split. Both public splits shuffle the maps 1..700
+with numpy's seed 42 and cut the list into ranges. RadioUNet's ranges are disjoint. RadioDiff's overlap: the map at
+index 600 is in all three splits, and the IRT4 validation maps are all training maps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from halfstep.errors import DataError, format_count, make_printable
+from halfstep_train.data.files import BadFiles, list_some, run_in_threads
+from halfstep_train.data.images import read_image, read_image_facts
+from halfstep_train.data.sample_cache import CACHE_BYTES, SampleCache
+from halfstep_train.data.seeds import make_generator
+
+Role = Literal["train", "val", "test"]
+Split = Mapping[Role, tuple[int, ...]]
+"""Map numbers by role."""
+
+NUM_MAPS = 700
+RANGES: Mapping[str, Mapping[Role, tuple[int, int]]] = {
+    "radiounet": {"train": (0, 500), "val": (501, 600), "test": (601, 699)},
+    "radiodiff": {"train": (0, 600), "val": (600, 650), "test": (600, 699)},
+    "radiodiff_irt4": {"train": (0, 600), "val": (501, 600), "test": (600, 699)},
+}
+"""First and last index into the shuffled maps."""
+
+
+def get_public_split(name: str, simulation: str) -> dict[Role, tuple[int, ...]]:
+    """Return a published split; that of `radiodiff` has different ranges for IRT4."""
+    key = "radiodiff_irt4" if name == "radiodiff" and simulation == "IRT4" else name
+    maps = shuffle_maps()
+    return {role: maps[first : last + 1] for role, (first, last) in RANGES[key].items()}
+
+
+def shuffle_maps() -> tuple[int, ...]:
+    """Return the map numbers in the order of the public code: numpy's legacy generator, seed 42."""
+    order = np.arange(NUM_MAPS)
+    np.random.RandomState(42).shuffle(order)
+    return tuple(int(index) + 1 for index in order)
+
+
+def find_leaks(split: Split) -> dict[Role, tuple[int, ...]]:
+    """Return the validation and test maps that are also training maps."""
+    train = set(split["train"])
+    others: tuple[Role, ...] = ("val", "test")
+    found = {role: tuple(number for number in split.get(role, ()) if number in train) for role in others}
+    return {role: numbers for role, numbers in found.items() if numbers}
+
+
+Array = np.ndarray[Any, Any]
+
+GAIN_NAME = re.compile(r"(\d+)_(\d+)\.png$")
+NUM_VERSIONS = 6
+"""Versions of each map with missing buildings."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RadioFiles:
+    """The files of one transmitter in one map."""
+
+    number: int
+    transmitter: int
+    buildings: tuple[Path, ...]
+    """One file, or the versions of a map with missing buildings."""
+    antenna: Path
+    gain: Path | None
+    """The true gain; None if it is unknown, as in prediction."""
+    cars: Path | None = None
+
+    @property
+    def name(self) -> str:
+        return self.antenna.stem
+
+    def list_paths(self) -> list[Path]:
+        return [path for path in (*self.buildings, self.antenna, self.gain, self.cars) if path is not None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RadioTree:
+    """A RadioMapSeer folder and the simulation chosen from it."""
+
+    root: Path
+    simulation: str = "DPM"
+    with_cars: bool = False
+    missing_buildings: int = 0
+
+    @classmethod
+    def open(cls, folder: Path, **settings: Any) -> RadioTree:
+        """Open the folder itself, or a RadioMapSeer folder inside it."""
+        for root in (folder, folder / "RadioMapSeer"):
+            if (root / "gain").is_dir() and (root / "png").is_dir():
+                tree = cls(root=root, **settings)
+                tree.refuse_missing_folders()
+                return tree
+        raise DataError(
+            f"{folder} is not a RadioMapSeer folder",
+            why="it needs gain/ and png/, as the data set unpacks",
+            fix="--data-dir RadioMapSeer; other maps: png/buildings_complete/<map>.png, "
+            "png/antennas/<map>_<transmitter>.png and gain/DPM/<map>_<transmitter>.png",
+        )
+
+    @property
+    def gain_dir(self) -> Path:
+        return self.root / "gain" / (f"cars{self.simulation}" if self.with_cars else self.simulation)
+
+    @property
+    def buildings_dir(self) -> Path:
+        kind = f"buildings_missing{self.missing_buildings}" if self.missing_buildings else "buildings_complete"
+        return self.root / "png" / kind
+
+    def refuse_missing_folders(self) -> None:
+        """Raise DataError if a folder that the settings need does not exist."""
+        gains = sorted(path.name for path in (self.root / "gain").iterdir() if path.is_dir())
+        if not self.gain_dir.is_dir():
+            cars = ", or data.cars=false" if self.with_cars else ""
+            fix = f"data.simulation is one of DPM, IRT2, IRT4 (here: {', '.join(gains) or 'none'}){cars}"
+            raise DataError(f"no folder {self.gain_dir}", why="it should hold the requested simulation", fix=fix)
+        if self.with_cars and not (self.root / "png" / "cars").is_dir():
+            raise DataError(
+                f"data.cars=true, but there is no {self.root / 'png' / 'cars'}",
+                why="cars are an input of the model then",
+                fix="unpack the cars, or data.cars=false",
+            )
+        for folder in (self.root / "png" / "antennas", self.buildings_dir):
+            if not folder.is_dir():
+                raise DataError(f"no folder {folder}", why="it is an input of the model", fix="unpack all of png/")
+
+    def list_map_numbers(self) -> tuple[int, ...]:
+        """Return the numbers of the maps that have gains."""
+        return tuple(sorted({number for number, _ in self._list_gains()}))
+
+    def list_samples(self, numbers: Sequence[int], *, most: int = 0, bad_files: BadFiles) -> tuple[RadioFiles, ...]:
+        """Return every transmitter of these maps, at most `most` per map (0: all). Those with missing files are
+        reported and left out."""
+        wanted = set(numbers)
+        pairs = [(number, transmitter) for number, transmitter in self._list_gains() if number in wanted]
+        if most:
+            pairs = _keep_few_each(pairs, most)
+        exists: dict[Path, bool] = {}  # buildings are shared by all transmitters of a map
+        complete: list[RadioFiles] = []
+        missing: list[Path] = []
+        for number, transmitter in pairs:
+            found = self.get_sample(number, transmitter)
+            lacking = [path for path in found.list_paths() if not exists.setdefault(path, path.is_file())]
+            missing += lacking
+            complete += [] if lacking else [found]
+        if missing:
+            self._report_missing(len(pairs) - len(complete), missing, bad_files)
+        return tuple(complete)
+
+    def get_sample(self, number: int, transmitter: int) -> RadioFiles:
+        """Return the paths of one sample; they need not exist."""
+        if self.missing_buildings:
+            versions = range(1, NUM_VERSIONS + 1)
+            buildings = tuple(self.buildings_dir / str(version) / f"{number}.png" for version in versions)
+        else:
+            buildings = (self.buildings_dir / f"{number}.png",)
+        return RadioFiles(
+            number=number,
+            transmitter=transmitter,
+            buildings=buildings,
+            antenna=self.root / "png" / "antennas" / f"{number}_{transmitter}.png",
+            gain=self.gain_dir / f"{number}_{transmitter}.png",
+            cars=self.root / "png" / "cars" / f"{number}.png" if self.with_cars else None,
+        )
+
+    def _list_gains(self) -> list[tuple[int, int]]:
+        """Return (map, transmitter) of every gain file, sorted."""
+        found = [match for path in self.gain_dir.iterdir() if (match := GAIN_NAME.match(path.name))]
+        if not found:
+            seen = list_some(sorted(path.name for path in self.gain_dir.iterdir())) or "nothing"
+            raise DataError(
+                f"no gain images in {self.gain_dir}",
+                why=f"it holds {seen}",
+                fix="name the files <map>_<transmitter>.png",
+            )
+        return sorted((int(match[1]), int(match[2])) for match in found)
+
+    def _report_missing(self, num_gains: int, missing: list[Path], bad_files: BadFiles) -> None:
+        """Report all missing inputs at once: a folder that lacks one antenna often lacks thousands."""
+        shown = list_some(path.relative_to(self.root) for path in dict.fromkeys(missing))
+        bad_files.report(
+            DataError(
+                f"{format_count(num_gains, 'gain')} of {self.gain_dir} without an input: no {shown}",
+                why="the model needs buildings and the antenna" + (" and cars" if self.with_cars else ""),
+                fix="unpack all of png/, or leave those out: data.on_bad_file=skip",
+            )
+        )
+
+
+def _keep_few_each(pairs: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int]]:
+    """Return at most `most` transmitters of each map."""
+    kept: dict[int, list[tuple[int, int]]] = {}
+    for pair in pairs:
+        kept.setdefault(pair[0], []).append(pair)
+    return [pair for group in kept.values() for pair in group[:most]]
+
+
+class RadioMaps:
+    """Samples as uint8: `gain` (1, H, W) and `condition` (3, H, W). The condition holds buildings, antenna and cars;
+    without cars, the buildings twice."""
+
+    def __init__(self, files: Sequence[RadioFiles], *, size: tuple[int, int]) -> None:
+        self.items, self.size = tuple(files), size
+        byte = np.dtype(np.uint8)
+        # With missing buildings, each epoch draws a version at random, so there is nothing to cache.
+        is_fixed = all(len(item.buildings) == 1 for item in self.items)
+        self._cache = SampleCache(
+            len(self.items),
+            fields={"gain": ((1, *size), byte), "condition": ((3, *size), byte)},
+            limit_bytes=CACHE_BYTES if is_fixed else 0,
+        )
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
+        arrays = self._cache.get(index)
+        if arrays is None:
+            item = self.items[index]
+            assert item.gain is not None
+            version = 0
+            if len(item.buildings) > 1:
+                version = int(torch.randint(len(item.buildings), (), generator=make_generator(*key)))
+            arrays = {
+                "gain": read_gray(item.gain, self.size)[None],
+                "condition": read_condition(item, self.size, version=version),
+            }
+            self._cache.put(index, arrays)
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def name_of(self, index: int) -> str:
+        return make_printable(f"{self.items[index].name}.png")
+
+    def files(self) -> Iterator[Path]:
+        return (path for item in self.items for path in item.list_paths())
+
+
+def read_condition(item: RadioFiles, size: tuple[int, int], *, version: int = 0) -> Array:
+    """Read buildings, antenna and cars (3, H, W); without cars the third channel repeats the buildings, as in
+    RadioDiff."""
+    buildings = read_gray(item.buildings[version], size)
+    last = buildings if item.cars is None else read_gray(item.cars, size)
+    return np.stack([buildings, read_antenna(item.antenna, size), last])
+
+
+def read_gray(path: Path, size: tuple[int, int]) -> Array:
+    """Read a grey image as uint8 (H, W); shrinking averages over areas."""
+    pixels = _read_bytes(path)
+    if pixels.shape == size:
+        return pixels
+    resized = Image.fromarray(pixels).resize(size[::-1], Image.Resampling.BOX)
+    return np.array(resized)
+
+
+def read_antenna(path: Path, size: tuple[int, int]) -> Array:
+    """Read an antenna image as uint8 (H, W). Its bright pixel is kept at any size: averaging would dilute it."""
+    pixels = _read_bytes(path)
+    rows, columns = np.nonzero(pixels)
+    if not len(rows):
+        raise DataError(
+            f"{path} shows no antenna: all its pixels are 0",
+            why="the bright pixel marks the position of the transmitter",
+            fix="unpack the file again, or leave bad files out: data.on_bad_file=skip",
+        )
+    found = np.zeros(size, dtype=np.uint8)
+    positions = rows * size[0] // pixels.shape[0], columns * size[1] // pixels.shape[1]
+    np.maximum.at(found, positions, pixels[rows, columns])
+    return found
+
+
+def _read_bytes(path: Path) -> Array:
+    pixels = np.array(read_image(path, channels=1)[..., 0])  # a copy: Pillow's array is read-only
+    # Images with more than 8 bits are read as floats in 0..1.
+    return pixels if pixels.dtype == np.uint8 else (pixels * 255).round().clip(0, 255).astype(np.uint8)
+
+
+def check_pictures(files: Sequence[RadioFiles], bad_files: BadFiles) -> tuple[RadioFiles, ...]:
+    """Return the samples whose images can be read and have the same size; report the others.
+
+    Only headers are read, unless bad files are to be skipped: then every image is decoded.
+    """
+    paths = list(dict.fromkeys(path for item in files for path in item.list_paths()))
+    read = _read_whole if bad_files.mode == "skip" else _read_size
+    sizes = dict(zip(paths, run_in_threads(read, paths), strict=True))
+    usable = []
+    for item in files:
+        if error := _find_fault(item, sizes):
+            bad_files.report(error)
+        else:
+            usable.append(item)
+    return tuple(usable)
+
+
+SizeOrError = tuple[int, int] | DataError
+
+
+def _read_size(path: Path) -> tuple[int, int]:
+    return read_image_facts(path).size
+
+
+def _read_whole(path: Path) -> tuple[int, int]:
+    size = _read_size(path)
+    read_antenna(path, size) if path.parent.name == "antennas" else _read_bytes(path)
+    return size
+
+
+def _find_fault(item: RadioFiles, sizes: Mapping[Path, SizeOrError]) -> DataError | None:
+    """Return why a sample cannot be used, or None."""
+    first, *others = item.list_paths()
+    for path in (first, *others):
+        found = sizes[path]
+        if isinstance(found, DataError):
+            return found
+        if found != sizes[first]:
+            return DataError(
+                f"{path} is {_format_size(found)}, {first} is {_format_size(sizes[first])}",
+                why="inputs and gains of a map must have the same size",
+                fix="unpack the files again, or leave bad files out: data.on_bad_file=skip",
+            )
+    return None
+
+
+def _format_size(size: SizeOrError) -> str:
+    assert not isinstance(size, DataError)
+    return f"{size[1]}x{size[0]}"

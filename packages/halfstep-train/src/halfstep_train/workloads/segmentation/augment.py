@@ -1,0 +1,105 @@
+"""Augment images and masks together, for a whole batch on its device.
+
+All geometric changes (flip, rotation, scale, crop, elastic) form one sampling grid, so an image is interpolated only
+once. Random numbers are drawn on the CPU from a key such as (seed, attempted step): the same step sees the same images
+on any device, and nothing waits for the device. The grid is computed without `affine_grid`, which is a matrix product:
+TF32 would round positions to half a pixel.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from halfstep.own_loop.prefetch import send_to_device
+from halfstep_train.data.seeds import BatchDraws
+from halfstep_train.workloads.segmentation.masks import IGNORED
+
+ELASTIC_KNOTS = 6
+"""Control points per side of the elastic displacement, which is bicubic in between."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Augmentation:
+    """Strength of the training augmentation; 0 disables a change."""
+
+    flip: float = 0.0
+    """Probability of a horizontal flip, and of a vertical flip."""
+    rotate_degrees: float = 0.0
+    scale: float = 0.0
+    """Largest relative change of size, in both directions."""
+    crop: float = 0.0
+    """Largest share of each side that a random crop removes; the rest is enlarged to the full size."""
+    brightness: float = 0.0
+    """Largest relative change of brightness and of contrast."""
+    elastic_pixels: float = 0.0
+    """Largest elastic displacement, in pixels."""
+
+    @property
+    def moves_pixels(self) -> bool:
+        """True if any change is geometric."""
+        return any((self.flip, self.rotate_degrees, self.scale, self.crop, self.elastic_pixels))
+
+
+def augment(image: Tensor, mask: Tensor, spec: Augmentation, *, key: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Augment images (N, C, H, W) in 0..1 and class maps (N, H, W) together; pixels from outside become IGNORED."""
+    num, _, height, width = image.shape
+    drawn = BatchDraws(key, num)
+    # Always draw all numbers, so that enabling one change does not alter the random numbers of the others.
+    draws = drawn.uniform(9)
+    knots = drawn.uniform(2, ELASTIC_KNOTS, ELASTIC_KNOTS) * 2 - 1
+    numbers = draws.T.contiguous()
+    if spec.moves_pixels:
+        grid = _make_affine_grid(send_to_device(_draw_affine(numbers, spec), image.device), height, width)
+        if spec.elastic_pixels:
+            limits = torch.tensor([2 / width, 2 / height]).view(1, 2, 1, 1) * spec.elastic_pixels
+            shift = F.interpolate(
+                send_to_device(knots * limits, image.device), (height, width), mode="bicubic", align_corners=True
+            )
+            grid = grid + shift.permute(0, 2, 3, 1)
+        image, mask = _sample(image, mask, grid)
+    if spec.brightness:
+        gain, offset = send_to_device((numbers[7:9] * 2 - 1) * spec.brightness, image.device).view(2, num, 1, 1, 1)
+        image = image * (1 + gain) + offset
+    return image, mask
+
+
+def _draw_affine(numbers: Tensor, spec: Augmentation) -> Tensor:
+    """Return matrices (N, 2, 3) that map output positions in -1..1 to input positions."""
+    flip_x, flip_y, turn, zoom, cut, move_x, move_y = numbers[:7]
+    angle = (turn * 2 - 1) * math.radians(spec.rotate_degrees)
+    window = (1 - cut * spec.crop) / (1 + (zoom * 2 - 1) * spec.scale)
+    free = cut * spec.crop  # how far the crop can move from the centre, in half images
+    sign_x, sign_y = (1 - 2 * (flip < spec.flip).float() for flip in (flip_x, flip_y))
+    cos, sin = angle.cos() * window, angle.sin() * window
+    shift_x, shift_y = (move_x * 2 - 1) * free, (move_y * 2 - 1) * free
+    rows = [sign_x * cos, -sign_x * sin, shift_x, sign_y * sin, sign_y * cos, shift_y]
+    return torch.stack(rows, dim=1).view(-1, 2, 3)
+
+
+def _make_affine_grid(affine: Tensor, height: int, width: int) -> Tensor:
+    """Return the sampling grid (N, height, width, 2) of affine matrices."""
+    y, x = (
+        ((torch.arange(side, device=affine.device, dtype=torch.float32) + 0.5) * 2 - side) / side
+        for side in (height, width)
+    )
+    # Rotate in pixels, not in the unit square, which would distort images that are not square.
+    ratio = width / height
+    x, y = x.view(1, 1, width), y.view(1, height, 1)
+    a = affine.view(-1, 6, 1, 1)
+    source_x = a[:, 0] * x + a[:, 1] * y / ratio + a[:, 2]
+    source_y = a[:, 3] * x * ratio + a[:, 4] * y + a[:, 5]
+    return torch.stack([source_x, source_y], dim=-1)
+
+
+def _sample(image: Tensor, mask: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:
+    """Read images bilinearly and masks by nearest neighbour; pixels from outside become IGNORED in masks."""
+    moved = F.grid_sample(image, grid, mode="bilinear", padding_mode="reflection", align_corners=False)
+    # Classes below 256 are exact in fp32.
+    classes = F.grid_sample(mask.unsqueeze(1).float(), grid, mode="nearest", padding_mode="border", align_corners=False)
+    is_inside = (grid.abs() <= 1).all(dim=-1)
+    return moved, torch.where(is_inside, classes.squeeze(1), IGNORED).to(mask.dtype)

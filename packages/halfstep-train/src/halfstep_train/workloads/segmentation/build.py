@@ -1,0 +1,374 @@
+"""The workload of segmentation: a U-Net on pairs of images and masks, trained with cross-entropy + Dice.
+
+`classes: auto` gives one logit per class, background included, with softmax and cross-entropy; with two classes the
+model has the 31,037,698 parameters of the reference. `classes: 1` is its other form: one logit and a sigmoid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import ConfigError, DataError, format_count
+from halfstep_train.config.section import fill_from_settings
+from halfstep_train.data.files import BadFiles, list_some
+from halfstep_train.data.images import USUAL, choose_scale, describe_outliers
+from halfstep_train.data.layouts import PairLayout
+from halfstep_train.data.loader import Batch, Samples
+from halfstep_train.data.seeds import make_generator
+from halfstep_train.models.weights import load_weights_file_
+from halfstep_train.workloads.base.kind import Store
+from halfstep_train.workloads.base.workload import Loss, Workload
+from halfstep_train.workloads.segmentation.augment import Augmentation, augment
+from halfstep_train.workloads.segmentation.config import UNetConfig
+from halfstep_train.workloads.segmentation.data import (
+    FoundPairs,
+    ImageFormat,
+    Scan,
+    SegmentationData,
+    Split,
+    collect_values,
+    find_pairs,
+    scan_pairs,
+)
+from halfstep_train.workloads.segmentation.masks import IGNORED, MaskTable, MaskValue, make_table, parse_table
+from halfstep_train.workloads.segmentation.scores import SegmentationMetrics, segmentation_loss
+from halfstep_train.workloads.segmentation.unet import UNet
+
+FRAGILE = (
+    "loss.cross_entropy: log of probabilities near 0",
+    "loss.dice: sums over all pixels of a batch exceed fp16's largest number",
+)
+
+SHOWN_VALUES = 8
+"""Mask values in a message."""
+
+
+def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workload:
+    """Build the workload for `config.data.dir`; the `store` of an earlier run fixes classes and image format."""
+    bad_files = BadFiles(config.data.on_bad_file)
+    found = find_data(config, bad_files)
+    scan = scan_pairs([*found.train, *found.val], bad_files=bad_files)
+    usable = set(scan.pairs)
+    train_pairs, val_pairs = (tuple(pair for pair in part if pair in usable) for part in (found.train, found.val))
+    if not train_pairs:
+        raise DataError(
+            "no usable pair is left to train on", why=f"{format_count(len(bad_files.skipped), 'file')} left out"
+        )
+    bad_files.refuse_empty_validation(len(found.val), len(val_pairs))
+    is_new = store is None
+    about = {"layout": found.layout}
+    settled: dict[str, Any] = {}
+    if store is None:
+        store, settled, why = _decide(config, found, scan, bad_files)
+        about |= why
+        if "model.background" in settled:
+            config = config.replace(model={"background": None})
+    elif config.data.image_size != store["image_size"]:
+        store = _resize_store(store, config.data.image_size)
+    scaling, scale_notes = _describe_scale(store["raw_scale"], scan)
+    about |= scaling
+    table, image = read_table(store), read_image_format(store)
+    _check_class_weights(config, num_classes=store["num_classes"])
+    background = find_background(config, table)
+    model = build_model(config, store)
+    if is_new and config.model.weights:  # a resumed run loads its checkpoint later
+        load_weights_file_(model, config.model.weights)
+    augmentation = fill_from_settings(Augmentation, config.data.augment)
+
+    def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
+        pixels, mask = to_unit_range(batch["image"]), batch["mask"]
+        if training:
+            pixels, mask = augment(pixels, mask, augmentation, key=key)
+        return batch | {"image": pixels, "mask": mask}
+
+    return Workload(
+        name="unet",
+        model=model,
+        train_samples=SegmentationData(train_pairs, table=table, image=image),
+        val_samples=SegmentationData(val_pairs, table=table, image=image),
+        prepare=prepare,
+        forward=lambda model, batch: model(batch["image"]),
+        loss=make_loss(config),
+        metrics=lambda: SegmentationMetrics(store["num_classes"], background),
+        metric="iou",
+        mode="max",
+        fragile=FRAGILE,
+        scoring=_describe_scoring(table, background),
+        by_batch=("the Dice term of the loss",) if config.model.dice_weight else (),
+        store=store,
+        notes=(*_note_many_values(config, found, table), *scale_notes, *bad_files.notes),
+        val_names=tuple(pair.image.name for pair in val_pairs),
+        about=tuple(about.items()),
+        settled=settled,
+    )
+
+
+def _decide(
+    config: UNetConfig, found: FoundPairs, scan: Scan, bad_files: BadFiles
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    """Return the store of a new run, the settings that follow from its data, and the reasons."""
+    seen = collect_values(scan.pairs, bad_files=bad_files)
+    ignored, why_ignored = find_ignored_value(config, found, seen)
+    side, why_side = choose_image_side(config, scan)
+    settled: dict[str, Any] = {"data.image_size": side}
+    why = {"ignored mask value": why_ignored, "image size": why_side}
+    if scores_all_classes(config, found):
+        settled["model.background"] = None
+        why["background"] = "this data set has none, so all classes count (model.background)"
+    store = _make_store(config, scan, make_table(seen, ignored=ignored), side)
+    if scan.raw:
+        settled["data.scale"] = store["raw_scale"]
+    return store, settled, {name: text for name, text in why.items() if text}
+
+
+def _choose_raw_scale(config: UNetConfig, scan: Scan) -> float | None:
+    if config.data.scale != "auto":
+        return config.data.scale
+    return choose_scale(scan.raw.values()).scale if scan.raw else None
+
+
+def _describe_scale(scale: float | None, scan: Scan) -> tuple[dict[str, str], list[str]]:
+    """Describe the scale of float and 32-bit images for the run's header; also return warnings."""
+    if scale is None or not scan.raw:
+        return {}, []
+    own = choose_scale(scan.raw.values())
+    values = f"{USUAL:.1%} of a typical file's values are at most {own.usual:g}"
+    notes = describe_outliers(scan.raw, own.limit)
+    if not scale / 10 <= own.scale <= scale * 10:
+        notes.append(
+            f"float images are divided by {scale:g} (data.scale), but seem to be in 0..{own.scale:g}: {values}"
+        )
+    return {"float images": f"divided by {scale:g} (data.scale): {values}"}, notes
+
+
+def _resize_store(store: Mapping[str, Any], side: int) -> dict[str, Any]:
+    """Return the store of a run for another image size."""
+    factor = side / store["image_size"]
+    return {**store, "image_size": side, "resize": [factor * share for share in store["resize"]]}
+
+
+def make_loss(config: UNetConfig) -> Loss:
+    """Return the loss function: cross-entropy + Dice, with the configured weights."""
+    settings = config.model
+
+    def compute_loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
+        value = segmentation_loss(
+            outputs,
+            batch["mask"],
+            class_weights=settings.class_weights,
+            ce_weight=settings.ce_weight,
+            dice_weight=settings.dice_weight,
+        )
+        return value, len(outputs)
+
+    return compute_loss
+
+
+def to_unit_range(pixels: Tensor) -> Tensor:
+    """Convert bytes to floats in 0..1; floating-point images are scaled when they are read."""
+    return pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
+
+
+def read_table(store: Mapping[str, Any]) -> MaskTable:
+    """Return the mask table of a stored run."""
+    return parse_table(store["mask_values"], ignored=store["ignored_value"])
+
+
+def read_image_format(store: Mapping[str, Any]) -> ImageFormat:
+    """Return the image format of a stored run."""
+    return ImageFormat(
+        size=(store["image_size"], store["image_size"]),
+        channels=store["channels"],
+        is_float=store["is_float"],
+        raw_scale=store["raw_scale"],
+    )
+
+
+def find_background(config: UNetConfig, table: MaskTable) -> int | None:
+    """Return the class that `iou` and `dice` leave out."""
+    background = config.model.background
+    if background is None or background == "first":
+        return None if background is None else 0
+    if background not in table.values:
+        raise ConfigError(
+            f"model.background={background} is not a value of the masks: {list_some(table.values, SHOWN_VALUES)}",
+            fix="give a mask value, `first` for the smallest one, or null to count all classes",
+        )
+    return table.values.index(background)
+
+
+def _describe_scoring(table: MaskTable, background: int | None) -> str:
+    if background is None:
+        return "iou and dice are means over all classes, like iou_all and dice_all (model.background=null)"
+    return (
+        f"iou and dice leave out the background, mask value {table.values[background]}; iou_all and dice_all are means "
+        "over all classes (as is iou with model.background=null)"
+    )
+
+
+def _make_store(config: UNetConfig, scan: Scan, table: MaskTable, side: int) -> dict[str, Any]:
+    """Return the facts that a run stores; refuse masks that do not fit `model.classes`."""
+    found, classes = len(table.values), config.model.classes
+    if found < 2:
+        raise DataError(
+            f"every mask holds only the value {table.values[0]}",
+            why="segmentation needs at least two classes",
+            fix="check the masks; a value to ignore is model.ignore_index",
+        )
+    if classes not in ("auto", found) and not (classes == 1 and found == 2):
+        raise DataError(
+            f"model.classes is {classes}, the masks hold {found} values: {list_some(table.values, SHOWN_VALUES)}",
+            fix=f"model.classes={found} (or auto), or model.ignore_index for a value that is not a class",
+        )
+    return {
+        "mask_values": [list(value) if isinstance(value, tuple) else value for value in table.values],
+        "ignored_value": list(table.ignored) if isinstance(table.ignored, tuple) else table.ignored,
+        "num_classes": found if classes == "auto" else classes,
+        "image_size": side,
+        "channels": scan.channels if config.data.channels == "auto" else config.data.channels,
+        "is_float": scan.is_float,
+        "raw_scale": _choose_raw_scale(config, scan),
+        # Later images are resized by the same factors, so that objects have the size the model was trained on.
+        "resize": [side / median(size[axis] for size in scan.sizes) for axis in (0, 1)],
+    }
+
+
+def _note_many_values(config: UNetConfig, data: FoundPairs, table: MaskTable) -> list[str]:
+    """Return a note if there are so many mask values that they are probably blurred edges."""
+    found = len(table.values)
+    # No note for known data sets (ADE20K has 150 classes), or if the user set the number of classes.
+    if found <= MANY_VALUES or data.ignored is not None or config.model.classes == found:
+        return []
+    shown = list_some(table.values, SHOWN_VALUES)
+    hint = "if JPEG or resizing has blurred the edges, save the masks again as PNG with exact values"
+    return [f"the masks hold {found} different values, each treated as a class: {shown}; {hint}"]
+
+
+def _check_class_weights(config: UNetConfig, *, num_classes: int) -> None:
+    given, needed = len(config.model.class_weights), max(2, num_classes)
+    if given not in (0, needed):
+        raise ConfigError(
+            f"{given} class weights for {needed} classes",
+            fix="give model.class_weights one number per class, background first",
+        )
+
+
+def build_model(config: UNetConfig, store: Mapping[str, Any]) -> nn.Module:
+    """Build the model without data, as prediction needs it."""
+    side, depth = store["image_size"], config.model.depth
+    if side < 2 ** (depth + 1):
+        raise ConfigError(
+            f"data.image_size={side} is too small for model.depth={depth}",
+            why="each level halves the image, and BatchNorm needs more than one pixel at the deepest",
+            fix=f"data.image_size={2 ** (depth + 2)} or more, or a smaller depth",
+        )
+    return UNet(
+        in_channels=store["channels"],
+        num_classes=store["num_classes"],
+        base_channels=config.model.base_channels,
+        depth=depth,
+        bilinear=config.model.bilinear,
+        checkpointing=config.train.activation_checkpointing,
+    )
+
+
+# --- settings that follow from the data ---
+
+MANY_VALUES = 64
+"""More classes than common data sets have (Cityscapes 34, VOC 22): more values are probably blurred edges."""
+
+
+def find_data(config: UNetConfig, bad_files: BadFiles) -> FoundPairs:
+    """Find and split the pairs at `data.dir`."""
+    data = config.data
+    layout = fill_from_settings(PairLayout, data)
+    split = Split(
+        val_fraction=data.val_fraction,
+        seed=data.split_seed,
+        train_list=Path(data.train_list) if data.train_list else None,
+        val_list=Path(data.val_list) if data.val_list else None,
+    )
+    return find_pairs(data.dir, layout=layout, split=split, bad_files=bad_files)
+
+
+def find_ignored_value(
+    config: UNetConfig, found: FoundPairs, seen: Collection[MaskValue]
+) -> tuple[MaskValue | None, str]:
+    """Return the mask value to ignore, and the reason if the config leaves it open."""
+    ignored = config.model.ignore_index
+    if ignored != "auto":
+        return ignored, ""
+    numbers = sorted(value for value in seen if isinstance(value, int))
+    if len(numbers) < len(seen) or not numbers or config.model.classes == len(numbers):
+        return None, ""
+    advice = "model.ignore_index=null makes it a class"
+    # Only the smallest or largest value can mark unlabelled pixels; in between, the same number may be a class.
+    if found.ignored in (numbers[0], numbers[-1]):
+        return found.ignored, f"{found.ignored}, which marks pixels without a label in this data set; {advice}"
+    *classes, last = numbers
+    if last == IGNORED and 1 < len(classes) <= MANY_VALUES and classes == list(range(len(classes))):
+        return last, f"{last}: in addition to the classes 0 to {classes[-1]} it marks pixels without a label; {advice}"
+    return None, ""
+
+
+def scores_all_classes(config: UNetConfig, found: FoundPairs) -> bool:
+    """True if the data set has no background and the config does not name one."""
+    return not found.has_background and "background" not in config.model.model_fields_set
+
+
+def choose_image_side(config: UNetConfig, scan: Scan) -> tuple[int, str]:
+    """Return the side of the images, and the reason if the config leaves it open: the default, or less for small
+    images."""
+    usual = config.data.image_size
+    if "image_size" in config.data.model_fields_set:
+        return usual, ""
+    height, width = (median(size[axis] for size in scan.sizes) for axis in (0, 1))
+    step = 2**config.model.depth  # every level halves the side
+    side = max(2 * step, -(-round(max(height, width)) // step) * step)
+    pictures = f"the images have {width:g}×{height:g} pixels"
+    if side >= usual:
+        return usual, f"{usual}, the default; {pictures}"
+    return side, f"{side}: {pictures}, so a larger size would only upscale them (data.image_size)"
+
+
+def make_random_store(config: UNetConfig) -> dict[str, Any]:
+    return {
+        "channels": 3 if config.data.channels == "auto" else config.data.channels,
+        "num_classes": 2 if config.model.classes == "auto" else config.model.classes,
+    }
+
+
+def make_random_batch(config: UNetConfig, store: Store) -> Batch:
+    """Return random bytes as the loader returns them, and random masks."""
+    generator, size, side = make_generator(config.train.seed), config.train.batch_size, config.data.image_size
+    image = torch.randint(256, (size, store["channels"], side, side), dtype=torch.uint8, generator=generator)
+    classes = max(2, store["num_classes"])
+    mask = torch.randint(classes, (size, side, side), dtype=torch.uint8, generator=generator)
+    return {"image": image, "mask": mask, "index": torch.arange(size)}
+
+
+def build_on_samples(config: UNetConfig, store: Store, samples: Samples) -> Workload:
+    """Build the workload on given samples, without augmentation, which would cost every framework the same."""
+
+    def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
+        return batch | {"image": to_unit_range(batch["image"])}
+
+    return Workload(
+        name=config.workload,
+        model=build_model(config, {**store, "image_size": config.data.image_size}),
+        train_samples=samples,
+        val_samples=samples,
+        prepare=prepare,
+        forward=lambda model, batch: model(batch["image"]),
+        loss=make_loss(config),
+        metrics=lambda: SegmentationMetrics(store["num_classes"]),
+        metric="iou",
+        fragile=FRAGILE,
+        store=store,
+    )

@@ -1,0 +1,156 @@
+"""Settings of the U-Net, with the defaults and presets of guide 0."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from halfstep_train.config.schema import BuiltModelConfig, DataConfig, RunConfig
+from halfstep_train.config.section import FilePath, Fraction, Positive, PositiveCount, Section
+
+
+class UNetAugmentConfig(Section):
+    """Strength of the training augmentation of image and mask; 0 disables a change."""
+
+    flip: Fraction = Field(default=0.5, description="Probability of a horizontal flip, and of a vertical flip")
+    rotate_degrees: float = Field(
+        default=15.0, ge=0, le=180, description="Largest rotation in degrees, in either direction"
+    )
+    scale: float = Field(default=0.1, ge=0, lt=1, description="Largest relative change of size")
+    crop: float = Field(default=0.0, ge=0, lt=1, description="Largest fraction of each side that a random crop removes")
+    brightness: float = Field(
+        default=0.1, ge=0, le=1, description="Largest relative change of brightness and contrast; image only"
+    )
+    elastic_pixels: float = Field(default=0.0, ge=0, description="Largest elastic displacement in pixels")
+
+
+class UNetDataConfig(DataConfig):
+    """Image and mask pairs."""
+
+    image_size: PositiveCount = Field(
+        default=512,
+        description="Side of the square images the model sees; unset: 512 pixels, or less if the images are smaller",
+    )
+    images: str = Field(
+        default="",
+        description="Folder of the images below data.dir, or a pattern: scans/{id}_t1.png; empty: imgs, images, image",
+    )
+    masks: str = Field(
+        default="",
+        description="Folder of the masks, or a pattern: truth/**/{id}_seg.png; empty: masks, mask, labels or label",
+    )
+    image_suffix: str = Field(
+        default="", description="Suffix of image file names after the id that image and mask share"
+    )
+    mask_suffix: str = Field(
+        default="_mask", description="Suffix of mask file names after the id; masks named by the id alone are found too"
+    )
+    image_ext: str = Field(
+        default="", description="File extension of the images to use (.png); empty: any readable one"
+    )
+    mask_ext: str = Field(default="", description="File extension of the masks to use (.npy); empty: any readable one")
+    val_images: str = Field(
+        default="",
+        description="Folder or pattern of the validation images; empty: the usual val folders, or val_fraction",
+    )
+    val_masks: str = Field(default="", description="Folder or pattern of the validation masks")
+    channels: Literal["auto", 1, 3] = Field(default="auto", description="Channels of the images; auto: as in the files")
+    scale: Literal["auto"] | Positive = Field(
+        default="auto",
+        description="What float and 32-bit images are divided by, so that white is 1; auto: 1, 255 or the largest "
+        "value, by what is typical of the files, outliers aside",
+    )
+    val_list: FilePath = Field(
+        default=None, description="Text file with the validation images, one name per line; replaces val_fraction"
+    )
+    train_list: FilePath = Field(default=None, description="Text file with the training images; default: all others")
+    split_seed: int = Field(default=0, ge=0, description="Seed of the split by val_fraction")
+    augment: UNetAugmentConfig = UNetAugmentConfig()
+
+    @model_validator(mode="after")
+    def check_validation(self) -> Self:
+        if bool(self.val_images) != bool(self.val_masks):
+            raise ValueError("data.val_images and data.val_masks belong together: set both, or neither")
+        return self
+
+
+class UNetModelConfig(BuiltModelConfig):
+    """The milesial U-Net at any width and depth."""
+
+    base_channels: PositiveCount = Field(default=64, description="Channels of the first level; each level doubles them")
+    depth: int = Field(default=4, ge=1, le=7, description="Number of times the image is halved")
+    bilinear: bool = Field(
+        default=False, description="Bilinear upsampling instead of transposed convolutions: fewer parameters"
+    )
+    classes: Literal["auto"] | PositiveCount = Field(
+        default="auto", description="Classes, background included; auto: from the masks"
+    )
+    background: Literal["first"] | int | tuple[int, int, int] | None = Field(
+        default="first",
+        description="Mask value that iou and dice leave out (iou_all and dice_all never do); first: the smallest; "
+        "null: none, all classes count",
+    )
+    dice_weight: float = Field(default=1.0, ge=0, description="Weight of the Dice loss")
+    ce_weight: float = Field(default=1.0, ge=0, description="Weight of the cross-entropy loss")
+    class_weights: tuple[float, ...] = Field(
+        default=(), description="Weight of each class in the cross-entropy; empty: all equal"
+    )
+    ignore_index: Literal["auto"] | int | tuple[int, int, int] | None = Field(
+        default="auto",
+        description="Mask value (number or colour) that counts neither in loss nor metrics; auto: the data set's "
+        "value if known (VOC: 255), or 255 if the other values are 0, 1, 2, ...; null: none",
+    )
+
+
+class UNetConfig(RunConfig):
+    """One U-Net run."""
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "fast": {"precision.default": "bf16", "train.batch_size": 16, "train.epochs": 50},
+        "quality": {
+            "precision.default": "bf16",
+            "train.batch_size": 8,
+            "train.epochs": 100,
+            "train.early_stopping_patience": 20,
+            "ema.enabled": True,
+        },
+        # For 4 GB: half the batch size, accumulated to 8, for which the optimizer was tuned.
+        "lowmem": {
+            "precision.default": "bf16",
+            "train.batch_size": 4,
+            "train.accumulate": 2,
+            "train.activation_checkpointing": True,
+        },
+        "stable": {
+            "precision.default": "fp32",
+            "train.batch_size": 8,
+            "train.fast": "off",
+            "guard.on_fault": "rollback",
+        },
+        "debug": {
+            "precision.default": "fp32",
+            "train.batch_size": 2,
+            "train.epochs": 5,
+            "train.fast": "off",
+            "data.num_workers": 0,
+        },
+    }
+
+    # 100 small images: less than two minutes on two CPU cores.
+    demo: ClassVar[dict[str, Any]] = {
+        "data.image_size": 64,
+        "data.val_fraction": 0.2,
+        "data.num_workers": 0,
+        "model.base_channels": 8,
+        "model.depth": 3,
+        "optimizer.lr": 5e-3,
+        "schedule.name": "onecycle",
+        "train.epochs": 16,
+    }
+
+    # A short warmup: the first steps in fp16 are the most fragile ones.
+    defaults: ClassVar[dict[str, Any]] = {"schedule.warmup_epochs": 1.0}
+
+    data: UNetDataConfig = UNetDataConfig()
+    model: UNetModelConfig = UNetModelConfig()

@@ -1,0 +1,379 @@
+"""Read pairs of images and masks: `imgs/<id>.<ext>` + `masks/<id>_mask.<ext>`, and other layouts.
+
+The pairs are found and split, every file is scanned once for sizes, kinds and mask values, and samples are then read by
+index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfstep.errors import DataError, make_printable, suggest_nearest
+from halfstep_train.data.files import (
+    VALIDATION_NAMES,
+    BadFiles,
+    Item,
+    Result,
+    list_images,
+    list_some,
+    make_natural_key,
+    require_folder,
+    run_in_threads,
+    split_off,
+)
+from halfstep_train.data.images import (
+    ImageFacts,
+    RawRange,
+    measure_raw_range,
+    read_image,
+    read_image_facts,
+    resize_image,
+    to_bytes,
+)
+from halfstep_train.data.layouts import ID, Layout, NamePattern, PairLayout, PairNames, find_layout
+from halfstep_train.data.sample_cache import CACHE_BYTES, SampleCache
+from halfstep_train.workloads.segmentation.masks import (
+    MaskTable,
+    MaskValue,
+    list_mask_files,
+    read_mask,
+    read_mask_facts,
+    read_values,
+    resize_mask,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """One image and its mask."""
+
+    id: str
+    image: Path
+    mask: Path
+    """A file, or a folder with one file per object."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """How to split pairs if the folder has no split: by lists of ids, or at random by a fraction."""
+
+    val_fraction: float = 0.1
+    seed: int = 0
+    train_list: Path | None = None
+    val_list: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundPairs:
+    """The pairs of a data folder, and facts that follow from its layout."""
+
+    train: tuple[Pair, ...]
+    val: tuple[Pair, ...]
+    layout: str
+    """The folders of the pairs, and the name of the data set if it is known."""
+    ignored: int | None = None
+    """The mask value of unlabelled pixels, if the layout has one."""
+    has_background: bool = True
+
+
+def find_pairs(root: str | Path | None, *, layout: PairLayout, split: Split, bad_files: BadFiles) -> FoundPairs:
+    """Find the training and validation pairs of a data folder."""
+    root = require_folder(root)
+    folder, found = find_layout(root, layout)
+    parts = [names for names in (found.train, found.val) if names]
+    pairs = [
+        _match_pairs(folder, names, layout, bad_files, some_without_masks=found.some_without_masks) for names in parts
+    ]
+    for path in _find_unpaired_masks(folder, parts, pairs, layout):
+        bad_files.report(_make_unpaired_error(path, f"an image {found.train.images}"))
+    where, has_lists = _describe_location(root, folder, found), split.train_list or split.val_list
+    if found.lists and not has_lists:
+        lists = [folder / name for name in found.lists]
+        split = replace(split, train_list=lists[0], val_list=lists[1])
+        where += f"; split by {found.lists[0]} and {found.lists[1]}"
+    elif found.val is None and not has_lists:
+        where += _note_unused_list(folder)
+    if found.val is None or has_lists:
+        train, val = split_pairs([pair for part in pairs for pair in part], split)
+    else:
+        train, val = pairs
+        where += f"; validation: {found.val}"
+    return FoundPairs(train=train, val=val, layout=where, ignored=found.ignored, has_background=found.has_background)
+
+
+def _note_unused_list(folder: Path) -> str:
+    """Return a note about a validation list that the layout does not use."""
+    path = next((path for name in VALIDATION_NAMES if (path := folder / f"{name}.txt").is_file()), None)
+    return f"; {path.name} is not used: data.val_list={path} splits by it" if path else ""
+
+
+def _describe_location(root: Path, folder: Path, found: Layout) -> str:
+    inside = "" if folder == root else f" in {folder.relative_to(root)}/"
+    return f"{found.name}{': ' if found.name else ''}{found.train}{inside}"
+
+
+def _match_pairs(
+    root: Path, names: PairNames, layout: PairLayout, bad_files: BadFiles, *, some_without_masks: bool
+) -> tuple[Pair, ...]:
+    """Match the images of a split with their masks, in natural order; report images without a mask as bad files."""
+    image_names = NamePattern(names.images).replace_ending(layout.image_ext)
+    images = _find_one_each(root, image_names, "data.image_ext")
+    mask_names = [NamePattern(text).replace_ending(layout.mask_ext) for text in names.masks]
+    masks = [_find_one_each(root, pattern, "data.mask_ext") for pattern in mask_names]
+    for pattern, found in ((image_names, images), (mask_names[-1], any(masks))):
+        if not found:
+            raise _make_no_match_error(root, pattern)
+    are_masks = set(masks[0].values())  # images and masks may be in the same folder
+    pairs = []
+    for name, image in images.items():
+        # The first pattern that finds a mask wins. If both are in one folder, an image is not its own mask.
+        mask = next((found[name] for found in masks if found.get(name, image) != image), None)
+        if mask is not None:
+            pairs.append(Pair(id=name, image=image, mask=mask))
+        elif not (some_without_masks or image in are_masks):
+            wanted = " or ".join(text.replace(ID, name) + ".*" for text in names.masks)
+            bad_files.report(_make_unpaired_error(image, wanted))
+    if not pairs:
+        raise DataError(
+            f"no image in {root / image_names.base} has a mask",
+            fix="check the names: data.image_suffix and data.mask_suffix, or a pattern: data.masks=masks/{id}_seg.png",
+        )
+    return tuple(pairs)
+
+
+def _find_unpaired_masks(
+    root: Path, parts: Sequence[PairNames], pairs: Sequence[Sequence[Pair]], layout: PairLayout
+) -> list[Path]:
+    """Find masks without an image in any split. Splits may share a mask folder, and masks may be in the image
+    folder."""
+    is_used: dict[Path, bool] = {}
+    for names, part in zip(parts, pairs, strict=True):
+        ids = {pair.id for pair in part}
+        for text in names.masks:
+            for name, path in NamePattern(text).replace_ending(layout.mask_ext).iterate(root):
+                is_used[path] = is_used.get(path, False) or name in ids
+    images = {pair.image for part in pairs for pair in part}
+    return sorted(path for path, used in is_used.items() if not used and path not in images)
+
+
+def split_pairs(pairs: Sequence[Pair], split: Split) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
+    """Split by lists if given, otherwise at random; the same pairs and seed give the same split."""
+    if split.train_list or split.val_list:
+        return _split_by_lists(pairs, split)
+    if split.val_fraction <= 0:
+        return tuple(pairs), ()
+    if len(pairs) < 2:
+        raise DataError(
+            f"only one image ({pairs[0].image}): nothing is left for validation",
+            why="validating on training images would measure nothing",
+            fix="add images, or train without validation: data.val_fraction=0",
+        )
+    train, val = split_off(pairs, split.val_fraction, split.seed)
+    return tuple(train), tuple(val)
+
+
+def _split_by_lists(pairs: Sequence[Pair], split: Split) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
+    """Split by one or both lists; without one of them, the other images form that split."""
+    val = _read_list(pairs, split.val_list)
+    train = _read_list(pairs, split.train_list)
+    if split.val_list is None:
+        val = tuple(pair for pair in pairs if pair not in train)
+    if split.train_list is None:
+        train = tuple(pair for pair in pairs if pair not in val)
+    both = sorted({pair.id for pair in train} & {pair.id for pair in val}, key=make_natural_key)
+    if both:
+        raise DataError(f"in both lists: {list_some(both)}", why="validating on training images would measure nothing")
+    if not train:
+        raise DataError("the lists leave no image to train on", fix="check data.train_list and data.val_list")
+    return train, val
+
+
+def _read_list(pairs: Sequence[Pair], path: Path | None) -> tuple[Pair, ...]:
+    """Return the pairs that a text file lists, by file name or id."""
+    if path is None:
+        return ()
+    if not path.is_file():
+        raise DataError(f"no list of ids at {path}", fix="give a text file with one id per line")
+    by_name = {name: pair for pair in pairs for name in (pair.image.name, pair.image.stem, pair.id)}
+    lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()]
+    wanted = dict.fromkeys(line for line in lines if line and not line.startswith("#"))
+    unknown = [name for name in wanted if name not in by_name]
+    if unknown:
+        raise DataError(
+            f"{path} lists {list_some(unknown)}, but there is no pair of that name",
+            fix=suggest_nearest(unknown[0], by_name),
+        )
+    return tuple(dict.fromkeys(by_name[name] for name in wanted))
+
+
+def _find_one_each(root: Path, names: NamePattern, key: str) -> dict[str, Path]:
+    """Return the file of each id; raise DataError if an id has several extensions. `key` is the setting that
+    chooses."""
+    found = names.find(root)
+    for name, paths in found.items():
+        if len(paths) > 1:
+            raise DataError(
+                f"{paths[0]} and {paths[1].name} have the same id {name}",
+                why="halfstep does not know which one to use",
+                fix=f"choose an extension: {key}={paths[0].suffix} (or {paths[1].suffix})",
+            )
+    return {name: paths[0] for name, paths in found.items()}
+
+
+def _make_no_match_error(root: Path, names: NamePattern) -> DataError:
+    folder = root / names.base
+    files = list_images(folder)  # raises if there are none at all
+    return DataError(
+        f"no file in {folder} is called {names.text}{names.ending}",
+        why=f"it holds {list_some(path.name for path in files)}",
+        fix="check data.images, data.masks and their suffixes and endings",
+    )
+
+
+def _make_unpaired_error(path: Path, wanted: str) -> DataError:
+    return DataError(
+        f"{path} has no partner",
+        why=f"it needs {wanted}",
+        fix="add it, correct data.image_suffix or data.mask_suffix, or leave such files out: data.on_bad_file=skip",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageFormat:
+    """The format of images, stored with a checkpoint so that later images are read as in training."""
+
+    size: tuple[int, int]
+    channels: int = 3
+    is_float: bool = False
+    """Whether some image has more than 8 bits; all images are then float32."""
+    raw_scale: float | None = None
+    """Divisor of float and 32-bit images; None if the training data has none."""
+
+
+class SegmentationData:
+    """Samples of pairs: `image` (C, H, W) uint8 or float32, `mask` (H, W) uint8. Cached in memory if all fit."""
+
+    def __init__(
+        self, pairs: Sequence[Pair], *, table: MaskTable, image: ImageFormat, cache_bytes: int = CACHE_BYTES
+    ) -> None:
+        self.pairs, self.table, self.image = tuple(pairs), table, image
+        image_dtype = np.dtype(np.float32 if image.is_float else np.uint8)
+        self._cache = SampleCache(
+            len(self.pairs),
+            fields={"image": ((image.channels, *image.size), image_dtype), "mask": (image.size, np.dtype(np.uint8))},
+            limit_bytes=cache_bytes,
+        )
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
+        """Return sample `index`. The key is not used: augmentation runs on the device."""
+        arrays = self._cache.get(index)
+        if arrays is None:
+            pair = self.pairs[index]
+            arrays = {"image": read_planes(pair.image, self.image), "mask": self._read_classes(pair)}
+            self._cache.put(index, arrays)
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def name_of(self, index: int) -> str:
+        """Return the file name of the image."""
+        return make_printable(self.pairs[index].image.name)
+
+    def files(self) -> Iterator[Path]:
+        """Return all files of images and masks."""
+        return (path for pair in self.pairs for path in (pair.image, *list_mask_files(pair.mask)))
+
+    def _read_classes(self, pair: Pair) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+        return self.table.to_classes(resize_mask(read_mask(pair.mask), self.image.size), pair.mask)
+
+
+def read_planes(path: Path, image: ImageFormat) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """Read one image file as (C, H, W) in the format of the training data."""
+    array = read_image(path, channels=image.channels, raw_scale=image.raw_scale)
+    # All images must have the same dtype: bytes become floats in 0..1 if any image is float.
+    if not image.is_float:
+        array = to_bytes(array)
+    elif array.dtype == np.uint8:
+        array = array.astype(np.float32) / 255
+    return np.array(
+        np.moveaxis(resize_image(array, image.size), -1, 0), order="C"
+    )  # a copy: Pillow's array is read-only
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scan:
+    """The result of scanning every file."""
+
+    pairs: tuple[Pair, ...]
+    sizes: tuple[tuple[int, int], ...]
+    channels: int
+    """Largest number of channels of any image; gray images are expanded to colour if there are any."""
+    is_float: bool
+    raw: dict[Path, RawRange]
+    """Value ranges of images whose scale depends on the data set (float and 32-bit)."""
+
+
+def scan_pairs(pairs: Sequence[Pair], *, bad_files: BadFiles) -> Scan:
+    """Read all headers. If bad files are to be skipped, decode all pixels: only that finds every bad file."""
+    inspect = _inspect_fully if bad_files.mode == "skip" else _inspect
+    found = [(pair, facts) for pair, facts in _run_for_each(inspect, pairs, bad_files) if facts is not None]
+    if not found:
+        raise DataError("no usable pair of image and mask is left", why=f"{len(bad_files.skipped)} were left out")
+    raw_images = [pair.image for pair, facts in found if facts.kind == "raw"]
+    ranges = _run_for_each(measure_raw_range, raw_images, bad_files)
+    return Scan(
+        pairs=tuple(pair for pair, _ in found),
+        sizes=tuple(facts.size for _, facts in found),
+        channels=max(facts.channels for _, facts in found),
+        is_float=any(facts.kind != "uint8" for _, facts in found),
+        raw={path: limits for path, limits in ranges if limits is not None},
+    )
+
+
+def collect_values(pairs: Sequence[Pair], *, bad_files: BadFiles) -> set[MaskValue]:
+    """Return all values that occur in the masks, which are all decoded; the run stores the result."""
+    found = _run_for_each(read_values, [pair.mask for pair in pairs], bad_files)
+    return {value for _, values in found for value in values or ()}
+
+
+def _inspect(pair: Pair) -> ImageFacts:
+    """Return facts about an image; raise DataError if its mask has another size."""
+    image, mask = read_image_facts(pair.image), read_mask_facts(pair.mask)
+    if image.size != mask.size:
+        raise DataError(
+            f"{pair.image} is {_format_size(image.size)}, its mask {pair.mask.name} is {_format_size(mask.size)}",
+            why="each pixel of the image needs a class",
+            fix="export both at one size, or leave such pairs out: data.on_bad_file=skip",
+        )
+    return image
+
+
+def _inspect_fully(pair: Pair) -> ImageFacts:
+    """Do the same after decoding image and mask."""
+    facts = _inspect(pair)
+    read_image(pair.image, channels=facts.channels, raw_scale=1.0)
+    read_values(pair.mask)
+    return facts
+
+
+def _run_for_each(
+    work: Callable[[Item], Result], items: Sequence[Item], bad_files: BadFiles
+) -> list[tuple[Item, Result | None]]:
+    """Run `work` on every item in threads; report errors in the order of the items."""
+    results: list[tuple[Item, Result | None]] = []
+    for item, outcome in zip(items, run_in_threads(work, items), strict=True):
+        if isinstance(outcome, DataError):
+            bad_files.report(outcome)
+        results.append((item, None if isinstance(outcome, DataError) else outcome))
+    return results
+
+
+def _format_size(size: tuple[int, int]) -> str:
+    return f"{size[1]}×{size[0]} pixels"

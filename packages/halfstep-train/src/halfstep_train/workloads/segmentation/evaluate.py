@@ -1,0 +1,182 @@
+"""Evaluation of segmentation: scores of each class, and a sheet of the worst, median and best images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfstep.errors import ConfigError, DataError
+from halfstep_train.data.files import Array, BadFiles, list_some
+from halfstep_train.data.images import read_image
+from halfstep_train.data.layouts import PairLayout, has_folders
+from halfstep_train.report.progress import Bar
+from halfstep_train.report.results import Cell
+from halfstep_train.workloads.base.sheets import pick_worst_to_best
+from halfstep_train.workloads.base.using import LookAt, PlainEvaluation, ShowProgress, TrainedModel
+from halfstep_train.workloads.base.workload import Workload
+from halfstep_train.workloads.segmentation.config import UNetConfig
+from halfstep_train.workloads.segmentation.data import SegmentationData, collect_values
+from halfstep_train.workloads.segmentation.masks import make_table, read_mask, to_colour
+from halfstep_train.workloads.segmentation.pictures import SheetRow, draw_contact_sheet
+from halfstep_train.workloads.segmentation.predict import WholeImages
+from halfstep_train.workloads.segmentation.scores import SegmentationDetails, SegmentationMetrics, predict_classes
+
+SHOWN_VALUES = 8
+"""Mask values in a message."""
+SHOWN_EACH = 3
+"""Number of worst, of median and of best images on the sheet, which then fits on a page."""
+
+
+def use_pairs_folder(config: UNetConfig, folder: Path) -> UNetConfig:
+    """Return settings for another folder without a split: `use_all_pairs` evaluates all its pairs."""
+    values: dict[str, Any] = {"dir": str(folder), "val_fraction": 0.0, "val_list": None, "train_list": None}
+    named = (getattr(config.data, "val_images", ""), getattr(config.data, "val_masks", ""))
+    if any(named) and not has_folders(folder, PairLayout().make_names(*named)):
+        values |= {"val_images": "", "val_masks": ""}  # they refer to the folder of the run
+    return config.replace(data=values)
+
+
+def use_all_pairs(workload: Workload) -> Workload:
+    """Return the workload with all pairs as validation samples, unless the folder has a validation split.
+
+    Masks with other values are mapped to the classes of the run.
+    """
+    samples = workload.val_samples if len(workload.val_samples) else workload.train_samples
+    assert isinstance(samples, SegmentationData)
+    samples, notes = _map_to_run_classes(samples)
+    names = tuple(pair.image.name for pair in samples.pairs)
+    return replace(workload, val_samples=samples, val_names=names, notes=(*workload.notes, *notes))
+
+
+def _map_to_run_classes(samples: SegmentationData) -> tuple[SegmentationData, list[str]]:
+    """If both have two mask values that differ, map them to the run's classes in order (0 and 255 to 0 and 1)."""
+    own = samples.table
+    found = make_table(collect_values(samples.pairs, bad_files=BadFiles("error")), ignored=own.ignored)
+    if {to_colour(value) for value in found.values} <= {to_colour(value) for value in own.values}:
+        return samples, []
+    theirs, ours = (list_some(table.values, SHOWN_VALUES) for table in (found, own))
+    if not len(found.values) == len(own.values) == 2:
+        raise DataError(
+            f"these masks hold the values {theirs}, the run's classes are {ours}",
+            why="only two values for two classes can be matched by order",
+            fix=f"save the masks with the values of the run: {ours}",
+        )
+    mapped = SegmentationData(samples.pairs, table=found, image=samples.image)
+    return mapped, [f"these masks hold {theirs}, those of the run {ours}: treated as the same classes, in this order"]
+
+
+class SegmentationEvaluation:
+    """Evaluation of a U-Net, at the training size or (--full-size) at the original size of each image."""
+
+    ranking = "IoU"
+    drop_training_settings = staticmethod(PlainEvaluation.drop_training_settings)
+    change_data_folder = staticmethod(use_pairs_folder)
+    use_all_samples = staticmethod(use_all_pairs)
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.values = workload.store["mask_values"]
+        counted = workload.metrics()
+        assert isinstance(counted, SegmentationMetrics)
+        self.background = counted.background
+        self.metrics = SegmentationDetails(counted.num_classes, counted.background)
+        self._at_full_size: FullSize | None = None
+
+    @property
+    def scored_at(self) -> str:
+        """Return the size at which masks are compared."""
+        if self._at_full_size is not None:
+            return "the original size of each image, as predict writes masks"
+        side = self.workload.store["image_size"]
+        return f"{side}×{side} pixels, as in training; --full-size scores masks at the size that predict writes"
+
+    def score_with_options(
+        self,
+        config: UNetConfig,
+        trained: TrainedModel,
+        options: Mapping[str, Any],
+        phase: ShowProgress,
+        batch_size: int | None,
+    ) -> dict[str, float] | None:
+        """With --full-size, score every validation image at its original size; there is no loss then."""
+        if not options["full_size"]:
+            return None
+        if batch_size is not None:
+            raise ConfigError(
+                f"--batch-size {batch_size} cannot be combined with --full-size",
+                why="images of different sizes are evaluated one at a time",
+                fix="leave one of them out",
+            )
+        with phase("Evaluating", len(self.workload.val_samples)) as bar:
+            return self._score_full_size(config, trained, bar)
+
+    def _score_full_size(self, config: UNetConfig, trained: TrainedModel, bar: Bar) -> dict[str, float]:
+        assert isinstance(self.workload.val_samples, SegmentationData)
+        images = WholeImages(trained, store=self.workload.store, depth=config.model.depth)
+        self._at_full_size = FullSize(self.workload.val_samples, images, bar)
+        for index in range(len(self.workload.val_samples)):
+            truth, prediction = self._at_full_size.load_maps(index)
+            self.metrics.add_image(torch.from_numpy(prediction), torch.from_numpy(truth), index)
+            bar.advance()
+        return self.metrics.compute()
+
+    def score_classes(self) -> tuple[dict[str, Cell], ...]:
+        """Return the scores of each class; None for a class that is absent from truth and prediction."""
+        found = self.metrics.count_by_class()
+        total = sum(pixels.true for pixels in found)
+        return tuple(
+            {
+                "class": f"{number}" + (" (background)" if number == self.background else ""),
+                "mask value": str(self.values[number]),
+                "IoU": pixels.iou,
+                "Dice": pixels.dice,
+                "precision": pixels.precision,
+                "recall": pixels.recall,
+                "share of pixels": pixels.true / total if total else None,
+            }
+            for number, pixels in enumerate(found)
+        )
+
+    def draw_pictures(self, folder: Path, look: LookAt) -> list[Path]:
+        rows = [self._make_row(*shown, look) for shown in pick_worst_to_best(self.metrics.rank_images(), SHOWN_EACH)]
+        path = folder / "contact_sheet.png"
+        names = [f"{number}: {value}" for number, value in enumerate(self.values)]
+        draw_contact_sheet(rows, background=self.background, names=names).save(path)
+        return [path]
+
+    def _make_row(self, kind: str, index: int, score: float, look: LookAt) -> SheetRow:
+        names = self.workload.val_names
+        name = f"{kind}: {names[index] if names else index}, IoU {score:.3f}"
+        if self._at_full_size is not None:
+            truth, prediction = self._at_full_size.load_maps(index)
+            return SheetRow(name=name, image=self._at_full_size.load_image(index), truth=truth, prediction=prediction)
+        batch, logits = look(index)
+        return SheetRow(
+            name=name,
+            image=batch["image"][0].permute(1, 2, 0).float().cpu().numpy(),
+            truth=batch["mask"][0].cpu().numpy(),
+            prediction=predict_classes(logits)[0].cpu().numpy(),
+        )
+
+
+class FullSize:
+    """Truth and prediction of validation images at their original size."""
+
+    def __init__(self, samples: SegmentationData, images: WholeImages, bar: Bar) -> None:
+        self._samples, self._images, self._bar = samples, images, bar
+
+    def load_maps(self, index: int) -> tuple[Array, Array]:
+        """Return truth and prediction. Files are read and predicted each time: all maps together may not fit in
+        memory."""
+        pair = self._samples.pairs[index]
+        truth = self._samples.table.to_classes(read_mask(pair.mask), pair.mask)
+        return truth, self._images.segment(pair.image, self._bar)
+
+    def load_image(self, index: int) -> Array:
+        form = self._samples.image
+        pixels = read_image(self._samples.pairs[index].image, channels=form.channels, raw_scale=form.raw_scale)
+        return pixels if pixels.shape[-1] != 2 else pixels[..., :1]

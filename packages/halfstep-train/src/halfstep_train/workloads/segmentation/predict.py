@@ -1,0 +1,267 @@
+"""`halfstep predict` for segmentation: write masks with the values and size of the originals, and overlays.
+
+Small images are computed as a whole, large ones in overlapping tiles that give the same result: a tile is used only
+where the model's receptive field is inside the tile or ends at the edge of the image, and tiles start at multiples of
+the deepest pooling cell. With transposed convolutions each used pixel is then computed from the same inputs either way,
+and logits differ only by the rounding of convolutions at different sizes (1e-4 of the largest logit in fp32). Bilinear
+upsampling depends on the size of the tile, so the results are only close.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from halfstep.errors import ConfigError, DataError
+from halfstep_train.data.files import READABLE_ENDINGS, Array
+from halfstep_train.data.images import read_image, read_image_facts
+from halfstep_train.report.progress import Bar
+from halfstep_train.report.results import Answer, Failure
+from halfstep_train.workloads.base.kind import Store
+from halfstep_train.workloads.base.using import Input, PredictRequest, TrainedModel, answer_each, save_picture
+from halfstep_train.workloads.segmentation.build import (
+    build_model,
+    find_background,
+    read_image_format,
+    read_table,
+    to_unit_range,
+)
+from halfstep_train.workloads.segmentation.config import UNetConfig
+from halfstep_train.workloads.segmentation.data import read_planes
+from halfstep_train.workloads.segmentation.pictures import draw_overlay
+from halfstep_train.workloads.segmentation.scores import predict_classes
+from halfstep_train.workloads.segmentation.unet import compute_receptive_radius
+
+
+class MaskPredictor:
+    """Predictor of masks: writes a mask and an overlay per image."""
+
+    endings = READABLE_ENDINGS
+
+    def __init__(self, config: UNetConfig, store: Store) -> None:
+        self.config, self.store, self.table = config, store, read_table(store)
+        self.model = build_model(config, store)
+
+    def answer_all(
+        self, inputs: list[Input], trained: TrainedModel, request: PredictRequest, bar: Bar
+    ) -> Iterator[Answer | Failure]:
+        out = request.out
+        assert out is not None
+        images = WholeImages(trained, store=self.store, depth=self.config.model.depth, tile=request.options["tile"])
+        return answer_each(inputs, lambda item: self._write_answer(item, images.segment(item.path, bar), out))
+
+    def _write_answer(self, item: Input, classes: Array, out: Path) -> Answer:
+        name = item.name.with_suffix("")
+        mask_image = Image.fromarray(self.table.to_mask(classes))
+        mask = save_picture(mask_image, out / "masks" / f"{name}{self.config.data.mask_suffix}.png")
+        with allow_any_size():
+            image = read_image(item.path, channels=self.store["channels"], raw_scale=self.store["raw_scale"])
+        shown = image if image.shape[-1] != 2 else image[..., :1]
+        overlay = draw_overlay(shown, classes, background=find_background(self.config, self.table))
+        picture = save_picture(overlay, out / "overlays" / f"{name}_overlay.png")
+        shares = {str(value): float((classes == k).mean()) for k, value in enumerate(self.table.values)}
+        return Answer(
+            file=str(item.path),
+            found={"mask": str(mask), "overlay": str(picture), "shares": shares},
+            cells={
+                "mask": str(mask),
+                "overlay": str(picture),
+                **{f"share of {value}": share for value, share in shares.items()},
+            },
+            brief={
+                "mask": str(mask),
+                "share of each mask value": ", ".join(f"{value}: {share:.1%}" for value, share in shares.items()),
+            },
+        )
+
+
+Forward = Callable[[Tensor], Tensor]
+"""images (N, C, H, W) -> logits (N, K, H, W), in evaluation mode and the run's precision."""
+Span = tuple[int, int]
+ReportTile = Callable[[int, int], None]
+"""(tiles done, total), called before each tile."""
+
+RESAMPLED_AT_ONCE = 1 << 24
+"""Logits resampled at a time: 64 MiB."""
+
+
+def predict_file(
+    path: Path,
+    forward: Forward,
+    *,
+    store: Mapping[str, Any],
+    depth: int,
+    device: torch.device,
+    tile: int = 1024,
+    report: ReportTile = lambda done, total: None,
+) -> Array:
+    """Return the class map (uint8) of an image file at its original size, computed at the scale of training."""
+    original = read_image_facts(path).size
+    _refuse_huge(path, original)
+    height, width = (
+        max(2**depth, round(side * factor)) for side, factor in zip(original, store["resize"], strict=True)
+    )
+    planes = read_planes(path, replace(read_image_format(store), size=(height, width)))
+    image = torch.from_numpy(planes).to(device)
+    return predict_image(forward, image, depth=depth, tile=tile, size=original, report=report).numpy()
+
+
+@torch.no_grad()
+def predict_image(
+    forward: Forward,
+    image: Tensor,
+    *,
+    depth: int,
+    tile: int = 1024,
+    size: tuple[int, int] | None = None,
+    report: ReportTile = lambda done, total: None,
+) -> Tensor:
+    """Return the class map (uint8, on the CPU) of one image (C, H, W), at its own size or at `size`.
+
+    Images with a side longer than `tile` are computed in tiles. Logits are resampled instead of classes, which keeps
+    edges at subpixel positions and thin lines connected.
+    """
+    _, height, width = image.shape
+    classes = torch.empty(size or (height, width), dtype=torch.uint8)
+    tiles = list(itertools.product(_list_spans(height, tile, depth), _list_spans(width, tile, depth)))
+    for number, ((rows, used_rows), (columns, used_columns)) in enumerate(tiles):
+        report(number, len(tiles))
+        logits = forward(to_unit_range(image[None, :, slice(*rows), slice(*columns)]))
+        _write_classes(classes, logits, _Axis(height, classes.shape[0], rows, used_rows),
+               _Axis(width, classes.shape[1], columns, used_columns))  # fmt: skip
+    return classes
+
+
+class _Axis:
+    """One tile along one axis: the pixels of the result that it determines, and their positions in the tile."""
+
+    def __init__(self, length: int, result: int, seen: Span, used: Span) -> None:
+        # Pixels are areas: the centre of the first one is half a pixel from the edge, at either size.
+        positions = (torch.arange(result, dtype=torch.float64) + 0.5) * (length / result) - 0.5
+        positions = positions.clamp(0, length - 1)
+        first, end = torch.searchsorted(positions, torch.tensor(used, dtype=torch.float64)).tolist()
+        self.own = slice(first, end if used[1] < length else result)
+        self.positions = (positions[self.own] - seen[0]).float()
+
+
+def _write_classes(classes: Tensor, logits: Tensor, rows: _Axis, columns: _Axis) -> None:
+    """Write the classes of the pixels that a tile determines, some rows at a time to limit memory."""
+    logits_per_row = logits.shape[1] * max(1, len(columns.positions))
+    num_rows = max(1, RESAMPLED_AT_ONCE // logits_per_row)
+    indices = torch.arange(len(classes))[rows.own]
+    for positions, lines in zip(rows.positions.split(num_rows), indices.split(num_rows), strict=True):
+        # Linear interpolation is separable: first along rows, then along columns.
+        resampled = _resample(_resample(logits.float(), positions, 2), columns.positions, 3)
+        classes[lines, columns.own] = predict_classes(resampled)[0].to(torch.uint8).cpu()
+
+
+def _resample(logits: Tensor, positions: Tensor, axis: int) -> Tensor:
+    """Interpolate linearly at `positions` along one axis; exact at integer positions."""
+    before = positions.floor()
+    weight = (positions - before).to(logits.device).view(-1, *[1] * (logits.ndim - axis - 1))
+    first = before.long().to(logits.device)
+    second = (first + 1).clamp(max=logits.shape[axis] - 1)
+    return torch.lerp(logits.index_select(axis, first), logits.index_select(axis, second), weight)
+
+
+def compute_margin(depth: int) -> int:
+    """Return the margin that a tile needs around the used part, in pixels; one is for interpolation at the edge."""
+    step = 1 << depth
+    return -(-(compute_receptive_radius(depth) + 1) // step) * step
+
+
+def _list_spans(length: int, tile: int, depth: int) -> Iterator[tuple[Span, Span]]:
+    """Yield the span that each tile covers along one axis, and the part of it that is used. Parts do not overlap."""
+    if length <= tile:
+        yield (0, length), (0, length)
+        return
+    step = 1 << depth
+    margin = compute_margin(depth)
+    core = (tile - 2 * margin) // step * step
+    if core < step:
+        raise ConfigError(
+            f"tiles of {tile} pixels are too small for a U-Net of depth {depth}",
+            why=f"a pixel depends on {margin} pixels to each side",
+            fix=f"use tiles of {2 * margin + 8 * step} pixels or more",
+        )
+    for start in range(0, length, core):
+        end = min(start + core, length)
+        yield (max(0, start - margin), min(length, end + margin)), (start, end)
+
+
+# --- files ---
+
+TILE = 1024
+"""Usual side of a tile in pixels; takes a few GB at full model width."""
+
+
+class WholeImages:
+    """Segments image files with a trained U-Net; halves the tiles if the device runs out of memory."""
+
+    def __init__(self, trained: TrainedModel, *, store: Mapping[str, Any], depth: int, tile: int | None = None) -> None:
+        self.trained, self.store, self.depth = trained, store, depth
+        self.tile = tile or choose_tile(depth)
+
+    def segment(self, path: Path, bar: Bar) -> Array:
+        """Return the class map of a file; the progress bar shows tiles if there are several."""
+
+        def report(done: int, total: int) -> None:
+            bar.show({"tile": f"{done + 1}/{total}"} if total > 1 else {})
+
+        while True:
+            try:
+                with allow_any_size():
+                    return predict_file(
+                        path,
+                        self.trained,
+                        store=self.store,
+                        depth=self.depth,
+                        device=self.trained.device,
+                        tile=self.tile,
+                        report=report,
+                    )
+            except torch.OutOfMemoryError as error:
+                error.__traceback__ = None  # its frames hold activations, which must be freed
+                torch.cuda.empty_cache()
+                self.tile //= 2
+                self.trained.warn(f"out of memory: continuing with tiles of {self.tile} pixels")
+
+
+def choose_tile(depth: int) -> int:
+    """Return `TILE`, or a larger size for very deep models: eight cells of the deepest level between the margins."""
+    return max(TILE, 2 * compute_margin(depth) + 8 * (1 << depth))
+
+
+MAX_PIXELS = 1_000_000_000
+"""Limit of pixels per image. Large scans and satellite images have about 10^8. Pillow needs 4 bytes per RGB pixel: 4 GB
+at this limit."""
+
+
+def _refuse_huge(path: Path, size: tuple[int, int]) -> None:
+    """Raise DataError for images of more than MAX_PIXELS."""
+    height, width = size
+    if height * width > MAX_PIXELS:
+        raise DataError(
+            f"{path} has {width:,}×{height:,} = {width * height:,} pixels, and the limit is {MAX_PIXELS:,}: "
+            "cut it into smaller images",
+            why="decoding it could use up the memory of the machine",
+        )
+
+
+@contextmanager
+def allow_any_size() -> Iterator[None]:
+    """Disable Pillow's limit of 179 million pixels inside this context; `MAX_PIXELS` applies instead."""
+    limit = Image.MAX_IMAGE_PIXELS
+    Image.MAX_IMAGE_PIXELS = None
+    try:
+        yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit

@@ -1,0 +1,321 @@
+"""U-Net (Ronneberger et al. 2015) with the layer names of milesial/Pytorch-UNet, so that its checkpoints load.
+
+It has 31,037,698 parameters by default, 17,263,042 with `bilinear`. Width and depth are free; the names are those of
+the original at depth 4. Image sizes that are not multiples of 2**depth work: each upsampled map is padded to the size
+of its skip connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from halfstep.errors import ModelError
+from halfstep.islands import get_matmul_dtype
+from halfstep.recompute import Recomputing, choose_block_runner, choose_region_runner, keeps_every_product
+from halfstep_train.kernels.chain import NormReluConv, cast_together
+from halfstep_train.kernels.fast_forms import can_chain, has_room_for_tiles
+from halfstep_train.kernels.normalise import compute_norm
+from halfstep_train.kernels.stem import can_run_stem
+from halfstep_train.kernels.unet_chain import (
+    MOST_CLASSES,
+    MOST_HEAD_CHANNELS,
+    Head,
+    PoolConv,
+    StemNormReluConv,
+    UpConcatConv,
+)
+from halfstep_train.models.layers import (
+    CONVOLUTIONAL,
+    BatchNorm2d,
+    CentredConv2d,
+    Checks,
+    DoublingConvTranspose2d,
+    HalvingMaxPool2d,
+    are_plain,
+    consists_of,
+    is_plain,
+)
+
+
+class DoubleConv(nn.Module):
+    """(3×3 convolution, BatchNorm, ReLU) twice."""
+
+    def __init__(self, in_channels: int, out_channels: int, mid_channels: int | None = None) -> None:
+        super().__init__()
+        mid = mid_channels or out_channels
+        self.double_conv = nn.Sequential(
+            CentredConv2d(in_channels, mid, 3),
+            BatchNorm2d(mid),
+            nn.ReLU(inplace=True),
+            CentredConv2d(mid, out_channels, 3),
+            BatchNorm2d(out_channels),
+            nn.ReLU(inplace=True),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.double_conv(x)
+
+
+class Down(nn.Module):
+    """Halve the size, then convolve."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.maxpool_conv = nn.Sequential(HalvingMaxPool2d(2), DoubleConv(in_channels, out_channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.maxpool_conv(x)
+
+    def get_convolutions(self) -> DoubleConv:
+        block = self.maxpool_conv[1]
+        assert isinstance(block, DoubleConv)
+        return block
+
+
+class Up(nn.Module):
+    """Double the size, pad to the skip connection, concatenate, then convolve."""
+
+    def __init__(self, in_channels: int, out_channels: int, *, bilinear: bool) -> None:
+        super().__init__()
+        self.up: nn.Module
+        if bilinear:
+            self.up = nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True)
+            self.conv = DoubleConv(in_channels, out_channels, in_channels // 2)
+        else:
+            self.up = DoublingConvTranspose2d(in_channels, in_channels // 2)
+            self.conv = DoubleConv(in_channels, out_channels)
+
+    def forward(self, deep: Tensor, skip: Tensor) -> Tensor:
+        x: Tensor = self.up(deep)
+        # An odd side was rounded down by pooling.
+        dy, dx = skip.shape[2] - x.shape[2], skip.shape[3] - x.shape[3]
+        if dy or dx:
+            x = F.pad(x, [dx // 2, dx - dx // 2, dy // 2, dy - dy // 2])
+        return self.conv(torch.cat([skip, x], dim=1))
+
+    def get_transposed(self) -> nn.ConvTranspose2d:
+        """Return the transposed convolution that doubles the size; the model must not be bilinear."""
+        assert isinstance(self.up, nn.ConvTranspose2d)
+        return self.up
+
+
+class OutConv(nn.Module):
+    """1×1 convolution to the logits."""
+
+    def __init__(self, in_channels: int, num_classes: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, num_classes, kernel_size=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x)
+
+
+class UNet(Recomputing):
+    """Compute logits (N, num_classes, H, W) of images (N, in_channels, H, W)."""
+
+    def __init__(
+        self,
+        *,
+        in_channels: int = 3,
+        num_classes: int = 2,
+        base_channels: int = 64,
+        depth: int = 4,
+        bilinear: bool = False,
+        checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        if min(in_channels, num_classes, base_channels, depth) < 1 or (bilinear and base_channels % 2):
+            raise ModelError(
+                f"U-Net with {in_channels} input channels, {num_classes} classes, width {base_channels}, depth {depth}",
+                why="each must be at least 1, and the width even with bilinear upsampling, which halves it",
+                fix="the published U-Net has base_channels=64 and depth=4",
+            )
+        self.depth = depth
+        self.recompute = "blocks" if checkpointing else "none"
+        widths = [base_channels * 2**level for level in range(depth + 1)]
+        shrink = 2 if bilinear else 1
+        self.inc = DoubleConv(in_channels, widths[0])
+        for level in range(1, depth + 1):
+            out = widths[level] // (shrink if level == depth else 1)
+            self.add_module(f"down{level}", Down(widths[level - 1], out))
+        for level in range(depth, 0, -1):
+            out = widths[level - 1] // (shrink if level > 1 else 1)
+            self.add_module(f"up{depth - level + 1}", Up(widths[level], out, bilinear=bilinear))
+        self.outc = OutConv(widths[0], num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        height, width = x.shape[-2:]
+        if min(height, width) < 2**self.depth:
+            raise ModelError(
+                f"image of {height}×{width} pixels is too small for a U-Net of depth {self.depth}",
+                why=f"each level halves the size, so a side needs at least {2**self.depth} pixels",
+                fix="use a larger image_size, or a smaller model.depth",
+            )
+        is_chain = (
+            keeps_every_product(self.recompute) and not x.requires_grad and can_chain(x, is_training=self.training)
+        )
+        if is_chain and self._can_run_chain():
+            return self._run_chain(x)
+        return choose_region_runner(self.recompute)(self._run_levels, x)
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _can_run_chain(self) -> bool:
+        """True if all layers are as built, so that the fused kernels compute the same."""
+        levels = [Down] * self.depth + [Up] * self.depth
+        replaced = (part for name, part in self.named_modules() if name not in ("", "outc.conv"))
+        is_whole = consists_of(self.children(), DoubleConv, *levels, OutConv) and are_plain(replaced, CHAINED)
+        return is_whole and has_room_for_tiles(self.outc.conv.weight.device)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _run_chain(self, x: Tensor) -> Tensor:
+        """Run all levels as a chain of fused kernels."""
+        if not self._can_run_chain():  # compiled code checks only once; a layer may have been hooked since
+            return self._run_levels(x)
+        depths = range(1, self.depth + 1)
+        downs: list[Down] = [getattr(self, f"down{depth}") for depth in depths]
+        ups: list[Up] = [getattr(self, f"up{depth}") for depth in depths]
+        return compute_chained_logits(
+            x,
+            [
+                Level.from_layers(block.double_conv)
+                for block in (self.inc, *(down.get_convolutions() for down in downs))
+            ],
+            [(up.get_transposed(), Level.from_layers(up.conv.double_conv)) for up in ups],
+            self.outc.conv,
+            keep=self.recompute == "none",
+        )
+
+    def _run_levels(self, x: Tensor) -> Tensor:
+        """Run the levels module by module."""
+        run = choose_block_runner(self.recompute)
+        skips = [run(self.inc, x)]
+        for level in range(1, self.depth + 1):
+            skips.append(run(self.get_submodule(f"down{level}"), skips[-1]))
+        y = skips.pop()
+        for level in range(1, self.depth + 1):
+            y = run(self.get_submodule(f"up{level}"), y, skips.pop())
+        return self.outc(y)
+
+
+def has_small_head(outer: OutConv) -> bool:
+    """True if the 1×1 convolution is as built and small enough for the kernel."""
+    head = outer.conv
+    if type(head) is not nn.Conv2d or not is_plain(head) or head.bias is None or head.groups != 1:
+        return False
+    is_pointwise = head.kernel_size == head.stride == (1, 1) and head.padding == (0, 0)
+    return is_pointwise and head.out_channels <= MOST_CLASSES and head.in_channels <= MOST_HEAD_CHANNELS
+
+
+def has_equal_halves(block: Up) -> bool:
+    """True if the upsampled map has as many channels as the skip connection, as the chain assumes."""
+    if not consists_of((block.up, block.conv), DoublingConvTranspose2d, DoubleConv):
+        return False
+    first = next(block.conv.double_conv.children(), None)
+    return isinstance(first, CentredConv2d) and first.in_channels == 2 * block.get_transposed().out_channels
+
+
+CHAINED: Checks = {
+    **CONVOLUTIONAL,
+    CentredConv2d: lambda layer: layer.is_as_built() and layer.kernel_size == (3, 3) and layer.stride == (1, 1),
+    HalvingMaxPool2d: lambda layer: layer.is_as_built() and layer.kernel == 2,
+    DoublingConvTranspose2d: DoublingConvTranspose2d.is_as_built,
+    DoubleConv: lambda block: consists_of(block.double_conv.children(), *2 * (CentredConv2d, BatchNorm2d, nn.ReLU)),
+    Down: lambda block: consists_of(block.maxpool_conv.children(), HalvingMaxPool2d, DoubleConv),
+    Up: has_equal_halves,
+    OutConv: has_small_head,
+}
+"""Modules that the chain can replace, each with a check."""
+
+
+def compute_receptive_radius(depth: int) -> int:
+    """Return the largest distance in pixels at which an input pixel affects an output pixel.
+
+    The four convolutions of each level reach 2**level pixels each, the two at the bottom 2**depth each, and a pixel is
+    up to 2**depth - 1 from the far corner of its pooled cell: 6·2**d - 4 + 2**d - 1. This is for transposed
+    convolutions: bilinear upsampling with aligned corners depends on the size of the whole map.
+    """
+    return 7 * (1 << depth) - 5
+
+
+class Level(NamedTuple):
+    """The convolutions and norms of one level, as the chain needs them."""
+
+    convolution: nn.Conv2d
+    norm: nn.BatchNorm2d
+    next_convolution: nn.Conv2d
+    last_norm: nn.BatchNorm2d
+
+    @classmethod
+    def from_layers(cls, layers: nn.Sequential) -> Level:
+        """Return the level of a sequence of convolution, BatchNorm and ReLU, twice."""
+        convolution, norm, _, next_convolution, last_norm, _ = layers
+        assert isinstance(convolution, nn.Conv2d)
+        assert isinstance(norm, nn.BatchNorm2d)
+        assert isinstance(next_convolution, nn.Conv2d)
+        assert isinstance(last_norm, nn.BatchNorm2d)
+        return cls(convolution, norm, next_convolution, last_norm)
+
+
+def compute_chained_logits(
+    image: Tensor,
+    downs: Sequence[Level],
+    ups: Sequence[tuple[nn.ConvTranspose2d, Level]],
+    head: nn.Conv2d,
+    *,
+    keep: bool,
+) -> Tensor:
+    """Return the logits of a channels_last image that needs no gradient, with fused kernels.
+
+    Without `keep`, some maps are recomputed in backward: slower, with half the memory. Each step works on raw maps, the
+    outputs of convolutions before norm and ReLU, which the next kernel applies while reading.
+    """
+    levels = [*downs, *(level for _, level in ups)]
+    convolutions = [convolution for level in levels for convolution in (level.convolution, level.next_convolution)][1:]
+    cast = cast_together([convolution.weight for convolution in convolutions], get_matmul_dtype(image))
+    weights = dict(zip(convolutions, cast, strict=True))  # all but the stem's
+    level, skips = downs[0], []
+    y = compute_first_raw_map(image, level, weights, keep=keep)
+    # Down: normalise and pool the raw map while reading it; its skip connection stays raw until it is used.
+    for below in downs[1:]:
+        norm, how = level.last_norm, compute_norm(y.detach(), level.last_norm)
+        affine = (norm.weight, norm.bias)
+        u, promise = PoolConv.apply(y, *affine, weights[below.convolution], how)  # type: ignore[no-untyped-call]
+        skips.append((promise, y.detach(), how))
+        level, y = below, compute_second_raw_map(u, below, weights, keep=keep)
+    # Up: transposed convolution, concatenation and the first convolution in one operation.
+    for up, above in ups:
+        norm, how = level.last_norm, compute_norm(y.detach(), level.last_norm)
+        deep = (y, norm.weight, norm.bias, up.weight, up.bias)
+        u = UpConcatConv.apply(*skips.pop(), *deep, weights[above.convolution], how, keep)  # type: ignore[no-untyped-call]
+        # Memory peaks in the backward of the last concatenation, when maps of the last level may still be kept.
+        level, y = above, compute_second_raw_map(u, above, weights, keep=keep or not skips)
+    norm, how = level.last_norm, compute_norm(y.detach(), level.last_norm)
+    return Head.apply(y, norm.weight, norm.bias, head.weight, head.bias, how)  # type: ignore[no-untyped-call]
+
+
+Weights = Mapping[nn.Conv2d, Tensor]
+"""Weights of convolutions, cast to the compute format."""
+
+
+def compute_first_raw_map(image: Tensor, level: Level, weights: Weights, *, keep: bool) -> Tensor:
+    """Return the raw output of the first level's second convolution."""
+    convolution, norm, next_convolution, _ = level
+    if not can_run_stem(image, convolution.weight, 1, 1):
+        u: Tensor = convolution(image)
+        return compute_second_raw_map(u.contiguous(memory_format=torch.channels_last), level, weights, keep=keep)
+    parameters = (convolution.weight, norm.weight, norm.bias, weights[next_convolution])
+    return StemNormReluConv.apply(  # type: ignore[no-untyped-call]
+        image, *parameters, norm, get_matmul_dtype(image), keep
+    )
+
+
+def compute_second_raw_map(u: Tensor, level: Level, weights: Weights, *, keep: bool) -> Tensor:
+    """Return the raw output of a level's second convolution from that of its first."""
+    _, norm, convolution, _ = level
+    parameters = (norm.weight, norm.bias, weights[convolution])
+    return NormReluConv.apply(u, *parameters, norm, 1, 1, keep)  # type: ignore[no-untyped-call]

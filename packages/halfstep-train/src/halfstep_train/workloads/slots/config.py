@@ -1,0 +1,341 @@
+"""Settings of the slot models; SlotContrast's defaults and presets are those of its published configs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, JsonValue, model_validator
+
+from halfstep_train.config.schema import (
+    BuiltModelConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+)
+from halfstep_train.config.section import FilePath, Fraction, OffCount, OffNumber, Positive, PositiveCount, Section
+
+Backbone = Literal[
+    "vit_small_patch14_dinov2", "vit_base_patch14_dinov2", "vit_large_patch14_dinov2", "filters"
+]  # fmt: skip
+DINO_PATCH = 14
+
+
+VIDEO_NAMES = frozenset({"data.train_shards", "data.val_shards", "data.val_videos", "data.val_size"})
+"""Settings that refer to the videos of a data folder; they do not apply to the demo data."""
+
+
+class VideoDataConfig(DataConfig):
+    """A folder of videos: tar shards, folders of frames, gif or mp4 files."""
+
+    image_size: PositiveCount = Field(default=128, description="Side of the square frames the model sees, in pixels")
+    train_shards: str | tuple[str, ...] = Field(
+        default="", description="Tar shards to train on, below data.dir; {000000..000304} is a range"
+    )
+    val_shards: str | tuple[str, ...] = Field(default="", description="Tar shards to validate on")
+    val_videos: tuple[str, ...] = Field(
+        default=(), description="Videos to validate on, by name pattern; empty: the last ones, by val_fraction"
+    )
+    chunk_size: PositiveCount = Field(default=3, description="Frames per training clip")
+    chunks: Literal["one", "all"] = Field(
+        default="all", description="Clips of a video in an epoch: one at random, or all that do not overlap"
+    )
+    val_chunk_size: OffCount = Field(
+        default=6, description="Frames of a validation clip; shorter for shorter videos; 0: whole videos"
+    )
+    crop: Literal["none", "central", "random"] = Field(
+        default="none",
+        description="Which square is cropped from frames that are not square; none: they are resized to a square",
+    )
+    flip: Fraction = Field(default=0.0, description="Probability of a horizontal flip of the clip")
+
+
+class SlotVideoConfig(VideoDataConfig):
+    """A folder of videos, with upstream's defaults for MOVi."""
+
+    val_size: OffCount = Field(default=0, description="Expected number of validation clips; 0: any")
+    mask_size: OffCount = Field(default=0, description="Side at which masks are compared; 0: image_size")
+    normalise: Literal["imagenet", "half"] = Field(
+        default="imagenet", description="Mean and deviation of the colours: ImageNet's, or 0.5 and 0.5"
+    )
+
+
+class SlotContrastModelConfig(BuiltModelConfig):
+    """A frozen backbone, and a model whose slots reconstruct its features."""
+
+    backbone: Backbone = Field(
+        default="vit_small_patch14_dinov2",
+        description="Backbone that computes the features, by its timm name; filters: fixed image filters, for demos",
+    )
+    backbone_weights: FilePath = Field(
+        default=None, description="Local file with the backbone's weights (timm's, official or HF names), or random"
+    )
+    backbone_depth: OffCount = Field(default=0, description="Blocks of the backbone; 0: from its name")
+    backbone_heads: OffCount = Field(default=0, description="Attention heads of the backbone; 0: from its name")
+    backbone_dim: OffCount = Field(default=0, description="Channels of the backbone; 0: from its name")
+    patch: PositiveCount = Field(default=8, description="Side of a patch in pixels for filters; DINOv2 has 14")
+    slots: PositiveCount = Field(
+        default=11, description="Number of slots: objects that can be separated, background included"
+    )
+    slot_dim: PositiveCount = Field(default=64, description="Channels of a slot")
+    initial_slots: Literal["learned", "random"] = Field(
+        default="learned", description="Initial slots of the first frame: learned, or drawn at random for each clip"
+    )
+    iterations: PositiveCount = Field(default=2, description="Slot-attention iterations per frame")
+    first_iterations: PositiveCount = Field(default=3, description="Slot-attention iterations in the first frame")
+    slot_mlp: bool = Field(default=True, description="Apply an MLP after each iteration")
+    predictor_blocks: OffCount = Field(default=1, description="Transformer blocks from one frame's slots to the next")
+    predictor_heads: PositiveCount = Field(default=4, description="Attention heads of these blocks")
+    decoder_hidden: Annotated[tuple[PositiveCount, ...], Field(min_length=1)] = Field(
+        default=(1024, 1024, 1024), description="Hidden channels of the decoder"
+    )
+    decoder_chunk: OffCount = Field(
+        default=0, description="Frames decoded at a time; 0: as many as train.memory allows"
+    )
+    feature_weight: OffNumber = Field(default=1.0, description="Weight of the feature reconstruction loss")
+    contrast_weight: OffNumber = Field(
+        default=0.5, description="Weight of the slot-contrast loss between frames; 0: off"
+    )
+    temperature: Positive = Field(default=0.1, description="Temperature of the slot-contrast loss")
+    contrast_batch: bool = Field(
+        default=True, description="Contrast slots across all clips of a micro-batch; false: within each clip only"
+    )
+    ignore_background: bool = Field(
+        default=True, description="Report FG-ARI, and mBO without label 0; false: count the background as an object"
+    )
+    skip_empty: bool = Field(
+        default=False, description="Leave clips and frames without foreground out of FG-ARI; false: they count as 1"
+    )
+
+
+class GroupConfig(Section):
+    """Modules with separate optimizer settings; a setting that is left out is that of the whole model."""
+
+    modules: tuple[Literal["initializer", "encoder", "processor", "decoder"], ...] = Field(min_length=1)
+    lr: Positive | None = None
+    weight_decay: float | None = Field(default=None, ge=0)
+    schedule: dict[str, JsonValue] = Field(default_factory=dict)
+
+
+class SlotOptimizerConfig(OptimizerConfig):
+    """Optimizer settings, with optional groups of modules that differ."""
+
+    groups: tuple[GroupConfig, ...] = Field(
+        default=(), description="Optimizer settings for single modules: [{modules: [encoder], lr: 1e-4}]"
+    )
+
+
+MOVI_E: dict[str, Any] = {
+    "model.backbone": "vit_base_patch14_dinov2",
+    "model.slots": 15,
+    "model.slot_dim": 128,
+    "train.max_steps": 300_000,
+    "train.val_batch_size": 4,
+    "schedule.half_life_steps": 297_500,
+}
+YTVIS: dict[str, Any] = {
+    "data.image_size": 518,
+    "data.crop": "random",
+    "data.flip": 0.0,
+    "model.backbone": "vit_base_patch14_dinov2",
+    "model.slots": 7,
+    "model.ignore_background": False,
+    "optimizer.lr": 8e-4,
+    "train.val_batch_size": 1,
+}
+
+
+class SlotContrastConfig(RunConfig):
+    """One SlotContrast run; the defaults are MOVi-C's."""
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {**RunConfig.presets, "movi_c": {}, "movi_e": MOVI_E, "ytvis": YTVIS}
+
+    # 96 small clips: about four minutes of CPU time.
+    demo: ClassVar[dict[str, Any]] = {
+        "data.image_size": 64,
+        "data.num_workers": 0,
+        "data.chunk_size": 4,
+        "data.flip": 0.0,  # the ground is the same in all clips, so the model learns it by position
+        "model.backbone": "filters",
+        "model.patch": 8,
+        "model.slots": 6,
+        "model.slot_dim": 32,
+        "model.decoder_hidden": [64, 64],
+        "model.contrast_weight": 0.2,
+        "optimizer.lr": 4e-3,
+        "schedule.warmup_steps": 50,
+        "schedule.half_life_steps": 750,
+        "train.clip_norm": 1.0,
+        "train.batch_size": 8,
+        "train.max_steps": 1500,
+        "train.validate_every_steps": 250,
+    }
+    demo_replaces = VIDEO_NAMES
+
+    data: SlotVideoConfig = SlotVideoConfig()
+    model: SlotContrastModelConfig = SlotContrastModelConfig()
+    optimizer: SlotOptimizerConfig = SlotOptimizerConfig()
+    # Adam without weight decay, and strong clipping; after the warmup the learning rate halves until the last step.
+    defaults: ClassVar[dict[str, Any]] = {
+        "data.image_size": 336,
+        "data.chunk_size": 4,
+        "data.chunks": "one",
+        "data.val_chunk_size": 0,
+        "data.flip": 0.5,
+        "optimizer.name": "adam",
+        "optimizer.lr": 4e-4,
+        "optimizer.weight_decay": 0.0,
+        "schedule.name": "exponential",
+        "schedule.warmup_steps": 2500,
+        "schedule.half_life_steps": 97_500,
+        "train.epochs": 100_000,
+        "train.max_steps": 100_000,
+        "train.batch_size": 64,
+        "train.val_batch_size": 16,
+        "train.clip_norm": 0.05,
+        "train.early_stopping_patience": 0,
+        "train.validate_every_steps": 2500,
+    }
+
+    @model_validator(mode="after")
+    def check_chunk_size(self) -> Self:
+        if self.model.contrast_weight and self.data.chunk_size < 2:
+            raise ValueError("data.chunk_size=1 has no second frame to contrast with: 2 or more, or contrast_weight=0")
+        return self
+
+
+class SteveModelConfig(ModelConfig):
+    """A discrete VAE, an encoder of slots, and a decoder of words."""
+
+    vocabulary: PositiveCount = Field(default=4096, description="Vocabulary size of the discrete VAE")
+    slots: PositiveCount = Field(
+        default=15, description="Number of slots: at most this many objects, background included"
+    )
+    slot_dim: PositiveCount = Field(default=192, description="Channels of a slot")
+    iterations: PositiveCount = Field(default=2, description="Iterations of slot attention on each frame")
+    cnn_channels: PositiveCount = Field(default=64, description="Channels of the encoder's convolutions")
+    mlp_dim: PositiveCount = Field(default=192, description="Hidden channels of the slot MLP")
+    predictor_blocks: OffCount = Field(default=1, description="Transformer blocks from one frame's slots to the next")
+    predictor_heads: PositiveCount = Field(default=4, description="Attention heads of these blocks")
+    dim: PositiveCount = Field(default=192, description="Channels of encoder and decoder")
+    decoder_blocks: PositiveCount = Field(default=8, description="Transformer blocks of the decoder")
+    decoder_heads: PositiveCount = Field(default=4, description="Attention heads of the decoder; must divide dim")
+    dropout: Fraction = Field(default=0.1, description="Dropout in the decoder")
+    hard: bool = Field(
+        default=False,
+        description="Straight-through: the VAE's decoder sees one token per position; gradients are the soft mixture's",
+    )
+    tau_start: Positive = Field(default=1.0, description="Gumbel-softmax temperature at the first step")
+    tau_final: Positive = Field(default=0.1, description="Gumbel-softmax temperature after tau_steps")
+    tau_steps: PositiveCount = Field(default=30_000, description="Steps of the cosine decay between both temperatures")
+    loss: Literal["sum", "mean"] = Field(
+        default="sum", description="Reduction of a frame's losses: sum over pixels and tokens, as published, or mean"
+    )
+
+
+class SteveOptimizerConfig(OptimizerConfig):
+    """Three learning rates; `lr` is the decoder's."""
+
+    encoder_lr: Positive = Field(default=1e-4, description="Learning rate of the slot encoder, with the same schedule")
+    dvae_lr: Positive = Field(default=3e-4, description="Learning rate of the discrete VAE (constant)")
+
+
+DEMO: dict[str, Any] = {
+    "data.image_size": 32,
+    "data.num_workers": 0,
+    "model.vocabulary": 64,
+    "model.slots": 6,
+    "model.slot_dim": 64,
+    "model.cnn_channels": 32,
+    "model.mlp_dim": 64,
+    "model.dim": 64,
+    "model.decoder_blocks": 2,
+    "model.tau_steps": 150,
+    "train.batch_size": 8,
+    "train.epochs": 4,
+    "train.max_steps": 0,
+    "optimizer.lr": 1e-3,
+    "optimizer.encoder_lr": 4e-4,
+    "optimizer.dvae_lr": 1e-3,
+    "schedule.warmup_steps": 50,
+    "schedule.half_life_steps": 2000,
+}
+"""Sized for clips of 64 pixels and a CPU with two cores."""
+
+
+class SteveConfig(RunConfig):
+    """One STEVE run."""
+
+    demo: ClassVar[dict[str, Any]] = DEMO
+    demo_replaces = VIDEO_NAMES
+
+    data: VideoDataConfig = VideoDataConfig()
+    model: SteveModelConfig = SteveModelConfig()
+    optimizer: SteveOptimizerConfig = SteveOptimizerConfig()
+    # As published: Adam, 200,000 steps of 24 clips, and exponential decay that starts with the warmup, at step 0.
+    defaults: ClassVar[dict[str, Any]] = {
+        "optimizer.name": "adam",
+        "optimizer.lr": 3e-4,
+        "optimizer.weight_decay": 0.0,
+        "schedule.name": "exponential",
+        "schedule.warmup_steps": 30_000,
+        "schedule.half_life_steps": 250_000,
+        "schedule.decay_from_start": True,
+        "train.epochs": 500,
+        "train.max_steps": 200_000,
+        "train.batch_size": 24,
+        "train.clip_norm": 0.05,
+        "train.clip_type": "inf",
+        "train.early_stopping_patience": 0,
+    }
+
+
+Reduction = Literal["sum", "mean"]
+
+
+class WordsModelConfig(SlotContrastModelConfig):
+    """SlotContrast whose slots also predict words of a discrete VAE."""
+
+    vocabulary: PositiveCount = Field(default=4096, description="Vocabulary size of the discrete VAE")
+    word_side: Literal[4, 14] = Field(
+        default=14, description="Side of a token's patch in pixels; 14: one token per backbone patch"
+    )
+    words_blocks: OffCount = Field(default=4, description="Blocks of the token decoder; 0: train the VAE only")
+    words_heads: PositiveCount = Field(default=4, description="Attention heads of these blocks")
+    words_dim: PositiveCount = Field(default=128, description="Channels of the token decoder")
+    words_dropout: Fraction = Field(default=0.1, description="Dropout in the token decoder")
+    hard: bool = Field(
+        default=True,
+        description="Straight-through: the VAE's decoder sees one token per position; gradients are the soft mixture's",
+    )
+    tau_start: Positive = Field(default=1.0, description="Gumbel-softmax temperature at the first step")
+    tau_final: Positive = Field(default=0.1, description="Gumbel-softmax temperature after tau_steps")
+    tau_steps: PositiveCount = Field(default=10_000, description="Steps of the cosine decay between both temperatures")
+    dvae_weight: OffNumber = Field(default=0.5, description="Weight of the VAE's squared error")
+    dvae_loss: Reduction = Field(
+        default="sum", description="Reduction of a frame's squared error: sum or mean over pixels"
+    )
+    dvae_checkpointing: bool = Field(
+        default=False, description="Recompute the VAE's decoder in backward: less memory, more time"
+    )
+    words_weight: OffNumber = Field(default=1.0, description="Weight of the tokens' cross-entropy")
+    words_loss: Reduction = Field(
+        default="mean", description="Reduction of a frame's cross-entropy: sum or mean over tokens"
+    )
+
+
+class WordsConfig(SlotContrastConfig):
+    """One run of SlotContrast with words."""
+
+    demo: ClassVar[dict[str, Any]] = {
+        **SlotContrastConfig.demo,
+        "model.word_side": 4,
+        "model.vocabulary": 64,
+        "model.words_blocks": 2,
+        "model.words_dim": 64,
+        "model.tau_steps": 150,
+        "model.dvae_loss": "mean",
+        "train.max_steps": 200,
+    }
+
+    model: WordsModelConfig = WordsModelConfig()

@@ -1,0 +1,206 @@
+"""SlotContrast (Manasyan et al. 2025): slots of each frame of a clip reconstruct the features of a frozen backbone.
+
+Names are upstream's without the wrappers over time (`processor.module.corrector` is `processor.corrector`). The
+backbone is not part of this model: it is frozen, and its features are the input.
+
+In `SlotContrastWords`, slots also predict the words of a discrete VAE that trains with them. The word decoder is
+causal. The public fork that combines the two models calls it without a mask, so that every position sees the word it
+has to predict, and the loss does not depend on slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.islands import fp32_island, to_fp32
+from halfstep_train.workloads.slots.dvae import DVae, compute_word_grid
+from halfstep_train.workloads.slots.slot_attention import Mlp, Processor, SlotAttention, SlotPredictor
+from halfstep_train.workloads.slots.slot_decoder import SlotDecoder
+from halfstep_train.workloads.slots.word_decoder import WordDecoder, make_linear, words_loss
+
+BACKBONE = "encoder.module.backbone."
+"""Prefix of the frozen backbone in upstream's state dict."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotContrastSize:
+    """Sizes of all trained modules."""
+
+    feature_dim: int
+    num_positions: int
+    num_slots: int
+    slot_dim: int
+    decoder_hidden: tuple[int, ...] = (1024, 1024, 1024)
+    num_iterations: int = 2
+    first_iterations: int = 3
+    slot_mlp: bool = True
+    predictor_blocks: int = 1
+    predictor_heads: int = 4
+    initial_slots: Literal["learned", "random"] = "learned"
+
+
+class LearnedSlots(nn.Module):
+    """Learned initial slots, the same for every clip."""
+
+    def __init__(self, num_slots: int, dim: int) -> None:
+        super().__init__()
+        self.slots = nn.Parameter(torch.randn(1, num_slots, dim) * dim**-0.5)
+
+    def forward(self, batch: int, draw: Tensor | None) -> Tensor:
+        return self.slots.expand(batch, -1, -1)
+
+
+class RandomSlots(nn.Module):
+    """Initial slots drawn for each clip from a learned normal distribution; the draw is part of the batch."""
+
+    def __init__(self, num_slots: int, dim: int) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros(1, 1, dim))
+        self.log_std = nn.Parameter(torch.full((1, 1, dim), dim**-0.5).log())
+
+    def forward(self, batch: int, draw: Tensor | None) -> Tensor:
+        assert draw is not None, "random slots need a draw"
+        return self.mean + draw * self.log_std.exp()
+
+
+class SlotEncoder(nn.Module):
+    """Transform the backbone's features into the inputs of slot attention."""
+
+    def __init__(self, feature_dim: int, slot_dim: int) -> None:
+        super().__init__()
+        self.output_transform = Mlp(feature_dim, (2 * feature_dim,), slot_dim, layer_norm=True)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.output_transform(features)
+
+
+class SlotContrast(nn.Module):
+    """Compute slots, masks and the reconstruction error of features (B, T, P, F)."""
+
+    def __init__(self, size: SlotContrastSize) -> None:
+        super().__init__()
+        self.size = size
+        initial = LearnedSlots if size.initial_slots == "learned" else RandomSlots
+        self.initializer = initial(size.num_slots, size.slot_dim)
+        self.encoder = SlotEncoder(size.feature_dim, size.slot_dim)
+        corrector = SlotAttention(
+            size.slot_dim, size.slot_dim, num_iterations=size.num_iterations,
+            first_iterations=size.first_iterations, use_mlp=size.slot_mlp,
+        )  # fmt: skip
+        predictor = SlotPredictor(size.slot_dim, num_blocks=size.predictor_blocks, heads=size.predictor_heads)
+        self.processor = Processor(corrector, predictor)
+        self.decoder = SlotDecoder(
+            size.slot_dim, size.decoder_hidden, size.feature_dim, num_positions=size.num_positions
+        )
+
+    def forward(self, features: Tensor, draw: Tensor | None = None, is_real: Tensor | None = None) -> dict[str, Tensor]:
+        """Return `slots` (B, T, K, D), `masks` and `shares` (B, T, K, P), and `error`: the mean squared error.
+
+        Padding frames, where `is_real` (B, T) is false, do not count.
+        """
+        batch, frames = features.shape[:2]
+        sequence = self.processor(to_fp32(self.initializer(batch, draw)), self.encoder(features))
+        slots, target = sequence.slots.flatten(0, 1), features.flatten(0, 1)
+        # The streamed form gives only the sum over all frames; with padding, the error of each frame is needed.
+        if is_real is None:
+            error, masks = self.decoder.compute_squared_error(slots, target)
+            error = error / target.numel()
+        else:
+            reconstruction, masks = self.decoder(slots)
+            error = (reconstruction - to_fp32(target)).square().mean((1, 2))
+            error = (error * is_real.flatten()).sum() / is_real.sum()
+        return {
+            "slots": sequence.slots,
+            "predicted": sequence.predicted,
+            "shares": sequence.shares,
+            "masks": masks.unflatten(0, (batch, frames)),
+            "error": error,
+        }
+
+
+def rename_upstream(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return upstream's state dict with our names, without the frozen backbone."""
+    kept = {name: value for name, value in weights.items() if not name.startswith(BACKBONE)}
+    return {name.replace(".module.", ".", 1): value for name, value in kept.items()}
+
+
+Zooms = tuple[Sequence[tuple[int, int]], Sequence[int]]
+WORD_SIDES: dict[int, Zooms] = {4: (((4, 6),), (2, 2)), 14: (((2, 2), (7, 4)), (7, 2))}
+"""Down- and upsampling of the VAE, by the side of a word in pixels: 4 as in STEVE; 14 gives one word per patch of
+DINOv2."""
+NOT_COUNTED = -1
+"""Target of words in padding frames, which the loss ignores."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WordsSize:
+    """Sizes of the VAE and of the word decoder; without blocks there is no decoder."""
+
+    image_size: int
+    word_side: int = 14
+    vocabulary: int = 512
+    dim: int = 128
+    num_blocks: int = 4
+    heads: int = 4
+    dropout: float = 0.1
+    dvae_checkpointing: bool = False
+    checkpointing: bool = False
+
+
+class SlotContrastWords(SlotContrast):
+    """SlotContrast whose slots also predict the words of a discrete VAE."""
+
+    def __init__(self, size: SlotContrastSize, words: WordsSize) -> None:
+        super().__init__(size)
+        rows, columns = compute_word_grid(words.image_size, words.image_size, words.word_side)
+        downs, ups = WORD_SIDES[words.word_side]
+        self.dvae = DVae(words.vocabulary, downs=downs, ups=ups, checkpointing=words.dvae_checkpointing)
+        if not words.num_blocks:
+            return
+        self.steve_decoder = WordDecoder(
+            words.vocabulary,
+            rows * columns,
+            dim=words.dim,
+            num_blocks=words.num_blocks,
+            heads=words.heads,
+            dropout=words.dropout,
+            checkpointing=words.checkpointing,
+        )
+        is_wide = size.slot_dim == words.dim
+        self.slot_proj = nn.Identity() if is_wide else make_linear(size.slot_dim, words.dim, bias=False)
+
+    def compute_word_losses(
+        self,
+        slots: Tensor,
+        video: Tensor,
+        tau: Tensor | float,
+        *,
+        soft_noise: Tensor,
+        word_noise: Tensor,
+        hard: bool,
+        is_real: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Return `mse` and `cross_entropy`: sums over a frame, averaged over real frames. Noise is as in
+        `DVae.forward`."""
+        frames = video.flatten(0, 1)
+        coded = self.dvae(frames, tau, soft_noise, word_noise, hard=hard)
+        with fp32_island():
+            errors = (to_fp32(coded.reconstruction) - to_fp32(frames)).square().sum((1, 2, 3))
+            losses = {"mse": _average(errors, is_real)}
+        if not hasattr(self, "steve_decoder"):
+            return losses
+        hidden = self.steve_decoder(coded.words, self.slot_proj(slots).flatten(0, 1))
+        targets = coded.words
+        if is_real is not None:
+            targets = targets.masked_fill(~is_real.view(-1, 1), NOT_COUNTED)
+        total = words_loss(hidden, self.steve_decoder.head.weight, targets)
+        return losses | {"cross_entropy": total / (len(frames) if is_real is None else is_real.sum())}
+
+
+def _average(errors: Tensor, is_real: Tensor | None) -> Tensor:
+    return errors.mean() if is_real is None else (errors * is_real.flatten()).sum() / is_real.sum()

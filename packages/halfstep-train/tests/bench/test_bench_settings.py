@@ -1,0 +1,115 @@
+"""What is timed by default, and that the user's words win."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from halfstep.errors import ConfigError
+from halfstep.hardware.gpus import look_up_gpu
+from halfstep_train.bench.problem import (
+    choose_default_precisions,
+    find_stated_rows,
+    load_bench_config,
+    set_mode,
+    set_precision,
+)
+from halfstep_train.bench.record import find_reduced_settings
+from halfstep_train.workloads import load
+from halfstep_train.workloads.classification.config import ResNetConfig
+from halfstep_train.workloads.segmentation.config import UNetConfig
+
+
+def test_every_model_is_timed_with_the_same_optimizer_at_the_same_rate() -> None:
+    for workload in ("unet", "resnet50", "vit_b_16"):
+        config = load_bench_config(workload, [], {}, small=False)
+        assert (config.optimizer.name, config.optimizer.lr, config.optimizer.lr_per) == ("adamw", 1e-4, 0)
+        assert (config.schedule.name, config.train.clip_norm) == ("constant", 1.0)
+
+
+def test_what_is_stated_wins_in_a_word_a_flag_or_a_file(tmp_path: Path) -> None:
+    assert load_bench_config("resnet50", ["optimizer.name=sgd"], {}, small=False).optimizer.name == "sgd"
+    file = tmp_path / "mine.yaml"
+    file.write_text("workload: unet\noptimizer:\n  lr: 0.25\n")
+    config = load_bench_config(str(file), ["schedule.name=linear"], {"batch_size": 3}, small=True)
+    assert (config.optimizer.lr, config.schedule.name, config.train.batch_size) == (0.25, "linear", 3)
+
+
+def test_a_gpu_gets_the_full_model_and_a_cpu_the_demos() -> None:
+    full, small = (load_bench_config("unet", [], {}, small=small) for small in (False, True))
+    assert isinstance(full, UNetConfig)
+    assert isinstance(small, UNetConfig)
+    assert (full.data.image_size, full.model.base_channels) == (512, 64)
+    assert (small.data.image_size, small.model.base_channels) == (64, 8)
+    resnet = load_bench_config("resnet50", [], {"image_size": 224}, small=False)
+    assert isinstance(resnet, ResNetConfig)
+    assert (resnet.data.image_size, resnet.model.width, resnet.data.dir) == (224, 64, None)
+
+
+def test_accumulation_and_other_optimizers_beside_peers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="train.accumulate=2"):
+        load_bench_config("unet", ["train.accumulate=2"], {}, small=True)
+    with pytest.raises(ConfigError, match="optimizer.name=sgd"):
+        load_bench_config("unet", ["optimizer.name=sgd"], {}, small=True, against=["plain"])
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("schedule.name=cosine", "schedule.name=cosine, but peers train with constant"),
+        ("schedule.warmup_steps=5", "schedule.warmup_steps=5, but peers train with 0"),
+        ("schedule.warmup_epochs=1", "schedule.warmup_epochs=1, but peers train with 0"),
+        ("train.clip_type=value", "train.clip_type=value, but peers train with l2"),
+        ("train.deterministic=true", "train.deterministic=true, but peers train with false"),
+        ("ema.enabled=true", "ema.enabled=true, but peers train with false"),
+        ("guard.skip_spikes=true", "guard.skip_spikes=true, but peers train with false"),
+        ("scaler.init_scale=4", "scaler.init_scale=4, but peers train with 65536"),
+        ("precision.modules.head=fp32", "precision.modules={'head': 'fp32'}, but peers train with {}"),
+    ],
+)
+def test_what_peers_are_not_given_is_refused_beside_them_and_only_there(word: str, said: str) -> None:
+    load_bench_config("unet", [word], {}, small=True)
+    with pytest.raises(ConfigError) as refused:
+        load_bench_config("unet", [word], {}, small=True, against=["plain"])
+    assert refused.value.what == said
+
+
+def test_what_halfstep_and_peers_both_have_may_be_stated_beside_them() -> None:
+    words = ["optimizer.betas=[0.5, 0.9]", "optimizer.eps=1e-6", "train.clip_norm=0", "train.channels_last=false"]
+    assert load_bench_config("resnet50", words, {}, small=True, against=["plain"]).optimizer.betas == (0.5, 0.9)
+
+
+def test_precision_and_mode_of_a_file_or_a_preset_are_rows_and_those_nobody_states_are_not(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("workload: unet\nprecision: bfloat16\ntrain:\n  fast: off\n")
+    found = find_stated_rows(load(str(file)))
+    assert {option: row.value for option, row in found.items()} == {"--precisions": "bf16", "--modes": "eager"}
+    assert [row.where.rpartition("/")[2] for row in found.values()] == ["mine.yaml:2", "mine.yaml:4"]
+    [(option, row)] = find_stated_rows(load("unet", overrides=["preset=fast"])).items()
+    assert (option, row.value, row.where) == ("--precisions", "bf16", "preset fast")
+    assert find_stated_rows(load("unet", overrides=["train.memory=low"], flags={"batch_size": 2})) == {}
+
+
+def test_a_row_runs_its_precision_or_not_at_all() -> None:
+    config = load_bench_config("unet", [], {}, small=True)
+    assert set_precision(config, "bf16", simulate=False).precision.strict
+    simulated = set_precision(config, "bf16", simulate=True).precision
+    assert (simulated.simulate, simulated.strict) == (True, False)
+    assert set_mode(config, "eager").train.fast == "off"
+
+
+def test_a_network_is_reduced_on_a_cpu_unless_it_is_given_a_folder_or_its_full_size() -> None:
+    assert find_reduced_settings(load_bench_config("resnet18", [], {}, small=True)) == {
+        "model.width": 16,
+        "model.blocks": [1, 1, 1, 1],
+    }
+    assert find_reduced_settings(load_bench_config("resnet18", [], {}, small=False)) == {}
+    assert find_reduced_settings(load_bench_config("resnet18", ["data.dir=x"], {}, small=True)) == {}
+    full = ["model.width=64", "model.blocks=[2, 2, 2, 2]"]
+    assert find_reduced_settings(load_bench_config("resnet18", full, {}, small=True)) == {}
+
+
+def test_the_default_precisions_are_those_the_device_has() -> None:
+    assert choose_default_precisions(look_up_gpu("h200")) == ("fp32", "tf32", "bf16", "fp16")
+    assert choose_default_precisions(look_up_gpu("v100")) == ("fp32", "fp16")

@@ -1,0 +1,312 @@
+"""Rows are measured apart: errors, memory and switches of one never reach the next."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch._dynamo.exc import TorchDynamoException
+from torch._inductor.utils import clear_caches, fresh_cache
+
+from halfstep.backend_flags import read_effective_leaves
+from halfstep.errors import ConfigError, HardwareError
+from halfstep.hardware.device_facts import Measurement
+from halfstep.hardware.probe import probe
+from halfstep_train.bench.bench import (
+    BenchRequest,
+    HalfstepRunner,
+    bench,
+    check_losses,
+    find_loss_reference,
+    list_runners,
+)
+from halfstep_train.bench.isolate import CacheWatch, isolate_row
+from halfstep_train.bench.measure_row import Row, Schedule, describe_failure, measure_row
+from halfstep_train.bench.problem import AfterStep, Problem, build_problem, load_bench_config
+from halfstep_train.run.assemble import decide_plan
+
+CPU = torch.device("cpu")
+SHORT = Schedule(warm_up=1, ramp=0, window=1)
+TINY = ("data.image_size=16", "model.base_channels=2", "model.depth=1")
+
+
+@pytest.fixture(scope="module")
+def problem() -> Problem:
+    return build_problem(load_bench_config("unet", TINY, {"batch_size": 2}, small=True), CPU)
+
+
+@dataclass(kw_only=True)
+class Somebody:
+    """A runner that does what a test wants at each step."""
+
+    each_step: Callable[[], None]
+    name: str = "somebody"
+    variant: str = "alone"
+    precision: str = "fp32"
+    trained: list[int] = field(default_factory=list)
+
+    def train(self, steps: int, after_step: AfterStep) -> float:
+        self.trained.append(steps)
+        for _ in range(steps):
+            self.each_step()
+            after_step()
+        return 1.5
+
+
+def test_a_row_has_time_spread_and_loss(problem: Problem) -> None:
+    row = measure_row(Somebody(each_step=lambda: time.sleep(0.004)), problem, SHORT)
+    assert row.is_measured
+    assert 4 <= row.ms < 12
+    assert min(row.window_ms) <= row.ms <= max(row.window_ms)
+    assert row.loss == 1.5
+    assert row.samples_per_s == pytest.approx(2 / (row.ms / 1e3))
+
+
+def test_a_window_in_which_the_machine_was_busy_changes_neither_the_time_nor_the_samples_a_second(
+    problem: Problem,
+) -> None:
+    waits = iter((0.0, 0.01, 0.01, 0.2, 0.01, 0.01))
+    row = measure_row(Somebody(each_step=lambda: time.sleep(next(waits))), problem, SHORT)
+    assert row.samples_per_s == pytest.approx(2e3 / row.ms)
+    assert row.ms < 100 < max(row.window_ms)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nmore"), "out of memory: CUDA out"),
+        (HardwareError("fp8 asked for, but this has none", fix="bf16"), "fp8 asked for, but this has none (bf16)"),
+        (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_whatever_stops_a_row_is_its_reason(problem: Problem, error: Exception, reason: str) -> None:
+    def stop() -> None:
+        raise error
+
+    row = measure_row(Somebody(each_step=stop), problem, SHORT)
+    assert not row.is_measured
+    assert row.reason.startswith(reason)
+    assert "\n" not in describe_failure(error)
+
+
+def test_a_stop_by_the_user_is_no_row(problem: Problem) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_row(Somebody(each_step=interrupt), problem, SHORT)
+
+
+def test_ctrl_c_while_a_row_is_measured_ends_the_bench(problem: Problem) -> None:
+    ends: list[float] = []
+
+    def step_for_long() -> None:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            for _ in range(1000):
+                time.sleep(0.01)
+        finally:
+            ends.append(time.monotonic())
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        measure_row(Somebody(each_step=step_for_long), problem, SHORT)
+    assert ends[0] - began < 5
+
+
+def test_each_row_trains_in_a_thread_of_its_own_with_backward_and_without_the_last_ones_modes(problem: Problem) -> None:
+    threads: list[threading.Thread] = []
+    backwards: list[threading.Thread] = []
+    seen: list[tuple[bool, bool]] = []
+
+    def step() -> None:
+        if threading.current_thread() not in threads:
+            seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+        threads.append(threading.current_thread())
+        weight = torch.ones(2, requires_grad=True)
+        weight.register_hook(lambda grad: backwards.append(threading.current_thread()))
+        weight.sum().backward()
+        torch.set_autocast_enabled("cpu", True)
+
+    for _ in range(2):
+        measure_row(Somebody(each_step=step), problem, SHORT)
+    assert len(set(threads)) == 2
+    assert threading.current_thread() not in threads
+    assert backwards == threads
+    assert seen == [(True, False)] * 2
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_switches_that_a_runner_turns_are_turned_back(problem: Problem) -> None:
+    before = read_effective_leaves(), torch.backends.cudnn.benchmark
+
+    def meddle() -> None:
+        torch.set_float32_matmul_precision("medium")
+        torch.backends.cudnn.benchmark = not before[1]
+        torch.set_grad_enabled(False)
+
+    measure_row(Somebody(each_step=meddle), problem, SHORT)
+    assert (read_effective_leaves(), torch.backends.cudnn.benchmark) == before
+    assert torch.is_grad_enabled()
+
+
+def test_halfstep_trains_the_problem_and_repeats_itself(problem: Problem) -> None:
+    runner = HalfstepRunner(problem, "fp32", "eager", probe("cpu"), simulate=False)
+    losses = [runner.train(4, lambda: None) for _ in range(2)]
+    assert losses[0] == losses[1]
+    assert losses[0] < runner.train(1, lambda: None)
+
+
+def test_a_row_with_less_memory_says_what_was_tried_for_it() -> None:
+    problem = build_problem(load_bench_config("unet", (*TINY, "train.memory=low"), {"batch_size": 2}, small=True), CPU)
+    runner = HalfstepRunner(problem, "fp32", "eager", probe("cpu"), simulate=False)
+    runner.train(1, lambda: None)
+    chosen, normal, *others = runner.remarks
+    assert chosen.partition(":")[0] in {"normal", *(line.partition(":")[0] for line in others)}
+    assert normal.startswith("normal: ")
+    assert normal.endswith(" ms")
+    assert others[0].startswith("recompute pointwise: ")
+
+
+def test_a_bench_has_a_row_for_each_precision_and_mode_and_says_why_one_is_missing(problem: Problem) -> None:
+    told: list[str] = []
+    request = BenchRequest(precisions=("fp32", "fp8"), modes=("eager", "graph"), schedule=SHORT)
+    hardware = probe("cpu")
+    found = bench(problem, request, hardware, flops=10**9, tell=told.append)
+    rows = {row.label: row for row in found.rows}
+    assert list(rows) == ["halfstep eager fp32", "halfstep graph fp32", "halfstep eager fp8", "halfstep graph fp8"]
+    assert rows["halfstep graph fp32"].reason == "needs CUDA"
+    assert rows["halfstep eager fp32"].speedup_fp32 == 1.0
+    simulated = rows["halfstep eager fp8"]
+    assert simulated.simulated
+    assert simulated.remarks[0].startswith("simulated: no speed (")
+    assert "no fp8_e4m3" in simulated.remarks[0]
+    assert (simulated.speedup_fp32, simulated.floor_ms) == (None, None)
+    assert simulated.loss == pytest.approx(rows["halfstep eager fp32"].loss, rel=0.1)
+    assert found.repeated is not None
+    assert told == ["halfstep eager fp32", "halfstep eager fp8", "halfstep eager fp32 again"]
+
+
+def test_what_was_asked_to_be_simulated_is_although_the_device_has_the_format() -> None:
+    words = (*TINY, "precision.simulate=true")
+    config = load_bench_config("unet", words, {"batch_size": 2}, small=True)
+    hardware = dataclasses.replace(probe("cpu"), support={"bf16": "native"})
+    request = BenchRequest(precisions=("fp32", "bf16"), modes=("eager",), schedule=SHORT)
+    found = {runner.precision: runner for runner in list_runners(build_problem(config, CPU), request, hardware)}
+    assert isinstance(found["fp32"], HalfstepRunner)
+    assert isinstance(found["bf16"], HalfstepRunner)
+    assert (found["fp32"].simulated, found["bf16"].simulated) == (False, True)
+
+
+def test_a_strict_bench_simulates_nothing_and_the_row_gives_the_reason() -> None:
+    problem = build_problem(load_bench_config("unet", TINY, {"batch_size": 2, "strict": True}, small=True), CPU)
+    request = BenchRequest(precisions=("tf32",), modes=("eager",), schedule=SHORT, repeat_first=False)
+    [row] = bench(problem, request, probe("cpu"), flops=1, tell=lambda _: None).rows
+    assert not row.is_measured
+    assert row.reason.startswith("tf32 asked for, but ")
+
+
+def test_a_format_that_is_slow_here_is_timed_and_not_simulated(problem: Problem) -> None:
+    slow = Measurement(op="matmul", format="bf16", tflops=0.1, error=0.0, speedup=0.1)
+    hardware = dataclasses.replace(probe("cpu"), support={"bf16": "native"}, measurements=(slow,))
+    [runner] = list_runners(problem, BenchRequest(precisions=("bf16",), modes=("eager",), schedule=SHORT), hardware)
+    assert isinstance(runner, HalfstepRunner)
+    assert not runner.simulated
+    assert decide_plan(runner.config, runner.build_workload(), runner.hardware).granted == "bf16"
+
+
+def test_a_simulated_precision_is_not_compiled_and_names_the_benchs_own_options(problem: Problem) -> None:
+    request = BenchRequest(precisions=("tf32",), modes=("eager", "compile"), schedule=SHORT)
+    _, compiled = list_runners(problem, request, probe("cpu"))
+    assert isinstance(compiled, Row)
+    assert "tf32 is simulated here" in compiled.reason
+    assert "(--precisions fp32, or --modes eager)" in compiled.reason
+
+
+def test_a_mode_that_could_not_run_is_no_row_of_that_mode(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> Callable[[object], object]:
+        def refuse(batch: object) -> object:
+            raise TorchDynamoException("no compiler here")
+
+        return refuse
+
+    monkeypatch.setattr(torch, "compile", broken)
+    row = measure_row(HalfstepRunner(problem, "fp32", "compile", probe("cpu"), simulate=False), problem, SHORT)
+    assert row.reason.startswith("could not run as compile: not compiled, running eager: no compiler here")
+
+
+def test_auto_says_which_mode_it_took(problem: Problem) -> None:
+    request = BenchRequest(precisions=("fp32",), modes=("auto",), schedule=SHORT, repeat_first=False)
+    [row] = bench(problem, request, probe("cpu"), flops=1, tell=lambda _: None).rows
+    assert row.remarks[0].startswith("eager: trials are for CUDA")
+
+
+def test_the_floor_is_the_arithmetic_at_the_measured_rate(problem: Problem) -> None:
+    rate = Measurement(op="matmul", format="fp32", tflops=2.0, error=0.0, speedup=1.0)
+    hardware = dataclasses.replace(probe("cpu"), measurements=(rate,))
+    request = BenchRequest(precisions=("fp32",), modes=("eager",), schedule=SHORT, repeat_first=False)
+    [row] = bench(problem, request, hardware, flops=4 * 10**9, tell=lambda _: None).rows
+    assert row.floor_ms == pytest.approx(2.0)
+    assert row.floor_share == pytest.approx(2.0 / row.ms)
+
+
+def test_rows_after_the_deadline_are_not_started(problem: Problem) -> None:
+    request = BenchRequest(precisions=("fp32",), modes=("eager",), schedule=SHORT, deadline=time.monotonic() - 1)
+    [row] = bench(problem, request, probe("cpu"), flops=1, tell=lambda _: None).rows
+    assert "time" in row.reason
+
+
+def test_a_precision_that_peers_lack_costs_their_rows_only(problem: Problem) -> None:
+    against = ("plain:graphs",)
+    request = BenchRequest(precisions=("fp8",), modes=("eager",), against=against, schedule=SHORT, repeat_first=False)
+    ours, peer = bench(problem, request, probe("cpu"), flops=1, tell=lambda _: None).rows
+    assert ours.is_measured
+    assert (peer.label, peer.is_measured) == ("plain graphs fp8", False)
+    assert "fp8" in peer.reason
+
+
+def test_a_loss_that_is_not_a_number_is_stored_as_nothing_and_warned_of(problem: Problem) -> None:
+    good = measure_row(Somebody(each_step=lambda: None), problem, SHORT)
+    bad = dataclasses.replace(good, variant="broken", loss=math.nan)
+    assert bad.to_dict()["loss"] is None
+    [warning] = check_losses([good, bad], find_loss_reference([good, bad]))
+    assert "broken" in warning
+
+
+@pytest.mark.slow
+def test_a_start_knows_whether_the_compilers_cache_was_filled() -> None:
+    def start() -> str:
+        watch = CacheWatch()
+        torch.compile(lambda x: x @ x)(torch.ones(8, 8))  # a library's kernel: no C++ compiler is called
+        found = watch.get_state()
+        torch.compiler.reset()
+        clear_caches()
+        return found
+
+    with fresh_cache():
+        assert [start(), start()] == ["cold", "warm"]
+    assert CacheWatch().get_state() == ""
+
+
+def test_rows_begin_without_kernels_of_our_own_that_were_loaded_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    jit = pytest.importorskip("triton.runtime.jit")
+    from halfstep.step.optim import adamw_triton
+
+    kernel = jit.JITFunction(adamw_triton._count.fn)  # as it is outside of Triton's interpreter
+    monkeypatch.setattr(adamw_triton, "_count", kernel)
+    kernel.device_caches[0] = "as after a call"
+    with isolate_row(CPU):
+        assert not kernel.device_caches
+
+
+def test_a_workload_that_cannot_hold_its_batch_is_refused() -> None:
+    with pytest.raises(ConfigError, match="too small"):
+        build_problem(load_bench_config("unet", ["model.depth=5"], {"image_size": 16}, small=True), CPU)

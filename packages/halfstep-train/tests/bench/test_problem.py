@@ -1,0 +1,83 @@
+"""Problems on random data are the workloads' own models, losses and preparations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from halfstep_train.bench.problem import (
+    Problem,
+    RandomSamples,
+    build_problem,
+    build_random_workload,
+    count_step_flops,
+    load_bench_config,
+)
+from halfstep_train.run.memory.traceable_step import build_traceable_step
+from halfstep_train.tune.trials import load_first_batch
+
+CPU = torch.device("cpu")
+SMALL = {"unet": ("data.image_size=32",), "resnet18": ("data.image_size=32",), "vit_s_16": ("data.image_size=48",)}
+
+
+def small_problem(workload: str, *words: str) -> Problem:
+    return build_problem(load_bench_config(workload, [*SMALL[workload], *words], {"batch_size": 2}, small=True), CPU)
+
+
+@pytest.mark.parametrize("workload", SMALL)
+def test_a_loaders_bytes_become_a_loss_with_gradients(workload: str) -> None:
+    problem = small_problem(workload)
+    assert problem.host_batch["image"].dtype == torch.uint8
+    model = problem.make_model()
+    loss = problem.loss(model, problem.prepare(problem.host_batch))
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("workload", SMALL)
+def test_everybody_gets_the_same_weights_and_trains_a_copy(workload: str) -> None:
+    problem = small_problem(workload)
+    first = problem.make_model()
+    before = [parameter.clone() for parameter in first.parameters()]
+    with torch.no_grad():
+        for parameter in first.parameters():
+            parameter.add_(1.0)
+    assert all(map(torch.equal, before, problem.make_model().parameters()))
+
+
+@pytest.mark.parametrize("workload", SMALL)
+def test_peers_see_the_numbers_that_halfstep_sees_in_a_contiguous_layout(workload: str) -> None:
+    problem = small_problem(workload)
+    own = build_random_workload(problem.config)
+    expected = own.prepare(problem.host_batch, key=(0, 0), training=True)["image"]
+    image = problem.prepare(problem.host_batch)["image"]
+    torch.testing.assert_close(image, expected, rtol=0, atol=0)
+    assert image.is_contiguous()
+
+
+def test_the_samples_are_the_rows_of_the_batch() -> None:
+    problem = small_problem("unet")
+    samples = RandomSamples(problem.host_batch)
+    row = samples.sample(3, key=(0, 0, 3))
+    assert torch.equal(row["mask"], problem.host_batch["mask"][1])
+    assert len(samples) % 2 == 0
+
+
+@pytest.mark.parametrize("workload", SMALL)
+def test_trials_of_a_row_find_a_batch_to_begin_with(workload: str) -> None:
+    problem = small_problem(workload)
+    own = build_random_workload(problem.config)
+    found = load_first_batch(problem.config, own)
+    assert {name: part.shape for name, part in found.items()} == {
+        name: part.shape for name, part in problem.host_batch.items()
+    }
+
+
+@pytest.mark.parametrize("workload", SMALL)
+def test_counted_arithmetic_is_what_forward_and_backward_need(workload: str) -> None:
+    problem = small_problem(workload)
+    store = {"classes": ["c"] * 1000, "channels": 3, "num_classes": 2, "image_size": problem.config.data.image_size}
+    expected = 2 * build_traceable_step(problem.config, store).sample_flops()
+    # The estimate counts a gradient for the image, too, which nobody computes.
+    assert 0.8 * expected < count_step_flops(problem) <= 1.001 * expected

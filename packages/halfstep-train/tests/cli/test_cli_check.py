@@ -1,0 +1,153 @@
+"""`halfstep check`: the package's command with what halfstep adds: its own configs, this machine, its own errors."""
+
+from __future__ import annotations
+
+import importlib.util
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from doc_pages import ROOT
+from halfstep_check.check import check
+from halfstep_check.rules import RULES
+from halfstep_train.cli.main import main
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as exit_:
+        main(["check", *argv])
+    captured = capsys.readouterr()
+    return int(exit_.value.code or 0), captured.out, captured.err
+
+
+@pytest.fixture
+def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    (tmp_path / "radio.yaml").write_text("trainer:\n  amp: True\n  fp16: False  # by AMP\n")
+    (tmp_path / "acc.yaml").write_text("distributed_type: MULTI_GPU\nmixed_precision: bf16\n")
+    return tmp_path
+
+
+def test_it_is_the_command_of_the_package(configs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "radio.yaml", "acc.yaml")
+    alone = subprocess.run([sys.executable, "-m", "halfstep_check", "radio.yaml", "acc.yaml"],
+                           capture_output=True, text=True, check=False)  # fmt: skip
+    assert (code, out, err) == (alone.returncode, alone.stdout, alone.stderr) == (1, out, "")
+
+
+def test_help_shows_every_flag_and_examples_of_this_command(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    assert "halfstep check --explain clip-before-unscale" in out
+    assert "halfstep-check" not in out
+    assert all(flag in out for flag in ("--env", "--select", "--hardware", "--sarif"))
+
+
+def test_the_packages_errors_are_shown_as_ours(configs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "acc.yaml", "--explain", "clip-befor-unscale")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: unknown rule 'clip-befor-unscale'\n  fix: did you mean")
+
+
+RUN = "from halfstep_train.cli.main import main\nmain"
+
+
+def without_the_package(*argv: str) -> subprocess.CompletedProcess[str]:
+    code = f"import sys; sys.modules['halfstep_check'] = None\n{RUN}({list(argv)})"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_without_the_package_the_command_says_how_to_install_it(configs: Path) -> None:
+    done = without_the_package("check", "acc.yaml", "--sarif", "--gpu", "t4")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: halfstep check is not installed\n  why: ")
+    assert "fix: pip install -c constraints.txt -e packages/halfstep-check" in done.stderr
+    done = without_the_package("check", "--help")
+    assert done.returncode == 0
+    assert "halfstep-check" in done.stdout
+    assert "check" in without_the_package("--help").stdout
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "workload: unet\ntrain: {epochz: 3}\n",
+        "workload: unett\n",
+        "workload: unet\ntrain: {epochs: many}\n",
+        "workload: unet\nglobals: {a: '${globals.a}'}\ndata: {dir: '${globals.a}'}\n",
+        "workload: unet\nglobals: {a: " + "x" * 1000 + ", b: '" + "${globals.a}" * 99 + "', c: '" + "${globals.b}" * 99
+        + "'}\ndata: {dir: '${globals.c}'}\n",
+        "workload: unet\npreset: fastest\n",
+        "workload: unet\nmodel: {path: mine}\n",
+    ],
+)  # fmt: skip
+def test_an_own_config_that_train_refuses_is_refused_in_the_same_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.yaml").write_text(text)
+    with pytest.raises(SystemExit):
+        main(["train", "own.yaml"])
+    words = capsys.readouterr().err.strip()
+    assert words.startswith("error: ")
+    code, out, err = run(capsys, "own.yaml")
+    assert (code, err.strip()) == (2, words)
+    assert "nothing wrong" not in out
+
+
+def test_an_own_config_that_train_takes_has_nothing_wrong_and_own_workloads_are_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("raise RuntimeError('imported')\n")
+    for workload in ("unet", "mine:build", "${globals.name}\nglobals: {name: 'mine:build'}"):
+        (tmp_path / "own.yaml").write_text(f"workload: {workload}\nprecision: bf16\n")
+        code, out, err = run(capsys, "own.yaml")
+        assert (code, err) == (0, "")
+        assert "nothing wrong" in out
+
+
+def test_this_machine_can_be_asked(configs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "acc.yaml", "--hardware")
+    assert code in (0, 1)
+    assert not err
+
+
+def test_check_works_without_torch_and_never_imports_it(configs: Path) -> None:
+    hide = "import sys; sys.modules['torch'] = None"
+    code = f"{hide}\nfrom halfstep_train.cli.main import main\nmain(['check', 'acc.yaml', 'train.py'])"
+    (configs / "train.py").write_text("loss.backward()\n")
+    done = subprocess.run([sys.executable, "-c", code], cwd=configs, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_two_files_take_less_than_half_a_second_of_work(configs: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(
+        [sys.executable, "-m", "halfstep", "check", "radio.yaml", "acc.yaml"], capture_output=True, check=False
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # CPU time, so that a busy machine does not matter; 0.42 s on a Neoverse-N1 core, doubled for slower ones.
+    assert after.ru_utime - before.ru_utime < 0.9
+
+
+def test_the_documentation_lists_every_lint_rule() -> None:
+    text = (ROOT / "docs" / "rules" / "README.md").read_text()
+    assert [name for name in RULES if f"[{name}]({name}.md)" not in text] == []
+
+
+def test_two_hundred_library_files_are_linted_in_ten_seconds() -> None:
+    # torch's own tree, found without importing it. A sample of 50 keeps the suite fast: a quarter of both numbers.
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    files = sorted(Path(spec.submodule_search_locations[0]).rglob("*.py"))
+    started = time.process_time()
+    report = check(files[:: len(files) // 50][:50])
+    assert report.num_scripts == 50
+    assert time.process_time() - started < 2.5

@@ -1,0 +1,189 @@
+"""`halfstep detect`, with the machine faked at the driver where the answer depends on it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from halfstep.disk import find_cache_directory
+from halfstep.hardware import measure
+from halfstep.hardware.driver import Accelerator, CpuDescription, Driver
+from halfstep.hardware.gpus import KNOWN
+from halfstep_train.cli.main import main
+
+TINY = measure.Sizes(
+    small_matmul=16, small_image=(1, 4, 8), full_matmul=32, full_image=(1, 4, 8), copy_bytes=4096, budget_s=10.0
+)
+T4 = Accelerator(kind="cuda", device="cuda:0", name="Tesla T4", capability=(7, 5), memory_total_bytes=15 * 2**30)
+XEON = CpuDescription(
+    cpuinfo="model name\t: Intel(R) Xeon(R) 8480\nflags\t: avx512_bf16 amx_bf16\n",
+    brand="",
+    features=frozenset(),
+    cores=2,
+    memory_total_bytes=8 * 2**30,
+    memory_free_bytes=7 * 2**30,
+    kernel="Linux",
+)
+
+
+@pytest.fixture(autouse=True)
+def _small_and_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(measure, "CPU_SIZES", TINY)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def clock(monkeypatch: pytest.MonkeyPatch, **speedups: float) -> list[str]:
+    """Time by script at the driver boundary; returns what was timed."""
+    timed: list[str] = []
+
+    def time_run(self: Driver, run: Callable[[], object], device: str, *, work: str) -> float:
+        timed.append(work)
+        return 1e-4 / speedups.get(work.split()[-1], 1.0)
+
+    monkeypatch.setattr(Driver, "time_run", time_run)
+    return timed
+
+
+def put_t4_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Driver, "list_accelerators", lambda self: (T4,))
+    monkeypatch.setattr(Driver, "read_free_bytes", lambda self, device: 14 * 2**30)
+
+
+def output_of(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> tuple[str, str]:
+    with pytest.raises(SystemExit) as stopped:
+        main(["detect", *argv])
+    assert (stopped.value.code or 0) == code
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+def test_a_machine_without_a_gpu_gets_a_useful_answer(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Driver, "list_accelerators", lambda self: ())
+    out, err = output_of(capsys)
+    assert out.startswith("cpu  ")
+    assert "\nuse " in out
+    assert "halfstep detect NAME" in out
+    assert err == ""
+
+
+def test_a_slow_bf16_at_the_driver_flips_what_detect_says(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Driver, "describe_processor", lambda self: XEON)
+    clock(monkeypatch, bf16=7.1)
+    assert "use bf16: native, measured 7.1x fp32 on matmul, error " in output_of(capsys, "--device", "cpu")[0]
+    clock(monkeypatch, bf16=0.2)
+    assert "use fp32: bf16 is slower here" not in output_of(capsys, "--device", "cpu")[0], "the cache was not used"
+    assert "use fp32: " in output_of(capsys, "--device", "cpu", "--fresh")[0]
+
+
+def test_a_t4_is_told_to_use_fp16_with_loss_scaling(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_t4_here(monkeypatch)
+    out, _ = output_of(capsys, "--no-measure")
+    assert "use fp16 with loss scaling: bf16 is emulated on this GPU" in out
+    assert out.index("cuda:0  Tesla T4") < out.index("cpu  ")
+    assert "This machine has no GPU" not in out
+
+
+def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    device = json.loads(output_of(capsys, "--device", "cpu", "--json")[0])["devices"][0]
+    assert device["device"] == "cpu"
+    assert device["source"] == "measured"
+    assert {m["op"] for m in device["measurements"]} == {"matmul", "conv_nchw", "conv_nhwc"}
+    assert device["bandwidth_gb_s"] > 0
+    assert device["advice"]["precision"] in ("fp32", "bf16", "fp16")
+    assert {s["name"] for s in device["advice"]["settings"]} >= {"precision", "channels_last", "compile", "batch_size"}
+    assert device["advice"]["lost"]
+
+
+def test_measurements_are_stored_used_again_and_renewed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    timed = clock(monkeypatch)
+    output_of(capsys, "--device", "cpu")
+    first = len(timed)
+    output_of(capsys, "--device", "cpu")
+    assert len(timed) == first
+    output_of(capsys, "--device", "cpu", "--fresh")
+    assert len(timed) == 2 * first
+    assert len(list((tmp_path / "halfstep").glob("cpu-*.json"))) == 1
+
+
+def test_no_measure_only_looks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    timed = clock(monkeypatch)
+    device = json.loads(output_of(capsys, "--device", "cpu", "--no_measure", "--json")[0])["devices"][0]
+    assert timed == []
+    assert device["source"] == "probe"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gpu_that_is_not_here_is_answered_from_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = output_of(capsys, "--gpu", "v100")
+    assert out.startswith("NVIDIA V100")
+    assert "use fp16 with loss scaling: bf16 is emulated on this GPU; fp16 is native, published peak 8.0x fp32" in out
+    advice = json.loads(output_of(capsys, "--gpu", "h200", "--json")[0])["devices"][0]["advice"]
+    assert advice["precision"] == "bf16"
+
+
+@pytest.mark.parametrize("argv", [("v100",), ("RTX", "4090"), ("--gpu", "h200"), ("v100", "--gpu", "v100")])
+def test_a_bare_name_is_a_gpu_of_the_table(capsys: pytest.CaptureFixture[str], argv: tuple[str, ...]) -> None:
+    assert output_of(capsys, *argv)[0].startswith("NVIDIA ")
+
+
+def test_a_bare_device_is_one_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert output_of(capsys, "cpu", "--no-measure")[0].startswith("cpu  ")
+
+
+@pytest.mark.parametrize("argv", [("--gpu", "list"), ("list",)])
+def test_every_known_name_can_be_listed(capsys: pytest.CaptureFixture[str], argv: tuple[str, ...]) -> None:
+    out, _ = output_of(capsys, *argv, "--json")
+    listed = [name for names in json.loads(out)["gpus"].values() for name in names]
+    assert listed == [gpu.name for gpu in sorted(KNOWN, key=lambda gpu: listed.index(gpu.name))]
+    shown = " ".join(output_of(capsys, *argv)[0].split())
+    assert "H20, " in shown
+    assert "NVIDIA Hopper" in shown
+
+
+def test_tables_fit_eighty_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    put_t4_here(monkeypatch)
+    for argv in (("--device", "cpu"), ("--gpu", "b200"), ("--device", "cuda", "--no-measure")):
+        out, _ = output_of(capsys, *argv)
+        assert max(map(len, out.splitlines())) <= 80
+        assert "…" not in out.replace("6e-08 … 65504", "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "what", "fix"),
+    [
+        (("--gpu", "v1000"), "unknown GPU 'v1000'", "V100"),
+        (("--device", "cuda:7"), "no device 'cuda:7' on this machine", "cpu"),
+        (("--gpu", "v100", "--device", "cpu"), "--gpu v100 cannot be combined with", "--gpu alone"),
+        (("v100", "--gpu", "t4"), "'v100' and --gpu t4 disagree", "keep one of them"),
+        (("v1000",), "unknown GPU 'v1000'", "halfstep detect --gpu list"),
+    ],
+)
+def test_a_mistake_is_explained_and_exits_with_two(
+    capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], what: str, fix: str
+) -> None:
+    out, err = output_of(capsys, *argv, code=2)
+    assert out == ""
+    assert what in err
+    assert fix in err
+    assert "Traceback" not in err
+
+
+def test_the_cache_follows_xdg_and_else_the_platform() -> None:
+    assert find_cache_directory({"XDG_CACHE_HOME": "/somewhere"}) == Path("/somewhere/halfstep")
+    assert find_cache_directory({}).name == "halfstep"
+    assert find_cache_directory({"XDG_CACHE_HOME": ""}).is_relative_to(Path.home())

@@ -1,0 +1,188 @@
+"""The command line as a whole: help without torch, flags in both spellings, errors and exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from halfstep import __version__
+from halfstep_train.cli.main import COMMANDS, build_app, choose_commands, main, normalise_dashes
+from halfstep_train.workloads import KINDS
+
+EVERY_HELP = """
+import contextlib, io, sys
+import halfstep
+from halfstep_train.cli.main import build_app, main
+heavy = {"torch", "numpy", "matplotlib", "torchmetrics"}
+names = [command.name for command in build_app().registered_commands]
+assert {"detect", "formats", "train"} <= set(names), names
+for argv in (["--help"], ["--version"], *([name, "--help"] for name in names)):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            main(argv)
+        except SystemExit as stopped:
+            assert not stopped.code, (argv, stopped.code)
+    assert argv[-1] == "--version" or "Usage" in out.getvalue(), argv
+    assert not heavy & set(sys.modules), (argv, heavy & set(sys.modules))
+"""
+FORMATS_AND_TABLE = """
+import sys
+from halfstep_train.cli.main import main
+for argv in (["formats"], ["formats", "0.1"], ["detect", "--gpu", "v100"]):
+    try:
+        main(argv)
+    except SystemExit as stopped:
+        assert not stopped.code, (argv, stopped.code)
+    assert "torch" not in sys.modules, argv
+"""
+
+
+@pytest.mark.parametrize("program", [EVERY_HELP, FORMATS_AND_TABLE], ids=["help", "formats and --gpu"])
+def test_answers_that_need_no_torch_do_not_load_it(program: str) -> None:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_python_dash_m_is_the_same_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "halfstep", "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, f"halfstep {__version__}")
+
+
+def test_every_command_explains_itself_with_an_example() -> None:
+    for command in build_app().registered_commands:
+        assert command.callback is not None
+        assert f"halfstep {command.name}" in (command.callback.__doc__ or ""), command.name
+
+
+@pytest.mark.parametrize(
+    ("given", "understood"),
+    [
+        (["--no_measure"], ["--no-measure"]),
+        (["--data_dir", "my_dir"], ["--data-dir", "my_dir"]),
+        (["--data_dir=my_dir"], ["--data-dir=my_dir"]),
+        (["train.max_steps=3"], ["train.max_steps=3"]),
+        (["--", "--not_a_flag"], ["--", "--not_a_flag"]),
+        (["-3.5"], ["-3.5"]),
+    ],
+)
+def test_dashes_and_underscores_in_flags_are_alike(given: list[str], understood: list[str]) -> None:
+    assert normalise_dashes(given) == understood
+
+
+def test_our_errors_are_messages_with_the_fix_and_exit_two(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["formats", "seven"])
+    assert stopped.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: 'seven' is not a number\n")
+    assert "fix: " in captured.err
+
+
+@pytest.mark.parametrize("argv", [["--nonsense"], ["detect", "--nonsense"], ["nonsense"], ["detect", "--gpu"]])
+def test_an_unknown_flag_or_command_exits_with_two_and_no_traceback(
+    capsys: pytest.CaptureFixture[str], argv: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(argv)
+    assert stopped.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_command_is_built_alone_and_help_shows_all() -> None:
+    assert choose_commands(["check", "a.yaml"]) == ["check"]
+    assert [command.name for command in build_app(["check"]).registered_commands] == ["check"]
+    assert choose_commands(["--help"]) == choose_commands([]) == choose_commands(["chek"]) == COMMANDS
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["train", "unet", "--epochs", "3", "--epochs", "4"], "`--epochs 3` and `--epochs 4` disagree"),
+        (["train", "unet", "--data_dir=a", "--data-dir", "b"], "`--data-dir a` and `--data-dir b` disagree"),
+        (["detect", "--gpu", "v100", "--gpu", "a100"], "`--gpu v100` and `--gpu a100` disagree"),
+        (
+            ["train", "unet", "--mixed-precision", "--no-mixed-precision"],
+            "`--mixed-precision` and `--no-mixed-precision` disagree",
+        ),
+    ],
+)
+def test_a_flag_given_twice_with_two_values_names_both(
+    capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_flag_may_be_repeated_where_it_says_the_same_or_is_made_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", "unet", "--epochs", "3", "--epochs=3", "--show-config", "--json"])
+    assert not stopped.value.code
+    with pytest.raises(SystemExit):
+        main(["check", "--command", "python a.py --fp16", "--command", "python b.py --bf16"])
+    assert "disagree" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "what", "fix"),
+    [
+        (["train", "unet", "--epoks", "3"], "error: No such option: --epoks",
+         "did you mean --epochs"),
+        (["train", "unet", "--fp32"], "error: No such option: --fp32", "use --precision fp32"),
+        (["train", "unet", "--lr", "x"], "error: --lr x: expected a number", "halfstep train --help"),
+        (["train", "unet", "--bf16=3"], "error: Option '--bf16' does not take a value", "halfstep train --help"),
+        (["pack", "x", "--size", "0"], "error: --size 0: it must be greater than or equal to 1",
+         "halfstep pack --help"),
+        (["predict"], "error: Missing argument 'RUN'", "halfstep predict --help"),
+        (["detect", "-v"], "error: No such option: -v", "halfstep detect --help"),
+        (["detect", "--gpu"], "error: Option '--gpu' requires an argument", "halfstep detect --help"),
+        (["trian", "unet"], "error: No such command 'trian'. Did you mean 'train'?", "halfstep --help"),
+        (["train", "unet", "--epochs", "0"], "train.epochs = 0 (--epochs 0): expected at least 1",
+         "set train.epochs (passes over the training set) to at least 1; its default is 100"),
+        (["train", "unet", "--bf16", "--fp16"], "`--bf16` and `--fp16` disagree", "keep one of them"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_the_call_reads_like_every_other_error(
+    capsys: pytest.CaptureFixture[str], argv: list[str], what: str, fix: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(argv)
+    said = capsys.readouterr()
+    assert (stopped.value.code, said.out) == (2, "")
+    assert what in said.err
+    assert f"  fix: {fix}" in said.err
+
+
+def test_halfstep_alone_shows_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    assert not stopped.value.code
+    out = capsys.readouterr().out
+    assert "Usage: halfstep" in out
+    assert all(name in out for name in COMMANDS)
+
+
+def test_help_names_every_workload_and_wraps_to_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    out = capsys.readouterr().out
+    assert all(name in out for name in KINDS)
+    assert "or a custom one by import path" in out, "a line break of the docstring"
+
+
+@pytest.mark.parametrize("words", [["plan", "--memory"], ["train", "--dry", "--quiet", "data.num_workers=0"]])
+def test_sizes_that_no_memory_holds_are_answered_without_a_traceback(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Allocated nowhere: torch and Pillow refuse them at once."""
+    with pytest.raises(SystemExit) as stopped:
+        main([words[0], "unet", "data.image_size=100000000", "--device", "cpu", *words[1:]])
+    assert stopped.value.code == 2
+    assert "error: out of memory" in capsys.readouterr().err

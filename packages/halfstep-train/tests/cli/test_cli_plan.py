@@ -1,0 +1,151 @@
+"""`halfstep plan` prints what training would run, also for hardware that is not here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from halfstep_train.cli.main import build_app, main
+from halfstep_train.workloads.segmentation.demo import write_demo
+
+SMALL = ("data.image_size=32", "model.base_channels=2", "model.depth=1")
+
+
+def printed(*arguments: str) -> str:
+    result = CliRunner().invoke(build_app(), ["plan", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_a_turing_card_gets_fp16_and_says_once_why_not_bf16() -> None:
+    said = printed("unet", *SMALL, "--precision", "bf16", "--gpu", "RTX 2080 Ti")
+    assert "granted fp16" in said
+    assert "emulates bf16" in said
+    assert said.count("bf16 asked for, running fp16") == 1
+
+
+def test_fp8_on_a_gpu_that_is_not_here_says_that_nothing_was_timed() -> None:
+    said = printed("vit_s_16", "--precision", "fp8", "--gpu", "h100", "data.image_size=32")
+    assert "warning: no layer was timed" in said
+
+
+def test_without_a_data_folder_it_says_that_the_model_is_the_demos(tmp_path: Path) -> None:
+    assert "this is the plan of the DEMO" in printed("unet", *SMALL)
+    write_demo(tmp_path / "data", num_images=2, side=32)
+    assert "DEMO" not in printed("unet", *SMALL, "--data-dir", str(tmp_path / "data"))
+
+
+def test_json_is_the_plan_a_run_stores() -> None:
+    plan = json.loads(printed("unet", *SMALL, "--precision", "bf16", "--gpu", "h200", "--json"))
+    assert plan["granted"] == "bf16"
+    assert {"loss.dice", "loss.cross_entropy"} <= {row["module"] for row in plan["rows"]}
+
+
+def test_a_part_of_the_model_can_have_its_own_precision() -> None:
+    said = printed("unet", *SMALL, "precision.modules.outc=fp32", "--precision", "bf16", "--gpu", "a100")
+    row = next(line for line in said.splitlines() if "outc" in line)
+    assert row.split()[-5:-3] == ["fp32", "fp32"]
+
+
+@pytest.mark.parametrize("arguments", [["unet", "--gpu", "warp9"], ["unett"], ["unet", "--precision", "fp7"]])
+def test_mistakes_are_clear_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", *arguments])
+    assert stopped.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def test_the_memory_plan_has_a_row_for_each_precision_and_level_and_what_fits(tmp_path: Path) -> None:
+    picture = tmp_path / "memory.png"
+    words = ("unet", *SMALL, "train.batch_size=4", "--memory", "--precision", "bf16", "--mode", "eager")
+    found = json.loads(printed(*words, "--fit", "1GB", "--json", "--picture", str(picture)))
+    assert [row["memory"] for row in found["rows"]][:2] == ["normal", "8-bit optimizer"]
+    assert all(row["peak_bytes"] == sum(row["components"].values()) for row in found["rows"])
+    assert all(list(row["peak_bytes_by_mode"]) == ["eager"] for row in found["rows"])  # and no time for other modes
+    assert found["fits"][0]["largest_batch"] > 4
+    assert found["fits"][0]["batch_size"] == 4
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--memory", "--fit", "24 parsecs"), "24 parsecs"),
+        (("--memory", "--gpu", "warp9"), "unknown GPU 'warp9'"),
+        (("--memory", "--mode", "slow"), "unknown --mode 'slow'"),
+        (("--fit", "24GB"), "--memory --fit 24GB"),
+        (("--memory", "--ranks", "99"), "--ranks 99 with train.batch_size"),
+        (("--memory", "--picture", "x.docx"), "is not an image file name"),
+    ],
+)
+def test_mistakes_in_a_memory_plan_are_clear_errors(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "unet", *SMALL, *words])
+    assert stopped.value.code == 2 or stopped.value.code == 1
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("gpu", "said"),
+    [
+        ("V100", "only emulates bf16: a run on this GPU would use another precision"),
+        ("M2 Ultra", "is sold with several memory sizes: give one with --fit"),
+    ],
+)
+def test_a_memory_plan_says_what_the_named_gpu_lacks(gpu: str, said: str) -> None:
+    words = ("unet", *SMALL, "--memory", "--precision", "bf16", "--mode", "eager", "--json")
+    assert any(said in note for note in json.loads(printed(*words, "--gpu", gpu))["notes"])
+
+
+def test_a_narrow_terminal_shows_totals_and_no_number_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    said = printed("unet", *SMALL, "--memory", "--precision", "bf16", "--fit", "1GB")
+    assert "…" not in said
+    assert "activations" not in said
+    assert "fits 1.0 GB, fastest (predicted) first" in said
+    assert "compile: peak of the compiled step" in said
+
+
+def test_a_memory_plan_explains_its_columns_in_one_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    said = printed("unet", *SMALL, "--memory", "--precision", "bf16", "--mode", "eager", "--fit", "1GB")
+    titles, legend = said.split("\ncolumns\n")
+    for name in ("weights", "optimizer", "activations", "inputs", "workspaces", "eager"):
+        assert name in titles
+        assert f"  {name}: " in legend
+    assert "1 GB is 10^9 bytes" in legend
+    assert "predicted peak in MB" in titles
+    assert "peak  predicted" in titles  # the second table has the unit of the first below this title
+    assert " GB" not in titles.replace("fits 1.0 GB", "")
+
+
+def test_a_memory_plan_reports_its_progress() -> None:
+    from halfstep_train.cli.plan import _plan_memory
+
+    told: list[str] = []
+    flags = dict.fromkeys(("data_dir", "device", "strict", "simulate")) | {"precision": "bf16"}
+    plan = _plan_memory(["unet", *SMALL], flags, gpu=None, fit="1GB", ranks=None, mode="eager", tell=told.append)
+    num = len(plan.rows)
+    assert told[0] == f"predicting bf16, normal (1 of {num})"
+    assert f"finding the largest batch: bf16, normal (1 of {num})" in told
+    assert len(told) == 2 * num
+
+
+def test_a_memory_plan_of_ranks_has_a_row_for_each_layout_and_says_what_fits() -> None:
+    words = ("gpt2", "model.depth=2", "model.heads=2", "model.dim=32", "model.context=8", "model.vocab=64")
+    asked = ("--memory", "--precision", "fp32", "--mode", "eager", "--fit", "24GB", "--ranks", "4")
+    found = json.loads(printed(*words, "train.batch_size=8", *asked, "--json"))
+    assert found["ranks"] == 4
+    assert {row["layout"] for row in found["rows"]} == {"ddp", "shard"}
+    ddp, shard = (next(row for row in found["rows"] if row["layout"] == layout) for layout in ("ddp", "shard"))
+    assert shard["components"]["weights"] < 0.3 * ddp["components"]["weights"]
+    # Whole models fit, so none needs to be divided; the batch counts all ranks' samples.
+    assert [(fit["layout"], fit["batch_size"], fit["accumulate"]) for fit in found["fits"]][0] == ("ddp", 8, 1)
+    words_to_type = ["--precision", "fp32", "--gpus", "4", "train.batch_size=8", "train.accumulate=1"]
+    assert found["fits"][0]["words"] == [*words_to_type, "train.shard=false"]
+    assert "ranks: peak on the rank with most samples" in printed(*words, "train.batch_size=8", *asked)

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from halfstep_train.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def unet(trained_unet: Path) -> Path:
+    return trained_unet
+
+
+@pytest.fixture(scope="module")
+def resnet(trained_resnet: Path) -> Path:
+    return trained_resnet
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    output = capsys.readouterr()
+    return int(ended.value.code or 0), output.out, output.err
+
+
+def test_masks_are_written_and_told_of(unet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("predict", str(unet), str(unet / "data" / "imgs"), "--out", str(tmp_path / "out"))
+    code, text, progress = run(capsys, *arguments)
+    assert code == 0
+    assert "masks/000_mask.png" in text
+    assert "and 60 more" in text
+    assert "Predicting 100/100" in progress
+    assert len(list((tmp_path / "out" / "masks").iterdir())) == 100
+    code, text, error = run(capsys, *arguments)
+    assert (code, text) == (2, "")
+    assert "exists already" in error
+
+
+def test_classes_come_as_table_csv_and_json(resnet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pictures, table = resnet / "data" / "val" / "rings_fine", tmp_path / "answers.csv"
+    code, text, _ = run(capsys, "predict", str(resnet), str(pictures), "--csv", str(table), "--top_k", "2")
+    assert code == 0
+    assert str(pictures / "000.jpg") in text
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    assert list(rows[0]) == ["file", "class 1", "probability 1", "class 2", "probability 2"]
+    assert len(rows) == 20
+    code, text, _ = run(capsys, "predict", str(resnet), str(pictures), "--json", "--top-k", "2")
+    found = json.loads(text)["predictions"]
+    assert code == 0
+    assert [row["file"] for row in rows] == [answer["file"] for answer in found]
+    assert [float(row["probability 1"]) for row in rows] == [answer["top"][0]["probability"] for answer in found]
+
+
+def test_a_bad_file_is_counted_and_gives_exit_code_1(
+    resnet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad, good = tmp_path / "bad.jpg", resnet / "data" / "val" / "rings_fine" / "000.jpg"
+    bad.write_text("text")
+    code, text, error = run(capsys, "predict", str(resnet), str(bad), str(good))
+    assert code == 1
+    assert "1 could not be used" in text
+    assert f"left out {bad}" in error
+    code, text, _ = run(capsys, "predict", str(resnet), str(bad), str(good), "--json")
+    assert (code, [failure["file"] for failure in json.loads(text)["failed"]]) == (1, [str(bad)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("gone", "x.png"), "there is no run folder gone"),
+        (("RUN", "gone.png"), "none of the inputs can be used: gone.png"),
+        (("RUN", "RUN/checkpoints"), "it has no readable file"),
+        (("RUN", "RUN/data", "--csv", "RUN/config.yaml"), "exists already"),
+        (("RUN", "RUN/data", "--csv", "RUN/gone/a.csv"), "cannot be written"),
+        (("RUN", "RUN/data", "--tile", "100"), "resnet18 has no option --tile 100"),
+        (("RUN", "RUN/data", "--precision", "fp7"), "unknown precision 'fp7'"),
+    ],
+)
+def test_mistakes_are_explained(
+    resnet: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    code, text, error = run(capsys, "predict", *(word.replace("RUN", str(resnet)) for word in arguments))
+    assert (code, text) == (2, "")
+    assert message in error

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from halfstep_train.cli.main import main
+from halfstep_train.cli.top import draw_sparkline, is_over
+from halfstep_train.report.page.read_run import read_run
+
+
+def look(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as end:
+        main(["top", *words])
+    said = capsys.readouterr()
+    return int(end.value.code or 0), said.out or said.err
+
+
+def test_a_run_that_is_under_way_shows_its_newest_step_and_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("workload: unet\n")
+    step = {"kind": "train", "epoch": 1, "total_steps": 400, "left_s": 4190.0, "epoch_loss": 0.7,
+            "samples_per_s": 250.0, "tokens_per_s": 4000.0,
+            "memory_bytes": 2.5e9, "skipped": 1}  # fmt: skip
+    records = [{**step, "step": 10, "loss": 0.9}, {**step, "step": 20, "loss": 0.5},
+               {"kind": "val", "step": 20, "epoch": 1, "loss": 0.6, "iou": 0.71, "train_loss": 0.6543, "best": True},
+               {"kind": "event", "step": 15, "bad_step": 13, "event": "skipped", "reason": "loss is nan"}]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    code, text = look(capsys, str(tmp_path), "--once")
+    assert code == 0
+    for part in (
+        "possibly running",
+        "20 of 400, about 1 h 10 min left (epoch 1)",
+        "last loss 0.5000",
+        "mean loss 0.6543",
+        "last iou",
+        "best iou 0.7100 (epoch 1)",
+        "tokens/s",
+        "4,000.0",
+        "2.50 GB",
+        "iou",
+        "0.7100",
+        "step 13: loss is nan",
+    ):
+        assert part in " ".join(text.split())
+    assert "Ctrl-C" not in text
+    facts = json.loads(look(capsys, str(tmp_path), "--json")[1])
+    assert (facts["samples_per_s"], facts["tokens_per_s"], facts["iou"]) == (250.0, 4000.0, 0.71)
+    assert facts["last_fault"] == {"step": 13, "reason": "loss is nan"}
+
+
+def test_a_loss_that_is_not_finite_is_json_all_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("workload: unet\n")
+    record = {"kind": "train", "step": 3, "epoch": 1, "loss": "NaN", "samples_per_s": 1.0, "skipped": 3}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    assert json.loads(look(capsys, str(tmp_path), "--json")[1])["loss"] == "NaN"
+    assert "nan" in look(capsys, str(tmp_path), "--once")[1]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["[1]", "null", '{"kind": "train", "step": 1, "loss": 1}', '{"kind": "train", "step": "x", "loss": [1]}',
+     '{"kind": "event", "step": []}'],
+)  # fmt: skip
+def test_records_that_no_run_writes_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str) -> None:
+    (tmp_path / "config.yaml").write_text("workload: unet\n")
+    (tmp_path / "metrics.jsonl").write_text(f"{line}\n")
+    code, said = look(capsys, str(tmp_path), "--once")
+    assert code == 2
+    assert "is not a record" in said or "are not those of a run" in said
+
+
+def test_a_run_without_records_and_a_folder_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("workload: unet\n")
+    assert "starting" in look(capsys, str(tmp_path / "run"), "--once")[1]
+    code, text = look(capsys, str(tmp_path), "--once")
+    assert (code, "is not a run" in text) == (2, True)
+    assert f"`halfstep runs {tmp_path}` lists" in " ".join(text.split()), "it holds one"
+
+
+HOLDS = """import sys, pathlib, halfstep.disk
+with halfstep.disk.lock_folder(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()"""
+
+
+def test_a_run_is_running_while_its_process_lives_and_stopped_afterwards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("workload: unet\n")
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "val", "step": 1, "iou": 0.5}\n')
+    words = [sys.executable, "-c", HOLDS, str(tmp_path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "held\n"
+        assert "running, last record" in look(capsys, str(tmp_path), "--once")[1]
+        assert not is_over(read_run(tmp_path))
+        run.kill()
+    assert is_over(read_run(tmp_path)), "a live look leaves it"
+    state = json.loads(look(capsys, str(tmp_path), "--json")[1])["state"]
+    assert "before its first checkpoint: its process has ended" in state
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    assert f"train --resume {tmp_path}" in json.loads(look(capsys, str(tmp_path), "--json")[1])["state"]
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "summary.json").write_text('{"metric": "iou"}')
+    assert json.loads(look(capsys, str(tmp_path), "--json")[1])["state"] == "ended"
+
+
+def test_a_live_look_at_a_run_that_is_killed_ends_with_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal to rich
+    monkeypatch.setenv("COLUMNS", "400")
+    (tmp_path / "config.yaml").write_text("workload: unet\n")
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "val", "step": 1, "iou": 0.5}\n')
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    words = [sys.executable, "-c", HOLDS, str(tmp_path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "held\n"
+        killer = threading.Timer(0.5, run.kill)
+        killer.start()
+        code, text = look(capsys, str(tmp_path), "--every", "0.1")
+        killer.join()
+    assert code == 0
+    last = text[text.rindex("state") :]
+    assert "the run continues" in text, "while it ran"
+    assert "the run continues" not in last
+    assert "its process has ended; continue with: halfstep train --resume" in last
+
+
+def test_a_record_that_comes_while_it_looks_is_for_the_next_look(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.yaml").write_text("workload: unet\n")
+
+    def trained_meanwhile(folder: Path) -> bool:
+        (folder / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "epoch": 1, "loss": 0.5, "skipped": 0}\n')
+        return True
+
+    monkeypatch.setattr("halfstep_train.cli.top.is_folder_locked", trained_meanwhile)
+    code, text = look(capsys, str(tmp_path), "--once")
+    assert code == 0
+    assert "none recorded yet" in text
+
+
+def test_a_sparkline_follows_the_values_and_leaves_out_what_is_not_finite() -> None:
+    assert draw_sparkline([0.0, 1.0, float("nan"), 0.0]) == "▁█▁"
+    assert draw_sparkline([3.0]) == ""

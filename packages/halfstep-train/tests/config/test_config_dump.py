@@ -1,0 +1,81 @@
+"""A stored config loads back to the very same config; the JSON schema fits what files say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from halfstep_train.config.dump import make_json_schema, to_yaml
+from halfstep_train.config.schema import RunConfig
+from halfstep_train.workloads import from_dict, load
+from halfstep_train.workloads.segmentation.config import UNetConfig
+
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | FLOATS | st.text().filter(lambda text: "${" not in text),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(min_size=1, max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+PATTERNS = st.text(alphabet="abz.*?[]0-_", min_size=1, max_size=8)
+
+
+def reloaded(config: RunConfig, folder: Path) -> RunConfig:
+    path = folder / "config.yaml"
+    path.write_text(to_yaml(config), encoding="utf-8")
+    return load(str(path)).config
+
+
+@pytest.mark.parametrize("preset", [None, "fast", "quality", "lowmem", "stable", "debug"])
+def test_presets_round_trip(preset: str | None, tmp_path: Path) -> None:
+    words = ["globals.BATCH_SIZE_PER_GPU=3", "optimizer.betas=[0.9, 0.95]"]
+    config = load("unet", flags={"preset": preset} if preset else {}, overrides=words).config
+    assert config.preset == preset
+    assert reloaded(config, tmp_path) == config
+    assert config.train.batch_size == 3
+
+
+def test_a_stored_global_does_not_fight_the_setting_that_overrode_it(tmp_path: Path) -> None:
+    config = load("unet", flags={"batch_size": 5}, overrides=["globals.BATCH_SIZE_PER_GPU=3"]).config
+    assert reloaded(config, tmp_path).train.batch_size == 5
+
+
+def test_a_workload_of_the_users_own_round_trips(tmp_path: Path) -> None:
+    config = load("tiny_workload:build", overrides=["model.options.a={b: [1, 'no', 1e-3]}"]).config
+    assert reloaded(config, tmp_path) == config
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@given(
+    lr=st.floats(min_value=1e-300, max_value=1e300),
+    folder=st.none() | st.text(min_size=1, max_size=20).filter(lambda text: "${" not in text and "\x00" not in text),
+    modules=st.dictionaries(PATTERNS, st.sampled_from(["fp32", "bf16", "fp8"]), max_size=3),
+    options=st.dictionaries(st.text(min_size=1, max_size=5), JSON, max_size=3),
+)
+def test_any_config_round_trips_exactly(
+    tmp_path: Path, lr: float, folder: str | None, modules: dict[str, str], options: dict[str, Any]
+) -> None:
+    values = {
+        "optimizer": {"lr": lr},
+        "data": {"dir": folder},
+        "precision": {"modules": modules},
+        "model": {"options": options},
+    }
+    config = from_dict("tiny_workload:build", values).config
+    assert (config.optimizer.lr, config.data.dir, config.precision.modules) == (lr, folder, modules)
+    assert reloaded(config, tmp_path) == config
+
+
+def test_the_json_schema_knows_descriptions_shorthands_and_references() -> None:
+    schema = make_json_schema(UNetConfig)
+    assert json.loads(json.dumps(schema)) == schema
+    train = schema["$defs"]["TrainConfig"]["properties"]
+    assert train["epochs"]["description"] == "Passes over the training set"
+    assert {"type": "string", "pattern": r"\$\{globals\..+\}"} in train["epochs"]["anyOf"]
+    assert {"type": ["string", "integer", "boolean", "null"]} in schema["properties"]["precision"]["anyOf"]
+    assert schema["additionalProperties"] is False
+    assert "base_channels" in schema["$defs"]["UNetModelConfig"]["properties"]

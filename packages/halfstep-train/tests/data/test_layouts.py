@@ -1,0 +1,358 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data import data_sets
+from data.data_sets import SIZE, mask, picture
+from halfstep.errors import ConfigError, DataError
+from halfstep_train.data.layouts import KNOWN
+from halfstep_train.workloads import from_dict
+from halfstep_train.workloads.base.workload import Workload
+from halfstep_train.workloads.segmentation.build import build
+from halfstep_train.workloads.segmentation.data import SegmentationData
+
+
+def built(root: Path, **settings: Any) -> Workload:
+    data = {"dir": str(root), **settings}
+    model = {"base_channels": 1, "depth": 1}
+    return build(from_dict("unet", {"data": data, "model": model}).config)  # type: ignore[arg-type]
+
+
+def names(samples: object) -> list[str]:
+    assert isinstance(samples, SegmentationData)
+    return [f"{pair.image.name} {pair.mask.name}" for pair in samples.pairs]
+
+
+def about(workload: Workload) -> str:
+    return "\n".join(value for _, value in workload.about)
+
+
+@pytest.mark.parametrize(
+    ("write", "name", "train", "val", "values", "ignored"),
+    [
+        (
+            data_sets.drive,
+            "DRIVE",
+            ["21_training.tif 21_manual1.gif", "22_training.tif 22_manual1.gif"],
+            ["01_test.tif 01_manual1.gif", "02_test.tif 02_manual1.gif"],
+            [0, 255],
+            None,
+        ),
+        (
+            data_sets.camvid,
+            "CamVid",
+            ["0001TP_006690.png 0001TP_006690.png"],
+            ["0016E5_07959.png 0016E5_07959.png"],
+            list(range(11)),
+            11,
+        ),
+        (
+            data_sets.camvid_colours,
+            "CamVid",
+            ["0001TP_006690.png 0001TP_006690_L.png"],
+            ["0016E5_07959.png 0016E5_07959_L.png"],
+            [[0, 0, 0], [64, 128, 64], [192, 0, 128]],
+            None,
+        ),
+        (
+            data_sets.cityscapes,
+            "Cityscapes",
+            [
+                f"{city}_000000_000019_leftImg8bit.png {city}_000000_000019_gtFine_labelTrainIds.png"
+                for city in ("aachen", "bremen")
+            ],
+            ["lindau_000000_000019_leftImg8bit.png lindau_000000_000019_gtFine_labelTrainIds.png"],
+            [0, 1, 13],
+            255,
+        ),
+        (
+            data_sets.voc,
+            "Pascal VOC",
+            ["2007_000032.jpg 2007_000032.png", "2007_000039.jpg 2007_000039.png"],
+            ["2007_000033.jpg 2007_000033.png"],
+            [0, 1, 15],
+            255,
+        ),
+        (
+            data_sets.ade20k,
+            "ADE20K",
+            ["ADE_train_00000001.jpg ADE_train_00000001.png"],
+            ["ADE_val_00000001.jpg ADE_val_00000001.png"],
+            [1, 5, 150],
+            0,
+        ),
+    ],
+)
+def test_a_known_data_set_is_found_with_its_own_split_and_void_value(
+    tmp_path: Path,
+    write: Callable[[Path], None],
+    name: str,
+    train: list[str],
+    val: list[str],
+    values: list[Any],
+    ignored: int | None,
+) -> None:
+    write(tmp_path)
+    workload = built(tmp_path)
+    assert names(workload.train_samples) == train
+    assert names(workload.val_samples) == val
+    assert workload.store["mask_values"] == values
+    assert workload.store["ignored_value"] == ignored
+    assert name in about(workload)
+
+
+def test_drives_test_part_without_masks_leaves_a_split_of_its_training_part(tmp_path: Path) -> None:
+    data_sets.drive(tmp_path)
+    for path in (tmp_path / "test" / "1st_manual").iterdir():
+        path.unlink()
+    workload = built(tmp_path, val_fraction=0.5)
+    assert len(workload.train_samples) == len(workload.val_samples) == 1
+    assert "validation" not in about(workload)
+
+
+def test_the_150_classes_of_ade20k_are_no_blurred_edges(tmp_path: Path) -> None:
+    data_sets.ade20k(tmp_path)
+    [path] = (tmp_path / "ADEChallengeData2016" / "annotations" / "training").iterdir()
+    Image.fromarray((np.arange(SIZE[0] * SIZE[1]) % 151).astype(np.uint8).reshape(SIZE[::-1])).save(path)
+    workload = built(tmp_path)
+    assert len(workload.store["mask_values"]) == 150
+    assert not workload.notes
+
+
+def test_one_part_of_drive_is_a_data_set_too(tmp_path: Path) -> None:
+    data_sets.drive(tmp_path)
+    workload = built(tmp_path / "test", val_fraction=0)
+    assert names(workload.train_samples) == ["01_test.tif 01_manual1.gif", "02_test.tif 02_manual1.gif"]
+
+
+def test_camvid_in_one_folder_is_split_by_fraction(tmp_path: Path) -> None:
+    data_sets.camvid_one_folder(tmp_path)
+    workload = built(tmp_path, val_fraction=0.5)
+    assert len(workload.train_samples) == len(workload.val_samples) == 1
+    assert workload.store["mask_values"] == [0, 4, 21, 30]
+
+
+@pytest.mark.parametrize("name", ["valid.txt", "val.txt"])
+def test_a_list_beside_images_without_a_validation_part_is_named_with_its_setting(tmp_path: Path, name: str) -> None:
+    data_sets.camvid_one_folder(tmp_path)
+    (tmp_path / name).write_text("0016E5_07959.png\n")
+    assert f"data.val_list={tmp_path / name}" in about(built(tmp_path, val_fraction=0.5))
+    asked = built(tmp_path, val_list=str(tmp_path / name))
+    assert names(asked.val_samples) == ["0016E5_07959.png 0016E5_07959_P.png"]
+    assert "is not used" not in about(asked)
+
+
+def cityscapes_label_ids(root: Path) -> None:
+    data_sets.cityscapes(root, train_ids=False)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        data_sets.camvid, data_sets.camvid_colours, data_sets.camvid_one_folder, data_sets.cityscapes,
+        cityscapes_label_ids, data_sets.ade20k,
+    ],
+)  # fmt: skip
+def test_a_data_set_without_a_background_counts_all_classes_unless_one_is_named(
+    tmp_path: Path, write: Callable[[Path], None]
+) -> None:
+    write(tmp_path)
+    workload = built(tmp_path, val_fraction=0.5)
+    assert workload.settled["model.background"] is None
+    assert "all classes" in workload.scoring
+    assert "background" in dict(workload.about)
+    config = from_dict("unet", {"data": {"dir": str(tmp_path), "val_fraction": 0.5}, "model": {"background": "first"}})
+    asked = build(config.config)  # type: ignore[arg-type]
+    assert "model.background" not in asked.settled
+    assert "the background, mask value" in asked.scoring
+
+
+@pytest.mark.parametrize("write", [data_sets.drive, data_sets.voc, data_sets.tgs])
+def test_a_data_set_with_a_background_leaves_it_out(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    write(tmp_path)
+    workload = built(tmp_path)
+    assert "model.background" not in workload.settled
+    assert "the background, mask value 0" in workload.scoring
+
+
+def test_cityscapes_without_train_ids_gives_its_label_ids(tmp_path: Path) -> None:
+    data_sets.cityscapes(tmp_path, train_ids=False)
+    workload = built(tmp_path)
+    assert workload.store["mask_values"] == [0, 7, 8, 26]
+    assert workload.store["ignored_value"] is None
+
+
+def test_kaggles_salt_is_split_by_fraction_since_its_test_pictures_have_no_masks(tmp_path: Path) -> None:
+    data_sets.tgs(tmp_path)
+    workload = built(tmp_path)
+    assert (len(workload.train_samples), len(workload.val_samples)) == (2, 1)
+
+
+@pytest.mark.parametrize("below", ["", "stage1_train"])
+def test_kaggles_nuclei_become_one_mask_a_picture(tmp_path: Path, below: str) -> None:
+    data_sets.dsb2018(tmp_path)
+    workload = built(tmp_path / below, image_size=SIZE[0], val_fraction=0)
+    assert names(workload.train_samples) == ["003cee89357d.png masks", "00071198d059.png masks"]
+    assert workload.store["mask_values"] == [0, 255]
+    classes = workload.train_samples.sample(0, key=(0, 0, 0))["mask"]
+    assert classes[0, :: SIZE[0] // 4].tolist() == [1, 0, 1, 0]
+    assert isinstance(workload.train_samples, SegmentationData)
+    assert len(list(workload.train_samples.files())) == 6
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("val", ["val", "validation", "test"])
+def test_a_validation_part_beside_training_is_used(tmp_path: Path, val: str, inside: bool) -> None:
+    for part, name in (("train", "a"), (val, "b")):
+        images, masks = (f"{part}/images", f"{part}/masks") if inside else (f"images/{part}", f"masks/{part}")
+        picture(tmp_path / images / f"{name}.png")
+        mask(tmp_path / masks / f"{name}.png", 0, 1)
+    workload = built(tmp_path)
+    assert (names(workload.train_samples), names(workload.val_samples)) == (["a.png a.png"], ["b.png b.png"])
+    assert val in about(workload)
+
+
+def test_any_names_are_reached_by_suffixes(tmp_path: Path) -> None:
+    for k in (1, 2):
+        picture(tmp_path / "scans" / f"{k}_rgb.png")
+        mask(tmp_path / "truth" / f"{k}_seg.png", 0, 1)
+    workload = built(tmp_path, images="scans", masks="truth", image_suffix="_rgb", mask_suffix="_seg", val_fraction=0.5)
+    assert sorted(names(workload.train_samples) + names(workload.val_samples)) == [
+        "1_rgb.png 1_seg.png",
+        "2_rgb.png 2_seg.png",
+    ]
+
+
+def test_any_names_and_any_validation_folder_are_reached_by_patterns(tmp_path: Path) -> None:
+    for part, name in (("a", "t1"), ("b", "t2")):
+        for patient in ("p1", "p2"):
+            picture(tmp_path / part / patient / f"scan_{name}.png")
+            mask(tmp_path / part / patient / f"scan_{name}_gt.png", 0, 1)
+    workload = built(
+        tmp_path,
+        images="a/**/{id}",
+        masks="a/**/{id}_gt.png",
+        val_images="b/**/{id}",
+        val_masks="b/**/{id}_gt.png",
+    )
+    assert names(workload.train_samples) == ["scan_t1.png scan_t1_gt.png"] * 2
+    assert names(workload.val_samples) == ["scan_t2.png scan_t2_gt.png"] * 2
+
+
+def test_masks_that_two_parts_share_are_not_missing_an_image(tmp_path: Path) -> None:
+    for part, name in (("early", "1"), ("late", "2")):
+        picture(tmp_path / part / f"{name}.png")
+        mask(tmp_path / "masks" / f"{name}.png", 0, 1)
+    workload = built(tmp_path, images="early", val_images="late", val_masks="masks")
+    assert (names(workload.train_samples), names(workload.val_samples)) == (["1.png 1.png"], ["2.png 2.png"])
+
+
+def test_half_a_validation_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.val_masks"):
+        built(tmp_path, val_images="late")
+
+
+def test_twins_are_refused_with_the_key_that_chooses_and_chosen_by_it(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        picture(tmp_path / "imgs" / f"{name}.png")
+        picture(tmp_path / "imgs" / f"{name}.tif")
+        mask(tmp_path / "masks" / f"{name}.png", 0, 1)
+        mask(tmp_path / "masks" / f"{name}.gif", 0, 1)
+    with pytest.raises(DataError, match=r"a\.png and a\.tif have the same id a") as refused:
+        built(tmp_path)
+    assert "data.image_ext=.png" in refused.value.fix
+    with pytest.raises(DataError, match=r"a\.gif and a\.png") as refused:
+        built(tmp_path, image_ext="tif")
+    assert "data.mask_ext=.gif" in refused.value.fix
+    workload = built(tmp_path, image_ext=".TIF", mask_ext=".gif", val_fraction=0)
+    assert names(workload.train_samples) == ["a.tif a.gif", "b.tif b.gif"]
+
+
+def test_two_layouts_that_both_fit_are_named_with_the_keys_to_set(tmp_path: Path) -> None:
+    for folder in ("masks", "labels"):
+        mask(tmp_path / folder / "a.png", 0, 1)
+    picture(tmp_path / "images" / "a.png")
+    with pytest.raises(DataError, match=r"images \+ masks, and images \+ labels") as refused:
+        built(tmp_path)
+    assert "data.images=images data.masks=masks" in refused.value.fix
+    assert names(built(tmp_path, masks="labels", val_fraction=0).train_samples) == ["a.png a.png"]
+
+
+def test_two_data_sets_below_one_folder_are_named(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        data_sets.tgs(tmp_path / name)
+    with pytest.raises(DataError, match=r"2 folders.*one.*two") as refused:
+        built(tmp_path)
+    assert f"data.dir={tmp_path / 'one'}" in refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("values", "setting", "classes", "ignored"),
+    [
+        ((0, 1, 2, 255), "auto", [0, 1, 2], 255),
+        ((0, 1, 2, 255), None, [0, 1, 2, 255], None),
+        ((0, 255), "auto", [0, 255], None),
+        ((0, 128, 255), "auto", [0, 128, 255], None),
+        ((0, 1, 2), 2, [0, 1], 2),
+    ],
+)
+def test_255_is_ignored_beside_numbered_classes_alone(
+    tmp_path: Path, values: tuple[int, ...], setting: Any, classes: list[int], ignored: int | None
+) -> None:
+    for name in ("a", "b"):
+        picture(tmp_path / "imgs" / f"{name}.png")
+        mask(tmp_path / "masks" / f"{name}.png", *values)
+    model = {"base_channels": 1, "depth": 1, "ignore_index": setting}
+    workload = build(from_dict("unet", {"data": {"dir": str(tmp_path)}, "model": model}).config)  # type: ignore[arg-type]
+    assert workload.store["mask_values"] == classes
+    assert workload.store["ignored_value"] == ignored
+    assert ("model.ignore_index=null" in about(workload)) == (setting == "auto" and ignored is not None)
+
+
+def test_the_docs_name_every_known_layout() -> None:
+    table = (Path(__file__).parents[4] / "docs" / "data.md").read_text()
+    for layout in KNOWN:
+        assert f"| {layout.name.partition(',')[0]}" in table
+
+
+def test_a_size_that_nobody_set_follows_the_pictures_and_is_stored(tmp_path: Path) -> None:
+    data_sets.tgs(tmp_path)
+    workload = built(tmp_path)
+    assert workload.settled == {"data.image_size": 24}  # the longer side; a depth of 1 divides it
+    assert workload.store["image_size"] == 24
+    assert "24×16" in about(workload)
+    deep = from_dict("unet", {"data": {"dir": str(tmp_path)}, "model": {"base_channels": 1, "depth": 4}}).config
+    assert build(deep).store["image_size"] == 32  # type: ignore[arg-type]
+
+
+def test_a_size_that_was_set_stays(tmp_path: Path) -> None:
+    data_sets.tgs(tmp_path)
+    workload = built(tmp_path, image_size=512)
+    assert workload.store["image_size"] == 512
+    assert "24×16" not in about(workload)
+
+
+def test_the_only_data_set_among_other_folders_is_named_and_not_taken(tmp_path: Path) -> None:
+    data_sets.tgs(tmp_path / "salt")
+    picture(tmp_path / "holiday" / "1.jpg")
+    with pytest.raises(DataError, match="salt") as refused:
+        built(tmp_path)
+    assert f"data.dir={tmp_path / 'salt'}" in refused.value.fix
+
+
+def test_a_pattern_for_one_and_a_folder_for_the_other_go_together(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        picture(tmp_path / "train" / "image" / f"{name}.png")
+        mask(tmp_path / "train" / "label" / f"{name}.png", 0, 1)
+    workload = built(tmp_path, images="train/image/{id}.png", masks="train/label", val_fraction=0)
+    assert names(workload.train_samples) == ["a.png a.png", "b.png b.png"]
+    with pytest.raises(DataError, match=r"no train/none/\{id\} and train/label/ in"):
+        built(tmp_path, images="train/none/{id}", masks="train/label")
+    with pytest.raises(DataError, match=r"is called train/image/\{id\}\.tif"):
+        built(tmp_path, images="train/image/{id}.tif", masks="train/label")

@@ -1,0 +1,672 @@
+"""What `halfstep guide` concludes from facts: data, memory, batch, learning rate, workers, and the file it writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from rich.console import Console
+
+from data import data_sets
+from data.picture_folders import smooth_picture, write_classes, write_split
+from halfstep.errors import ConfigError, DataError, Interrupted, format_count
+from halfstep.hardware.device_facts import Hardware, Measurement
+from halfstep.hardware.gpus import look_up_gpu
+from halfstep.hardware.memory import LiveBytes
+from halfstep.precision.advice import EXAMPLE_SAMPLE_BYTES
+from halfstep_train.guide.guide import (
+    FAMILIES,
+    QUESTIONS,
+    TASK,
+    Prompt,
+    Question,
+    add_task,
+    check_new_file,
+    parse_path,
+    read_answers,
+    write_new,
+)
+from halfstep_train.guide.inspect_data import DataSummary, describe_data, inspect_data, inspect_demo, save_grid
+from halfstep_train.guide.suggest import (
+    ORDER,
+    Rate,
+    Situation,
+    choose_batch,
+    choose_learning_rate,
+    choose_workers,
+    estimate_duration,
+    estimate_rate,
+    make_suggestions,
+)
+from halfstep_train.guide.trial import TrialResult, Trials, measure_trial
+from halfstep_train.run.memory.sizing import StepCost, predict_step_cost
+from halfstep_train.workloads import from_dict, load
+from halfstep_train.workloads.classification import build as image_classification
+from halfstep_train.workloads.segmentation.config import UNetConfig
+from halfstep_train.workloads.segmentation.demo import write_demo
+from halfstep_train.workloads.slots.demo import write_demo as write_video_demo
+from tiny_radio import write_tiny_demo
+
+CPU = Hardware(
+    kind="cpu", device="cpu", name="CPU", vendor="Arm", memory_total_bytes=8 * 2**30, support={"fp32": "native"}
+)
+CHEAP = StepCost(num_parameters=10**6, fixed_bytes=12 * 10**6, sample_bytes=10**8, sample_flops=lambda: 10**10)
+
+
+def measured(tflops: dict[str, float], *, free_gib: int = 16) -> Hardware:
+    """An Ampere card with these rates."""
+    rates = tuple(
+        Measurement(op=op, format=name, tflops=rate, error=1e-3, speedup=rate / tflops["fp32"])
+        for op in ("matmul", "conv_nchw", "conv_nhwc")
+        for name, rate in tflops.items()
+    )
+    card = dataclasses.replace(look_up_gpu("a100"), device="cuda:0", memory_free_bytes=free_gib * 2**30)
+    return dataclasses.replace(card, measurements=rates, source="measured")
+
+
+AMPERE = measured({"fp32": 10.0, "tf32": 40.0, "bf16": 100.0, "fp16": 90.0})
+UNTRACED = dataclasses.replace(AMPERE, name="untraced", kind="xpu", device="xpu:0")
+"""A device on which every step costs CHEAP: for tests of all but the memory."""
+UNTRACED_CPU = dataclasses.replace(CPU, name="untraced")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def traced_once() -> Iterator[None]:
+    """A step is traced once for each model and precision, not once for each test."""
+    found: dict[str, StepCost] = {}
+
+    def cost(config: Any, store: Any, hardware: Hardware, precision: str, known: Any) -> StepCost:
+        parts = (config.workload, config.model, config.data.image_size, config.optimizer, config.train, config.ema)
+        key = repr((parts, store, hardware.name, precision))
+        if key not in found:
+            is_traced = hardware.kind != "xpu" and hardware.name != "untraced"
+            found[key] = predict_step_cost(config, store, hardware, precision) if is_traced else CHEAP
+        return found[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("halfstep_train.guide.suggest.predict_step_cost", cost)
+        yield
+
+
+def a_look(num_train: int = 100_000, **changes: Any) -> DataSummary:
+    look = DataSummary(
+        source="folder",
+        folder=Path("/data"),
+        num_train=num_train,
+        num_val=10,
+        classes=("bird", "cat"),
+        counts=(num_train // 2, num_train // 2),
+        store={"classes": ["bird", "cat"]},
+        decoded_per_s=100.0,
+        on_bad_file="error",
+        notes=(),
+        pictures=(),
+    )
+    return dataclasses.replace(look, **changes)
+
+
+def situation(**changes: Any) -> Situation:
+    start = Situation(
+        workload="resnet18",
+        goal="fast",
+        hardware=AMPERE,
+        num_cores=8,
+        data=a_look(),
+        data_dir="/data",
+        device=None,
+    )
+    return dataclasses.replace(start, **changes)
+
+
+def config(workload: str = "resnet18", **paths: Any) -> Any:
+    return from_dict(workload, {"data.dir": "/data", **paths}).config
+
+
+def size_of(path: Path) -> tuple[int, int]:
+    with Image.open(path) as picture:
+        return picture.size
+
+
+# The data folder.
+
+
+def test_a_class_folder_is_counted_read_and_shown(tmp_path: Path) -> None:
+    write_classes(tmp_path / "train", {"bird": 3, "cat": 40})
+    write_classes(tmp_path / "val", {"bird": 2, "cat": 2})
+    look = inspect_data("resnet18", tmp_path)
+    assert (look.num_train, look.num_val, look.classes, look.counts) == (43, 4, ("bird", "cat"), (3, 40))
+    assert look.decoded_per_s > 1
+    shown = dict(describe_data(look))
+    assert shown["classes"] == "2: bird (3), cat (40)"
+    assert "13 times" in shown["balance"]
+    save_grid(look, tmp_path / "grid.png")
+    assert [caption for caption, _ in look.pictures] == ["bird", "bird", "cat", "cat"]
+    assert size_of(tmp_path / "grid.png")[0] > 600
+
+
+def test_masks_are_looked_at_as_training_reads_them(tmp_path: Path) -> None:
+    write_demo(tmp_path / "pairs", num_images=10)
+    look = inspect_data("unet", tmp_path / "pairs")
+    assert (look.num_train, look.num_val, look.classes) == (9, 1, ("mask value 0", "mask value 255"))
+    assert look.counts == ()
+    assert look.store["num_classes"] == 2
+
+
+def test_a_few_bad_files_are_left_out_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ORDER, "fast", ("fast",))
+    write_split(tmp_path)
+    (tmp_path / "train" / "cat" / "bad.jpg").write_text("no picture")
+    look = inspect_data("resnet18", tmp_path)
+    assert (look.num_train, look.on_bad_file) == (8, "skip")
+    assert "bad.jpg" in dict(describe_data(look))["bad files"]
+    chosen = make_suggestions(situation(data=look, data_dir=str(tmp_path), hardware=UNTRACED))[0]
+    assert chosen.config.data.on_bad_file == "skip"
+
+
+def test_a_wrong_folder_says_why(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        inspect_data("unet", tmp_path / "gone")
+    with pytest.raises(DataError, match="cannot read"):
+        inspect_data("unet", tmp_path / ("x" * 300))
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(DataError, match="no class folders"):
+        inspect_data("resnet18", tmp_path)
+
+
+def test_a_text_is_tokenised_in_memory_and_its_windows_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("To be, or not to be.\n" * 400)
+    found = inspect_data("gpt2", tmp_path / "texts")
+    assert [path.name for path in (tmp_path / "texts").iterdir()] == ["a.txt"], "nothing is written next to the data"
+    assert (found.num_train, found.num_val) == (6, 1)
+    rows = dict(describe_data(found))
+    assert rows["tokenizer"] == "bytes, 257 tokens; in memory"
+    assert "classes" not in rows
+    caption, picture = found.pictures[0]
+    assert caption == "window 0"
+    assert picture.convert("L").getextrema() == (0, 255), "black on white"
+    made = make_suggestions(situation(workload="gpt2", data=found, data_dir=str(tmp_path / "texts"), hardware=UNTRACED))
+    assert [one.name for one in made] == ["fast", "lowmem", "stable"]
+    assert made[0].config.precision.default == "bf16"
+
+
+@pytest.mark.parametrize(("workload", "remark"), [("steve", ""), ("slotcontrast", "model.backbone_weights=FILE")])
+def test_videos_are_cut_into_clips_and_what_training_needs_is_pointed_out(
+    tmp_path: Path, workload: str, remark: str
+) -> None:
+    write_video_demo(tmp_path / "videos", num_train=4, num_val=2, frames=6, side=32, per_shard=4)
+    found = inspect_data(workload, tmp_path / "videos")
+    assert found.num_val == 2
+    assert "the first video has 32×32 pixels; masks to score with" in dict(describe_data(found))["a clip"]
+    assert found.pictures[0][1].size == (32, 32)
+    asked = situation(workload=workload, data=found, data_dir=str(tmp_path / "videos"), hardware=UNTRACED)
+    facts = dict(make_suggestions(asked)[0].facts)
+    assert remark in facts.get("backbone", "")
+    many = dataclasses.replace(asked, data=dataclasses.replace(found, num_train=100_000))
+    assert "00,000 steps" in dict(make_suggestions(many)[0].facts)["time"], "max_steps ends it, not the epochs"
+    on_cpu = make_suggestions(dataclasses.replace(asked, hardware=UNTRACED_CPU))[0]
+    assert on_cpu.config.data.image_size == 64
+
+
+def test_a_trial_on_a_busy_machine_says_so() -> None:
+    busy = "the CPU has other work (load 7.0 on 2 cores)"
+    found = estimate_duration(situation(busy=busy), config(), Rate(per_s=100.0, is_limit=False, text=""))
+    assert f"measured on a busy machine, so it may be shorter: {busy}" in found[0][1]
+    alone = estimate_duration(situation(), config(), Rate(per_s=100.0, is_limit=False, text=""))
+    assert "busy" not in alone[0][1]
+
+
+def test_demo_data_are_looked_at_with_their_own_image_size(tmp_path: Path) -> None:
+    look = inspect_demo("unet", tmp_path / "demo")
+    assert (look.source, look.num_train) == ("demo", 80)
+    assert inspect_demo("unet", tmp_path / "demo").num_train == 80, "a second look reads the same folder"
+
+
+# Memory.
+
+
+def test_counted_memory_is_near_that_of_real_tensors() -> None:
+    small = config(**{"data.image_size": 32, "model.width": 8, "train.batch_size": 64})
+    store = {"classes": ["a", "b"]}
+    model = image_classification.build_model(small, store)
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    with LiveBytes() as live:
+        F.cross_entropy(model(torch.zeros(64, 3, 32, 32)), torch.zeros(64, dtype=torch.long)).backward()
+    # Loaded and prepared pictures come on top, and a GPU's allocator hands out whole blocks.
+    assert predict_step_cost(small, store, CPU, "fp32").sample_bytes == pytest.approx(live.peak / 64, rel=0.2)
+
+
+def test_memory_of_the_reference_unet_is_near_what_hooks_counted() -> None:
+    cost = predict_step_cost(config("unet"), {"num_classes": 2, "channels": 3, "image_size": 512}, CPU, "fp32")
+    assert cost.num_parameters == 31_037_698
+    # Not all gradients are there when memory is highest.
+    assert 31_037_698 * 12 <= cost.fixed_bytes <= 31_037_698 * 16.1
+    # The hooks count what forward saves; the peak lies in backward, where gradients of activations come on top.
+    assert EXAMPLE_SAMPLE_BYTES < cost.sample_bytes < 1.2 * EXAMPLE_SAMPLE_BYTES
+
+
+def test_half_precision_and_recomputing_save_memory() -> None:
+    store = {"classes": ["a", "b"]}
+    full, half = (predict_step_cost(config(), store, CPU, precision) for precision in ("fp32", "bf16"))
+    assert half.sample_bytes < 0.7 * full.sample_bytes
+    assert half.fixed_bytes > full.fixed_bytes, "autocast keeps half copies of the weights"
+    recomputed = predict_step_cost(config(**{"train.activation_checkpointing": True}), store, CPU, "fp32")
+    assert recomputed.sample_bytes < 0.8 * full.sample_bytes
+    assert recomputed.sample_flops() == full.sample_flops()
+    known: dict[str, Any] = {}
+    shared = [
+        predict_step_cost(config(**{"train.activation_checkpointing": on}), store, CPU, "fp32", known)
+        for on in (False, True)
+    ]
+    assert [one.predict_bytes(8) for one in shared] == [full.predict_bytes(8), recomputed.predict_bytes(8)]
+    plain, other = known.values()
+    assert plain._fixed is other._fixed, "weights and optimizer are counted once"
+
+
+def test_configs_that_differ_in_how_long_they_train_are_traced_once() -> None:
+    known: dict[str, Any] = {}
+    changes: tuple[dict[str, Any], ...] = ({}, {"train.epochs": 3, "guard.on_fault": "rollback"}, {"train.fast": "off"})
+    costs = [predict_step_cost(config(**some), {"classes": ["a"]}, CPU, "fp32", known) for some in changes]
+    assert len({cost.predict_bytes(8) for cost in costs}) == len(known) == 1
+    predict_step_cost(config(**{"data.image_size": 64}), {"classes": ["a"]}, CPU, "fp32", known)
+    assert len(known) == 2, "another step is not taken for it"
+
+
+# Batch, learning rate, workers.
+
+
+def test_the_batch_keeps_the_recipe_where_it_fits() -> None:
+    paths, facts = choose_batch(situation(), "stable", config(), CHEAP)
+    assert paths == {"train.batch_size": 64, "train.accumulate": 1}
+    assert "an estimate" in dict(facts)["memory"]
+
+
+def test_fast_takes_a_larger_batch_where_memory_allows() -> None:
+    assert choose_batch(situation(), "fast", config(), CHEAP)[0] == {"train.batch_size": 128, "train.accumulate": 1}
+    huge = situation(hardware=measured({"fp32": 1.0}, free_gib=1000))
+    assert choose_batch(huge, "fast", config(), CHEAP)[0]["train.batch_size"] == 256, "four times the recipe, not more"
+
+
+def test_a_cpu_keeps_the_recipes_batch() -> None:
+    roomy = dataclasses.replace(CPU, memory_total_bytes=1000 * 2**30)
+    assert choose_batch(situation(hardware=roomy), "fast", config(), CHEAP)[0]["train.batch_size"] == 64
+
+
+def test_too_little_memory_is_made_up_by_accumulation() -> None:
+    tight = situation(hardware=measured({"fp32": 1.0}, free_gib=1))
+    assert choose_batch(tight, "fast", config(), CHEAP)[0] == {"train.batch_size": 8, "train.accumulate": 8}
+    too_large = dataclasses.replace(CHEAP, sample_bytes=10**12)
+    paths, facts = choose_batch(tight, "fast", config(), too_large)
+    assert paths["train.batch_size"] == 1
+    assert "NOT EVEN ONE SAMPLE FITS" in dict(facts)["memory"]
+
+
+def test_a_small_set_gets_a_batch_that_makes_ten_steps() -> None:
+    few = situation(data=a_look(320))
+    paths, facts = choose_batch(few, "quality", config(), CHEAP)
+    assert paths == {"train.batch_size": 32, "train.accumulate": 1}
+    assert "320 samples make 10 steps" in dict(facts)["batch"]
+
+
+@pytest.mark.parametrize(("num_train", "size", "steps"), [(3, 2, 2), (6, 4, 2), (8, 8, 1), (50, 8, 7)])
+def test_a_tiny_set_gets_a_batch_that_batchnorm_can_use_and_the_true_number_of_steps(
+    num_train: int, size: int, steps: int
+) -> None:
+    paths, facts = choose_batch(situation(data=a_look(num_train)), "quality", config(), CHEAP)
+    assert paths["train.batch_size"] == size
+    assert f"{num_train} samples make {format_count(steps, 'step')} per epoch" in dict(facts)["batch"]
+
+
+def test_no_batch_is_named_that_nobody_would_use() -> None:
+    huge = situation(hardware=measured({"fp32": 1.0}, free_gib=100_000))
+    _, facts = choose_batch(huge, "stable", config(), CHEAP)
+    assert dict(facts)["memory"].endswith("free: far more than enough")
+    snug = situation(hardware=measured({"fp32": 1.0}, free_gib=16))
+    assert "enough for a batch of 128 (an estimate)" in dict(choose_batch(snug, "stable", config(), CHEAP)[1])["memory"]
+
+
+def test_unknown_memory_is_no_reason_for_a_batch_of_one() -> None:
+    silent = situation(hardware=dataclasses.replace(AMPERE, memory_free_bytes=None, memory_total_bytes=0))
+    paths, facts = choose_batch(silent, "fast", config(), CHEAP)
+    assert paths["train.batch_size"] == 64
+    assert "is unknown" in dict(facts)["memory"]
+
+
+@pytest.mark.parametrize(
+    ("start", "samples", "peak", "words"),
+    [
+        (config(), 256, 0.4, "0.4 = 0.1 x 256/64 (linear"),
+        (config(), 64, 0.1, "the recipe's own"),
+        (config("unet"), 32, 0.002, "0.002 = 0.001 x sqrt(32/8)"),
+        (config("vit_s_16"), 256, 2.5e-4, "0.00025 = 0.0005 x 256/512 (linear"),
+    ],
+)
+def test_the_learning_rate_follows_the_batch_by_a_rule_that_is_shown(
+    start: Any, samples: int, peak: float, words: str
+) -> None:
+    paths, (_, shown) = choose_learning_rate(start, samples)
+    assert words in shown
+    said = config(start.workload, **paths, **{"train.batch_size": samples})
+    assert said.optimizer.compute_peak_lr(samples) == pytest.approx(peak)
+
+
+def rate(trial: TrialResult | None = None, **changes: Any) -> Rate:
+    return estimate_rate(situation(**changes), CHEAP, "bf16", trial)
+
+
+def test_without_a_trial_workers_follow_the_best_rate_that_was_measured() -> None:
+    # 100 TFLOPS over 1e10 operations a sample are 10,000 samples/s; one process reads 100.
+    paths, (_, shown) = choose_workers(situation(), config(), rate())
+    assert paths == {"data.num_workers": 8}
+    assert "at most 10,000 samples/s (an estimate" in shown
+    assert "halfstep pack /data" in shown
+    quick = situation(data=a_look(decoded_per_s=4000.0))
+    paths, (_, shown) = choose_workers(quick, config(), rate())
+    assert paths == {"data.num_workers": 3}
+    assert "halfstep pack" not in shown
+    unmeasured = rate(hardware=look_up_gpu("a100"))
+    assert choose_workers(situation(), config(), unmeasured)[0] == {"data.num_workers": 8}
+
+
+def test_workers_feed_the_rate_of_a_trial() -> None:
+    tried = rate(TrialResult(samples_per_s=250.0, batch_size=32))
+    paths, (_, shown) = choose_workers(situation(), config(), tried)
+    assert paths == {"data.num_workers": 3}
+    assert "trained 250 samples/s (measured: whole eager steps of 32 samples)" in shown
+
+
+def test_the_time_is_an_estimate_from_the_rate_of_a_trial() -> None:
+    start = config(**{"data.num_workers": 4, "train.epochs": 100})
+    quick = situation(data=a_look(100_000, num_val=30_000, decoded_per_s=1e6))
+    (_, shown), *_ = estimate_duration(quick, start, rate(TrialResult(samples_per_s=1000.0, batch_size=32)))
+    # 100 epochs of 100,000 samples, and 30,000 that only go forward, at 1000/s.
+    assert shown == "about 3.1 hours for 100 epochs (an estimate from measured rates)"
+    reading = situation(data=a_look(100_000, num_val=0, decoded_per_s=100.0))
+    (_, shown), *_ = estimate_duration(reading, start, rate(TrialResult(samples_per_s=1000.0, batch_size=32)))
+    assert "about 6.9 hours" in shown, "four workers read 400/s, which is slower than the device"
+    on_cpu = dataclasses.replace(reading, hardware=CPU, num_cores=4)
+    (_, shown), *_ = estimate_duration(on_cpu, start, rate(TrialResult(samples_per_s=1000.0, batch_size=32)))
+    assert "about 9.7 hours" in shown, "on a CPU both take the same cores"
+
+
+def test_without_a_trial_only_the_least_time_is_told() -> None:
+    # 10,000 samples/s at best, 100,000 samples, 100 epochs.
+    quick = situation(data=a_look(num_val=0, decoded_per_s=1e6))
+    (_, shown), *_ = estimate_duration(quick, config(), rate())
+    assert shown.startswith("at least 16.7 minutes for 100 epochs")
+    assert shown.endswith("(an estimate)")
+    assert estimate_duration(quick, config(), rate(hardware=CPU)) == [], "nothing was measured"
+
+
+# Trials.
+
+
+def test_a_trial_takes_the_best_rate_and_grows_the_batch_while_there_is_time() -> None:
+    asked: list[int] = []
+
+    def step(num_samples: int) -> float:
+        asked.append(num_samples)
+        return 0.001 + num_samples * 0.001
+
+    found = measure_trial(step, 32)
+    assert asked == [2, 4, 8, 16, 32, 32, 32, 32]
+    assert found == TrialResult(samples_per_s=32 / 0.033, batch_size=32)
+    assert measure_trial(lambda num_samples: 10.0, 32) == TrialResult(samples_per_s=0.2, batch_size=2), "one has to do"
+
+
+def test_a_trial_stops_where_memory_ends() -> None:
+    def step(num_samples: int) -> float:
+        if num_samples > limit:
+            raise torch.OutOfMemoryError("no room")
+        return 0.001
+
+    limit = 8
+    found = measure_trial(step, 32)
+    assert found is not None
+    assert found.batch_size == 8
+    limit = 1
+    assert measure_trial(step, 32) is None
+
+
+def test_a_real_trial_is_near_the_rate_of_real_training(tmp_path: Path) -> None:
+    here = dataclasses.replace(CPU, torch_version=torch.__version__)
+    small = config(**{"data.image_size": 32, "model.width": 8, "model.blocks": (1, 1), "precision": "fp32"})
+    store = {"classes": ["a", "b"]}
+    trials = Trials(here)
+    found = trials(small, store, 16)
+    assert found is not None
+    assert trials(small, store, 16) is found, "the same config is tried once"
+    model = image_classification.build_model(small, store)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+    rates = []
+    for _ in range(8):
+        start = time.perf_counter()
+        model(torch.rand(16, 3, 32, 32)).square().mean().backward()
+        optimizer.step()
+        rates.append(16 / (time.perf_counter() - start))
+    # Layouts differ, and the machine has other work: an order of magnitude is what an estimate must not miss.
+    assert 0.1 * max(rates) < found.samples_per_s < 10 * max(rates)
+
+
+# Suggestions.
+
+
+@pytest.mark.parametrize(
+    ("workload", "goal"),
+    [
+        ("resnet18", "quality"),
+        ("resnet18", "lowmem"),
+        ("unet", "quality"),
+        ("vit_s_16", "fast"),
+        *(("tiny_workload:build", goal) for goal in ORDER),
+    ],
+)
+def test_every_suggestions_file_loads_as_the_config_that_was_shown(tmp_path: Path, workload: str, goal: str) -> None:
+    store = {"num_classes": 2, "channels": 3} if workload == "unet" else {"classes": ["a", "b"]}
+    look = None if ":" in workload else a_look(store=store)
+    hardware = AMPERE if workload == "resnet18" else UNTRACED
+    found = make_suggestions(situation(workload=workload, goal=goal, data=look, hardware=hardware))
+    assert [one.name for one in found] == list(ORDER[goal])
+    for one in found:
+        path = tmp_path / f"{one.name}.yaml"
+        path.write_text(one.to_yaml())
+        assert load(str(path)).config == one.config
+        assert one.config.precision.default == ("fp32" if one.name == "stable" else "bf16")
+
+
+def test_a_suggestion_is_tried_at_its_own_size_and_against_fp32() -> None:
+    tried: list[tuple[str, int, int]] = []
+
+    def try_out(config: Any, store: Any, batch_size: int) -> TrialResult:
+        tried.append((config.precision.default, config.data.image_size, batch_size))
+        return TrialResult(samples_per_s=100.0 if config.precision.default == "fp32" else 250.0, batch_size=batch_size)
+
+    first, *_, stable = make_suggestions(situation(try_out=try_out))
+    facts = dict(first.facts)
+    assert facts["speed"] == "2.5x fp32 (measured: whole eager steps)"
+    assert "an estimate from measured rates" in facts["time"]
+    assert tried[0] == ("bf16", first.config.data.image_size, first.config.train.batch_size)
+    assert tried[1] == ("fp32", *tried[0][1:])
+    assert dict(stable.facts)["speed"] == "this is fp32, with which the others are compared"
+
+
+def test_speed_is_what_was_measured_and_no_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ORDER, "fast", ("fast",))
+    facts = dict(make_suggestions(situation())[0].facts)
+    assert "matmul 10.0x" in facts["speed"]
+    assert "a whole training step gains less" in facts["speed"]
+    looked_up = dataclasses.replace(look_up_gpu("t4"), kind="xpu", device="xpu:0")
+    assert "published peak" in dict(make_suggestions(situation(hardware=looked_up))[0].facts)["speed"]
+
+
+def test_few_pictures_get_the_quick_recipe() -> None:
+    assert [one.name for one in make_suggestions(situation(data=a_look(1000), hardware=UNTRACED))] == [
+        "quick",
+        "lowmem",
+        "stable",
+    ]
+
+
+def test_without_a_gpu_models_are_smaller_and_nothing_is_compiled() -> None:
+    for one in make_suggestions(situation(hardware=UNTRACED_CPU)):
+        assert one.config.precision.default == "fp32"
+        assert one.config.data.image_size == 128
+        assert one.config.train.fast != "compile"
+        assert "on a CPU" in dict(one.facts)
+
+
+@pytest.mark.parametrize(
+    ("workload", "sides", "expected"),
+    [
+        ("unet", (96, 80), {"data.image_size": 96}),
+        ("unet", (2048, 1024), {"data.image_size": 512}),
+        ("unet", (16, 16), {"data.image_size": 32}),
+        ("resnet50", (28, 28), {"data.image_size": 32, "model.stem": "small", "data.eval_size": 0}),
+        ("resnet50", (101, 90), {"data.image_size": 112, "model.stem": "imagenet", "data.eval_size": 0}),
+        ("vit_s_16", (64, 64), {"data.image_size": 64, "model.patch": 8}),
+    ],
+)
+def test_images_are_not_larger_than_the_pictures(
+    workload: str, sides: tuple[int, int], expected: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ORDER, "fast", ("fast",))
+    store = {"channels": 3, "num_classes": 2, "classes": ["a", "b"], "image_size": 512}
+    look = a_look(sides=sides, store=store)
+    for one in make_suggestions(situation(workload=workload, data=look, hardware=UNTRACED)):
+        found = {key: getattr(getattr(one.config, key.split(".")[0]), key.split(".")[1]) for key in expected}
+        assert found == expected
+        shown = dict(one.facts).get("image size", "")
+        assert (f"{sides[0]}×{sides[1]}" in shown) == (sides[0] < 512)
+
+
+def test_the_size_of_pictures_is_looked_up_whatever_they_lie_in(tmp_path: Path) -> None:
+    write_split(tmp_path / "classes", size=(40, 30))
+    assert inspect_data("resnet18", tmp_path / "classes").sides == (40, 30)
+    data_sets.tgs(tmp_path / "pairs")
+    look = inspect_data("unet", tmp_path / "pairs")
+    assert look.sides == data_sets.SIZE
+    assert ("images", "24×16 pixels (median)") in describe_data(look)
+
+
+def test_demo_data_keep_their_own_recipe(tmp_path: Path) -> None:
+    look = a_look(80, source="demo", store={"num_classes": 2, "channels": 3})
+    found = make_suggestions(
+        situation(workload="unet", goal="quality", data=look, data_dir=None, hardware=UNTRACED_CPU)
+    )
+    assert len(found) == 2, "quality and fast would be the same run"
+    for one in found:
+        assert one.config.data.dir is None
+        assert one.config.data.image_size == UNetConfig.demo["data.image_size"]
+        assert one.config.train.epochs == UNetConfig.demo["train.epochs"]
+
+
+# Answers and files.
+
+
+def test_a_line_that_is_no_text_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = io.TextIOWrapper(io.BytesIO(b"\xff\nfast\n"), encoding="utf-8")
+    question = Question(key="goal", text="?", choices={"fast": "", "quality": ""})
+    with pytest.raises(Interrupted, match="the input ended"):  # the bad line spoils the rest of a pipe's block
+        Prompt(Console(), lines).ask(question, str)
+    assert "is not utf-8 text" in capsys.readouterr().out
+
+
+def test_a_path_that_is_no_text_is_refused() -> None:
+    for name in ("\udcff", "~no_such_user_here/data"):
+        with pytest.raises(ConfigError, match="is not a usable path"):
+            parse_path(name)
+
+
+def test_a_model_alone_says_which_task_it_is_for() -> None:
+    assert add_task({"model": "radiodiff"})["task"] == "radio maps"
+    assert add_task({"model": "vit_b_16", "task": "own"})["task"] == "own"
+    assert "task" not in add_task({"goal": "fast"})
+    assert [TASK.choose(name) for name in ("vae", "unet")] == ["autoencoder", "segmentation"]
+
+
+def test_a_choice_is_understood_by_name_number_and_beginning() -> None:
+    question = Question(key="goal", text="?", choices={"fast": "", "quality": ""}, aliases={"best": "quality"})
+    assert [question.choose(word) for word in ("fast", "2", "Q", "best")] == ["fast", "quality", "quality", "quality"]
+    for wrong in ("", "3", "fastest", "slow"):
+        with pytest.raises(ConfigError, match="is not a choice"):
+            question.choose(wrong)
+
+
+def test_every_task_is_chosen_by_its_own_name_and_has_a_model() -> None:
+    assert [TASK.choose(name) for name in TASK.choices] == list(TASK.choices)
+    assert TASK.choose("Radio Maps") == "radio maps"
+    assert all(entry.models for entry, _ in FAMILIES.values())
+
+
+@pytest.mark.parametrize("workload", ["radiodiff_vae", "radiodiff"])
+def test_both_stages_of_radio_maps_are_suggested_for_a_cpu(tmp_path: Path, workload: str) -> None:
+    root = write_tiny_demo(tmp_path / "RadioMapSeer")
+    looked = inspect_data(workload, root)
+    chosen = make_suggestions(situation(workload=workload, data=looked, hardware=UNTRACED_CPU, data_dir=str(root)))[0]
+    (tmp_path / "run.yaml").write_text(chosen.to_yaml())
+    again = load(str(tmp_path / "run.yaml")).config
+    assert (again.workload, again.data.image_size, again.model.first_stage.width) == (workload, 64, 16)
+
+
+@pytest.mark.parametrize(
+    "text", ["task: segmentation\nstart: yes\npick: 1\n", '{"task": "seg", "start": true, "pick": 1}']
+)
+def test_answers_come_from_yaml_and_json(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "answers"
+    path.write_text(text)
+    answers = read_answers(path, QUESTIONS)
+    assert answers["task"].startswith("seg")
+    assert answers["pick"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("taks: own", "no question 'taks'"),
+        ("task: paint", "'paint' is not a choice"),
+        ("task: [own]", "task is"),
+        ("task: own\ntask: own", "task"),
+        ("just text", "just text"),
+    ],
+)
+def test_wrong_answers_are_told_at_once(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "answers.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="answers.yaml|is not a choice") as caught:
+        read_answers(path, QUESTIONS)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["a.txt", "a=b.yaml", "--a.yaml", "gone/a.yaml", "", "there.yaml", "x" * 300 + ".yaml"]
+)
+def test_a_name_that_train_would_not_take_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("there.yaml").touch()
+    with pytest.raises(ConfigError, match="file: "):
+        check_new_file(name)
+
+
+def test_all_files_are_written_or_none(tmp_path: Path) -> None:
+    (tmp_path / "b").write_text("old")
+    with pytest.raises(ConfigError, match="cannot write"):
+        write_new({tmp_path / "a": b"1", tmp_path / "b": b"2"})
+    assert not (tmp_path / "a").exists()
+    assert (tmp_path / "b").read_text() == "old"
+
+
+def test_a_grid_shows_pictures_of_any_shape(tmp_path: Path) -> None:
+    pictures = tuple((f"class {n}", smooth_picture(n, (10 + n, 30))) for n in range(5))
+    save_grid(a_look(pictures=pictures), tmp_path / "grid.png")
+    assert size_of(tmp_path / "grid.png")[1] == 2 * (160 + 20 + 6) + 6

@@ -1,0 +1,302 @@
+"""GPT-2 against transformers' GPT2LMHeadModel, its files and nanoGPT's, and its cache of keys and values."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.nn import functional as F
+
+from halfstep.errors import ModelError
+from halfstep.recompute import set_recompute
+from halfstep_train.workloads.language.gpt2 import GPT2, GPT2S, build_gpt2
+from halfstep_train.workloads.language.gpt2_weights import load_gpt2_, save_gpt2, to_transformers
+
+SMALL: dict[str, Any] = {"depth": 2, "heads": 2, "dim": 16, "context": 12, "vocab": 70}
+
+
+def save(model: GPT2, folder: Path) -> None:
+    save_gpt2(model.state_dict(), model.size, folder)
+
+
+def small(**options: Any) -> GPT2:
+    torch.manual_seed(0)
+    model = build_gpt2("gpt2", **{**SMALL, **options})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # biases and gains are zeros and ones in a new model, which would hide a mistake
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def ids(seed: int = 0, length: int = 12) -> torch.Tensor:
+    return torch.randint(70, (2, length), generator=torch.Generator().manual_seed(seed))
+
+
+def theirs(folder: Path) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
+
+
+def test_transformers_loads_our_folder_and_gives_our_logits(tmp_path: Path) -> None:
+    model = small().eval()
+    save(model, tmp_path)
+    tokens = ids()
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tmp_path)(tokens).logits, model(tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_without_biases_is_saved_with_zeros(tmp_path: Path) -> None:
+    model = small(bias=False).eval()
+    save(model, tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tmp_path)(ids()).logits, model(ids()), rtol=1e-5, atol=1e-5)
+
+
+def test_a_folder_of_transformers_loads_and_gives_its_logits_and_loss(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=12, vocab_size=70)
+    original = transformers.GPT2LMHeadModel(config).eval()
+    original.save_pretrained(tmp_path)
+    model = small().eval()
+    load_gpt2_(model, tmp_path)
+    tokens = ids()
+    found = original(tokens, labels=tokens)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), found.logits, rtol=1e-5, atol=1e-5)
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+    assert loss.item() == pytest.approx(found.loss.item(), rel=1e-5)
+
+
+def test_gradients_equal_those_of_transformers(tmp_path: Path) -> None:
+    model = small()
+    save(model, tmp_path)
+    other = theirs(tmp_path)
+    tokens = ids()
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    other(tokens, labels=tokens).loss.backward()
+    for name, parameter in other.named_parameters():
+        own = dict(model.named_parameters())[name].grad
+        assert own is not None
+        own = own.t() if "c_" in name and name.endswith("weight") else own
+        torch.testing.assert_close(own[: len(parameter)], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_released_files_without_a_prefix_and_with_masks_load(tmp_path: Path) -> None:
+    model, other = small(), small()
+    with torch.no_grad():
+        other.transformer.wte.weight.add_(1.0)
+    weights = {
+        name.removeprefix("transformer."): tensor
+        for name, tensor in to_transformers(model.state_dict(), model.size).items()
+    }
+    weights["h.0.attn.bias"] = torch.ones(1, 1, 12, 12).tril()
+    save_file(weights, tmp_path / "model.safetensors")
+    load_gpt2_(other, tmp_path / "model.safetensors")
+    assert torch.equal(other.transformer.wte.weight, model.transformer.wte.weight)
+    assert torch.equal(other.transformer.h[1].attn.c_proj.weight, model.transformer.h[1].attn.c_proj.weight)
+
+
+@pytest.mark.parametrize(
+    ("index", "save"), [("model.safetensors.index.json", save_file), ("pytorch_model.bin.index.json", torch.save)]
+)
+def test_shards_of_a_folder_are_read_together(tmp_path: Path, index: str, save: Callable[[Any, Path], None]) -> None:
+    model, other = small(), small()
+    weights, ending = list(to_transformers(model.state_dict(), model.size).items()), index.split(".")[1]
+    parts = {f"a.{ending}": dict(weights[:9]), f"b.{ending}": dict(weights[9:])}
+    for name, part in parts.items():
+        save(part, tmp_path / name)
+    names = {tensor: name for name, part in parts.items() for tensor in part}
+    (tmp_path / index).write_text(json.dumps({"weight_map": names}))
+    for named in (tmp_path, tmp_path / index):
+        with torch.no_grad():
+            other.transformer.ln_f.weight.zero_()
+        load_gpt2_(other, named)
+        assert torch.equal(other.transformer.ln_f.weight, model.transformer.ln_f.weight)
+    (tmp_path / f"b.{ending}").unlink()
+    with pytest.raises(ModelError, match=rf"b\.{ending}"):
+        load_gpt2_(other, tmp_path)
+
+
+def test_a_checkpoint_of_nanogpt_loads_with_its_padded_vocabulary(tmp_path: Path) -> None:
+    """Linear layers as torch has them, compiled names, 128 rows for a vocabulary of 70, tensors beside the weights."""
+    model = small(bias=False)
+    weights = {f"_orig_mod.{name}": tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    embedding = torch.randn(128, 16)
+    embedding[:70] = model.transformer.wte.weight[:70].detach()
+    weights["_orig_mod.transformer.wte.weight"] = weights["_orig_mod.lm_head.weight"] = embedding
+    content = {"model": weights, "model_args": {"n_layer": 2}, "iter_num": 5, "best_val_loss": torch.tensor(1.5)}
+    torch.save(content, tmp_path / "ckpt.pt")
+    other = small(bias=False, dropout=0.1).eval()
+    load_gpt2_(other, tmp_path / "ckpt.pt")
+    with torch.no_grad():
+        assert torch.equal(other(ids()), model.eval()(ids()))
+    assert not other.transformer.wte.weight[70:].any(), "rows past the vocabulary are padding"
+
+
+def test_a_checkpoint_that_holds_objects_is_refused_and_not_unpickled(tmp_path: Path) -> None:
+    torch.save({"model": small().state_dict(), "config": Path("x")}, tmp_path / "ckpt.pt")
+    with pytest.raises(ModelError, match="object"):
+        load_gpt2_(small(), tmp_path / "ckpt.pt")
+
+
+def test_a_tokenizer_of_another_size_than_the_weights_is_refused(tmp_path: Path) -> None:
+    save(small(), tmp_path)
+    with pytest.raises(ModelError, match=r"70 tokens, this tokenizer has 257") as error:
+        load_gpt2_(small(vocab=257), tmp_path)
+    assert "data.tokenizer" in error.value.fix
+
+
+def test_a_context_longer_than_the_weights_is_refused_and_a_shorter_one_taken(tmp_path: Path) -> None:
+    save(small(), tmp_path)
+    with pytest.raises(ModelError, match=r"model\.context=24 .* 12 tokens"):
+        load_gpt2_(small(context=24), tmp_path)
+    load_gpt2_(small(context=5), tmp_path)
+
+
+def test_an_output_layer_of_its_own_and_other_models_are_refused(tmp_path: Path) -> None:
+    weights = dict(to_transformers(small().state_dict(), small().size))
+    save_file(weights | {"lm_head.weight": torch.zeros(70, 16)}, tmp_path / "untied.safetensors")
+    with pytest.raises(ModelError, match="has a separate output layer"):
+        load_gpt2_(small(), tmp_path / "untied.safetensors")
+    save_file({"conv1.weight": torch.zeros(3)}, tmp_path / "resnet.safetensors")
+    with pytest.raises(ModelError, match="holds no GPT-2"):
+        load_gpt2_(small(), tmp_path / "resnet.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("gpt2", 124_439_808), ("gpt2_medium", 354_823_168), ("gpt2_large", 774_030_080)]
+)
+def test_the_published_sizes(name: str, count: int) -> None:
+    with torch.device("meta"):
+        model = build_gpt2(name)
+    padding = (50304 - 50257) * GPT2S[name].dim
+    assert sum(parameter.numel() for parameter in model.parameters()) - padding == count
+
+
+def test_the_loss_is_that_of_the_logits_and_the_padded_tokens_have_no_chance() -> None:
+    model, targets = small(), ids(1)
+    targets[0, :5] = -1
+    loss = model(ids(), targets)
+    plain = F.cross_entropy(model(ids()).flatten(0, 1), targets.flatten(), ignore_index=-1)
+    assert loss.item() == pytest.approx(plain.item(), rel=1e-6)
+
+
+def test_a_text_longer_than_the_context_is_refused() -> None:
+    with pytest.raises(ModelError, match="13 tokens for a model of context 12"):
+        small()(ids(length=13))
+
+
+def test_keys_and_values_that_were_kept_give_the_logits_of_the_whole_text() -> None:
+    model, tokens = small().eval(), ids()
+    memories = model.make_caches()
+    with torch.no_grad():
+        whole = model(tokens)
+        pieces = [model.compute_next_logits(piece, memories) for piece in tokens.split([4, 1, 3, 1, 3], dim=1)]
+    for found, end in zip(pieces, (3, 4, 7, 8, 11), strict=True):
+        torch.testing.assert_close(found, whole[:, end], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["blocks", "alternate", "pointwise"])
+def test_recomputing_draws_the_same_dropout_again(how: Any) -> None:
+    gradients = []
+    for setting in ("none", how):
+        model = small(dropout=0.5)
+        set_recompute(model, setting)
+        torch.manual_seed(3)
+        model(ids(), ids(1)).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert plain is not None
+        torch.testing.assert_close(plain, recomputed, rtol=1e-6, atol=1e-7)
+
+
+def test_a_compiled_model_gives_its_loss_and_gradients_with_the_chunks_left_out_of_the_graph() -> None:
+    plain, compiled = small(), small()
+    run = torch.compile(compiled, backend="aot_eager")
+    for model, loss in ((plain, plain(ids(), ids(1))), (compiled, run(ids(), ids(1)))):
+        loss.backward()
+        assert loss.item() > 0
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    for one, other in zip(plain.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_operations_are_counted_on_tensors_without_content() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = small().to("meta")
+    tokens = ids().to("meta")
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, tokens).backward()
+    rows, dim, vocab = tokens.numel(), 16, 128
+    in_blocks, attention = 12 * dim**2 * 2, 2 * 2 * 12 * dim  # two blocks; scores and values, 12 keys for each query
+    assert counter.get_total_flops() == pytest.approx(6 * rows * (in_blocks + attention + vocab * dim), rel=0.2)
+
+
+def test_weights_of_other_heads_are_refused_with_the_settings_that_fit(tmp_path: Path) -> None:
+    """Shapes are the same: only config.json tells."""
+    save(small(), tmp_path)
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        with pytest.raises(ModelError, match=r"model\.heads 2, here 4") as error:
+            load_gpt2_(small(heads=4), path)
+        assert error.value.fix == "model.depth=2 model.heads=2 model.dim=16"
+        with pytest.raises(ModelError, match="another size") as error:
+            load_gpt2_(small(heads=4, context=99), path)
+        assert error.value.fix.endswith("model.context=12")  # in the same message: one try is enough
+
+
+def test_a_checkpoint_of_nanogpt_names_its_heads_and_biases(tmp_path: Path) -> None:
+    args = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "bias": False, "vocab_size": 70}
+    torch.save({"model": small(bias=False).state_dict(), "model_args": args}, tmp_path / "ckpt.pt")
+    load_gpt2_(small(bias=False), tmp_path)
+    with pytest.raises(ModelError, match="another size") as error:
+        load_gpt2_(small(heads=4), tmp_path / "ckpt.pt")
+    assert error.value.fix == "model.depth=2 model.heads=2 model.dim=16 model.bias=false"
+
+
+def test_a_description_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:
+    save(small(), tmp_path)
+    (tmp_path / "config.json").write_text('{"n_head": 4,')
+    with pytest.raises(ModelError, match=r"cannot read .*config\.json"):
+        load_gpt2_(small(), tmp_path)
+    (tmp_path / "config.json").write_text('{"n_head": 4}')  # as the first files had it, without model_type
+    with pytest.raises(ModelError, match=r"model\.heads 4, here 2"):
+        load_gpt2_(small(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("activation_function", "relu"), ("layer_norm_epsilon", 1e-12), ("n_inner", 20)]
+)
+def test_weights_of_another_function_are_refused(tmp_path: Path, key: str, value: object) -> None:
+    save(small(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {key: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=f"{key}={value!r}"):
+        load_gpt2_(small(), tmp_path)
+
+
+def test_a_description_with_values_of_another_kind_is_named_and_the_weights_tell_the_context(tmp_path: Path) -> None:
+    save(small(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key, value in {"n_layer": None, "n_head": "2", "n_embd": [16]}.items():
+        (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+        with pytest.raises(ModelError, match=re.escape(f"{key}={value!r}")) as error:
+            load_gpt2_(small(), tmp_path)
+        assert "config.json" in error.value.fix
+    (tmp_path / "config.json").write_text(json.dumps({**config, "n_positions": None}))
+    with pytest.raises(ModelError, match="another size") as error:
+        load_gpt2_(small(heads=4, context=99), tmp_path)
+    assert error.value.fix.endswith("model.context=12")
+
+
+def test_a_model_without_an_end_says_so_to_transformers(tmp_path: Path) -> None:
+    save(small(), tmp_path)
+    assert theirs(tmp_path).config.eos_token_id is None

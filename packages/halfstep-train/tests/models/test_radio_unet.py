@@ -1,0 +1,277 @@
+"""RadioDiff's U-Net and its layers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from golden import assert_golden, golden, group
+from halfstep.recompute import set_recompute
+from halfstep_train.models.posterior import draw_latent
+from halfstep_train.workloads.radio.ddm import add_noise, ddm_loss, list_times, recover_x0, sample_latents, scale_times
+from halfstep_train.workloads.radio.layers import (
+    ChannelNorm,
+    FourierFilter,
+    StandardisedConv2d,
+    TimeEmbedding,
+    apply_filter,
+    linear_attention,
+)
+from halfstep_train.workloads.radio.names import rename_unet_weight
+from halfstep_train.workloads.radio.relation import WindowMeanAttention, make_sine_positions
+from halfstep_train.workloads.radio.swin import SwinPyramid
+from halfstep_train.workloads.radio.unet import RadioUNet, mix_outputs
+from halfstep_train.workloads.radio.vae import RadioVAE
+
+
+def tiny(size: tuple[int, int] = (16, 16)) -> RadioUNet:
+    swin = SwinPyramid(dim=8, depths=(1, 2), num_heads=(1, 2), window=4, stochastic_depth=0.0)
+    return RadioUNet(swin, dim=8, multipliers=(1, 2), latent_size=size, dropout=0.0)
+
+
+def golden_unet() -> tuple[RadioUNet, dict[str, Tensor], dict[str, object]]:
+    tensors, facts = golden("radiodiff_tiny")
+    sizes = facts["config"]["unet"]
+    unet = RadioUNet(
+        SwinPyramid(depths=(0, 0, 0, 0)),  # the features are given
+        dim=sizes["dim"],
+        multipliers=sizes["dim_mults"],
+        latent_size=(facts["config"]["latent"],) * 2,
+        windows=(sizes["window_sizes1"], sizes["window_sizes2"]),
+        dropout=0.0,
+    )
+    state = {rename_unet_weight(name): value for name, value in group(tensors, "state/").items()}
+    missing, unknown = unet.load_state_dict({name: value for name, value in state.items() if name}, strict=False)
+    assert not unknown
+    assert all(name.startswith("condition.") for name in missing)
+    return unet, tensors, facts
+
+
+def golden_vae() -> RadioVAE:
+    tensors, facts = golden("radiodiff_vae_tiny")
+    sizes = facts["config"]["ddconfig"]
+    vae = RadioVAE(width=sizes["ch"], multipliers=sizes["ch_mult"], num_blocks=sizes["num_res_blocks"])
+    vae.load_state_dict(group(tensors, "state/"))
+    return vae.eval()
+
+
+def features_of(tensors: dict[str, Tensor]) -> list[Tensor]:
+    """What the public Swin-B would hand to the U-Net."""
+    return [tensors[f"in/cond_features.{place}"].clone() for place in range(4)]
+
+
+def test_golden_predictions_losses_gradients_and_statistics() -> None:
+    unet, tensors, facts = golden_unet()
+    vae = golden_vae()
+    time = scale_times(tensors["noise/uniform"])
+    with torch.no_grad():
+        x0 = 0.3 * draw_latent(*vae.encode(tensors["in/image"]), tensors["noise/posterior"])
+    assert_golden(x0, tensors["out/x0"], within=5e-5, name="x0")
+    x0, noise = tensors["out/x0"], tensors["noise/eps"]
+    x_t = add_noise(x0, time, noise)
+    features = [feature.requires_grad_() for feature in features_of(tensors)]
+    drift, predicted = unet.train().denoise(x_t, time, features)
+    found = {
+        "t": time,
+        "x_t": x_t,
+        "target_C": -x0,
+        "C_pred": drift,
+        "eps_pred": predicted,
+        "x0_pred": recover_x0(x_t, time, drift, predicted),
+    }
+    for name, value in found.items():
+        assert_golden(value, tensors[f"out/{name}"], name=name)
+
+    def loss(weighted: bool, with_l1: bool) -> Tensor:
+        return ddm_loss(drift, predicted, x0, noise, time, weighted=weighted, with_l1=with_l1).mean()
+
+    scalars: dict[str, float] = facts["scalars"]  # type: ignore[assignment]
+    for name, value in scalars.items():
+        assert abs(loss("weighted" in name, name.endswith("l1")).item() / value - 1) < 1e-5, name
+
+    loss(True, True).backward()
+    gradients, own = group(tensors, "grad/"), dict(unet.named_parameters())
+    largest = max(float(value.abs().max()) for value in gradients.values())
+    on_group = {name.removeprefix("grad/") for name in facts["rounding"]["compare_on_group_scale"]}  # type: ignore[index]
+    for theirs, value in gradients.items():
+        name = rename_unet_weight(theirs)
+        assert name is not None, f"{theirs} has a gradient"
+        grad = own[name].grad
+        assert grad is not None, name
+        scale = largest if theirs in on_group else 0.0
+        assert_golden(grad, value, within=1e-5 if scale else 5e-5, scale=scale, name=name)
+    for place, feature in enumerate(features):
+        assert feature.grad is not None
+        assert_golden(feature.grad, tensors[f"grad_in/cond_features.{place}"], within=5e-5, name=f"features.{place}")
+    buffers = dict(unet.named_buffers())
+    for theirs, value in group(tensors, "after/").items():
+        assert_golden(buffers[rename_unet_weight(theirs) or ""], value, name=theirs)
+
+
+def test_golden_predictions_in_evaluation() -> None:
+    unet, tensors, _ = golden_unet()
+    with torch.no_grad():
+        for text in ("1", "0.5", "0.0001"):
+            time = torch.full((2,), float(text))
+            drift, noise = unet.eval().denoise(tensors["out/x_t"], time, features_of(tensors))
+            assert_golden(drift, tensors[f"eval/C_pred_t{text}"], name=f"C at {text}")
+            assert_golden(noise, tensors[f"eval/eps_pred_t{text}"], name=f"noise at {text}")
+
+
+@pytest.mark.parametrize(
+    ("case", "steps"), [("sample1", 1), ("sample5", 5), ("sample1_plain", 1), ("sample5_plain", 5)]
+)
+def test_golden_samples(case: str, steps: int) -> None:
+    unet, tensors, facts = golden_unet()
+    unet.eval()
+    features, called = features_of(tensors), []
+
+    def predict(x: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
+        called.append(time)
+        return unet.denoise(x, time, features)
+
+    times = tensors[f"{case}/times"].tolist()
+    own = list_times(5 if case.startswith("sample5") else 1, split_last=not case.endswith("plain"))
+    # The original subtracts step after step in fp32, which leaves 1.00017e-4 of 1e-4.
+    assert own == pytest.approx(times, abs=2e-7)
+    latent = sample_latents(predict, tensors[f"{case}/start"], list(tensors[f"{case}/draws"]), times)
+    assert len(called) == facts["unet_calls"][case]  # type: ignore[index]
+    assert_golden(latent, tensors[f"{case}/latent"], name=case)
+    with torch.no_grad():
+        image = ((golden_vae().decode(latent / 0.3) + 1) / 2).clamp(0, 1)
+    assert_golden(image, tensors[f"{case}/image"], within=5e-5, name=f"{case} decoded")
+
+
+def test_golden_fourier_filter() -> None:
+    tensors, _ = golden("radiodiff_blocks")
+    for case in ("fft_square", "fft_wide"):
+        x, weight = (tensors[f"{case}/{name}"].requires_grad_() for name in ("input", "weight"))
+        found = apply_filter(x, weight)
+        assert_golden(found, tensors[f"{case}/output"], name=case)
+        (found * tensors[f"{case}/cotangent"]).sum().backward()
+        assert x.grad is not None
+        assert weight.grad is not None
+        assert_golden(x.grad, tensors[f"{case}/grad_input"], name=case)
+        assert_golden(weight.grad, tensors[f"{case}/grad_weight"], name=case)
+
+
+@pytest.mark.parametrize("size", [(8, 8), (8, 16), (5, 7), (10, 6), (1, 4)])
+def test_the_filter_is_torchs_fft_times_the_weight(size: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    layer = FourierFilter(3, size)
+    assert layer.complex_weight.shape == (3, size[0], size[1] // 2 + 1, 2)
+    x = torch.randn(2, 3, *size)
+    product = torch.fft.rfft2(x, norm="ortho") * torch.view_as_complex(layer.complex_weight)
+    expected = torch.fft.irfft2(product, s=size, norm="ortho")
+    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_filter_computes_in_fp32_under_bf16_autocast() -> None:
+    """The public block stops there: no FFT of bf16."""
+    torch.manual_seed(0)
+    layer, x = FourierFilter(2, (8, 8)), torch.randn(1, 2, 8, 8).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = layer(x)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, layer(x.float()).bfloat16())
+
+
+def test_standardised_weights_and_channel_norm_are_one_function_for_all_types() -> None:
+    """The public ones change their epsilon from 1e-5 to 1e-3 for anything but fp32."""
+    conv, norm = StandardisedConv2d(2, 2, 3, padding=1), ChannelNorm(2)
+    with torch.no_grad():
+        conv.weight.mul_(0.01)  # a variance of 1e-5: the other epsilon would show
+    x = (torch.randn(1, 2, 4, 4) * 0.01).bfloat16().float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        halved = conv(x.bfloat16())
+    torch.testing.assert_close(halved.float(), conv(x), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(norm(x.bfloat16()).float(), norm(x), rtol=0.01, atol=0.01)
+
+
+def test_linear_attention_in_half_precision_keeps_values_that_fp16_cannot_hold() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 32, 4096) for _ in range(3))
+    expected = linear_attention(q, k, v * 1e-3)
+    found = linear_attention(q.half(), k.half(), (v * 1e-3).half())
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=0.01, atol=1e-3 * float(expected.abs().max()))
+
+
+def test_positions_are_sines_of_rows_then_columns() -> None:
+    found = make_sine_positions(2, 3, 8, torch.device("cpu")).view(2, 3, 8)
+    assert float(found[1, 0, 0]) == pytest.approx(float(torch.tensor(2.0).sin()))
+    assert float(found[0, 2, 5]) == pytest.approx(float(torch.tensor(3.0).cos()))
+    assert float(found[0, 2, 6]) == pytest.approx(float(torch.tensor(3.0 / 100).sin()))
+
+
+def test_windows_that_do_not_divide_the_map_are_padded() -> None:
+    layer = WindowMeanAttention(8, ((4, 4), (2, 2)), 0.0)
+    found = layer(torch.randn(1, 8, 7, 5), torch.randn(1, 8, 9, 6))
+    assert found.shape == (1, 8, 9, 6)
+
+
+def test_the_time_embedding_is_fp32_whatever_the_plan() -> None:
+    torch.manual_seed(0)
+    time, embedding = torch.tensor([1e-4, 0.3, 1.0]), TimeEmbedding(16, 16.0)
+    seen: list[Tensor] = []
+    embedding.mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    embedding(time)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        embedding(time)
+    assert torch.equal(seen[0], seen[1])
+
+
+def test_predictions_at_the_ends_of_time_are_finite() -> None:
+    x, h = torch.randn(2, 1, 2, 2), torch.randn(2, 1, 2, 2)
+    drift, noise = mix_outputs(x, torch.tensor([1.0, 1e-4]), h, h)
+    assert torch.equal(noise[0], x[0])
+    torch.testing.assert_close(drift[1], x[1], rtol=1e-2, atol=1e-3)
+
+
+def test_every_parameter_gets_a_gradient() -> None:
+    """The public model holds a convolution that nothing uses, which several processes stumble over."""
+    torch.manual_seed(0)
+    unet = tiny()
+    drift, noise = unet(torch.randn(2, 3, 16, 16), torch.tensor([0.2, 0.9]), torch.randn(2, 3, 64, 64))
+    (drift.square().sum() + noise.square().sum()).backward()
+    assert [name for name, parameter in unet.named_parameters() if parameter.grad is None] == []
+
+
+def test_maps_need_not_be_square() -> None:
+    drift, _ = tiny((8, 16))(torch.randn(1, 3, 8, 16), torch.tensor([0.5]), torch.randn(1, 3, 32, 64))
+    assert drift.shape == (1, 3, 8, 16)
+
+
+def test_the_two_decoders_share_nothing() -> None:
+    unet = tiny()
+    first, second = ({id(p) for p in decoder.parameters()} for decoder in unet.decoders)
+    assert first
+    assert not first & second
+
+
+@pytest.mark.parametrize("how", ["blocks", "pointwise"])
+def test_recomputing_changes_neither_gradients_nor_statistics(how: str) -> None:
+    torch.manual_seed(0)
+    plain = tiny()
+    other = copy.deepcopy(plain)
+    assert set_recompute(other, how)  # type: ignore[arg-type]
+    x, time, image = torch.randn(2, 3, 16, 16), torch.tensor([0.2, 0.9]), torch.randn(2, 3, 64, 64)
+    for unet in (plain, other):
+        drift, noise = unet(x, time, image)
+        (drift.square().sum() + noise.square().sum()).backward()
+    for (name, one), two in zip(plain.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad, rtol=1e-5, atol=1e-5, msg=name)
+    for (name, kept), again in zip(plain.named_buffers(), other.buffers(), strict=True):
+        assert torch.equal(kept, again), name
+
+
+def test_the_whole_network_is_one_graph_for_the_compiler() -> None:
+    swin = SwinPyramid(dim=8, depths=(1,), num_heads=(1,), window=4)
+    unet = RadioUNet(swin, dim=8, multipliers=(1,), latent_size=(4, 4)).eval()
+    x, time, image = torch.randn(1, 3, 4, 4), torch.tensor([0.5]), torch.randn(1, 3, 16, 16)
+    traced = torch.compile(unet, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(traced(x, time, image), unet(x, time, image))

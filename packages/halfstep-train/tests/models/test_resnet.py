@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import ModelError
+from halfstep_train.models.weights import load_weights_, read_weights
+from halfstep_train.workloads.classification.build import load_classifier_
+from halfstep_train.workloads.classification.resnet import RESNETS, BasicBlock, Bottleneck, ResNet, build_resnet
+
+TINY = {"blocks": (1, 1), "width": 4, "num_classes": 3}
+
+
+def parameters_of(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def reference_names(name: str) -> set[str]:
+    """torchvision's state dict, spelled from its published structure, not from our model."""
+    block, blocks = RESNETS[name]
+    convs = 3 if block is Bottleneck else 2
+    norm = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    names = {"conv1.weight", "fc.weight", "fc.bias"} | {f"bn1.{part}" for part in norm}
+    for stage, depth in enumerate(blocks, start=1):
+        for index in range(depth):
+            prefix = f"layer{stage}.{index}"
+            for number in range(1, convs + 1):
+                names |= {f"{prefix}.conv{number}.weight"} | {f"{prefix}.bn{number}.{part}" for part in norm}
+            if index == 0 and (stage > 1 or block is Bottleneck):
+                names |= {f"{prefix}.downsample.0.weight"} | {f"{prefix}.downsample.1.{part}" for part in norm}
+    return names
+
+
+@pytest.mark.parametrize(
+    ("name", "num_classes", "count"),
+    [
+        ("resnet18", 1000, 11_689_512),
+        ("resnet34", 1000, 21_797_672),
+        ("resnet50", 1000, 25_557_032),
+        ("resnet50", 100, 23_712_932),
+        ("resnet101", 1000, 44_549_160),
+        ("resnet152", 1000, 60_192_808),
+    ],
+)
+def test_the_parameter_count_is_the_published_one(name: str, num_classes: int, count: int) -> None:
+    with torch.device("meta"):
+        assert parameters_of(build_resnet(name, num_classes=num_classes)) == count
+
+
+@pytest.mark.parametrize("name", RESNETS)
+def test_layers_carry_torchvisions_names(name: str) -> None:
+    with torch.device("meta"):
+        assert set(build_resnet(name).state_dict()) == reference_names(name)
+
+
+def test_the_stride_stands_on_the_3x3_convolution() -> None:
+    with torch.device("meta"):
+        model = build_resnet("resnet50")
+    block = model.get_submodule("layer2.0")
+    assert isinstance(block, Bottleneck)
+    assert (block.conv1.stride, block.conv2.stride) == ((1, 1), (2, 2))
+    assert block.conv2.weight.shape == (128, 128, 3, 3)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_every_block_begins_as_the_identity_on_its_shortcut(name: str) -> None:
+    torch.manual_seed(0)
+    model = build_resnet(name, **TINY)
+    for block in model.modules():
+        if isinstance(block, (BasicBlock, Bottleneck)):
+            width = block.conv1.weight.shape[1]
+            x = torch.randn(2, width, 4, 4)
+            assert torch.equal(block(x), block.downsample(x).relu())
+
+
+def test_convolutions_start_with_kaimings_fan_out_deviation() -> None:
+    torch.manual_seed(0)
+    weight = build_resnet("resnet18", blocks=(1,), width=64).get_submodule("layer1.0").conv1.weight
+    assert isinstance(weight, Tensor)
+    expected = (2 / (64 * 9)) ** 0.5
+    # The deviation of n normal numbers is itself known to 1/√(2n): 0.4 % at 36,864; five of these.
+    assert abs(weight.std().item() / expected - 1) < 0.02
+
+
+def test_a_block_computes_what_the_paper_writes() -> None:
+    torch.manual_seed(0)
+    block = Bottleneck(8, 4, 2).double().eval()
+    for norm in (block.bn1, block.bn2, block.bn3):
+        norm.weight.data.uniform_()
+        norm.bias.data.normal_()
+        norm.running_mean.normal_()
+        norm.running_var.uniform_(0.5, 1)
+    x = torch.randn(1, 8, 6, 6, dtype=torch.float64)
+
+    def norm_of(n: nn.BatchNorm2d, y: Tensor) -> Tensor:
+        shape = (1, -1, 1, 1)
+        assert n.running_mean is not None
+        assert n.running_var is not None
+        y = (y - n.running_mean.view(shape)) / (n.running_var.view(shape) + 1e-5).sqrt()
+        return y * n.weight.view(shape) + n.bias.view(shape)
+
+    y = norm_of(block.bn1, nn.functional.conv2d(x, block.conv1.weight)).relu()
+    y = norm_of(block.bn2, nn.functional.conv2d(y, block.conv2.weight, stride=2, padding=1)).relu()
+    y = norm_of(block.bn3, nn.functional.conv2d(y, block.conv3.weight))
+    torch.testing.assert_close(block(x), (y + block.downsample(x)).relu())
+
+
+@pytest.mark.parametrize(("stem", "size"), [("imagenet", 8), ("small", 32)])
+def test_the_small_stem_keeps_the_size_of_small_images(stem: str, size: int) -> None:
+    model = build_resnet("resnet18", blocks=(1,), width=2, stem=stem)
+    seen: list[torch.Size] = []
+    model.get_submodule("layer1").register_forward_hook(lambda _m, _x, y: seen.append(y.shape))
+    assert model(torch.randn(1, 3, 32, 32)).shape == (1, 1000)
+    assert seen == [torch.Size([1, 2, size, size])]
+
+
+def test_checkpointing_changes_neither_gradients_nor_batchnorm_statistics() -> None:
+    x = torch.randn(2, 3, 16, 16)
+    found: list[tuple[dict[str, Tensor], list[Tensor | None]]] = []
+    for checkpointing in (False, True):
+        torch.manual_seed(1)
+        model = build_resnet("resnet50", **TINY, checkpointing=checkpointing)
+        model(x).square().mean().backward()
+        found.append((model.state_dict(), [p.grad for p in model.parameters()]))
+    (state, gradients), (other_state, other_gradients) = found
+    assert all(torch.equal(state[name], other_state[name]) for name in state)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, other_gradients, strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_model_compiles_without_graph_breaks_in_channels_last(checkpointing: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 16, 16).to(memory_format=torch.channels_last)
+    model = build_resnet("resnet50", **TINY, checkpointing=checkpointing).to(memory_format=torch.channels_last)
+    eager = build_resnet("resnet50", **TINY)
+    eager.load_state_dict(model.state_dict())
+    torch.compile(model, backend="aot_eager", fullgraph=True)(x).mean().backward()
+    eager(x).mean().backward()
+    for a, b in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    for a, b in zip(model.buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_sizes_below_one_are_named() -> None:
+    with pytest.raises(ModelError, match="width 0"):
+        build_resnet("resnet18", width=0)
+
+
+def test_a_pth_state_dict_loads_exactly(tmp_path: Path) -> None:
+    theirs = build_resnet("resnet50", **TINY)
+    torch.save(theirs.state_dict(), tmp_path / "resnet50-11ad3fa6.pth")
+    ours = build_resnet("resnet50", **TINY)
+    load_weights_(ours, read_weights(tmp_path / "resnet50-11ad3fa6.pth")[0], source="theirs")
+    assert all(torch.equal(value, ours.state_dict()[name]) for name, value in theirs.state_dict().items())
+
+
+def build(num_classes: int) -> ResNet:
+    return build_resnet("resnet18", blocks=(1,), width=2, num_classes=num_classes)
+
+
+def test_another_number_of_classes_is_an_error_that_names_both_and_the_way_out() -> None:
+    with pytest.raises(ModelError) as caught:
+        load_classifier_(build(3), build(10).state_dict(), source="w.pth", replace_head=False)
+    assert "10 classes" in str(caught.value)
+    assert "3" in str(caught.value)
+    assert "model.replace_head=true" in str(caught.value)
+
+
+def test_a_replaced_head_is_new_and_everything_else_is_loaded() -> None:
+    theirs, ours = build(10), build(3)
+    head = ours.fc.weight.clone()
+    load_classifier_(ours, theirs.state_dict(), source="w.pth", replace_head=True)
+    assert torch.equal(ours.conv1.weight, theirs.conv1.weight)
+    assert torch.equal(ours.fc.weight, head)
+
+
+def test_a_head_of_the_same_size_is_replaced_too_when_asked_for() -> None:
+    theirs, ours = build(3), build(3)
+    head = ours.fc.weight.clone()
+    load_classifier_(ours, theirs.state_dict(), source="w.pth", replace_head=True)
+    assert torch.equal(ours.fc.weight, head)

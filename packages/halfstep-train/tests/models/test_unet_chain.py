@@ -1,0 +1,286 @@
+"""A whole U-Net as a chain of our own kernels against its layers: logits, gradients and running statistics."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from halfstep.hardware.memory import LiveBytes
+from halfstep.recompute import Recompute, set_recompute
+from halfstep_train.kernels import chain
+from halfstep_train.kernels.fast_forms import force
+from halfstep_train.kernels.normalise import normalise
+from halfstep_train.models.layers import CentredConv2d, DoublingConvTranspose2d
+from halfstep_train.workloads.segmentation import unet as unet_chain
+from halfstep_train.workloads.segmentation import unet as unet_module
+from halfstep_train.workloads.segmentation.unet import DoubleConv, UNet
+
+pytest.importorskip("triton")
+
+Outcome = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
+
+
+@pytest.fixture
+def chained(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The images that went through the chain."""
+    images: list[Tensor] = []
+    original = unet_module.compute_chained_logits
+
+    def note(image: Tensor, *args: object, **options: object) -> Tensor:
+        images.append(image)
+        return original(image, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(unet_module, "compute_chained_logits", note)
+    return images
+
+
+def unet(**options: int) -> UNet:
+    torch.manual_seed(0)
+    model = UNet(**{"base_channels": 4, "depth": 2, "num_classes": 2} | options)
+    for norm in (part for part in model.modules() if isinstance(part, nn.BatchNorm2d)):
+        nn.init.normal_(norm.weight)  # some below zero: a maximum is one of the normalised values
+        nn.init.normal_(norm.bias, std=0.3)
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+
+def image(*size: int) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(2, 3, *size).to(memory_format=torch.channels_last)
+
+
+def outcome(
+    model: nn.Module, x: Tensor, *, chain: bool, how: Recompute = "none", half: torch.dtype | None = None
+) -> Outcome:
+    """Logits, gradients of all parameters, and buffers after a step."""
+    model = copy.deepcopy(model)
+    set_recompute(model, how)
+    autocast = torch.autocast("cpu", half or torch.bfloat16, enabled=half is not None)
+    with force(False), force(chain, "chain"), autocast:
+        logits = model(x)
+    torch.manual_seed(2)
+    (logits.float() * torch.randn(logits.shape)).sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert len(gradients) == len(list(model.parameters()))
+    return logits.detach(), gradients, dict(model.named_buffers())
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [((8, 12), {}), ((11, 9), {"num_classes": 5}), ((8, 9), {"base_channels": 16, "depth": 1})],
+)
+def test_the_chain_is_the_layers_in_fp32(size: tuple[int, int], options: dict[str, int], chained: list[Tensor]) -> None:
+    model, x = unet(**options), image(*size)
+    logits, gradients, buffers = outcome(model, x, chain=True)
+    assert len(chained) == 1
+    plain_logits, plain_gradients, plain_buffers = outcome(model, x, chain=False)
+    torch.testing.assert_close(logits, plain_logits, rtol=1e-4, atol=1e-4)
+    for name, theirs in plain_gradients.items():
+        # Both sum a few thousand fp32 terms in orders of their own.
+        torch.testing.assert_close(gradients[name], theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()) + 1e-5)
+    torch.testing.assert_close(buffers, plain_buffers, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_not_kept_is_computed_again_to_the_bit() -> None:
+    model, x = unet(base_channels=16, depth=1), image(9, 8)
+    kept, again = outcome(model, x, chain=True), outcome(model, x, chain=True, how="pointwise")
+    assert torch.equal(kept[0], again[0])
+    for one, other in zip(kept[1:], again[1:], strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def relative_error(ours: Outcome, exact: Outcome) -> float:
+    """Of all gradients together."""
+    difference, size = (
+        torch.cat([f(ours[1][name].double(), exact[1][name].double()).flatten() for name in exact[1]]).norm().item()
+        for f in (torch.sub, lambda _, theirs: theirs)
+    )
+    return difference / size
+
+
+def test_in_a_half_format_the_chain_is_as_near_to_fp32_as_the_layers_are() -> None:
+    # fp16, since Triton's interpreter multiplies bf16 matrices as if they were whole numbers.
+    model, x = unet(base_channels=16, depth=1), image(10, 9)
+    exact = outcome(model, x, chain=False)
+    layers, chain = (outcome(model, x, chain=on, half=torch.float16) for on in (False, True))
+    assert chain[0].dtype == layers[0].dtype == torch.float16
+    # Every map on the way is rounded to 2⁻¹¹ of its size.
+    torch.testing.assert_close(chain[0].float(), exact[0], rtol=0, atol=10 * 2**-11 * float(exact[0].abs().max()))
+    # Gradients jump where a rounding turns a ReLU or a maximum over, in both alike: 0.03 to 0.12 was seen of each.
+    assert max(relative_error(chain, exact), relative_error(layers, exact)) < 0.2
+
+
+# torch's compiler looks at the gradient of what a graph break hands on, and hides the warning, but not from "error".
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_compiled_model_runs_the_chain_until_a_layer_is_frozen_or_watched(chained: list[Tensor]) -> None:
+    torch.compiler.reset()
+    model, x, seen = unet(base_channels=2, depth=1), image(4, 4), []
+    plain = copy.deepcopy(model)
+    compiled = torch.compile(lambda x: model(x).square().mean(), backend="aot_eager")
+    with force(False), force(True, "chain"):
+        compiled(x).backward()
+        assert len(chained) == 1
+        plain(x.clone().requires_grad_()).square().mean().backward()
+        assert len(chained) == 1
+        model.inc.double_conv[1].eval()
+        compiled(x)
+        model.train()
+        model.outc.register_forward_hook(lambda *_: seen.append(True))
+        compiled(x)
+    assert len(chained) == 1
+    assert seen == [True]
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("frozen", ["inc.", "down1. up1.up", "outc. up1.conv", "inc. down1."])
+def test_frozen_parameters_get_no_gradient_and_change_no_other(frozen: str, chained: list[Tensor]) -> None:
+    model, x = unet(base_channels=2, depth=1), image(4, 4)
+    whole = outcome(model, x, chain=True)[1]
+    with force(False), force(True, "chain"):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(tuple(frozen.split())))
+        logits = model(x)
+    torch.manual_seed(2)
+    (logits * torch.randn(logits.shape)).sum().backward()
+    assert len(chained) == 2
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) is parameter.requires_grad
+        assert parameter.grad is None or torch.equal(parameter.grad, whole[name])
+
+
+def with_bias(model: UNet) -> None:
+    model.inc.double_conv[3] = nn.Conv2d(2, 2, 3, padding=1)
+
+
+def reflecting(model: UNet) -> None:
+    convolution = model.inc.double_conv[3]
+    assert isinstance(convolution, nn.Conv2d)
+    convolution.padding_mode = "reflect"
+
+
+def dilated(model: UNet) -> None:
+    convolution = model.inc.double_conv[3]
+    assert isinstance(convolution, nn.Conv2d)
+    convolution.dilation, convolution.padding = (2, 2), (2, 2)
+
+
+def with_another_forward(model: UNet) -> None:
+    relu = model.inc.double_conv[2]
+    relu.forward = torch.tanh  # type: ignore[method-assign, assignment]
+
+
+def swapped(model: UNet) -> None:
+    model.inc.double_conv[1].__class__ = nn.BatchNorm2d
+
+
+def in_a_class_of_its_own(container: nn.Module) -> None:
+    """As a part that is to compute in another format has one."""
+    container.__class__ = type("Other", (type(container),), {})
+
+
+def with_unequal_halves(model: UNet) -> None:
+    """5 channels are concatenated, 2 of the skip connection and 3 from below."""
+    model.up1.up, model.up1.conv = DoublingConvTranspose2d(4, 3), DoubleConv(5, 2)
+
+
+class Wrapped(nn.Module):
+    """As an adapter or a profiler wraps a part of a model."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y
+
+
+UNSUITED: dict[str, tuple[dict[str, object], Callable[[UNet], object]]] = {
+    "bilinear": ({"bilinear": True}, lambda model: None),
+    "recomputed blocks": ({"checkpointing": True}, lambda model: None),
+    "many classes": ({"num_classes": 9}, lambda model: None),
+    "a part of another class": ({}, swapped),
+    "a container of another class": ({}, lambda model: in_a_class_of_its_own(model.inc)),
+    "a convolution with bias": ({}, with_bias),
+    "a bias given later": ({}, lambda model: setattr(model.inc.double_conv[3], "bias", nn.Parameter(torch.ones(2)))),
+    "reflecting": ({}, reflecting),
+    "dilated": ({}, dilated),
+    "a larger kernel": ({}, lambda model: model.inc.double_conv.__setitem__(3, CentredConv2d(2, 2, 5))),
+    "no activation": ({}, lambda model: model.inc.double_conv.pop(5)),
+    "a head without bias": ({}, lambda model: setattr(model.outc, "conv", nn.Conv2d(2, 2, 1, bias=False))),
+    "a head of 3×3": ({}, lambda model: setattr(model.outc, "conv", nn.Conv2d(2, 2, 3, padding=1))),
+    "another forward": ({}, with_another_forward),
+    "a container wrapped": ({}, lambda model: setattr(model.inc, "double_conv", Wrapped(model.inc.double_conv))),
+    "a level's container wrapped": (
+        {},
+        lambda model: setattr(model.down1, "maxpool_conv", Wrapped(model.down1.maxpool_conv)),
+    ),
+    "pooling rounds up": ({}, lambda model: setattr(model.down1.maxpool_conv[0], "ceil_mode", True)),
+    "a level of another kind": ({}, lambda model: setattr(model, "down1", DoubleConv(2, 4))),
+    "unequal halves": ({}, with_unequal_halves),
+    "half parameters": ({}, lambda model: model.bfloat16()),
+    "evaluation": ({}, lambda model: model.eval()),
+}
+
+
+@pytest.mark.parametrize("name", UNSUITED)
+def test_what_the_chain_has_no_kernels_for_runs_layer_by_layer(name: str, chained: list[Tensor]) -> None:
+    options, change = UNSUITED[name]
+    model = UNet(**{"base_channels": 2, "depth": 1} | options)  # type: ignore[arg-type]
+    change(model)
+    with force(True, "chain"):
+        model(image(4, 4).to(next(model.parameters()).dtype))
+    assert not chained
+
+
+def test_a_hook_on_all_modules_is_a_hook(chained: list[Tensor]) -> None:
+    seen: list[nn.Module] = []
+    handle = register_module_forward_hook(lambda module, *_: seen.append(module))
+    with handle, force(True, "chain"):
+        model = unet(base_channels=2, depth=1)
+        model(image(4, 4))
+    assert not chained
+    assert model.inc in seen
+
+
+def test_a_gpu_with_little_shared_memory_runs_layer_by_layer(
+    chained: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unet_module, "has_room_for_tiles", lambda device: False)
+    with force(True, "chain"):
+        unet(base_channels=2, depth=1)(image(4, 4))
+    assert not chained
+
+
+def peak_bytes(*, forgets_last: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Of a step that recomputes, and how many maps it normalised."""
+    original, model, counted = unet_chain.compute_second_raw_map, unet(depth=1), 0
+    set_recompute(model, "pointwise")
+
+    def forgetting(u: Tensor, level: unet_chain.Level, weights: unet_chain.Weights, *, keep: bool) -> object:
+        return original(u, level, weights, keep=keep and not forgets_last)
+
+    def counting(*args: object, **options: object) -> Tensor:
+        nonlocal counted
+        counted += 1
+        return normalise(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(unet_chain, "compute_second_raw_map", forgetting)
+    monkeypatch.setattr(chain, "normalise", counting)
+    image = torch.randn(1, 3, 16, 16).contiguous(memory_format=torch.channels_last)
+    with LiveBytes() as live, force(True, "chain"):
+        model(image).square().mean().backward()
+    monkeypatch.undo()
+    return live.peak, counted
+
+
+def test_what_is_let_go_of_before_the_peak_is_kept_and_costs_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, num_kept = peak_bytes(forgets_last=False, monkeypatch=monkeypatch)
+    forgotten, num_forgotten = peak_bytes(forgets_last=True, monkeypatch=monkeypatch)
+    assert num_kept == num_forgotten - 1
+    assert kept < 1.01 * forgotten  # the map alone is a tenth of it

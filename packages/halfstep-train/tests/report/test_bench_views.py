@@ -1,0 +1,177 @@
+"""The bench's table and picture."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from halfstep_train.report.bench_view import draw_bench, format_digits, format_start, show_bench
+
+NOTHING: dict[str, Any] = {
+    "reason": "",
+    "simulated": False,
+    "remarks": [],
+    "window_ms": [],
+    "joules_per_sample": None,
+    "cache": "",
+}
+
+
+def measured(variant: str, precision: str, ms: float, name: str = "halfstep", **others: Any) -> dict[str, Any]:
+    return {
+        **NOTHING,
+        "name": name,
+        "variant": variant,
+        "precision": precision,
+        "window_ms": [ms] * 5,
+        "ms": ms,
+        "ms_min": 0.99 * ms,
+        "ms_max": 1.03 * ms,
+        "samples_per_s": 8e3 / ms,
+        "peak_bytes": 6_290_000_000,
+        "reserved_bytes": 7_000_000_000,
+        "floor_share": 11.7 / ms,
+        "loss": 1.234567,
+        "start_s": 12.34,
+        "speedup_fp32": 246.6 / ms,
+        "speedup_tf32": 91.0 / ms,
+        **others,
+    }
+
+
+RECORD: dict[str, Any] = {
+    "device": "NVIDIA H200",
+    "versions": {"torch": "2.11.0"},
+    "problem": {
+        "workload": "unet",
+        "parameters": 31_037_698,
+        "batch_size": 8,
+        "image_size": 512,
+        "optimizer": "adamw",
+        "clip_norm": 1.0,
+    },
+    "window_steps": 20,
+    "steps": 112,
+    "memory": "peak of torch's tensors",
+    "loss_reference": "halfstep eager fp32",
+    "loss_bound": 0.1,
+    "speedup_bases": {"fp32": "halfstep eager fp32", "tf32": "plain tuned tf32"},
+    "warnings": ["the GPU is in use by others"],
+    "rows": [
+        measured("eager", "fp32", 246.6),
+        measured("graph", "bf16", 25.1, cache="warm", remarks=["start-up takes 9.1 GB"]),
+        measured("tuned", "bf16", 26.0, name="lightning", cache="cold"),
+        measured("eager", "fp8", 900.0, simulated=True, remarks=["simulated: no speed"], speedup_fp32=None),
+        {**NOTHING, "name": "halfstep", "variant": "graph", "precision": "fp8", "reason": "out of memory: no"},
+    ],
+}
+
+
+def shown(record: dict[str, Any], width: int = 200) -> str:
+    out = io.StringIO()
+    show_bench(record, Console(file=out, width=width))
+    return out.getvalue()
+
+
+def test_the_table_has_every_number_of_a_row() -> None:
+    line = next(line for line in shown(RECORD).splitlines() if line.startswith("halfstep   graph") and "25.1" in line)
+    words = ["25.10", "24.85–25.85", "318.7", "9.82", "3.63", "6.29", "7.00", "47%", "1.235", "12.3 warm"]
+    assert all(word in line for word in words), line
+
+
+def test_a_narrow_terminal_gets_more_tables_and_loses_nothing() -> None:
+    wide, narrow = shown(RECORD), shown(RECORD, width=70)
+    assert "…" not in narrow
+    words = [{word for word in said.split() if not word.startswith("─")} for said in (narrow, wide)]
+    assert words[0] == words[1]
+    assert narrow.count("lightning") == 3
+
+
+def test_title_reasons_remarks_and_warnings_stand_around_the_table() -> None:
+    said = shown(RECORD)
+    assert said.startswith("unet, 31.0M parameters, batch 8, 512 pixels, adamw, clip 1: NVIDIA H200, torch 2.11.0")
+    assert "not measured: halfstep graph fp8: out of memory: no" in said
+    assert "halfstep graph bf16: start-up takes 9.1 GB" in said
+    assert "halfstep eager fp8: simulated: no speed" in said
+    assert "warning: the GPU is in use by others" in said
+    assert "compared with halfstep eager fp32 within 10%" in said
+
+
+def test_a_reduced_network_is_not_shown_under_the_bare_name() -> None:
+    problem = {**RECORD["problem"], "parameters": 438_456, "reduced": {"model.width": 16, "model.blocks": [1, 1]}}
+    said = shown({**RECORD, "problem": problem})
+    assert said.startswith("unet reduced to 438,456 parameters, batch 8")
+    assert "reduced: this is the demo's small network (model.width=16, model.blocks=[1, 1])" in said
+    assert "reduced" not in shown(RECORD)
+
+
+def test_the_rows_that_speedups_refer_to_are_named_below_the_table() -> None:
+    said = shown(RECORD)
+    assert "x fp32: times as fast as halfstep eager fp32\n" in said
+    assert "x tf32: times as fast as plain tuned tf32\n" in said
+    assert "times as fast as" not in shown({**RECORD, "speedup_bases": {}})
+
+
+def test_only_columns_that_are_shown_are_explained() -> None:
+    assert "of floor: time of the counted arithmetic" in shown(RECORD)
+    without = measured("eager", "fp32", 246.6, floor_share=None, loss=None, speedup_tf32=None)
+    said = shown({**RECORD, "rows": [without]})
+    assert "ms/step: median" in said
+    assert not any(word in said for word in ("of floor", "loss", "tf32"))
+
+
+def test_a_column_that_nobody_fills_is_left_out() -> None:
+    assert "J/sample" not in shown(RECORD)
+    with_energy = {**RECORD, "rows": [measured("eager", "fp32", 246.6, joules_per_sample=2.333)]}
+    assert "J/sample" in shown(with_energy)
+    assert "2.33" in shown(with_energy)
+
+
+def test_a_bench_without_a_measured_row_still_says_why() -> None:
+    said = shown({**RECORD, "rows": RECORD["rows"][-1:]})
+    assert "out of memory" in said
+    assert "ms/step" not in said
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(246.63, "247"), (25.1, "25.1"), (1.0, "1.00"), (0.09934, "0.0993"), (5526.4, "5526"), (0, "0"), (None, "-")],
+)
+def test_numbers_have_three_digits_and_no_exponent(value: float | None, text: str) -> None:
+    assert format_digits(value) == text
+
+
+def test_a_start_says_how_it_found_the_compilers_cache() -> None:
+    assert format_start(measured("eager", "fp32", 1.0)) == "12.3"
+    assert format_start(measured("compile", "fp32", 1.0, cache="warm")) == "12.3 warm"
+
+
+def test_the_picture_is_drawn_with_a_bar_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "bench.png"
+    sizes = []
+    for rows in (RECORD["rows"], RECORD["rows"] * 4):
+        draw_bench({**RECORD, "rows": rows}, path)
+        with Image.open(path) as picture:
+            sizes.append(picture.size)
+    assert sizes[0][0] > 1200
+    assert sizes[1][1] > 1.5 * sizes[0][1]
+
+
+def test_memory_has_a_panel_only_where_it_was_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr("halfstep_train.report.bench_view.save_figure", lambda figure, path: figures.append(figure))
+    uncounted = [measured("eager", "fp32", 246.6, peak_bytes=None)]
+    for rows in (RECORD["rows"][:1], uncounted):
+        draw_bench({**RECORD, "memory": "not counted on a CPU", "rows": rows}, tmp_path / "bench.png")
+    assert [len(figure.axes) for figure in figures] == [2, 1]
+    assert figures[1].get_supxlabel() == "memory: not counted on a CPU"
+
+
+def test_a_picture_without_rows_is_no_crash(tmp_path: Path) -> None:
+    draw_bench({**RECORD, "rows": []}, tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").exists()

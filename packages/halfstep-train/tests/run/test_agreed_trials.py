@@ -1,0 +1,164 @@
+"""Trials and fallbacks of two processes of which one cannot do what the other can: both do the same afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+
+import tiny_workload
+from halfstep.distributed.world import World
+from halfstep.errors import ConfigError
+from halfstep.hardware.probe import probe
+from halfstep.precision.plan import Plan
+from halfstep_train.config.schema import RunConfig
+from halfstep_train.run.assemble import assemble, build_workload, decide_plan
+from halfstep_train.run.engine import Engine, make_engine, rehearse_run
+from halfstep_train.run.launch import Launch, join_world
+from halfstep_train.run.multi_rank import describe_rank_effects, refuse_differences
+from halfstep_train.run.run_rank import AgreedTrials
+from halfstep_train.tune.memory_low import CannotRun
+from halfstep_train.tune.mode_search import ModeSearch
+from halfstep_train.tune.trials import Rehearse, TrialTime, load_first_batch, measure_cost
+from halfstep_train.workloads import load
+from ranks_together import together
+from whole_runs import TINY
+
+pytestmark = pytest.mark.ranks
+
+MOST_S = 20.0
+
+
+def config_with(**more: Any) -> RunConfig:
+    words = {**TINY, "train.batch_size": 4, "train.rank_timeout_s": 60, **more}
+    return load("rank_workload:build", overrides=[f"{key}={json.dumps(value)}" for key, value in words.items()]).config
+
+
+def searched(world: World) -> Plan:
+    """What a search for the fastest mode comes to, where the second process cannot compile."""
+    config = config_with(**{"train.batch_size": 2})
+    workload = build_workload(config)
+    plan = decide_plan(config, workload, probe("cpu"))
+
+    def make(rehearse: Rehearse) -> Plan:
+        time = TrialTime(1e6, most_s=MOST_S)
+        return dataclasses.replace(plan, **ModeSearch(config, workload, plan, time, rehearse).search().fields)
+
+    return AgreedTrials(world, config, workload, "cpu", rehearse_run).plan(make)
+
+
+def tried(world: World) -> str:
+    """Why a step does not run that is too large for the second process."""
+    config = config_with(**{"train.batch_size": 2, "model.options": {"fits": [1, 1]}})
+    workload = build_workload(config)
+    plan = decide_plan(config, workload, probe("cpu"))
+
+    def make(rehearse: Rehearse) -> Plan:
+        try:
+            measure_cost("eager", config, workload, plan, rehearse)
+        except CannotRun as error:
+            return dataclasses.replace(plan, mode_reason=f"{type(error).__name__} {error}")
+        return plan
+
+    return AgreedTrials(world, config, workload, "cpu", rehearse_run).plan(make).mode_reason
+
+
+def uncaptured(world: World) -> list[str]:
+    """The modes of steps, where a capture fails in the second process at the third."""
+    config = config_with()
+    workload = build_workload(config)
+    parts = assemble(config, workload, decide_plan(config, workload, probe("cpu")), world)
+    engine = make_engine(parts, "graph", lambda text, level: None)
+    assert isinstance(engine, Engine)
+    parts.guard.observers.append(lambda facts, reading: engine.follow(reading))
+    batch = load_first_batch(
+        config.model_copy(update={"train": config.train.model_copy(update={"batch_size": 2})}), workload
+    )
+    modes = []
+    for number in range(7):
+        if number == 2 and world.rank == 1:
+            engine._stay_uncaptured("no memory for it")
+        parts.guard.watch(engine([batch], [4]))
+        modes.append(engine.mode)
+    return modes
+
+
+def notes(world: World) -> list[str]:
+    """On a model with BatchNorm."""
+    config = config_with()
+    workload = tiny_workload.build(config)
+    plan = decide_plan(config, workload, probe("cpu"))
+    return describe_rank_effects(config, workload, workload.model, world, plan)
+
+
+def find_differences(world: World, *, resumes: bool) -> str:
+    """With weights that differ between the ranks, as memory does that a resumed run has not loaded into yet."""
+    config = config_with()
+    workload = tiny_workload.build(config)
+    with torch.no_grad():
+        for parameter in workload.model.parameters():
+            parameter.fill_(world.rank)
+    try:
+        refuse_differences(config, workload, world, resumes=resumes)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def no_kernels(*_: Any) -> Any:
+    raise RuntimeError("no kernel for this here")
+
+
+def scenario(rank: int, size: int, port: int) -> dict[str, Any]:
+    compile_by = torch.compile
+    backends: list[Any] = ["aot_eager", no_kernels]
+    torch.compile = lambda region, dynamic, options: compile_by(region, dynamic=dynamic, backend=backends[rank])
+    launch = Launch(rank=rank, size=size, local_rank=rank, address="127.0.0.1", port=port, by_torchrun=False)
+    with join_world(config_with(), launch) as world:
+        assert world is not None
+        found: dict[str, Any] = {"searched": searched(world), "tried": tried(world)}
+        backends[1] = "aot_eager"
+        found |= {"uncaptured": uncaptured(world), "notes": notes(world)}
+        return found | {key: find_differences(world, resumes=key == "resumed") for key in ("started", "resumed")}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return together(2, scenario, tmp_path_factory.mktemp("trials"))
+
+
+def test_a_small_batch_for_batch_norm_is_named_with_what_helps(found: list[dict[str, Any]]) -> None:
+    (note,) = found[0]["notes"]
+    assert "BatchNorm computes its statistics over the 2 samples of one rank" in note
+    assert "train.sync_batch_norm=true" in note
+
+
+def test_a_mode_that_one_process_lacks_is_nobodys(found: list[dict[str, Any]]) -> None:
+    first, second = (own["searched"] for own in found)
+    assert first == second
+    assert first.mode == "eager"
+    assert "rank 1: " in first.mode_reason
+    assert "no kernel for this here" in first.mode_reason
+    assert first.channels_last is not None
+
+
+def test_a_step_that_does_not_fit_one_process_fits_nobody(found: list[dict[str, Any]]) -> None:
+    assert [own["tried"] for own in found] == ["DoesNotFit rank 1: out of memory"] * 2
+
+
+def test_a_capture_that_fails_in_one_process_makes_all_run_compiled_from_the_same_step_on(
+    found: list[dict[str, Any]],
+) -> None:
+    first, second = (own["uncaptured"] for own in found)
+    assert second == ["graph"] * 2 + ["compile"] * 5
+    assert first == ["graph"] * 4 + ["compile"] * 3  # the guard looks two steps later
+
+
+def test_weights_are_compared_at_a_start_and_not_before_a_resumed_run_has_loaded_them(
+    found: list[dict[str, Any]],
+) -> None:
+    assert all("differ in the first weights" in own["started"] for own in found)
+    assert [own["resumed"] for own in found] == ["", ""]

@@ -1,0 +1,239 @@
+"""Signals: heard at once, saved by the first one, obeyed at once by a second Ctrl-C."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import tiny_workload
+from halfstep.errors import Interrupted
+from halfstep_train.cli.main import main
+from halfstep_train.run import train as training
+from halfstep_train.run.checkpoint import Checkpoints
+from halfstep_train.run.interrupts import FINISHING_STEP, catch_interrupts
+from halfstep_train.workloads import load
+from warm_processes import at_terminal, process
+from whole_runs import TINY, resume, run
+
+
+def sleep() -> None:
+    time.sleep(60)
+
+
+def one_long_call() -> None:
+    """Minutes in which the interpreter runs no handler, as in a kernel."""
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000_000)
+
+
+def endless(out: str, slow_from: int, pause: Callable[[], None]) -> None:
+    """From this epoch on a sample takes a minute, as for a user who waits for the step to finish."""
+    fetch = tiny_workload.Samples.sample
+
+    def slow(self: Any, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
+        if key[1] >= slow_from:
+            print(SLOW, flush=True)
+            pause()
+        return fetch(self, index, key=key)
+
+    tiny_workload.Samples.sample = slow  # type: ignore[method-assign]
+    settings = [f"{key}={json.dumps(value)}" for key, value in {**TINY, "train.epochs": 100_000}.items()]
+    main(["train", "tiny_workload:build", *settings, "--out", out])
+
+
+SLOW = "a slow sample\n"
+
+
+def stopped_twice(out: Path, *, slow_from: int, pause: Callable[[], None]) -> tuple[int | None, str, float]:
+    """Exit code, what was said, and the seconds from the second Ctrl-C to the end."""
+    said = out.with_name("said")
+    with process(endless, str(out), slow_from, pause, output=said) as stopped:
+        assert stopped.pid is not None
+        for words in (SLOW, FINISHING_STEP):
+            until = time.monotonic() + 60
+            while words not in (said.read_text() if said.exists() else ""):
+                assert stopped.is_alive(), said.read_text()
+                assert time.monotonic() < until, said.read_text()
+                time.sleep(0.01)
+            sent = time.monotonic()
+            os.kill(stopped.pid, signal.SIGINT)
+        stopped.join(timeout=30)
+        return stopped.exitcode, said.read_text().replace(SLOW, "").strip("\n"), time.monotonic() - sent
+
+
+@pytest.mark.parametrize("pause", [sleep, one_long_call])
+def test_a_second_ctrl_c_ends_at_once_and_names_the_checkpoint_that_is_left(
+    tmp_path: Path, pause: Callable[[], None]
+) -> None:
+    code, said, took_s = stopped_twice(tmp_path / "run", slow_from=2, pause=pause)
+    assert code == 130
+    assert took_s < 20
+    assert said.startswith(FINISHING_STEP + "\n")
+    assert "Traceback" not in said
+    left = Checkpoints(tmp_path / "run" / "checkpoints").list_all()[-1]
+    assert left.name == "step-00000012"
+    assert f"the newest checkpoint is {left}" in said
+    assert f"halfstep train --resume {tmp_path / 'run'}" in said
+    Checkpoints(tmp_path / "run" / "checkpoints").load_newest(on_damaged=pytest.fail)
+
+
+@pytest.mark.parametrize("pause", [sleep, one_long_call])
+def test_a_second_ctrl_c_before_the_first_checkpoint_leaves_no_folder_that_cannot_be_resumed(
+    tmp_path: Path, pause: Callable[[], None]
+) -> None:
+    code, said, _ = stopped_twice(tmp_path / "run", slow_from=0, pause=pause)
+    assert code == 130
+    assert "no checkpoint yet" in said
+    assert "--resume" not in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_ctrl_c_is_answered_at_once_on_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with catch_interrupts() as asked:
+        signal.raise_signal(signal.SIGINT)
+        said, deadline = "", time.monotonic() + 20
+        while not said and time.monotonic() < deadline:
+            said = capfd.readouterr().err
+        assert said == FINISHING_STEP + "\n"
+        assert asked.exit_code == 130
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_in_one_long_call_is_answered_within_a_second_and_ends_after_it(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The main thread is in a call that runs no handler; the answer comes in the middle of it."""
+    answered: list[float] = []
+
+    def press_and_watch() -> None:
+        sent = time.monotonic()
+        os.kill(os.getpid(), signal.SIGINT)
+        while FINISHING_STEP not in capfd.readouterr().err and time.monotonic() < sent + 5:
+            time.sleep(0.01)
+        answered.append(time.monotonic() - sent)
+
+    with catch_interrupts() as asked:
+        thread = threading.Thread(target=press_and_watch)
+        thread.start()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000)
+        was_answered_in_the_call = bool(answered)
+        assert asked.received is signal.SIGINT
+        thread.join()
+    assert was_answered_in_the_call
+    assert answered[0] < 1.0
+
+
+def test_a_forked_childs_ctrl_c_does_not_count_as_the_runs_second() -> None:
+    with catch_interrupts() as asked:
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert not asked
+        time.sleep(0.1)
+
+
+def test_a_child_that_lives_on_does_not_keep_the_run_listening() -> None:
+    with catch_interrupts():
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+            os._exit(0)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def test_listening_ends_with_its_block() -> None:
+    before, number = signal.set_wakeup_fd(-1), threading.active_count()
+    signal.set_wakeup_fd(before)
+    with catch_interrupts():
+        pass
+    after = signal.set_wakeup_fd(before)
+    assert (after, threading.active_count()) == (before, number)
+
+
+def test_a_terminal_that_is_closed_ends_the_run_saved(tmp_path: Path) -> None:
+    """It takes standard output and error away as well: nothing can be printed any more."""
+    with at_terminal(endless, str(tmp_path / "run"), 10**9, sleep) as (left, terminal):
+        deadline = time.monotonic() + 60
+        while not Checkpoints(tmp_path / "run" / "checkpoints").list_all() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.close(terminal)
+        left.join(timeout=60)
+        assert left.exitcode == 129
+    Checkpoints(tmp_path / "run" / "checkpoints").load_newest(on_damaged=pytest.fail)
+
+
+def test_a_closed_terminal_is_handled_as_a_scheduler_that_ends_the_job() -> None:
+    with catch_interrupts() as asked:
+        signal.raise_signal(signal.SIGHUP)
+        assert asked.received is signal.SIGHUP
+        assert asked.exit_code == 129
+
+
+def test_nohup_keeps_its_word() -> None:
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with catch_interrupts() as asked:
+            signal.raise_signal(signal.SIGHUP)
+            assert not asked
+    finally:
+        signal.signal(signal.SIGHUP, former)
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Interrupted), (signal.SIGHUP, Interrupted)],
+)
+@pytest.mark.parametrize("during", ["tune_plan", "record_data"])
+def test_a_signal_before_training_begins_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, error: type[BaseException], during: str
+) -> None:
+    before = signal.getsignal(number)
+    monkeypatch.setattr(training, during, lambda *arguments, **more: signal.raise_signal(number))
+    with pytest.raises(error) as ended:
+        run(tmp_path / "run", {})
+    assert getattr(ended.value, "exit_code", 130) == 128 + number
+    assert signal.getsignal(number) is before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_scheduler_that_ends_a_run_before_it_goes_on_finds_it_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be in the middle of a file that was gone, such as latents."""
+    run(tmp_path / "run", {"train.max_steps": 1})
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    former = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("nobody listened"))
+    monkeypatch.setattr(training, "build_workload", lambda *_: signal.raise_signal(signal.SIGTERM))
+    try:
+        with pytest.raises(Interrupted, match="SIGTERM before training began"):
+            resume(tmp_path / "run", "train.max_steps=2")
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_scheduler_that_ends_the_trials_of_a_demo_gets_its_folder_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measuring(*arguments: object, **more: object) -> None:
+        assert any((tmp_path / "demo" / "data").rglob("*.png"))
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(training, "tune_plan", measuring)
+    with pytest.raises(Interrupted, match="SIGTERM before training began"):
+        training.train(load("unet", flags={"device": "cpu", "quiet": True}), out=tmp_path / "demo")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,164 @@
+"""How fast a run goes and what it waits for: data, the slowest process; the share of the peak that it uses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny_workload
+from data.picture_folders import write_split
+from halfstep.hardware.gpus import look_up_gpu
+from halfstep.precision.decide import decide
+from halfstep_train.config.schema import WITHOUT_END
+from halfstep_train.config.section import count_cores
+from halfstep_train.data.image_folder import FolderLayout, find_images
+from halfstep_train.data.image_samples import TrainingFiles
+from halfstep_train.run.journal import Lagging, Waiting, compute_utilisation, find_peak_flops, suggest_faster_data
+from halfstep_train.run.train import train
+from halfstep_train.workloads import KINDS, from_dict, load
+
+
+@pytest.mark.parametrize(("waits_s", "said"), [((9.0, 0.0, 8.0), "rank 1, others wait"), ((0.0, 0.0), ""), ((), "")])
+def test_the_slowest_waits_least(waits_s: tuple[float, ...], said: str) -> None:
+    lagging = Lagging()
+    lagging.add(waits_s)
+    assert lagging.describe().startswith(said) if said else not lagging.describe()
+
+
+def test_readings_of_a_run_that_had_other_processes_are_left_out() -> None:
+    lagging = Lagging()
+    for waits_s in ((9.0, 0.0, 9.0), (0.0, 9.0)):
+        lagging.add(waits_s)
+    assert lagging.describe().startswith("rank 0, ")
+
+
+def test_gpt2_124m_at_half_a_million_tokens_a_second_takes_43_percent_of_an_h200() -> None:
+    """857 million operations a token, as others count them, of 989 TFLOP/s."""
+    config = load("gpt2", overrides=["data.dir=anywhere"]).config
+    unit = KINDS["gpt2"].make_unit(config, {"vocab": 50257})
+    assert unit.per_sample == 1024
+    assert unit.flops_per_sample / 1024 == pytest.approx(857e6, rel=0.01)
+    plan = dataclasses.replace(decide("bf16", look_up_gpu("H200")), device="cuda:0")
+    peak = find_peak_flops(plan)
+    assert peak == pytest.approx(989e12, rel=0.01)
+    assert compute_utilisation(unit, 500_000 / 1024, peak) == pytest.approx(0.433, abs=0.01)
+
+
+def test_nothing_is_said_of_a_cpu_or_of_a_model_whose_operations_are_not_counted() -> None:
+    plan = dataclasses.replace(decide("fp32", look_up_gpu("H200")), device="cpu")
+    assert find_peak_flops(plan) is None
+    assert compute_utilisation(KINDS["unet"].make_unit(load("unet").config, {}), 10.0, 1e12) is None
+
+
+TINY = {"log.verbose": True,
+        "data.dir": "anywhere", "data.num_workers": 0, "device": "cpu", "train.batch_size": 4, "train.max_steps": 4,
+        "train.report_every": 1, "precision": "fp32", "log.curves": False}  # fmt: skip
+
+
+def slowed(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, seconds: float) -> None:
+    quick = getattr(owner, name)
+
+    def slow(*arguments: Any, **named: Any) -> Any:
+        time.sleep(seconds)
+        return quick(*arguments, **named)
+
+    monkeypatch.setattr(owner, name, slow)
+
+
+def said_by_a_run(out: Path, capsys: pytest.CaptureFixture[str], **more: object) -> str:
+    overrides = [f"{key}={json.dumps(value)}" for key, value in {**TINY, **more}.items()]
+    train(load("tiny_workload:build", overrides=overrides), out=out)
+    return capsys.readouterr().out
+
+
+def test_slow_data_show_on_the_bar_and_the_summary_names_the_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slowed(monkeypatch, tiny_workload.Samples, "sample", 0.05)
+    said = said_by_a_run(tmp_path / "run", capsys)
+    bar = next(line for line in said.splitlines() if line.startswith("Epoch 1/") and "4/4" in line)
+    share = int(bar.split(" data ")[1].split("%")[0])
+    assert 20 < share <= 100
+    (row,) = [line for line in said.splitlines() if "waiting for data" in line]
+    assert f"data.num_workers={count_cores()} (it is 0" in row
+
+
+def test_the_first_step_of_a_run_is_its_start_and_the_others_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forward, delays_s = tiny_workload.Net.forward, [1.0]
+
+    def slow_at_first(*arguments: Any) -> Any:
+        time.sleep(delays_s.pop() if delays_s else 0.0)
+        return forward(*arguments)
+
+    monkeypatch.setattr(tiny_workload.Net, "forward", slow_at_first)
+    said_by_a_run(tmp_path / "run", capsys)
+    summary = json.loads((tmp_path / "run" / "report" / "summary.json").read_text())
+    assert 1.0 <= summary["start_s"] < summary["trained_s"]
+    assert summary["start_waited_s"] <= summary["waited_s"]
+
+
+def test_data_in_time_are_not_talked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slowed(monkeypatch, tiny_workload.Net, "forward", 0.2)
+    said = said_by_a_run(tmp_path / "run", capsys)
+    assert "fp32" in said
+    assert " data " not in next(line for line in said.splitlines() if line.startswith("Epoch 1/") and "4/4" in line)
+    assert "waiting for data" not in said
+
+
+def test_the_bar_says_which_runs_are_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = said_by_a_run(tmp_path / "run", capsys, **{"precision": "bf16", "precision.simulate": True})
+    assert " mp bf16 (simulated)" in said
+
+
+def test_a_finished_bar_shows_the_losses_of_the_line_below_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = said_by_a_run(tmp_path / "run", capsys, **{"train.max_steps": 6, "train.report_every": 5})
+    bar = next(line for line in said.splitlines() if line.startswith("Epoch 1/1 6/6"))
+    line = next(line for line in said.splitlines() if line.startswith("Epoch 1/1 train:"))
+    mean, accuracy = line.split(": ")[1].split(", ")[:2]
+    assert f" {mean} " in bar
+    assert f" accuracy {float(accuracy.split()[1]):.3f} " in bar
+
+
+def test_the_bar_ends_where_the_run_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = said_by_a_run(tmp_path / "run", capsys, **{"train.max_steps": 8, "train.epochs": 1000})
+    assert "Epoch 1/2 6/6" in said
+    assert "Epoch 2/2 0/2" in said
+    assert "Epoch 2/2 2/2" in said
+
+
+def test_steps_say_how_long_a_run_is_unless_epochs_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert load("unet", overrides=["data.dir=x", "train.max_steps=9"]).config.train.epochs == WITHOUT_END
+    assert load("unet", overrides=["data.dir=x", "train.max_steps=0"]).config.train.epochs == 100
+    assert load("gpt2", overrides=["data.dir=x", "train.max_steps=9", "epochs=2"]).config.train.epochs == 2
+    said = said_by_a_run(tmp_path / "run", capsys, **{"train.max_steps": 8, "train.epochs": 1})
+    assert "steps: 6 = 1 epoch of 6 (fewer than train.max_steps=8)" in said
+
+
+def test_the_advice_comes_from_cores_workers_and_the_kind_of_data(tmp_path: Path) -> None:
+    listing = find_images(write_split(tmp_path), FolderLayout()).train
+    config = from_dict("resnet18", {"data.dir": str(tmp_path), "data.num_workers": 4}).config
+    files, other = TrainingFiles(listing, size=32), tiny_workload.Samples(4)
+    assert suggest_faster_data(config, files, 16).startswith("data.num_workers=16 (it is 4")
+    assert suggest_faster_data(config, files, 4).startswith(f"data.cache=true, or first halfstep pack {tmp_path}")
+    assert "data.cache" not in suggest_faster_data(config, other, 4)
+    assert suggest_faster_data(config, other, 4).startswith("a smaller data.image_size")
+    for name in ("tiny_workload:build", "gpt2"):  # theirs is another thing to say, and texts have no size
+        config = load(name, overrides=["data.num_workers=4"]).config
+        assert suggest_faster_data(config, other, 4) == "more cores (data.num_workers=4 uses all 4)"
+
+
+def test_no_training_has_no_share() -> None:
+    assert Waiting().share == 0

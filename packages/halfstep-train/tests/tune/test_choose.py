@@ -1,0 +1,304 @@
+"""How steps are chosen to run: the rules, the trials that leave no trace, and what is stored of them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch._functorch.config as functorch_config
+
+from halfstep.precision.plan import Plan
+from halfstep.step.randomness import read_generators
+from halfstep_train.config.schema import RunConfig
+from halfstep_train.kernels.fast_forms import is_forced_on
+from halfstep_train.run.assemble import assemble
+from halfstep_train.run.engine import Engine, rehearse_run
+from halfstep_train.tune import choose
+from halfstep_train.tune.choose import count_expected_steps, find_asked_mode, tune_plan
+from halfstep_train.tune.memory_low import CannotRun, Cost, DoesNotFit, MemorySetting, NotCaptured
+from halfstep_train.tune.modes import UNCAPTURED
+from halfstep_train.tune.trials import Rehearse, Trial, measure_cost
+from halfstep_train.workloads.base.workload import Workload
+from halfstep_train.workloads.segmentation.demo import write_demo
+from mode_trials import made
+from tiny_training import bits
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "demo"
+    write_demo(folder, num_images=7, side=16)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("wish", "device", "mode"),
+    [
+        ("off", "cuda", "eager"),
+        ("compile", "cuda", "compile"),
+        ("graph", "cuda", "graph"),
+        ("graph", "cpu", "compile"),
+        ("auto", "cpu", "eager"),
+        ("auto", "cuda", None),
+    ],
+)
+def test_the_mode_is_what_was_asked_for_and_auto_leaves_it_to_trials_on_cuda(
+    demo: Path, wish: str, device: str, mode: str | None
+) -> None:
+    config, _, plan = made(demo, train__fast=wish)
+    assert find_asked_mode(config, dataclasses.replace(plan, device=device)) == mode
+
+
+def test_auto_does_not_measure_where_bits_must_repeat_and_follows_a_stored_choice(demo: Path) -> None:
+    config, _, plan = made(demo, train__deterministic=True)
+    assert find_asked_mode(config, dataclasses.replace(plan, device="cuda")) == "eager"
+    config, _, plan = made(demo)
+    assert find_asked_mode(config, dataclasses.replace(plan, device="cuda", mode="graph")) == "graph"
+
+
+def test_expected_steps_count_windows_and_the_limit(demo: Path) -> None:
+    config, workload, _ = made(demo, train__epochs=4, train__accumulate=2)
+    assert len(workload.train_samples) == 6
+    assert count_expected_steps(config, workload) == 4 * 2
+    config, workload, _ = made(demo, train__max_steps=3)
+    assert count_expected_steps(config, workload) == 3
+
+
+def test_trials_leave_weights_buffers_and_generators_bit_identical(demo: Path) -> None:
+    config, workload, plan = made(demo)
+    before = {name: value.clone() for name, value in workload.model.state_dict().items()}
+    generators = read_generators()
+    with rehearse_run(config, workload, plan) as trial:
+        cost = trial.measure("eager")
+        assert trial.parts.step.attempted > 0
+    assert cost.ms > 0
+    assert cost.peak_bytes > 0
+    assert all(torch.equal(bits(before[name]), bits(now)) for name, now in workload.model.state_dict().items())
+    after = read_generators()
+    assert torch.equal(generators["torch"], after["torch"])
+    assert generators["python"] == after["python"]
+
+
+def test_every_trial_is_compiled_under_its_own_setting(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, workload, plan = made(demo, train__fast="compile")
+    budgets: list[float] = []
+
+    def compiler(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        budgets.append(functorch_config.activation_memory_budget)
+        return module.forward
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, dynamic, options: real(f, dynamic=dynamic, backend=compiler))
+    for share in (1.0, 0.5):
+        memory = dataclasses.asdict(MemorySetting(activation_budget=share))
+        with rehearse_run(config, workload, dataclasses.replace(plan, memory=memory)) as trial:
+            trial.measure("compile")
+    assert budgets == [1.0, 0.5]
+
+
+def test_a_trial_that_falls_to_another_mode_is_no_candidate(demo: Path) -> None:
+    config, workload, plan = made(demo)
+    with rehearse_run(config, workload, plan) as trial:
+        trial.parts.region = trial.parts.eager
+        with pytest.raises(CannotRun, match="needs a CUDA device"):
+            trial.measure("graph")
+
+
+def test_a_model_that_cannot_be_copied_runs_untried_and_says_why(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, workload, plan = made(demo, train__memory="low", train__epochs=200)
+    workload.model.held = (k for k in range(3))  # type: ignore[assignment]
+    said: list[str] = []
+    chosen = tune_plan(config, workload, plan, said.append, rehearse_run)
+    assert chosen.memory == dataclasses.asdict(MemorySetting())
+    assert "cannot be copied" in said[-1]
+    monkeypatch.setattr(choose, "find_asked_mode", lambda config, plan: None)
+    chosen = tune_plan(config, workload, plan, said.append, rehearse_run)
+    assert chosen.mode == "eager"
+    assert "cannot be copied" in chosen.mode_reason
+
+
+def test_a_compiled_trial_that_fails_in_whatever_way_is_no_candidate(demo: Path) -> None:
+    config, workload, plan = made(demo)
+
+    def failing(batch: object) -> object:
+        if trial.parts.step.attempted:
+            raise RuntimeError("PTXAS error: no such file")
+        return trial.parts.eager(batch)  # type: ignore[arg-type]
+
+    with rehearse_run(config, workload, plan) as trial:
+        trial.parts.region = failing  # type: ignore[assignment]
+        with pytest.raises(CannotRun, match="PTXAS error"):
+            trial.measure("compile")
+
+
+def test_a_graph_asked_for_on_a_cpu_is_told_why_there_is_none(demo: Path) -> None:
+    said: list[str] = []
+    assert tune_plan(*made(demo, train__fast="graph"), said.append, rehearse_run).mode == "compile"
+    assert said == [
+        "warning: train.fast=graph needs a CUDA device, this run is on cpu: the step is compiled, not captured"
+    ]
+
+
+def test_memory_low_is_measured_said_and_stored_with_the_plan(demo: Path) -> None:
+    config, workload, plan = made(demo, train__memory="low", train__epochs=100_000)  # time enough for every trial
+    said: list[str] = []
+    chosen = tune_plan(config, workload, plan, said.append, rehearse_run)
+    assert any(line.startswith("memory low:") for line in said)
+    assert set(chosen.memory) == {"activation_budget", "recompute", "optimizer_bits"}
+    assert Plan.from_json(chosen.to_json()) == chosen
+    for lever in ("normal", "recompute pointwise", "8-bit optimizer"):
+        line = next(line for line in chosen.memory_trials if line.startswith(f"{lever}: "))
+        assert " ms" in line
+        assert f"  {line}" in said
+        assert lever == "normal" or "% memory" in line and "% time" in line
+    assert any(line.startswith("not tried: activation budget") for line in chosen.memory_trials)
+
+
+def test_a_run_shorter_than_the_trials_of_memory_low_tries_the_most_promising_lever_alone(demo: Path) -> None:
+    config, workload, plan = made(demo, train__memory="low", train__max_steps=1)
+    chosen = tune_plan(config, workload, plan, lambda line: None, rehearse_run)
+    tried = [line.split(":")[0] for line in chosen.memory_trials if " ms" in line]
+    assert tried == ["normal", "recompute pointwise"]
+    assert any("the time for trials was used up" in line for line in chosen.memory_trials)
+
+
+def test_where_nothing_fits_yet_trials_go_on_however_short_the_run(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fits_with_blocks(mode: str, config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> Cost:
+        if plan.memory["recompute"] != "blocks":
+            raise DoesNotFit("out of memory")
+        return Cost(1.0, 10**6)
+
+    monkeypatch.setattr(choose, "measure_cost", fits_with_blocks)
+    config, workload, plan = made(demo, train__memory="low", train__max_steps=1)
+    assert tune_plan(config, workload, plan, lambda line: None, rehearse_run).memory["recompute"] == "blocks"
+
+
+def test_a_batch_of_another_size_runs_the_eager_region(demo: Path) -> None:
+    config, workload, plan = made(demo, train__fast="compile", train__batch_size=4)
+    parts = assemble(config, workload, plan)
+    calls: list[int] = []
+    eager = parts.eager
+
+    def as_compiled(batch):  # type: ignore[no-untyped-def]
+        calls.append(len(batch["image"]))
+        return eager(batch)
+
+    parts.region = as_compiled
+    engine = Engine(parts, "compile", lambda text, level: pytest.fail(text))
+    for batch in parts.train_loader.iterate_epoch(0):
+        engine([batch])
+    assert calls == [4]
+    assert parts.step.attempted == 2
+
+
+def test_compiling_is_announced_once_and_eager_steps_are_not(demo: Path) -> None:
+    for mode, times in (("compile", 1), ("eager", 0)):
+        config, workload, plan = made(demo, train__fast="compile")
+        parts = assemble(config, workload, plan)
+        parts.region = parts.eager
+        told: list[int] = []
+        engine = Engine(
+            parts,
+            mode,  # type: ignore[arg-type]
+            lambda text, level: pytest.fail(text),
+            before_compiling=lambda told=told, step=parts.step: told.append(step.attempted),
+        )
+        for batch in parts.train_loader.iterate_epoch(0):
+            engine([batch])
+        assert parts.step.attempted > 1
+        assert told == [0] * times
+
+
+def fp8_plan(demo: Path) -> tuple[RunConfig, Workload, Plan]:
+    config, workload, plan = made(demo)
+    return config, workload, dataclasses.replace(plan, granted="fp8", mode="eager")
+
+
+@pytest.mark.parametrize(("fails", "granted"), [("fp8", "bf16"), ("bf16", "fp8")])
+def test_a_precision_whose_step_cannot_run_leaves_the_other(demo: Path, fails: str, granted: str) -> None:
+    config, workload, plan = fp8_plan(demo)
+    chosen = tune_plan(
+        config, workload, plan, lambda line: None, lambda *run: contextlib.nullcontext(Costing(run[2], fails))
+    )
+    assert chosen.granted == granted
+
+
+class Costing:
+    """A trial that runs but in one precision."""
+
+    def __init__(self, plan: Plan, fails: str) -> None:
+        self.plan, self.fails = plan, fails
+
+    def measure(self, mode: str) -> Cost:
+        if self.plan.granted == self.fails:
+            raise CannotRun("out of memory")
+        return Cost(1.0, 1)
+
+
+def test_a_trial_ends_where_its_capture_fails_and_compiles_nothing_else(demo: Path) -> None:
+    config, workload, plan = made(demo)
+    with rehearse_run(config, workload, plan) as trial:
+        eager, allowed = trial.parts.eager, list[bool]()
+
+        def region(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | float, object]:
+            allowed.append(is_forced_on("chain", otherwise=True))
+            return eager(batch)
+
+        trial.parts.region = region
+        with pytest.raises(NotCaptured, match="a CUDA graph needs a CUDA device, not cpu"):
+            trial.measure("graph")
+    assert allowed == [True] * UNCAPTURED
+
+
+def test_who_commits_by_the_host_is_not_compiled_for_a_graph_first(demo: Path) -> None:
+    config, workload, plan = made(demo, optimizer__name="adagrad")
+    parts = assemble(config, workload, plan)
+    for committer in parts.step.committers:
+        committer.optimizer.register_step_post_hook(lambda *arguments: None)
+    said: list[str] = []
+    assert Engine(parts, "graph", lambda text, level: said.append(text)).mode == "compile"
+    assert len(said) == 1
+    assert "commits by the host's decision" in said[0]
+
+
+def test_a_trial_of_a_step_that_cannot_be_captured_times_what_the_run_would_do(demo: Path) -> None:
+    class Uncaptured:
+        def measure(self, mode: str) -> Cost:
+            if mode == "graph":
+                raise NotCaptured("it waits for the device")
+            return Cost({"compile": 2.0, "eager": 3.0}[mode], 1)
+
+    def uncaptured(*run: object) -> contextlib.AbstractContextManager[Uncaptured]:
+        return contextlib.nullcontext(Uncaptured())
+
+    assert measure_cost("graph", *made(demo), uncaptured).ms == 2.0
+    assert measure_cost("eager", *made(demo), uncaptured).ms == 3.0
+
+
+def test_a_trial_that_failed_is_gone_when_the_next_begins(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models: list[weakref.ref[torch.nn.Module]] = []
+    alive: list[bool] = []
+
+    def cost(trial: Trial, mode: str, time: object = None) -> Cost:
+        models.append(weakref.ref(trial.parts.model))
+        alive.append(models[0]() is not None)
+        if mode == "graph":
+            raise NotCaptured("it waits for the device")
+        return Cost(2.0, 1)
+
+    monkeypatch.setattr(Trial, "measure", cost)
+    measure_cost("graph", *made(demo), rehearse_run)
+    assert alive == [True, False]
+
+
+def test_a_model_that_does_not_fit_is_no_traceback_of_a_trial(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def does_not_fit(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 2 GiB")
+
+    monkeypatch.setattr("halfstep_train.run.engine.assemble", does_not_fit)
+    with pytest.raises(DoesNotFit, match="does not fit into memory"), rehearse_run(*made(demo)):
+        pass

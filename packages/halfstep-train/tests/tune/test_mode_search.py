@@ -1,0 +1,197 @@
+"""Which candidates are tried, in what time, what is chosen, and what is said of each part."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from halfstep_train.run.engine import rehearse_run
+from halfstep_train.tune.memory_low import CannotRun, Cost, NotCaptured
+from halfstep_train.tune.mode_search import FoundMode, ModeSearch, find_fastest_mode
+from halfstep_train.tune.trials import MOST_S, ROUNDS, TIMED_STEPS, TrialTime
+from halfstep_train.workloads.segmentation.demo import write_demo
+from mode_trials import USUAL, Machine, made
+
+HOUR = 3600.0
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "demo"
+    write_demo(folder, num_images=7, side=16)
+    return folder
+
+
+def searched(demo: Path, machine: Machine, run_s: float, **values: object) -> FoundMode:
+    """On a GPU, as far as the search can tell, for a run that takes so long eagerly."""
+    config, workload, plan = made(demo, **values)
+    on_gpu = dataclasses.replace(plan, device="cuda", granted="bf16")
+    num_steps = run_s * 1e3 / (machine.step_ms["eager"] or 30.0)
+    return ModeSearch(
+        config, workload, on_gpu, TrialTime(num_steps, most_s=MOST_S, clock=machine.clock), machine.rehearsal
+    ).search()
+
+
+@pytest.mark.parametrize(
+    ("times", "mode"),
+    [
+        ({"eager": 30.0, "compile": 20.0, "graph": 15.0}, "graph"),
+        ({"eager": 30.0, "compile": 20.0, "graph": 19.9}, "compile"),
+        ({"eager": 30.0, "eager NCHW": 20.1, "compile": 20.0}, "eager"),
+        ({"eager": 30.0, "graph": 15.0}, "graph"),
+        ({"compile": 20.0}, "compile"),
+    ],
+)
+def test_the_simplest_mode_wins_that_is_as_fast_as_the_fastest(times: dict[str, float], mode: str) -> None:
+    assert find_fastest_mode({label: Cost(ms, 1) for label, ms in times.items()}) == mode
+
+
+def test_a_long_run_tries_everything_and_says_what_each_part_gained(
+    demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(USUAL)
+    found = searched(demo, machine, 3 * HOUR)
+    assert machine.tried == ["eager", "eager NCHW", "graph", "compile", "graph cudnn", "graph cudnn tuned"]
+    expected = {"mode": "graph", "channels_last": True, "cudnn_benchmark": True, "tunes_kernels": True}
+    assert {name: found.fields[name] for name in expected} == expected
+    assert [str(gain) for gain in found.fields["gains"]] == [
+        "channels_last 1.67x, 50.0 -> 30.0 ms",
+        "compile 1.50x, 30.0 -> 20.0 ms",
+        "graph 1.33x, 20.0 -> 15.0 ms",
+        "cudnn.benchmark 1.25x, 15.0 -> 12.0 ms",
+        "kernel tuning 1.09x, 12.0 -> 11.0 ms",
+    ]
+    assert "2.73x eager" in found.fields["mode_reason"]
+    assert "not tried" not in found.fields["mode_reason"]
+    assert found.is_final
+    assert (found.eager_ms, found.ms, found.untried) == (30.0, 11.0, ())
+
+
+def test_what_gains_nothing_is_measured_told_and_not_taken(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    same = {**USUAL, "graph": 20.0, "compile cudnn": 19.9, "compile tuned": 19.8, "eager NCHW": 29.8}
+    found = searched(demo, Machine(same), 3 * HOUR)
+    expected = {"mode": "compile", "channels_last": True, "cudnn_benchmark": False, "tunes_kernels": False}
+    assert {name: found.fields[name] for name in expected} == expected
+    taken = {gain.part: gain.is_taken for gain in found.fields["gains"]}
+    assert taken == {
+        "channels_last": True, "compile": True, "graph": False, "cudnn.benchmark": False, "kernel tuning": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("run_s", "is_taken"), [(1200.0, False), (3 * HOUR, True)])
+def test_cudnns_trials_are_taken_for_little_where_the_run_is_long(
+    demo: Path, monkeypatch: pytest.MonkeyPatch, run_s: float, is_taken: bool
+) -> None:
+    machine = Machine({**USUAL, "graph cudnn": 14.8, "graph tuned": 14.8})
+    found = searched(demo, machine, run_s)  # of 40,000 steps 8 s are saved, of 360,000 72
+    assert found.fields["cudnn_benchmark"] is is_taken
+    gain = next(gain for gain in found.fields["gains"] if gain.part == "cudnn.benchmark")
+    assert gain.is_taken is is_taken
+
+
+def test_a_short_run_is_not_compiled_for(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine({**USUAL, "eager cudnn": 10.0}, trial_s=0.1)
+    found = searched(demo, machine, 600.0)
+    assert machine.tried == ["eager", "eager NCHW", "eager cudnn"]  # 20 s fit into a twentieth, 45 do not
+    assert "about 10 min to go is too short to compile for" in found.fields["mode_reason"]
+    assert (found.fields["mode"], found.fields["cudnn_benchmark"], found.is_final) == ("eager", True, False)
+
+
+def test_kernel_tuning_waits_for_a_run_that_its_minutes_are_a_twentieth_of(
+    demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(USUAL)
+    found = searched(demo, machine, HOUR)
+    assert machine.tried[-1] == "graph cudnn"
+    assert "not tried, too short a run for its start: kernel tuning" in found.fields["mode_reason"]
+    assert found.untried == ("kernel tuning",)
+
+
+def test_slow_starts_use_up_the_share_of_later_ones(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(USUAL, start_s={"graph": 170.0})
+    found = searched(demo, machine, HOUR)  # 180 s for all starts
+    assert found.fields["mode"] == "graph"
+    assert found.untried == ("compile", "cudnn.benchmark", "kernel tuning")
+    assert [str(gain) for gain in found.fields["gains"]][1:] == ["graph 2.00x, 30.0 -> 15.0 ms"]
+
+
+def test_the_compiled_step_is_tried_where_there_is_no_graph_though_starts_took_more_than_they_may(
+    demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_graph = {"graph": NotCaptured("it waits for the device")}
+    machine = Machine(USUAL, start_s={"graph": 200.0}, broken=no_graph)
+    found = searched(demo, machine, HOUR)  # 180 s for all starts
+    assert found.fields["mode"] == "compile"
+    assert "graph not possible: it waits for the device" in found.fields["mode_reason"]
+    assert found.untried == ("cudnn.benchmark", "kernel tuning")
+
+
+def test_candidates_that_the_clock_leaves_untried_are_named(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(USUAL, trial_s=25.0)
+    found = searched(demo, machine, 10 * HOUR)
+    assert machine.tried == ["eager", "eager NCHW", "graph"]  # 75 s: the fourth may not begin after 60
+    assert "not tried, out of trial time: compile, cudnn.benchmark, kernel tuning" in found.fields["mode_reason"]
+    assert found.fields["mode"] == "graph"
+
+
+def test_compiling_does_not_count_as_trial_time(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(USUAL, start_s={"graph": 300.0})
+    found = searched(demo, machine, 3 * HOUR)
+    assert found.fields["mode"] == "graph"
+    assert "6 s of trials and 300 s of first steps" in found.fields["mode_reason"]
+
+
+def test_what_fits_only_compiled_runs_compiled(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only = {**dict.fromkeys(USUAL, None), "compile": 20.0, "compile cudnn": None, "compile tuned": None}
+    found = searched(demo, Machine(only), 3 * HOUR)
+    assert found.fields["mode"] == "compile"
+    assert found.eager_ms is None
+    assert "eager not possible: out of memory" in found.fields["mode_reason"]
+    assert "compile + cudnn.benchmark not possible" in found.fields["mode_reason"]
+
+
+def test_code_that_does_not_compile_for_a_graph_is_not_compiled_again(
+    demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine({**USUAL, "eager cudnn": 30.0}, broken={"graph": CannotRun("no assembler")})
+    found = searched(demo, machine, 3 * HOUR)
+    assert machine.tried == ["eager", "eager NCHW", "graph", "eager cudnn"]
+    assert "graph not possible: no assembler" in found.fields["mode_reason"]
+    assert (found.fields["mode"], found.is_final, found.untried) == ("eager", False, ())
+
+
+def test_the_compiled_step_is_tried_where_the_graph_did_not_fit(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {**USUAL, "graph": None, "compile cudnn": 20.0, "compile tuned": 20.0}
+    assert searched(demo, Machine(times), 3 * HOUR).fields["mode"] == "compile"
+
+
+def test_what_was_asked_for_outright_is_not_tried_the_other_way(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine({**USUAL, "compile tuned": 19.0, "graph tuned": 14.0, "eager tuned": 30.0,
+                                               "graph cudnn tuned": 13.0})  # fmt: skip
+    found = searched(demo, machine, 3 * HOUR, train__channels_last=True, train__tune_kernels=True)
+    assert machine.tried == ["eager tuned", "graph tuned", "compile tuned", "graph cudnn tuned"]
+    assert found.fields["tunes_kernels"]
+
+
+def test_a_real_trial_is_timed_for_no_longer_than_its_share(demo: Path) -> None:
+    config, workload, plan = made(demo)
+    with rehearse_run(config, workload, plan) as trial:
+        before = trial.parts.step.attempted
+        assert trial.measure("eager").ms > 0
+        whole = trial.parts.step.attempted - before
+        before = trial.parts.step.attempted
+        short = TrialTime(1, most_s=MOST_S)  # the run is one step: nothing of it may be spent
+        assert trial.measure("eager", short).ms > 0
+        assert trial.parts.step.attempted - before == whole - ROUNDS * TIMED_STEPS + 1
+    assert short.run_s is not None
+    assert short.starts_s > 0
+
+
+def test_a_real_search_on_this_machine_finds_a_short_run_too_short(demo: Path) -> None:
+    found = ModeSearch(*made(demo), TrialTime(600, most_s=MOST_S), rehearse_run).search()
+    assert found.fields["mode"] == "eager"
+    assert "too short to compile for" in found.fields["mode_reason"]
+    assert not found.is_final
+    assert found.ms > 0

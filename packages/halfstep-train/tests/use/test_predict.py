@@ -1,0 +1,281 @@
+"""Prediction with stored runs: masks and classes of any files, bad ones named, nothing overwritten."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from halfstep.disk import read_sealed, seal
+from halfstep.errors import ConfigError, DataError, Interrupted
+from halfstep_train.report.progress import Bar
+from halfstep_train.report.results import Answer, Predictions
+from halfstep_train.use.evaluate import evaluate
+from halfstep_train.use.open_run import choose_plan, load_weights, open_run, wrap_trained
+from halfstep_train.use.predict import predict
+from halfstep_train.workloads.base.using import Input, PredictRequest
+from halfstep_train.workloads.classification.config import ImageDataConfig
+from halfstep_train.workloads.classification.data import get_evaluation_share
+from halfstep_train.workloads.segmentation.config import UNetConfig
+from halfstep_train.workloads.segmentation.predict import MaskPredictor, choose_tile
+from tiny_runs import Told, copied, press_ctrl_c, unet_run
+
+
+@pytest.fixture(scope="module")
+def unet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unet_run(tmp_path_factory.mktemp("unet") / "run", {"train.max_steps": 40, "ema.enabled": False})
+
+
+@pytest.fixture(scope="module")
+def resnet(trained_resnet: Path) -> Path:
+    return trained_resnet
+
+
+@pytest.fixture
+def large(unet: Path, tmp_path: Path) -> Path:
+    """A demo image enlarged, not square."""
+    path = tmp_path / "large.png"
+    with Image.open(unet / "data" / "imgs" / "000.png") as image:
+        image.resize((402, 301)).save(path)
+    return path
+
+
+def predicted(run: Path, *inputs: Path, out: Path | None = None, **options: Any) -> Predictions:
+    return predict(run, inputs, report=Told(run).report, request=PredictRequest(out=out, options=options))
+
+
+def mask_of(answer: Answer) -> np.ndarray[Any, Any]:
+    with Image.open(answer.found["mask"]) as mask:
+        return np.asarray(mask)
+
+
+def test_masks_have_the_original_values_and_size_and_overlays_lie_beside(
+    unet: Path, large: Path, tmp_path: Path
+) -> None:
+    made = predicted(unet, large, unet / "data" / "imgs", out=tmp_path / "out")
+    assert len(made.answers) == 101
+    mask = mask_of(made.answers[0])
+    assert mask.shape == (301, 402)
+    assert set(np.unique(mask)) == {0, 255}
+    assert made.answers[0].found["shares"]["255"] == pytest.approx((mask == 255).mean())
+    with Image.open(tmp_path / "out" / "overlays" / "large_overlay.png") as overlay:
+        assert overlay.size == (402, 301)
+    assert len(json.loads((tmp_path / "out" / "predictions.json").read_text())["predictions"]) == 101
+
+
+def test_tiles_agree_with_the_whole_image(unet: Path, large: Path, tmp_path: Path) -> None:
+    whole, tiled = (
+        mask_of(predicted(unet, large, tile=tile, out=tmp_path / str(tile)).answers[0]) for tile in (1024, 96)
+    )
+    assert (whole != tiled).mean() < 1e-3  # only a logit that is zero but for rounding may flip
+    with pytest.raises(ConfigError, match="too small for a U-Net of depth 2"):
+        predicted(unet, large, tile=8, out=tmp_path / "8")
+
+
+def test_tiles_are_halved_where_memory_runs_out(unet: Path, large: Path, tmp_path: Path) -> None:
+    run = open_run(unet)
+    assert isinstance(run.config, UNetConfig)
+    predictor = MaskPredictor(run.config, run.store)
+    plan = choose_plan(run, predictor.model, device=None, precision=None)
+    model = load_weights(run, predictor.model, plan)
+
+    def refuse_wide_images(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        if inputs[0].shape[-1] > 128:
+            raise torch.OutOfMemoryError("no room")
+
+    model.register_forward_pre_hook(refuse_wide_images)
+    told, item = Told(unet), Input(path=large, name=Path(large.name))
+    bar = Bar("Predicting", 1)
+    (answer,) = predictor.answer_all(
+        [item],
+        wrap_trained(model, plan, told.report),
+        PredictRequest(out=tmp_path / "out", options={"tile": None}),
+        bar,
+    )
+    shown = next(part for part in bar.format_parts() if part.startswith("tile "))
+    assert shown.removeprefix("tile ").split("/")[0] == shown.split("/")[1]  # the last of several
+    assert isinstance(answer, Answer)
+    assert "continuing with tiles of 128 pixels" in told.text
+    whole = mask_of(predicted(unet, large, out=tmp_path / "whole").answers[0])
+    assert (mask_of(answer) != whole).mean() < 1e-3
+
+
+@pytest.mark.parametrize("depth", range(1, 8))
+def test_the_tile_taken_by_itself_fits_every_depth(depth: int) -> None:
+    margin = 8 << depth
+    assert choose_tile(depth) - 2 * margin >= 1 << depth
+
+
+def test_prediction_needs_neither_data_nor_masks(unet: Path, large: Path, tmp_path: Path) -> None:
+    run = copied(unet, tmp_path / "run")
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace(str(unet / "data"), str(tmp_path / "gone")))
+    made = predicted(run, large)
+    assert made.out == str(run / "predictions")
+    assert predicted(run, large).out == str(run / "predictions-2")
+
+
+def test_files_of_one_name_get_a_mask_each(unet: Path, large: Path, tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        shutil.copy(large, tmp_path / folder / "same.png")
+    made = predicted(unet, tmp_path / "a", tmp_path / "b", tmp_path / "a" / "same.png", out=tmp_path / "out")
+    masks = sorted(path.name for path in (tmp_path / "out" / "masks").iterdir())
+    assert (len(made.answers), masks) == (2, ["same_mask.png", "same_mask_2.png"])
+
+
+def test_files_that_cannot_be_read_are_named_and_left_out(
+    unet: Path, resnet: Path, large: Path, tmp_path: Path
+) -> None:
+    bad, cut, gone = tmp_path / "bad.png", tmp_path / "cut.png", tmp_path / "gone.png"
+    bad.write_text("no picture")
+    cut.write_bytes(large.read_bytes()[:2000])
+    np.save(tmp_path / "nan.npy", np.full((40, 40, 3), np.nan, dtype=np.float32))
+    for run, inputs in ((unet, [bad, large, cut, gone, tmp_path / "nan.npy"]), (resnet, [bad, large, cut, gone])):
+        told = Told(run)
+        made = predict(run, inputs, report=told.report, request=PredictRequest())
+        assert [answer.file for answer in made.answers] == [str(large)]
+        assert {failure.file for failure in made.failed} == {str(path) for path in inputs} - {str(large)}
+        assert all(f"left out {failure.file}" in told.text for failure in made.failed)
+
+
+def test_no_usable_file_is_an_error_and_leaves_no_folder(unet: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad.png").write_text("no picture")
+    for inputs in ([tmp_path / "empty"], [tmp_path / "gone"], [tmp_path / "bad.png"]):
+        with pytest.raises(DataError, match="none of the inputs can be used"):
+            predicted(unet, *inputs, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_picture_beyond_pillows_limit_is_predicted_and_the_limit_comes_back(
+    unet: Path, large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    assert len(predicted(unet, large, out=tmp_path / "out").answers) == 1
+    assert Image.MAX_IMAGE_PIXELS == 1000
+
+
+def test_a_header_that_claims_a_huge_picture_is_refused_at_once(unet: Path, large: Path, tmp_path: Path) -> None:
+    header = b"IHDR" + struct.pack(">IIBBBBB", 40_000, 40_000, 8, 2, 0, 0, 0)
+    chunk = struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+    (tmp_path / "huge.png").write_bytes(b"\x89PNG\r\n\x1a\n" + chunk + b"\0\0\0\0IDAT" + b"\0" * 4)
+    (failure,) = predicted(unet, tmp_path / "huge.png", large, out=tmp_path / "out").failed
+    assert failure.file == str(tmp_path / "huge.png")
+    assert failure.why == (
+        "has 40,000×40,000 = 1,600,000,000 pixels, and the limit is 1,000,000,000: cut it into smaller images"
+    )
+
+
+def test_classes_are_those_that_evaluation_finds(resnet: Path) -> None:
+    made = predicted(resnet, resnet / "data" / "val", top_k=10)
+    hits = [answer.found["top"][0]["class"] == Path(answer.file).parent.name for answer in made.answers]
+    assert np.mean(hits) == evaluate(resnet, report=Told(resnet).report).metrics["top1"]
+    for answer in made.answers:
+        chances = [row["probability"] for row in answer.found["top"]]
+        assert sum(chances) == pytest.approx(1, abs=1e-5)
+        assert chances == sorted(chances, reverse=True)
+    assert made.out is None
+
+
+def test_runs_stored_before_the_share_of_validation_was_are_predicted_as_validated(
+    resnet: Path, large: Path, tmp_path: Path
+) -> None:
+    run = copied(resnet, tmp_path / "run")
+    (path,) = run.glob("checkpoints/step-*/state.json")
+    state = read_sealed(path.read_text())
+    assert state["state"]["store"].pop("eval_share") == 1.0
+    path.write_text(json.dumps(seal(state)))
+    answers = [predicted(one, large).answers[0].found for one in (resnet, run)]
+    assert answers[0] == answers[1]
+    assert get_evaluation_share(ImageDataConfig(), {"classes": ["a"]}) == 0.875
+
+
+def test_the_number_of_classes_shown_is_five_or_what_was_asked_for(resnet: Path, large: Path) -> None:
+    shown = {k: len(predicted(resnet, large, top_k=k).answers[0].found["top"]) for k in (None, 2, 99)}
+    assert shown == {None: 5, 2: 2, 99: 10}
+
+
+def test_wishes_for_another_kind_of_workload_are_refused(unet: Path, resnet: Path, large: Path) -> None:
+    with pytest.raises(ConfigError, match="resnet18 has no option --tile 64"):
+        predicted(resnet, large, tile=64)
+    with pytest.raises(ConfigError, match="unet has no option --top-k 3"):
+        predicted(unet, large, top_k=3)
+
+
+def test_the_paths_that_are_shown_are_those_of_files_that_exist(
+    unet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (answer,) = predicted(unet, unet / "data" / "imgs" / "000.png", out=Path("masks")).answers
+    assert answer.brief["mask"] == str(answer.cells["mask"]) == "masks/masks/000_mask.png"
+    assert Path(answer.brief["mask"]).is_file()
+    assert Path(str(answer.cells["overlay"])).is_file()
+
+
+def test_a_file_with_nan_is_named_with_what_is_wrong_with_it(unet: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "bad.npy", np.full((32, 32, 3), np.nan, dtype=np.float32))
+    good = unet / "data" / "imgs" / "000.png"
+    (failure,) = predicted(unet, tmp_path / "bad.npy", good, out=tmp_path / "out").failed
+    assert failure.why == "holds 3,072 values of NaN, infinity or beyond the range of fp32"
+
+
+# --- interrupted ---
+
+
+def test_after_ctrl_c_the_same_command_goes_on_where_it_stopped(unet: Path, tmp_path: Path) -> None:
+    images, out = unet / "data" / "imgs", tmp_path / "out"
+    with press_ctrl_c(after=3), pytest.raises(Interrupted) as stopped:
+        predicted(unet, images, out=out)
+    assert stopped.value.what == f"stopped by Ctrl-C: 3 of 100 predictions are written to {out}"
+    assert "the same command" in stopped.value.fix
+    assert stopped.value.exit_code == 130
+    (out / "masks" / "050_mask.png").write_text("not written by predict")
+    done = {path: path.stat().st_mtime_ns for path in out.rglob("*_*.png")}
+    assert len(done) == 2 * 3 + 1
+    with pytest.raises(ConfigError, match="an unfinished prediction of another command") as refused:
+        predicted(unet, images, out=out, tile=96)
+    assert refused.value.why == "options: {'tile': None} then, {'tile': 96} now"
+    made = predicted(unet, images, out=out)
+    assert [Path(answer.file).name for answer in made.answers] == [f"{k:03d}.png" for k in range(100)]
+    assert {path: path.stat().st_mtime_ns for path in done} == done
+    assert made.answers[50].found["mask"] == str(out / "masks" / "050_mask_2.png")
+    assert len(list((out / "masks").iterdir())) == 101
+    assert not (out / "unfinished.json").exists()
+    whole = predicted(unet, images, out=tmp_path / "whole")
+    for one, other in zip(made.answers, whole.answers, strict=True):
+        assert (mask_of(one) == mask_of(other)).all()
+        assert one.found["shares"] == other.found["shares"]
+
+
+def test_ctrl_c_without_a_folder_says_that_nothing_was_written(resnet: Path) -> None:
+    with (
+        press_ctrl_c(after=2),
+        pytest.raises(Interrupted, match="stopped by Ctrl-C after 2 of 200 predictions; nothing was written"),
+    ):
+        predicted(resnet, resnet / "data" / "val")
+
+
+def test_a_second_ctrl_c_names_the_folder_that_cannot_be_continued(unet: Path, tmp_path: Path) -> None:
+    said = "stopped by a second Ctrl-C after 2 predictions; .* incomplete"
+    with press_ctrl_c(after=2), press_ctrl_c(after=2), pytest.raises(Interrupted, match=said) as stopped:
+        predicted(unet, unet / "data" / "imgs", out=tmp_path / "out")
+    assert stopped.value.fix == f"remove {tmp_path / 'out'}, or name another folder with --out"
+    with pytest.raises(ConfigError, match="exists already"):
+        predicted(unet, unet / "data" / "imgs", out=tmp_path / "out")
+
+
+def test_an_unfinished_json_of_another_program_is_not_touched(unet: Path, large: Path, tmp_path: Path) -> None:
+    for text in ("[]", "{}", "no json"):
+        (tmp_path / "unfinished.json").write_text(text)
+        with pytest.raises(ConfigError, match="exists already"):
+            predicted(unet, large, out=tmp_path)
+        assert (tmp_path / "unfinished.json").read_text() == text

@@ -1,0 +1,109 @@
+"""Latents on disk: written whole, checked when opened, mirrored by the key."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from halfstep.errors import DataError
+from halfstep_train.workloads.base.latent_store import CachedLatents, open_latents, open_or_write_latents, write_latents
+from whole_runs import small_disk
+
+MOMENTS = torch.arange(6 * 2 * 4 * 2 * 2, dtype=torch.float32).view(6, 2, 4, 2, 2)
+
+
+def written(path: Path) -> str:
+    return write_latents(path, 6, (2, 4, 2, 2), MOMENTS.split(4), {"fingerprint": "f"})
+
+
+def test_any_reader_of_safetensors_reads_the_file(tmp_path: Path) -> None:
+    checksum = written(tmp_path / "latents.safetensors")
+    assert torch.equal(load_file(tmp_path / "latents.safetensors")["moments"], MOMENTS)
+    opened = open_latents(tmp_path / "latents.safetensors")
+    assert torch.equal(opened.moments, MOMENTS)
+    assert opened.checksum == checksum
+    assert opened.meta["fingerprint"] == "f"
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "text"])
+def test_a_damaged_file_is_not_used(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "latents.safetensors"
+    written(path)
+    whole = path.read_bytes()
+    path.write_bytes({"cut": whole[:-4], "flip": whole[:-1] + b"\x01", "text": b"hello"}[damage])
+    with pytest.raises(DataError, match="not a usable file of latents"):
+        open_latents(path)
+
+
+def test_latents_that_are_stale_or_broken_are_made_again_and_other_files_stay(tmp_path: Path) -> None:
+    rows = torch.arange(24.0).view(3, 1, 2, 2, 2)
+    kept = tmp_path / "any.name"
+    assert open_or_write_latents(kept, "one", 3, lambda: iter([rows]))[1]
+    assert not open_or_write_latents(kept, "one", 3, lambda: iter([rows]))[1]
+    assert open_or_write_latents(kept, "two", 3, lambda: iter([rows]))[1]
+    kept.write_bytes(kept.read_bytes()[:-1] + b"?")
+    assert open_or_write_latents(kept, "two", 3, lambda: iter([rows]))[1]
+    weights = tmp_path / "model.safetensors"
+    save_file({"weight": rows}, weights)
+    before = weights.read_bytes()
+    with pytest.raises(DataError, match=r"model\.safetensors exists and holds no latents"):
+        open_or_write_latents(weights, "two", 3, lambda: iter([rows]))
+    assert weights.read_bytes() == before
+
+
+def test_processes_that_start_together_encode_once(tmp_path: Path) -> None:
+    path, num_encoded = tmp_path / "latents.safetensors", []
+
+    def rows() -> Iterator[torch.Tensor]:
+        num_encoded.append(1)
+        time.sleep(0.1)  # as long as both look for the file
+        yield MOMENTS
+
+    with ThreadPoolExecutor(3) as ranks:  # the lock is of an opened file: threads exclude each other as processes do
+        found = list(ranks.map(lambda _: open_or_write_latents(path, "f", 6, rows), range(3)))
+    assert len(num_encoded) == 1
+    assert all(is_new and torch.equal(cache.moments, MOMENTS) for cache, is_new in found)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failure_on_the_way_leaves_no_file(tmp_path: Path) -> None:
+    def rows() -> object:
+        yield MOMENTS[:2]
+        raise DataError("a bad picture")
+
+    with pytest.raises(DataError, match="a bad picture"):
+        write_latents(tmp_path / "latents.safetensors", 6, (2, 4, 2, 2), rows(), {})  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_fills_up_is_named_and_keeps_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "latents.safetensors"
+    written(path)
+    before = path.read_bytes()
+    with small_disk(256), pytest.raises(DataError, match="cannot write the latents") as error:
+        written(path)
+    assert "data.cache_file" in error.value.fix
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_bytes() == before
+
+
+def test_a_batch_is_its_samples_and_mirror_images_come_by_the_key() -> None:
+    samples = CachedLatents(MOMENTS, flip=0.5, extra={"label": torch.arange(6)})
+    indices = torch.tensor([4, 0, 3])
+    batch = samples.make_batch(indices, seed=1, epoch=2)
+    for row, index in enumerate(indices.tolist()):
+        alone = samples.sample(index, key=(1, 2, index))
+        assert torch.equal(batch["moments"][row], alone["moments"])
+        assert int(alone["label"]) == index
+    views = {int((s["moments"] == MOMENTS[0, 1]).all()) for e in range(8) for s in [samples.sample(0, key=(1, e, 0))]}
+    assert views == {0, 1}
+    plain = CachedLatents(MOMENTS)
+    assert all(
+        torch.equal(plain.sample(k, key=(1, e, k))["moments"], MOMENTS[k, 0]) for k in range(6) for e in range(4)
+    )

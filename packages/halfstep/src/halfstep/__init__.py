@@ -1,0 +1,80 @@
+"""halfstep: mixed-precision training for PyTorch that is fast, safe and provable.
+
+Public names resolve on first use, so `import halfstep` loads nothing heavy:
+
+    import halfstep as hs
+    step = hs.Step(model, optimizer, precision="auto", clip_norm=1.0, accumulate=4)
+    for window in step.windows(loader):
+        outcome = step(loss_fn, window)
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "Outcome": "halfstep.own_loop.step",
+    "Step": "halfstep.own_loop.step",
+    "TrainingStopped": "halfstep.errors",
+    "decide": "halfstep.precision.decide",
+    "fp32_island": "halfstep.islands",
+    "ledger": "halfstep.own_loop.evidence",
+    "load": "halfstep.own_loop.save_and_load",
+    "per_epoch": "halfstep.own_loop.schedule_argument",
+    "per_step": "halfstep.own_loop.schedule_argument",
+    "prefetch": "halfstep.own_loop.prefetch",
+    "probe": "halfstep.hardware.probe",
+    "replay": "halfstep.own_loop.evidence",
+    "save": "halfstep.own_loop.save_and_load",
+    "save_weights": "halfstep.own_loop.save_and_load",
+    "seeded": "halfstep.own_loop.seeded",
+    "simulate": "halfstep.precision.contexts",
+    "train": "halfstep_train.api",
+}
+
+__all__ = ["__version__", "integrations", *sorted(_PUBLIC)]
+
+_APPLICATION = frozenset(
+    {"bench", "cli", "config", "data", "guide", "kernels", "models", "report", "run", "tune", "use", "workloads"}
+)
+"""Modules of the application that custom workloads import."""
+
+
+class _OtherPackage:
+    """Asked last by Python's import, where no module was found: names the package that has it."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        package, _, inner = name.partition(".")
+        if package == "halfstep" and inner in _APPLICATION:
+            raise ModuleNotFoundError(_explain_other_package(inner), name=name)
+
+
+def _explain_other_package(name: str) -> str:
+    return f"halfstep.{name} is halfstep_train.{name}, in the package halfstep-train"
+
+
+sys.meta_path.append(_OtherPackage)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "integrations":
+        return importlib.import_module("halfstep.integrations")
+    if name in _APPLICATION:
+        raise AttributeError(_explain_other_package(name))
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'halfstep' has no attribute {name!r}; public names: {', '.join(sorted(_PUBLIC))}")
+    try:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    except ModuleNotFoundError as error:
+        from halfstep.errors import explain_missing
+
+        raise explain_missing(error, f"hs.{name}") or error from error
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,233 @@
+"""Every error a user can meet, with what happened, why, and how to fix it.
+
+    HalfstepError                exit code 2: the user's mistake, nothing was lost
+    ├── ConfigError              a config file, flag or override
+    ├── FormatError              an unknown number format
+    ├── HardwareError            the device cannot do what was asked
+    ├── PrecisionError           a precision request or plan that cannot hold
+    ├── DataError                files, folders, images, masks
+    ├── ModelError               weights that do not fit, a model that cannot be built
+    ├── CheckpointError          a run or checkpoint that cannot be read, written or resumed
+    ├── MemoryLimitError         the device ran out of memory
+    ├── TrainingStopped          exit code 1: the guard ended the run, with its reason
+    ├── RankLost                 exit code 1: another rank is gone or stuck
+    └── Interrupted              exit code 128 + signal: Ctrl-C or SIGTERM, everything saved
+
+`assert` is for mistakes in halfstep itself; these are for everything a user can cause or meet.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import shlex
+from collections.abc import Iterable
+
+
+class HalfstepError(Exception):
+    """A mistake that can be explained: `what` (with the value), `why`, and the `fix`."""
+
+    exit_code = 2
+    is_agreed = False
+    """True if every rank raises the same error."""
+    is_shown_elsewhere: bool | None = None
+    """True if another rank prints the error; None if the ranks have not agreed on that."""
+
+    def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
+        self.what, self.why, self.fix = make_printable(what), make_printable(why), make_printable(fix)
+        super().__init__(self.what)
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        lines += [f"  why: {self.why}"] if self.why else []
+        lines += [f"  fix: {self.fix}"] if self.fix else []
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Loader workers pickle data errors to the main process; keyword arguments must survive that.
+        return _rebuild, (type(self), self.what, self.why, self.fix)
+
+
+def make_printable(text: str) -> str:
+    """Return text that any terminal, file or JSON accepts: bytes of a file name that are not UTF-8 become `\\xe9`."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        # Python decodes such bytes as lone surrogates, which cannot be encoded again except in a file name.
+        return re.sub("[\ud800-\udfff]", _escape, text)
+    return text
+
+
+def _escape(found: re.Match[str]) -> str:
+    code = ord(found.group())
+    return f"\\x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"\\u{code:04x}"
+
+
+def _rebuild(kind: type[HalfstepError], what: str, why: str, fix: str) -> HalfstepError:
+    return kind(what, why=why, fix=fix)
+
+
+class ConfigError(HalfstepError):
+    """A config file, flag or override that cannot be used."""
+
+
+class FormatError(HalfstepError):
+    """An unknown number format, or a value that is not a number."""
+
+
+class HardwareError(HalfstepError):
+    """The device cannot do what was asked of it."""
+
+
+class PrecisionError(HalfstepError):
+    """A precision request or plan that cannot hold."""
+
+
+class DataError(HalfstepError):
+    """Files, folders, images or masks that cannot be used."""
+
+
+class ModelError(HalfstepError):
+    """Weights that do not fit, or a model that cannot be built."""
+
+
+class CheckpointError(HalfstepError):
+    """A run or checkpoint that cannot be read, written or resumed."""
+
+
+class MemoryLimitError(HalfstepError):
+    """The device ran out of memory."""
+
+
+class TrainingStopped(HalfstepError):
+    """The guard ended the run: further steps would have trained on garbage."""
+
+    exit_code = 1
+
+
+class RankLost(HalfstepError):
+    """Another rank is gone or does not answer: the others cannot continue without it."""
+
+    exit_code = 1
+
+
+class Interrupted(HalfstepError):
+    """The user or a scheduler ended the run; it can be continued."""
+
+    def __init__(self, what: str, *, why: str = "", fix: str = "", exit_code: int = 130) -> None:
+        super().__init__(what, why=why, fix=fix)
+        self.exit_code = exit_code
+
+
+def summarise_error(error: BaseException) -> str:
+    """Return the first line of another library's error, or its class name if it has no message."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def explain_refused_pickle(error: BaseException | None) -> str:
+    """Return which Python object torch, loading tensors only, refused to make from a file; empty for other errors.
+
+    torch raises the same class for objects and for damaged files, and its text advises to switch the check off.
+    """
+    refusal = re.compile(r"GLOBAL (\S+) w|unrecognized function (<.*?>)|add_safe_globals`,? but got (<.*?>)")
+    while error is not None:
+        if found := refusal.search(str(error)):
+            name = next(filter(None, found.groups()))
+            return f"it holds Python objects ({name}), and halfstep does not execute code from a file"
+        error = error.__cause__ or error.__context__  # diffusers raises its own over torch's
+    return ""
+
+
+def suggest_nearest(name: str, valid: Iterable[str], *, count: int = 3) -> str:
+    """Return `did you mean 'a' or 'b'?` for a mistyped name, or list the valid ones if none is similar."""
+    names = list(valid)
+    close = difflib.get_close_matches(name.lower(), names, n=count, cutoff=0.5)
+    if close:
+        return "did you mean " + " or ".join(repr(c) for c in close) + "?"
+    return "one of " + ", ".join(names)
+
+
+def suggest_command(*words: object) -> str:
+    """Return a command line, quoted for the shell: `halfstep evaluate 'runs/my unet'`."""
+    return make_printable(shlex.join(["halfstep", *map(str, words)]))
+
+
+OPTIONAL = {
+    "pydantic": ">=2.9",
+    "pyyaml": ">=6.0.2",
+    "rich": ">=13.9",
+    "typer": ">=0.15",
+    "matplotlib": ">=3.9",
+    "pillow": ">=10.3",
+    "torchmetrics": ">=1.5",
+    "nvidia-ml-py": ">=12.560",
+    "diffusers": ">=0.32",
+    "transformers": ">=4.48",
+    "tokenizers": ">=0.21",
+    "torchao": ">=0.17",
+    "tensorboard": ">=2.18",
+    "wandb": ">=0.28",
+    "mlflow": ">=3.17",
+}
+"""Packages that some features need, with their versions: those of halfstep-train and of the extras."""
+CLI_PACKAGES = {"pydantic": "pydantic", "yaml": "pyyaml", "rich": "rich", "typer": "typer", "PIL": "pillow",
+                   "matplotlib": "matplotlib", "torchmetrics": "torchmetrics", "pynvml": "nvidia-ml-py"}  # fmt: skip
+"""What halfstep-train needs and the library does not: modules, and the packages that hold them."""
+INSTALL_APPLICATION = "pip install -e packages/halfstep-train, in a clone of halfstep"
+
+
+def suggest_install(*packages: str) -> str:
+    """Return the command that installs optional packages, from a clone or anywhere else.
+
+    halfstep is on no package index, and installing an extra with constraints.txt could replace the user's torch.
+    """
+    return shlex.join(["pip", "install", *(name + OPTIONAL[name] for name in packages)])
+
+
+def explain_missing(error: ModuleNotFoundError, what: str) -> ImportError | None:
+    """Return an error with the install command if the application or a package that it needs is missing, else None."""
+    missing = (error.name or "").partition(".")[0]
+    if missing == "halfstep_train":
+        return ImportError(f"{what} needs halfstep-train, which is not installed: {INSTALL_APPLICATION}")
+    package = CLI_PACKAGES.get(missing)
+    if package is None:
+        return None
+    return ImportError(f"{what} needs {package}, which is not installed: {suggest_install(*CLI_PACKAGES.values())}")
+
+
+def format_count(number: int, thing: str, things: str = "") -> str:
+    """Return a count with its noun: `1 file`, `2,000 files`, `3 classes`."""
+    return f"{number:,} {thing if number == 1 else things or thing + 's'}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return `8 s`, `12 min`, `1 h 10 min` or `2 d 3 h`."""
+    if seconds < 59.5:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+    return f"{hours // 24} d {hours % 24} h"
+
+
+BYTE_UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
+"""Decimal, as vendors and papers print them."""
+
+
+def choose_byte_unit(num_bytes: float) -> tuple[str, float]:
+    """Return the unit for this many bytes, and its size in bytes; 999.5 MB is shown in GB, since it rounds to 1000."""
+    return next((one for one in BYTE_UNITS if abs(num_bytes) >= 0.9995 * one[1]), BYTE_UNITS[-1])
+
+
+def format_bytes(num_bytes: float, *, digits: int = 0) -> str:
+    """Return `4.8 GB` or `12 MB`; `digits` significant digits where sizes are compared: `4.81 GB`."""
+    unit, size = choose_byte_unit(num_bytes)
+    value = num_bytes / size
+    if digits and unit != "B":
+        shown = max(digits - len(f"{abs(value):.0f}"), 0)
+    else:
+        shown = int(abs(value) < 99.95 and unit in ("GB", "TB"))  # 99.95 would round to "100.0"
+    return f"{value:.{shown}f} {unit}"

@@ -1,0 +1,389 @@
+"""Observe every operation of a step, forward and backward, by the module it belongs to.
+
+The observer sees operations below autocast and autograd, as they reach the kernels, so it sees what ran and not what
+was requested. It changes no operand and no result.
+
+- Global module hooks track the running module; the model itself is unchanged.
+- A backward operation belongs to the module whose forward created its autograd node. Nodes are numbered as they are
+  created, so the number that was current when a forward operation ran leads back to its module.
+- Recomputed forward passes run inside a backward node; they belong to the module that the hooks report there.
+- Torch functions distinguish a `.float()` in the user's code from a cast by autocast.
+
+Compiled code is not seen this way: under a dispatch mode torch.compile steps aside (compiled_code.py reads its graphs).
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from halfstep.backend_flags import read_effective_leaves
+from halfstep.evidence.ranges import FOREIGN
+from halfstep.islands import is_on_island
+from halfstep.our_code import LIBRARY
+from halfstep.precision.apply import UPCAST_BY_AUTOCAST
+from halfstep.precision.plan import ROOT
+
+OUTSIDE = "(outside the model)"
+Direction = Literal["forward", "backward"]
+EXPLICIT_CASTS = {Tensor.float, Tensor.to, Tensor.type, Tensor.double}
+BY_PLAN = str(LIBRARY / "precision")
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One kind of matmul, convolution, attention or custom operation in one module and direction."""
+
+    module: str
+    direction: Direction
+    operation: str
+    format: str
+    is_island: bool = False
+    is_custom: bool = False
+    function: str = ""
+    """The custom autograd Function whose backward ran the operation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """A change of format in one module and direction."""
+
+    module: str
+    direction: Direction
+    source: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Upcast:
+    """Casts from half to fp32 written in the user's code, with their line."""
+
+    module: str
+    line: str
+
+
+@dataclass(slots=True)
+class Seen:
+    """What was observed in one or several steps."""
+
+    flops: Counter[Product] = field(default_factory=Counter)
+    calls: Counter[Product] = field(default_factory=Counter)
+    """Number of calls of the same products; those of unknown cost appear only here."""
+    casts: Counter[Cast] = field(default_factory=Counter)
+    cast_bytes: Counter[Cast] = field(default_factory=Counter)
+    kept: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Bytes kept for backward by module and format; weights do not count."""
+    norms_kept: Counter[str] = field(default_factory=Counter)
+    """Bytes of fp32 outputs of normalisations that are kept for backward."""
+    upcasts: Counter[Upcast] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class _Location:
+    module: str
+    is_island: bool
+
+
+@dataclass(slots=True)
+class _Entered:
+    module: str
+    node: int | None
+    """The node of backward that was running: then it is a recomputed forward pass."""
+
+
+class Observer:
+    """Observe what runs inside `watching()`, which may be entered for several steps."""
+
+    def __init__(self, model: nn.Module, frozen: Mapping[str, nn.Module] | None = None) -> None:
+        self.names = {module: name or ROOT for name, module in model.named_modules()}
+        for part, module in (frozen or {}).items():
+            self.names |= {inner: f"{part}.{name}".rstrip(".") for name, inner in module.named_modules()}
+        self.weights = {
+            p.untyped_storage().data_ptr() for m in self.names for p in nn.Module.parameters(m, recurse=False)
+        }
+        self.seen = Seen()
+        self.explicit_cast_line = ""
+        self._stack: list[_Entered] = []
+        self._thread = 0
+        self._numbers: list[int] = []
+        self._places: list[_Location] = []
+        self._kept: set[int] = set()
+        self._norm_outputs: dict[int, tuple[StorageWeakRef, str]] = {}
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Observe the operations that run inside."""
+        self._thread = threading.get_ident()
+        self._kept.clear()  # of the previous micro-batch, whose memory now holds other tensors
+        self._norm_outputs.clear()
+        with ExitStack() as stack:
+            for handle in (
+                register_module_forward_pre_hook(self._enter),
+                register_module_forward_hook(self._leave, always_call=True),
+            ):
+                stack.callback(handle.remove)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept))
+            # The function mode sees calls above autograd, the dispatch mode kernels below it.
+            stack.enter_context(_Functions(self))
+            stack.enter_context(_Operations(self))
+            yield
+        self._stack.clear()
+
+    # --- where ---
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        # Modules that are not in the model, such as those made inside a forward, count as the enclosing one. The number
+        # of the running backward node, if there is one, marks a recomputed forward pass.
+        enclosing = self._stack[-1].module if self._stack else OUTSIDE
+        self._stack.append(_Entered(self.names.get(module, enclosing), _get_number(_get_node())))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        left = self._stack.pop() if self._stack else None
+        if left is not None and isinstance(module, UPCAST_BY_AUTOCAST):
+            for tensor in iterate_floating(output):
+                # By storage address, since a saved tensor may be a view of the output. The weak reference shows later
+                # whether the memory is still that tensor's.
+                storage = tensor.untyped_storage()
+                self._norm_outputs[storage.data_ptr()] = StorageWeakRef(storage), left.module
+
+    def locate(self) -> tuple[_Location, Direction, str]:
+        """Return module, direction, and the custom autograd Function that runs."""
+        node = _get_node()
+        here = self._stack[-1] if self._stack else None
+        # Forward: no node of backward runs, or the module was entered while this same node ran, as when checkpointing
+        # recomputes a block.
+        if node is None or here is not None and here.node == _get_number(node):
+            place = _Location(here.module if here is not None else OUTSIDE, is_on_island())
+            self._remember(place)
+            return place, "forward", ""
+        function = type(node).__name__.removesuffix("Backward") if isinstance(node, BackwardCFunction) else ""
+        return self._find_location(node._sequence_nr()), "backward", function
+
+    def _remember(self, place: _Location) -> None:
+        if threading.get_ident() != self._thread:
+            return  # recomputed in a thread of backward, which has its own counter
+        # The counter holds the number of the next node, so the newest node has one less. Below autograd, that is the
+        # node of the operation which runs now, if it has one.
+        number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+        # Numbers are kept ascending for the bisection. Operations that create no node leave the counter as it
+        # is and are not noted.
+        if not self._numbers or number > self._numbers[-1]:
+            self._numbers.append(number)
+            self._places.append(place)
+
+    def _find_location(self, number: int) -> _Location:
+        """Return the location of the first operation that ran after the node was created."""
+        # The entry at or after the node: several nodes made by one call share the location noted after the last of
+        # them.
+        found = bisect.bisect_left(self._numbers, number)
+        return self._places[found] if found < len(self._places) else _Location(OUTSIDE, False)
+
+    # --- what ---
+
+    def record_product(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Record the format and FLOPs of a matmul, convolution, attention or custom operation."""
+        name = find_compute_format(func, args, kwargs)
+        if not name:
+            return
+        place, direction, function = self.locate()
+        operation = f"{func.namespace}::{func._opname}" if is_custom(func) else func._opname
+        found = Product(place.module, direction, operation, name, place.is_island, is_custom(func), function)
+        self.seen.calls[found] += 1
+        if flops := count_flops(func, args, kwargs, result):
+            self.seen.flops[found] += flops
+
+    def record_cast(self, source: Tensor, result: Tensor) -> None:
+        """Record a change of format between floating-point tensors, and its line if the user wrote the cast."""
+        if source.dtype == result.dtype or not (source.is_floating_point() and result.is_floating_point()):
+            return
+        place, direction, _ = self.locate()
+        found = Cast(place.module, direction, name_format(source.dtype), name_format(result.dtype))
+        self.seen.casts[found] += 1
+        self.seen.cast_bytes[found] += result.nbytes
+        # The function mode sets explicit_cast_line while a cast of the user runs; casts of autocast leave it empty.
+        is_up = source.dtype.itemsize == 2 and result.dtype == torch.float32
+        if is_up and self.explicit_cast_line and direction == "forward" and not place.is_island:
+            self.seen.upcasts[Upcast(place.module, self.explicit_cast_line)] += result.nbytes
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if tensor.is_floating_point() and address not in self.weights and address not in self._kept:
+            self._kept.add(address)
+            place, _, _ = self.locate()
+            self.seen.kept[place.module, name_format(tensor.dtype)] += storage.nbytes()
+            reference, norm = self._norm_outputs.get(address, (None, ""))
+            if reference is not None and not reference.expired() and tensor.dtype == torch.float32:
+                self.seen.norms_kept[norm] += storage.nbytes()
+        # Detached: a node that saves its own output forms a reference cycle that the garbage collector cannot see.
+        # Without a backward pass the graph would stay alive, its gradients tied to this stream, and no later step could
+        # be captured.
+        return tensor.detach()
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.observer = observer
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if is_product(func):
+            self.observer.record_product(func, args, kwargs or {}, result)
+        elif func is torch.ops.aten._to_copy.default:
+            self.observer.record_cast(args[0], result)
+        else:
+            self.observer.locate()  # notes the nodes of operations that are not counted
+        return result
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        self.observer = observer
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in EXPLICIT_CASTS:
+            return func(*args, **(kwargs or {}))
+        self.observer.explicit_cast_line = _find_calling_line()
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.observer.explicit_cast_line = ""
+
+
+def _find_calling_line() -> str:
+    """Return the nearest line of code outside torch and halfstep, such as `model.py:31`; empty if the plan casts."""
+    # Two frames up: this function and `__torch_function__` are not of interest.
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(BY_PLAN):
+            return ""
+        if not path.startswith(FOREIGN):
+            return f"{Path(path).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _get_node() -> Any:
+    return torch._C._current_autograd_node()
+
+
+def _get_number(node: Any) -> int | None:
+    return None if node is None else int(node._sequence_nr())
+
+
+# --- operations whose format the plan decides: matmuls, convolutions, attention and custom operations ---
+# FLOPs follow torch.utils.flop_counter: one multiply-add counts as two.
+
+
+aten = torch.ops.aten
+
+FORMATS = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
+}
+HALF = ("bf16", "fp16")
+TORCHS_OWN = {"aten", "prim", "prims", "profiler", "inductor", "rngprims", "debugprims", "_c10d_functional", "c10d"}
+CONVOLUTIONS = {"convolution", "convolution_backward", "_convolution", "cudnn_convolution", "convolution_overrideable"}
+
+
+def _count_vector_flops(left: Tensor, right: Tensor, *, out_val: Any) -> int:
+    return 2 * left.numel()
+
+
+WITHOUT_FORMULA: dict[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        aten._scaled_dot_product_flash_attention_backward
+    ],
+    aten._scaled_dot_product_fused_attention_overrideable: flop_registry[aten._scaled_dot_product_flash_attention],
+    aten.mv: _count_vector_flops,
+    aten.dot: _count_vector_flops,
+}
+"""FLOP formulas of products that the registry of torch lacks."""
+RECURRENT = {"_cudnn_rnn", "_cudnn_rnn_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_scaled_mm_v2"}
+"""Products of unknown cost."""
+
+
+@functools.cache
+def is_custom(func: Any) -> bool:
+    """True for an operation of a custom library: autocast does not know it unless it is registered."""
+    return func.namespace not in TORCHS_OWN
+
+
+@functools.cache
+def is_product(func: Any) -> bool:
+    """True for an operation whose format the plan decides."""
+    packet = func._overloadpacket
+    return packet in flop_registry or packet in WITHOUT_FORMULA or packet.__name__ in RECURRENT or is_custom(func)
+
+
+def count_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int | None:
+    """Return the FLOPs of an operation; None if there is no formula for it."""
+    packet = func._overloadpacket
+    formula = flop_registry.get(packet) or WITHOUT_FORMULA.get(packet)
+    if formula is None:
+        return None
+    shaped = (value for value in args if not isinstance(value, torch.dtype))  # drop `out_dtype`
+    return int(formula(*shaped, **kwargs, out_val=result))
+
+
+def name_format(dtype: torch.dtype) -> str:
+    """Return the short name of a dtype, such as `bf16`."""
+    return FORMATS.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def find_compute_format(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Return the format in which operands were multiplied; empty if none is floating-point."""
+    found = [name_format(tensor.dtype) for tensor in iterate_floating((args, dict(kwargs)))]
+    if not found:
+        return ""
+    # Operands can differ, such as an fp32 bias or accumulator: the narrowest is what is multiplied. A custom operation
+    # may take them in any roles, so its first operand counts.
+    lowest = next((name for name in ("fp8", "fp16", "bf16") if name in found), found[0]) if not is_custom(func) else ""
+    name = lowest or found[0]
+    return "tf32" if name == "fp32" and _uses_tf32(func, args) else name
+
+
+def _uses_tf32(func: Any, args: tuple[Any, ...]) -> bool:
+    """True if the current switch for fp32 operands allows TF32, which the library checks before it multiplies."""
+    if is_custom(func):
+        return False
+    device = next((tensor.device.type for tensor in iterate_floating(args)), "cpu")
+    backend = "cuda" if device == "cuda" else "mkldnn"
+    kind = "conv" if func._overloadpacket.__name__ in CONVOLUTIONS else "matmul"
+    return read_effective_leaves()[backend, kind] == "tf32"
+
+
+def iterate_floating(value: Any) -> Iterator[Tensor]:
+    """Return the floating-point tensors of nested arguments."""
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point())

@@ -1,0 +1,325 @@
+"""Try changes of code without editing it.
+
+Function modes change calls of torch functions from certain lines. They act above autograd, so that backward also
+follows the changed code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Collection, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from halfstep.evidence.ranges import FOREIGN, has_fractions
+from halfstep.islands import fp32_island
+from halfstep.our_code import OURS
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Patch = Callable[[str, tuple[Any, ...], dict[str, Any]], Arguments | Tensor | None]
+"""Returns new arguments for the named function, or its result; None if the patch does not apply."""
+HALF = (torch.float16, torch.bfloat16)
+CASTS = ("to", "type", "type_as", "half", "bfloat16", "float")
+
+
+class AtLines(TorchFunctionMode):
+    """Change the arguments of torch functions that are called from these lines."""
+
+    def __init__(self, lines: Collection[str], patch: Patch) -> None:
+        super().__init__()
+        self.lines, self.patch = set(lines), patch
+        self.num_changed = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        changed = self.patch(_get_name(func), args, kwargs) if _find_own_line(sys._getframe(1)) in self.lines else None
+        if changed is None:
+            return func(*args, **kwargs)
+        self.num_changed += 1
+        return changed if isinstance(changed, Tensor) else func(*changed[0], **changed[1])
+
+
+@contextlib.contextmanager
+def enter_in_backward(function: type[Function] | None, mode: TorchFunctionMode) -> Iterator[None]:
+    """Enter a mode around the step, and again in the backward of a custom Function, where torch disables such modes."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mode)
+        if function is not None:
+            # autograd runs a custom backward with function modes disabled, so it enters the mode itself.
+            backward = function.backward
+
+            def patched(*args: Any) -> Any:
+                with mode:
+                    return backward(*args)
+
+            stack.enter_context(_replace_attribute(function, "backward", staticmethod(patched)))
+        yield
+
+
+@contextlib.contextmanager
+def use_autograd_derivative(function: type[Function]) -> Iterator[None]:
+    """Use autograd's derivative of a custom Function's forward instead of its backward."""
+
+    class Ignored:
+        """A ctx that saves nothing."""
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args, **kwargs: None
+
+    def apply(*args: Any) -> Any:
+        # Two styles of Functions: forward(ctx, ...), or forward(...) with a separate setup_context.
+        has_context = function.setup_context is Function.setup_context
+        return function.forward(Ignored(), *args) if has_context else function.forward(*args)
+
+    with _replace_attribute(function, "apply", staticmethod(apply)):
+        yield
+
+
+@contextlib.contextmanager
+def _replace_attribute(owner: type, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute inside; an inherited one is inherited again afterwards."""
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        # Deleting first makes an inherited attribute visible again.
+        delattr(owner, name)
+        if own is not None:
+            setattr(owner, name, own)
+
+
+class IslandAt(TorchFunctionMode):
+    """Run torch functions called from one line in fp32, or in a wider format."""
+
+    def __init__(self, line: str, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.line, self.dtype = line, dtype
+        self.has_widened = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _find_own_line(sys._getframe(1)) != self.line:
+            return func(*args, **kwargs)
+        with fp32_island():
+            return func(*self._widen(args), **self._widen(kwargs))
+
+    def _widen(self, tree: Any) -> Any:
+        def wide(x: Any) -> Any:
+            is_narrow = isinstance(x, Tensor) and x.is_floating_point() and x.itemsize < self.dtype.itemsize
+            self.has_widened |= is_narrow
+            return x.to(self.dtype) if is_narrow else x
+
+        return tree_map(wide, tree)
+
+
+class WithoutCasts(TorchFunctionMode):
+    """Skip casts to these narrower formats in the user's code, and record their lines. Casts to half in halfstep's code
+    are skipped only with `ours`."""
+
+    def __init__(self, dtypes: Collection[torch.dtype], only: str = "", *, ours: bool = False) -> None:
+        super().__init__()
+        self.dtypes, self.only, self.kept = dtypes, only, FOREIGN if ours else (*FOREIGN, *OURS)
+        self.lines: dict[str, None] = {}
+        """Lines of skipped casts, in the order in which they ran."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if _get_name(func) not in CASTS or not isinstance(result, Tensor) or result.dtype not in self.dtypes:
+            return result
+        caller, given = sys._getframe(1), args[0]
+        line = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+        is_own = not line.startswith(self.kept) and self.only in ("", line)
+        if not is_own or not given.is_floating_point() or given.itemsize <= result.itemsize:
+            return result
+        self.lines[line] = None
+        # The device may change in the same call; only the cast is skipped.
+        return given.to(result.device)
+
+
+def _find_own_line(frame: FrameType | None) -> str:
+    """Return the innermost line of the user's code or the model's."""
+    while frame is not None and frame.f_code.co_filename.startswith(FOREIGN):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+
+
+def _get_name(func: Any) -> str:
+    return str(getattr(func, "__name__", "")).strip("_").removeprefix("linalg_")
+
+
+def combine_patches(patches: Collection[Patch]) -> Patch:
+    """Apply several patches at once; each affects its own functions."""
+
+    def patch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | Tensor | None:
+        return next((changed for one in patches if (changed := one(name, args, kwargs)) is not None), None)
+
+    return patch
+
+
+def _patch_argument(names: tuple[str, ...], change: Callable[[Tensor], Tensor], position: int = 0) -> Patch:
+    def patch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        fits = name in names and len(args) > position and isinstance(args[position], Tensor)
+        if not fits or not args[position].is_floating_point():
+            return None
+        return (*args[:position], change(args[position]), *args[position + 1 :]), kwargs
+
+    return patch
+
+
+def make_arguments_finite(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    """Replace non-finite numbers in all arguments by 0."""
+    floating = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and has_fractions(x)]
+    if all(bool(x.isfinite().all()) for x in floating):
+        return None
+    known = {id(x) for x in floating}
+    filled: Arguments = tree_map(lambda x: x.nan_to_num(0.0, 0.0, 0.0) if id(x) in known else x, (args, kwargs))
+    return filled
+
+
+def _patch_keywords(names: tuple[str, ...], **more: Any) -> Patch:
+    return lambda name, args, kwargs: (args, kwargs | more) if name in names else None
+
+
+def _find_denominator(name: str) -> int:
+    """Return which argument is the denominator. `1 / x` calls __rdiv__, whose first argument is x."""
+    return 0 if name in ("rdiv", "reciprocal") else 1
+
+
+def _patch_denominator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    """Move a denominator away from 0: real and complex tensors, and a Python float that is 0."""
+    position = _find_denominator(name)
+    value = args[position] if name in _DIVISIONS and len(args) > position else None
+    if isinstance(value, Tensor) and has_fractions(value):
+        return (*args[:position], _move_away_from_zero(value), *args[position + 1 :]), kwargs
+    is_zero = isinstance(value, float) and value == 0
+    return ((*args[:position], 1e-4, *args[position + 1 :]), kwargs) if is_zero else None
+
+
+def _patch_count(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    """Raise an integer denominator of 0 to 1, in a tensor or in Python."""
+    position = _find_denominator(name)
+    value = args[position] if name in _DIVISIONS and len(args) > position else None
+    is_integer = isinstance(value, int) or isinstance(value, Tensor) and not has_fractions(value)
+    if not is_integer or not bool(torch.as_tensor(value == 0).any()):
+        return None
+    count = value.clamp(min=1) if isinstance(value, Tensor) else 1
+    return (*args[:position], count, *args[position + 1 :]), kwargs
+
+
+_DIVISIONS = ("truediv", "div", "divide", "true_divide", "rdiv", "reciprocal")
+
+
+def _move_away_from_zero(x: Tensor, eps: float = 1e-4) -> Tensor:
+    if x.is_complex():
+        return torch.where(x.abs() >= eps, x, eps)
+    return torch.where(x >= 0, x.clamp(min=eps), x.clamp(max=-eps))
+
+
+def _clamp_infinity(x: Tensor) -> Tensor:
+    return x.clamp(min=torch.finfo(x.dtype).min / 2)
+
+
+def _add_diagonal(x: Tensor) -> Tensor:
+    """Add distinct numbers to the diagonal, so that no two eigenvalues stay equal."""
+    small = torch.linspace(1e-3, 2e-3, x.shape[-1], dtype=x.dtype, device=x.device)
+    return x + small * torch.eye(*x.shape[-2:], dtype=x.dtype, device=x.device)
+
+
+def _patch_determinant(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    return torch.linalg.slogdet(args[0])[1] if name == "logdet" else None
+
+
+def _patch_mean(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    is_empty = name == "mean" and len(args) == 1 and not kwargs and not args[0].numel()
+    return args[0].sum() if is_empty else None
+
+
+def _patch_eps(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    eps = kwargs.get("eps")
+    is_small = name.endswith("_norm") and isinstance(eps, float | int) and eps < 1e-8
+    return (args, kwargs | {"eps": 1e-5}) if is_small else None
+
+
+def _patch_exponent(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | Tensor | None:
+    """Limit the argument of an exponential, or the exponent of a power; `2 ** x` calls __rpow__, whose first argument
+    is x."""
+    position = 1 if name == "pow" else 0
+    return _patch_argument((*EXPONENTIALS, "pow", "rpow"), lambda x: x.clamp(max=10.0), position)(name, args, kwargs)
+
+
+EXPONENTIALS = ("exp", "expm1", "exp2")
+EQUIVALENT: tuple[tuple[str, Patch], ...] = (
+    (
+        "the maximum subtracted from the argument of exp (what softmax does)",
+        _patch_argument(EXPONENTIALS, lambda x: x - x.amax(-1, keepdim=True)),
+    ),
+)
+"""Changes that help only where they leave the result as it is."""
+PATCHES: tuple[tuple[str, Patch], ...] = (
+    ("a count of at least 1 in the denominator (clamp(min=1))", _patch_count),
+    ("a denominator of at least 1e-4 (an eps, or a clamp)", _patch_denominator),
+    (
+        "clamp(min=1e-4) under the root or logarithm",
+        _patch_argument(
+            ("log", "log2", "log10", "sqrt", "rsqrt", "pow", "lgamma", "digamma"),
+            lambda x: x.clamp(min=1e-4),
+        ),
+    ),
+    ("clamp(min=-0.9999) on the argument of log1p", _patch_argument(("log1p",), lambda x: x.clamp(min=-0.9999))),
+    ("eps=1e-4 in logit", _patch_argument(("logit",), lambda x: x.clamp(1e-4, 1 - 1e-4))),
+    ("an eps of 1e-4 before the norm", _patch_argument(("norm", "vector_norm"), lambda x: x + 1e-4)),
+    ("eps=1e-5 in the normalisation", _patch_eps),
+    ("clamp(max=10) on the argument of exp", _patch_exponent),
+    (
+        "clamp(-10, 10) on the argument of cosh or sinh",
+        _patch_argument(("cosh", "sinh"), lambda x: x.clamp(-10.0, 10.0)),
+    ),
+    (
+        "factors of at most 1 (clamp(-1, 1)) in the product",
+        _patch_argument(("cumprod", "prod"), lambda x: x.clamp(-1.0, 1.0)),
+    ),
+    (
+        "different small numbers added to the diagonal (torch.diag(torch.linspace(1e-3, 2e-3, n)))",
+        _patch_argument(
+            ("logdet", "slogdet", "det", "cholesky", "inv", "inverse", "solve", "eigh", "svd", "pinv"),
+            _add_diagonal,
+        ),
+    ),
+    ("torch.linalg.slogdet(...)[1] in place of logdet", _patch_determinant),
+    (
+        "a large finite number in place of -inf",
+        _patch_argument(("softmax", "log_softmax", "logsumexp"), _clamp_infinity),
+    ),
+    (
+        "clamp(-0.9999, 0.9999) on what is between -1 and 1",
+        _patch_argument(
+            ("acos", "arccos", "asin", "arcsin", "atanh", "arctanh", "erfinv"), lambda x: x.clamp(-0.9999, 0.9999)
+        ),
+    ),
+    (
+        "clamp(min=1.0001) on the argument of acosh",
+        _patch_argument(("acosh", "arccosh"), lambda x: x.clamp(min=1.0001)),
+    ),
+    ("correction=0, since one number has no unbiased deviation,", _patch_keywords(("std", "var"), correction=0)),
+    (
+        'reduction="sum" and a division by the targets that count, at least 1,',
+        _patch_keywords(("cross_entropy", "nll_loss"), reduction="sum"),
+    ),
+    ("sum() in place of mean() where nothing is selected", _patch_mean),
+    ("zero_infinity=True, for targets longer than their input,", _patch_keywords(("ctc_loss",), zero_infinity=True)),
+)
+"""Patches in order of size; each affects only its own functions."""

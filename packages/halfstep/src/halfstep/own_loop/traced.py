@@ -1,0 +1,634 @@
+"""Trace a user's loss function, so that a CUDA graph can hold its code and no Python value is frozen.
+
+`torch.compile(fullgraph=True)` traces `_call(loss_fn, batch)` with the backend below. On each call Dynamo evaluates its
+guards on everything the Python code read, and then calls the function that the backend made for this combination of
+values and shapes, an `Entry`. That function does not compute: it notes its inputs and returns empty tensors, which the
+fast path fills when it has run or replayed the whole window (fast.py). So the user's Python, with its side effects on
+lists and counters, runs once per micro-batch, as in an eager loop.
+
+One trace gives all code of an entry. Dynamo's graph, unmodified, is the reference: under eager autograd it does what
+the user's code does. What is captured is AOTAutograd's graph of it, as it is (torch's kernels) or compiled by Inductor.
+Dynamo's graph itself could not be captured: there a changing float is a CPU tensor followed by `.item()`, which a
+capture freezes. AOTAutograd turns it into a tensor input, which `place_numbers` puts on the device.
+
+`NotTraced` says, with the user's line, why a loss function cannot be captured; the loop then stays eager.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import operator
+import re
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, set_eval_frame
+from torch._dynamo import trace_rules
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.source import ConstantSource, NumpyTensorSource
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.types import ConvertFrameReturn
+from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
+from torch._dynamo.variables.lists import DequeVariable
+from torch._functorch._aot_autograd.schemas import OutputType
+from torch._functorch.partitioners import default_partition
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch.fx import GraphModule, Node, has_side_effect
+from torch.fx.node import map_arg
+from torch.utils.checkpoint import CheckpointPolicy
+
+from halfstep.backend_flags import Fp32Mode, MatmulLeaf, has_matmul_switch
+from halfstep.our_code import OURS
+from halfstep.own_loop.windows import Call, Compiler, Entry, NotTraced, Outdated, Promise, list_tensors
+from halfstep.precision.contexts import BACKWARD_AS_EAGER, CACHE_ENABLED, get_autocast_dtype, use_sound_attention
+from halfstep.precision.plan import Plan
+
+PURE = frozenset({"aten", "prims", "prim", "higher_order", "rngprims", "inductor", "inductor_prims", "halfstep"})
+"""Namespaces of operations that read nothing but their inputs. A custom operation may read a global."""
+RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial", "exponential", "uniform", "philox")
+ATOMIC = (
+    *("embedding", "index_add", "index_put", "index_reduce", "scatter", "gather", "pool", "upsample", "grid_sampler"),
+    *("convolution_backward", "cumsum", "bincount", "histc", "ctc_loss", "nll_loss2d"),
+)
+"""Operations whose kernels, forward or backward, may add up with atomics, in another order at every run."""
+BY_DATA = frozenset({"prod", "cumprod", "interpolate", "multi_margin_loss"})
+"""Functions whose traced code rounds differently for some values only: one comparison may not show it. The eager
+gradient of a product, for one, uses a simpler formula if no input is zero."""
+MAX_STREAK = 3  # new entries in a row for batches of one shape: some value changes at every step
+MAX_ENTRIES = 64  # of one loss function: shapes and combinations of Python values
+
+
+NUMBERS = itertools.count()
+
+
+class LookedUp(Exception):
+    """The entry of a call is known, and its Python code has not run: Dynamo applies all side effects afterwards."""
+
+
+class NoEntry(Exception):
+    """No entry fits the Python values and shapes of a call."""
+
+
+class TracedLoss:
+    """The loss functions of one hs.Step as Dynamo sees them. One object per step: guards do not compare identities."""
+
+    def __init__(self, plan: Plan, *, pure_ops: frozenset[str] = frozenset()) -> None:
+        self.plan, self.device = plan, torch.device(plan.device)
+        self.pure_ops = PURE | pure_ops
+        self._autocast = self._make_autocast()
+        self.entries: list[Entry] = []
+        self._last: Call | None = None
+        self._cause = ""  # of the last new entry: the guard that failed
+        self._streaks: dict[object, int] = {}  # new entries in a row, by the shapes of the batch
+        # `optimize` is what torch.compile calls; it also reports which guard failed.
+        context: Any = torch._dynamo.optimize(self._add_entry, nopython=True, guard_fail_fn=self._note_cause)
+        # Its own code object: Dynamo keeps the entries of all tracers with the code, and tries each one's guards.
+        name = f"_call_{next(NUMBERS)}"
+        self._function = FunctionType(_call.__code__.replace(co_name=name), globals(), name)
+        self._callback = context.callback = TraceCallback(context.callback, plan, self._function.__code__)
+        self._call = context(self._function)
+
+    def _make_autocast(self) -> torch.autocast:
+        dtype = get_autocast_dtype(self.plan.granted)
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=CACHE_ENABLED)
+
+    @property
+    def has_side_effects(self) -> bool:
+        return any(entry.has_side_effects for entry in self.entries)
+
+    def __call__(
+        self,
+        loss_fn: Callable[[Any], Any],
+        batch: Any,
+        before_new: Callable[[], None] = lambda: None,
+        *,
+        only_looks: bool = False,
+    ) -> Call:
+        """Run the Python of a loss function, and promise its tensors. Raise NotTraced where it cannot be traced. A call
+        whose code was not compared with eager code yet is only looked up, so that nothing has happened, and every call
+        with `only_looks`. `before_new` is called before new code is traced."""
+        self._last, self._only_looks = None, only_looks
+        self._callback.batch, self._callback.before_new = batch, before_new
+        num_entries = len(self.entries)
+        try:
+            # Guards compare the state of autocast, the attention function and the precision of matmuls. Setting all
+            # flags of the plan takes longer than a small model's step: that is left to the callback, for new entries.
+            mode: Fp32Mode = "tf32" if self.plan.compute == "tf32" else "ieee"
+            is_set = has_matmul_switch(mode)
+            flags = use_sound_attention(self.plan.device) if is_set else self.plan.backend()
+            with self._autocast, flags, MatmulLeaf(mode) if is_set else nullcontext():
+                try:
+                    result = self._run(loss_fn, batch)
+                except LookedUp:
+                    result = None
+                    if len(self.entries) > num_entries == 0:
+                        self._look_up_once(loss_fn, batch)
+        except TorchDynamoException as error:
+            raise NotTraced(explain(error)) from None
+        call: Call | None = self._last
+        if call is None:
+            raise NotTraced("loss_fn runs no operation of torch")
+        call.result = result
+        return call
+
+    def _run(self, loss_fn: Callable[[Any], Any], batch: Any) -> Any:
+        """Run the entry whose guards fit, or trace a new one. torch.compile's wrapper around a function, which prepares
+        tracing, takes longer than the guards of a small model: it is left out where an entry fits."""
+        if self.entries:
+            self._callback.only_looks_up = True
+            before = set_eval_frame(self._callback)  # type: ignore[arg-type]
+            try:
+                return self._function(loss_fn, batch)
+            except NoEntry:
+                pass  # raised in place of the first instruction: no code of the user has run
+            finally:
+                set_eval_frame(before)
+                self._callback.only_looks_up = False
+        return self._call(loss_fn, batch)
+
+    def _look_up_once(self, loss_fn: Callable[[Any], Any], batch: Any) -> None:
+        """Refuse a first entry whose guards fail at once: every step would be traced again."""
+        for kept in _debug_get_cache_entry_list(self._function.__code__):
+            found = kept.guard_manager.check_verbose({"loss_fn": loss_fn, "batch": batch})
+            if not found.result:
+                raise NotTraced(f"torch would trace it again at every step: {' '.join(found.verbose_code_parts)}")
+
+    def _add_entry(self, module: GraphModule, examples: list[Any]) -> Callable[..., Sequence[Any]]:
+        """Make an entry of Dynamo's graph (this is the backend that torch.compile calls), and note each call of it."""
+        module = copy_graph(module)  # Dynamo goes on with its own
+        # To compile it later, fake tensors are enough, but a number is traced as one only from the real tensor.
+        context = TracingContext.get()
+        kept = [
+            make_fake(one, context) if isinstance(one, Tensor) and not (one.ndim == 0 and one.is_cpu) else one
+            for one in examples
+        ]
+        entry = Entry(
+            module, find_outputs(module), lambda compiler: self._compile(entry, module, kept, context, compiler)
+        )
+        if any(isinstance(output, torch.SymInt | torch.SymFloat | torch.SymBool) for output in entry.outputs):
+            entry.why_not = "loss_fn changes a Python number that it also computes with, such as a counter"
+        losses = [k for k, one in enumerate(entry.outputs) if isinstance(one, Promise) and one.requires_grad]
+        if len(losses) == 1:
+            entry.loss = losses[0]
+        elif losses:
+            entry.why_not = "loss_fn keeps a tensor that has an autograd graph besides the loss: detach it"
+        else:
+            entry.why_not = "the loss does not depend on a tensor that requires a gradient"
+        entry.has_numbers = not all(isinstance(example, Tensor) for example in examples)
+        entry.requires_grad = list_requires_grad(examples, has_numbers=entry.has_numbers)
+        is_double = any(isinstance(one, Promise) and one.dtype == torch.float64 for one in entry.outputs)
+        if is_double and any(map(is_numpy_number, module.graph.find_nodes(op="placeholder"))):
+            entry.why_not = "torch's compiler computes with a NumPy number in float64: use float(number)"
+        entry.has_side_effects, wrong = find_side_effects()
+        entry.why_not = entry.why_not or wrong
+        targets = [getattr(node.target, "__name__", str(node.target)) for node in module.graph.nodes]
+        entry.rounds_by_data = not BY_DATA.isdisjoint(targets)
+        entry.compile("aten")
+        entry.why_not = entry.why_not or find_repeated(module, entry)
+        self.entries.append(entry)
+
+        def promise(*inputs: Any) -> Sequence[Any]:
+            self._refuse(entry, inputs)  # before Dynamo applies the side effects of the user's Python
+            numbers = tuple(one for one in inputs if not isinstance(one, Tensor)) if entry.has_numbers else ()
+            if self._only_looks or not entry.is_compared:
+                self._last = Call(entry, inputs, [], numbers, is_promised=False)
+                raise LookedUp
+            promised = [output.make() if isinstance(output, Promise) else output for output in entry.outputs]
+            self._last = Call(entry, inputs, promised, numbers)
+            return promised
+
+        return promise
+
+    def _compile(
+        self, entry: Entry, module: GraphModule, examples: list[Any], context: TracingContext, compiler: Compiler
+    ) -> None:
+        """Make the code of an entry by AOTAutograd, for torch's kernels or by Inductor."""
+        if compiler == "inductor" and entry.has_numbers:
+            raise NotTraced("an integer that loss_fn computes with changes, and compiled code might not follow it")
+        code = self._compile_once(entry, module, examples, context, compiler, frozenset())
+        if shared := entry.mutated & find_shared(module):
+            # A weight that forward writes gets its gradient from AOTAutograd only if its casts are not shared.
+            code = self._compile_once(entry, module, examples, context, compiler, shared)
+        entry.codes[compiler] = code
+
+    def _compile_once(
+        self,
+        entry: Entry,
+        module: GraphModule,
+        examples: list[Any],
+        context: TracingContext,
+        compiler: Compiler,
+        written: frozenset[int],
+    ) -> Callable[..., Sequence[Any]]:
+        graphs: list[GraphModule] = []
+
+        def keep(graph: GraphModule, inputs: Any, **settings: Any) -> Any:
+            if not graphs:
+                assert context.fw_metadata is not None
+                infos = enumerate(context.fw_metadata.input_info)
+                entry.mutated = frozenset(number for number, info in infos if info.mutates_data)
+                if any(info.output_type is OutputType.alias_of_input for info in context.fw_metadata.output_info):
+                    entry.why_not = entry.why_not or "loss_fn keeps a view of a weight or of the batch: clone it"
+            found, moved, waits = scan(graph, self.device, self.pure_ops)
+            entry.why_not = entry.why_not or found
+            if not graphs:  # the inputs of backward are others
+                entry.moved, entry.waits, entry.num_nodes = moved, waits, 0
+            graphs.append(graph)
+            names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+            entry.num_nodes += len(names)
+            entry.is_random |= any(part in name for name in names for part in RANDOM)
+            entry.uses_atomics |= any(part in name for name in names for part in ATOMIC)
+            if not entry.why_not:
+                inputs = place_numbers(graph, inputs, self.device)
+            return run_boxed(graph) if compiler == "aten" else compile_by_inductor(graph, inputs, settings)
+
+        module = copy_graph(module)
+        share_casts(module, written)
+        # A hit in AOTAutograd's cache would not pass through `keep`, and nothing would be scanned. Backward is compiled
+        # at once, too, so that it is scanned before any of the user's code has run.
+        settings = BACKWARD_AS_EAGER | {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
+        with tracing(context), self._make_autocast(), self.plan.backend(), torch._functorch.config.patch(settings):
+            if compiler == "aten":
+                return aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition)(module, examples)
+            from torch._inductor.compile_fx import compile_fx  # imports Triton where there is one
+
+            return compile_fx(module, examples, inner_compile=keep)  # type: ignore[return-value]
+
+    def _refuse(self, entry: Entry, inputs: Sequence[Any]) -> None:
+        """Raise NotTraced for a call that a replay would not repeat as the user's code does."""
+        if list_requires_grad(inputs, has_numbers=entry.has_numbers) != entry.requires_grad:
+            raise Outdated
+        if entry.why_not:
+            raise NotTraced(entry.why_not)
+        if not entry.was_called and any(
+            isinstance(one, Tensor) and one.requires_grad and not one.is_leaf for one in inputs
+        ):  # a guard compares whether an input requires a gradient
+            raise NotTraced("loss_fn reads a tensor that was computed outside of it and has an autograd graph")
+        if entry.was_called and (not self._streaks or self._only_looks or not entry.is_compared):
+            return
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in list_tensors(self._callback.batch))
+        streak = 0 if entry.was_called else self._streaks.get(shapes, 0) + 1
+        self._streaks[shapes], entry.was_called = streak, True
+        if not any(self._streaks.values()):
+            self._streaks.clear()
+        if streak > MAX_STREAK:
+            raise NotTraced(f"it would be traced again at every step, because this changes: {self._cause}")
+
+    def _note_cause(self, failure: Any) -> None:
+        self._cause = re.sub(r"\s+", " ", failure.reason.splitlines()[0]).strip()
+
+
+def _call(loss_fn: Callable[[Any], Any], batch: Any) -> Any:
+    return loss_fn(batch)
+
+
+class TraceCallback:
+    """What Dynamo calls for code that it has not traced yet: sets the flags of the plan and Dynamo's own.
+
+    Guards also cover the hooks of modules (not by default), and many shapes are allowed. Setting this at every call
+    would cost as much as evaluating the guards."""
+
+    def __init__(self, callback: Any, plan: Plan, code: CodeType) -> None:
+        self._torchdynamo_orig_backend = callback  # the name by which Dynamo finds the backend
+        self._plan, self._code = plan, code
+        self.batch: Any = None
+        self.before_new: Callable[[], None] = lambda: None
+        self.only_looks_up = False
+
+    def __call__(self, frame: Any, *arguments: Any) -> Any:
+        if self.only_looks_up and frame.f_code is self._code:
+            raise NoEntry
+        if self.only_looks_up:
+            # A Python function that an entry calls: run it as it is. One of torch's own is never looked at again.
+            return ConvertFrameReturn(apply_to_code=trace_rules.check(frame.f_code))
+        self.before_new()
+        for leaf in list_tensors(self.batch):
+            torch._dynamo.mark_static(leaf)  # a ragged last batch gets code of its own, not dynamic shapes
+        config: Any = torch._dynamo.config
+        ignored = "ignore_logging_functions" if hasattr(config, "ignore_logging_functions") else "ignore_logger_methods"
+        settings = {
+            "skip_nnmodule_hook_guards": False,
+            "record_runtime_overhead": False,  # a span for torch's profiler around reading the inputs of an entry
+            "recompile_limit": MAX_ENTRIES,
+            "accumulated_recompile_limit": 4 * MAX_ENTRIES,
+            ignored: getattr(config, ignored) | find_library_logs(),
+        }
+        with config.patch(settings), self._plan.backend():
+            return self._torchdynamo_orig_backend(frame, *arguments)
+
+
+def find_library_logs() -> set[Any]:
+    """Return the logging methods of libraries whose models give a hint inside forward: without them, those models
+    could not be traced. The eager first steps have shown the hint."""
+    loggers = [
+        logger
+        for name, logger in logging.root.manager.loggerDict.items()
+        if name.startswith(("transformers", "diffusers")) and isinstance(logger, logging.Logger)
+    ]
+    names = ("debug", "info", "warning", "warning_once", "info_once", "warning_advice")
+    methods = (getattr(logger, name, None) for logger in loggers for name in names)
+    return {LogMethod(method) for method in methods if method is not None}
+
+
+class LogMethod(str):
+    """A method that equals itself in a set, and can be sorted and written as JSON: torch logs its settings so."""
+
+    method: Any
+
+    def __new__(cls, method: Any) -> LogMethod:
+        self = super().__new__(cls, repr(method))
+        self.method = method
+        return self
+
+    def __hash__(self) -> int:
+        return hash(self.method)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.method == (other.method if isinstance(other, LogMethod) else other))
+
+
+def list_requires_grad(inputs: Sequence[Any], *, has_numbers: bool) -> list[bool]:
+    """Return which inputs require a gradient. Without a loop in Python where all are tensors, as every step asks."""
+    if has_numbers:
+        return [isinstance(one, Tensor) and one.requires_grad for one in inputs]
+    return list(map(_get_requires_grad, inputs))
+
+
+_get_requires_grad = operator.attrgetter("requires_grad")
+
+
+def find_side_effects() -> tuple[bool, str]:
+    """Return whether the Python code that Dynamo traces now changes an object that existed before, and why traced code
+    would change it in another way."""
+    effects = InstructionTranslator.current_tx().output.side_effects
+    modified = [one for one in effects.id_to_variable.values() if effects.is_modified(one)]
+    changed = [one for one in modified if not isinstance(one.mutation_type, AttributeMutationNew | ValueMutationNew)]
+    # torch's compiler appends to a full deque with maxlen without removing its first element.
+    is_wrong = any(isinstance(one, DequeVariable) for one in changed)
+    return bool(changed), "loss_fn changes a deque" if is_wrong else ""
+
+
+def find_outputs(module: GraphModule) -> list[Any]:
+    """Return what Dynamo's graph returns, tensors as promises."""
+    output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
+    values = [node.meta.get("example_value") if isinstance(node, Node) else node for node in output.args[0]]
+    return [Promise(tuple(v.shape), v.dtype, v.device, v.requires_grad) if isinstance(v, Tensor) else v for v in values]
+
+
+def make_fake(example: Tensor, context: TracingContext) -> Tensor:
+    """Return a fake tensor as AOTAutograd would make it. Those of Dynamo's graph have another mode, which torch 2.10
+    refuses, and their metadata may have changed in the trace."""
+    assert context.fake_mode is not None
+    shapes = context.tensor_to_context.get(example)
+    source = shapes.tensor_source if shapes is not None else ConstantSource("halfstep_example")
+    return context.fake_mode.from_tensor(example, symbolic_context=shapes, source=source)
+
+
+def is_numpy_number(node: Node) -> bool:
+    return isinstance(getattr(node.meta.get("grapharg"), "source", None), NumpyTensorSource)
+
+
+def copy_graph(module: GraphModule) -> GraphModule:
+    """Return a copy whose nodes can be changed; the metadata of nodes is kept."""
+    return GraphModule(module, copy.deepcopy(module.graph))
+
+
+def find_shared(module: GraphModule) -> frozenset[int]:
+    """Return the inputs whose casts eager autocast keeps, so that a weight that is used twice is cast once."""
+    if CACHE_ENABLED is False:  # the eager step of this torch casts every use of a weight too
+        return frozenset()
+    placeholders = module.graph.find_nodes(op="placeholder")
+    return frozenset(k for k, node in enumerate(placeholders) if is_cached(node.meta["example_value"]))
+
+
+def share_casts(module: GraphModule, written: frozenset[int]) -> None:
+    """Let the traced code cast a weight once, however often it is used, as eager autocast does with its cache; but not
+    weights that forward writes.
+
+    Gradients of a cast that is shared are added up in half precision. AOTAutograd switches the cache off, so that no
+    tensor of one trace reaches the next one; here it is emptied before and after."""
+    placeholders, shared = module.graph.find_nodes(op="placeholder"), find_shared(module) - written
+    if not shared:
+        return
+    output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
+    with module.graph.inserting_after(placeholders[-1]):
+        was_kept = module.graph.call_function(keep_casts, tuple(placeholders[k] for k in sorted(shared)))
+    with module.graph.inserting_before(output):
+        module.graph.call_function(drop_casts, (was_kept,))
+    module.recompile()
+
+
+def is_cached(example: object) -> bool:
+    """True for an input whose casts autocast keeps."""
+    return isinstance(example, Tensor) and example.requires_grad and example.is_leaf and not example._is_view()
+
+
+@has_side_effect
+def keep_casts(*weights: Tensor) -> bool:
+    """Empty and switch on autocast's cache. It keeps casts of leaves only, which AOTAutograd's inputs are not."""
+    for weight in weights:
+        if not weight.is_leaf:
+            weight.detach_().requires_grad_()
+    was_kept = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(True)
+    return was_kept
+
+
+@has_side_effect
+def drop_casts(was_kept: bool) -> None:
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(was_kept)
+
+
+def partition(joint: GraphModule, *arguments: Any, **settings: Any) -> tuple[GraphModule, GraphModule]:
+    """Split a graph into forward and backward. What a checkpointed block draws at random is kept, not recomputed: to
+    draw it again, torch uses generators of its own, which neither follow the seed nor can be captured."""
+    for node in joint.graph.nodes:
+        if node.meta.get("recompute") is not None and is_drawn(node):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return default_partition(joint, *arguments, **settings)
+
+
+def is_drawn(node: Node) -> bool:
+    """True for a random operation, and for one of the tensors that it returns."""
+    source = node.args[0] if node.target is operator.getitem else node
+    return isinstance(source, Node) and torch.Tag.nondeterministic_seeded in getattr(source.target, "tags", ())
+
+
+def run_boxed(graph: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    """Run a graph operation by operation. It takes its arguments as a list and empties it, which frees activations
+    while backward goes on."""
+
+    def run(arguments: list[Any]) -> Any:
+        inputs = list(arguments)
+        arguments.clear()
+        return graph.forward(*inputs)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def find_repeated(module: GraphModule, entry: Entry) -> str:
+    """Return why not, if a checkpointed block writes into a tensor, which eager steps do twice and traced code once; or
+    if it draws random numbers and Dynamo's graph, which draws others in its second run, may have to make a step."""
+    placeholders = module.graph.find_nodes(op="placeholder")
+    written = {placeholders[k] for k in entry.mutated if k < len(placeholders)}
+    blocks = [node for node in module.graph.nodes if "checkpoint" in str(node.target)]
+    if any(not written.isdisjoint(node.all_input_nodes) for node in blocks):
+        return "torch.utils.checkpoint runs a block that writes into a buffer, such as BatchNorm, twice"
+    if blocks and entry.is_random and entry.has_side_effects:
+        return "loss_fn changes Python objects, and draws random numbers inside torch.utils.checkpoint"
+    return ""
+
+
+def compile_by_inductor(graph: GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> Any:
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    code = compile_fx_inner(graph, inputs, **settings)
+    if ".item()" in str(getattr(code, "source_code", "")):
+        raise NotTraced("Inductor's code reads a number from the device")
+    return code
+
+
+def place_numbers(graph: GraphModule, inputs: Sequence[Any], device: torch.device) -> Sequence[Any]:
+    """Put Python numbers, which AOTAutograd's graph takes as 0-dimensional CPU tensors, and what is computed from them,
+    on the device: a capture would freeze a CPU tensor, and Inductor would read it when it launches a kernel.
+
+    Arithmetic with a CPU number is done in fp32 for half precision, and divides by multiplying with the inverse. With a
+    tensor on the device it would not be, so that is written out. Return the inputs with these on the device."""
+    mode = detect_fake_mode(inputs) or detect_fake_mode([n.meta.get("val") for n in graph.graph.nodes])
+    placed: set[Node] = set()
+    if mode is None:
+        return inputs
+    for node in list(graph.graph.nodes):
+        value = node.meta.get("val")
+        if not (isinstance(value, Tensor) and value.device.type != device.type and value.ndim == 0):
+            if node.op == "call_function" and not placed.isdisjoint(node.all_input_nodes):
+                write_out_arithmetic(graph, node, placed)
+            continue
+        if node.op == "placeholder":
+            with mode:  # forward and backward share the metadata of a node: replace it
+                node.meta = {**node.meta, "val": torch.empty((), dtype=value.dtype, device=device)}
+        elif placed.isdisjoint(node.all_input_nodes):
+            continue
+        else:
+            if "device" in node.kwargs:
+                node.kwargs = {**node.kwargs, "device": device}
+            refresh_value(node, mode)
+        placed.add(node)
+    graph.recompile()
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    return [node.meta["val"] if node in placed else one for node, one in zip(placeholders, inputs, strict=True)]
+
+
+def write_out_arithmetic(graph: GraphModule, node: Node, placed: set[Node]) -> None:
+    """Let arithmetic of a tensor with a number on the device round as with a Python number."""
+    aten, convert, value = torch.ops.aten, torch.ops.prims.convert_element_type.default, node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return
+    is_inverse = node.target is aten.div.Tensor and node.args[1] in placed
+    is_half = value.dtype in (torch.float16, torch.bfloat16)
+    is_half_sum = is_half and node.target in (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor)
+    if not (is_inverse or is_half_sum):
+        return
+    dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
+    mode = detect_fake_mode([value])
+
+    def insert(target: Any, *arguments: Any, **named: Any) -> Node:
+        made = graph.graph.call_function(target, arguments, named)
+        refresh_value(made, mode)
+        return made
+
+    with graph.graph.inserting_before(node):
+        args = [insert(convert, one, dtype) if isinstance(one, Node) else one for one in node.args]
+        if is_inverse:
+            number = node.args[1]
+            while isinstance(number, Node) and number.target is convert and number.args[0] in placed:
+                number = number.args[0]  # as the host does: the inverse of the double, rounded once
+            args[1] = insert(convert, insert(aten.reciprocal.default, insert(convert, number, torch.float64)), dtype)
+        target = aten.mul.Tensor if is_inverse else node.target
+        exact = insert(target, *args, **node.kwargs)
+        result = insert(convert, exact, value.dtype)
+    node.replace_all_uses_with(result)
+    result.meta = dict(node.meta)
+    graph.graph.erase_node(node)
+
+
+def refresh_value(node: Node, mode: Any) -> None:
+    """Compute the fake value of a node anew from those of its inputs."""
+    arguments, named = map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+    with mode:
+        node.meta = {**node.meta, "val": node.target(*arguments, **named)}  # type: ignore[operator]
+
+
+def scan(
+    graph: GraphModule, device: torch.device, pure_ops: frozenset[str]
+) -> tuple[str, frozenset[int], frozenset[int]]:
+    """Return what in a graph of AOTAutograd a replay would not follow, or "", and the CPU inputs that it only copies
+    to the device, which the fast path copies itself; and those of them that it waits for."""
+    on_host: set[Node] = set()  # Python numbers as 0-dimensional CPU tensors: a replay gets them on the device
+    moved: set[int] = set()
+    waits: set[int] = set()
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    for node in graph.graph.nodes:
+        value = node.meta.get("val")
+        is_elsewhere = isinstance(value, Tensor) and value.device.type != device.type
+        if node.op == "placeholder":
+            if is_elsewhere and value.ndim == 0:
+                on_host.add(node)
+            elif is_elsewhere and all(is_copy_to(user, device) for user in node.users):
+                moved.add(placeholders.index(node))
+                if not all(user.kwargs.get("non_blocking") for user in node.users):
+                    waits.add(placeholders.index(node))
+            continue
+        if node.op != "call_function":
+            continue
+        name = str(node.target)
+        if "_local_scalar_dense" in name:
+            return f"a number is read from a tensor, as .item() does{find_line(node)}", frozenset(), frozenset()
+        namespace = getattr(node.target, "namespace", "")
+        if namespace and pure_ops.isdisjoint((namespace, f"{namespace}::{name.split('.')[1]}")):
+            said = f"{namespace}::{name.split('.')[1]}"
+            reason = f"{said} may read more than its inputs (pure_ops=[{said!r}] declares that it does not)"
+            return f"{reason}{find_line(node)}", frozenset(), frozenset()
+        if is_elsewhere:
+            inputs = node.all_input_nodes
+            if not inputs or not on_host.issuperset(inputs):
+                return f"{name} runs on the {value.device.type}{find_line(node)}", frozenset(), frozenset()
+            on_host.add(node)
+    return "", frozenset(moved), frozenset(waits)
+
+
+def is_copy_to(node: Node, device: torch.device) -> bool:
+    target = node.kwargs.get("device")
+    copies = str(node.target).startswith(("aten._to_copy", "prims.device_put", "aten.to."))
+    return copies and isinstance(target, torch.device) and target.type == device.type
+
+
+def find_line(node: Node) -> str:
+    """Return " (file:line)" of the user's code that a node came from."""
+    return name_line((node.meta.get("stack_trace") or "").splitlines())
+
+
+def name_line(lines: Sequence[str]) -> str:
+    found = [match for line in lines if (match := re.search(r'File "(.+?)", line (\d+)', line))]
+    outside = [match for match in found if "/torch/" not in match[1] and not match[1].startswith(OURS)] or found
+    return f" ({outside[-1][1]}:{outside[-1][2]})" if outside else ""
+
+
+def explain(error: BaseException) -> str:
+    """Return Dynamo's reason in one line, with the user's line."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    reason = lines[0] if lines else type(error).__name__
+    if isinstance(error, BackendCompilerFailed) and len(lines) > 1:
+        reason = lines[1]  # the first names this file's function only
+    hint = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
+    return f"{reason}{': ' + hint if hint else ''}{name_line(lines)}"

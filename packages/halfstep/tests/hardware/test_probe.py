@@ -1,0 +1,133 @@
+"""Facts of the devices of a machine, with the machine faked at the driver."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from fake_driver import H100, NEOVERSE_N1, T4, XEON, FakeDriver
+from halfstep.errors import HardwareError
+from halfstep.hardware.driver import Accelerator, Driver
+from halfstep.hardware.probe import probe, probe_all
+
+
+def test_a_t4_has_fp16_and_only_emulates_bf16_whatever_torch_says() -> None:
+    t4 = probe(driver=FakeDriver(T4))
+    assert (t4.get_support("fp16"), t4.get_support("bf16"), t4.get_support("tf32"), t4.get_support("fp8_e4m3")) == (
+        "native",
+        "emulated",
+        "missing",
+        "missing",
+    )
+    assert t4.tensor_cores
+    assert (t4.vendor, t4.architecture, t4.device) == ("NVIDIA", "Turing", "cuda:0")
+
+
+def test_published_rates_come_along_for_a_known_name() -> None:
+    t4 = probe(driver=FakeDriver(T4))
+    assert t4.published_tflops["fp16"] == 65
+    assert t4.published_source
+
+
+def test_an_unknown_nvidia_gpu_is_judged_by_its_capability() -> None:
+    new = dataclasses.replace(T4, name="NVIDIA Z9000", capability=(11, 0), architecture="sm_110")
+    hardware = probe(driver=FakeDriver(new))
+    assert hardware.get_support("bf16") == hardware.get_support("fp8_e4m3") == "native"
+    assert not hardware.published_tflops
+    assert hardware.architecture == "sm_110"
+
+
+def test_every_device_is_listed_and_the_cpu_comes_last() -> None:
+    devices = probe_all(driver=FakeDriver(T4, H100))
+    assert [d.device for d in devices] == ["cuda:0", "cuda:1", "cpu"]
+    assert {d.torch_version for d in devices} == {"2.13.0+fake"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "device"),
+    [("auto", "cuda:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1"), ("CUDA:1", "cuda:1"), ("cpu", "cpu")],
+)
+def test_a_device_string_resolves_to_how_torch_names_it(asked: str, device: str) -> None:
+    assert probe(asked, driver=FakeDriver(T4, H100)).device == device
+
+
+@pytest.mark.parametrize("asked", ["cuda:7", "mps", "tpu", "npu", ""])
+def test_a_device_that_is_not_here_is_an_error_with_what_is(asked: str) -> None:
+    with pytest.raises(HardwareError, match="no device") as caught:
+        probe(asked, driver=FakeDriver(T4))
+    assert repr(asked) in caught.value.what
+    assert "cuda:0 (Tesla T4)" in caught.value.why
+    assert "cpu" in caught.value.fix
+
+
+def test_only_the_device_that_was_asked_for_is_opened() -> None:
+    opened: list[str] = []
+
+    class Watched(FakeDriver):
+        def read_free_bytes(self, device: str) -> int | None:
+            opened.append(device)
+            return 1
+
+    driver = Watched(T4, H100)
+    probe("cpu", driver=driver)
+    assert opened == []
+    assert probe("cuda:1", driver=driver).memory_free_bytes == 1
+    assert opened == ["cuda:1"]
+
+
+def test_cuda_without_a_gpu_is_an_error_and_auto_is_the_cpu() -> None:
+    with pytest.raises(HardwareError, match="'cuda'"):
+        probe("cuda", driver=FakeDriver())
+    assert probe(driver=FakeDriver()).device == "cpu"
+
+
+def test_rocm_is_judged_by_its_target_and_answers_to_both_names() -> None:
+    card = Accelerator(kind="rocm", device="cuda:0", name="AMD Instinct MI250X", architecture="gfx90a:sramecc+:xnack-")
+    driver = FakeDriver(card)
+    assert probe("rocm", driver=driver) == probe("cuda", driver=driver)
+    assert probe(driver=driver).get_support("bf16") == "native"
+    assert probe(driver=driver).capability is None
+    rdna2 = dataclasses.replace(card, name="AMD Radeon RX 6800", architecture="gfx1030")
+    assert probe(driver=FakeDriver(rdna2)).get_support("bf16") == "emulated"
+    assert not probe(driver=FakeDriver(rdna2)).tensor_cores
+
+
+def test_apple_and_intel_gpus_are_probed() -> None:
+    m2 = Accelerator(kind="mps", device="mps", name="Apple M2 Max", has_fp64=False)
+    arc = Accelerator(kind="xpu", device="xpu:0", name="Intel(R) Arc(TM) A770 Graphics", has_fp64=False)
+    assert probe("mps", driver=FakeDriver(m2)).get_support("bf16") == "emulated"
+    assert probe("mps", driver=FakeDriver(m2)).get_support("fp64") == "missing"
+    assert probe("xpu", driver=FakeDriver(arc)).get_support("bf16") == "native"
+    assert probe("xpu", driver=FakeDriver(arc)).get_support("fp64") == "missing"
+
+
+def test_a_cpu_is_judged_by_its_flags() -> None:
+    xeon, arm = probe(driver=FakeDriver(cpuinfo=XEON)), probe(driver=FakeDriver(cpuinfo=NEOVERSE_N1))
+    assert (xeon.get_support("bf16"), xeon.get_support("fp16"), xeon.tensor_cores) == ("native", "emulated", True)
+    # asimdhp without asimdfhm: fp16 sums, no use for training.
+    assert (arm.get_support("bf16"), arm.get_support("fp16"), arm.tensor_cores) == ("emulated", "emulated", False)
+    graviton3 = NEOVERSE_N1.replace("asimddp", "asimddp asimdfhm bf16 i8mm").replace("0xd0c", "0xd40")
+    assert probe(driver=FakeDriver(cpuinfo=graviton3)).get_support("bf16") == "native"
+    assert probe(driver=FakeDriver(cpuinfo=graviton3)).get_support("fp16") == "native"
+
+
+def test_a_cpu_has_a_name_also_where_linux_gives_none() -> None:
+    assert probe(driver=FakeDriver(cpuinfo=XEON)).name == "Intel(R) Xeon(R) Platinum 8480+"
+    assert probe(driver=FakeDriver(cpuinfo=NEOVERSE_N1)).name == "Arm Neoverse-N1"
+    assert probe(driver=FakeDriver(cpuinfo="", brand="Apple M2", features=["FEAT_BF16"])).name == "Apple M2"
+    assert (
+        probe(driver=FakeDriver(cpuinfo="", brand="Apple M2", features=["FEAT_BF16"])).get_support("bf16") == "native"
+    )
+    assert probe(driver=FakeDriver(cpuinfo="")).name == "CPU"
+
+
+def test_this_machine_has_a_cpu_with_name_memory_and_formats() -> None:
+    cpu = probe("cpu", driver=Driver())
+    assert cpu.device == "cpu"
+    assert cpu.name
+    assert cpu.memory_total_bytes > 2**28
+    assert cpu.memory_free_bytes is not None
+    assert 0 < cpu.memory_free_bytes <= cpu.memory_total_bytes
+    assert cpu.get_support("fp32") == cpu.get_support("fp64") == "native"
+    assert cpu.driver
