@@ -29,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = os.pathsep.join(map(str, sorted(ROOT.glob("packages/*/src"))))
 RESULT = ROOT / "benchmarks" / "results" / "torch_versions.json"
-TESTS = tuple(f"packages/halfstep/tests/{room}" for room in ("precision", "step", "own_loop", "evidence"))
+TESTS = tuple(f"packages/halfstep/tests/{room}" for room in ("precision", "step", "fast", "own_loop", "evidence"))
 NEEDED = (
     *("numpy", "safetensors", "pydantic", "pyyaml", "rich", "typer", "matplotlib", "pillow", "torchmetrics"),
     *("nvidia-ml-py", "pytest", "hypothesis", "setuptools", "triton"),

@@ -3,7 +3,7 @@
     python benchmarks/unet_eager.py [--out DIR] [--tune]
 
 Overhead: the same model, optimizer, clipping and autocast in a bare loop (`loss.backward(); clip; optimizer.step()`,
-no finite check, no guard) against Step + guard, interleaved in one run. Random data that stay on the device.
+no finite check, no guard) against GuardedStep + guard, interleaved in one run. Random data that stay on the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from halfstep.step.clip import Clip
 from halfstep.step.guard import Guard
 from halfstep.step.optim.by_name import build_optimizer, make_parameter_groups
 from halfstep.step.schedule import ScheduleOptions, build_schedule
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 from halfstep_train.workloads.segmentation.scores import segmentation_loss
 from halfstep_train.workloads.segmentation.unet import UNet
 from recording import store, time_steps
@@ -46,7 +46,7 @@ def guarded(precision: str, *, compiled: bool = False) -> Callable[[], object]:
     plan = decide(precision, probe("cuda"), model, strict=True)
     optimizer = build_optimizer("adamw", make_parameter_groups(model, 0.01), lr=1e-4)
     schedule = build_schedule(ScheduleOptions(name="cosine", total_steps=1000, warmup_steps=10))
-    step = Step(plan.apply(model), optimizer, plan, clip=Clip(limit=1.0), schedules=[schedule])
+    step = GuardedStep(plan.apply(model), optimizer, plan, clip=Clip(limit=1.0), schedules=[schedule])
     guard = Guard(scaling=plan.needs_loss_scaling)
 
     def loss_fn(b: dict[str, torch.Tensor]) -> torch.Tensor:

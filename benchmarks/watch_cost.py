@@ -23,7 +23,7 @@ import torch
 from halfstep.evidence.watch import Watch
 from halfstep.own_loop.prefetch import prefetch
 from halfstep.step.batches import count_samples
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 from halfstep_train.run.assemble import Assembly
 from halfstep_train.run.step_ledger import AnyEngine, drop_outputs
 from halfstep_train.use.observe_step import assemble_step, prepare_window
@@ -54,7 +54,7 @@ class Steps:
     """Steps of a run with and without a watch: feed, engine, guard."""
 
     def __init__(self, parts: Assembly, engine: AnyEngine) -> None:
-        assert isinstance(parts.step, Step)
+        assert isinstance(parts.step, GuardedStep)
         self.parts, self.engine, self.step = parts, engine, parts.step
         batches = parts.train_loader.iterate_epoch(0)
         self.host = [batch for batch, _ in zip(batches, range(4), strict=False)]

@@ -97,7 +97,7 @@ def work(arguments: argparse.Namespace) -> None:
             define_missing_operators()
             stack.enter_context(replays_on_cpu())
         if "auto" in arguments.ways:
-            from halfstep.own_loop import fast
+            from halfstep.fast import fast_path as fast
 
             fast.LOOK_EVERY = 4  # let `auto` begin to compile early enough in a short run
         import halfstep  # noqa: F401, so that no model's time contains it

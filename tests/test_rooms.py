@@ -26,11 +26,12 @@ ROOMS: dict[str, set[str]] = {
     "hardware": {"backend_flags", "formats", "errors", "disk"},
     "distributed": {"hardware", "errors", "disk", "tensor_files"},
     "precision": {"hardware", "backend_flags", "formats", "islands", "errors", "disk"},
-    "step": {"distributed", "precision", "formats", "errors"},
+    "step": {"distributed", "precision", "formats", "our_code", "errors"},
     "evidence": {"step", "precision", "backend_flags", "formats", "islands", "our_code", "errors", "disk"},
 }
+ROOMS["fast"] = {"step", "hardware", "distributed", "precision", "backend_flags", "our_code", "errors", "disk"}
 ROOMS["own_loop"] = set(ROOMS) - {"formats"}
-ROOMS["integrations"] = {"own_loop", "step", "evidence", "precision", "hardware", "errors"}
+ROOMS["integrations"] = {"own_loop", "fast", "step", "evidence", "precision", "hardware", "errors"}
 """Of the library."""
 
 TRAIN_ROOMS: dict[str, set[str]] = {

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 import halfstep as hs
 from captured_faults import ANNEALED, LOOPS, Loop, Trained, assert_same, assert_same_history, train
-from halfstep.own_loop import compile_history, fast
+from halfstep.fast import compile_history
+from halfstep.fast import fast_path as fast
 from halfstep.step.randomness import choose_algorithms
 
 pytestmark = pytest.mark.gpu

@@ -24,7 +24,7 @@ from halfstep.step.facts import Facts, Reading
 from halfstep.step.graph import CaptureFailed, GraphedStep
 from halfstep.step.guard import Guard
 from halfstep.step.randomness import choose_algorithms
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 from halfstep_train.report.metrics_file import read
 from halfstep_train.run.assemble import assemble, build_workload, decide_plan
 from halfstep_train.run.engine import Engine, rehearse_run
@@ -47,7 +47,7 @@ def repeatable() -> Any:
         yield
 
 
-def graphed(step: Step, loss_fn: Callable[[dict[str, Tensor]], Tensor], size: int = 1) -> Callable[..., Facts]:
+def graphed(step: GuardedStep, loss_fn: Callable[[dict[str, Tensor]], Tensor], size: int = 1) -> Callable[..., Facts]:
     """Uncaptured steps first, as the engine makes them, then the capture."""
     for k in range(UNCAPTURED):
         step(loss_fn, [batch(k + j, device="cuda") for j in range(size)])
@@ -171,10 +171,12 @@ def test_a_capture_that_breaks_says_why_and_leaves_everything_usable(breaks: Any
     assert not graph([batch(8, device="cuda")]).read().is_bad
 
 
-def step_with_dropout() -> Step:
+def step_with_dropout() -> GuardedStep:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(72, 32), nn.Dropout(0.5), nn.Linear(32, 3)).cuda()
-    return Step(model, torch.optim.AdamW(model.parameters(), fused=True), plan("bf16", "cuda"), clip=Clip(limit=1.0))
+    return GuardedStep(
+        model, torch.optim.AdamW(model.parameters(), fused=True), plan("bf16", "cuda"), clip=Clip(limit=1.0)
+    )
 
 
 def gives_memory_back() -> bool:
@@ -397,7 +399,7 @@ def test_a_model_that_replaces_its_buffers_is_not_captured() -> None:
     step = make_step("adamw", "bf16", device="cuda")
     model = Replacing().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    own = Step(model, optimizer, dataclasses.replace(step.plan))
+    own = GuardedStep(model, optimizer, dataclasses.replace(step.plan))
     loss_fn = lambda b: model(b["image"]).square().mean()  # noqa: E731
     window = [{"image": torch.randn(2, 3, 8, 8, device="cuda")}]
     for _ in range(UNCAPTURED):

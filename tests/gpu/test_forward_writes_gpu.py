@@ -15,7 +15,7 @@ from halfstep.step.facts import Facts
 from halfstep.step.graph import CaptureFailed, GraphedStep
 from halfstep.step.optim.by_name import build_optimizer
 from halfstep.step.randomness import choose_algorithms
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 from halfstep_train.run.engine import UNCAPTURED
 from no_waiting import no_host_wait
 from tiny_training import assert_same_bits, plan
@@ -34,16 +34,16 @@ def window(x: Tensor) -> list[dict[str, Tensor]]:
     return [{"image": x.cuda()}]
 
 
-def step_of(model: nn.Module, optimizer: str = "adamw", **more: Any) -> Step:
+def step_of(model: nn.Module, optimizer: str = "adamw", **more: Any) -> GuardedStep:
     built = build_optimizer(optimizer, [{"params": [p for p in model.parameters() if p.requires_grad]}], lr=1e-2)
-    return Step(model, built, plan("fp32", "cuda"), **more)
+    return GuardedStep(model, built, plan("fp32", "cuda"), **more)
 
 
 def loss_of(model: nn.Module) -> Callable[[dict[str, Tensor]], Tensor]:
     return lambda b: model(b["image"])
 
 
-def graphed(step: Step, loss_fn: Callable[[dict[str, Tensor]], Tensor]) -> Callable[..., Facts]:
+def graphed(step: GuardedStep, loss_fn: Callable[[dict[str, Tensor]], Tensor]) -> Callable[..., Facts]:
     for k in range(UNCAPTURED):
         step(loss_fn, window(good(k)))
     return GraphedStep(step, loss_fn, window(good(9)), torch.cuda.graph_pool_handle())

@@ -18,7 +18,7 @@ from halfstep.precision.decide import decide
 from halfstep.precision.fp8 import find_layer_shapes, measure_layer_gains
 from halfstep.precision.plan import Plan
 from halfstep.step.optim.by_name import build_optimizer, make_parameter_groups
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 from halfstep_train.models.vit import build_vit
 
 pytestmark = [
@@ -122,7 +122,7 @@ def test_names_stay_and_the_weights_load_in_bf16(is_compiled: bool) -> None:
 def test_a_bad_step_leaves_every_bit_alone() -> None:
     model = net(64)
     plan = in_fp8(model)
-    step = Step(model, build_optimizer("adamw", make_parameter_groups(model, 0.01), lr=1e-3), plan)
+    step = GuardedStep(model, build_optimizer("adamw", make_parameter_groups(model, 0.01), lr=1e-3), plan)
     loss_fn = lambda x: model(x).float().square().mean()  # noqa: E731
     for _ in range(3):
         assert not step(loss_fn, [torch.randn(32, 64, device="cuda")]).read().is_bad

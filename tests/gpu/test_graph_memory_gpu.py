@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halfstep.hardware.memory import get_peak_memory_bytes, release_unused_memory
 from halfstep.step.graph import CONFIG_KEY, SETTING, GraphedStep, use_growing_segments
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 from halfstep_train.tune.fresh_thread import run_in_fresh_thread
 from halfstep_train.tune.modes import UNCAPTURED
 from tiny_training import batch, loss_of, make_step
@@ -127,7 +127,7 @@ def test_a_graph_that_is_dropped_while_it_runs_ends_before_its_memory_is_gone() 
     assert all(bool(parameter.isfinite().all()) for parameter in step.model.parameters())
 
 
-def slow_loss_of(step: Step) -> Callable[[dict[str, Tensor]], Tensor]:
+def slow_loss_of(step: GuardedStep) -> Callable[[dict[str, Tensor]], Tensor]:
     """With some milliseconds of work in memory of its own."""
     loss = loss_of(step.model)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.own_loop import fast
+from halfstep.fast import fast_path as fast
 from halfstep.step.graph import GraphedStep
 from planted_faults import (
     FACTOR,

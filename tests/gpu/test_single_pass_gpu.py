@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from halfstep.step.graph import GraphedStep
 from halfstep.step.optim.adamw_triton import LOW
 from halfstep.step.optim.single_pass import SinglePass, can_run_single_pass
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 from halfstep_train.tune.modes import UNCAPTURED
 from tiny_training import assert_same_bits, batch, loss_of, make_step
 
@@ -107,7 +107,7 @@ def test_a_bad_step_leaves_every_bit_alone_and_a_good_one_the_gradients() -> Non
     assert_same_bits(before, everything(parameters, optimizer))
 
 
-def captured(optimizer: str) -> tuple[Step, GraphedStep]:
+def captured(optimizer: str) -> tuple[GuardedStep, GraphedStep]:
     """Of a model some of whose weights decay."""
     step = make_step(optimizer, "bf16", device="cuda")
     for k in range(UNCAPTURED):

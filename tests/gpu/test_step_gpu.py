@@ -13,7 +13,7 @@ from halfstep.step.guard import Guard
 from halfstep.step.optim.by_name import OPTIMIZERS, build_optimizer, make_parameter_groups
 from halfstep.step.randomness import choose_algorithms
 from halfstep.step.schedule import ScheduleOptions, build_schedule
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 from no_waiting import no_host_wait
 from tiny_training import OPTIONS, assert_same_bits, batch, everything, loss_of, make_model, make_step, plan, poisoned
 
@@ -67,7 +67,7 @@ def test_clipping_inside_the_optimizers_kernel_is_a_rounding_away_from_a_plain_l
             build_optimizer(optimizer, make_parameter_groups(m, 0.01), lr=1e-2, options=OPTIONS.get(optimizer))
             for m in (model, reference)
         )
-        step = Step(model, mine, plan("fp32", "cuda"), clip=Clip(limit=limit))
+        step = GuardedStep(model, mine, plan("fp32", "cuda"), clip=Clip(limit=limit))
         for k in range(5):
             facts = step(loss_of(model), [batch(k, device="cuda")])
             assert facts.factor is not None
@@ -96,7 +96,7 @@ def test_a_parameter_in_two_optimizers_is_clipped_once_on_cuda() -> None:
     model = torch.nn.Linear(2, 1, bias=False).cuda()
     torch.nn.init.zeros_(model.weight)
     twice = [torch.optim.SGD(model.parameters(), lr=1.0, fused=True) for _ in range(2)]
-    step = Step(model, twice, plan("fp32", "cuda"), clip=Clip(limit=0.5))
+    step = GuardedStep(model, twice, plan("fp32", "cuda"), clip=Clip(limit=0.5))
     for k in range(1, 4):  # the first commit is the host's
         assert not step(lambda x: model(x).sum(), [torch.tensor([[3.0, 4.0]], device="cuda")]).read().is_bad
         torch.testing.assert_close(model.weight.detach().cpu(), -k * torch.tensor([[0.6, 0.8]]))
@@ -155,7 +155,7 @@ def test_the_gpu_does_not_idle_between_steps() -> None:
     model = torch.nn.Sequential(*layers).cuda()
     optimizer = build_optimizer("adamw", make_parameter_groups(model, 0.01), lr=1e-4)
     schedule = build_schedule(ScheduleOptions(name="cosine", total_steps=100))
-    step = Step(model, optimizer, plan("bf16", "cuda"), clip=Clip(limit=1.0), schedules=[schedule])
+    step = GuardedStep(model, optimizer, plan("bf16", "cuda"), clip=Clip(limit=1.0), schedules=[schedule])
     guard, data = Guard(scaling=False), torch.randn(32768, 4096, device="cuda")
     loss_fn = lambda x: model(x).float().square().mean()  # noqa: E731
     for _ in range(5):

@@ -59,8 +59,9 @@ from fuzzed_pieces import (
     make_loss_fn,
     seed,
 )
-from halfstep.own_loop import compile_history, fast
-from halfstep.step.step import Step
+from halfstep.fast import compile_history
+from halfstep.fast import fast_path as fast
+from halfstep.step.step import GuardedStep
 from replay_stand_in import BackwardStandIn, StandIn
 
 # --- running a program ---
@@ -358,7 +359,7 @@ def stand_in(found: Run) -> Iterator[None]:
     the memory of weights and optimizer state."""
 
     class Frozen(StandIn):
-        def __init__(self, step: Step, loss_fn: Any, *arguments: Any) -> None:
+        def __init__(self, step: GuardedStep, loss_fn: Any, *arguments: Any) -> None:
             # A capture runs nothing, and StandIn restores only what belongs to the step.
             written = inspect.getclosurevars(loss_fn).nonlocals["traced"].list_written()
             before = [tensor.detach().clone() for tensor in written]
@@ -392,11 +393,11 @@ def stand_in(found: Run) -> Iterator[None]:
         yield
 
 
-def list_groups(step: Step) -> list[dict[str, Any]]:
+def list_groups(step: GuardedStep) -> list[dict[str, Any]]:
     return [group for optimizer in step.optimizers for group in optimizer.param_groups]
 
 
-def list_memory(step: Step) -> dict[str, int]:
+def list_memory(step: GuardedStep) -> dict[str, int]:
     """Return the addresses of trained weights and of their optimizer state."""
     found = {}
     for k, optimizer in enumerate(step.optimizers):

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.own_loop import fast
-from halfstep.own_loop.certificate import StepState
+from halfstep.fast import fast_path as fast
+from halfstep.fast.certificate import StepState
 from halfstep.step.facts import Facts
 from halfstep.step.graph import list_tables, run_nothing
-from halfstep.step.step import LossFn, Step
+from halfstep.step.step import GuardedStep, LossFn
 
 
 class StandIn:
     commits = True
 
-    def __init__(self, step: Step, loss_fn: LossFn, window: list[dict[str, Tensor]], pool: Any) -> None:
+    def __init__(self, step: GuardedStep, loss_fn: LossFn, window: list[dict[str, Tensor]], pool: Any) -> None:
         self.step, self.loss_fn, self.generation, self.tables = step, loss_fn, step.generation, list_tables(step)
         self.inputs = [{name: value.clone() for name, value in batch.items()} for batch in window]
         self.num_replays = 0

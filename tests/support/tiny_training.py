@@ -15,7 +15,7 @@ from halfstep.step.clip import Clip
 from halfstep.step.ema import Ema
 from halfstep.step.optim.by_name import build_optimizer, make_parameter_groups
 from halfstep.step.schedule import ScheduleOptions, build_schedule
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "sgd": {"momentum": 0.9, "nesterov": True},
@@ -66,7 +66,7 @@ def make_model(optimizer: str = "adamw", device: str = "cpu") -> nn.Module:
 
 def make_step(
     optimizer: str = "adamw", precision: str = "fp32", *, device: str = "cpu", ema: bool = True, **more: Any
-) -> Step:
+) -> GuardedStep:
     model = make_model(optimizer, device)
     groups = make_parameter_groups(model, 0.01, decay_all=optimizer == "rprop")
     if optimizer == "rprop":
@@ -75,7 +75,7 @@ def make_step(
     schedule = build_schedule(ScheduleOptions(name="cosine", total_steps=40, warmup_steps=3))
     more.setdefault("clip", Clip(limit=1.0))
     average = Ema(model, decay=0.9) if ema else None
-    return Step(model, built, plan(precision, device), schedules=[schedule], ema=average, **more)
+    return GuardedStep(model, built, plan(precision, device), schedules=[schedule], ema=average, **more)
 
 
 def batch(seed: int, size: int = 4, device: str = "cpu") -> dict[str, Tensor]:
@@ -101,7 +101,7 @@ def loss_of(model: nn.Module) -> Any:
     return loss_fn
 
 
-def everything(step: Step) -> dict[str, Tensor]:
+def everything(step: GuardedStep) -> dict[str, Tensor]:
     """Every tensor that a bad step must leave alone, cloned."""
     found = {f"model.{k}": v for k, v in step.model.state_dict().items()}
     for k, optimizer in enumerate(step.optimizers):

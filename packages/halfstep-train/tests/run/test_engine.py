@@ -19,7 +19,7 @@ from halfstep.hardware.probe import probe
 from halfstep.step import tables as tabulated
 from halfstep.step.facts import Facts
 from halfstep.step.graph import Batch, CaptureFailed, GraphedStep, list_tables
-from halfstep.step.step import LossFn, Step
+from halfstep.step.step import GuardedStep, LossFn
 from halfstep_train.kernels.fast_forms import is_forced_on
 from halfstep_train.run import engine as engine_module
 from halfstep_train.run.assemble import assemble, build_workload, decide_plan
@@ -32,7 +32,7 @@ from whole_runs import TINY
 class OnTheHost(GraphedStep):
     """Computes what a graph would replay."""
 
-    def __init__(self, step: Step, loss_fn: LossFn, window: list[Batch], pool: Any) -> None:
+    def __init__(self, step: GuardedStep, loss_fn: LossFn, window: list[Batch], pool: Any) -> None:
         if not all(committer.stepped for committer in step.committers):
             raise CaptureFailed("an optimizer has not made its first step")
         self.step, self.generation = step, step.generation

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from halfstep.errors import MemoryLimitError
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 from halfstep_train.run import engine, loop
 from halfstep_train.run import train as training
 from halfstep_train.run.loop import Loop
@@ -31,7 +31,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, at_call
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "at_call"), [(Step, "commit", 8), (engine, "match_layout", 8), (loop, "validate", 2)]
+    ("owner", "name", "at_call"), [(GuardedStep, "commit", 8), (engine, "match_layout", 8), (loop, "validate", 2)]
 )
 def test_it_is_a_clear_error_wherever_it_happens_and_keeps_the_last_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at_call: int
@@ -44,7 +44,7 @@ def test_it_is_a_clear_error_wherever_it_happens_and_keeps_the_last_checkpoint(
 
 
 def test_a_window_that_starts_over_counts_its_samples_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fail_once(monkeypatch, Step, "compute", at_call=2, after=True)
+    fail_once(monkeypatch, GuardedStep, "compute", at_call=2, after=True)
     counted: list[int] = []
     original = Loop._end_epoch
 

@@ -109,7 +109,7 @@ def test_accumulating_weighs_micro_batches_by_their_tokens(tmp_path: Path, text:
     """Two micro-batches, of which one has few tokens that count, give the gradient of all tokens at once."""
     from halfstep.hardware.probe import probe
     from halfstep.precision.decide import decide
-    from halfstep.step.step import Step
+    from halfstep.step.step import GuardedStep
 
     workload = built(text)
     config = load("gpt2", overrides=overrides({})).config
@@ -124,7 +124,7 @@ def test_accumulating_weighs_micro_batches_by_their_tokens(tmp_path: Path, text:
     norms = []
     for window in ([batch], parts):
         optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.0, fused=True)
-        step = Step(workload.model, optimizer, plan, accumulate=len(window))
+        step = GuardedStep(workload.model, optimizer, plan, accumulate=len(window))
         facts = step.compute(loss, window)
         step.commit(facts)
         norms.append((facts.read().loss, facts.read().grad_norm))

@@ -9,8 +9,8 @@ import torch
 
 import halfstep as hs
 from halfstep.errors import ConfigError, ModelError, PrecisionError, TrainingStopped
-from halfstep.own_loop.user_warnings import GIVEN
 from halfstep.step.guard import GuardOptions
+from halfstep.step.user_warnings import GIVEN
 from tiny_training import batch, loss_of, make_model, poisoned
 
 

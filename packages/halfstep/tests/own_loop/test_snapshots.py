@@ -92,11 +92,11 @@ class Counting(TinyNet):
 
 
 def test_buffers_that_state_dict_leaves_out_go_back_too() -> None:
-    from halfstep.step.step import Step
+    from halfstep.step.step import GuardedStep
     from tiny_training import plan
 
     model: nn.Module = Counting()
-    step = Step(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), plan())
+    step = GuardedStep(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), plan())
     snapshots = Snapshots(every=1, margin=0)
     advance(snapshots, step, 2)
     state = snapshots.states[-1]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from halfstep.errors import ConfigError
 from halfstep.step.optim.adamw8bit import AdamW8bit
 from halfstep.step.schedule import ScheduleOptions, build_schedule
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 from tiny_training import plan
 
 
@@ -134,7 +134,7 @@ def test_in_a_step_the_device_decides_and_a_bad_window_changes_nothing() -> None
     model = nn.Linear(64, 64)
     optimizer = AdamW8bit(model.parameters(), lr=1e-2)
     schedule = build_schedule(ScheduleOptions(name="cosine", total_steps=10))
-    step = Step(model, optimizer, plan("fp32", "cpu"), schedules=[schedule])
+    step = GuardedStep(model, optimizer, plan("fp32", "cpu"), schedules=[schedule])
     assert step.committers[0].method == "found_inf"
     loss_fn = lambda x: model(x).square().mean()  # noqa: E731
     for _ in range(3):

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, ModelError
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 from tiny_training import assert_same_bits, batch, everything, loss_of, make_step, plan
 from written_models import WAYS, Clamped, Codebook, Late, Momentum, good, spoiled, state_of
 
 
-def step_of(model: nn.Module, precision: str = "fp32", **more: object) -> Step:
-    return Step(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), plan(precision), **more)
+def step_of(model: nn.Module, precision: str = "fp32", **more: object) -> GuardedStep:
+    return GuardedStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), plan(precision), **more)
 
 
-def is_untouched_by_a_bad_step(step: Step, model: nn.Module) -> None:
+def is_untouched_by_a_bad_step(step: GuardedStep, model: nn.Module) -> None:
     before = state_of(model)
     assert step(model, [spoiled()]).read().is_bad
     assert_same_bits(before, state_of(model))
@@ -79,7 +79,7 @@ def test_a_momentum_encoder_and_its_statistics_are_put_back() -> None:
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop])
 def test_a_trained_weight_that_forward_clamps_is_put_back(through_data: bool, optimizer: type) -> None:
     model = Clamped(through_data=through_data)
-    step = Step(model, optimizer(model.parameters(), lr=1e-2), plan())
+    step = GuardedStep(model, optimizer(model.parameters(), lr=1e-2), plan())
     is_untouched_by_a_bad_step(step, model)
     step(model, [good()])
     with torch.no_grad():
@@ -136,7 +136,7 @@ def test_a_tensor_of_no_module_can_be_named_too() -> None:
 def test_parameters_outside_the_model_that_are_trained_are_watched_as_well() -> None:
     model, temperature = nn.Linear(4, 4), Clamped(through_data=True)
     optimizer = torch.optim.AdamW([*model.parameters(), *temperature.parameters()], fused=True)
-    step = Step(model, optimizer, plan())
+    step = GuardedStep(model, optimizer, plan())
     loss_fn = lambda x: temperature(model(x))  # noqa: E731
     step(loss_fn, [good()])
     with torch.no_grad():
@@ -238,7 +238,7 @@ def test_a_sparse_buffer_is_left_to_its_module() -> None:
 def test_lazy_modules_are_refused_before_the_first_step() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LazyBatchNorm1d())
     with pytest.raises(ModelError, match="1.weight has no shape yet"):
-        Step(model, torch.optim.SGD(model[0].parameters(), lr=0.1), plan())
+        GuardedStep(model, torch.optim.SGD(model[0].parameters(), lr=0.1), plan())
 
 
 def test_a_name_where_a_module_belongs_is_refused() -> None:

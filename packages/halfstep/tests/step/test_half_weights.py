@@ -14,7 +14,7 @@ from halfstep.precision.decide import decide
 from halfstep.step.optim.adamw8bit import AdamW8bit
 from halfstep.step.optim.adamw_bf16 import AdamWBf16
 from halfstep.step.optim.half_weights import hash_numbers, join, make_key, round_stochastically, split
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 
 KINDS = (AdamWBf16, AdamW8bit)
 
@@ -245,7 +245,7 @@ def test_gradients_of_several_micro_batches_add_up_in_fp32(kind: Any) -> None:
     """1 and 2**-12 four times: in bf16 the sum would be 1."""
     plan = decide("fp32", probe("cpu"))
     model = nn.Linear(2, 1, bias=False).bfloat16()
-    step = Step(model, kind(model.parameters(), lr=0.0), plan, accumulate=5)
+    step = GuardedStep(model, kind(model.parameters(), lr=0.0), plan, accumulate=5)
     shares = [1.0, *[2.0**-12] * 4]
 
     def loss(batch: dict[str, Tensor]) -> tuple[Tensor, float]:

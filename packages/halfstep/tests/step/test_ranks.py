@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import halfstep as hs
 from halfstep.errors import ConfigError, ModelError
 from halfstep.evidence.capsule import list_capsules
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 from ranks_together import together
 from tiny_training import plan
 
@@ -245,7 +245,7 @@ def test_each_step_tells_the_learning_rate_that_it_had(kind: str, tmp_path: Path
     try:
         model = DistributedDataParallel(nn.Linear(4, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = Step(model, optimizer, plan())
+        step = GuardedStep(model, optimizer, plan())
         address, facts = step._rate.data_ptr(), []
         for lr in RATES[kind]:
             optimizer.param_groups[0]["lr"] = lr

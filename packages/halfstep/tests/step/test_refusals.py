@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import halfstep as hs
 from halfstep.distributed.sharding import get_local
 from halfstep.errors import ConfigError
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 from tiny_training import assert_same_bits, batch, loss_of, make_model, plan, poisoned
 
 
@@ -73,4 +73,4 @@ def test_models_spread_over_devices_are_refused_by_name() -> None:
         step_of(spread)
     model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
     with pytest.raises(ConfigError, match="the model is on cpu, meta"):
-        Step(model, torch.optim.SGD(model.parameters(), lr=0.1), plan())
+        GuardedStep(model, torch.optim.SGD(model.parameters(), lr=0.1), plan())

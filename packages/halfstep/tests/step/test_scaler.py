@@ -7,7 +7,7 @@ import torch
 
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.step.scaler import Scaler, ScalerOptions
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 from tiny_training import batch, loss_of, make_step
 
 CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ def test_a_window_starts_with_the_scale_that_a_divided_loss_would_have(accumulat
 def test_as_many_first_steps_overflow_as_where_the_loss_is_divided_by_accumulate(accumulate: int) -> None:
     """torch's recipe calls scaler.scale(loss / accumulate).backward() for every micro-batch."""
 
-    def num_skipped(step: Step, window: list[dict[str, torch.Tensor]], divisor: int) -> int:
+    def num_skipped(step: GuardedStep, window: list[dict[str, torch.Tensor]], divisor: int) -> int:
         loss_fn = loss_of(step.model)
         readings = [step(lambda b: loss_fn(b) * 2e3 / divisor, window).read() for _ in range(16)]
         assert not readings[-1].is_bad

@@ -13,7 +13,7 @@ from halfstep.step import commit
 from halfstep.step.commit import Committer
 from halfstep.step.graph import CaptureFailed, open_for_capture
 from halfstep.step.optim.single_pass import SinglePass, can_run_single_pass
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 from tiny_training import assert_same_bits, batch, loss_of, make_model, plan
 
 pytest.importorskip("halfstep.step.optim.adamw_triton", reason="Triton is not installed: NOT tested")
@@ -165,7 +165,7 @@ def test_where_one_optimizer_cannot_be_opened_the_others_are_closed_and_go_on_tr
 ) -> None:
     model = make_model()
     *body, last = model.parameters()
-    step = Step(model, [torch.optim.AdamW(body, fused=True), torch.optim.AdamW([last], fused=True)], plan())
+    step = GuardedStep(model, [torch.optim.AdamW(body, fused=True), torch.optim.AdamW([last], fused=True)], plan())
     step(loss_of(model), [batch(0)])
 
     def single_pass(optimizer: Optimizer, device: torch.device) -> SinglePass:

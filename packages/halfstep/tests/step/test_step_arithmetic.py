@@ -12,14 +12,14 @@ from halfstep.errors import ConfigError, DataError
 from halfstep.step.clip import Clip
 from halfstep.step.commit import step_muon
 from halfstep.step.optim.by_name import build_optimizer, make_parameter_groups
-from halfstep.step.step import Step, count_samples
+from halfstep.step.step import GuardedStep, count_samples
 from tiny_training import assert_same_bits, batch, everything, loss_of, make_model, make_step, plan
 
 
 def test_plain_training_is_bit_equal_to_a_hand_written_loop() -> None:
     model = make_model()
     reference = copy.deepcopy(model)
-    step = Step(model, torch.optim.AdamW(model.parameters(), fused=True), plan(), clip=Clip(limit=0.5))
+    step = GuardedStep(model, torch.optim.AdamW(model.parameters(), fused=True), plan(), clip=Clip(limit=0.5))
     optimizer = torch.optim.AdamW(reference.parameters(), fused=True)
     for k in range(5):
         step(loss_of(model), [batch(k)])
@@ -84,9 +84,9 @@ def test_a_window_of_unequal_batches_weighs_them_by_their_samples() -> None:
     whole = copy.deepcopy(model)
     data = torch.randn(7, 3, generator=torch.Generator().manual_seed(0))
     sgd = {"lr": 1.0, "fused": True}
-    step = Step(model, torch.optim.SGD(model.parameters(), **sgd), plan(), accumulate=3)
+    step = GuardedStep(model, torch.optim.SGD(model.parameters(), **sgd), plan(), accumulate=3)
     facts = step(lambda x: model(x).square().mean(), [data[:4], data[4:6], data[6:]])
-    single = Step(whole, torch.optim.SGD(whole.parameters(), **sgd), plan())
+    single = GuardedStep(whole, torch.optim.SGD(whole.parameters(), **sgd), plan())
     one = single(lambda x: whole(x).square().mean(), [data])
     assert facts.read().loss == pytest.approx(one.read().loss, rel=1e-6)
     torch.testing.assert_close(model.weight, whole.weight, rtol=1e-6, atol=1e-7)
@@ -96,7 +96,7 @@ def test_a_window_of_unequal_batches_weighs_them_by_their_samples() -> None:
 def test_a_loss_may_bring_its_own_weight(as_tensor: bool) -> None:
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.ones_(model.weight)
-    step = Step(model, torch.optim.SGD(model.parameters(), lr=1.0, fused=True), plan(), accumulate=2)
+    step = GuardedStep(model, torch.optim.SGD(model.parameters(), lr=1.0, fused=True), plan(), accumulate=2)
     tokens = {1.0: 3, 2.0: 1}
 
     def loss_fn(x: torch.Tensor):
@@ -136,7 +136,7 @@ def test_facts_name_their_samples() -> None:
 def test_half_stored_weights_are_refused_with_the_reason() -> None:
     model = torch.nn.Linear(2, 2).half()
     with pytest.raises(ConfigError, match="stored in fp16"):
-        Step(model, torch.optim.SGD(model.parameters(), lr=0.1), plan("fp16"))
+        GuardedStep(model, torch.optim.SGD(model.parameters(), lr=0.1), plan("fp16"))
 
 
 def test_an_optimizer_that_cannot_be_guarded_is_refused() -> None:
@@ -147,7 +147,7 @@ def test_an_optimizer_that_cannot_be_guarded_is_refused() -> None:
 def test_lbfgs_brought_by_the_user_is_refused_too() -> None:
     model = make_model()
     with pytest.raises(ConfigError, match="LBFGS"):
-        Step(model, torch.optim.LBFGS(model.parameters()), plan())
+        GuardedStep(model, torch.optim.LBFGS(model.parameters()), plan())
 
 
 def test_an_unknown_optimizer_names_the_nearest() -> None:

@@ -17,7 +17,7 @@ from halfstep.step.flat import Snapshot, became_non_finite
 from halfstep.step.scaler import Scaler
 from halfstep.step.schedule import ScheduleOptions, build_schedule
 from halfstep.step.snapshots import Snapshots
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 from tiny_training import assert_same_bits, batch, everything, loss_of, make_model, make_step, plan, poisoned
 
 
@@ -39,7 +39,7 @@ class Homemade(torch.optim.Optimizer):
 
 def test_an_optimizer_that_is_not_torchs_is_decided_on_the_host() -> None:
     model = make_model()
-    step = Step(model, Homemade(model.parameters()), plan())
+    step = GuardedStep(model, Homemade(model.parameters()), plan())
     assert step.describe()[0][1] == "host"
     loss_fn = loss_of(model)
     for k in range(2):
@@ -62,7 +62,7 @@ def test_parameters_with_gaps_in_memory_are_put_back(optimizer: str) -> None:
 
     model = Gappy()
     made = {"sgd": torch.optim.SGD, "rmsprop": torch.optim.RMSprop}[optimizer](model.parameters(), lr=0.1)
-    step = Step(model, made, plan(), ema=Ema(model, decay=0.5))
+    step = GuardedStep(model, made, plan(), ema=Ema(model, decay=0.5))
     loss_fn = lambda x: model(x).square().mean()  # noqa: E731
     for _ in range(2):
         step(loss_fn, [torch.ones(2, 3)])
@@ -75,7 +75,7 @@ def test_parameters_with_gaps_in_memory_are_put_back(optimizer: str) -> None:
 def test_a_parameter_in_two_optimizers_is_unscaled_once() -> None:
     model = nn.Linear(2, 1, bias=False)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.0, fused=True) for _ in range(2)]
-    step = Step(model, optimizers, plan("fp16"))
+    step = GuardedStep(model, optimizers, plan("fp16"))
     norm = step(lambda x: model(x).sum() / 4, [torch.ones(1, 2)]).read().grad_norm
     assert norm == pytest.approx(2**0.5 / 4, rel=1e-3)
 
@@ -84,13 +84,13 @@ def test_a_group_added_later_is_unscaled_too_or_refused_under_a_schedule() -> No
     model, more = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
     both = nn.ModuleList([model, more])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
-    step = Step(both, optimizer, plan("fp16"))
+    step = GuardedStep(both, optimizer, plan("fp16"))
     optimizer.add_param_group({"params": more.parameters()})
     norm = step(lambda x: (model(x).sum() + more(x).sum()) / 4, [torch.ones(1, 2)]).read().grad_norm
     assert norm == pytest.approx(0.5, rel=1e-3)
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    scheduled = Step(both, optimizer, plan(), schedules=[build_schedule(ScheduleOptions())])
+    scheduled = GuardedStep(both, optimizer, plan(), schedules=[build_schedule(ScheduleOptions())])
     optimizer.add_param_group({"params": more.parameters()})
     with pytest.raises(ConfigError, match="parameter group was added"):
         scheduled(lambda x: model(x).sum(), [torch.ones(1, 2)])
@@ -102,7 +102,7 @@ def test_a_parameter_used_later_begins_its_momentum_as_torchs_unfused_sgd_would(
         torch.manual_seed(0)
         model = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=dampening, fused=fused)
-        step = Step(model, optimizer, plan())
+        step = GuardedStep(model, optimizer, plan())
         for k in range(4):
             used = model if k >= 2 else model[:1]
             step(lambda x, used=used: sum(part(x).square().mean() for part in used), [torch.ones(3, 2)])
@@ -133,7 +133,7 @@ class Odd(nn.Module):
 @pytest.mark.parametrize("good_before", [0, 2])
 def test_buffers_that_are_not_written_in_place_are_put_back(kind: str, good_before: int) -> None:
     model = Odd(kind)
-    step = Step(model, torch.optim.AdamW(model.parameters(), fused=True), plan())
+    step = GuardedStep(model, torch.optim.AdamW(model.parameters(), fused=True), plan())
     loss_fn = lambda x: model(x).mean()  # noqa: E731
     for _ in range(good_before):
         step(loss_fn, [torch.ones(3, 2)])
@@ -144,7 +144,7 @@ def test_buffers_that_are_not_written_in_place_are_put_back(kind: str, good_befo
 
 def test_a_replaced_buffer_that_became_infinite_behind_a_finite_loss_is_a_bad_step() -> None:
     model = Odd("hidden")
-    step = Step(model, torch.optim.AdamW(model.parameters(), fused=True), plan())
+    step = GuardedStep(model, torch.optim.AdamW(model.parameters(), fused=True), plan())
     loss_fn = lambda x: model(x).mean()  # noqa: E731
     step(loss_fn, [torch.ones(3, 2)])
     reading = step(loss_fn, [torch.full((3, 2), float("inf"))]).read()
@@ -154,7 +154,7 @@ def test_a_replaced_buffer_that_became_infinite_behind_a_finite_loss_is_a_bad_st
 
 def test_the_average_follows_a_buffer_that_the_module_replaces() -> None:
     model = Odd("replaced")
-    step = Step(model, torch.optim.AdamW(model.parameters(), fused=True), plan(), ema=Ema(model, decay=0.0))
+    step = GuardedStep(model, torch.optim.AdamW(model.parameters(), fused=True), plan(), ema=Ema(model, decay=0.0))
     for _ in range(3):
         step(lambda x: model(x).mean(), [torch.ones(3, 2)])
     assert torch.equal(step.ema.state_dict()["seen"], model.seen)
@@ -198,7 +198,7 @@ def test_two_steps_may_share_a_scaler() -> None:
     model, judge = make_model(), make_model()
     scaler = Scaler(torch.device("cpu"), enabled=True)
     steps = [
-        Step(net, torch.optim.AdamW(net.parameters(), fused=True), plan("fp16"), scaler=scaler)
+        GuardedStep(net, torch.optim.AdamW(net.parameters(), fused=True), plan("fp16"), scaler=scaler)
         for net in (model, judge)
     ]
     steps[0](loss_of(model), [poisoned()])
@@ -231,7 +231,7 @@ def test_losses_that_cannot_be_judged_are_refused() -> None:
 
 def test_gradients_of_weights_that_no_optimizer_holds_do_not_pile_up() -> None:
     model = make_model()
-    step = Step(model, torch.optim.AdamW(model.head.parameters(), fused=True), plan())
+    step = GuardedStep(model, torch.optim.AdamW(model.head.parameters(), fused=True), plan())
     loss_fn = loss_of(model)
     norms = []
     for _ in range(2):
@@ -252,7 +252,7 @@ def test_a_schedule_may_end_where_the_training_ends_but_not_before() -> None:
     rates = [1.0, 0.5, 0.25]
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
-    step = Step(model, optimizer, plan(), schedules=[lambda k: rates[k]])
+    step = GuardedStep(model, optimizer, plan(), schedules=[lambda k: rates[k]])
     found = [step(loss_of(model), [batch(k)]).read().lr for k in range(3)]
     assert found == rates
     with pytest.raises(ConfigError, match="no learning rate for step 3"):
@@ -331,7 +331,7 @@ def test_optimizers_that_share_parameters_leave_every_bit_alone(kind: str) -> No
     """With finite gradients: those of NaN would show, those of a skipped spike move weights silently."""
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
-    step = Step(model, SHARED[kind](list(model.parameters())), plan())
+    step = GuardedStep(model, SHARED[kind](list(model.parameters())), plan())
     for _ in range(3):
         step(lambda x: model(x).square().mean(), [torch.randn(8, 4)])
     before = everything(step)
@@ -360,7 +360,7 @@ def test_an_optimizer_that_raises_leaves_shared_parameters_as_they_were(
         torch.optim.RMSprop(model.parameters()),
         kind(model.parameters()),
     ]
-    step = Step(model, optimizers, plan())
+    step = GuardedStep(model, optimizers, plan())
     loss_fn = lambda x: model(x).square().mean()  # noqa: E731
     for _ in range(2):
         step(loss_fn, [torch.randn(8, 4)])
@@ -422,7 +422,7 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("kinds", [*([kind] for kind in MEMORY), list(MEMORY)], ids=[*MEMORY, "all together"])
 def test_buffers_in_odd_memory_are_put_back(kinds: list[str]) -> None:
     model = Counting(kinds)
-    step = Step(model, torch.optim.AdamW(model.parameters(), fused=True), plan(), ema=Ema(model, decay=0.5))
+    step = GuardedStep(model, torch.optim.AdamW(model.parameters(), fused=True), plan(), ema=Ema(model, decay=0.5))
     for _ in range(2):
         step(model, [torch.randn(8, 4)])
     before = {name: value.resolve_conj().resolve_neg() for name, value in everything(step).items()}
@@ -471,8 +471,10 @@ def test_the_average_of_a_buffer_that_grows_is_its_value() -> None:
     torch.manual_seed(0)
     model, plain = Queue(), Queue()
     plain.load_state_dict(model.state_dict())
-    step = Step(model, torch.optim.AdamW(model.parameters(), fused=True), plan(), ema=Ema(model, decay=0.5))
-    other = Step(plain, torch.optim.AdamW(plain.parameters(), fused=True), plan(), ema=Ema(plain.norm, decay=0.5))
+    step = GuardedStep(model, torch.optim.AdamW(model.parameters(), fused=True), plan(), ema=Ema(model, decay=0.5))
+    other = GuardedStep(
+        plain, torch.optim.AdamW(plain.parameters(), fused=True), plan(), ema=Ema(plain.norm, decay=0.5)
+    )
     for rows in (8, 8, 2):
         batch = torch.randn(rows, 4)
         facts = [step(model, [batch]), other(plain, [batch])]
@@ -497,12 +499,12 @@ def test_the_average_of_a_buffer_that_grows_is_its_value() -> None:
 def test_the_average_of_a_buffer_that_has_grown_is_loaded(order: str) -> None:
     torch.manual_seed(0)
     model = Queue()
-    step = Step(model, torch.optim.AdamW(model.parameters(), fused=True), plan(), ema=Ema(model, decay=0.5))
+    step = GuardedStep(model, torch.optim.AdamW(model.parameters(), fused=True), plan(), ema=Ema(model, decay=0.5))
     step(model, [torch.randn(8, 4)])
     state, weights = copy.deepcopy(step.state_dict()), copy.deepcopy(model.state_dict())
     expected = everything(step)
     fresh = Queue()
-    resumed = Step(fresh, torch.optim.AdamW(fresh.parameters(), fused=True), plan(), ema=Ema(fresh, decay=0.5))
+    resumed = GuardedStep(fresh, torch.optim.AdamW(fresh.parameters(), fused=True), plan(), ema=Ema(fresh, decay=0.5))
     if order == "step first":
         resumed.load_state_dict(state)
     fresh.seen = torch.zeros(8, 4)
@@ -515,7 +517,7 @@ def test_the_average_of_a_buffer_that_has_grown_is_loaded(order: str) -> None:
 def test_a_rollback_restores_buffers_of_another_size() -> None:
     torch.manual_seed(0)
     model = Queue()
-    step = Step(model, torch.optim.AdamW(model.parameters(), fused=True), plan(), ema=Ema(model, decay=0.5))
+    step = GuardedStep(model, torch.optim.AdamW(model.parameters(), fused=True), plan(), ema=Ema(model, decay=0.5))
     step(model, [torch.randn(8, 4)])
     snapshots = Snapshots(every=1, margin=0)
     snapshots.take(model, step)
@@ -527,7 +529,7 @@ def test_a_rollback_restores_buffers_of_another_size() -> None:
 
 def test_the_average_follows_a_buffer_that_is_none_at_times() -> None:
     model = Queue()
-    step = Step(model, torch.optim.AdamW(model.parameters(), fused=True), plan(), ema=Ema(model, decay=0.5))
+    step = GuardedStep(model, torch.optim.AdamW(model.parameters(), fused=True), plan(), ema=Ema(model, decay=0.5))
     for number in range(4):
         model.seen = None if number % 2 else torch.full((2, 3), float(number))
         step(lambda x: model.norm(model.inner(x)).square().mean(), [torch.randn(8, 4)])
@@ -552,6 +554,6 @@ def test_the_average_keeps_its_values_when_weights_change_their_memory_format() 
 @pytest.mark.parametrize("lr", [torch.tensor(0.1), torch.tensor([0.1]), torch.tensor([[0.1]], dtype=torch.float64)])
 def test_a_learning_rate_in_a_tensor_of_one_element_is_reported(lr: torch.Tensor) -> None:
     model = make_model()
-    step = Step(model, torch.optim.AdamW(model.parameters(), lr=lr, foreach=False), plan())
+    step = GuardedStep(model, torch.optim.AdamW(model.parameters(), lr=lr, foreach=False), plan())
     assert step(loss_of(model), [batch(0)]).read().lr == pytest.approx(0.1)
     assert step.attempted == 1

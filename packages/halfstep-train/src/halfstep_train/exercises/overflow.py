@@ -15,7 +15,7 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.apply import apply
 from halfstep.precision.decide import decide
 from halfstep.step.scaler import ScalerOptions
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 from halfstep_train.config.schema import PrecisionConfig
 from halfstep_train.exercises import Claim, Story
 from halfstep_train.report.picture_file import BAD, FAINT, INK, make_figure, save_figure
@@ -87,7 +87,7 @@ def train(*, scale: float, steps: int) -> ScaledTraining:
     options = ScalerOptions(init_scale=scale, growth_interval=10**6)
     precision = PrecisionConfig(default="fp16", simulate=device.type != "cuda")
     plan = decide(precision, probe(str(device)), model)
-    step = Step(apply(plan, model), optimizer, plan, scaler=options)
+    step = GuardedStep(apply(plan, model), optimizer, plan, scaler=options)
     batch = {"x": x.to(device), "y": y.to(device)}
 
     def loss_fn(window: dict[str, Tensor]) -> Tensor:

@@ -38,7 +38,7 @@ from halfstep.step.ranks import Ranks
 from halfstep.step.scaler import ScalerOptions
 from halfstep.step.schedule import PlateauFactor
 from halfstep.step.snapshots import Snapshots
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 from halfstep.step.tables import Values
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.data.loader import Loader
@@ -78,7 +78,7 @@ class Assembly:
     mode: Mode | None  # how steps run; None (eager) before it is chosen
     region: Region  # forward and loss, compiled when first called
     eager: Region  # the same as it is
-    step: Step | PhasedStep
+    step: GuardedStep | PhasedStep
     values: Values
     phases: tuple[AssembledPhase, ...] = ()  # in order; without phases `step`, `region` and `eager` are the only ones
     guard: Guard

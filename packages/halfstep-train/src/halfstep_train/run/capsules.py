@@ -27,7 +27,7 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide, decide_again
 from halfstep.precision.plan import Plan
 from halfstep.step.facts import Reading
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 from halfstep_train.config.dump import to_yaml
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.data.loader import Loader, NamedSamples, implements
@@ -168,7 +168,7 @@ def _make_subject(capsule: Capsule, parts: Assembly, frozen: Mapping[str, dict[s
     window = [{key: value.to(parts.device) for key, value in batch.items()} for batch in capsule.window]
     about = capsule.about
     share = Share(about["rank"], about["num_ranks"]) if "rank" in about else None
-    assert isinstance(step, Step), "a capsule of a run with phases names one of them"
+    assert isinstance(step, GuardedStep), "a capsule of a run with phases names one of them"
     return Subject(
         model=parts.model,
         loss=eager,

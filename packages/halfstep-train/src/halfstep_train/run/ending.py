@@ -27,7 +27,7 @@ from halfstep.hardware.memory import get_peak_memory_bytes
 from halfstep.hardware.probe import probe
 from halfstep.step.phases import PhasedStep
 from halfstep.step.scaler import Scaler
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 from halfstep.tensor_files import write_tensors
 from halfstep_train.report.listeners import CallbackFailed
 from halfstep_train.run.assemble import Assembly
@@ -63,7 +63,7 @@ class Progress:
     committed: int
 
     @classmethod
-    def of(cls, step: Step | PhasedStep) -> Progress:
+    def of(cls, step: GuardedStep | PhasedStep) -> Progress:
         return cls(step.attempted, int(step.committed))
 
 

@@ -33,7 +33,7 @@ from halfstep.step.facts import Facts, PhasedFacts, Reading, split_phases
 from halfstep.step.graph import CaptureFailed, GraphedStep, Pool, Shape, describe_shape
 from halfstep.step.phases import PhasedStep
 from halfstep.step.randomness import choose_algorithms, read_generators, restore_generators
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.data.seeds import Key
 from halfstep_train.kernels.fast_forms import allow_chains
@@ -114,8 +114,8 @@ class Engine:
         return self.step(prepare_window(self.parts, window, sizes), sizes)
 
     @property
-    def guarded(self) -> Step:
-        assert isinstance(self.parts.step, Step), "phases have an engine each"
+    def guarded(self) -> GuardedStep:
+        assert isinstance(self.parts.step, GuardedStep), "phases have an engine each"
         return self.parts.step
 
     def step(self, prepared: list[Batch], sizes: Sequence[int] = ()) -> Facts:

@@ -22,7 +22,7 @@ from halfstep.own_loop.prefetch import Prefetcher, prefetch
 from halfstep.step.facts import Facts, Hold, PhasedFacts, Reading
 from halfstep.step.guard import LAG, Action, Verdict
 from halfstep.step.randomness import read_generators, restore_generators
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 from halfstep_train.report.listeners import CallbackFailed
 from halfstep_train.run.assemble import Assembly
 from halfstep_train.run.checkpoint import Checkpoint, Checkpoints
@@ -536,7 +536,7 @@ class HeldWindows:
     """The windows of the steps in flight."""
 
     def __init__(self, parts: Assembly) -> None:
-        if not isinstance(parts.step, Step):
+        if not isinstance(parts.step, GuardedStep):
             raise ConfigError(
                 f"guard.hold=true does not work with phases ({', '.join(parts.step.steps)})",
                 why="phases commit one after another in an iteration, and only whole iterations can run again",

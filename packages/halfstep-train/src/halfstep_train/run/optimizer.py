@@ -21,14 +21,14 @@ from halfstep.step.optim.by_name import is_within, make_parameter_groups
 from halfstep.step.ranks import Ranks
 from halfstep.step.scaler import Scaler, ScalerOptions
 from halfstep.step.schedule import Schedule, ScheduleOptions, build_schedule
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 from halfstep.step.tables import Values
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.config.section import Section
 from halfstep_train.tune.memory_low import MemorySetting, make_optimizer
 from halfstep_train.workloads.base.workload import Group
 
-AnyStep = TypeVar("AnyStep", bound=Step)
+AnyStep = TypeVar("AnyStep", bound=GuardedStep)
 
 
 class Length(NamedTuple):
@@ -49,7 +49,7 @@ def make_step(
     values: Values | None = None,
     groups: tuple[Group, ...] = (),
     ranks: Ranks | Literal["alone"] = "alone",
-    kind: type[AnyStep] = Step,  # type: ignore[assignment]
+    kind: type[AnyStep] = GuardedStep,  # type: ignore[assignment]
 ) -> AnyStep:
     """Build the step over the parameters in `parts` (modules or parameters by name; empty: all)."""
     guard, train = config.guard, config.train

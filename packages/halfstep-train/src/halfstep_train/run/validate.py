@@ -20,7 +20,7 @@ from halfstep.own_loop.prefetch import prefetch
 from halfstep.precision.plan import Plan
 from halfstep.step.phases import PhasedStep
 from halfstep.step.randomness import read_generators, restore_generators
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 from halfstep_train.data.loader import Loader
 from halfstep_train.data.seeds import Key
 from halfstep_train.run.memory.out_of_memory import count_parts, split_window
@@ -45,7 +45,7 @@ def enter_evaluation(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def use_average(step: Step | PhasedStep) -> Iterator[None]:
+def use_average(step: GuardedStep | PhasedStep) -> Iterator[None]:
     """Put the averaged weights into the model, if the step keeps an average."""
     with step.ema.swap_in() if step.ema is not None else nullcontext():
         yield

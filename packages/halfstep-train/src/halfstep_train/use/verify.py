@@ -15,7 +15,7 @@ from halfstep.evidence.proofs import (
     check_rates,
     is_same_rate,
 )
-from halfstep.step.step import LossFn, Step
+from halfstep.step.step import GuardedStep, LossFn
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.report.page.read_run import RunRecord, read_run
 from halfstep_train.run.assemble import Assembly
@@ -36,7 +36,7 @@ NAN, CLIP, RATE, AMP = (
     "learning rate as scheduled",
     "AMP/BF16 synchronised",
 )
-Proof = Callable[[Step, LossFn, list[Batch]], tuple[bool | None, str]]
+Proof = Callable[[GuardedStep, LossFn, list[Batch]], tuple[bool | None, str]]
 
 
 def verify(

@@ -23,7 +23,7 @@ from halfstep.precision.apply import STORAGE_DTYPES
 from halfstep.precision.plan import ROOT, WHOLE_MODEL, Plan, align_columns
 from halfstep.step.batches import Window
 from halfstep.step.randomness import read_generators, restore_generators
-from halfstep.step.step import LossFn, Step
+from halfstep.step.step import GuardedStep, LossFn
 
 WORTH_NAMING = 0.005
 """Share of the FLOPs from which a module is named in the summary."""
@@ -489,7 +489,7 @@ def _is_in_fp32(expected: Expected, norm: str) -> bool:
 
 
 @contextmanager
-def undo_after(step: Step) -> Iterator[None]:
+def undo_after(step: GuardedStep) -> Iterator[None]:
     """Undo what a compute() inside changed."""
     # compute() draws random numbers, such as dropout masks: restored, so that training draws the same again.
     generators = read_generators()
@@ -501,7 +501,7 @@ def undo_after(step: Step) -> Iterator[None]:
 
 
 @contextmanager
-def watch_step(step: Step, watching: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+def watch_step(step: GuardedStep, watching: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
     """Run forward and backward of this step inside `watching()`."""
     before, step.observed = step.observed, watching
     try:
@@ -511,7 +511,7 @@ def watch_step(step: Step, watching: Callable[[], AbstractContextManager[object]
 
 
 def observe(
-    step: Step, loss_fn: LossFn, window: Window, frozen: Mapping[str, nn.Module] | None = None
+    step: GuardedStep, loss_fn: LossFn, window: Window, frozen: Mapping[str, nn.Module] | None = None
 ) -> tuple[Observer, Weights]:
     """Return what one eager step of this window does, and the formats of the tensors it leaves."""
     observer = Observer(step.model, frozen)

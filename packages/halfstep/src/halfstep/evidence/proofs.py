@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from halfstep.step.batches import Batch, Window
-from halfstep.step.step import LossFn, Step
+from halfstep.step.step import GuardedStep, LossFn
 
 NOT_STATE = ("attempted", "scaler")
 """Entries of a step's state that a dropped step changes: a dropped step is an attempt, and in fp16 it lowers the loss
@@ -33,7 +33,7 @@ class ProofLine:
         return "not measurable" if self.holds is None else "holds" if self.holds else "DOES NOT HOLD"
 
 
-def check_nan_is_dropped(step: Step, loss_fn: LossFn, window: Window) -> tuple[bool, str]:
+def check_nan_is_dropped(step: GuardedStep, loss_fn: LossFn, window: Window) -> tuple[bool, str]:
     """Check that a NaN injected into a step, in forward and in backward, leaves all state bit-identical."""
     before = _copy_state(step)
     facts = step.compute(_scale_loss(loss_fn, float("nan")), window)
@@ -47,7 +47,7 @@ def check_nan_is_dropped(step: Step, loss_fn: LossFn, window: Window) -> tuple[b
     return True, f"a NaN put into one step was dropped, {len(before)} tensors kept their bits"
 
 
-def check_clipping(step: Step, loss_fn: LossFn, window: Window) -> tuple[bool | None, str]:
+def check_clipping(step: GuardedStep, loss_fn: LossFn, window: Window) -> tuple[bool | None, str]:
     """Check that gradients far above the limit are clipped to it. Nothing is committed."""
     limit, kind = step.clip.limit, step.clip.kind
     norm = _measure_norms(step, loss_fn, window)[0]
@@ -63,7 +63,7 @@ def check_clipping(step: Step, loss_fn: LossFn, window: Window) -> tuple[bool | 
     return after <= limit * (1 + ROUNDING), f"{text}, {after:.3g} after clipping at {limit:g}"
 
 
-def _measure_norms(step: Step, loss_fn: LossFn, window: Window) -> tuple[float, float]:
+def _measure_norms(step: GuardedStep, loss_fn: LossFn, window: Window) -> tuple[float, float]:
     """Return the gradient norm before and after clipping."""
     try:
         facts = step.compute(loss_fn, window)
@@ -78,7 +78,7 @@ def _measure_norms(step: Step, loss_fn: LossFn, window: Window) -> tuple[float, 
         step.abandon()
 
 
-def check_rates(step: Step, loss_fn: LossFn, window: Window, *, num_steps: int = 3) -> tuple[bool | None, str]:
+def check_rates(step: GuardedStep, loss_fn: LossFn, window: Window, *, num_steps: int = 3) -> tuple[bool | None, str]:
     """Check over a few steps that the rate each reports matches its schedule."""
     if step.rates is None:
         return None, "no schedule: the learning rate is the optimizer's own"
@@ -94,7 +94,7 @@ def check_rates(step: Step, loss_fn: LossFn, window: Window, *, num_steps: int =
     return True, f"{num_steps} steps ran with {', '.join(f'{ran:.3g}' for ran, _ in found)}, as scheduled"
 
 
-def compute_scheduled_rate(step: Step, committed: int) -> float:
+def compute_scheduled_rate(step: GuardedStep, committed: int) -> float:
     """Return the learning rate of the first group after this many committed steps: base rate × schedule × factor."""
     # The factor is the current one, also for earlier steps: it is not recorded when a plateau or a rollback lowers it.
     assert step.rates is not None
@@ -114,7 +114,7 @@ def _scale_loss(loss_fn: LossFn, factor: float) -> LossFn:
     return scaled
 
 
-def _copy_state(step: Step) -> dict[str, Tensor]:
+def _copy_state(step: GuardedStep) -> dict[str, Tensor]:
     """Return copies of all tensors that a bad step must not change, by name."""
     own = {name: value for name, value in step.state_dict().items() if name not in NOT_STATE}
     found: dict[str, Tensor] = {}

@@ -25,7 +25,7 @@ from halfstep.evidence.watch import Watch
 from halfstep.step.facts import Facts, PhasedFacts, Reading, read_rng_state, split_phases
 from halfstep.step.guard import LAG
 from halfstep.step.phases import PhasedStep
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 
 MOST_CAPSULES = 4
 TRAIL = 32
@@ -64,7 +64,7 @@ class Recorder:
         self,
         folder: Path,
         model: nn.Module,
-        step: Step | PhasedStep,
+        step: GuardedStep | PhasedStep,
         context: CapsuleContext,
         *,
         notice: Notice,
@@ -217,7 +217,7 @@ class Recorder:
     def _get_committed(self, phase: str) -> Tensor:
         return self.step.steps[phase].committed if isinstance(self.step, PhasedStep) and phase else self.step.committed
 
-    def _get_step(self, phase: str) -> Step:
+    def _get_step(self, phase: str) -> GuardedStep:
         if isinstance(self.step, PhasedStep):
             return self.step.steps[phase] if phase else next(iter(self.step.steps.values()))
         return self.step

@@ -19,14 +19,14 @@ from halfstep.step.optim.adamw8bit import AdamW8bit
 from halfstep.step.optim.adamw_bf16 import AdamWBf16
 from halfstep.step.optim.by_name import OPTIMIZERS
 from halfstep.step.schedule import make_groups_plain
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 
 KNOWN: dict[str, Any] = {kind.__name__: kind for kind in (*OPTIMIZERS.values(), AdamW8bit, AdamWBf16)}
 FORMS = ("fused", "foreach", "capturable", "differentiable")
 """Settings of how an optimizer runs, which depend on the device: torch chooses them again."""
 
 
-def record_update(step: Step, model: nn.Module) -> dict[str, Any]:
+def record_update(step: GuardedStep, model: nn.Module) -> dict[str, Any]:
     """Return the update for capsule.json; parameters outside of the model are left out."""
     names = {id(p): name for name, p in model.named_parameters()}
     return {

@@ -58,7 +58,7 @@ from halfstep.step.facts import Facts
 from halfstep.step.guard import LAG
 from halfstep.step.optim.adamw8bit import AdamW8bit
 from halfstep.step.optim.adamw_bf16 import AdamWBf16
-from halfstep.step.step import LossFn, Step
+from halfstep.step.step import GuardedStep, LossFn
 
 KEPT = 64
 """Observations that are kept, and stored in a capsule."""
@@ -135,7 +135,7 @@ class Watch:
     """Observe one guarded step every `every` steps. Print it for a table; `warnings` lists what will go wrong."""
 
     def __init__(
-        self, step: Step, every: int, *, notice: Callable[[str], None], warn: Callable[[str], None] | None = None
+        self, step: GuardedStep, every: int, *, notice: Callable[[str], None], warn: Callable[[str], None] | None = None
     ) -> None:
         self.step, self.every, self.notice, self.warn = step, every, notice, warn or notice
         self.history: deque[Observation] = deque(maxlen=KEPT)

@@ -38,12 +38,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from halfstep.errors import ConfigError, TrainingStopped, format_count
 from halfstep.evidence.recorder import Recorder
+from halfstep.fast.fast_path import say
 from halfstep.hardware.probe import probe
 from halfstep.own_loop.arguments import check_choice, check_folder, make_guard_options
 from halfstep.own_loop.evidence import make_recorder
-from halfstep.own_loop.fast import say
 from halfstep.own_loop.loss import suggest_ways
-from halfstep.own_loop.user_warnings import DroppedSteps, warn_user
 from halfstep.precision.decide import decide
 from halfstep.step.batches import read_sample_ids
 from halfstep.step.clip import compute_total_norm
@@ -55,8 +54,9 @@ from halfstep.step.guard import Action, Advice, Guard, Verdict
 from halfstep.step.ranks import refuse_differing_rates, refuse_differing_steps
 from halfstep.step.scaler import FAR_BELOW, USUAL_FIRST, Scaler
 from halfstep.step.schedule import Curve, cycles_momentum
-from halfstep.step.step import JudgedGradients, Step, collect_gradients
+from halfstep.step.step import GuardedStep, JudgedGradients, collect_gradients
 from halfstep.step.tables import Rates
+from halfstep.step.user_warnings import DroppedSteps, warn_user
 
 Way = Literal["exact", "read"]
 GUARDED = "_halfstep_guard"
@@ -86,7 +86,7 @@ class HostOptions(TypedDict, total=False):
 class HostSteps:
     """What a guard and a captured step have in common: schedulers, counts, lines on stderr, and the way back."""
 
-    _step: Step
+    _step: GuardedStep
     _warnings: DroppedSteps
     last_facts: Facts | None = None
     """The facts of the newest step, on the device; None before the first."""
@@ -245,7 +245,7 @@ class HostGuard(HostSteps):
         plain = join_models([unwrap_model(one) for one in self.models])
         plan = decide(precision, probe(str(device)), plain, simulate=device.type == "cpu")
         off = Scaler(device, enabled=False)  # the host has scaled and clipped
-        self._step = Step(join_models(self.models), optimizer, plan, scaler=off, also=also)
+        self._step = GuardedStep(join_models(self.models), optimizer, plan, scaler=off, also=also)
         self.schedule: Way = self._choose_way(schedule)
         self._may_read = schedule == "auto"  # if a scheduler turns out not to fit a table
         self._loss: Tensor | None = None

@@ -30,6 +30,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_map
 
 from halfstep.errors import ConfigError
+from halfstep.fast.fast_path import CAPTURES, Fast, say
 from halfstep.hardware.probe import probe
 from halfstep.integrations.captured import CapturedLoop, detach_copy
 from halfstep.integrations.guard import (
@@ -41,7 +42,6 @@ from halfstep.integrations.guard import (
     refuse_second_guard,
 )
 from halfstep.own_loop.arguments import check_choice, read_precision
-from halfstep.own_loop.fast import CAPTURES, Fast, say
 from halfstep.own_loop.step import Step
 from halfstep.precision.contexts import get_autocast_dtype
 from halfstep.precision.decide import decide

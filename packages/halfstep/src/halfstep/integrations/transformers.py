@@ -27,11 +27,11 @@ from transformers import Trainer, TrainerCallback
 
 from halfstep.errors import ConfigError
 from halfstep.evidence.replay import Replayed
+from halfstep.fast.fast_path import CAPTURES, Fast, say
 from halfstep.integrations.accelerate import AccelerateGuard, refuse_unfit_accelerator
 from halfstep.integrations.captured import CapturedLoop
 from halfstep.integrations.guard import HostAdvice
 from halfstep.own_loop.evidence import replay as replay_capsule
-from halfstep.own_loop.fast import CAPTURES, Fast, say
 
 HOST = "the transformers Trainer"
 LIMITS = ("state.global_step and callbacks, which count dropped steps",)

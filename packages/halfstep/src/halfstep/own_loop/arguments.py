@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from halfstep.distributed.sharding import Sharding, find_sharding
 from halfstep.errors import ConfigError, ModelError, PrecisionError, suggest_nearest
 from halfstep.own_loop.repeated_blocks import describe_recomputed, find_blocks, recompute_blocks_
-from halfstep.own_loop.user_warnings import warn_user
 from halfstep.precision.apply import STORAGE_DTYPES
 from halfstep.precision.plan import ROOT, Plan
 from halfstep.recompute import Recomputing
@@ -30,6 +29,7 @@ from halfstep.step.optim.by_name import OPTIMIZERS
 from halfstep.step.optim.cycled_adam import takes_tensor_betas
 from halfstep.step.scaler import ScalerOptions
 from halfstep.step.tables import Rates
+from halfstep.step.user_warnings import warn_user
 
 OTHER_NAMES = {
     **dict.fromkeys(("dtype", "amp", "amp_dtype", "mixed_precision", "autocast"), 'precision="bf16"'),

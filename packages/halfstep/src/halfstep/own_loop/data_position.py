@@ -45,9 +45,9 @@ from halfstep.errors import CheckpointError, ConfigError, format_count
 from halfstep.own_loop.arguments import iterate_loader
 from halfstep.own_loop.prefetch import Prefetcher
 from halfstep.own_loop.seeded import SeededDataset
-from halfstep.own_loop.user_warnings import warn_user
 from halfstep.step.batches import Batch
 from halfstep.step.randomness import read_generators, restore_generators
+from halfstep.step.user_warnings import warn_user
 from halfstep.tensor_files import view_bytes
 
 DRAW_ONCE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)

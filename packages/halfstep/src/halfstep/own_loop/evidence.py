@@ -25,19 +25,19 @@ from halfstep.evidence.replay import Replayed
 from halfstep.evidence.replay import replay as replayed
 from halfstep.evidence.updates import Update
 from halfstep.evidence.watch import Watch
+from halfstep.fast.windows import list_tensors
 from halfstep.hardware.probe import probe
 from halfstep.own_loop.arguments import check_count
 from halfstep.own_loop.loss import find_named
-from halfstep.own_loop.user_warnings import warn_user
-from halfstep.own_loop.windows import list_tensors
 from halfstep.precision.decide import decide, decide_again
 from halfstep.precision.plan import Plan
 from halfstep.step.facts import read_rng_state, restore_rng
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
+from halfstep.step.user_warnings import warn_user
 
 
 def make_recorder(
-    folder: str | os.PathLike[str], step: Step, *, spikes: bool, model: nn.Module | None = None
+    folder: str | os.PathLike[str], step: GuardedStep, *, spikes: bool, model: nn.Module | None = None
 ) -> Recorder:
     """Make the recorder of `hs.Step(capsules=folder)`; `model` is what a replay will be given, if not the step's."""
     rank = None if step.ranks is None else step.ranks.world.rank
@@ -45,7 +45,7 @@ def make_recorder(
     return Recorder(Path(folder), model or step.model, step, context, notice=warn_user, spikes=spikes)
 
 
-def make_watch(step: Step, every: int) -> Watch:
+def make_watch(step: GuardedStep, every: int) -> Watch:
     """Make the watch of `hs.Step(watch=every)`; with several ranks all measure, and rank 0 warns."""
     is_first = step.ranks is None or step.ranks.world.rank == 0
     return Watch(step, check_count("watch", every), notice=warn_user if is_first else lambda text: None)
@@ -145,7 +145,7 @@ NOT_COMPILED = (
 class SeenSteps:
     """The ledger of the steps made so far inside `with hs.ledger(step) as seen`; print it."""
 
-    def __init__(self, step: Step, observer: Observer) -> None:
+    def __init__(self, step: GuardedStep, observer: Observer) -> None:
         self._step, self._observer = step, observer
 
     @property
@@ -175,7 +175,7 @@ def ledger(step: object) -> Iterator[SeenSteps]:
         print(seen)
     """
     guarded = getattr(step, "_step", step)
-    if not isinstance(guarded, Step):
+    if not isinstance(guarded, GuardedStep):
         raise ConfigError(f"hs.ledger takes an hs.Step, not {type(step).__name__}", fix="with hs.ledger(step) as seen:")
     if guarded.sharding is not None:
         raise ConfigError(

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -22,12 +21,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 from halfstep.errors import ConfigError
-from halfstep.own_loop.user_warnings import warn_user
 from halfstep.precision.contexts import get_autocast_dtype
-from halfstep.step.batches import Batch, Weight, count_samples, find_first_array
+from halfstep.step.batches import Batch, Weight
 from halfstep.step.forward_writes import ForwardWrites
-from halfstep.step.refusals import refuse_unfit_loss
-from halfstep.step.step import LossFn, Step
+from halfstep.step.loss_result import split_result
+from halfstep.step.step import GuardedStep, LossFn
+from halfstep.step.user_warnings import warn_user
 
 NOTES = {
     "(Unsupported dtype |not implemented for ')(BFloat16|Half)":
@@ -50,7 +49,7 @@ NOTES = {
 class LossChecker:
     """Wrap `loss_fn` with checks, and take the gradients that a gradient penalty needs."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: GuardedStep) -> None:
         self.step = step
         # Loss functions that were checked, by code object: a lambda written in the loop is a new object in every step.
         self.known: set[object] = set()
@@ -163,50 +162,6 @@ class LossChecker:
         if any(isinstance(module, torch.nn.RNNBase) for module in self.step.model.modules()):
             stored.add(torch.float16)  # autocast's choice for recurrent layers; the plan has warned
         return {get_autocast_dtype(name) for name in computed} | stored
-
-
-# --- the result of loss_fn ---
-
-
-def split_result(result: Any, batch: Batch, *, is_alone: bool) -> tuple[Tensor, Weight]:
-    """Return the loss of one batch and its weight in the window."""
-    if isinstance(result, tuple) and not hasattr(result, "_fields"):
-        if len(result) != 2:
-            raise ConfigError(
-                f"loss_fn returned {len(result)} values",
-                why="it must return the loss, or (loss, weight)",
-                fix="return the loss alone; keep other values in a variable",
-            )
-        refuse_unfit_loss(result[0])
-        return result[0], _check_weight(result[1])
-    refuse_unfit_loss(result)
-    return result, _count_samples(batch, is_alone=is_alone)
-
-
-def _check_weight(weight: Any) -> Weight:
-    """Return a weight, a count of samples or tokens. Refuse what looks like a result: a model output or an accuracy."""
-    if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.requires_grad:
-        return weight.detach().reshape(())
-    is_number = isinstance(weight, (int, float, np.number)) and not isinstance(weight, bool)
-    is_fraction = isinstance(weight, (float, np.floating)) and not (weight >= 1 and float(weight).is_integer())
-    if is_number and weight >= 0 and not is_fraction:
-        return float(weight) if isinstance(weight, (float, np.floating)) else int(weight)
-    shown = f"{weight!r}" if is_number else f"a {type(weight).__name__}"
-    if isinstance(weight, Tensor):
-        shown = f"a tensor of shape {tuple(weight.shape)}" + (" with a gradient" if weight.requires_grad else "")
-    raise ConfigError(
-        f"loss_fn returned (loss, {shown}), but the second value is the weight of the batch",
-        why="a weight is the number of samples or tokens that the loss is the mean of; 0 drops the batch",
-        fix="return the loss alone, the sum if there are several, and keep results in a variable; a "
-        "fractional weight: torch.tensor(w)",
-    )
-
-
-def _count_samples(batch: Batch, *, is_alone: bool) -> int:
-    array = find_first_array(batch)
-    if array is not None and array.ndim:
-        return len(array)
-    return 1 if is_alone else count_samples(batch)  # alone in its window it counts whatever it weighs
 
 
 def find_half_dtypes(loss: Tensor, most: int = 20_000) -> set[torch.dtype]:

@@ -27,11 +27,11 @@ from halfstep.distributed.sharding import find_sharding, is_dtensor
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, format_count, summarise_error
 from halfstep.own_loop.step import Step
-from halfstep.own_loop.user_warnings import warn_user
 from halfstep.step.optim.recut_shards import recut_optimizer_states
 from halfstep.step.randomness import read_generators
 from halfstep.step.snapshots import find_loose_buffers, resize_buffers, restore_buffers
 from halfstep.step.tree import pack, unpack
+from halfstep.step.user_warnings import warn_user
 from halfstep.tensor_files import LazyTensors, describe, make_header, take, view_bytes, write_tensors
 
 LAYOUT_VERSION = 1

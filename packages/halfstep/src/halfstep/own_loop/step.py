@@ -17,6 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep.errors import ConfigError, TrainingStopped
 from halfstep.evidence.watch import Watch
+from halfstep.fast.certificate import Certificate
+from halfstep.fast.fast_path import Fast, FastPath, split_results
 from halfstep.hardware.probe import probe
 from halfstep.own_loop.arguments import (
     check_choice,
@@ -41,13 +43,10 @@ from halfstep.own_loop.arguments import (
     refuse_unknown,
     refuse_unrelated_optimizers,
 )  # fmt: skip
-from halfstep.own_loop.certificate import Certificate
 from halfstep.own_loop.data_position import DataPosition
 from halfstep.own_loop.evidence import count_rows, make_recorder, make_watch
-from halfstep.own_loop.fast import Fast, FastPath, split_results
 from halfstep.own_loop.loss import ExplainedErrors, LossChecker, UnguardedNetworks, suggest_ways
 from halfstep.own_loop.schedule_argument import LoopSchedules, Paced
-from halfstep.own_loop.user_warnings import DroppedSteps, warn_once, warn_user
 from halfstep.precision.apply import apply
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
@@ -61,9 +60,9 @@ from halfstep.step.guard import ADVICE_FOR_LOOPS, Action, Guard, GuardOptions, S
 from halfstep.step.ranks import refuse_differing_rates, refuse_differing_steps
 from halfstep.step.schedule import Schedule
 from halfstep.step.snapshots import Snapshots, copy_to_host
-from halfstep.step.step import LossFn, OnCommit, OnGradients
-from halfstep.step.step import Step as GuardedStep
+from halfstep.step.step import GuardedStep, LossFn, OnCommit, OnGradients
 from halfstep.step.step_state import refuse_unfit
+from halfstep.step.user_warnings import DroppedSteps, warn_once, warn_user
 
 if TYPE_CHECKING:
     from halfstep.distributed.sharded_files import BackgroundSave

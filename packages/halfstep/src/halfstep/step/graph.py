@@ -21,7 +21,7 @@ from torch import Tensor
 from halfstep.step.batches import Weight, read_sample_ids
 from halfstep.step.facts import Facts, read_rng_state, restore_rng
 from halfstep.step.optim.single_pass import SinglePass
-from halfstep.step.step import LossFn, Step
+from halfstep.step.step import GuardedStep, LossFn
 
 Batch: TypeAlias = dict[str, Tensor]
 Shape: TypeAlias = tuple[object, ...]
@@ -49,7 +49,7 @@ def explain_not_copied(window: list[Batch], device: torch.device) -> str:
 class GraphedStep:
     commits = True  # whether the graph holds the optimizers
 
-    def __init__(self, step: Step, loss_fn: LossFn, window: list[Batch], pool: Pool) -> None:
+    def __init__(self, step: GuardedStep, loss_fn: LossFn, window: list[Batch], pool: Pool) -> None:
         if reason := self._find_obstacle(step) or explain_not_copied(window, step.device):
             raise CaptureFailed(reason)
         self.step, self.generation = step, step.generation
@@ -111,7 +111,7 @@ class GraphedStep:
     def replay_gradients(self, window: list[Batch]) -> tuple[Tensor, Weight]:
         raise AssertionError("this graph commits what it computes")
 
-    def _find_obstacle(self, step: Step) -> str:
+    def _find_obstacle(self, step: GuardedStep) -> str:
         return step.why_not_captured()
 
     def _capture(self, loss_fn: LossFn, pool: Pool) -> Any:
@@ -171,14 +171,14 @@ class GraphedBackward(GraphedStep):
         return facts
 
     def replay_gradients(self, window: list[Batch]) -> tuple[Tensor, Weight]:
-        """Do by a replay what `Step.accumulate_gradients` does."""
+        """Do by a replay what `GuardedStep.accumulate_gradients` does."""
         self._replay(window)
         loss, weight, gradients = self.facts
         for parameter, gradient in gradients:
             parameter.grad = gradient
         return loss.clone(), weight
 
-    def _find_obstacle(self, step: Step) -> str:
+    def _find_obstacle(self, step: GuardedStep) -> str:
         return step.writes.why_not_captured
 
     def _record(self, loss_fn: LossFn) -> Any:
@@ -192,14 +192,14 @@ def run_nothing(batch: Any) -> Tensor:
     raise AssertionError("a replay runs no loss function")
 
 
-def list_tables(step: Step) -> list[Tensor]:
+def list_tables(step: GuardedStep) -> list[Tensor]:
     """Return what a graph reads or writes and is replaced when it grows: schedule tables, and averages."""
     tables = [tabulated.table for tabulated in (step.rates, step.values) if tabulated is not None]
     return tables if step.ema is None else [*tables, *step.ema.shadows]
 
 
 @contextlib.contextmanager
-def open_for_capture(step: Step, commits: bool = True) -> Iterator[list[SinglePass]]:
+def open_for_capture(step: GuardedStep, commits: bool = True) -> Iterator[list[SinglePass]]:
     """Prepare all optimizers for a capture inside, and undo that afterwards, whether it succeeded or not."""
     rng = read_rng_state(step.device)
     _make_fused_capturable(step)
@@ -211,7 +211,7 @@ def open_for_capture(step: Step, commits: bool = True) -> Iterator[list[SinglePa
         restore_rng(rng, step.device)
 
 
-def _make_passes(step: Step) -> list[SinglePass]:
+def _make_passes(step: GuardedStep) -> list[SinglePass]:
     try:
         return [made for c in step.committers if (made := c.open_capture(step.device)) is not None]
     except Exception as error:  # out of memory, or Triton's
@@ -241,7 +241,7 @@ def _end_broken_capture(stream: torch.cuda.Stream, pool: Pool) -> None:
         torch.zeros((), device=stream.device)
 
 
-def _make_fused_capturable(step: Step) -> None:
+def _make_fused_capturable(step: GuardedStep) -> None:
     """Set `capturable`: fused optimizers keep their counters on the device anyway, but refuse a capture without it."""
     for optimizer in step.optimizers:
         for group in optimizer.param_groups:

@@ -25,11 +25,11 @@ from halfstep.step.ema import Ema
 from halfstep.step.facts import Facts, PhasedFacts, Reading, split_phases
 from halfstep.step.guard import CONTINUE, COUNTERS, Action, Guard, GuardOptions, Verdict
 from halfstep.step.scaler import Scaler
-from halfstep.step.step import Accumulate, LossFn, Step
+from halfstep.step.step import Accumulate, GuardedStep, LossFn
 from halfstep.step.step_state import collect_state, load_state, refuse_unfit
 
 
-class PhaseStep(Step):
+class PhaseStep(GuardedStep):
     """A step that trains its own parameters only: all others of the model get no gradients while it runs."""
 
     def forward_backward(self, loss_fn: LossFn, window: Window, replay: Accumulate | None = None) -> Facts:
@@ -72,7 +72,7 @@ class Averages:
 
 
 class PhasedStep:
-    def __init__(self, steps: Mapping[str, Step], scaler: SharedScaler) -> None:
+    def __init__(self, steps: Mapping[str, GuardedStep], scaler: SharedScaler) -> None:
         self.steps, self.scaler = dict(steps), scaler
         first = next(iter(self.steps.values()))
         self.accumulate, self.device = first.accumulate, first.device

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from halfstep.step.flat import is_writable_in_place
 from halfstep.step.guard import LAG
 from halfstep.step.phases import PhasedStep
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 
 
 class Snapshots:
@@ -31,7 +31,7 @@ class Snapshots:
     def is_due(self, attempted: int) -> bool:
         return attempted % self.every == 0
 
-    def take(self, model: nn.Module, step: Step | PhasedStep) -> None:
+    def take(self, model: nn.Module, step: GuardedStep | PhasedStep) -> None:
         """Copy everything a rollback restores; waits for the device. Skipped if few steps have committed since."""
         committed = int(step.committed)
         if self.states and committed - _read_committed(self.states[-1]) < max(self.every // 2, 1):
@@ -49,7 +49,7 @@ class Snapshots:
         usable = [state for state in self.states if _read_committed(state) <= self._compute_limit(committed)]
         return usable[-1] if usable else None
 
-    def go_back(self, state: Mapping[str, Any], model: nn.Module, step: Step | PhasedStep) -> None:
+    def go_back(self, state: Mapping[str, Any], model: nn.Module, step: GuardedStep | PhasedStep) -> None:
         """Restore `state` except the count of attempts, and drop later states: they belong to the abandoned path."""
         attempted = step.attempted
         resize_buffers(model, state["model"])

@@ -88,7 +88,7 @@ class Totals(NamedTuple):
     """The sums over all ranks; None without ranks."""
 
 
-class Step:
+class GuardedStep:
     def __init__(
         self,
         model: nn.Module,

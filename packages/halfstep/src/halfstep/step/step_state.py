@@ -16,7 +16,7 @@ from halfstep.step.optim.by_name import OPTIMIZERS
 from halfstep.step.schedule import make_groups_plain
 
 if TYPE_CHECKING:
-    from halfstep.step.step import Step
+    from halfstep.step.step import GuardedStep
 
 KEYS = ("attempted", "committed", "rate_factor", "scaler", "spikes", "optimizers", "ema")
 SHAPED_LIKE_THE_PARAMETER = {
@@ -26,7 +26,7 @@ SHAPED_LIKE_THE_PARAMETER = {
 TELLS_OPTIMIZERS_APART = {"betas", "momentum", "alpha", "rho", "etas", "lambd", "lr_decay", "beta2_decay", "ns_steps"}
 
 
-def collect_state(step: Step) -> dict[str, Any]:
+def collect_state(step: GuardedStep) -> dict[str, Any]:
     """Return a step's state. Waits for the device."""
     return {
         "attempted": step.attempted,
@@ -40,7 +40,7 @@ def collect_state(step: Step) -> dict[str, Any]:
     }
 
 
-def load_state(step: Step, state: Mapping[str, Any]) -> None:
+def load_state(step: GuardedStep, state: Mapping[str, Any]) -> None:
     step.attempted = int(state["attempted"])
     step.generation += 1
     step.committed.fill_(int(state["committed"]))
@@ -60,7 +60,7 @@ def load_state(step: Step, state: Mapping[str, Any]) -> None:
     step.forget_writes()
 
 
-def refuse_unfit(step: Step, state: Mapping[str, Any]) -> None:
+def refuse_unfit(step: GuardedStep, state: Mapping[str, Any]) -> None:
     """Check that a state can be loaded before changing anything."""
     found = list(state) if isinstance(state, Mapping) else []
     if missing := [key for key in KEYS if key not in found]:
@@ -119,7 +119,7 @@ def _refuse_different_shapes(optimizer: Optimizer, state: Mapping[str, Any]) -> 
                 raise _make_misfit(f"has {key} of shape {theirs} for parameter {number}, whose shape is {own}")
 
 
-def list_parameter_names(step: Step) -> list[list[str]]:
+def list_parameter_names(step: GuardedStep) -> list[list[str]]:
     """Return the model's names of each optimizer's parameters, in its order; empty for those outside of the model."""
     find_sharding(step.model)  # after an evaluation FSDP registers whole parameters instead of those of the optimizer
     # Compiled and DDP models hold the same parameters under longer names.

@@ -29,10 +29,11 @@ from captured_faults import (
     make_net,
     train,
 )
-from halfstep.own_loop import certificate, compile_history, fast
-from halfstep.own_loop.certificate import ReplayDiffers, StateCopy, StepState
-from halfstep.own_loop.fast import FastPath
-from halfstep.own_loop.windows import Promise
+from halfstep.fast import certificate, compile_history
+from halfstep.fast import fast_path as fast
+from halfstep.fast.certificate import ReplayDiffers, StateCopy, StepState
+from halfstep.fast.fast_path import FastPath
+from halfstep.fast.windows import Promise
 from replay_stand_in import replays_on_cpu
 from tiny_training import make_step
 
@@ -273,7 +274,7 @@ def test_windows_that_were_compared_are_not_compared_again(monkeypatch: pytest.M
 @pytest.fixture
 def inductor(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
     """Put torch's kernels in place of Inductor's code, and return a switch that makes them give NaN."""
-    from halfstep.own_loop import traced
+    from halfstep.fast import traced
 
     switch = {"gives_nan": False}
 

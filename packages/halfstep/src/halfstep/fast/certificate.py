@@ -21,7 +21,7 @@ from torch.nn.utils import get_total_norm
 from halfstep.precision.contexts import get_autocast_dtype
 from halfstep.step.facts import read_rng_state, restore_rng
 from halfstep.step.flat import get_gradient, is_dense, is_finite, is_writable_in_place, view_flat
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 
 NOISE = 3.0
 """How much further a replay may be from an uncaptured run than two of those are from each other."""
@@ -75,7 +75,7 @@ class ReplayDiffers(Exception):
 class StepState:
     """Everything a step writes, as tensors that keep their addresses."""
 
-    def __init__(self, step: Step, others: Iterable[Tensor] = ()) -> None:
+    def __init__(self, step: GuardedStep, others: Iterable[Tensor] = ()) -> None:
         self.step = step
         found: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in (*list_tensors(step), *(("a tensor outside of the model", t) for t in others)):
@@ -195,7 +195,7 @@ def subtract(some: list[Tensor], others: list[Tensor]) -> list[Tensor]:
     return [one - other for one, other in zip(some, others, strict=True)]
 
 
-def find_eps(step: Step) -> float:
+def find_eps(step: GuardedStep) -> float:
     """Return the relative rounding error of the format that a step computes in."""
     dtype = get_autocast_dtype(step.plan.granted) or torch.float32
     return 2.0**-10 if step.plan.compute == "tf32" else torch.finfo(dtype).eps
@@ -211,7 +211,7 @@ class StateCopy:
     loss: Tensor
 
 
-def list_tensors(step: Step) -> list[tuple[str, Tensor]]:
+def list_tensors(step: GuardedStep) -> list[tuple[str, Tensor]]:
     """Return weights, buffers, optimizer state, average, loss scale and counters of a step, by name."""
     slots = step.writes.slots
     slots.refresh()

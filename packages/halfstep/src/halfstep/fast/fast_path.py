@@ -38,12 +38,10 @@ from torch.nn.modules import module as module_hooks
 
 from halfstep.backend_flags import read_effective_leaves
 from halfstep.distributed.sharding import Sharding
-from halfstep.own_loop.certificate import Certificate, ReplayDiffers, StateCopy, StepState
-from halfstep.own_loop.compile_history import CompileHistory, Compiling
-from halfstep.own_loop.hand_rates import HandRates
-from halfstep.own_loop.loss import split_result
-from halfstep.own_loop.user_warnings import warn_user
-from halfstep.own_loop.windows import (
+from halfstep.fast.certificate import Certificate, ReplayDiffers, StateCopy, StepState
+from halfstep.fast.compile_history import CompileHistory, Compiling
+from halfstep.fast.hand_rates import HandRates
+from halfstep.fast.windows import (
     Call,
     Compiler,
     Graph,
@@ -63,10 +61,12 @@ from halfstep.own_loop.windows import (
 from halfstep.step.batches import Batch, read_sample_ids
 from halfstep.step.facts import Facts, Reading
 from halfstep.step.graph import CaptureFailed, GraphedBackward, GraphedStep
-from halfstep.step.step import LossFn, Step, choose_gradient_types
+from halfstep.step.loss_result import split_result
+from halfstep.step.step import GuardedStep, LossFn, choose_gradient_types
+from halfstep.step.user_warnings import warn_user
 
 if TYPE_CHECKING:
-    from halfstep.own_loop.traced import TracedLoss
+    from halfstep.fast.traced import TracedLoss
 
 Fast = Literal["auto", "graph", "compile", "off"]
 Eager = Callable[[LossFn], Facts]
@@ -88,7 +88,7 @@ ROUNDING = 1e-5  # relative, of sums in another order in fp32
 MOST_APART = 0.1  # relative, of compiled and uncompiled gradients, where the code does not run in fp32
 
 
-Capture = Callable[[Step, LossFn, list[dict[str, Tensor]], Any], Replay]
+Capture = Callable[[GuardedStep, LossFn, list[dict[str, Tensor]], Any], Replay]
 
 CAPTURES: dict[str, tuple[Capture, Capture]] = {"cuda": (GraphedStep, GraphedBackward)}
 """How a step, and its forward and backward alone, are captured, by type of device."""
@@ -146,7 +146,7 @@ class FastPath:
 
     def __init__(
         self,
-        step: Step,
+        step: GuardedStep,
         asked: Fast,
         *,
         num_steps: int | None = None,
@@ -346,7 +346,7 @@ class FastPath:
         """Return the tracer for the backend flags in force: they select kernels, and Dynamo does not guard them."""
         flags = read_flags()
         if flags not in self.tracers:
-            from halfstep.own_loop.traced import TracedLoss  # imports torch's compiler
+            from halfstep.fast.traced import TracedLoss  # imports torch's compiler
 
             if len(self.tracers) >= MAX_TRACERS:
                 self.tracers.popitem(last=False)
@@ -918,7 +918,7 @@ def read_flags() -> object:
     )  # fmt: skip
 
 
-def is_watched(step: Step) -> bool:
+def is_watched(step: GuardedStep) -> bool:
     """True inside `with hs.ledger(step)`: what it observes has to run."""
     return step.observed is not contextlib.nullcontext
 

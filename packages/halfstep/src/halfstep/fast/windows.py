@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from halfstep.step.batches import Batch, Weight
 from halfstep.step.facts import Facts
 from halfstep.step.flat import are_same_objects, is_finite
-from halfstep.step.step import LossFn, Step
+from halfstep.step.step import GuardedStep, LossFn
 
 Key = tuple[object, ...]
 Compiler = Literal["aten", "inductor"]
@@ -248,7 +248,7 @@ def find_exchanges(before: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> l
     ]
 
 
-def run_calls(traced: TracedWindow, compiler: Compiler, step: Step, outputs: list[Sequence[Any]]) -> LossFn:
+def run_calls(traced: TracedWindow, compiler: Compiler, step: GuardedStep, outputs: list[Sequence[Any]]) -> LossFn:
     """Return a loss function that runs the traced code of one micro-batch after the other.
 
     It takes a call as it was, or a dict of inputs to use instead: the static tensors of a graph. Python numbers are
@@ -381,7 +381,7 @@ class Graph:
     used_at: int = 0
     """The attempted steps when it was replayed last."""
 
-    def fits(self, traced: TracedWindow, step: Step) -> bool:
+    def fits(self, traced: TracedWindow, step: GuardedStep) -> bool:
         if not self.replay.is_valid:
             return False
         if self.replay.commits and not are_same_objects(list_holders(step), self.holders):
@@ -404,7 +404,7 @@ class Graph:
         return window
 
 
-def list_holders(step: Step) -> list[object]:
+def list_holders(step: GuardedStep) -> list[object]:
     """Return the objects of optimizers that a graph relies on: groups, and the tensors of their state."""
     holders: list[object] = []
     for optimizer in step.optimizers:

@@ -10,7 +10,7 @@ import torch
 
 from halfstep.disk import find_cache_directory
 from halfstep.hardware.cache import read_json, write_json
-from halfstep.step.step import Step
+from halfstep.step.step import GuardedStep
 
 COMPILE_S, COMPILE_S_PER_NODE = 5.0, 0.02
 """About what Inductor takes for a step: seconds, and seconds per operation of its graphs (forward and backward)."""
@@ -29,7 +29,7 @@ class Compiling:
 class CompileHistory:
     """The stored result for one step and the shapes of a window."""
 
-    def __init__(self, step: Step, shapes: object) -> None:
+    def __init__(self, step: GuardedStep, shapes: object) -> None:
         identity = (
             str(step.model), str(shapes), [type(optimizer).__name__ for optimizer in step.optimizers],
             step.plan.granted, step.plan.device_name, torch.__version__,

@@ -45,8 +45,8 @@ from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from halfstep.backend_flags import Fp32Mode, MatmulLeaf, has_matmul_switch
+from halfstep.fast.windows import Call, Compiler, Entry, NotTraced, Outdated, Promise, list_tensors
 from halfstep.our_code import OURS
-from halfstep.own_loop.windows import Call, Compiler, Entry, NotTraced, Outdated, Promise, list_tensors
 from halfstep.precision.contexts import BACKWARD_AS_EAGER, CACHE_ENABLED, get_autocast_dtype, use_sound_attention
 from halfstep.precision.plan import Plan
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.backend_flags import read_flags, write_flags
 from halfstep.errors import ConfigError
-from halfstep.own_loop import compile_history
-from halfstep.own_loop import fast as fast_path
-from halfstep.own_loop.fast import FastPath
+from halfstep.fast import compile_history
+from halfstep.fast import fast_path as fast_path
+from halfstep.fast.fast_path import FastPath
 from replay_stand_in import replays_on_cpu
 
 

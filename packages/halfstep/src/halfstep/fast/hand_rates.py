@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.own_loop.windows import Key
-from halfstep.step.step import Step
+from halfstep.fast.windows import Key
+from halfstep.step.step import GuardedStep
 
 NOT_SETTINGS = ("params", "lr", "initial_lr", "param_names", "swa_lr", "capturable")
 CYCLED = ("momentum", "betas")  # what a schedule may change at every step: graphs that hold it read a tensor
@@ -27,7 +27,7 @@ class HandRates:
     A kernel keeps the number it was captured with. So the settings are part of a graph's key, and a graph is captured
     for each; but once the learning rate has changed, graphs read it from a tensor, rounded to fp32."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: GuardedStep) -> None:
         self.step = step
         self.tensors: dict[int, Tensor] = {}
         self.written: dict[int, float] = {}
