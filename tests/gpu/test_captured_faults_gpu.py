@@ -89,7 +89,7 @@ def test_trying_compiled_code_with_a_float_does_not_hang(name: str) -> None:
     found = train(ANNEALED[name], CUDA, "auto", precision="bf16", num_steps=100_000)
     assert_follows(found, train(ANNEALED[name], CUDA, "off", precision="bf16"))
     assert found.step.mode in ("graph", "compile+graph")
-    assert found.step._fast.why_not_compiled  # it was tried
+    assert found.step._fast.state is not fast.State.UNTRIED
 
 
 # --- the trial of compiled code ---
@@ -100,7 +100,7 @@ def test_trying_compiled_code_with_a_float_does_not_hang(name: str) -> None:
 def test_python_code_runs_once_while_compiled_code_is_tried(name: str) -> None:
     found = train(LOOPS[name], CUDA, "auto", num_steps=100_000)
     assert_follows(found, train(LOOPS[name], CUDA, "off"))
-    assert found.step._fast.why_not_compiled
+    assert found.step._fast.state is not fast.State.UNTRIED
     kept = found.history[-1]["kept"]
     num_calls = torch.frombuffer(bytearray(kept["num" if "num" in kept else "n"][2]), dtype=torch.float32)
     assert num_calls.item() == len(found.history) * (2 if name == "carried_in_dict" else 1)
@@ -225,7 +225,7 @@ def test_two_runs_that_agree_by_luck_do_not_refuse_compiled_code() -> None:
 
         for number in range(20):
             step(loss_fn, [batches[number % 6]])
-        assert step.mode == "compile+graph", (seed, step._fast.why_not_compiled, step._fast.why_eager)
+        assert step.mode == "compile+graph", (seed, step._fast.state, step._fast.reason)
 
 
 # --- code that torch cannot trace ---

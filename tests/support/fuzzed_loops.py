@@ -59,7 +59,7 @@ from fuzzed_pieces import (
     make_loss_fn,
     seed,
 )
-from halfstep.fast import compile_history
+from halfstep.fast import compile_history, compiled_trial
 from halfstep.fast import fast_path as fast
 from halfstep.step.step import GuardedStep
 from replay_stand_in import BackwardStandIn, StandIn
@@ -343,7 +343,8 @@ def try_at_once(mode: str) -> Iterator[None]:
     """Let fast="auto" try compiled code after the first replay, with torch's kernels in place of Inductor's."""
     share = 1e9 if mode == "checked" else fast.CHECK_SHARE
     with (
-        mock.patch.multiple(fast, COMPILED="aten", LOOK_EVERY=1, CHECK_SHARE=share, COMPARE_SHARE=1e9, TIMED=2),
+        mock.patch.multiple(fast, LOOK_EVERY=1, CHECK_SHARE=share, COMPARE_SHARE=1e9),
+        mock.patch.multiple(compiled_trial, COMPILED="aten", TIMED=2),
         mock.patch.multiple(compile_history.CompileHistory, expect=expect_no_cost, write=mock.DEFAULT),
     ):
         yield

@@ -1,10 +1,5 @@
 """The fast path of hs.Step: run a user's loss function as captured CUDA graphs, without freezing a Python value.
 
-    eager      the first steps, and whatever cannot be captured
-    graph      the whole step as one CUDA graph of torch's own kernels: most of the gain where the host is the limit;
-               without verdict and commit where an optimizer or a hook runs Python code
-    compiled   the same with Inductor's code, which takes tens of seconds to compile
-
 What happens in a step, once the first few have run eagerly:
 
 1. The loss function is called once per micro-batch, through Dynamo (traced.py). Guards find the entry for the Python
@@ -16,6 +11,7 @@ What happens in a step, once the first few have run eagerly:
 4. The tensors that the loss function returned or stored are filled.
 
 A replay contains what a step does on the device, forward to counters (step/graph.py), so a bad one is dropped inside.
+Where an optimizer or a hook runs Python code, it holds forward and backward, and the commit runs eagerly.
 
 The border is `FastPath.run`. Whatever is raised while a window is traced, compiled, captured, compared or replayed,
 the state is as before the step; compiled code, or capturing at all, is given up with one line; the step is made from
@@ -25,6 +21,8 @@ the user's Python code. If that code has run and has side effects, the step is m
 from __future__ import annotations
 
 import contextlib
+import enum
+import functools
 import sys
 import time
 from collections import OrderedDict
@@ -38,8 +36,8 @@ from torch.nn.modules import module as module_hooks
 
 from halfstep.backend_flags import read_effective_leaves
 from halfstep.distributed.sharding import Sharding
+from halfstep.fast import compiled_trial
 from halfstep.fast.certificate import Certificate, ReplayDiffers, StateCopy, StepState
-from halfstep.fast.compile_history import CompileHistory, Compiling
 from halfstep.fast.hand_rates import HandRates
 from halfstep.fast.windows import (
     Call,
@@ -49,12 +47,12 @@ from halfstep.fast.windows import (
     NotTraced,
     Outdated,
     Replay,
+    Shape,
     TracedWindow,
     are_finite,
     describe_window,
     find_exchanges,
     list_holders,
-    refuse_changing,
     run_calls,
     run_reference,
 )
@@ -72,21 +70,42 @@ Fast = Literal["auto", "graph", "compile", "off"]
 Eager = Callable[[LossFn], Facts]
 """Make a step by running a loss function's Python code."""
 
+
+class State(enum.Enum):
+    """How the steps after the first WARMUP_STEPS are made."""
+
+    EAGER = "by the user's Python code"
+    GRAPH = "as CUDA graphs of torch's kernels: most of the gain where the host is the limit"
+    UNTRIED = "the same, until compiling is likely to pay, which takes tens of seconds"
+    COMPILED = "as CUDA graphs of Inductor's code; rare shapes as graphs of torch's kernels"
+    SUSPECT = "the same, but a step was bad: the next window is computed with torch's kernels as well"
+
+
+Event = Literal["failed", "accepted", "refused", "bad step", "cleared"]
+
+START = {"off": State.EAGER, "graph": State.GRAPH, "auto": State.UNTRIED, "compile": State.COMPILED}
+"""The state at first, unless something is known that prevents capturing."""
+
+TRANSITIONS: dict[tuple[State, Event], tuple[State, str]] = {
+    # From, and what happened: to, and how the line begins that the user sees.
+    (State.UNTRIED, "accepted"): (State.COMPILED, "compiled: "),
+    (State.UNTRIED, "refused"): (State.GRAPH, "not compiled: "),
+    (State.COMPILED, "refused"): (State.GRAPH, "not compiled: "),
+    (State.COMPILED, "bad step"): (State.SUSPECT, ""),
+    (State.SUSPECT, "cleared"): (State.COMPILED, ""),
+    (State.SUSPECT, "refused"): (State.GRAPH, "not compiled: "),
+    **{(state, "failed"): (State.EAGER, "runs eagerly, not captured: ") for state in State},
+}
+
 WARMUP_STEPS = 3
 """Eager steps before the first trace: optimizers build their state, cuDNN chooses its algorithms."""
 MAX_TRACERS = 4  # combinations of backend flags that are not guarded by Dynamo
 MAX_UNUSED = 4  # graphs captured for windows of one shape without one replay
 IDLE_STEPS = 1000  # steps after which a graph that was not replayed gives its place to another
-COMPILED: Compiler = "inductor"
 LOOK_EVERY = 20  # replays between two looks at whether compiling pays, or a check is due
 CHECK_SHARE = 0.005  # of the time in steps, for comparing replays with uncaptured code again
 COMPARE_SHARE, COMPARE_STEPS = 0.02, 1000  # of the time in so many steps, for comparing new entries with eager code
 MOST_STEPS = 8  # what one comparison may cost, in steps
-TIMED = 20  # replays
-ERROR = 2.0  # how much further from fp32 compiled gradients may be than those of torch's kernels
-ROUNDING = 1e-5  # relative, of sums in another order in fp32
-MOST_APART = 0.1  # relative, of compiled and uncompiled gradients, where the code does not run in fp32
-
 
 Capture = Callable[[GuardedStep, LossFn, list[dict[str, Tensor]], Any], Replay]
 
@@ -101,7 +120,6 @@ class Level:
     compiler: Compiler
     certificate: Certificate
     graphs: OrderedDict[Key, Graph] = field(default_factory=OrderedDict)  # least recently used first
-    unused: dict[Key, int] = field(default_factory=dict)  # graphs in a row without a replay, by shapes
     pool: Any = None
     num_replays: int = 0
     began_s: float = 0.0  # the time in steps when the first graph was captured
@@ -123,22 +141,22 @@ class Attempt:
     eager: Eager
     number: int  # the attempted steps before it
     traced: TracedWindow
-    entries: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    shapes: dict[Key, Shape]
+    owners: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     """What modules held before the Python code ran: their dicts, and copies of those."""
+    key: Key = ()
     level: Level | None = None  # what is tried at present
     is_handed_over: bool = False  # whether the user's own code is running, whose exceptions are the user's
     facts: Facts | None = None
-    graph: Graph | None = None  # what was replayed
 
     @property
     def is_traced(self) -> bool:
         return len(self.traced.calls) == len(self.traced.batches)
 
-    def fill(self) -> None:
-        """Fill the tensors that were promised, after a replay."""
-        calls = self.traced.calls
-        for call, outputs in zip(calls, self.graph.outputs[-len(calls) :] if self.graph else (), strict=True):
-            call.fulfil(outputs)
+    @functools.cached_property
+    def shape(self) -> Shape:
+        """Describing a window takes as long as a small replay: it is put off until something asks."""
+        return self.shapes.setdefault(describe_window(self.traced.batches), Shape())
 
 
 class FastPath:
@@ -153,68 +171,85 @@ class FastPath:
         max_graphs: int = 8,
         pure_ops: frozenset[str] = frozenset(),
         changed_optimizers: Sequence[str] = (),
+        pardon: Callable[[int], None] = lambda attempted: None,
     ) -> None:
+        """`pardon` is called with a number: dropped steps before it are the compiler's fault."""
         self.step, self.asked, self.num_steps, self.max_graphs = step, asked, num_steps, max_graphs
-        self.pure_ops, self.changed_optimizers = pure_ops, changed_optimizers
-        self.why_eager = "fast='off'" if asked == "off" else self._find_obstacle()
+        self.pure_ops, self.changed_optimizers, self.pardon = pure_ops, changed_optimizers, pardon
+        self.reason = "fast='off'" if asked == "off" else self._find_obstacle()
+        self.state = State.EAGER if self.reason else START[asked]
         self.tracers: OrderedDict[object, TracedLoss] = OrderedDict()
-        self.left_out: dict[Key, int] = {}  # shapes that get no graph, and since which attempted step
-        self.level = self._make_level("aten")
-        self.compiled: Level | None = self._make_level(COMPILED) if asked == "compile" else None
-        """Inductor's code for windows of the shapes that it was tried with: compiling takes too long for rare ones."""
-        self.shapes: Key | None = None
-        self.expected: Compiling | None = None  # what compiling takes and saves, for windows of these shapes
-        self.why_not_compiled = self._find_eager_commit() if asked == "auto" else f"fast={asked!r}"
+        self.shapes: dict[Key, Shape] = {}
+        self.level = self.make_level("aten")
+        self.compiled = self.make_level(compiled_trial.COMPILED)
         self.by_compiler: set[int] = set()  # attempted steps in flight that compiled code made
-        self.is_suspect = False  # whether one of them was bad
-        self.pardoned = 0  # dropped steps before this number are the compiler's fault
         self.rates = HandRates(step)
         self.in_steps_s = 0.0
         """Seconds spent in steps: what the loop does in between, such as validation, pays for no check, and compiling
         does not shorten it."""
         self.aside_s = self.aside_before_s = 0.0
         """Of these, seconds of tracing, compiling, capturing and comparing: in all, and before the present step."""
+        self.last_s = 0.0  # of these, seconds of what was done last
         self.compare_s = 0.0  # of these, seconds of comparing new entries
-        self.uncompared: set[Key] = set()  # shapes of windows with code that was not compared with eager code yet
         self.is_pure = False  # whether the traced code of the last step changes no Python object
         self.first = step.attempted
-        self.has_compiled_blocks = step.sharding is not None and asked == "compile" and not step.plan.simulated
-        if step.sharding is not None and self.has_compiled_blocks:
+        self.eager_mode = "eager"
+        if step.sharding is not None and asked == "compile" and not step.plan.simulated:
+            self.eager_mode = "compile"
             compile_sharded_blocks(step.sharding)
-        elif self.why_eager and asked in ("graph", "compile"):
-            say(f"runs eagerly: {self.why_eager}")
-        elif self.why_eager and asked == "auto" and (step.ranks is None or step.ranks.world.is_first):
+        elif self.reason and asked in ("graph", "compile"):
+            say(f"runs eagerly: {self.reason}")
+        elif self.reason and asked == "auto" and (step.ranks is None or step.ranks.world.is_first):
             shards = "; fast='compile' compiles each sharded block" if step.sharding is not None else ""
             if shards or step.device.type == "cuda":
-                say(f"runs eagerly: {self.why_eager}{shards}")
+                say(f"runs eagerly: {self.reason}{shards}")
+
+    def make_level(self, compiler: Compiler) -> Level:
+        return Level(compiler, Certificate(changed_optimizers=self.changed_optimizers))
+
+    def move(self, event: Event, reason: str = "") -> None:
+        """Go to the next state, and tell the user in one line. What the new state does not use is freed."""
+        self.state, line = TRANSITIONS[self.state, event]
+        self.reason = reason
+        if self.state in (State.GRAPH, State.EAGER):
+            self.compiled = self.make_level(compiled_trial.COMPILED)
+        if self.state is State.EAGER:
+            self.level = self.make_level("aten")
+            self.tracers.clear()
+        if line:
+            say(f"{line}{reason}")
+
+    @property
+    def why_eager(self) -> str:
+        return self.reason if self.state is State.EAGER else ""
+
+    @property
+    def levels(self) -> list[Level]:
+        """Return what may be replayed, the best first."""
+        return [self.compiled, self.level] if self.state in (State.COMPILED, State.SUSPECT) else [self.level]
+
+    @property
+    def _best(self) -> Level:
+        return next((level for level in self.levels if level.graphs), self.level)
 
     @property
     def mode(self) -> str:
-        level = self._best
-        return level.mode if level.graphs else "compile" if self.has_compiled_blocks else "eager"
+        return self._best.mode if self._best.graphs else self.eager_mode
 
     @property
     def certificate(self) -> Certificate:
         return self._best.certificate
 
-    @property
-    def _best(self) -> Level:
-        return self.compiled if self.compiled is not None and self.compiled.graphs else self.level
-
-    def _make_level(self, compiler: Compiler) -> Level:
-        return Level(compiler, Certificate(changed_optimizers=self.changed_optimizers))
-
     # --- the border ---
 
     def run(self, loss_fn: LossFn, window: list[Batch], eager: Eager) -> Facts:
         """Make one step, by a replay where possible; `eager` makes it by a Python function."""
-        if self.why_eager or self.step.attempted < self.first + WARMUP_STEPS or is_watched(self.step):
+        number = self.step.attempted
+        if self.state is State.EAGER or number < self.first + WARMUP_STEPS or is_watched(self.step):
             return eager(loss_fn)
-        if self.left_out and self._is_left_out(describe_window(window)):
-            return eager(loss_fn)
-        attempt = Attempt(loss_fn, eager, self.step.attempted, TracedWindow(window))
+        attempt = Attempt(loss_fn, eager, number, TracedWindow(window), self.shapes)
         self.aside_before_s = self.aside_s
-        while not self.why_eager:
+        while self.state is not State.EAGER:
             try:
                 if not self._make_step(attempt):
                     break
@@ -226,17 +261,14 @@ class FastPath:
                     return attempt.facts
                 break
             except Exception as error:
-                if attempt.is_handed_over or self.step.attempted > attempt.number and attempt.facts is None:
+                if attempt.is_handed_over or self.step.attempted > number and attempt.facts is None:
                     raise  # by the user's code: loss_fn in this step, or on_commit after it
                 reason = explain(error)
             except BaseException:
                 attempt.traced.undo_exchanges()
                 raise
             # Outside of the except block, whose error holds frames and so activations.
-            if attempt.level is None or attempt.level is self.level:
-                self._stay_eager(reason)
-            else:
-                self._drop_compiled(reason)
+            self.move("refused" if attempt.level is self.compiled else "failed", reason)
             attempt.level = None
             if attempt.facts is not None:  # the step is made
                 attempt.traced.settle_exchanges(attempt.facts.bad)
@@ -247,16 +279,13 @@ class FastPath:
         """Make a step from the user's Python code. Where that has run and has side effects, it must not run again."""
         traced = attempt.traced
         if not attempt.is_traced:
-            traced.exchanges = find_exchanges(attempt.entries)
+            traced.exchanges = find_exchanges(attempt.owners)
         traced.undo_exchanges()
         if not traced.has_side_effects:
             return attempt.eager(attempt.loss_fn)
         run, plain = run_reference(traced), split_results(attempt.loss_fn, is_alone=len(traced.batches) == 1)
         left = [*traced.calls, *traced.batches[len(traced.calls) :]]
-        return self._run(lambda one: run(one) if isinstance(one, Call) else plain(one), left, traced)
-
-    def _run(self, loss_fn: LossFn, window: Sequence[Any], traced: TracedWindow) -> Facts:
-        facts = self.step.compute(loss_fn, window)
+        facts = self.step.compute(lambda one: run(one) if isinstance(one, Call) else plain(one), left)
         facts.ids = read_sample_ids(traced.batches)
         self.step.commit(facts)
         return facts
@@ -266,38 +295,46 @@ class FastPath:
     def _make_step(self, attempt: Attempt) -> bool:
         """Trace a window, and make the step by a replay. Return False if there is no graph that may be used."""
         traced = attempt.traced
-        is_uncompared = bool(self.uncompared) and traced.shapes in self.uncompared
-        if not attempt.is_traced and (is_uncompared or not self._trace(attempt)):
-            # Its code was not compared with eager code yet, and has not run, unless in earlier micro-batches.
-            self.uncompared.add(traced.shapes)
-            return not traced.calls and self._compare_with_eager(attempt)
+        if not attempt.is_traced:
+            has_exceptions = any(s.is_uncompared or s.left_out_until >= attempt.number for s in self.shapes.values())
+            if has_exceptions and attempt.shape.left_out_until >= attempt.number:
+                return False
+            if has_exceptions and attempt.shape.is_uncompared or not self._trace(attempt):
+                # Its code was not compared with eager code yet, and has not run, unless in earlier micro-batches.
+                attempt.shape.is_uncompared = True
+                return not traced.calls and self._compare_with_eager(attempt)
         if self.step.watch is not None:
             inside = {id(slot.held) for slot in (*self.step.writes.slots.parameters, *self.step.writes.slots.buffers)}
             self.is_pure = not traced.has_side_effects and all(id(one) in inside for one in traced.list_written())
-        key = (*traced.key, *self.rates.key)
-        for level in (self.compiled, self.level):
-            graph = level.graphs.get(key) if level is not None else None
-            if level is not None and graph is not None and graph.fits(traced, self.step):
+        attempt.key = (*traced.key, *self.rates.key)
+        for level in self.levels:
+            graph = level.graphs.get(attempt.key)
+            if graph is not None and graph.fits(traced, self.step):
                 attempt.level = level
                 level.num_replays += 1
-                level.unused.pop(graph.shapes, None)
-                self._look(level, key, graph, attempt)
-                if self.compiled is not None and key in self.compiled.graphs:  # since a moment ago
-                    level, graph = self.compiled, self.compiled.graphs[key]
-                self._replay(level, key, graph, attempt)
+                graph.shape.num_unused = 0
+                self._look(level, graph, attempt)
+                self._replay(attempt)
                 return True
-        attempt.level = None
         if obstacle := self._find_obstacle():
             raise NotTraced(obstacle)
         are_known = [call.note_changing() for call in traced.calls]
-        if not all(are_known) or not self._has_place(traced.shapes):
+        is_usual = self.asked == "compile" or attempt.shape.is_compiled
+        level = self.levels[0] if is_usual else self.level
+        if not all(are_known) or not self._has_place(level, attempt.shape):
             return False
-        attempt.level = level = self._choose_level(traced.shapes)
-        graph = self._capture(level, attempt)
+        attempt.level = level
+        graph = self.capture(level, attempt)
         if graph is None:
             return False
-        self._add_graph(level, key, graph)
-        self._replay(level, key, graph, attempt)
+        if not level.graphs:
+            level.began_s = self.in_steps_s
+            reason = self.find_eager_commit()
+            alone = f"; the commit runs uncaptured: {reason}" if reason else ""
+            say(f"captured as a CUDA graph of {NAMES[level.compiler]}: {level.certificate}{alone}")
+        level.graphs[attempt.key] = graph
+        graph.shape.num_unused += 1
+        self._replay(attempt)
         return True
 
     def _trace(self, attempt: Attempt) -> bool:
@@ -307,40 +344,41 @@ class FastPath:
         tracer, began = self._find_tracer(), time.monotonic()
         num_entries = len(tracer.entries)
 
-        def note_entries() -> None:
+        def note_owners() -> None:
             """Note what modules hold before Python code runs that may replace it."""
-            attempt.entries = attempt.entries or [(owner, dict(owner)) for owner in self._list_owners()]
+            attempt.owners = attempt.owners or self._copy_owners()
 
-        if tracer.has_side_effects:
-            note_entries()
+        if any(entry.has_side_effects for entry in tracer.entries):
+            note_owners()
         for batch in window:
-            call = tracer(attempt.loss_fn, batch, note_entries)
+            call = tracer(attempt.loss_fn, batch, note_owners)
             if len(tracer.entries) > num_entries:
                 self.aside_s += time.monotonic() - began
-            if not call.is_promised:
+            if not call.promised:
                 return False
-            traced.add(call)  # at once: its Python code has run
+            traced.calls.append(call)  # at once: its Python code has run
             is_plain = len(window) == 1 and isinstance(call.result, Tensor)
             # Alone in its window a batch counts whatever it weighs.
             split = (call.result, 1) if is_plain else split_result(call.result, batch, is_alone=len(window) == 1)
-            loss, traced.weights[-1] = split
-            if isinstance(traced.weights[-1], Tensor):
-                traced.weight_outputs[-1] = call.find_promised(call.result[1])
-            if call.find_promised(loss) != traced.losses[-1]:
+            loss, call.weight = split
+            if isinstance(call.weight, Tensor):
+                call.weight_output = call.find_promised(call.result[1])
+            if call.find_promised(loss) != call.entry.loss:
                 raise NotTraced("loss_fn returns a loss that has no autograd graph")
-            call.forget_result()
-        if attempt.entries:
-            traced.exchanges = find_exchanges(attempt.entries)
-            self._check_exchanges(traced)
+            call.result = None
+        traced.exchanges = find_exchanges(attempt.owners)
+        if traced.exchanges and (self.step.ema is not None or self.find_eager_commit()):
+            raise NotTraced("the model replaces a buffer in its forward pass, which an average or a hook may read")
+        replaced = traced.list_replaced() if traced.exchanges else []
+        # After a bad step a replay could not restore it.
+        if replaced and not self.level.graphs and not are_finite(one.before[name] for one, name in replaced):
+            raise NotTraced("the model replaces a buffer that is not finite")
         return True
 
-    def _check_exchanges(self, traced: TracedWindow) -> None:
-        """Refuse buffers replaced in forward that a replay could not restore after a bad step."""
-        if traced.exchanges and (self.step.ema is not None or self._find_eager_commit()):
-            raise NotTraced("the model replaces a buffer in its forward pass, which an average or a hook may read")
-        replaced = traced.list_replaced()
-        if replaced and not self.level.graphs and not are_finite(one.before[name] for one, name, _, _ in replaced):
-            raise NotTraced("the model replaces a buffer that is not finite")
+    def _copy_owners(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Return the dicts in which modules hold what their forward pass may replace, each with a copy."""
+        self.step.writes.slots.refresh()
+        return [(owner, dict(owner)) for owner in self.step.writes.slots.owners]
 
     def _find_tracer(self) -> TracedLoss:
         """Return the tracer for the backend flags in force: they select kernels, and Dynamo does not guard them."""
@@ -354,41 +392,45 @@ class FastPath:
         return self.tracers[flags]
 
     def _forget_traces(self) -> None:
-        for level in filter(None, (self.level, self.compiled)):
-            level.graphs.clear()
+        self.level.graphs.clear()
+        self.compiled.graphs.clear()
         self.tracers.clear()
-
-    def _choose_level(self, shapes: Key) -> Level:
-        is_usual = self.asked == "compile" or shapes == self.shapes
-        return self.compiled if self.compiled is not None and is_usual else self.level
 
     # --- replays ---
 
-    def _replay(self, level: Level, key: Key, graph: Graph, attempt: Attempt) -> None:
-        traced = attempt.traced
-        level.graphs.move_to_end(key)
+    def _replay(self, attempt: Attempt) -> None:
+        traced, level = attempt.traced, attempt.level
+        assert level is not None
+        level.graphs.move_to_end(attempt.key)
+        graph = level.graphs[attempt.key]
         graph.used_at = attempt.number
+
+        def fill() -> None:
+            """Fill the tensors that were promised."""
+            for call, outputs in zip(traced.calls, graph.outputs[-len(traced.calls) :], strict=True):
+                call.fulfil(outputs)
+
         self.step.look_ahead()
         self.rates.write()
         inputs, ids = graph.select(traced), read_sample_ids(traced.batches)
-        attempt.graph = graph
         attempt.is_handed_over = not graph.replay.commits  # then hooks and optimizers run Python code
-        attempt.facts = graph.replay(inputs, ids, attempt.fill)
+        attempt.facts = graph.replay(inputs, ids, fill)
         attempt.is_handed_over = False
         if level is self.compiled:
             self.by_compiler.add(attempt.number)
         traced.settle_exchanges(attempt.facts.bad)
 
-    def _look(self, level: Level, key: Key, graph: Graph, attempt: Attempt) -> None:
+    def _look(self, level: Level, graph: Graph, attempt: Attempt) -> None:
         """Do what is due before a replay: check compiled code that is suspect, check replays again, try compiling."""
-        if self.is_suspect and level is self.compiled:
-            self._check_compiler(graph, attempt)
+        if self.state is State.SUSPECT and level is self.compiled:
+            compiled_trial.check_again(self, graph, attempt)
         if level.num_replays % LOOK_EVERY:
             return
         # Where a hook runs, trying would run it many times.
-        can_try = not self.why_not_compiled and level is self.level and not self._find_eager_commit()
-        if can_try and self._is_worth_compiling(attempt.traced):
-            self._try_compiled(key, graph, attempt)
+        can_try = self.state is State.UNTRIED and not self.find_eager_commit()
+        if can_try and compiled_trial.is_worth_it(self, attempt):
+            say("compiles the step, which takes a while; both graphs use memory until the faster one is known")
+            compiled_trial.try_compiled(self, graph, attempt)
         elif (self.in_steps_s - level.checked_s) * CHECK_SHARE > level.check_s:
             self._check_again(level, graph, attempt)
 
@@ -397,18 +439,23 @@ class FastPath:
         if it has changed since. It leaves no trace, and raises NotTraced if they differ.
 
         The user's Python code itself runs, if it changes no Python object and no compiler has rounded differently."""
-        with self._aside(attempt) as (state, before), self._timed() as timer:
-            traced = attempt.traced
+        traced, window = attempt.traced, list[Any](attempt.traced.calls)
+        code = run_reference(traced, has_exchanges=False)
+        if not traced.has_side_effects:
+            code, window = split_results(attempt.loss_fn, is_alone=len(traced.batches) == 1), traced.batches
+        python: StateCopy | None = None
+        with self.aside(attempt) as (state, before):
             with self.rates.as_tensors():
                 state.has_gradients = True
-                runs = [state.run_from(before, lambda: self._try(level.compiler, traced)) for _ in range(2)]
-                python = self._run_eager_code(state, before, attempt) if level.compiler == "aten" else None
+                runs = [state.run_from(before, lambda: self.try_calls(level.compiler, traced)) for _ in range(2)]
+                if level.compiler == "aten":
+                    python = state.run_from(before, lambda: self._try_code(code, window))
             state.has_gradients = not graph.replay.commits
-            found = state.run_from(before, lambda: self._replay_only(graph, traced))
-        if self._is_dropped(state, runs[0], before):
+            found = state.run_from(before, lambda: self.replay_only(graph, traced))
+        if self.is_dropped(state, runs[0], before):
             return  # shows nothing
         try:
-            state.compare(found, runs, before, uses_atomics=uses_atomics(traced))
+            state.compare(found, runs, before, uses_atomics=traced.uses_atomics)
             if python is not None:
                 state.compare_gradients(python, runs)
         except ReplayDiffers as error:
@@ -420,20 +467,23 @@ class FastPath:
             )
             attempt.level = None  # other code of the same trace is suspect, too
             raise NotTraced(f"replays differ from uncaptured steps, {num_suspect} steps are suspect") from None
-        level.checked_s, level.num_trusted = self.in_steps_s, level.num_replays
-        level.check_s = timer.seconds
+        self._note_check(level)
         level.certificate.num_checks += 1
 
-    # --- new entries: the traced code against the user's Python code ---
+    def _note_check(self, level: Level) -> None:
+        level.checked_s, level.num_trusted = self.in_steps_s, level.num_replays
+        level.check_s = self.last_s
 
-    def _may_compare(self) -> bool:
-        """True while comparisons take little of the time in steps, of at least the first 1,000."""
-        num = max(1, self.step.attempted - self.first)
-        return self.compare_s <= COMPARE_SHARE * self._measure_step() * max(num, COMPARE_STEPS)
+    # --- new entries: the traced code against the user's Python code ---
 
     def _measure_step(self) -> float:
         """Return the seconds of a step, without what is done aside."""
         return (self.in_steps_s - self.aside_before_s) / max(1, self.step.attempted - self.first)
+
+    def _may_compare(self) -> bool:
+        """True while comparisons take little of the time in steps, of at least the first 1,000."""
+        num = max(self.step.attempted - self.first, COMPARE_STEPS)
+        return self.compare_s <= COMPARE_SHARE * self._measure_step() * num
 
     def _compare_with_eager(self, attempt: Attempt) -> bool:
         """Make a step from the user's Python code, and compare its gradients, and what forward writes, with those of
@@ -444,9 +494,9 @@ class FastPath:
         first.note_changing()
         if not self._may_compare() or self.step.watch is not None and self.step.watch.is_due():
             return False
-        self.uncompared.discard(attempt.traced.shapes)
+        attempt.shape.is_uncompared = False
         trial, failed = TracedWindow(batches), list[Exception]()
-        owners = [(owner, dict(owner)) for owner in self._list_owners()]
+        owners = self._copy_owners()
         state = StepState(self.step, TracedWindow(batches, [first]).list_written())
         before, eager = state.copy(), list[StateCopy]()
         state.has_gradients = True
@@ -456,12 +506,12 @@ class FastPath:
             try:
                 call = tracer(attempt.loss_fn, batch, only_looks=True)
                 torch.clear_autocast_cache()
-                trial.add(call)
+                trial.calls.append(call)
             except Exception as error:
                 failed.append(error)
             result = attempt.loss_fn(batch)
             if len(batches) > 1 and not failed:
-                trial.weights[-1] = split_result(result, batch, is_alone=False)[1]
+                call.weight = split_result(result, batch, is_alone=False)[1]
             return result
 
         look_and_run.__wrapped__ = attempt.loss_fn  # type: ignore[attr-defined]
@@ -477,25 +527,23 @@ class FastPath:
             raise failed[0]
         if attempt.facts.read().is_bad:
             return True  # a step that is dropped shows nothing
-        exchanges = find_exchanges(owners)
+        replaced = TracedWindow(batches, exchanges=find_exchanges(owners))
         gradients = [(parameter, parameter.grad) for parameter in self.step.find_trained_parameters()]
         after, runs = state.copy(), list[StateCopy]()
-        with self._timed() as timer:
+        with self.timed():
             try:
-                for exchange in exchanges:
-                    exchange.put(exchange.before)
+                replaced.undo_exchanges()
                 runs.append(self._run_gradients(state, before, trial))
                 if not (is_equal := state.has_bits_of(eager[0], runs[0])):
                     runs.append(self._run_gradients(state, before, trial))
                 is_equal &= not any(call.entry.rounds_by_data for call in trial.calls)
             finally:
                 state.restore(after)
-                for exchange in exchanges:
-                    exchange.put(exchange.after)
+                replaced.redo_exchanges()
                 for parameter, gradient in gradients:
                     parameter.grad = gradient
         # Loading kernels for the first time may take long, and is not what comparing costs.
-        self.compare_s += min(timer.seconds, MOST_STEPS * self._measure_step())
+        self.compare_s += min(self.last_s, MOST_STEPS * self._measure_step())
         if any(not torch.equal(eager[0].rng[name], state) for name, state in runs[0].rng.items()):
             raise NotTraced(
                 "the traced code draws other random numbers: a library may take another path while it is traced, as "
@@ -509,51 +557,20 @@ class FastPath:
                 raise NotTraced(f"the traced code does not equal the eager step: {error}") from None
         for call in trial.calls:
             call.entry.is_compared = True
-        for level in filter(None, (self.level, self.compiled)):
+        for level in self.levels:
             level.certificate.add("the eager step", is_equal=is_equal)
         return True
 
     def _run_gradients(self, state: StepState, before: StateCopy, traced: TracedWindow) -> StateCopy:
         """Return the state and the gradients that the traced code leaves, before the commit."""
         state.restore(before)
-        self.step.clear_gradients()
-        choose_gradient_types(self.step.optimizers, len(traced.calls))
-        code, parameters = run_calls(traced, "aten", self.step, []), self.step.find_trained_parameters()
-        loss, _ = self.step.accumulate_gradients(code, traced.calls, parameters)
-        return state.copy(loss)
-
-    def _list_owners(self) -> list[dict[str, Any]]:
-        """Return the dicts in which modules hold what their forward pass may replace."""
-        self.step.writes.slots.refresh()
-        return self.step.writes.slots.owners
-
-    def _run_eager_code(self, state: StepState, before: StateCopy, attempt: Attempt) -> StateCopy:
-        """Return the state that the user's Python code leaves, or Dynamo's graph if that code has side effects."""
-        traced = attempt.traced
-        if traced.has_side_effects:
-            code, window = run_reference(traced, has_exchanges=False), list[Any](traced.calls)
-        else:
-            code = split_results(attempt.loss_fn, is_alone=len(traced.batches) == 1)
-            window = traced.batches
-        return state.run_from(before, lambda: self._try_code(code, window))
-
-    def _is_dropped(self, state: StepState, run: StateCopy, before: StateCopy) -> bool:
-        if self._find_eager_commit():
-            return not state.has_finite_gradients(run)
-        return torch.equal(run.committed, before.committed)
+        return state.copy(self._compute_gradients(run_calls(traced, "aten", self.step, []), traced.calls))
 
     # --- capturing ---
 
-    def _is_left_out(self, shapes: Key) -> bool:
-        since = self.left_out.get(shapes)
-        if since is not None and self.step.attempted - since > IDLE_STEPS:
-            del self.left_out[shapes]
-        return shapes in self.left_out
-
-    def _has_place(self, shapes: Key) -> bool:
+    def _has_place(self, level: Level, shape: Shape) -> bool:
         """True if one more graph may be captured. Refuse to capture windows of one shape again and again."""
-        level = self._choose_level(shapes)
-        if level.unused.get(shapes, 0) >= MAX_UNUSED:
+        if shape.num_unused >= MAX_UNUSED:
             raise NotTraced("parameters, optimizer settings or numbers in the batch change at every step")
         if not level.graphs and (no_room := self._find_no_room()):
             raise NotTraced(no_room)
@@ -563,79 +580,66 @@ class FastPath:
         if self.step.attempted - level.graphs[oldest].used_at > IDLE_STEPS:
             del level.graphs[oldest]
             return True
-        if not self.left_out:
+        if all(one.left_out_until < self.step.attempted for one in self.shapes.values()):
             say(f"there are more shapes than max_graphs={self.max_graphs}: the others run eagerly")
-        if all(graph.shapes != shapes for graph in level.graphs.values()):
-            self.left_out[shapes] = self.step.attempted
+        if all(graph.shape is not shape for graph in level.graphs.values()):
+            shape.left_out_until = self.step.attempted + IDLE_STEPS
         return False
 
-    def _add_graph(self, level: Level, key: Key, graph: Graph) -> None:
-        is_first = not level.graphs
-        level.graphs[key] = graph
-        level.unused[graph.shapes] = level.unused.get(graph.shapes, 0) + 1
-        if is_first:
-            level.began_s = self.in_steps_s
-            reason = self._find_eager_commit()
-            alone = f"; the commit runs uncaptured: {reason}" if reason else ""
-            say(f"captured as a CUDA graph of {NAMES[level.compiler]}: {level.certificate}{alone}")
-
-    def _capture(self, level: Level, attempt: Attempt) -> Graph | None:
+    def capture(self, level: Level, attempt: Attempt) -> Graph | None:
         """Capture a window, and compare its replay with two runs of the uncaptured code, all from one state. Return
         None if the step would be dropped, which shows nothing, or could not be captured yet."""
         traced = attempt.traced
         for call in traced.calls:
             if level.compiler not in call.entry.codes:
-                with self._timed():
+                with self.timed():
                     call.entry.compile(level.compiler)
-        if level.compiler != "aten" and not self._compare_compiled(level, attempt):
+        if level.compiler != "aten" and not compiled_trial.compare_gradients(self, level, attempt):
             return None
-        with self._aside(attempt) as (state, before), self._timed() as timer:
-            state.has_gradients = bool(self._find_eager_commit())
+        with self.aside(attempt) as (state, before):
+            state.has_gradients = bool(self.find_eager_commit())
             with self.rates.as_tensors():
-                runs = [state.run_from(before, lambda: self._try(level.compiler, traced)) for _ in range(2)]
+                runs = [state.run_from(before, lambda: self.try_calls(level.compiler, traced)) for _ in range(2)]
                 state.restore(before)
-                if state.has_created or self._is_dropped(state, runs[0], before):
+                if state.has_created or self.is_dropped(state, runs[0], before):
                     return None  # an optimizer makes the state of a new parameter in the step that is made now
-                graph = self._make_graph(level, traced)
-            found = state.run_from(before, lambda: self._replay_only(graph, traced))
-        level.certificate.exact, level.certificate.noisy = state.compare(
-            found, runs, before, uses_atomics=uses_atomics(traced)
-        )
+                graph = self._make_graph(level, attempt)
+            found = state.run_from(before, lambda: self.replay_only(graph, traced))
+        compared = state.compare(found, runs, before, uses_atomics=traced.uses_atomics)
+        level.certificate.exact, level.certificate.noisy = compared
         level.certificate.add("its uncaptured code")
-        level.checked_s, level.num_trusted = self.in_steps_s, level.num_replays
-        level.check_s = timer.seconds  # with the capture: an upper bound until the first real check
+        self._note_check(level)  # with the time of the capture: an upper bound until the first real check
         return graph
 
-    def _make_graph(self, level: Level, traced: TracedWindow) -> Graph:
-        device = self.step.device
+    def _make_graph(self, level: Level, attempt: Attempt) -> Graph:
+        device, traced = self.step.device, attempt.traced
         if not level.graphs and device.type == "cuda":  # a pool that no graph uses any more cannot be used again
             level.pool = torch.cuda.graph_pool_handle()
         positions, inputs, fixed = [], [], []
         trained = {id(parameter) for parameter in self.step.find_trained_parameters()}
         for number, call in enumerate(traced.calls):
             own = traced.find_dynamic(number, trained)
-            refuse_changing(call, own)
             inputs.append({str(position): call.inputs[position].detach().to(device) for position in own})
             copied = {*own, *traced.find_linked(number)}
             others = [k for k, one in enumerate(call.inputs) if isinstance(one, Tensor) and k not in copied]
             tensors = [call.inputs[k] for k in others]
             fixed.append((others, tensors, [tensor.data_ptr() for tensor in tensors]))
-            positions.append([(position, str(position)) for position in own])
+            positions.append({str(position): position for position in own})
         outputs: list[Sequence[Any]] = []
         # A capture takes place on a stream of the current device, which need not be the model's.
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            capture = CAPTURES[device.type][bool(self._find_eager_commit())]
+            capture = CAPTURES[device.type][bool(self.find_eager_commit())]
             replay = capture(self.step, run_calls(traced, level.compiler, self.step, outputs), inputs, level.pool)
         # Detached: an autograd graph that is kept would tie gradients of later steps to the stream of the capture.
         outputs[:] = [[o.detach() if isinstance(o, Tensor) else o for o in own] for own in outputs]
         # Where the commit runs eagerly, its state is not part of the graph.
         holders = list_holders(self.step) if replay.commits else []
-        return Graph(replay, device, outputs, fixed, holders, positions, traced.shapes)
+        return Graph(replay, device, outputs, fixed, holders, positions, attempt.shape)
 
     # --- runs whose result is discarded ---
 
     @contextlib.contextmanager
-    def _aside(self, attempt: Attempt) -> Iterator[tuple[StepState, StateCopy]]:
+    def aside(self, attempt: Attempt) -> Iterator[tuple[StepState, StateCopy]]:
         """Keep the state of the step aside, and restore it at the end, whatever is raised: an interrupt, an error of
         the device. Modules hold what they held before the Python code ran."""
         attempt.traced.undo_exchanges()
@@ -643,7 +647,8 @@ class FastPath:
         before = state.copy()
         self.step.look_ahead()
         try:
-            yield state, before
+            with self.timed():
+                yield state, before
         except BaseException:
             self.step.forget_capture()
             raise
@@ -652,26 +657,31 @@ class FastPath:
             attempt.traced.redo_exchanges()
 
     @contextlib.contextmanager
-    def _timed(self) -> Iterator[Timer]:
-        timer = Timer()
+    def timed(self) -> Iterator[None]:
+        began = time.monotonic()
         try:
-            yield timer
+            yield
         finally:
-            timer.stop()
-            self.aside_s += timer.seconds
+            self.last_s = time.monotonic() - began
+            self.aside_s += self.last_s
 
-    def _try(self, compiler: Compiler, traced: TracedWindow) -> None:
+    def try_calls(self, compiler: Compiler, traced: TracedWindow) -> None:
         """Make the device's part of a step of the traced code."""
         self._try_code(run_calls(traced, compiler, self.step, []), traced.calls)
 
     def _try_code(self, loss_fn: LossFn, window: Sequence[Any]) -> None:
-        if self._find_eager_commit():
-            self.step.clear_gradients()
-            self.step.accumulate_gradients(loss_fn, window, self.step.find_trained_parameters())
+        if self.find_eager_commit():
+            self._compute_gradients(loss_fn, window)
         else:
             self.step.commit_on_device(self.step.forward_backward(loss_fn, window))
 
-    def _replay_only(self, graph: Graph, traced: TracedWindow) -> None:
+    def _compute_gradients(self, loss_fn: LossFn, window: Sequence[Any]) -> Tensor:
+        """Run forward and backward alone, and return the loss."""
+        self.step.clear_gradients()
+        choose_gradient_types(self.step.optimizers, len(window))
+        return self.step.accumulate_gradients(loss_fn, window, self.step.find_trained_parameters())[0]
+
+    def replay_only(self, graph: Graph, traced: TracedWindow) -> None:
         """Replay what the graph holds."""
         self.rates.write()
         if graph.replay.commits:
@@ -680,112 +690,18 @@ class FastPath:
             self.step.clear_gradients()
             graph.replay.replay_gradients(graph.select(traced))
 
-    # --- Inductor's code in place of torch's kernels ---
-
-    def _is_worth_compiling(self, traced: TracedWindow) -> bool:
-        """True once the time that compiled code is likely to save exceeds the time that compiling takes."""
-        level, shapes = self.level, traced.shapes
-        if self.expected is None or shapes != self.shapes:
-            num_nodes = sum(entry.num_nodes for tracer in self.tracers.values() for entry in tracer.entries)
-            self.shapes = shapes
-            self.expected = CompileHistory(self.step, shapes).expect(num_nodes)
-        spent = self.in_steps_s - level.began_s
-        if self.num_steps is not None:
-            spent *= max(0, self.num_steps - self.step.attempted) / max(1, level.num_replays)
-        return spent * self.expected.saving > self.expected.seconds
-
-    def _try_compiled(self, key: Key, graph: Graph, attempt: Attempt) -> None:
-        """Compile and capture the window, compare, and keep the faster of the two graphs. Nothing is trained by it: the
-        step is made by a graph that has been accepted."""
-        say("compiles the step, which takes a while; both graphs use memory until the faster one is known")
-        began = time.monotonic()
-        attempt.level = level = self._make_level(COMPILED)
-        level.certificate.against = [one for one in self.level.certificate.against if one.startswith("the eager step")]
-        compiled = self._capture(level, attempt)
-        attempt.level = self.level
-        if compiled is None:  # the step would be dropped, which shows nothing: try the next one
-            return
-        with self._aside(attempt), self._timed():
-            self.step.committed.zero_()  # the replays would run past the end of a table of learning rates
-            times = [time_replays(one.replay, self.step.device) for one in (graph, compiled)]
-        assert self.shapes is not None
-        history = CompileHistory(self.step, self.shapes)
-        history.write(Compiling(time.monotonic() - began, 1 - times[1] / times[0]))
-        if times[1] > times[0]:
-            self._drop_compiled(f"{times[1] * 1e3:.3g} ms per step, {times[0] * 1e3:.3g} ms without")
-            return
-        self.compiled, self.why_not_compiled = level, "it is"
-        level.graphs[key], level.began_s = compiled, self.in_steps_s
-        del self.level.graphs[key]
-        say(f"compiled: {times[1] * 1e3:.3g} ms per step, {times[0] * 1e3:.3g} ms without; {level.certificate}")
-
-    def _compare_compiled(self, level: Level, attempt: Attempt) -> bool:
-        """Raise NotTraced if the compiled code's gradients are further from fp32 than ERROR times those of torch's
-        kernels, or not finite where theirs are. Return False if neither are finite, which shows nothing."""
-        traced = attempt.traced
-        window: Sequence[Any] = traced.calls
-        gradients = []
-        plain, compiled = (run_calls(traced, compiler, self.step, []) for compiler in ("aten", level.compiler))
-        exact = turn_off_autocast(run_reference(traced, has_exchanges=False))
-        with self._aside(attempt) as (state, before), self._timed():
-            for code in (plain, compiled, exact):
-                state.restore(before)
-                try:
-                    self.step.forward_backward(code, window)
-                except RuntimeError:  # code that says .to(torch.bfloat16) does not run in fp32
-                    if code is not exact:
-                        raise
-                self.step.writes.put_back()
-                gradients.append([p.grad.float() for p in self.step.find_trained_parameters() if p.grad is not None])
-        if not are_finite(gradients[0]):
-            return False
-        if not are_finite(gradients[1]):
-            raise NotTraced("the compiled code's gradients are not finite, those of torch's kernels are")
-        if any(call.entry.is_random for call in traced.calls):  # Inductor draws other numbers than torch
-            return True
-        size = float(torch.nn.utils.get_total_norm(gradients[0]))
-        has_exact = [g.shape for g in gradients[2]] == [g.shape for g in gradients[0]] and are_finite(gradients[2])
-        if not has_exact:
-            gradients[2] = gradients[0]
-        of_plain, of_compiled = (float(measure_distance(own, gradients[2])) for own in gradients[:2])
-        allowed = ERROR * of_plain + ROUNDING * size if has_exact else MOST_APART * size
-        if not of_compiled <= allowed:
-            raise NotTraced(
-                f"the compiled code's gradients are off by {of_compiled / size:.2g}, those of torch's kernels by "
-                f"{of_plain / size:.2g}"
-            )
-        if has_exact and size:
-            level.certificate.add(f"fp32 within {of_compiled / size:.1g} (uncompiled: {of_plain / size:.1g})")
-        return True
+    def is_dropped(self, state: StepState, run: StateCopy, before: StateCopy) -> bool:
+        if self.find_eager_commit():
+            return not state.has_finite_gradients(run)
+        return torch.equal(run.committed, before.committed)
 
     def observe(self, facts: object, reading: Reading) -> None:
         """Look at a step when its facts have arrived: a bad one that compiled code made may be the compiler's."""
         is_overflow = self.step.scaler.enabled and reading.scale > self.step.scaler.options.min_scale
-        if reading.attempted in self.by_compiler and reading.is_bad and not (reading.is_empty or is_overflow):
-            self.is_suspect = True
+        is_suspect = reading.attempted in self.by_compiler and reading.is_bad and not (reading.is_empty or is_overflow)
+        if is_suspect and self.state is State.COMPILED:
+            self.move("bad step")
         self.by_compiler = {number for number in self.by_compiler if number > reading.attempted}
-
-    def _check_compiler(self, graph: Graph, attempt: Attempt) -> None:
-        """After a bad step of compiled code: compute this window with it and with torch's kernels, from one state. If
-        only compiled code fails, give it up: the dropped steps are its fault."""
-        assert self.compiled is not None
-        traced = attempt.traced
-        with self._aside(attempt) as (state, before), self._timed():
-            state.has_gradients = bool(self._find_eager_commit())
-            plain = state.run_from(before, lambda: self._try("aten", traced))
-            compiled = state.run_from(before, lambda: self._replay_only(graph, traced))
-        if self._is_dropped(state, plain, before):
-            return  # shows nothing: look at the next window
-        self.is_suspect = False
-        if self._is_dropped(state, compiled, before):
-            self.pardoned = self.step.attempted
-            reason = "compiled code gives values that are not finite where torch's kernels do not"
-            warn_user(f"{reason}: the steps that were dropped last are its fault, not your model's; it is given up")
-            raise NotTraced(reason)
-
-    def _drop_compiled(self, reason: str) -> None:
-        self.compiled, self.why_not_compiled, self.is_suspect = None, reason, False
-        say(f"not compiled: {reason}")
 
     # --- staying eager ---
 
@@ -810,7 +726,7 @@ class FastPath:
         are_sparse = any(gradient is not None and gradient.is_sparse for gradient in gradients)
         return "gradients are sparse" if are_sparse else ""
 
-    def _find_eager_commit(self) -> str:
+    def find_eager_commit(self) -> str:
         """Return why only forward and backward can be captured; empty if the whole step can."""
         if self.step.on_gradients is not None or self.step.on_commit is not None:
             return "on_gradients= and on_commit= run Python code"
@@ -832,29 +748,11 @@ class FastPath:
             "captures anyway"
         )
 
-    def _stay_eager(self, reason: str) -> None:
-        self.why_eager, self.compiled = reason, None
-        self.level = self._make_level("aten")
-        self._forget_traces()
-        say(f"runs eagerly, not captured: {reason}")
-
-
-class Timer:
-    def __init__(self) -> None:
-        self.began, self.seconds = time.monotonic(), 0.0
-
-    def stop(self) -> None:
-        self.seconds = time.monotonic() - self.began
-
 
 def explain(error: BaseException) -> str:
     """Return one line for an error, with its type if it is not one of ours."""
     line = (str(error).strip().splitlines() or [""])[0]
     return line if isinstance(error, (NotTraced, CaptureFailed)) else f"{type(error).__name__}: {line}".rstrip(": ")
-
-
-def uses_atomics(traced: TracedWindow) -> bool:
-    return any(call.entry.uses_atomics for call in traced.calls)
 
 
 NAMES = {"aten": "torch's kernels", "inductor": "Inductor's code"}
@@ -870,34 +768,9 @@ def compile_sharded_blocks(sharding: Sharding) -> None:
             block.compile()
 
 
-def time_replays(replay: Replay, device: torch.device) -> float:
-    """Return the seconds of one replay. It trains: restore the state afterwards."""
-    for num in (2, TIMED):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        for _ in range(num):
-            replay(replay.inputs)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    return (time.perf_counter() - began) / TIMED
-
-
 def split_results(loss_fn: LossFn, *, is_alone: bool) -> LossFn:
     """Let a loss function return loss and weight, whatever form they have."""
     return lambda batch: split_result(loss_fn(batch), batch, is_alone=is_alone)
-
-
-def turn_off_autocast(loss_fn: LossFn) -> LossFn:
-    def run(batch: Batch) -> Any:
-        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
-            return loss_fn(batch)
-
-    return run
-
-
-def measure_distance(one: list[Tensor], other: list[Tensor]) -> Tensor:
-    return torch.nn.utils.get_total_norm(torch._foreach_sub(one, other))
 
 
 # --- what Dynamo does not guard ---

@@ -45,7 +45,7 @@ from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from halfstep.backend_flags import Fp32Mode, MatmulLeaf, has_matmul_switch
-from halfstep.fast.windows import Call, Compiler, Entry, NotTraced, Outdated, Promise, list_tensors
+from halfstep.fast.windows import Call, Code, Compiler, Entry, NotTraced, Outdated, Promise, list_tensors, refer_to
 from halfstep.our_code import OURS
 from halfstep.precision.contexts import BACKWARD_AS_EAGER, CACHE_ENABLED, get_autocast_dtype, use_sound_attention
 from halfstep.precision.plan import Plan
@@ -98,10 +98,6 @@ class TracedLoss:
     def _make_autocast(self) -> torch.autocast:
         dtype = get_autocast_dtype(self.plan.granted)
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=CACHE_ENABLED)
-
-    @property
-    def has_side_effects(self) -> bool:
-        return any(entry.has_side_effects for entry in self.entries)
 
     def __call__(
         self,
@@ -160,7 +156,7 @@ class TracedLoss:
             if not found.result:
                 raise NotTraced(f"torch would trace it again at every step: {' '.join(found.verbose_code_parts)}")
 
-    def _add_entry(self, module: GraphModule, examples: list[Any]) -> Callable[..., Sequence[Any]]:
+    def _add_entry(self, module: GraphModule, examples: list[Any]) -> Code:
         """Make an entry of Dynamo's graph (this is the backend that torch.compile calls), and note each call of it."""
         module = copy_graph(module)  # Dynamo goes on with its own
         # To compile it later, fake tensors are enough, but a number is traced as one only from the real tensor.
@@ -198,10 +194,10 @@ class TracedLoss:
             self._refuse(entry, inputs)  # before Dynamo applies the side effects of the user's Python
             numbers = tuple(one for one in inputs if not isinstance(one, Tensor)) if entry.has_numbers else ()
             if self._only_looks or not entry.is_compared:
-                self._last = Call(entry, inputs, [], numbers, is_promised=False)
+                self._last = Call(entry, inputs, numbers)
                 raise LookedUp
             promised = [output.make() if isinstance(output, Promise) else output for output in entry.outputs]
-            self._last = Call(entry, inputs, promised, numbers)
+            self._last = Call(entry, inputs, numbers, refer_to(promised))
             return promised
 
         return promise
@@ -212,21 +208,16 @@ class TracedLoss:
         """Make the code of an entry by AOTAutograd, for torch's kernels or by Inductor."""
         if compiler == "inductor" and entry.has_numbers:
             raise NotTraced("an integer that loss_fn computes with changes, and compiled code might not follow it")
-        code = self._compile_once(entry, module, examples, context, compiler, frozenset())
-        if shared := entry.mutated & find_shared(module):
+        shared = find_shared(module)
+        entry.codes[compiler] = self._compile_once(entry, share_casts(module, shared), examples, context, compiler)
+        if not shared.isdisjoint(entry.mutated):
             # A weight that forward writes gets its gradient from AOTAutograd only if its casts are not shared.
-            code = self._compile_once(entry, module, examples, context, compiler, shared)
-        entry.codes[compiler] = code
+            module = share_casts(module, shared - entry.mutated)
+            entry.codes[compiler] = self._compile_once(entry, module, examples, context, compiler)
 
     def _compile_once(
-        self,
-        entry: Entry,
-        module: GraphModule,
-        examples: list[Any],
-        context: TracingContext,
-        compiler: Compiler,
-        written: frozenset[int],
-    ) -> Callable[..., Sequence[Any]]:
+        self, entry: Entry, module: GraphModule, examples: list[Any], context: TracingContext, compiler: Compiler
+    ) -> Code:
         graphs: list[GraphModule] = []
 
         def keep(graph: GraphModule, inputs: Any, **settings: Any) -> Any:
@@ -236,10 +227,9 @@ class TracedLoss:
                 entry.mutated = frozenset(number for number, info in infos if info.mutates_data)
                 if any(info.output_type is OutputType.alias_of_input for info in context.fw_metadata.output_info):
                     entry.why_not = entry.why_not or "loss_fn keeps a view of a weight or of the batch: clone it"
-            found, moved, waits = scan(graph, self.device, self.pure_ops)
-            entry.why_not = entry.why_not or found
-            if not graphs:  # the inputs of backward are others
-                entry.moved, entry.waits, entry.num_nodes = moved, waits, 0
+                entry.num_nodes = 0
+                note_moved(entry, graph, self.device)  # the inputs of backward are others
+            entry.why_not = entry.why_not or find_obstacle(graph, self.device, self.pure_ops)
             graphs.append(graph)
             names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
             entry.num_nodes += len(names)
@@ -249,8 +239,6 @@ class TracedLoss:
                 inputs = place_numbers(graph, inputs, self.device)
             return run_boxed(graph) if compiler == "aten" else compile_by_inductor(graph, inputs, settings)
 
-        module = copy_graph(module)
-        share_casts(module, written)
         # A hit in AOTAutograd's cache would not pass through `keep`, and nothing would be scanned. Backward is compiled
         # at once, too, so that it is scanned before any of the user's code has run.
         settings = BACKWARD_AS_EAGER | {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
@@ -377,8 +365,8 @@ def find_side_effects() -> tuple[bool, str]:
 
 def find_outputs(module: GraphModule) -> list[Any]:
     """Return what Dynamo's graph returns, tensors as promises."""
-    output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
-    values = [node.meta.get("example_value") if isinstance(node, Node) else node for node in output.args[0]]
+    outputs: Any = module.graph.output_node().args[0]
+    values = [node.meta.get("example_value") if isinstance(node, Node) else node for node in outputs]
     return [Promise(tuple(v.shape), v.dtype, v.device, v.requires_grad) if isinstance(v, Tensor) else v for v in values]
 
 
@@ -408,21 +396,22 @@ def find_shared(module: GraphModule) -> frozenset[int]:
     return frozenset(k for k, node in enumerate(placeholders) if is_cached(node.meta["example_value"]))
 
 
-def share_casts(module: GraphModule, written: frozenset[int]) -> None:
-    """Let the traced code cast a weight once, however often it is used, as eager autocast does with its cache; but not
-    weights that forward writes.
+def share_casts(module: GraphModule, shared: frozenset[int]) -> GraphModule:
+    """Return a copy of the traced code that casts these inputs once, however often they are used, as eager autocast
+    does with its cache.
 
     Gradients of a cast that is shared are added up in half precision. AOTAutograd switches the cache off, so that no
     tensor of one trace reaches the next one; here it is emptied before and after."""
-    placeholders, shared = module.graph.find_nodes(op="placeholder"), find_shared(module) - written
+    module = copy_graph(module)
     if not shared:
-        return
-    output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
+        return module
+    placeholders, output = module.graph.find_nodes(op="placeholder"), module.graph.output_node()
     with module.graph.inserting_after(placeholders[-1]):
         was_kept = module.graph.call_function(keep_casts, tuple(placeholders[k] for k in sorted(shared)))
     with module.graph.inserting_before(output):
         module.graph.call_function(drop_casts, (was_kept,))
     module.recompile()
+    return module
 
 
 def is_cached(example: object) -> bool:
@@ -569,42 +558,46 @@ def refresh_value(node: Node, mode: Any) -> None:
         node.meta = {**node.meta, "val": node.target(*arguments, **named)}  # type: ignore[operator]
 
 
-def scan(
-    graph: GraphModule, device: torch.device, pure_ops: frozenset[str]
-) -> tuple[str, frozenset[int], frozenset[int]]:
-    """Return what in a graph of AOTAutograd a replay would not follow, or "", and the CPU inputs that it only copies
-    to the device, which the fast path copies itself; and those of them that it waits for."""
+def note_moved(entry: Entry, graph: GraphModule, device: torch.device) -> None:
+    """Note the CPU inputs that a graph only copies to the device, which the fast path copies itself; and those of them
+    that the host waits for."""
+    moved = {
+        number: list(node.users)
+        for number, node in enumerate(graph.graph.find_nodes(op="placeholder"))
+        if is_elsewhere(node, device) and node.meta["val"].ndim and all(is_copy_to(user, device) for user in node.users)
+    }
+    entry.moved = frozenset(moved)
+    entry.waits = frozenset(k for k, users in moved.items() if not all(u.kwargs.get("non_blocking") for u in users))
+
+
+def find_obstacle(graph: GraphModule, device: torch.device, pure_ops: frozenset[str]) -> str:
+    """Return what in a graph of AOTAutograd a replay would not follow, with the user's line."""
     on_host: set[Node] = set()  # Python numbers as 0-dimensional CPU tensors: a replay gets them on the device
-    moved: set[int] = set()
-    waits: set[int] = set()
-    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     for node in graph.graph.nodes:
-        value = node.meta.get("val")
-        is_elsewhere = isinstance(value, Tensor) and value.device.type != device.type
-        if node.op == "placeholder":
-            if is_elsewhere and value.ndim == 0:
-                on_host.add(node)
-            elif is_elsewhere and all(is_copy_to(user, device) for user in node.users):
-                moved.add(placeholders.index(node))
-                if not all(user.kwargs.get("non_blocking") for user in node.users):
-                    waits.add(placeholders.index(node))
-            continue
+        is_here = not is_elsewhere(node, device)
+        if node.op == "placeholder" and not is_here and node.meta["val"].ndim == 0:
+            on_host.add(node)
         if node.op != "call_function":
             continue
-        name = str(node.target)
+        name, namespace = str(node.target), getattr(node.target, "namespace", "")
         if "_local_scalar_dense" in name:
-            return f"a number is read from a tensor, as .item() does{find_line(node)}", frozenset(), frozenset()
-        namespace = getattr(node.target, "namespace", "")
-        if namespace and pure_ops.isdisjoint((namespace, f"{namespace}::{name.split('.')[1]}")):
-            said = f"{namespace}::{name.split('.')[1]}"
+            return f"a number is read from a tensor, as .item() does{find_line(node)}"
+        said = f"{namespace}::{name.split('.')[1]}" if namespace else ""
+        if said and pure_ops.isdisjoint((namespace, said)):
             reason = f"{said} may read more than its inputs (pure_ops=[{said!r}] declares that it does not)"
-            return f"{reason}{find_line(node)}", frozenset(), frozenset()
-        if is_elsewhere:
-            inputs = node.all_input_nodes
-            if not inputs or not on_host.issuperset(inputs):
-                return f"{name} runs on the {value.device.type}{find_line(node)}", frozenset(), frozenset()
-            on_host.add(node)
-    return "", frozenset(moved), frozenset(waits)
+            return f"{reason}{find_line(node)}"
+        if is_here:
+            continue
+        if not node.all_input_nodes or not on_host.issuperset(node.all_input_nodes):
+            return f"{name} runs on the {node.meta['val'].device.type}{find_line(node)}"
+        on_host.add(node)
+    return ""
+
+
+def is_elsewhere(node: Node, device: torch.device) -> bool:
+    """True if the value of a node is a tensor on another device."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.device.type != device.type
 
 
 def is_copy_to(node: Node, device: torch.device) -> bool:

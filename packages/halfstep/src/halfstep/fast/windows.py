@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from halfstep.fast.compile_history import Compiling
 from halfstep.step.batches import Batch, Weight
 from halfstep.step.facts import Facts
 from halfstep.step.flat import are_same_objects, is_finite
@@ -79,73 +80,68 @@ class Promise:
 
 @dataclass
 class Call:
-    """One call of a traced loss function: its flat inputs, the tensors it promised, and what it returned."""
+    """One call of a traced loss function: its flat inputs, and what it returned and promised."""
 
     entry: Entry
     inputs: tuple[Any, ...]
-    promised: list[Any]
-    numbers: tuple[Any, ...] = ()  # inputs that are no tensors
-    is_promised: bool = True
-    """False if it was only looked up: the Python code has not run, and nothing was returned."""
+    numbers: tuple[Any, ...]  # inputs that are no tensors
+    promised: list[Any] = field(default_factory=list)
+    """Weak references to the tensors of the outputs: what the user's code keeps stays alive, and is filled. Empty if
+    the call was only looked up: the Python code has not run, and nothing was returned."""
     result: Any = None
+    weight: Weight | int = 1
+    weight_output: int | None = None  # which output of the entry the weight is, if it is one
 
     def find_promised(self, tensor: Tensor) -> int:
         """Return which output of the entry a tensor in the result is."""
-        for number, one in enumerate(self.promised):
-            if one is tensor:
+        for number, held in enumerate(self.list_held()):
+            if held is tensor:
                 return number
         raise NotTraced("loss_fn returns a tensor that it did not compute")
 
     def note_changing(self) -> bool:
         """Note which inputs are other tensors than in the last call. Return False at the first call."""
-        last, self.entry.last_inputs = self.entry.last_inputs, list(map(refer_to, self.inputs))
-        if last is None:
-            return False
-        pairs = enumerate(zip(self.inputs, last, strict=True))
+        last = self.entry.last_inputs
+        self.entry.last_inputs = refer_to(self.inputs)
+        pairs = enumerate(zip(self.inputs, last or (), strict=False))
         self.entry.changing |= {k for k, (now, then) in pairs if isinstance(now, Tensor) and then() is not now}
-        return True
-
-    def forget_result(self) -> None:
-        """Let go of what was returned, once it was looked at: what the user's code kept stays alive, and is filled."""
-        self.result = None
-        self.promised = [weakref.ref(one) if isinstance(one, Tensor) else one for one in self.promised]
+        return last is not None
 
     def list_held(self) -> list[Tensor | None]:
         """Return the promised tensors that something still holds, by the number of the output."""
-        held = (one() if isinstance(one, weakref.ref) else one for one in self.promised)
-        return [one if isinstance(one, Tensor) else None for one in held]
+        return [one() if isinstance(one, weakref.ref) else None for one in self.promised]
 
+    @torch.no_grad()
     def fulfil(self, outputs: Sequence[Any]) -> None:
         """Copy what the code returned into the tensors that the user holds."""
-        with torch.no_grad():
-            for held, output in zip(self.list_held(), outputs, strict=True):
-                if held is not None:
-                    held.copy_(output)
+        for held, output in zip(self.list_held(), outputs, strict=True):
+            if held is not None:
+                held.copy_(output)
+
+    def select(self, outputs: Sequence[Any]) -> tuple[Tensor, Weight]:
+        """Return loss and weight among what the code returned."""
+        weight = self.weight if self.weight_output is None else outputs[self.weight_output].detach().reshape(())
+        return outputs[self.entry.loss], weight
+
+
+def refer_to(values: Sequence[Any]) -> list[Any]:
+    """Return weak references to tensors, and other values as they are."""
+    return [weakref.ref(one) if isinstance(one, Tensor) else one for one in values]
 
 
 @dataclass
 class TracedWindow:
-    """The calls of one window: which entries, and where loss and weight are."""
+    """The calls of one window."""
 
     batches: list[Batch]
     calls: list[Call] = field(default_factory=list)
-    losses: list[int] = field(default_factory=list)
-    weights: list[Weight | int] = field(default_factory=list)
-    weight_outputs: list[int | None] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
     """Entries of modules that the Python code has replaced, registered or removed."""
-
-    def add(self, call: Call) -> None:
-        self.calls.append(call)
-        self.losses.append(call.entry.loss)
-        self.weights.append(1)
-        self.weight_outputs.append(None)
 
     @property
     def key(self) -> Key:
         return tuple(
-            (call.entry, loss, None if isinstance(weight, Tensor) else weight, call.numbers)
-            for call, loss, weight in zip(self.calls, self.losses, self.weights, strict=True)
+            (call.entry, None if isinstance(call.weight, Tensor) else call.weight, call.numbers) for call in self.calls
         )
 
     @property
@@ -153,29 +149,27 @@ class TracedWindow:
         return any(call.entry.has_side_effects for call in self.calls)
 
     @property
-    def shapes(self) -> Key:
-        return describe_window(self.batches)
+    def uses_atomics(self) -> bool:
+        return any(call.entry.uses_atomics for call in self.calls)
 
     def find_dynamic(self, number: int, fixed: set[int]) -> list[int]:
         """Return the inputs of a call that change between steps: the batch, Python numbers, tensors made anew; `fixed`
-        are identities of tensors that a graph reads where they are."""
-        own, call, linked = (
-            {id(leaf) for leaf in list_tensors(self.batches[number])},
-            self.calls[number],
-            self.find_linked(number),
-        )
-        return [
-            position
-            for position, one in enumerate(call.inputs)
-            if isinstance(one, Tensor)
-            and position not in linked
-            and (
-                id(one) in own
-                or (position in call.entry.changing and id(one) not in fixed)
-                or position in call.entry.moved
-                or is_number_input(call, position)
-            )
-        ]
+        are identities of tensors that a graph reads where they are. Refuse code that writes into them, or takes their
+        gradients."""
+        call, linked = self.calls[number], self.find_linked(number)
+        own = {id(leaf) for leaf in list_tensors(self.batches[number])}
+        found = []
+        for position, one in enumerate(call.inputs):
+            if not isinstance(one, Tensor) or position in linked:
+                continue
+            is_new = position in call.entry.changing and id(one) not in fixed
+            if id(one) in own or is_new or position in call.entry.moved or is_number_input(call, position):
+                if position in call.entry.mutated or one.requires_grad:
+                    raise NotTraced(
+                        "loss_fn writes into a tensor that is a new one at every step, or takes its gradient"
+                    )
+                found.append(position)
+        return found
 
     def find_linked(self, number: int) -> set[int]:
         """Return the inputs of a call that earlier calls of the window compute, such as a hidden state."""
@@ -197,14 +191,9 @@ class TracedWindow:
         for exchange in self.exchanges:
             exchange.put(exchange.after)
 
-    def list_replaced(self) -> list[tuple[Exchange, str, int, int]]:
-        """Return the exchanged buffers with the call and the output that replaces each. Refuse other exchanges."""
-        promised = {
-            id(held): (number, output)
-            for number, call in enumerate(self.calls)
-            for output, held in enumerate(call.list_held())
-            if held is not None
-        }
+    def list_replaced(self) -> list[tuple[Exchange, str]]:
+        """Return the exchanged buffers, which outputs of calls replace, by name. Refuse other exchanges."""
+        promised = {id(held) for call in self.calls for held in call.list_held() if held is not None}
         found = []
         for exchange in self.exchanges:
             for name in exchange.before.keys() | exchange.after.keys():
@@ -216,14 +205,14 @@ class TracedWindow:
                     raise NotTraced(
                         "the model replaces or registers a tensor in its forward pass instead of writing into it"
                     )
-                found.append((exchange, name, *promised[id(after)]))
+                found.append((exchange, name))
         return found
 
+    @torch.no_grad()
     def settle_exchanges(self, bad: Tensor) -> None:
         """Leave the old tensor in a module if the step was bad. As in eager steps, that is another tensor."""
-        with torch.no_grad():
-            for exchange, name, _, _ in self.list_replaced() if self.exchanges else ():
-                exchange.owner[name] = torch.where(bad, exchange.before[name], exchange.after[name])
+        for exchange, name in self.list_replaced() if self.exchanges else ():
+            exchange.owner[name] = torch.where(bad, exchange.before[name], exchange.after[name])
 
 
 @dataclass
@@ -253,14 +242,12 @@ def run_calls(traced: TracedWindow, compiler: Compiler, step: GuardedStep, outpu
 
     It takes a call as it was, or a dict of inputs to use instead: the static tensors of a graph. Python numbers are
     given on the device, captured or not, so that both compute the same."""
-    numbers = itertools.cycle(range(len(traced.calls)))
+    calls = itertools.cycle(traced.calls)
     replaced = traced.list_replaced()
     made: dict[int, Any] = {}  # what earlier calls of the window have computed for later ones, by promised tensor
 
     def run(given: Call | dict[str, Tensor]) -> tuple[Tensor, Weight]:
-        nonlocal made
-        number = next(numbers)
-        call = traced.calls[number]
+        call = next(calls)
         static = given if isinstance(given, dict) else {}
         inputs = [static.get(str(position), made.get(id(one), one)) for position, one in enumerate(call.inputs)]
         for position, one in enumerate(inputs):
@@ -268,12 +255,11 @@ def run_calls(traced: TracedWindow, compiler: Compiler, step: GuardedStep, outpu
                 inputs[position] = one.to(step.device)
         found = list(call.entry.codes[compiler](*inputs))
         outputs.append(found)
-        if call.is_promised:
-            made |= {id(h): o.detach() for h, o in zip(call.list_held(), found, strict=True) if h is not None}
-        if number == len(traced.calls) - 1:
-            step.writes.returned = [made[id(exchange.after[name])] for exchange, name, _, _ in replaced]
-        at = traced.weight_outputs[number]
-        return found[traced.losses[number]], traced.weights[number] if at is None else found[at].detach().reshape(())
+        if call.promised:
+            made.update({id(h): o.detach() for h, o in zip(call.list_held(), found, strict=True) if h is not None})
+        if call is traced.calls[-1]:
+            step.writes.returned = [made[id(exchange.after[name])] for exchange, name in replaced]
+        return call.select(found)
 
     return run
 
@@ -282,18 +268,16 @@ def run_reference(traced: TracedWindow, *, has_exchanges: bool = True) -> LossFn
     """Return a loss function that does what the user's Python code did in these calls: it runs Dynamo's graphs under
     eager autograd, and fills the tensors that were promised. With `has_exchanges` modules get the tensors that the
     Python code put into them, after the last call; before the step, `undo_exchanges` took them out."""
-    numbers = itertools.cycle(range(len(traced.calls)))
+    calls = itertools.cycle(traced.calls)
 
     def run(_: Any) -> tuple[Tensor, Weight]:
-        number = next(numbers)
-        call = traced.calls[number]
+        call = next(calls)
         found = list(call.entry.reference(*call.inputs))
-        if call.is_promised:
+        if call.promised:
             call.fulfil([one.detach() if isinstance(one, Tensor) else one for one in found])
-        if has_exchanges and number == len(traced.calls) - 1:
+        if has_exchanges and call is traced.calls[-1]:
             traced.redo_exchanges()
-        at = traced.weight_outputs[number]
-        return found[traced.losses[number]], traced.weights[number] if at is None else found[at].detach().reshape(())
+        return call.select(found)
 
     return run
 
@@ -314,6 +298,17 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
     return all(bool(is_finite(tensor).all()) for tensor in tensors)
 
 
+@dataclass
+class Shape:
+    """What is known about windows of one shape."""
+
+    is_uncompared: bool = False  # whether it has code that was not compared with eager code yet
+    left_out_until: int = -1  # the attempted step up to which it gets no graph
+    num_unused: int = 0  # graphs captured in a row without a replay
+    expected: Compiling | None = None  # what compiling takes and saves
+    is_compiled: bool = False  # whether Inductor's code is used for it
+
+
 def list_tensors(batch: Any) -> list[Tensor]:
     """Return the tensors in a batch: in mappings, sequences and dataclasses."""
     if isinstance(batch, Tensor):
@@ -327,18 +322,6 @@ def list_tensors(batch: Any) -> list[Tensor]:
 
 def describe_window(window: Sequence[Batch]) -> Key:
     return tuple(tuple((tensor.shape, tensor.dtype) for tensor in list_tensors(batch)) for batch in window)
-
-
-def refuse_changing(call: Call, dynamic: Sequence[int]) -> None:
-    """Refuse code that writes into inputs that are copied into a graph, or takes gradients of them."""
-    for position in dynamic:
-        one = call.inputs[position]
-        if position in call.entry.mutated or one.requires_grad:
-            raise NotTraced("loss_fn writes into a tensor that is a new one at every step, or takes its gradient")
-
-
-def refer_to(one: Any) -> Any:
-    return weakref.ref(one) if isinstance(one, Tensor) else one
 
 
 # --- captured windows ---
@@ -375,9 +358,9 @@ class Graph:
     """Inputs that must be the same tensors at the same addresses: positions, tensors, addresses."""
     holders: list[object]
     """What optimizers, or a user's code, replace when state is loaded or reset."""
-    dynamic: list[list[tuple[int, str]]]
-    """Inputs that are copied into it: position, and the name of its static tensor."""
-    shapes: Key
+    dynamic: list[dict[str, int]]
+    """Inputs that are copied into it: positions, by the name of its static tensor."""
+    shape: Shape
     used_at: int = 0
     """The attempted steps when it was replayed last."""
 
@@ -397,7 +380,7 @@ class Graph:
         """Return the inputs of a window that are copied into the graph."""
         window = []
         for call, own in zip(traced.calls, self.dynamic, strict=True):
-            inputs = {name: call.inputs[position] for position, name in own}
+            inputs = {name: call.inputs[position] for name, position in own.items()}
             for position in call.entry.waits:  # the user may overwrite them as soon as the step returns
                 inputs[str(position)] = inputs[str(position)].to(self.device)
             window.append(inputs)

@@ -241,7 +241,7 @@ class Step:
         self._fast = FastPath(
             self._step, fast, num_steps=None if num_steps is None else check_count("num_steps", num_steps),
             max_graphs=check_count("max_graphs", max_graphs), pure_ops=check_names("pure_ops", pure_ops),
-            changed_optimizers=changed,
+            changed_optimizers=changed, pardon=self._guard.pardon,
         )  # fmt: skip
         self._guard.observers.append(self._fast.observe)
         world = self._step.ranks.world if self._step.ranks is not None else None
@@ -304,9 +304,6 @@ class Step:
                     facts = run_eagerly(loss_fn)
                 else:
                     facts = self._fast.run(loss_fn, batches, run_eagerly)
-                    if self._fast.pardoned:
-                        self._guard.pardon(self._fast.pardoned)
-                        self._fast.pardoned = 0
                 if self._recorder is not None:
                     self._recorder.keep(facts.attempted, batches)
                 if self._watch is not None:

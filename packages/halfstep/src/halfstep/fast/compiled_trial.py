@@ -1,0 +1,155 @@
+"""Inductor's code in place of torch's kernels: whether to try it, whether to use it, and whether it is still right."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from halfstep.fast.compile_history import CompileHistory, Compiling
+from halfstep.fast.windows import (
+    Compiler,
+    Graph,
+    NotTraced,
+    Replay,
+    are_finite,
+    describe_window,
+    run_calls,
+    run_reference,
+)
+from halfstep.step.batches import Batch
+from halfstep.step.step import LossFn
+from halfstep.step.user_warnings import warn_user
+
+if TYPE_CHECKING:
+    from halfstep.fast.fast_path import Attempt, FastPath, Level
+
+COMPILED: Compiler = "inductor"
+TIMED = 20  # replays
+ERROR = 2.0  # how much further from fp32 compiled gradients may be than those of torch's kernels
+ROUNDING = 1e-5  # relative, of sums in another order in fp32
+MOST_APART = 0.1  # relative, of compiled and uncompiled gradients, where the code does not run in fp32
+
+
+def is_worth_it(path: FastPath, attempt: Attempt) -> bool:
+    """True once the time that compiled code is likely to save exceeds the time that compiling takes."""
+    shape = attempt.shape
+    if shape.expected is None:
+        num_nodes = sum(entry.num_nodes for tracer in path.tracers.values() for entry in tracer.entries)
+        shape.expected = CompileHistory(path.step, describe_window(attempt.traced.batches)).expect(num_nodes)
+    spent = path.in_steps_s - path.level.began_s
+    if path.num_steps is not None:
+        spent *= max(0, path.num_steps - path.step.attempted) / max(1, path.level.num_replays)
+    return spent * shape.expected.saving > shape.expected.seconds
+
+
+def try_compiled(path: FastPath, graph: Graph, attempt: Attempt) -> None:
+    """Compile and capture the window, compare, and keep the faster of the two graphs. Nothing is trained by it: the
+    step is made by a graph that has been accepted."""
+    began = time.monotonic()
+    attempt.level = level = path.compiled = path.make_level(COMPILED)
+    level.certificate.against = [one for one in path.level.certificate.against if one.startswith("the eager step")]
+    compiled = path.capture(level, attempt)
+    attempt.level = path.level
+    if compiled is None:  # the step would be dropped, which shows nothing: try the next one
+        return
+    with path.aside(attempt):
+        path.step.committed.zero_()  # the replays would run past the end of a table of learning rates
+        before_s, after_s = (time_replays(one.replay, path.step.device) for one in (graph, compiled))
+    history = CompileHistory(path.step, describe_window(attempt.traced.batches))
+    history.write(Compiling(time.monotonic() - began, 1 - after_s / before_s))
+    times = f"{after_s * 1e3:.3g} ms per step, {before_s * 1e3:.3g} ms without"
+    if after_s > before_s:
+        path.move("refused", times)
+        return
+    level.graphs[attempt.key], level.began_s = compiled, path.in_steps_s
+    del path.level.graphs[attempt.key]
+    attempt.shape.is_compiled, attempt.level = True, level
+    path.move("accepted", f"{times}; {level.certificate}")
+
+
+def compare_gradients(path: FastPath, level: Level, attempt: Attempt) -> bool:
+    """Raise NotTraced if the compiled code's gradients are further from fp32 than ERROR times those of torch's kernels,
+    or not finite where theirs are. Return False if neither are finite, which shows nothing."""
+    step, traced = path.step, attempt.traced
+    window: Sequence[Any] = traced.calls
+    gradients = []
+    plain, compiled = (run_calls(traced, compiler, step, []) for compiler in ("aten", level.compiler))
+    exact = turn_off_autocast(run_reference(traced, has_exchanges=False))
+    with path.aside(attempt) as (state, before):
+        for code in (plain, compiled, exact):
+            state.restore(before)
+            try:
+                step.forward_backward(code, window)
+            except RuntimeError:  # code that says .to(torch.bfloat16) does not run in fp32
+                if code is not exact:
+                    raise
+            step.writes.put_back()
+            gradients.append([p.grad.float() for p in step.find_trained_parameters() if p.grad is not None])
+    if not are_finite(gradients[0]):
+        return False
+    if not are_finite(gradients[1]):
+        raise NotTraced("the compiled code's gradients are not finite, those of torch's kernels are")
+    if any(call.entry.is_random for call in traced.calls):  # Inductor draws other numbers than torch
+        return True
+    size = float(torch.nn.utils.get_total_norm(gradients[0]))
+    has_exact = [g.shape for g in gradients[2]] == [g.shape for g in gradients[0]] and are_finite(gradients[2])
+    if not has_exact:
+        gradients[2] = gradients[0]
+    of_plain, of_compiled = (float(measure_distance(own, gradients[2])) for own in gradients[:2])
+    allowed = ERROR * of_plain + ROUNDING * size if has_exact else MOST_APART * size
+    if not of_compiled <= allowed:
+        raise NotTraced(
+            f"the compiled code's gradients are off by {of_compiled / size:.2g}, those of torch's kernels by "
+            f"{of_plain / size:.2g}"
+        )
+    if has_exact and size:
+        level.certificate.add(f"fp32 within {of_compiled / size:.1g} (uncompiled: {of_plain / size:.1g})")
+    return True
+
+
+def check_again(path: FastPath, graph: Graph, attempt: Attempt) -> None:
+    """After a bad step of compiled code: compute this window with it and with torch's kernels, from one state. If only
+    compiled code fails, give it up: the dropped steps are its fault."""
+    traced = attempt.traced
+    with path.aside(attempt) as (state, before):
+        state.has_gradients = bool(path.find_eager_commit())
+        plain = state.run_from(before, lambda: path.try_calls("aten", traced))
+        compiled = state.run_from(before, lambda: path.replay_only(graph, traced))
+    if path.is_dropped(state, plain, before):
+        return  # shows nothing: look at the next window
+    if not path.is_dropped(state, compiled, before):
+        path.move("cleared")
+        return
+    path.pardon(path.step.attempted)
+    reason = "compiled code gives values that are not finite where torch's kernels do not"
+    warn_user(f"{reason}: the steps that were dropped last are its fault, not your model's; it is given up")
+    raise NotTraced(reason)
+
+
+def time_replays(replay: Replay, device: torch.device) -> float:
+    """Return the seconds of one replay. It trains: restore the state afterwards."""
+    for num in (2, TIMED):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        for _ in range(num):
+            replay(replay.inputs)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return (time.perf_counter() - began) / TIMED
+
+
+def turn_off_autocast(loss_fn: LossFn) -> LossFn:
+    def run(batch: Batch) -> Any:
+        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+            return loss_fn(batch)
+
+    return run
+
+
+def measure_distance(one: list[Tensor], other: list[Tensor]) -> Tensor:
+    return torch.nn.utils.get_total_norm(torch._foreach_sub(one, other))
