@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import halfstep as hs
 from captured_faults import ANNEALED, LOOPS, Loop, Trained, assert_same, assert_same_history, train
-from halfstep.fast import compile_history
+from halfstep.fast import compiled_trial
 from halfstep.fast import fast_path as fast
 from halfstep.step.randomness import choose_algorithms
 
@@ -37,8 +37,8 @@ def _start_afresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def _compiles_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let auto try compiled code at the first replay."""
     monkeypatch.setattr(fast, "LOOK_EVERY", 1)
-    monkeypatch.setattr(compile_history, "COMPILE_S", -1.0)
-    monkeypatch.setattr(compile_history, "COMPILE_S_PER_NODE", 0.0)
+    monkeypatch.setattr(compiled_trial, "COMPILE_S", -1.0)
+    monkeypatch.setattr(compiled_trial, "COMPILE_S_PER_NODE", 0.0)
 
 
 @pytest.mark.parametrize("name", [name for name in LOOPS if name not in ANNEALED])

@@ -59,7 +59,7 @@ from fuzzed_pieces import (
     make_loss_fn,
     seed,
 )
-from halfstep.fast import compile_history, compiled_trial
+from halfstep.fast import compiled_trial
 from halfstep.fast import fast_path as fast
 from halfstep.step.step import GuardedStep
 from replay_stand_in import BackwardStandIn, StandIn
@@ -345,13 +345,13 @@ def try_at_once(mode: str) -> Iterator[None]:
     with (
         mock.patch.multiple(fast, LOOK_EVERY=1, CHECK_SHARE=share, COMPARE_SHARE=1e9),
         mock.patch.multiple(compiled_trial, COMPILED="aten", TIMED=2),
-        mock.patch.multiple(compile_history.CompileHistory, expect=expect_no_cost, write=mock.DEFAULT),
+        mock.patch.multiple(compiled_trial.CompileHistory, expect=expect_no_cost, write=mock.DEFAULT),
     ):
         yield
 
 
-def expect_no_cost(history: object, num_nodes: int) -> compile_history.Compiling:
-    return compile_history.Compiling(-1.0, compile_history.LIKELY_SAVING)
+def expect_no_cost(history: object, num_nodes: int) -> tuple[float, float]:
+    return -1.0, compiled_trial.LIKELY_SAVING
 
 
 @contextlib.contextmanager
@@ -419,10 +419,6 @@ KEEPS = {"average", "average_in_list", "divide_by_average", "carry", "carry_in_m
 """Captured pieces that change Python objects."""
 
 KNOWN_FAULTS: dict[str, Callable[[Program], bool]] = {
-    "the watch's side step calls on_gradients": lambda program: {"watch", "on_gradients"} <= program.names,
-    "the trial of compiled code runs hooks of optimizers": lambda program: (
-        program.mode == "compiled" and "add_hook" in program.names
-    ),
     # The code has run, and what it kept is never filled. On a GPU a bad label or token ends the process.
     "a replay raises, which only the stand-in for replays does": lambda program: (
         bool(program.names & KEEPS)

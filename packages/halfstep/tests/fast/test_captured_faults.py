@@ -29,7 +29,7 @@ from captured_faults import (
     make_net,
     train,
 )
-from halfstep.fast import certificate, compile_history, compiled_trial
+from halfstep.fast import certificate, compiled_trial
 from halfstep.fast import fast_path as fast
 from halfstep.fast.certificate import ReplayDiffers, StateCopy, StepState
 from halfstep.fast.fast_path import FastPath
@@ -76,8 +76,8 @@ def _compiles_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try compiled code at the first replay, with torch's kernels in place of Inductor's."""
     monkeypatch.setattr(compiled_trial, "COMPILED", "aten")
     monkeypatch.setattr(fast, "LOOK_EVERY", 1)
-    monkeypatch.setattr(compile_history, "COMPILE_S", -1.0)
-    monkeypatch.setattr(compile_history, "COMPILE_S_PER_NODE", 0.0)
+    monkeypatch.setattr(compiled_trial, "COMPILE_S", -1.0)
+    monkeypatch.setattr(compiled_trial, "COMPILE_S_PER_NODE", 0.0)
     seconds = itertools.cycle([2.0, 1.0])
     monkeypatch.setattr(compiled_trial, "time_replays", lambda replay, device: next(seconds))
 

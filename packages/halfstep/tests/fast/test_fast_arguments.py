@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.backend_flags import read_flags, write_flags
 from halfstep.errors import ConfigError
-from halfstep.fast import compile_history, compiled_trial
+from halfstep.fast import compiled_trial
 from halfstep.fast import fast_path as fast_path
 from halfstep.fast.fast_path import FastPath
 from replay_stand_in import replays_on_cpu
@@ -109,8 +109,8 @@ def test_the_usual_shape_is_compiled_and_others_stay_captured(monkeypatch: pytes
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     # torch's kernels in place of Inductor's, which would take long to compile here.
     monkeypatch.setattr(compiled_trial, "COMPILED", "aten")
-    monkeypatch.setattr(compile_history, "COMPILE_S", -1.0)
-    monkeypatch.setattr(compile_history, "COMPILE_S_PER_NODE", 0.0)
+    monkeypatch.setattr(compiled_trial, "COMPILE_S", -1.0)
+    monkeypatch.setattr(compiled_trial, "COMPILE_S_PER_NODE", 0.0)
     monkeypatch.setattr(fast_path, "LOOK_EVERY", 1)
     seconds = iter([2.0, 1.0])
     monkeypatch.setattr(compiled_trial, "time_replays", lambda replay, device: next(seconds))
@@ -130,8 +130,8 @@ def test_the_usual_shape_is_compiled_and_others_stay_captured(monkeypatch: pytes
         assert [key for key, shape in path.shapes.items() if shape.is_compiled] == [usual]
         assert len(path.compiled.graphs) == 1
         assert len(path.level.graphs) == 1  # of the short batch
-        found = compile_history.CompileHistory(step._step, usual).expect(0)
-        assert found.saving == 0.5  # 1 s instead of 2 s: the next run knows it
+        _, saving = compiled_trial.CompileHistory(step._step, usual).expect(0)
+        assert saving == 0.5  # 1 s instead of 2 s: the next run knows it
     torch.manual_seed(0)
     expected = Block()
     eager = hs.Step(expected, torch.optim.AdamW(expected.parameters(), fused=True), "fp32", fast="off")

@@ -276,6 +276,7 @@ class Watch:
         num_kept = count_side_rows(num_rows)
         cut, opened.factor = cut_rows(batch, num_rows, num_kept), num_kept / num_rows
         self._is_aside = True
+        on_gradients, self.step.on_gradients = self.step.on_gradients, None  # it has seen this step's already
         try:
             # Hooks do not see compiled code, and would make torch compile it again.
             with (
@@ -290,6 +291,7 @@ class Watch:
             self._drop_activations(f"a side step failed: {summarise_error(error)}")
         finally:
             self._is_aside = False
+            self.step.on_gradients = on_gradients
 
     def finish(self, facts: Facts) -> None:
         """Send the observation of this step; read those of two steps ago and more."""

@@ -3,7 +3,6 @@
 fast_path.py        choose eager, captured or compiled for each step; replay
 compiled_trial.py   when Inductor's code is tried, and whether it is used
 windows.py          the traced calls of a window, and what a graph needs of them
-compile_history.py  what compiling took and saved in earlier runs
 hand_rates.py       settings of optimizers that change while graphs are captured
 traced.py           trace a loss function with guards on every Python value it reads
 certificate.py      compare a captured step with uncaptured ones before it is used

@@ -20,7 +20,7 @@ from torch.nn.utils import get_total_norm
 
 from halfstep.precision.contexts import get_autocast_dtype
 from halfstep.step.facts import read_rng_state, restore_rng
-from halfstep.step.flat import get_gradient, is_dense, is_finite, is_writable_in_place, view_flat
+from halfstep.step.flat import get_gradient, is_dense, is_writable_in_place, view_flat
 from halfstep.step.step import GuardedStep
 
 NOISE = 3.0
@@ -186,9 +186,6 @@ class StepState:
                 far = find_distance(value, then)
                 if not far <= rounding * float(then.norm()):
                     raise ReplayDiffers(f"{name} differs by {far:.3g}")
-
-    def has_finite_gradients(self, copy: StateCopy) -> bool:
-        return all(bool(is_finite(gradient).all()) for gradient in copy.tensors[len(self.names) :])
 
 
 def subtract(some: list[Tensor], others: list[Tensor]) -> list[Tensor]:

@@ -133,14 +133,13 @@ class Level:
         return ("graph" if self.compiler == "aten" else "compile+graph") + ("" if commits else ", commit eager")
 
 
-@dataclass
-class Attempt:
-    """One step inside the border: what was asked for, and how far it has come."""
+@dataclass(kw_only=True)
+class Attempt(TracedWindow):
+    """One step inside the border: its window, what was asked for, and how far it has come."""
 
     loss_fn: LossFn
     eager: Eager
     number: int  # the attempted steps before it
-    traced: TracedWindow
     shapes: dict[Key, Shape]
     owners: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     """What modules held before the Python code ran: their dicts, and copies of those."""
@@ -151,12 +150,12 @@ class Attempt:
 
     @property
     def is_traced(self) -> bool:
-        return len(self.traced.calls) == len(self.traced.batches)
+        return len(self.calls) == len(self.batches)
 
     @functools.cached_property
     def shape(self) -> Shape:
         """Describing a window takes as long as a small replay: it is put off until something asks."""
-        return self.shapes.setdefault(describe_window(self.traced.batches), Shape())
+        return self.shapes.setdefault(describe_window(self.batches), Shape())
 
 
 class FastPath:
@@ -245,9 +244,10 @@ class FastPath:
     def run(self, loss_fn: LossFn, window: list[Batch], eager: Eager) -> Facts:
         """Make one step, by a replay where possible; `eager` makes it by a Python function."""
         number = self.step.attempted
-        if self.state is State.EAGER or number < self.first + WARMUP_STEPS or is_watched(self.step):
+        is_ledger_open = self.step.observed is not contextlib.nullcontext  # what hs.ledger observes has to run
+        if self.state is State.EAGER or number < self.first + WARMUP_STEPS or is_ledger_open:
             return eager(loss_fn)
-        attempt = Attempt(loss_fn, eager, number, TracedWindow(window), self.shapes)
+        attempt = Attempt(window, loss_fn=loss_fn, eager=eager, number=number, shapes=self.shapes)
         self.aside_before_s = self.aside_s
         while self.state is not State.EAGER:
             try:
@@ -265,28 +265,27 @@ class FastPath:
                     raise  # by the user's code: loss_fn in this step, or on_commit after it
                 reason = explain(error)
             except BaseException:
-                attempt.traced.undo_exchanges()
+                attempt.undo_exchanges()
                 raise
             # Outside of the except block, whose error holds frames and so activations.
             self.move("refused" if attempt.level is self.compiled else "failed", reason)
             attempt.level = None
             if attempt.facts is not None:  # the step is made
-                attempt.traced.settle_exchanges(attempt.facts.bad)
+                attempt.settle_exchanges(attempt.facts.bad)
                 return attempt.facts
         return self._make_from_python(attempt)
 
     def _make_from_python(self, attempt: Attempt) -> Facts:
         """Make a step from the user's Python code. Where that has run and has side effects, it must not run again."""
-        traced = attempt.traced
         if not attempt.is_traced:
-            traced.exchanges = find_exchanges(attempt.owners)
-        traced.undo_exchanges()
-        if not traced.has_side_effects:
+            attempt.exchanges = find_exchanges(attempt.owners)
+        attempt.undo_exchanges()
+        if not attempt.has_side_effects:
             return attempt.eager(attempt.loss_fn)
-        run, plain = run_reference(traced), split_results(attempt.loss_fn, is_alone=len(traced.batches) == 1)
-        left = [*traced.calls, *traced.batches[len(traced.calls) :]]
+        run, plain = run_reference(attempt), split_results(attempt.loss_fn, is_alone=len(attempt.batches) == 1)
+        left = [*attempt.calls, *attempt.batches[len(attempt.calls) :]]
         facts = self.step.compute(lambda one: run(one) if isinstance(one, Call) else plain(one), left)
-        facts.ids = read_sample_ids(traced.batches)
+        facts.ids = read_sample_ids(attempt.batches)
         self.step.commit(facts)
         return facts
 
@@ -294,7 +293,6 @@ class FastPath:
 
     def _make_step(self, attempt: Attempt) -> bool:
         """Trace a window, and make the step by a replay. Return False if there is no graph that may be used."""
-        traced = attempt.traced
         if not attempt.is_traced:
             has_exceptions = any(s.is_uncompared or s.left_out_until >= attempt.number for s in self.shapes.values())
             if has_exceptions and attempt.shape.left_out_until >= attempt.number:
@@ -302,14 +300,14 @@ class FastPath:
             if has_exceptions and attempt.shape.is_uncompared or not self._trace(attempt):
                 # Its code was not compared with eager code yet, and has not run, unless in earlier micro-batches.
                 attempt.shape.is_uncompared = True
-                return not traced.calls and self._compare_with_eager(attempt)
+                return not attempt.calls and self._compare_with_eager(attempt)
         if self.step.watch is not None:
             inside = {id(slot.held) for slot in (*self.step.writes.slots.parameters, *self.step.writes.slots.buffers)}
-            self.is_pure = not traced.has_side_effects and all(id(one) in inside for one in traced.list_written())
-        attempt.key = (*traced.key, *self.rates.key)
+            self.is_pure = not attempt.has_side_effects and all(id(one) in inside for one in attempt.list_written())
+        attempt.key = (*attempt.entries_key, *self.rates.key)
         for level in self.levels:
             graph = level.graphs.get(attempt.key)
-            if graph is not None and graph.fits(traced, self.step):
+            if graph is not None and graph.fits(attempt, self.step):
                 attempt.level = level
                 level.num_replays += 1
                 graph.shape.num_unused = 0
@@ -318,7 +316,7 @@ class FastPath:
                 return True
         if obstacle := self._find_obstacle():
             raise NotTraced(obstacle)
-        are_known = [call.note_changing() for call in traced.calls]
+        are_known = [call.note_changing() for call in attempt.calls]
         is_usual = self.asked == "compile" or attempt.shape.is_compiled
         level = self.levels[0] if is_usual else self.level
         if not all(are_known) or not self._has_place(level, attempt.shape):
@@ -340,7 +338,7 @@ class FastPath:
     def _trace(self, attempt: Attempt) -> bool:
         """Run the Python code of a window through Dynamo. Return False at code that was not compared with eager code
         yet: it has not run."""
-        traced, window = attempt.traced, attempt.traced.batches
+        window = attempt.batches
         tracer, began = self._find_tracer(), time.monotonic()
         num_entries = len(tracer.entries)
 
@@ -356,7 +354,7 @@ class FastPath:
                 self.aside_s += time.monotonic() - began
             if not call.promised:
                 return False
-            traced.calls.append(call)  # at once: its Python code has run
+            attempt.calls.append(call)  # at once: its Python code has run
             is_plain = len(window) == 1 and isinstance(call.result, Tensor)
             # Alone in its window a batch counts whatever it weighs.
             split = (call.result, 1) if is_plain else split_result(call.result, batch, is_alone=len(window) == 1)
@@ -366,10 +364,10 @@ class FastPath:
             if call.find_promised(loss) != call.entry.loss:
                 raise NotTraced("loss_fn returns a loss that has no autograd graph")
             call.result = None
-        traced.exchanges = find_exchanges(attempt.owners)
-        if traced.exchanges and (self.step.ema is not None or self.find_eager_commit()):
+        attempt.exchanges = find_exchanges(attempt.owners)
+        if attempt.exchanges and (self.step.ema is not None or self.find_eager_commit()):
             raise NotTraced("the model replaces a buffer in its forward pass, which an average or a hook may read")
-        replaced = traced.list_replaced() if traced.exchanges else []
+        replaced = attempt.list_replaced() if attempt.exchanges else []
         # After a bad step a replay could not restore it.
         if replaced and not self.level.graphs and not are_finite(one.before[name] for one, name in replaced):
             raise NotTraced("the model replaces a buffer that is not finite")
@@ -399,7 +397,7 @@ class FastPath:
     # --- replays ---
 
     def _replay(self, attempt: Attempt) -> None:
-        traced, level = attempt.traced, attempt.level
+        level = attempt.level
         assert level is not None
         level.graphs.move_to_end(attempt.key)
         graph = level.graphs[attempt.key]
@@ -407,18 +405,18 @@ class FastPath:
 
         def fill() -> None:
             """Fill the tensors that were promised."""
-            for call, outputs in zip(traced.calls, graph.outputs[-len(traced.calls) :], strict=True):
+            for call, outputs in zip(attempt.calls, graph.outputs[-len(attempt.calls) :], strict=True):
                 call.fulfil(outputs)
 
         self.step.look_ahead()
         self.rates.write()
-        inputs, ids = graph.select(traced), read_sample_ids(traced.batches)
+        inputs, ids = graph.select(attempt), read_sample_ids(attempt.batches)
         attempt.is_handed_over = not graph.replay.commits  # then hooks and optimizers run Python code
         attempt.facts = graph.replay(inputs, ids, fill)
         attempt.is_handed_over = False
         if level is self.compiled:
             self.by_compiler.add(attempt.number)
-        traced.settle_exchanges(attempt.facts.bad)
+        attempt.settle_exchanges(attempt.facts.bad)
 
     def _look(self, level: Level, graph: Graph, attempt: Attempt) -> None:
         """Do what is due before a replay: check compiled code that is suspect, check replays again, try compiling."""
@@ -439,23 +437,23 @@ class FastPath:
         if it has changed since. It leaves no trace, and raises NotTraced if they differ.
 
         The user's Python code itself runs, if it changes no Python object and no compiler has rounded differently."""
-        traced, window = attempt.traced, list[Any](attempt.traced.calls)
-        code = run_reference(traced, has_exchanges=False)
-        if not traced.has_side_effects:
-            code, window = split_results(attempt.loss_fn, is_alone=len(traced.batches) == 1), traced.batches
+        window = list[Any](attempt.calls)
+        code = run_reference(attempt, has_exchanges=False)
+        if not attempt.has_side_effects:
+            code, window = split_results(attempt.loss_fn, is_alone=len(attempt.batches) == 1), attempt.batches
         python: StateCopy | None = None
         with self.aside(attempt) as (state, before):
             with self.rates.as_tensors():
                 state.has_gradients = True
-                runs = [state.run_from(before, lambda: self.try_calls(level.compiler, traced)) for _ in range(2)]
+                runs = [state.run_from(before, lambda: self.try_calls(level.compiler, attempt)) for _ in range(2)]
                 if level.compiler == "aten":
                     python = state.run_from(before, lambda: self._try_code(code, window))
             state.has_gradients = not graph.replay.commits
-            found = state.run_from(before, lambda: self.replay_only(graph, traced))
+            found = state.run_from(before, lambda: self.replay_only(graph, attempt))
         if self.is_dropped(state, runs[0], before):
             return  # shows nothing
         try:
-            state.compare(found, runs, before, uses_atomics=traced.uses_atomics)
+            state.compare(found, runs, before, uses_atomics=attempt.uses_atomics)
             if python is not None:
                 state.compare_gradients(python, runs)
         except ReplayDiffers as error:
@@ -480,19 +478,15 @@ class FastPath:
         """Return the seconds of a step, without what is done aside."""
         return (self.in_steps_s - self.aside_before_s) / max(1, self.step.attempted - self.first)
 
-    def _may_compare(self) -> bool:
-        """True while comparisons take little of the time in steps, of at least the first 1,000."""
-        num = max(self.step.attempted - self.first, COMPARE_STEPS)
-        return self.compare_s <= COMPARE_SHARE * self._measure_step() * num
-
     def _compare_with_eager(self, attempt: Attempt) -> bool:
         """Make a step from the user's Python code, and compare its gradients, and what forward writes, with those of
         the traced code, from the same state. Return False, with nothing done, if that would take too much time. Raise
         NotTraced if they differ; the step is made all the same."""
-        tracer, batches = self._find_tracer(), attempt.traced.batches
+        tracer, batches = self._find_tracer(), attempt.batches
         first = tracer(attempt.loss_fn, batches[0], only_looks=True)  # raises where it cannot be traced
         first.note_changing()
-        if not self._may_compare() or self.step.watch is not None and self.step.watch.is_due():
+        allowed_s = COMPARE_SHARE * self._measure_step() * max(self.step.attempted - self.first, COMPARE_STEPS)
+        if self.compare_s > allowed_s or self.step.watch is not None and self.step.watch.is_due():
             return False
         attempt.shape.is_uncompared = False
         trial, failed = TracedWindow(batches), list[Exception]()
@@ -589,8 +583,7 @@ class FastPath:
     def capture(self, level: Level, attempt: Attempt) -> Graph | None:
         """Capture a window, and compare its replay with two runs of the uncaptured code, all from one state. Return
         None if the step would be dropped, which shows nothing, or could not be captured yet."""
-        traced = attempt.traced
-        for call in traced.calls:
+        for call in attempt.calls:
             if level.compiler not in call.entry.codes:
                 with self.timed():
                     call.entry.compile(level.compiler)
@@ -599,28 +592,28 @@ class FastPath:
         with self.aside(attempt) as (state, before):
             state.has_gradients = bool(self.find_eager_commit())
             with self.rates.as_tensors():
-                runs = [state.run_from(before, lambda: self.try_calls(level.compiler, traced)) for _ in range(2)]
+                runs = [state.run_from(before, lambda: self.try_calls(level.compiler, attempt)) for _ in range(2)]
                 state.restore(before)
                 if state.has_created or self.is_dropped(state, runs[0], before):
                     return None  # an optimizer makes the state of a new parameter in the step that is made now
                 graph = self._make_graph(level, attempt)
-            found = state.run_from(before, lambda: self.replay_only(graph, traced))
-        compared = state.compare(found, runs, before, uses_atomics=traced.uses_atomics)
+            found = state.run_from(before, lambda: self.replay_only(graph, attempt))
+        compared = state.compare(found, runs, before, uses_atomics=attempt.uses_atomics)
         level.certificate.exact, level.certificate.noisy = compared
         level.certificate.add("its uncaptured code")
         self._note_check(level)  # with the time of the capture: an upper bound until the first real check
         return graph
 
     def _make_graph(self, level: Level, attempt: Attempt) -> Graph:
-        device, traced = self.step.device, attempt.traced
+        device = self.step.device
         if not level.graphs and device.type == "cuda":  # a pool that no graph uses any more cannot be used again
             level.pool = torch.cuda.graph_pool_handle()
         positions, inputs, fixed = [], [], []
         trained = {id(parameter) for parameter in self.step.find_trained_parameters()}
-        for number, call in enumerate(traced.calls):
-            own = traced.find_dynamic(number, trained)
+        for number, call in enumerate(attempt.calls):
+            own = attempt.find_dynamic(number, trained)
             inputs.append({str(position): call.inputs[position].detach().to(device) for position in own})
-            copied = {*own, *traced.find_linked(number)}
+            copied = {*own, *attempt.find_linked(number)}
             others = [k for k, one in enumerate(call.inputs) if isinstance(one, Tensor) and k not in copied]
             tensors = [call.inputs[k] for k in others]
             fixed.append((others, tensors, [tensor.data_ptr() for tensor in tensors]))
@@ -629,7 +622,7 @@ class FastPath:
         # A capture takes place on a stream of the current device, which need not be the model's.
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             capture = CAPTURES[device.type][bool(self.find_eager_commit())]
-            replay = capture(self.step, run_calls(traced, level.compiler, self.step, outputs), inputs, level.pool)
+            replay = capture(self.step, run_calls(attempt, level.compiler, self.step, outputs), inputs, level.pool)
         # Detached: an autograd graph that is kept would tie gradients of later steps to the stream of the capture.
         outputs[:] = [[o.detach() if isinstance(o, Tensor) else o for o in own] for own in outputs]
         # Where the commit runs eagerly, its state is not part of the graph.
@@ -642,8 +635,8 @@ class FastPath:
     def aside(self, attempt: Attempt) -> Iterator[tuple[StepState, StateCopy]]:
         """Keep the state of the step aside, and restore it at the end, whatever is raised: an interrupt, an error of
         the device. Modules hold what they held before the Python code ran."""
-        attempt.traced.undo_exchanges()
-        state = StepState(self.step, attempt.traced.list_written())
+        attempt.undo_exchanges()
+        state = StepState(self.step, attempt.list_written())
         before = state.copy()
         self.step.look_ahead()
         try:
@@ -654,7 +647,7 @@ class FastPath:
             raise
         finally:
             state.restore(before)
-            attempt.traced.redo_exchanges()
+            attempt.redo_exchanges()
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
@@ -692,7 +685,7 @@ class FastPath:
 
     def is_dropped(self, state: StepState, run: StateCopy, before: StateCopy) -> bool:
         if self.find_eager_commit():
-            return not state.has_finite_gradients(run)
+            return not are_finite(run.tensors[len(state.names) :])
         return torch.equal(run.committed, before.committed)
 
     def observe(self, facts: object, reading: Reading) -> None:
@@ -789,11 +782,6 @@ def read_flags() -> object:
         cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled(),
         *(len(hooks) for hooks in GLOBAL_HOOKS),
     )  # fmt: skip
-
-
-def is_watched(step: GuardedStep) -> bool:
-    """True inside `with hs.ledger(step)`: what it observes has to run."""
-    return step.observed is not contextlib.nullcontext
 
 
 def say(line: str) -> None:

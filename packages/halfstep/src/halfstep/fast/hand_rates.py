@@ -16,11 +16,6 @@ NOT_SETTINGS = ("params", "lr", "initial_lr", "param_names", "swa_lr", "capturab
 CYCLED = ("momentum", "betas")  # what a schedule may change at every step: graphs that hold it read a tensor
 
 
-def id_of_tensor(rate: object) -> object:
-    """Return what identifies a rate in a key: a tensor, which a graph reads, by its identity."""
-    return id(rate) if isinstance(rate, Tensor) else rate
-
-
 class HandRates:
     """Learning rates that the user's loop writes into `param_groups`, and the other settings of optimizers.
 
@@ -58,7 +53,9 @@ class HandRates:
             self.start = rates
         if not self.have_changed and not any(isinstance(rate, Tensor) for rate in rates):
             self.have_changed = rates != self.start
-        return (*settings, *(() if self.have_changed else map(id_of_tensor, rates)))
+        frozen = () if self.have_changed else rates
+        # A tensor, which a graph reads, by its identity.
+        return (*settings, *(id(rate) if isinstance(rate, Tensor) else rate for rate in frozen))
 
     def write(self) -> None:
         """Copy numbers that have changed into the tensors that graphs read."""

@@ -15,7 +15,6 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from halfstep.fast.compile_history import Compiling
 from halfstep.step.batches import Batch, Weight
 from halfstep.step.facts import Facts
 from halfstep.step.flat import are_same_objects, is_finite
@@ -139,7 +138,7 @@ class TracedWindow:
     """Entries of modules that the Python code has replaced, registered or removed."""
 
     @property
-    def key(self) -> Key:
+    def entries_key(self) -> Key:
         return tuple(
             (call.entry, None if isinstance(call.weight, Tensor) else call.weight, call.numbers) for call in self.calls
         )
@@ -305,7 +304,7 @@ class Shape:
     is_uncompared: bool = False  # whether it has code that was not compared with eager code yet
     left_out_until: int = -1  # the attempted step up to which it gets no graph
     num_unused: int = 0  # graphs captured in a row without a replay
-    expected: Compiling | None = None  # what compiling takes and saves
+    expected: tuple[float, float] | None = None  # seconds of compiling, and the share of a step's time that it saves
     is_compiled: bool = False  # whether Inductor's code is used for it
 
 

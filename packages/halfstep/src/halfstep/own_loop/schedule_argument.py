@@ -31,6 +31,8 @@ DRIVEN_BY = "_halfstep_schedules"
 """Mark on an optimizer: the schedules of the newest step that was made with it."""
 
 AHEAD = 256  # steps that a user's schedule is asked for in advance
+BY_BATCH = (OneCycleLR, CyclicLR)  # what torch documents as stepped after every batch
+FEW_STEPS, SMALL_SHARE = 1000, 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,14 +454,21 @@ def _multiply(bases: Sequence[float], multiplier: Any) -> list[float]:
 
 
 def _hint_at_epochs(scheduler: LRScheduler, curve: Curve) -> list[str]:
-    steps = count_steps_until_small(curve)
-    if not steps:
-        return []
-    return [
-        f"schedule={type(scheduler).__name__} follows optimizer steps: after {steps} of them the learning rate is 1/50 "
-        "of its highest or less. If it counts epochs, write schedule=hs.per_epoch(scheduler) and call "
-        "step.epoch_ended(); if that is meant, hs.per_step(scheduler)"
-    ]
+    """Hint at a scheduler that may count epochs: all rates are at most 1/50 of their highest after a few steps."""
+    highest = [0.0] * len(curve.rates[0])
+    for step in range(FEW_STEPS):
+        try:
+            rates = curve(step)
+        except Exception:  # past its end, which training may never reach
+            break
+        highest = [max(pair) for pair in zip(highest, rates, strict=True)]
+        if any(highest) and all(rate <= SMALL_SHARE * top for rate, top in zip(rates, highest, strict=True)):
+            return [
+                f"schedule={type(scheduler).__name__} follows optimizer steps: after {step} of them the learning rate "
+                "is 1/50 of its highest or less. If it counts epochs, write schedule=hs.per_epoch(scheduler) and call "
+                "step.epoch_ended(); if that is meant, hs.per_step(scheduler)"
+            ]
+    return []
 
 
 def _hint_at_multiples(function: Schedule, ahead: int, base: float) -> list[str]:
@@ -476,21 +485,3 @@ def _hint_at_multiples(function: Schedule, ahead: int, base: float) -> list[str]
         f"schedule= is a function that gives at most {highest:g}: a multiple of the optimizer's learning rate, "
         f"{base:g}, is meant. Of a function that gives rates, make lambda step: rate(step) / {base:g}"
     ]
-
-
-BY_BATCH = (OneCycleLR, CyclicLR)  # what torch documents as stepped after every batch
-FEW_STEPS, SMALL_SHARE = 1000, 0.02
-
-
-def count_steps_until_small(curve: Curve) -> int:
-    """Return after how many steps all rates are at most 1/50 of their highest; 0 if that takes FEW_STEPS or more."""
-    highest = [0.0] * len(curve.rates[0])
-    for step in range(FEW_STEPS):
-        try:
-            rates = curve(step)
-        except Exception:  # past its end, which training may never reach
-            return 0
-        highest = [max(pair) for pair in zip(highest, rates, strict=True)]
-        if any(highest) and all(rate <= SMALL_SHARE * top for rate, top in zip(rates, highest, strict=True)):
-            return step
-    return 0

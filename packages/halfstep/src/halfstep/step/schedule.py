@@ -155,17 +155,14 @@ class Plateau:
     def observe(self, metric: float) -> None:
         self.twin.step(metric)
 
-    def rates(self) -> list[float]:
+    def __call__(self, count: int = 0) -> list[float]:
         return read_rates(self.stand_in)
-
-    def __call__(self, count: int) -> list[float]:
-        return self.rates()
 
     def move(self, count: int) -> Any:
         return self.twin
 
     def state_dict(self) -> dict[str, Any]:
-        return {"scheduler": self.twin.state_dict(), "rates": self.rates()}
+        return {"scheduler": self.twin.state_dict(), "rates": self()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.twin.load_state_dict(state["scheduler"])
@@ -198,7 +195,7 @@ class PlateauFactor(Plateau):
 
     @property
     def factor(self) -> float:
-        return self.rates()[0]
+        return self()[0]
 
     def observe(self, metric: float) -> None:
         if math.isnan(metric):

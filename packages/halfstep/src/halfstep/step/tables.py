@@ -295,13 +295,9 @@ class Rates(Tabulated):
 
     def refuse_written_rates(self) -> None:
         """Refuse a rate that the user's code wrote: it would be lost, or used but not reported. No wait."""
-        written = self.now._version != self.version
-        for group, held in zip(self._list_groups(), self.held, strict=False):
-            lr = group["lr"]
-            if lr is held or not isinstance(held, Tensor) and lr == held:
-                continue
-            written = True
-        if written:
+        pairs = [(group["lr"], held) for group, held in zip(self._list_groups(), self.held, strict=False)]
+        are_kept = all(lr is held or not isinstance(held, Tensor) and lr == held for lr, held in pairs)
+        if not are_kept or self.now._version != self.version:
             raise ConfigError(
                 "the learning rate was written by hand while schedule= drives it",
                 why="the step would train with one rate and report another",
@@ -359,8 +355,5 @@ def explain_no_rate(when: str, error: Exception, length: str) -> ConfigError:
     fix = f"make it as long as the training, for example {length}"
     if isinstance(error, TypeError):
         fix = "give a function of one argument, the count, that returns a number"
-    return ConfigError(
-        f"the schedule has no learning rate for {when}",
-        why=f"{type(error).__name__}: {error}",
-        fix=fix,
-    )
+    why = f"{type(error).__name__}: {error}"
+    return ConfigError(f"the schedule has no learning rate for {when}", why=why, fix=fix)
