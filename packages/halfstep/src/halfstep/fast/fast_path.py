@@ -249,7 +249,7 @@ class FastPath:
             return eager(loss_fn)
         attempt = Attempt(window, loss_fn=loss_fn, eager=eager, number=number, shapes=self.shapes)
         self.aside_before_s = self.aside_s
-        while self.state is not State.EAGER:
+        while not self.why_eager:
             try:
                 if not self._make_step(attempt):
                     break

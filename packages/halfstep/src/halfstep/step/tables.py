@@ -47,11 +47,9 @@ class Tabulated:
     def cover(self, attempted: int, committed: Tensor) -> None:
         """Make the table long enough. Committed steps are at most `attempted`, which the host knows; it waits for
         `committed` only past the end of a function."""
-        known = self._count_known()
-        if attempted >= known and self.end is None:
-            self._extend(known, attempted)
-            known = self._count_known()
-        if attempted >= known and self.end is not None and int(committed) >= known:
+        if attempted >= self._num_filled and self.end is None:
+            self._extend(self._num_filled, attempted)
+        if attempted >= self._num_filled and self.end is not None and int(committed) >= self._num_filled:
             raise self.end
 
     def look_up(self, committed: Tensor) -> Tensor:
@@ -73,19 +71,14 @@ class Tabulated:
         if self.table.is_cuda:
             more = more.pin_memory()
         more = more.to(self.table.device, non_blocking=True)
-        if self.chunk is None:
-            self.table = torch.cat([self.table, more], dim=1)
-            return
-        # Short pieces go into free columns: a new table would have to be captured again.
         self._num_filled = known + more.shape[1]
         if self._num_filled > self.table.shape[1]:
-            spare = more.new_full((len(more), max(TABLE_CHUNK, self._num_filled)), math.nan)
+            # Short pieces get free columns for the next ones: a new table would have to be captured again.
+            num_free = 0 if self.chunk is None else max(TABLE_CHUNK, self._num_filled)
+            spare = more.new_full((len(more), num_free), math.nan)
             self.table = torch.cat([self.table[:, :known], more, spare], dim=1)
         else:
             self.table[:, known : self._num_filled] = more
-
-    def _count_known(self) -> int:
-        return self.table.shape[1] if self.chunk is None else self._num_filled
 
     def _compute_columns(self, known: int, attempted: int) -> list[list[float]]:
         """Compute the values of the next steps. A function may end (a list, torch's OneCycleLR, a formula for the steps
