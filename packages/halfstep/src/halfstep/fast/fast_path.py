@@ -312,7 +312,7 @@ class FastPath:
                 level.num_replays += 1
                 graph.shape.num_unused = 0
                 self._look(level, graph, attempt)
-                self._replay(attempt)
+                self._replay(level if attempt.key in level.graphs else self.compiled, attempt)
                 return True
         if obstacle := self._find_obstacle():
             raise NotTraced(obstacle)
@@ -332,7 +332,7 @@ class FastPath:
             say(f"captured as a CUDA graph of {NAMES[level.compiler]}: {level.certificate}{alone}")
         level.graphs[attempt.key] = graph
         graph.shape.num_unused += 1
-        self._replay(attempt)
+        self._replay(level, attempt)
         return True
 
     def _trace(self, attempt: Attempt) -> bool:
@@ -396,9 +396,7 @@ class FastPath:
 
     # --- replays ---
 
-    def _replay(self, attempt: Attempt) -> None:
-        level = attempt.level
-        assert level is not None
+    def _replay(self, level: Level, attempt: Attempt) -> None:
         level.graphs.move_to_end(attempt.key)
         graph = level.graphs[attempt.key]
         graph.used_at = attempt.number
