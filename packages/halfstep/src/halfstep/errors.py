@@ -188,13 +188,11 @@ def suggest_install(*packages: str) -> str:
 
 
 def suggest_own_install(name: str) -> str:
-    """Return the command that installs another package of halfstep: from the clone that this one runs in, or its wheel."""
+    """Return the command that installs another package of halfstep: from the clone of this one, or its wheel."""
     folder = Path(__file__).resolve().parents[3] / name
     if (folder / "pyproject.toml").exists():
         return shlex.join(["pip", "install", "-e", str(folder)])
-    return (
-        f"pip install {name.replace('-', '_')}-{__version__}-py3-none-any.whl, the wheel that was built with this one"
-    )
+    return f"pip install {name.replace('-', '_')}-{__version__}-py3-none-any.whl, the wheel built with this one"
 
 
 def explain_missing(error: ModuleNotFoundError, what: str) -> ImportError | None:
