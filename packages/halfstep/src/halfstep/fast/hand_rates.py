@@ -53,9 +53,9 @@ class HandRates:
             self.start = rates
         if not self.have_changed and not any(isinstance(rate, Tensor) for rate in rates):
             self.have_changed = rates != self.start
-        frozen = () if self.have_changed else rates
-        # A tensor, which a graph reads, by its identity.
-        return (*settings, *(id(rate) if isinstance(rate, Tensor) else rate for rate in frozen))
+        if self.have_changed:  # graphs read a number from a tensor of ours, but not what is in the user's tensor
+            rates = [rate for rate in rates if isinstance(rate, Tensor)]
+        return (*settings, *(id(rate) if isinstance(rate, Tensor) else rate for rate in rates))
 
     def write(self) -> None:
         """Copy numbers that have changed into the tensors that graphs read."""
