@@ -68,7 +68,7 @@ FROM_LIBRARY = {
     )),
     *(f"step.{name}" for name in (
         "batches", "clip", "ema", "facts", "graph", "guard", "phases", "randomness", "ranks", "scaler", "schedule",
-        "snapshots", "step", "tables", "tree",
+        "snapshots", "step", "tables", "tree", "verdicts",
     )),
     *(f"step.optim.{name}" for name in (
         "adamw8bit", "adamw_bf16", "by_name", "codes", "half_weights", "recut_shards",
