@@ -70,10 +70,10 @@ def save(
     _refuse_unstorable(extra, "")
     packed, tensors = pack(state)
     try:
-        if sharding is not None:
+        if sharding is not None and (ranks := steps[0]._step.ranks) is not None:
             from halfstep.distributed.sharded_files import start_save
 
-            document, world = {"layout": LAYOUT_VERSION, "state": packed}, steps[0].ranks.world
+            document, world = {"layout": LAYOUT_VERSION, "state": packed}, ranks.world
             steps[0]._saving = start_save(path, document, tensors, world, step=steps[0].attempted)
         else:
             _save_file(path, packed, tensors)
@@ -141,12 +141,12 @@ def load(
     for one, its_state in zip(steps, state["steps"], strict=True):
         one.load_state_dict(its_state)
     threads = torch.get_num_threads()
-    if threads != state["threads"] and any(one.device.type == "cpu" for one in steps):
+    if threads != state["threads"] and any(one._step.device.type == "cpu" for one in steps):
         warn_user(
             f"torch used {state['threads']} CPU threads when {path} was stored and uses {threads} now: sums can differ "
             f"in the last bit; torch.set_num_threads({state['threads']}) makes the resumed loop bit-exact"
         )
-    is_first = steps[0].ranks is None or steps[0].ranks.world.is_first
+    is_first = steps[0]._step.is_first_rank
     if is_first and all(own["position"]["pass"] is None and own["attempted"] for own in state["steps"]):
         warn_user(
             f"{path} holds no position in the data, because no batch came from step.windows(loader): a loop over a "
@@ -265,7 +265,8 @@ def _read_shards(path: Path, steps: Sequence[Step], model: nn.Module, *, reshard
     """Read this rank's part of the newest complete save; a whole unsharded model's on one rank."""
     from halfstep.distributed.sharded_files import StoredShards, find_latest, find_mesh
 
-    world = steps[0].ranks.world if steps[0].ranks is not None else None
+    ranks = steps[0]._step.ranks
+    world = ranks.world if ranks is not None else None
     folder = world.broadcast_from_first(lambda: find_latest(path)) if world is not None else find_latest(path)
     stored, mesh = StoredShards(folder, world), find_mesh(model.parameters())
     note = stored.refuse_other_mesh(mesh, reshard=reshard, fix="hs.load(..., reshard=True)")

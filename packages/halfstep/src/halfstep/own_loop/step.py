@@ -58,6 +58,7 @@ from halfstep.step.facts import Facts, Reading
 from halfstep.step.forward_writes import Also, TensorSlot
 from halfstep.step.guard import ADVICE_FOR_LOOPS, Guard, GuardOptions, SpikeMeter, Verdict
 from halfstep.step.ranks import refuse_differing_rates, refuse_differing_steps
+from halfstep.step.scaler import Scaler
 from halfstep.step.schedule import Schedule
 from halfstep.step.snapshots import Snapshots
 from halfstep.step.step import GuardedStep, LossFn, OnCommit, OnGradients
@@ -467,6 +468,26 @@ class Step:
     # --- state and description ---
 
     @property
+    def model(self) -> nn.Module:
+        """Return the model that is trained."""
+        return self._step.model
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Return the optimizers, also if there is only one."""
+        return self._step.optimizers
+
+    @property
+    def scaler(self) -> Scaler:
+        """Return fp16's loss scale; it is not `enabled` in other precisions."""
+        return self._step.scaler
+
+    @property
+    def ema(self) -> Ema | None:
+        """Return the average of the weights; None without ema_decay."""
+        return self._step.ema
+
+    @property
     def plan(self) -> Plan:
         """Return the precision plan: what runs in which precision, and why; evaluate inside `step.plan.forward()`."""
         return self._step.plan
@@ -561,12 +582,6 @@ class Step:
         )
 
     # --- inside ---
-
-    def __getattr__(self, name: str) -> Any:
-        """Forward `scaler`, `ema`, `optimizers` and the like to the guarded step. They are not a stable interface."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._step, name)
 
     def _report_rollback(self, text: str, verdict: Verdict, committed: int, guard: Guard) -> None:
         self._schedules.go_back()
