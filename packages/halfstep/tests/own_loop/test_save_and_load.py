@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 import halfstep as hs
 from halfstep.errors import CheckpointError
-from halfstep.step.tree import pack
+from halfstep.state_files import pack
 from halfstep.tensor_files import TensorFile, write_tensors
 from public_loops import LOOPS, train, train_and_note
 from resumed_loops import Drawing, assert_continues, make_step

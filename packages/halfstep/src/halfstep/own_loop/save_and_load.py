@@ -9,7 +9,6 @@ distributed/sharded_files.py describes the folder of a sharded model, which the 
 
 from __future__ import annotations
 
-import json
 import os
 import zlib
 from collections.abc import Mapping, Sequence
@@ -18,24 +17,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from halfstep import __version__
-from halfstep.disk import read_sealed, refuse_special_file, seal
+from halfstep.disk import read_sealed, refuse_special_file
 from halfstep.distributed.sharding import find_sharding, is_dtensor
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, format_count, summarise_error
 from halfstep.own_loop.step import Step
+from halfstep.state_files import DOCUMENT, LAYOUT_VERSION, MALFORMED, pack, unpack, write_file
 from halfstep.step.optim.recut_shards import recut_optimizer_states
 from halfstep.step.randomness import read_generators
 from halfstep.step.snapshots import find_loose_buffers, resize_buffers, restore_buffers
-from halfstep.step.tree import pack, unpack
 from halfstep.step.user_warnings import warn_user
 from halfstep.tensor_files import LazyTensors, describe, make_header, take, view_bytes, write_tensors
 
-LAYOUT_VERSION = 1
-DOCUMENT = "halfstep"
 PLAIN = (bool, int, float, str, type(None))
 NUM_SHOWN = 3
 
@@ -68,15 +65,13 @@ def save(
         "threads": torch.get_num_threads(),
     }
     _refuse_unstorable(extra, "")
-    packed, tensors = pack(state)
     try:
         if sharding is not None:
             from halfstep.distributed.sharded_files import start_save
 
-            document, world = {"layout": LAYOUT_VERSION, "state": packed}, steps[0].ranks.world
-            steps[0]._saving = start_save(path, document, tensors, world, step=steps[0].attempted)
+            steps[0]._saving = start_save(path, state, steps[0].ranks.world, step=steps[0].attempted)
         else:
-            _save_file(path, packed, tensors)
+            _save_file(path, state)
     except TypeError as error:  # a model's or loader's own state_dict may hold anything
         raise CheckpointError(
             f"cannot store the state of {type(model).__name__}: {error}",
@@ -85,12 +80,13 @@ def save(
         ) from error
 
 
-def _save_file(path: Path, packed: Any, tensors: Mapping[str, Tensor]) -> None:
+def _save_file(path: Path, state: Mapping[str, Any]) -> None:
+    packed, tensors = pack(state)
     stored = {name: tensor.cpu().resolve_conj().resolve_neg() for name, tensor in tensors.items()}
     checksums = {name: _compute_checksum(tensor) for name, tensor in stored.items()}
     document = {"layout": LAYOUT_VERSION, "halfstep": __version__, "state": packed, "checksums": checksums}
     try:
-        write_tensors(Path(os.path.realpath(path)), stored, {DOCUMENT: json.dumps(seal(document))})
+        write_file(Path(os.path.realpath(path)), document, stored)
     except OSError as error:
         raise _explain_unwritten(path, error) from error
 
@@ -269,8 +265,7 @@ def _read_shards(path: Path, steps: Sequence[Step], model: nn.Module, *, reshard
     folder = world.broadcast_from_first(lambda: find_latest(path)) if world is not None else find_latest(path)
     stored, mesh = StoredShards(folder, world), find_mesh(model.parameters())
     note = stored.refuse_other_mesh(mesh, reshard=reshard, fix="hs.load(..., reshard=True)")
-    document, tensors = stored.open(mesh)
-    state: dict[str, Any] = unpack(document["state"], tensors)
+    state: dict[str, Any] = unpack(*stored.open(mesh))["state"]
     if note:
         notes = [note]
         for number, (step, own) in enumerate(zip(steps, state["steps"], strict=False)):
@@ -300,7 +295,7 @@ def _read(path: Path) -> dict[str, Any]:
             why="hs.save has not written it, or it was moved",
             fix=f'if os.path.exists("{path}"): hs.load(...), so that the first start begins from scratch',
         ) from None
-    except (OSError, SafetensorError, ValueError) as error:
+    except MALFORMED as error:
         raise CheckpointError(
             f"{path} cannot be read: {summarise_error(error)}",
             why="it is damaged, or hs.save did not write it",
@@ -324,7 +319,7 @@ def _read(path: Path) -> dict[str, Any]:
             differing = [n for n in found["checksums"] if checksums.get(n) != found["checksums"][n]]
             raise ValueError(f"{', '.join(differing[:NUM_SHOWN]) or 'a tensor'} was changed after it was written")
         state: dict[str, Any] = unpack(found["state"], tensors)
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+    except MALFORMED as error:
         raise CheckpointError(
             f"{path} is damaged: {summarise_error(error)}",
             why="it was edited, or the disk or a copy damaged it",
