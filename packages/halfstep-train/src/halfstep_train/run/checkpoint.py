@@ -252,10 +252,11 @@ def open_weights(path: Path, world: World | None = None) -> LazyTensors:
     """
     if is_sharded(path):
         tensors = open_shards(path, world).open()[1]
-        model, *averages = (take(tensors, f"state.{part}.") for part in ("model", "ema"))
+        found: list[LazyTensors] = [take(tensors, f"state.{part}.") for part in ("model", "ema")]
     else:
         held = _verify_files(path)["files"]
-        model, *averages = (TensorFile(path / name) for name in ("model.safetensors", AVERAGE) if name in held)
+        found = [TensorFile(path / name) for name in ("model.safetensors", AVERAGE) if name in held]
+    model, *averages = found
 
     def read(name: str) -> Tensor:
         source = next((average for average in averages if name in average), model)
@@ -274,8 +275,7 @@ def open_shards(path: Path, world: World | None = None, *, reads_tensors: bool =
 def read_document(path: Path) -> dict[str, Any]:
     """Read a checkpoint's state without its tensors, and the checksums of its files."""
     if is_sharded(path):
-        document: dict[str, Any] = open_shards(path, reads_tensors=False).open()[0]
-        return document | {"state": document["state"]["state"]}
+        return dict(open_shards(path, reads_tensors=False).open()[0]["state"])
     try:
         document = read_sealed((path / STATE).read_bytes())
     except (OSError, ValueError) as error:

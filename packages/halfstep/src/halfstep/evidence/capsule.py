@@ -121,7 +121,7 @@ def write_capsule(
     """Write the capsule atomically."""
     packed, tensors = pack({"window": list(window), "rng": dict(rng)})
     versions = {"halfstep": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    contents = {BATCHES: _split_complex(tensors), STATE: _split_complex(state), CONFIG: config}
+    contents: dict[str, Any] = {BATCHES: _split_complex(tensors), STATE: _split_complex(state), CONFIG: config}
     try:
         with open_atomic_folder(path, replaces=True) as hidden:
             files = write_files(hidden, {name: held for name, held in contents.items() if held or name == BATCHES})

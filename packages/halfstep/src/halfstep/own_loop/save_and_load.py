@@ -13,7 +13,7 @@ import os
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from halfstep.tensor_files import LazyTensors, describe, make_header, take, view
 
 PLAIN = (bool, int, float, str, type(None))
 NUM_SHOWN = 3
+Given = TypeVar("Given")
 
 
 def save(
@@ -51,11 +52,7 @@ def save(
 
         hs.save("last.safetensors", step, model, best=best)
     """
-    path, steps, num_models, model = Path(path), _list_steps(step), _count_models(model), _make_model(model)
-    refuse_special_file(path)
-    sharding = find_sharding(model)
-    _refuse_untrained_model(steps, model)
-    _wait_for_saves(steps)
+    path, steps, model, num_models, is_sharded = _take_arguments(path, step, model)
     state = {
         "model": dict(model.state_dict()),
         "num_models": num_models,
@@ -66,7 +63,7 @@ def save(
     }
     _refuse_unstorable(extra, "")
     try:
-        if sharding is not None:
+        if is_sharded:
             from halfstep.distributed.sharded_files import start_save
 
             steps[0]._saving = start_save(path, state, steps[0].ranks.world, step=steps[0].attempted)
@@ -103,12 +100,8 @@ def load(
 
         best = hs.load("last.safetensors", step, model)["best"] if os.path.exists("last.safetensors") else 0.0
     """
-    path, steps, num_models, model = Path(path), _list_steps(step), _count_models(model), _make_model(model)
-    refuse_special_file(path)
-    sharding = find_sharding(model)
-    _refuse_untrained_model(steps, model)
-    _wait_for_saves(steps)
-    if sharding is not None or path.is_dir():
+    path, steps, model, num_models, is_sharded = _take_arguments(path, step, model)
+    if is_sharded or path.is_dir():
         state = _read_shards(path, steps, model, reshard=reshard)
     else:
         state = _read(path)
@@ -196,25 +189,34 @@ def _explain_unwritten(path: Path, error: Exception) -> CheckpointError:
     )
 
 
-def _list_steps(step: object) -> list[Step]:
-    given = list(step) if isinstance(step, (list, tuple)) else [step]
-    steps = [one for one in given if isinstance(one, Step)]
-    if len(steps) == len(given):
-        return steps
-    raise CheckpointError(
-        f"hs.save and hs.load take an hs.Step, not a {type(step).__name__}",
-        fix="hs.save(path, step, model), in this order; several steps as a list",
-    )
+# --- arguments ---
 
 
-def _make_model(model: object) -> nn.Module:
-    if isinstance(model, nn.Module):
-        return model
-    if isinstance(model, (list, tuple)) and all(isinstance(one, nn.Module) for one in model):
-        return nn.ModuleList(model)
+def _take_arguments(
+    path: str | os.PathLike[str], step: object, model: object
+) -> tuple[Path, list[Step], nn.Module, int | None, bool]:
+    """Return path, steps, model, the length of a list of models, and if they are sharded; wait for the last save."""
+    steps = _list_given(step, Step, "an hs.Step", "steps")
+    models = _list_given(model, nn.Module, "a torch module", "models")
+    refuse_special_file(Path(path))
+    num_models = len(models) if isinstance(model, (list, tuple)) else None
+    whole = models[0] if num_models is None else nn.ModuleList(models)
+    is_sharded = find_sharding(whole) is not None
+    _refuse_untrained_model(steps, whole)
+    for one in steps:
+        if one._saving is not None:
+            one._saving.wait()
+    return Path(path), steps, whole, num_models, is_sharded
+
+
+def _list_given(given: object, kind: type[Given], what: str, several: str) -> list[Given]:
+    listed = given if isinstance(given, (list, tuple)) else [given]
+    found = [one for one in listed if isinstance(one, kind)]
+    if len(found) == len(listed):
+        return found
     raise CheckpointError(
-        f"hs.save and hs.load take a torch module, not a {type(model).__name__}",
-        fix="hs.save(path, step, model), in this order; several models as a list",
+        f"hs.save and hs.load take {what}, not a {type(given).__name__}",
+        fix=f"hs.save(path, step, model), in this order; several {several} as a list",
     )
 
 
@@ -239,22 +241,11 @@ def _refuse_untrained_model(steps: Sequence[Step], model: nn.Module) -> None:
             )
 
 
-def _count_models(model: object) -> int | None:
-    """Return the length of a list of models; None for one model."""
-    return len(model) if isinstance(model, (list, tuple)) else None
-
-
 def _describe_number(num_models: int | None) -> str:
     return "one model" if num_models is None else f"a list of {format_count(num_models, 'model')}"
 
 
 # --- the folder of a sharded model ---
-
-
-def _wait_for_saves(steps: Sequence[Step]) -> None:
-    for step in steps:
-        if step._saving is not None:
-            step._saving.wait()
 
 
 def _read_shards(path: Path, steps: Sequence[Step], model: nn.Module, *, reshard: bool) -> dict[str, Any]:
