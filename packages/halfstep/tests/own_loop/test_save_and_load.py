@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObserver
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader
 
 import halfstep as hs
@@ -205,6 +206,14 @@ def test_saving_leaves_storages_resizable_and_writes_the_bytes_of_safetensors(tm
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
     assert tensors["whole"].resize_(50, 3).shape == (50, 3)
     assert TensorFile(tmp_path / "ours").read("half").resize_(50).shape == (50,)
+
+
+def test_a_tensor_that_wraps_others_is_refused_instead_of_read_at_address_0(tmp_path: Path) -> None:
+    model, step = make()
+    model.register_buffer("wrapping", TwoTensor(torch.ones(3), torch.ones(3)))
+    with pytest.raises(CheckpointError, match="cannot store .* a TwoTensor has no memory of its own"):
+        hs.save(tmp_path / "state", step, model)
+    assert not (tmp_path / "state").exists()
 
 
 def make_special(path: Path, kind: str) -> None:
