@@ -22,6 +22,9 @@ import difflib
 import re
 import shlex
 from collections.abc import Iterable
+from pathlib import Path
+
+from halfstep import __version__
 
 
 class HalfstepError(Exception):
@@ -174,7 +177,6 @@ OPTIONAL = {
 CLI_PACKAGES = {"pydantic": "pydantic", "yaml": "pyyaml", "rich": "rich", "typer": "typer", "PIL": "pillow",
                    "matplotlib": "matplotlib", "torchmetrics": "torchmetrics", "pynvml": "nvidia-ml-py"}  # fmt: skip
 """What halfstep-train needs and the library does not: modules, and the packages that hold them."""
-INSTALL_APPLICATION = "pip install -e packages/halfstep-train, in a clone of halfstep"
 
 
 def suggest_install(*packages: str) -> str:
@@ -185,11 +187,21 @@ def suggest_install(*packages: str) -> str:
     return shlex.join(["pip", "install", *(name + OPTIONAL[name] for name in packages)])
 
 
+def suggest_own_install(name: str) -> str:
+    """Return the command that installs another package of halfstep: from the clone of this one, or its wheel."""
+    folder = Path(__file__).resolve().parents[3] / name
+    if (folder / "pyproject.toml").exists():
+        return shlex.join(["pip", "install", "-e", str(folder)])
+    return f"pip install {name.replace('-', '_')}-{__version__}-py3-none-any.whl, the wheel built with this one"
+
+
 def explain_missing(error: ModuleNotFoundError, what: str) -> ImportError | None:
     """Return an error with the install command if the application or a package that it needs is missing, else None."""
     missing = (error.name or "").partition(".")[0]
     if missing == "halfstep_train":
-        return ImportError(f"{what} needs halfstep-train, which is not installed: {INSTALL_APPLICATION}")
+        return ImportError(
+            f"{what} needs halfstep-train, which is not installed: {suggest_own_install('halfstep-train')}"
+        )
     package = CLI_PACKAGES.get(missing)
     if package is None:
         return None
