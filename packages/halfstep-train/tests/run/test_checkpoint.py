@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from halfstep.disk import read_sealed, seal
 from halfstep.errors import CheckpointError
-from halfstep.step.tree import pack, unpack
+from halfstep.state_files import pack, unpack
 from halfstep_train.run.checkpoint import Checkpoint, Checkpoints, load
 from halfstep_train.run.folder import RunFolder
 from warm_processes import process
