@@ -13,5 +13,5 @@ Follow a training step through these files, in this order:
 Leaves that these call: batches, clip, scaler, ema, flat (select many tensors at once), signals, refusals, optim/.
 Learning rates: schedule.py (functions of the step) and tables.py (those functions as tables on the device).
 Around a step: graph.py (as one CUDA graph), phases.py (several networks in turn), ranks.py (several ranks),
-step_state.py and snapshots.py (store and restore), randomness.py (seeds and generators), tree.py (storing).
+step_state.py and snapshots.py (store and restore), randomness.py (seeds and generators).
 """
