@@ -31,7 +31,7 @@ from halfstep.step.step import GuardedStep
 from halfstep.tensor_files import write_tensors
 from halfstep_train.report.listeners import CallbackFailed
 from halfstep_train.run.assemble import Assembly
-from halfstep_train.run.checkpoint import is_sharded, open_weights
+from halfstep_train.run.checkpoint import open_weights
 from halfstep_train.run.folder import RunFolder, suggest_resume
 from halfstep_train.run.loop import Loop
 from halfstep_train.workloads import KINDS
@@ -214,14 +214,10 @@ def export_model(parts: Assembly, folder: RunFolder) -> None:
 
     # The ranks of a sharded run each check their files; without it the other ranks are not here.
     world = parts.world if parts.sharded is not None else None
-    path, shards = world.broadcast_from_first(find) if world is not None else find(), None
-    if world is not None and is_sharded(path):
-        from halfstep.distributed.sharded_files import StoredShards
-
-        shards = StoredShards(path, world)
+    path = world.broadcast_from_first(find) if world is not None else find()
+    weights, store = open_weights(path, world), dict(parts.workload.store)
     if world is not None and not world.is_first:
         return
-    weights, store = open_weights(path, shards), dict(parts.workload.store)
     try:
         # An export of an earlier end is replaced: the run may have been resumed since.
         with open_atomic_folder(folder.model, replaces=True) as hidden:
