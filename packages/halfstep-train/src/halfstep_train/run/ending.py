@@ -29,13 +29,17 @@ from halfstep.step.phases import PhasedStep
 from halfstep.step.scaler import Scaler
 from halfstep.step.step import GuardedStep
 from halfstep.tensor_files import write_tensors
+from halfstep_train.report.curves import draw_curves
 from halfstep_train.report.listeners import CallbackFailed
+from halfstep_train.report.metrics_file import read
+from halfstep_train.report.page.read_run import read_run
+from halfstep_train.report.page.render import render_runs
+from halfstep_train.report.run_report import RunReport
 from halfstep_train.run.assemble import Assembly
 from halfstep_train.run.checkpoint import is_sharded, open_weights
 from halfstep_train.run.folder import RunFolder, suggest_resume
 from halfstep_train.run.loop import Loop
-from halfstep_train.workloads import KINDS
-from halfstep_train.workloads.base.kind import load_part
+from halfstep_train.run.memory.sizing import predict_memory_for_page
 
 
 def explain_ending(
@@ -144,7 +148,26 @@ def _extend_error(error: HalfstepError, *, why: str = "", fix: str = "") -> Half
     return error
 
 
-# --- report/summary.json ---
+# --- curves, report/summary.json, and what trackers get ---
+
+
+def draw_run(folder: RunFolder, report: RunReport) -> None:
+    """Draw the curves; a failure is a warning, so that a full disk does not hide why the run ended."""
+    try:
+        draw_curves(read(folder.metrics), folder.report / "curves.png")
+    except HalfstepError as error:
+        report.notice(str(error), "warning")
+
+
+def track_files(folder: RunFolder, report: RunReport) -> None:
+    """Send config, plan, records and the HTML report to the trackers."""
+    if not report.trackers:
+        return
+    page = render_runs([read_run(folder.path)], [predict_memory_for_page(folder.path)])
+    write_atomically(folder.report / "report.html", page)
+    names = ("summary.json", "curves.png", "report.html")
+    files = [folder.config, folder.plan, folder.metrics, *(folder.report / name for name in names)]
+    report.add_files([file for file in files if file.is_file()])
 
 
 def write_summary(folder: RunFolder, loop: Loop, joules: float | None) -> None:
@@ -154,7 +177,7 @@ def write_summary(folder: RunFolder, loop: Loop, joules: float | None) -> None:
     parts, plan = loop.parts, loop.parts.plan
     best, num_samples, elapsed_s = parts.stopping.best, loop.count_samples(), loop.journal.elapsed_s
     record: dict[str, Any] = {
-        "workload": parts.config.workload,
+        "workload": parts.name,
         "metric": parts.workload.metric,
         "mode": parts.workload.mode,
         "best": best if math.isfinite(best) else None,
@@ -179,10 +202,6 @@ def write_summary(folder: RunFolder, loop: Loop, joules: float | None) -> None:
     write_atomically(folder.report / "summary.json", json.dumps(record, indent=2) + "\n")
 
 
-def has_summary(folder: RunFolder) -> bool:
-    return (folder.report / "summary.json").is_file()
-
-
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """Return the summary of a run; None if it has not ended."""
     path = folder / "report" / "summary.json"
@@ -196,17 +215,13 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 # --- RUN/model ---
 
 
-def is_exported(workload: str, folder: RunFolder) -> bool:
-    return KINDS.of(workload).export is None or folder.model.is_dir()
-
-
 def export_model(parts: Assembly, folder: RunFolder) -> None:
     """Export the best weights (the averaged ones, if any) atomically; every rank of a sharded run calls it.
 
     Rank 0 writes them tensor by tensor from the checkpoint's files, so that no rank holds the whole model.
     """
-    kind, checkpoints = KINDS.of(parts.config.workload), folder.open_checkpoints()
-    if kind.export is None and parts.sharded is None:
+    checkpoints = folder.open_checkpoints()
+    if parts.export is None and parts.sharded is None:
         return
 
     def find() -> Path:
@@ -221,14 +236,14 @@ def export_model(parts: Assembly, folder: RunFolder) -> None:
         shards = StoredShards(path, world)
     if world is not None and not world.is_first:
         return
-    weights, store = open_weights(path, shards), dict(parts.workload.store)
+    weights = open_weights(path, shards)
     try:
         # An export of an earlier end is replaced: the run may have been resumed since.
         with open_atomic_folder(folder.model, replaces=True) as hidden:
-            if kind.export is None:  # no other program has a format for it: the names are those of the model
+            if parts.export is None:  # no other program has a format for it: the names are those of the model
                 write_tensors(hidden / "model.safetensors", weights)
             else:
-                load_part(kind.export)(weights, parts.config, store, hidden, parts.device)
+                parts.export(weights, hidden, parts.device)
     except OSError as error:
         raise _explain_unexported(folder, path, error) from error
 

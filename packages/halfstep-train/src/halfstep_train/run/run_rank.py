@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,17 +14,14 @@ from typing import Any, TypeVar
 
 from halfstep.distributed.world import World, mark_agreed
 from halfstep.errors import CheckpointError, HalfstepError
-from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
-from halfstep_train.config.schema import RunConfig
 from halfstep_train.report.progress import Bar
 from halfstep_train.report.run_report import Level, RunReport
-from halfstep_train.run.engine import rehearse_run
 from halfstep_train.run.folder import RunFolder
-from halfstep_train.run.launch import Launch, choose_device
+from halfstep_train.run.launch import Launch
 from halfstep_train.tune.memory_low import CannotRun, Cost
 from halfstep_train.tune.modes import Mode
-from halfstep_train.tune.trials import Rehearse, Trial, TrialTime
+from halfstep_train.tune.trials import Rehearsal, Trial, TrialSettings, TrialTime
 from halfstep_train.workloads.base.workload import Workload
 
 Made = TypeVar("Made")
@@ -45,9 +42,6 @@ class RunRank:
         """Run on rank 0 and broadcast the result."""
         return make() if self.world is None else self.world.broadcast_from_first(make)
 
-    def choose_device(self, config: RunConfig) -> str:
-        return choose_device(config, self.launch)
-
     def find_restarted_run(self, out: Path | None) -> Path | None:
         """Return the run to resume after torchrun has restarted its processes."""
         if self.launch is None or not self.launch.restarts:
@@ -62,20 +56,6 @@ class RunRank:
             )
         return self.run_on_first(lambda: out if RunFolder(out).open_checkpoints().list_all() else None)
 
-    def agree_on_plan(self, make: Callable[[Rehearse], Plan], config: RunConfig, workload: Workload) -> Plan:
-        """Return one plan for all ranks, each with its own device, from trials that all ranks run together."""
-        if self.world is None:
-            return make(rehearse_run)
-        device = probe(self.choose_device(config)).device
-        return AgreedTrials(self.world, self.get_trial_config(config), workload, device, rehearse_run).plan(make)
-
-    def get_trial_config(self, config: RunConfig) -> RunConfig:
-        """Return the config for trials: this rank's part of a batch, and no cutting into micro-batches."""
-        if self.world is None:
-            return config
-        rows = self.world.count_rows(config.train.batch_size)
-        return config.replace(train={"batch_size": rows, "auto_batch": False})
-
 
 # --- trials that all ranks run together ---
 #     rank 0   broadcasts: begin PLAN, cost MODE, cost MODE, end, begin ... done PLAN
@@ -89,17 +69,23 @@ class AgreedTrials:
     """Trials that rank 0 leads and the other ranks follow."""
 
     world: World
-    config: RunConfig  # with this rank's part of the batch
-    workload: Workload
+    own: Rehearsal  # with this rank's part of the batch
     device: str
-    rehearse: Rehearse
 
-    def plan(self, make: Callable[[Rehearse], Plan]) -> Plan:
+    @property
+    def settings(self) -> TrialSettings:
+        return self.own.settings
+
+    @property
+    def workload(self) -> Workload:
+        return self.own.workload
+
+    def plan(self, make: Callable[[Rehearsal], Plan]) -> Plan:
         """Return the plan that `make` decides on rank 0, with rehearsals that all ranks take part in."""
         if not self.world.is_first:
             return self._follow_all()
         try:
-            plan = make(self._lead)
+            plan = make(self)
         except HalfstepError as error:
             # The other ranks wait for a message: give them the same error.
             self.world.broadcast_from_first(partial(_raise, error))
@@ -108,25 +94,26 @@ class AgreedTrials:
         return plan
 
     @contextmanager
-    def _begin(self, config: RunConfig, plan: Plan) -> Iterator[Trial]:
+    def _begin_on_all(self, plan: Plan, **changes: Mapping[str, Any]) -> Iterator[Trial]:
         """Yield a trial that could start on every rank."""
-        own: CannotRun | None = None
+        problem: CannotRun | None = None
         with ExitStack() as stack:
             try:
                 plan = dataclasses.replace(plan, device=self.device)
-                trial = stack.enter_context(self.rehearse(config, self.workload, plan))
+                trial = stack.enter_context(self.own.begin(plan, **changes))
             except CannotRun as error:
-                own = _strip_frames(error)
+                problem = _strip_frames(error)
             # Raises on all ranks if the trial could not start on one of them.
-            _take_slowest(self.world.gather(own))
+            _take_slowest(self.world.gather(problem))
             yield trial
 
     # --- rank 0 ---
 
     @contextmanager
-    def _lead(self, config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Trial]:
-        self._broadcast("begin", plan.to_json(), config.train.batch_size)
-        with self._begin(config, plan) as trial:
+    def begin(self, plan: Plan, **changes: Mapping[str, Any]) -> Iterator[Trial]:
+        size = changes.get("train", {}).get("batch_size", self.settings.train.batch_size)
+        self._broadcast("begin", plan.to_json(), size)
+        with self._begin_on_all(plan, **changes) as trial:
             try:
                 yield AgreedTrial(trial, self.world)
             except CannotRun:
@@ -145,8 +132,10 @@ class AgreedTrials:
             if kind == "done":
                 return dataclasses.replace(Plan.from_json(given[0]), device=self.device)
             plan, tried = given
+            # This rank may have one sample less than rank 0.
+            size = min(tried, self.settings.train.batch_size)
             try:
-                with self._begin(self._set_batch(tried), Plan.from_json(plan)) as trial:
+                with self._begin_on_all(Plan.from_json(plan), train={"batch_size": size}) as trial:
                     self._follow(trial)
             except CannotRun:
                 continue  # rank 0 raises it too, and decides what comes next
@@ -158,10 +147,6 @@ class AgreedTrials:
 
     def _receive(self) -> tuple[Any, ...]:
         return self.world.broadcast_from_first(tuple)
-
-    def _set_batch(self, tried: int) -> RunConfig:
-        """Return the config with the batch that rank 0 tries; this rank may have one sample less."""
-        return self.config.replace(train={"batch_size": min(tried, self.config.train.batch_size)})
 
 
 class AgreedTrial(Trial):

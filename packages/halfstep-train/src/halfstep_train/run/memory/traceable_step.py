@@ -44,11 +44,11 @@ from halfstep_train.config.schema import RunConfig
 from halfstep_train.data.seeds import Key
 from halfstep_train.kernels.fast_forms import force, pretend_launches
 from halfstep_train.models.initial_values import skip_initialisation
-from halfstep_train.run.assemble import build_workload, configure_phase, has_parameter
+from halfstep_train.run.assemble import build_workload, configure_phase, has_parameter, select_step_settings
 from halfstep_train.run.frozen_modules import get_modules
 from halfstep_train.run.memory.sharded import ShardUnit, list_units, name_parameters
 from halfstep_train.run.memory.step_trace import AllocationRecorder, StepTrace
-from halfstep_train.run.optimizer import Length, build_optimizer
+from halfstep_train.run.optimizer import Length, StepSettings, build_optimizer
 from halfstep_train.run.sharded_model import group_blocks
 from halfstep_train.tune.channels_last import convolves_images, match_layout
 from halfstep_train.tune.memory_low import MemorySetting
@@ -82,7 +82,7 @@ class Fixed:
 class _Turn:
     """What one phase trains and how; a workload without phases has one turn."""
 
-    config: RunConfig
+    settings: StepSettings
     forward: Forward
     loss: Loss
     trained: tuple[str, ...]
@@ -244,7 +244,8 @@ class TraceableStep:
         workload, model = self.workload, self.workload.model
         names = [name for name, p in model.named_parameters() if p.requires_grad]
         if not workload.phases:
-            yield _Turn(self.config, workload.forward, workload.loss, tuple(names), (), workload.groups)
+            settings = select_step_settings(self.config)
+            yield _Turn(settings, workload.forward, workload.loss, tuple(names), (), workload.groups)
         for phase in workload.phases:
             own, forward = configure_phase(self.config, phase), phase.forward or workload.forward
             trained = tuple(name for name in names if has_parameter(phase, name))
@@ -282,10 +283,10 @@ class TraceableStep:
                 parameter.requires_grad_(wanted[name])
 
     def _build_optimizer(self, turn: _Turn, setting: MemorySetting) -> Optimizer:
-        if turn.config.optimizer.name != "adamw":
+        if turn.settings.optimizer.name != "adamw":
             setting = dataclasses.replace(setting, optimizer_bits=32)
         model, length = self.workload.model, Length(1, 1)
-        return build_optimizer(turn.config, model, setting, length, parts=turn.parts, groups=turn.groups)[0]
+        return build_optimizer(turn.settings, model, setting, length, parts=turn.parts, groups=turn.groups)[0]
 
     def _count_update_bytes(self, optimizer: Optimizer, state_bytes: int) -> int:
         """Return the temporary bytes of an update: fp32 copies of bf16 weights, or copies to undo a bad step."""
@@ -352,7 +353,7 @@ def build_traceable_step(config: RunConfig, store: Store | None = None) -> Trace
     if config.data.dir is not None and store is None or synthetic is None:
         with skip_initialisation():  # the weights are never read
             workload = build_workload(config)
-        return TraceableStep(config, workload, load_first_batch(small, workload))
+        return TraceableStep(config, workload, load_first_batch(small.train, workload))
     if store is None:
         store = synthetic.make_store(config)
     try:
