@@ -23,8 +23,8 @@ from halfstep.evidence.recorder import Recorder
 from halfstep.hardware.monitor import Monitor
 from halfstep.own_loop.prefetch import prefetch
 from halfstep_train.run.assemble import Assembly
-from halfstep_train.run.capsules import RunSource, make_capsule_context
-from halfstep_train.run.folder import RunFolder
+from halfstep_train.run.capsules import make_capsule_context
+from halfstep_train.run.folder import RunFolder, RunSource
 from halfstep_train.run.step_ledger import AnyEngine
 from halfstep_train.use.observe_step import assemble_step
 from recording import finish_device_work, store
@@ -113,6 +113,7 @@ def main() -> None:
     arguments = parser.parse_args()
     words = SMALL if arguments.small else FULL
     with assemble_step("unet", flags={"precision": None if arguments.small else "bf16"}, overrides=words) as (
+        _,
         parts,
         engine,
         _,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,21 +34,13 @@ from halfstep_train.kernels.fast_forms import allow_chains, force
 from halfstep_train.run.assemble import Assembly, assemble, build_workload
 from halfstep_train.run.checkpoint import load as load_checkpoint
 from halfstep_train.run.engine import prepare_window
-from halfstep_train.run.folder import RunFolder, load_stored
+from halfstep_train.run.folder import RunFolder, RunSource, load_stored
 from halfstep_train.run.frozen_modules import get_modules, list_identities, match_stored
 from halfstep_train.run.memory.out_of_memory import OutOfMemory, explain_model_too_large
 from halfstep_train.tune.modes import Notice, Region
 from halfstep_train.workloads.base.workload import Workload
 
 FOLDER = "capsules"
-
-
-class RunSource(NamedTuple):
-    """From what a capsule builds its run again."""
-
-    config: str  # as YAML
-    code: Mapping[str, str]  # checksums of custom code, by import path
-    base_lr: float
 
 
 def record_faults(parts: Assembly, folder: RunFolder, notice: Notice, guard: GuardConfig, source: RunSource) -> None:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from halfstep.hardware.probe import probe
+from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
-from halfstep_train.config.schema import RunConfig
+from halfstep_train.config.schema import PrecisionConfig, RunConfig
 from halfstep_train.run.assemble import decide_plan
 from halfstep_train.run.folder import RunFolder
 from halfstep_train.run.memory.sizing import choose_pieces, choose_reduction, choose_sharding, make_peak_predictor
@@ -22,6 +23,11 @@ from halfstep_train.run.sharded_model import choose_sharded_mode
 from halfstep_train.tune.choose import MEASURED_FOR, strip_tuning, tune_plan
 from halfstep_train.tune.trials import Rehearsal
 from halfstep_train.workloads.base.workload import Workload
+
+
+def refuse_missing_format(precision: PrecisionConfig, device: str) -> None:
+    """Refuse a strict precision that the device lacks, before anything is built."""
+    decide(precision, probe(device))
 
 
 @dataclass(frozen=True, slots=True)

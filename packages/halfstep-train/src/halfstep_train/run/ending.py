@@ -6,6 +6,8 @@ import json
 import math
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,14 @@ from halfstep.errors import (
 )
 from halfstep.evidence.capsule import list_capsules
 from halfstep.hardware.memory import get_peak_memory_bytes
+from halfstep.hardware.monitor import Monitor
+from halfstep.hardware.nvml import EnergyMeter
 from halfstep.hardware.probe import probe
 from halfstep.step.phases import PhasedStep
 from halfstep.step.scaler import Scaler
 from halfstep.step.step import GuardedStep
 from halfstep.tensor_files import write_tensors
+from halfstep_train.config.schema import DataConfig
 from halfstep_train.report.curves import draw_curves
 from halfstep_train.report.listeners import CallbackFailed
 from halfstep_train.report.metrics_file import read
@@ -38,8 +43,51 @@ from halfstep_train.report.run_report import RunReport
 from halfstep_train.run.assemble import Assembly
 from halfstep_train.run.checkpoint import is_sharded, open_weights
 from halfstep_train.run.folder import RunFolder, suggest_resume
+from halfstep_train.run.journal import describe_gpu_use
 from halfstep_train.run.loop import Loop
 from halfstep_train.run.memory.sizing import predict_memory_for_page
+from halfstep_train.run.presentation import show_summary
+
+
+@contextmanager
+def handle_ending(loop: Loop, folder: RunFolder, report: RunReport, *, is_new: bool) -> Iterator[None]:
+    """Close what a run has open when it ends; if it ends early, explain why, and remove a new run that kept nothing."""
+    writes = loop.checkpoints.writes
+    loop.interrupts.make_last_message = lambda: str(explain_ending(KeyboardInterrupt(), loop, folder, is_new=is_new))
+    try:
+        yield
+    except (HalfstepError, KeyboardInterrupt) as error:
+        shown = explain_ending(error, loop, folder, is_new=is_new and writes)
+        if folder.path.is_dir() and writes:
+            _draw(loop, folder, report)
+        if shown is error:
+            raise
+        raise shown from error
+    except Exception:  # an error in custom code: show its traceback, but leave no empty run
+        if is_new and writes and has_left_nothing(loop):
+            shutil.rmtree(folder.path, ignore_errors=True)
+        raise
+    finally:
+        report.close()
+        loop.parts.train_loader.close()
+        loop.parts.val_loader.close()
+
+
+def finish_run(
+    loop: Loop, folder: RunFolder, report: RunReport, monitor: Monitor, energy: EnergyMeter, data: DataConfig
+) -> None:
+    """Write the curves, model and summary of a run that reached its end, and show its results."""
+    parts, writes = loop.parts, loop.checkpoints.writes
+    if writes:
+        _draw(loop, folder, report)
+    if writes or parts.sharded is not None:
+        export_model(parts, folder)
+    if writes:
+        joules = energy.read_joules()
+        write_summary(folder, loop, joules)
+        busy = describe_gpu_use(monitor, loop.waiting, loop.journal.elapsed_s, loop.engine.mode)
+        _track_files(folder, report)
+        show_summary(report, folder, loop, data, joules, busy)
 
 
 def explain_ending(
@@ -151,15 +199,17 @@ def _extend_error(error: HalfstepError, *, why: str = "", fix: str = "") -> Half
 # --- curves, report/summary.json, and what trackers get ---
 
 
-def draw_run(folder: RunFolder, report: RunReport) -> None:
+def _draw(loop: Loop, folder: RunFolder, report: RunReport) -> None:
     """Draw the curves; a failure is a warning, so that a full disk does not hide why the run ended."""
+    if not loop.parts.log.curves:
+        return
     try:
         draw_curves(read(folder.metrics), folder.report / "curves.png")
     except HalfstepError as error:
         report.notice(str(error), "warning")
 
 
-def track_files(folder: RunFolder, report: RunReport) -> None:
+def _track_files(folder: RunFolder, report: RunReport) -> None:
     """Send config, plan, records and the HTML report to the trackers."""
     if not report.trackers:
         return

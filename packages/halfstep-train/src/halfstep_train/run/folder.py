@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from halfstep.disk import (
     find_unused_path,
@@ -41,6 +41,7 @@ from halfstep_train.config.keys import list_fields
 from halfstep_train.config.load import Loaded
 from halfstep_train.config.schema import RunConfig, is_import_path
 from halfstep_train.config.section import IS_PATH, MAY_BE_MISSING
+from halfstep_train.config.statements import Origin
 from halfstep_train.config.yaml_source import read_yaml
 from halfstep_train.workloads import DEMO_WORKLOAD, KINDS, load
 from halfstep_train.workloads.base.import_path import refuse_unknown_code, sign_code
@@ -281,6 +282,11 @@ def name_run(workload: str) -> str:
     return workload.replace(":", "-").replace("/", "-")
 
 
+def point_to_demo_data(loaded: Loaded, data_dir: Path) -> Loaded:
+    origins = {**loaded.origins, "data.dir": Origin(layer="default", where="generated demo data")}
+    return dataclasses.replace(loaded, config=loaded.config.replace(data={"dir": str(data_dir)}), origins=origins)
+
+
 def write_demo_data(workload: str, data_dir: Path, seed: int) -> None:
     try:
         KINDS.of(workload).write_demo(workload, data_dir, seed=seed)
@@ -291,7 +297,19 @@ def write_demo_data(workload: str, data_dir: Path, seed: int) -> None:
         ) from error
 
 
-# --- settled.json ---
+# --- settings in the folder and in its capsules ---
+
+
+class RunSource(NamedTuple):
+    """From what a capsule builds its run again."""
+
+    config: str  # as YAML
+    code: Mapping[str, str]  # signatures of custom code, by import path
+    base_lr: float
+
+    @classmethod
+    def of(cls, config: RunConfig) -> RunSource:
+        return cls(to_yaml(config), sign_code(find_import_paths(config)), config.optimizer.lr)
 
 
 def find_settled(asked: RunConfig, config: RunConfig) -> dict[str, list[Any]]:

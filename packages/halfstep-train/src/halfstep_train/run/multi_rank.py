@@ -16,12 +16,14 @@ from halfstep.distributed.world import World, mark_agreed
 from halfstep.errors import ConfigError, HalfstepError, format_count
 from halfstep.step.facts import PhasedReading, Reading
 from halfstep.step.phases import freeze_others
+from halfstep.step.randomness import seed_everything
 from halfstep.step.ranks import Ranks, refuse_differing_settings, wrap_regions
 from halfstep_train.config.schema import RunConfig, TrainConfig
 from halfstep_train.run.folder import digest_contents
 from halfstep_train.run.frozen_modules import compute_checksum
 from halfstep_train.run.memory.out_of_memory import OutOfMemory
 from halfstep_train.run.resume import flatten_settings
+from halfstep_train.run.sharded_model import refuse_unshardable
 from halfstep_train.tune.modes import Batch, Region
 from halfstep_train.workloads.base.workload import Workload
 
@@ -126,6 +128,14 @@ def refuse_small_batch(batch_size: int, size: int) -> None:
         )
 
 
+def refuse_unfit(config: RunConfig, workload: Workload, world: World | None, *, resumes: bool) -> None:
+    """Refuse what the ranks cannot train together, on all of them."""
+    if config.train.shard is not False:
+        refuse_unshardable(config, workload, world)
+    if world is not None:
+        refuse_differences(config, workload, world, resumes=resumes)
+
+
 def refuse_differences(config: RunConfig, workload: Workload, world: World, *, resumes: bool = False) -> None:
     """Refuse to start on all ranks if they would train different things."""
     settings = {key: repr(value) for key, value in flatten_settings(config).items() if not key.startswith(OWN)}
@@ -161,7 +171,7 @@ def gather_samples(world: World, reading: Reading) -> Reading:
     return dataclasses.replace(reading, sample_ids=found, phases=parts)
 
 
-def derive_seed(seed: int, attempted: int, rank: int) -> int:
-    """Return a seed for a rank without stored generators; it differs by rank and after each resume."""
+def seed_rank(seed: int, attempted: int, rank: int) -> None:
+    """Seed a rank without stored generators; the seed differs by rank and after each resume."""
     mixed = hashlib.sha256(f"{seed},{attempted},{rank}".encode()).digest()
-    return int.from_bytes(mixed[:7], "little")
+    seed_everything(int.from_bytes(mixed[:7], "little"))

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from halfstep.disk import is_dry_run
+from halfstep.disk import is_dry_run, write_atomically
 from halfstep.errors import format_bytes, format_count, format_duration, suggest_command
 from halfstep.hardware.memory import get_peak_memory_bytes
 from halfstep.own_loop.repeated_blocks import describe_recomputed
-from halfstep.precision.plan import Plan
+from halfstep_train.config.dump import dump_values
 from halfstep_train.config.load import Loaded
-from halfstep_train.config.schema import DataConfig, LogConfig
+from halfstep_train.config.schema import DataConfig
 from halfstep_train.config.section import count_cores
 from halfstep_train.config.statements import DEFAULT
 from halfstep_train.data.files import list_some
-from halfstep_train.report.config_view import format_header
+from halfstep_train.report.config_view import dump_config, format_header
 from halfstep_train.report.listeners import Callbacks, open_trackers
 from halfstep_train.report.metrics_file import find_last_step
 from halfstep_train.report.run_report import RunReport
@@ -26,6 +26,8 @@ from halfstep_train.run.folder import RunFolder
 from halfstep_train.run.frozen_modules import describe_frozen
 from halfstep_train.run.journal import suggest_faster_data
 from halfstep_train.run.loop import Loop
+from halfstep_train.run.multi_rank import describe_rank_effects
+from halfstep_train.run.run_rank import FarReport
 from halfstep_train.run.stored_state import count_lost_updates, describe_half_weights, warn_of_rounding
 from halfstep_train.workloads.base.import_path import check_call_form, import_callable
 
@@ -37,16 +39,16 @@ ON_BAD_STEP: dict[str, str] = {
 """How each commit method undoes a bad step, for the header."""
 
 
-def open_report(
-    folder: RunFolder, log: LogConfig, callbacks: Sequence[str], plan: Plan, settings: Mapping[str, Any]
-) -> RunReport:
+def open_report(loaded: Loaded, folder: RunFolder, parts: Assembly) -> RunReport:
     """Open the report of a run with its trackers and callbacks."""
-    functions = {path: import_callback(path) for path in callbacks}
+    if parts.world is not None and not parts.world.is_first:
+        return FarReport(parts.world)
+    log, functions = parts.log, {path: import_callback(path) for path in parts.train.callbacks}
     listeners = open_trackers(
         log.track,
         folder.path,
-        settings,
-        dataclasses.asdict(plan),
+        dump_values(loaded.config),
+        dataclasses.asdict(parts.plan),
         after_step=find_last_step(folder.metrics),
         quiet=log.quiet,
     )
@@ -63,6 +65,23 @@ def import_callback(path: str) -> Callable[..., object]:
     function = import_callable(path, what="train.callbacks", form=form)
     check_call_form(function, path, {}, form=form)
     return function
+
+
+def show_start(
+    report: RunReport, loaded: Loaded, folder: RunFolder, parts: Assembly, warnings: Sequence[str], *, is_new: bool
+) -> None:
+    """Show the header and warnings, and record where the settings of a new run come from."""
+    show_header(report, loaded, folder, parts)
+    if parts.world is not None and not parts.world.is_first:
+        return
+    if is_new:  # a resumed run would name config.yaml as the source of every setting
+        write_atomically(folder.report / "config.json", json.dumps(dump_config(loaded), indent=1) + "\n")
+    lacks_capsules = parts.plan.shards and loaded.config.guard.capsules > 0
+    effects = describe_rank_effects(
+        parts.train, parts.workload, parts.model, parts.world, lacks_capsules=lacks_capsules
+    )
+    for warning in (*warnings, *effects):
+        report.notice(warning, "warning")
 
 
 def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Assembly) -> None:

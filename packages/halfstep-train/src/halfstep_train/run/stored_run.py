@@ -13,13 +13,15 @@ from halfstep.errors import format_count
 from halfstep.hardware.probe import probe
 from halfstep.step.optim.recut_shards import recut_optimizer_states
 from halfstep_train.config.schema import RunConfig
+from halfstep_train.report.metrics_file import cut_back
+from halfstep_train.report.run_report import RunReport
 from halfstep_train.run.assemble import Assembly, build_workload
 from halfstep_train.run.checkpoint import Checkpoint, is_sharded
 from halfstep_train.run.checkpoint import load as load_checkpoint
 from halfstep_train.run.folder import RunFolder, Settled, find_import_paths
 from halfstep_train.run.frozen_modules import match_stored, name_lost_files
 from halfstep_train.run.loop import Loop
-from halfstep_train.run.resume import Changes
+from halfstep_train.run.resume import Changes, explain_finished, refuse_changed_data, refuse_changed_records
 from halfstep_train.run.run_rank import RunRank
 from halfstep_train.run.sharded_model import make_mesh
 from halfstep_train.workloads import KINDS
@@ -42,12 +44,22 @@ class StoredRun:
     damaged: list[str]  # a line for each newer checkpoint that cannot be used
     shards: StoredShards | None
     note: str  # empty unless another number of ranks wrote it
+    allow: bool  # whether records and data may have changed
 
     @property
     def state(self) -> dict[str, Any]:
         return self.checkpoint.state
 
-    def is_tidy(self, config: RunConfig) -> bool:
+    def is_done(self, config: RunConfig, *, tells: bool) -> bool:
+        """True if nothing is left to do; a finished run may still lack files that a kill prevented."""
+        finished = explain_finished(config, self.state)
+        if not finished or not self._is_tidy(config):
+            return False
+        if tells:
+            RunReport(self.folder.path).notice(f"{self.folder.path} is {finished}")
+        return True
+
+    def _is_tidy(self, config: RunConfig) -> bool:
         """True if a finished run also has its last validation, mark of the best checkpoint, curves, summary and
         export."""
         state, folder = self.state, self.folder
@@ -61,6 +73,19 @@ class StoredRun:
         has_summary = (folder.report / "summary.json").is_file()
         is_exported = KINDS.of(config.workload).export is None or folder.model.is_dir()
         return is_validated and is_marked and is_drawn and has_summary and is_exported
+
+    def check_records(self) -> list[str]:
+        """Compare metrics.jsonl with the checkpoint; return a note if it has changed."""
+        return refuse_changed_records(self.folder.metrics, self.state["journal"], allow=self.allow)
+
+    def cut_records(self) -> None:
+        """Remove records of steps after the checkpoint: they will be repeated."""
+        cut_back(self.folder.metrics, int(self.state["journal"]["num_records"]))
+
+    def check_data(self, workload: Workload) -> list[str]:
+        """Compare the data with those of the checkpoint; return notes on what has changed."""
+        found = [len(workload.train_samples), len(workload.val_samples)]
+        return refuse_changed_data(self.state["num_samples"], found, allow=self.allow)
 
     def build_workload(self, config: RunConfig) -> Workload:
         """Build the workload with what the run stored about its data and frozen modules."""
@@ -112,7 +137,7 @@ class StoredRun:
 def open_stored_run(
     folder: RunFolder, settled: Settled, changes: Changes, config: RunConfig, rank: RunRank, device: str, *, allow: bool
 ) -> StoredRun:
-    """Load the newest intact checkpoint; `allow` accepts one that another number of ranks wrote."""
+    """Load the newest intact checkpoint; `allow` accepts changes, and one that another number of ranks wrote."""
     damaged: list[str] = []
 
     def find_newest() -> Path:
@@ -143,4 +168,5 @@ def open_stored_run(
         damaged=damaged,
         shards=stored,
         note=note,
+        allow=allow,
     )

@@ -17,14 +17,14 @@ from halfstep.errors import CheckpointError, format_bytes, format_count
 from halfstep.step.guard import LAG
 from halfstep.step.optim.adamw_bf16 import JudgedAdamW
 from halfstep.step.optim.half_weights import is_kept_in_half
-from halfstep.step.randomness import read_generators, restore_generators, seed_everything
+from halfstep.step.randomness import read_generators, restore_generators
 from halfstep.step.snapshots import find_loose_buffers, restore_buffers
 from halfstep_train.config.schema import OptimizerConfig
 from halfstep_train.run.assemble import Assembly
 from halfstep_train.run.checkpoint import Checkpoint
 from halfstep_train.run.folder import RunFolder
 from halfstep_train.run.frozen_modules import list_identities
-from halfstep_train.run.multi_rank import derive_seed
+from halfstep_train.run.multi_rank import seed_rank
 from halfstep_train.run.resume import Changes
 from halfstep_train.tune.memory_low import MemorySetting, make_optimizer
 
@@ -96,7 +96,7 @@ def _restore_own_generators(parts: Assembly, kept: Sequence[Mapping[str, Any]]) 
     if world is not None and len(kept) == world.size:
         restore_generators(kept[world.rank])
     elif world is not None:
-        seed_everything(derive_seed(parts.train.seed, parts.step.attempted, world.rank))
+        seed_rank(parts.train.seed, parts.step.attempted, world.rank)
 
 
 def load_for_use(model: nn.Module, checkpoint: Checkpoint) -> None:

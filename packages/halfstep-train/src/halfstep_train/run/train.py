@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import shutil
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -12,64 +11,46 @@ from pathlib import Path
 
 import torch
 
-from halfstep.disk import make_absolute, write_atomically
+from halfstep.disk import make_absolute
 from halfstep.errors import HalfstepError
 from halfstep.hardware.memory import reset_peak
 from halfstep.hardware.monitor import monitor_device
 from halfstep.hardware.nvml import EnergyMeter
-from halfstep.hardware.probe import probe
-from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
-from halfstep.step.randomness import choose_algorithms, seed_everything
-from halfstep_train.config.dump import dump_values, to_yaml
+from halfstep.step.randomness import choose_algorithms
 from halfstep_train.config.load import Loaded
 from halfstep_train.config.schema import RunConfig
-from halfstep_train.config.statements import Origin
-from halfstep_train.report.config_view import dump_config
 from halfstep_train.report.listeners import refuse_missing
-from halfstep_train.report.metrics_file import cut_back
-from halfstep_train.report.run_report import RunReport
 from halfstep_train.run.assemble import Assembly, apply_settled, assemble, build_workload, is_demo
-from halfstep_train.run.capsules import RunSource, record_faults
-from halfstep_train.run.choose_plan import PlanChoice
-from halfstep_train.run.ending import (
-    Progress,
-    draw_run,
-    explain_ending,
-    export_model,
-    has_left_nothing,
-    refuse_only_skips,
-    track_files,
-    write_summary,
-)
+from halfstep_train.run.capsules import record_faults
+from halfstep_train.run.choose_plan import PlanChoice, refuse_missing_format
+from halfstep_train.run.ending import Progress, finish_run, handle_ending, refuse_only_skips
 from halfstep_train.run.folder import (
     RunFolder,
+    RunSource,
     describe_changed_data,
-    find_import_paths,
     find_moved_data,
     find_settled,
     make_paths_absolute,
     name_run,
+    point_to_demo_data,
     record_data,
     write_demo_data,
 )
 from halfstep_train.run.frozen_modules import add_checksums, copy_made_here, write_made_here
 from halfstep_train.run.interrupts import catch_interrupts, raise_at_once
-from halfstep_train.run.journal import describe_gpu_use, open_journal
+from halfstep_train.run.journal import open_journal
 from halfstep_train.run.launch import Launch, choose_device, join_world
 from halfstep_train.run.loop import Loop
-from halfstep_train.run.memory.out_of_memory import OutOfMemory, explain_model_too_large, explain_out_of_memory
-from halfstep_train.run.memory.sizing import suggest_for_run
-from halfstep_train.run.multi_rank import derive_seed, describe_rank_effects, refuse_differences, refuse_small_batch
-from halfstep_train.run.presentation import import_callback, open_report, show_header, show_summary
-from halfstep_train.run.resume import accept_changes, explain_finished, refuse_changed_data, refuse_changed_records
-from halfstep_train.run.run_rank import FarReport, RunRank, post_warnings
-from halfstep_train.run.sharded_model import refuse_unshardable
+from halfstep_train.run.memory.out_of_memory import OutOfMemory, explain_model_too_large
+from halfstep_train.run.memory.sizing import explain_step_too_large
+from halfstep_train.run.multi_rank import refuse_small_batch, refuse_unfit, seed_rank
+from halfstep_train.run.presentation import import_callback, open_report, show_start
+from halfstep_train.run.resume import accept_changes
+from halfstep_train.run.run_rank import RunRank, post_warnings
 from halfstep_train.run.stored_run import StoredRun, open_stored_run
 from halfstep_train.run.stored_state import check_disk
 from halfstep_train.tune.fresh_thread import forget_compiled
-from halfstep_train.workloads import KINDS
-from halfstep_train.workloads.base.import_path import sign_code
 from halfstep_train.workloads.base.workload import Workload
 
 DEMO_NOTE = "no data folder was given: this is the DEMO, on data generated in {}; give your data with --data-dir DIR"
@@ -127,17 +108,19 @@ class Run:
         earlier)."""
         self.loaded = dataclasses.replace(self.loaded, config=make_paths_absolute(self.config))
         asked, name = self.config, name_run(self.config.workload)
-        decide(asked.precision, probe(self.device))  # refuses a missing format before anything is built
+        refuse_missing_format(asked.precision, self.device)
         folder: RunFolder | None = None
         with ExitStack() as lock:
             try:
                 if is_demo(asked):
                     folder = self._create_folder(out, f"{name}-demo")
-                    self._use_demo_data(make_absolute(folder.path) / "data")
+                    data_dir, seed = make_absolute(folder.path) / "data", asked.train.seed
+                    self.rank.run_on_first(partial(write_demo_data, asked.workload, data_dir, seed))
+                    self.loaded = point_to_demo_data(self.loaded, data_dir)
                 self.workload = add_checksums(build_workload(self.config))
                 made = copy_made_here(self.workload.frozen)
                 self.loaded = dataclasses.replace(self.loaded, config=apply_settled(self.config, self.workload))
-                self._refuse_unfit_ranks()
+                self._refuse_unfit()
                 self._assemble(self._choose_plan().choose())
                 if self.rank.writes:
                     planned = folder or RunFolder.choose(out, name)
@@ -150,7 +133,7 @@ class Run:
                     folder.write_settings(self.config, self.parts.plan, find_settled(asked, self.config))
                 if self.world is not None and not self.world.is_first:
                     # Dropout must differ between ranks; rank 0 keeps the seed of a single-rank run.
-                    seed_everything(derive_seed(self.config.train.seed, 0, self.world.rank))
+                    seed_rank(self.config.train.seed, 0, self.world.rank)
             except BaseException:  # including Ctrl-C: nothing was trained, so remove the folder
                 if folder is not None and self.rank.writes:
                     shutil.rmtree(folder.path)
@@ -170,22 +153,15 @@ class Run:
             stored = self.stored = open_stored_run(
                 folder, settled, changes, config, self.rank, self.device, allow=allow_changes
             )
-            # A finished run may still lack files that a kill prevented.
-            if (finished := explain_finished(config, stored.state)) and stored.is_tidy(config):
-                if self.rank.writes:
-                    RunReport(folder.path).notice(f"{folder.path} is {finished}")
+            if stored.is_done(config, tells=self.rank.writes):
                 return folder.path
-            journal = stored.state["journal"]
-            check_records = partial(refuse_changed_records, folder.metrics, journal, allow=allow_changes)
-            other = self.rank.run_on_first(check_records)
+            other = self.rank.run_on_first(stored.check_records)
             self.workload = stored.build_workload(config)
-            found = [len(self.workload.train_samples), len(self.workload.val_samples)]
-            other += refuse_changed_data(stored.state["num_samples"], found, allow=allow_changes)
-            self._refuse_unfit_ranks()
+            other += stored.check_data(self.workload)
+            self._refuse_unfit()
             plan = self._choose_plan().choose_again(folder, changes, is_other_mesh=bool(stored.note))
             if self.rank.writes:
-                # Remove records of steps after the checkpoint: they will be repeated.
-                cut_back(folder.metrics, int(journal["num_records"]))
+                stored.cut_records()
             self._assemble(plan)
             self.warnings += [*stored.damaged, *moved, *other, *describe_changed_data(self.workload, folder)]
             self.warnings += check_disk(self.parts, folder, config.optimizer)
@@ -196,19 +172,9 @@ class Run:
     def _create_folder(self, out: str | None, name: str) -> RunFolder:
         return self.rank.run_on_first(lambda: RunFolder.create(out, name))
 
-    def _use_demo_data(self, data_dir: Path) -> None:
-        config = self.config
-        self.rank.run_on_first(partial(write_demo_data, config.workload, data_dir, config.train.seed))
-        origins = {**self.loaded.origins, "data.dir": Origin(layer="default", where="generated demo data")}
-        config = config.replace(data={"dir": str(data_dir)})
-        self.loaded = dataclasses.replace(self.loaded, config=config, origins=origins)
-
-    def _refuse_unfit_ranks(self) -> None:
-        """Refuse what the ranks cannot train together."""
-        if self.config.train.shard is not False:
-            refuse_unshardable(self.config, self.workload, self.world)
-        if self.world is not None:
-            refuse_differences(self.config, self.workload, self.world, resumes=self.stored is not None)
+    def _refuse_unfit(self) -> None:
+        if self.world is not None or self.config.train.shard is not False:
+            refuse_unfit(self.config, self.workload, self.world, resumes=self.stored is not None)
 
     def _choose_plan(self) -> PlanChoice:
         return PlanChoice(self.config, self.workload, self.rank, self.device)
@@ -228,109 +194,47 @@ class Run:
     # --- the loop and its ending ---
 
     def run(self) -> None:
-        """Run the assembled run to its end, and write its report, curves, model and summary."""
+        """Train to the end of the run, and write its report, curves, model and summary."""
         config, folder, parts, writes = self.config, self.folder, self.parts, self.rank.writes
         is_new = self.stored is None
-        report = self._open_report()
+        try:
+            report = open_report(self.loaded, folder, parts)
+        except HalfstepError:  # a tracker that does not start: nothing was trained
+            if is_new:
+                shutil.rmtree(folder.path, ignore_errors=True)
+            raise
         journal = open_journal(parts, report)
         if config.guard.capsules and parts.sharded is None:
             # Before the first step, so that a fault in it is recorded too.
-            source = RunSource(to_yaml(config), sign_code(find_import_paths(config)), config.optimizer.lr)
-            record_faults(parts, folder, journal.notice, config.guard, source)
+            record_faults(parts, folder, journal.notice, config.guard, RunSource.of(config))
         with (
             ExitStack() as watch,
             choose_algorithms(deterministic=config.train.deterministic),
             catch_interrupts(answers=writes) as asked_to_stop,
         ):
-            checkpoints = folder.open_checkpoints(
-                keep=config.train.checkpoints_total_limit,
-                writes=writes,
-                world=self.world if parts.sharded is not None else None,
-            )
+            world = self.world if parts.sharded is not None else None
+            keep = config.train.checkpoints_total_limit
+            checkpoints = folder.open_checkpoints(keep=keep, writes=writes, world=world)
             loop = Loop(parts, checkpoints, journal, asked_to_stop)
             if self.world is not None and not self.world.is_first:
                 watch.enter_context(post_warnings(self.world))
-            asked_to_stop.make_last_message = lambda: str(
-                explain_ending(KeyboardInterrupt(), loop, folder, is_new=is_new)
-            )
-            try:
-                self._show_start(report)
+            with handle_ending(loop, folder, report, is_new=is_new):
+                show_start(report, self.loaded, folder, parts, self.warnings, is_new=is_new)
                 if self.stored is not None:
                     self.stored.restore(loop, config)
                 reset_peak(parts.device)
                 energy, start = EnergyMeter(parts.device), Progress.of(parts.step)
-                monitored = monitor_device(parts.device, folder.path / "monitor.jsonl", records=writes)
-                monitor = watch.enter_context(monitored)
+                monitor = watch.enter_context(
+                    monitor_device(parts.device, folder.path / "monitor.jsonl", records=writes)
+                )
                 journal.gpu, loop.settled = monitor.summarise, monitor.mark_steady
-                self._train(loop)
+                try:
+                    loop.run()
+                except OutOfMemory as error:
+                    error.__traceback__ = None  # its frames hold the activations that did not fit
+                    raise explain_step_too_large(error, config, parts, loop.engine.pieces) from error
+                loop.show_rank_warnings()
                 monitor.stop()
                 # A run that trained nothing must not look like a success.
                 refuse_only_skips(loop, start)
-                if writes and config.log.curves:
-                    draw_run(folder, report)
-                if writes or parts.sharded is not None:
-                    export_model(parts, folder)
-                if writes:
-                    joules = energy.read_joules()
-                    write_summary(folder, loop, joules)
-                    busy = describe_gpu_use(monitor, loop.waiting, journal.elapsed_s, loop.engine.mode)
-                    track_files(folder, report)
-                    show_summary(report, folder, loop, config.data, joules, busy)
-            except (HalfstepError, KeyboardInterrupt) as error:
-                shown = explain_ending(error, loop, folder, is_new=is_new and writes)
-                if folder.path.is_dir() and writes and config.log.curves:
-                    draw_run(folder, report)
-                if shown is error:
-                    raise
-                raise shown from error
-            except Exception:  # an error in custom code: show its traceback, but leave no empty run
-                if is_new and writes and has_left_nothing(loop):
-                    shutil.rmtree(folder.path, ignore_errors=True)
-                raise
-            finally:
-                report.close()
-                parts.train_loader.close()
-                parts.val_loader.close()
-
-    def _open_report(self) -> RunReport:
-        if self.world is not None and not self.world.is_first:
-            return FarReport(self.world)
-        config = self.config
-        try:
-            return open_report(
-                self.folder, config.log, config.train.callbacks, self.parts.plan, settings=dump_values(config)
-            )
-        except HalfstepError:  # a tracker that does not start: nothing was trained
-            if self.stored is None:
-                shutil.rmtree(self.folder.path, ignore_errors=True)
-            raise
-
-    def _show_start(self, report: RunReport) -> None:
-        show_header(report, self.loaded, self.folder, self.parts)
-        if not self.rank.writes:
-            return
-        if self.stored is None:  # a resumed run would name config.yaml as the source of every setting
-            write_atomically(self.folder.report / "config.json", json.dumps(dump_config(self.loaded), indent=1) + "\n")
-        parts, guard = self.parts, self.config.guard
-        effects = describe_rank_effects(
-            parts.train,
-            parts.workload,
-            parts.model,
-            self.world,
-            lacks_capsules=parts.plan.shards and guard.capsules > 0,
-        )
-        for warning in (*self.warnings, *effects):
-            report.notice(warning, "warning")
-
-    def _train(self, loop: Loop) -> None:
-        try:
-            loop.run()
-        except OutOfMemory as error:
-            error.__traceback__ = None  # its frames hold the activations that did not fit
-            config, num_ranks = self.config, 1 if self.world is None else self.world.size
-            each = KINDS.of(config.workload).describe_sample_size(config)
-            ways = suggest_for_run(config, self.parts)
-            raise explain_out_of_memory(
-                error, config.train, each, loop.engine.pieces, self.parts.device, num_ranks, ways
-            ) from error
-        loop.show_rank_warnings()
+                finish_run(loop, folder, report, monitor, energy, config.data)

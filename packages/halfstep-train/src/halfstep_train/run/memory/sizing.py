@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from halfstep_train.config.schema import RunConfig, TrainConfig
 from halfstep_train.run.assemble import Assembly
 from halfstep_train.run.checkpoint import read_document
 from halfstep_train.run.folder import RunFolder, load_stored
+from halfstep_train.run.memory.out_of_memory import OutOfMemory, explain_out_of_memory
 from halfstep_train.run.memory.planner import (
     USABLE,
     Cell,
@@ -35,6 +36,7 @@ from halfstep_train.tune.choose import Say
 from halfstep_train.tune.memory_low import DoesNotFit, MemorySetting
 from halfstep_train.tune.modes import Mode
 from halfstep_train.tune.trials import Rehearsal, measure_cost
+from halfstep_train.workloads import KINDS
 from halfstep_train.workloads.base.import_path import UnknownCode
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.workload import Workload
@@ -303,12 +305,14 @@ def suggest_fitting_settings(
     return [f"{' '.join(fit.arguments)} (predicted {format_bytes(fit.prediction.total)})" for fit in fits]
 
 
-def suggest_for_run(config: RunConfig, parts: Assembly) -> Iterable[str]:
-    """Return overrides with which a run that ran out of GPU memory is predicted to fit."""
-    if parts.device.type != "cuda":
-        return ()
-    limit, ranks = measure_free_bytes(parts.device), None if parts.world is None else parts.world.size
-    return suggest_fitting_settings(config, parts.plan, parts.workload.store, limit, ranks)
+def explain_step_too_large(error: OutOfMemory, config: RunConfig, parts: Assembly, pieces: int) -> MemoryLimitError:
+    """Return the error of a run whose step did not fit, with settings that are predicted to fit."""
+    each = KINDS.of(config.workload).describe_sample_size(config)
+    ranks, ways = None if parts.world is None else parts.world.size, list[str]()
+    if parts.device.type == "cuda":
+        limit = measure_free_bytes(parts.device)
+        ways = suggest_fitting_settings(config, parts.plan, parts.workload.store, limit, ranks)
+    return explain_out_of_memory(error, config.train, each, pieces, parts.device, ranks or 1, ways)
 
 
 def make_peak_predictor(train: TrainConfig, trace: Trace) -> Callable[[Plan, MemorySetting], int | None]:
