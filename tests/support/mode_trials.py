@@ -39,16 +39,15 @@ class Machine:
         return self.now_s
 
 
+@dataclass(frozen=True)
 class ScriptedRehearsal(RunRehearsal):
     """A rehearsal whose trials run on such a machine."""
 
-    def __init__(self, machine: Machine, config: RunConfig, workload: Workload) -> None:
-        super().__init__(config, workload)
-        object.__setattr__(self, "machine", machine)
+    machine: Machine
 
     @contextlib.contextmanager
     def begin(self, plan: Plan, **changes: Any) -> Iterator[Any]:
-        yield Scripted(self.machine, plan)  # type: ignore[attr-defined]
+        yield Scripted(self.machine, plan)
 
 
 @dataclass

@@ -19,8 +19,7 @@ from halfstep_train.run.assemble import assemble, build_workload, decide_plan
 from halfstep_train.run.engine import Engine, make_engine
 from halfstep_train.run.launch import Launch, join_world
 from halfstep_train.run.multi_rank import describe_rank_effects, refuse_differences
-from halfstep_train.run.rehearsal import RunRehearsal
-from halfstep_train.run.run_rank import AgreedTrials
+from halfstep_train.run.rehearsal import AgreedRehearsal
 from halfstep_train.tune.memory_low import CannotRun
 from halfstep_train.tune.mode_search import ModeSearch
 from halfstep_train.tune.trials import Rehearsal, TrialTime, load_first_batch, measure_cost
@@ -48,7 +47,7 @@ def searched(world: World) -> Plan:
         time = TrialTime(1e6, most_s=MOST_S)
         return dataclasses.replace(plan, **ModeSearch(plan, time, rehearsal).search().fields)
 
-    return AgreedTrials(world, RunRehearsal(config, workload), "cpu").plan(make)
+    return AgreedRehearsal(config, workload, world, "cpu").plan(make)
 
 
 def tried(world: World) -> str:
@@ -64,7 +63,7 @@ def tried(world: World) -> str:
             return dataclasses.replace(plan, mode_reason=f"{type(error).__name__} {error}")
         return plan
 
-    return AgreedTrials(world, RunRehearsal(config, workload), "cpu").plan(make).mode_reason
+    return AgreedRehearsal(config, workload, world, "cpu").plan(make).mode_reason
 
 
 def uncaptured(world: World) -> list[str]:

@@ -30,7 +30,7 @@ FIELDS = {
 
 
 def cached(config: RunConfig, workload: Workload, plan: Plan) -> CachedMode:
-    return CachedMode(RunRehearsal(config, workload).settings, workload, plan)
+    return CachedMode(plan, RunRehearsal(config, workload))
 
 
 def found(untried: tuple[str, ...] = (), **fields: Any) -> FoundMode:
@@ -155,7 +155,7 @@ def test_what_was_measured_on_a_busy_gpu_is_used_but_not_kept(
     config, workload, plan = made(demo, train__epochs=200_000)
     on_gpu = dataclasses.replace(plan, device="cuda", granted="bf16")
     said: list[str] = []
-    chosen = tune_plan(on_gpu, ScriptedRehearsal(machine, config, workload), said.append, driver=Shared(*answers))
+    chosen = tune_plan(on_gpu, ScriptedRehearsal(config, workload, machine), said.append, driver=Shared(*answers))
     assert chosen.mode == "graph"
     assert (cached(config, workload, on_gpu).read() is not None) == is_kept
     assert ("5 GB taken" in chosen.mode_reason) == (not is_kept)

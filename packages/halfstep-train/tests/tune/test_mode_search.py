@@ -30,7 +30,7 @@ def searched(demo: Path, machine: Machine, run_s: float, **values: object) -> Fo
     on_gpu = dataclasses.replace(plan, device="cuda", granted="bf16")
     num_steps = run_s * 1e3 / (machine.step_ms["eager"] or 30.0)
     time = TrialTime(num_steps, most_s=MOST_S, clock=machine.clock)
-    return ModeSearch(on_gpu, time, ScriptedRehearsal(machine, config, workload)).search()
+    return ModeSearch(on_gpu, time, ScriptedRehearsal(config, workload, machine)).search()
 
 
 @pytest.mark.parametrize(

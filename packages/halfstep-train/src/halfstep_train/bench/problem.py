@@ -106,11 +106,8 @@ def build_problem(config: RunConfig, device: torch.device) -> Problem:
     for part in workload.frozen.values():  # peers autocast them; ours are built again and placed by the plan
         part.module.to(device).eval().requires_grad_(False)
     write_values_(workload.values, 0, device)
-    batch = (
-        kind.synthetic.make_batch(config, workload.store)
-        if kind.synthetic
-        else load_first_batch(config.train, workload)
-    )
+    made_up = kind.synthetic
+    batch = made_up.make_batch(config, workload.store) if made_up else load_first_batch(config.train, workload)
     if device.type == "cuda":
         batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
     samples = config.train.batch_size

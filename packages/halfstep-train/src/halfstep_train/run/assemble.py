@@ -40,7 +40,7 @@ from halfstep.step.schedule import PlateauFactor
 from halfstep.step.snapshots import Snapshots
 from halfstep.step.step import GuardedStep
 from halfstep.step.tables import Values
-from halfstep_train.config.schema import LogConfig, RunConfig, TrainConfig
+from halfstep_train.config.schema import LogConfig, RunConfig, StepSettings, TrainConfig
 from halfstep_train.data.loader import Loader
 from halfstep_train.models.initial_values import skip_initialisation
 from halfstep_train.run.folder import make_paths_absolute
@@ -48,7 +48,6 @@ from halfstep_train.run.frozen_modules import get_modules, place_frozen_
 from halfstep_train.run.multi_rank import connect_ranks, gather_samples, synchronise_norms
 from halfstep_train.run.optimizer import (
     Length,
-    StepSettings,
     make_step,
     override_sections,
     refuse_unknown,
@@ -171,7 +170,7 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
     phases = assemble_phases(config, workload, model, plan, setting, length, to_compiled, values, world)
     ema_options = config.ema.model_dump(exclude={"enabled"})
     step = join_phases(phases) or make_step(
-        select_step_settings(config),
+        config.step_settings,
         model,
         plan,
         setting,
@@ -317,7 +316,7 @@ def assemble_phases(
     )
     assembled = []
     for phase in workload.phases:
-        own = configure_phase(config, phase)
+        own = configure_phase(config.step_settings, phase)
         names = averaged[phase.name]
         # A phase may replace forward; its loss always replaces the workload's.
         named = dataclasses.replace(workload, forward=phase.forward or workload.forward, loss=phase.loss)
@@ -355,13 +354,7 @@ def join_phases(phases: Sequence[AssembledPhase]) -> PhasedStep | None:
     return PhasedStep({own.phase.name: own.step for own in phases}, scaler)
 
 
-def select_step_settings(config: RunConfig) -> StepSettings:
-    sections = {section.name: getattr(config, section.name) for section in dataclasses.fields(StepSettings)}
-    return StepSettings(**sections)
-
-
-def configure_phase(config: RunConfig, phase: Phase) -> StepSettings:
-    settings = select_step_settings(config)
+def configure_phase(settings: StepSettings, phase: Phase) -> StepSettings:
     return override_sections(settings, f"phase {phase.name}", phase.optimizer, phase.schedule)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -24,14 +23,7 @@ from halfstep.step.scaler import Scaler, ScalerOptions
 from halfstep.step.schedule import Schedule, ScheduleOptions, build_schedule
 from halfstep.step.step import GuardedStep
 from halfstep.step.tables import Values
-from halfstep_train.config.schema import (
-    GuardConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    ScalerConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
+from halfstep_train.config.schema import ScheduleConfig, StepSettings, TrainConfig
 from halfstep_train.config.section import Section
 from halfstep_train.tune.memory_low import MemorySetting, make_optimizer
 from halfstep_train.tune.trials import count_total_steps
@@ -49,18 +41,6 @@ class Length(NamedTuple):
     def of(cls, train: TrainConfig, num_batches: int) -> Length:
         """Return the length of a run with so many batches per epoch, if nothing stops it early."""
         return cls(count_total_steps(train, num_batches), math.ceil(num_batches / train.accumulate))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepSettings:
-    """The sections of the config from which the step of a run or of one of its phases is built."""
-
-    optimizer: OptimizerConfig
-    schedule: ScheduleConfig
-    train: TrainConfig
-    guard: GuardConfig
-    scaler: ScalerConfig
-    precision: PrecisionConfig
 
 
 def make_step(

@@ -32,19 +32,19 @@ if TYPE_CHECKING:
     from halfstep.distributed.sharded_files import StoredShards
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class StoredRun:
     """A stored run with its newest checkpoint, of a sharded one this rank's part, and what was changed since."""
 
     folder: RunFolder
     settled: Settled
     changes: Changes
+    allow: bool  # whether records and data may have changed
     path: Path
     checkpoint: Checkpoint
     damaged: list[str]  # a line for each newer checkpoint that cannot be used
     shards: StoredShards | None
     note: str  # empty unless another number of ranks wrote it
-    allow: bool  # whether records and data may have changed
 
     @property
     def state(self) -> dict[str, Any]:
@@ -159,14 +159,5 @@ def open_stored_run(
         way = "--allow-changes" if shards else "train.shard=false --allow-changes"
         fix = f"accept it with {way} (--gpus N starts N ranks)"
         note = stored.refuse_other_mesh(mesh, reshard=allow or is_restarted, fix=fix)
-    return StoredRun(
-        folder=folder,
-        settled=settled,
-        changes=changes,
-        path=path,
-        checkpoint=load_checkpoint(path, stored, mesh),
-        damaged=damaged,
-        shards=stored,
-        note=note,
-        allow=allow,
-    )
+    checkpoint = load_checkpoint(path, stored, mesh)
+    return StoredRun(folder, settled, changes, allow, path, checkpoint, damaged, stored, note)

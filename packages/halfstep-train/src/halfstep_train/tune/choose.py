@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -42,7 +41,6 @@ from halfstep_train.tune.trials import (
     MOST_S,
     SHARE,
     Rehearsal,
-    TrialSettings,
     TrialTime,
     count_total_steps,
     load_first_batch,
@@ -98,28 +96,14 @@ def strip_tuning(plan: Plan, *, keeps_memory: bool) -> Plan:
     )
 
 
-@dataclass(frozen=True, slots=True)
 class Tuning:
     """The trials of one run: mode, fp8, then memory levers, each added to the plan."""
 
-    rehearsal: Rehearsal
-    say: Say
-    driver: Driver
-    peak: Peak
-
-    @property
-    def settings(self) -> TrialSettings:
-        return self.rehearsal.settings
-
-    @property
-    def workload(self) -> Workload:
-        return self.rehearsal.workload
-
-    @property
-    def num_steps(self) -> int:
-        """Return the expected number of steps of the run."""
-        train = self.settings.train
-        return count_total_steps(train, math.ceil(len(self.workload.train_samples) / train.batch_size))
+    def __init__(self, rehearsal: Rehearsal, say: Say, driver: Driver, peak: Peak) -> None:
+        self.rehearsal, self.say, self.driver, self.peak = rehearsal, say, driver, peak
+        self.settings, self.model = rehearsal.settings, rehearsal.workload.model
+        train, num_samples = self.settings.train, len(rehearsal.workload.train_samples)
+        self.num_steps = count_total_steps(train, math.ceil(num_samples / train.batch_size))
 
     # --- the mode ---
 
@@ -131,7 +115,7 @@ class Tuning:
             if train.fast == "graph" and not plan.on_cuda:
                 self.say(NEEDS_CUDA.format(plan.device))
             return dataclasses.replace(plan, mode=mode, mode_reason=reason)
-        kept = CachedMode(self.settings, self.workload, plan).choose_for_run(self.num_steps)
+        kept = CachedMode(plan, self.rehearsal).choose_for_run(self.num_steps)
         fields = kept or self._search_now(plan)
         self.say(f"steps run {fields['mode']}: {fields['mode_reason']}")
         for gain in fields.get("gains", ()):
@@ -146,7 +130,7 @@ class Tuning:
         if found is None:
             reason = f"a run of {format_count(self.num_steps, 'step')} is too short for trials"
             return {"mode": "eager", "mode_reason": f"{reason} (train.fast=graph compiles anyway)"}
-        problem = CachedMode(self.settings, self.workload, plan).write(found) if found.is_final else ""
+        problem = CachedMode(plan, self.rehearsal).write(found) if found.is_final else ""
         if problem:
             self.say(problem)
         return found.fields
@@ -189,13 +173,13 @@ class Tuning:
     def add_memory_levers(self, plan: Plan) -> Plan:
         train = self.settings.train
         # The builders of our own families recompute blocks by themselves.
-        is_outright = train.activation_checkpointing and ":" in self.settings.workload
+        is_outright = train.activation_checkpointing and ":" in self.rehearsal.name
         if plan.memory or not is_outright and train.memory != "low":
             return plan
         found = find_recomputable(plan, self.rehearsal)
         plan = dataclasses.replace(plan, blocks=found.names)
         if found.names:
-            self.say(f"may be recomputed: {describe_blocks(self.workload.model, found.names)}")
+            self.say(f"may be recomputed: {describe_blocks(self.model, found.names)}")
         if is_outright:
             left = (note for note in found.notes if not note.startswith("recompute pointwise"))
             left_out = (f"train.activation_checkpointing=true leaves this as it is: {note}" for note in left)

@@ -38,8 +38,7 @@ from halfstep_train.tune.modes import (
     get_code_folder,
     has_convolutions,
 )
-from halfstep_train.tune.trials import Rehearsal, Trial, TrialSettings, TrialTime
-from halfstep_train.workloads.base.workload import Workload
+from halfstep_train.tune.trials import Rehearsal, Trial, TrialTime
 
 WORTH = 1.02  # a mode must be this much faster to be preferred to a simpler one: the noise of trials
 WORTH_SEARCHING = 1.01
@@ -64,7 +63,7 @@ class ModeSearch:
     def __init__(self, plan: Plan, time: TrialTime, rehearsal: Rehearsal) -> None:
         self.plan, self.time, self.rehearsal = plan, time, rehearsal
         self.train, self.workload = rehearsal.settings.train, rehearsal.workload
-        layout = self.train.channels_last, rehearsal.settings.workload, plan
+        layout = self.train.channels_last, rehearsal.name, plan
         self.fields: dict[str, Any] = {
             "mode": "eager",
             "channels_last": wants_channels_last(*layout, *self.workload.list_modules()),
@@ -250,14 +249,15 @@ MUCH_LONGER = 2.0  # a run longer by this factor than the one that measured trie
 class CachedMode:
     """The stored result for one model, shapes, device and versions."""
 
-    def __init__(self, settings: TrialSettings, workload: Workload, plan: Plan) -> None:
-        train, optimizer = settings.train, settings.optimizer
+    def __init__(self, plan: Plan, rehearsal: Rehearsal) -> None:
+        workload, (image_size, sample_size) = rehearsal.workload, rehearsal.describe_shape()
+        settings, train, optimizer = rehearsal.settings, rehearsal.settings.train, rehearsal.settings.optimizer
         rows = (*plan.rows, *plan.frozen)
         identity = (
             "\n".join(map(str, (workload.model, *(part.module for part in workload.frozen.values())))),
-            [train.batch_size, train.accumulate, settings.image_size],
-            settings.describe_sample(),
-            [optimizer.name, optimizer.moment_bits, settings.precision.rounding, settings.has_ema],
+            [train.batch_size, train.accumulate, image_size],
+            sample_size,
+            [optimizer.name, optimizer.moment_bits, settings.precision.rounding, settings.ema.enabled],
             [train.channels_last, train.tune_kernels, train.activation_checkpointing],
             [plan.granted, plan.device_name, [(row.module, row.compute) for row in rows if row.is_part]],
             [__version__, torch.__version__, torch.version.cuda, torch.backends.cudnn.version()],

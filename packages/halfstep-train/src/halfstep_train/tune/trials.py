@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +17,7 @@ from halfstep.errors import summarise_error
 from halfstep.hardware.clock import Clock, Stopwatch
 from halfstep.hardware.memory import LiveBytes, get_peak_memory_bytes, reset_peak
 from halfstep.precision.plan import Plan
-from halfstep_train.config.schema import OptimizerConfig, PrecisionConfig, TrainConfig
+from halfstep_train.config.schema import StepSettings, TrainConfig
 from halfstep_train.data.loader import Loader
 from halfstep_train.tune.channels_last import is_only_tried
 from halfstep_train.tune.fresh_thread import run_in_fresh_thread
@@ -84,26 +83,18 @@ class Capturable(Protocol):
     def why_never_captured(self) -> str: ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrialSettings:
-    """The settings of a run that decide what is tried, and for what the result holds."""
-
-    workload: str  # its name or import path
-    image_size: int
-    describe_sample: Callable[[], str]  # what else makes samples larger: frames, tokens
-    has_ema: bool
-    train: TrainConfig
-    precision: PrecisionConfig
-    optimizer: OptimizerConfig
-
-
 class Rehearsal(Protocol):
     """Assembles copies of a run for trials. Passed in, because this package does not build runs."""
 
     @property
-    def settings(self) -> TrialSettings: ...
+    def name(self) -> str: ...
+    @property
+    def settings(self) -> StepSettings: ...
     @property
     def workload(self) -> Workload: ...
+
+    def describe_shape(self) -> tuple[int, str]:
+        """Return the side of images, and what else makes samples larger: frames, tokens."""
 
     def begin(self, plan: Plan, **changes: Mapping[str, Any]) -> AbstractContextManager[Trial]:
         """Assemble a copy for one trial; `changes` are other settings, by section."""

@@ -18,7 +18,7 @@ from halfstep.evidence.proofs import (
 from halfstep.step.step import GuardedStep, LossFn
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.report.page.read_run import RunRecord, read_run
-from halfstep_train.run.assemble import Assembly, select_step_settings
+from halfstep_train.run.assemble import Assembly
 from halfstep_train.run.engine import prepare_window
 from halfstep_train.run.folder import RunFolder, is_run
 from halfstep_train.run.journal import BUSY, SHORTEST_S, Waiting, format_gpu_use
@@ -119,7 +119,7 @@ def _make_schedule(parts: Assembly, config: RunConfig) -> Callable[[int], float]
     length = Length.of(config.train, num_batches)
     setting = MemorySetting(**parts.plan.memory)
     optimizer, schedules = build_optimizer(
-        select_step_settings(config), parts.model, setting, length, groups=parts.workload.groups
+        config.step_settings, parts.model, setting, length, groups=parts.workload.groups
     )
     return lambda committed: float(optimizer.param_groups[0]["lr"]) * schedules[0](committed)
 

@@ -40,15 +40,15 @@ from halfstep.step.optim.adamw8bit import AdamW8bit, make_state
 from halfstep.step.optim.adamw_bf16 import AdamWBf16, split_for_memory
 from halfstep.step.optim.by_name import CAPTURABLE
 from halfstep.step.optim.codes import make_signed_table, make_unsigned_table
-from halfstep_train.config.schema import RunConfig
+from halfstep_train.config.schema import RunConfig, StepSettings
 from halfstep_train.data.seeds import Key
 from halfstep_train.kernels.fast_forms import force, pretend_launches
 from halfstep_train.models.initial_values import skip_initialisation
-from halfstep_train.run.assemble import build_workload, configure_phase, has_parameter, select_step_settings
+from halfstep_train.run.assemble import build_workload, configure_phase, has_parameter
 from halfstep_train.run.frozen_modules import get_modules
 from halfstep_train.run.memory.sharded import ShardUnit, list_units, name_parameters
 from halfstep_train.run.memory.step_trace import AllocationRecorder, StepTrace
-from halfstep_train.run.optimizer import Length, StepSettings, build_optimizer
+from halfstep_train.run.optimizer import Length, build_optimizer
 from halfstep_train.run.sharded_model import group_blocks
 from halfstep_train.tune.channels_last import convolves_images, match_layout
 from halfstep_train.tune.memory_low import MemorySetting
@@ -241,13 +241,12 @@ class TraceableStep:
 
     def _list_turns(self) -> Iterator[_Turn]:
         """Yield what each phase trains; without phases one turn with everything."""
-        workload, model = self.workload, self.workload.model
+        workload, model, settings = self.workload, self.workload.model, self.config.step_settings
         names = [name for name, p in model.named_parameters() if p.requires_grad]
         if not workload.phases:
-            settings = select_step_settings(self.config)
             yield _Turn(settings, workload.forward, workload.loss, tuple(names), (), workload.groups)
         for phase in workload.phases:
-            own, forward = configure_phase(self.config, phase), phase.forward or workload.forward
+            own, forward = configure_phase(settings, phase), phase.forward or workload.forward
             trained = tuple(name for name in names if has_parameter(phase, name))
             yield _Turn(own, forward, phase.loss, trained, phase.parameters, phase.groups, phase.compiles)
 
