@@ -18,7 +18,8 @@ from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.assemble import assemble, build_workload, decide_plan
 from halfstep_train.run.engine import Engine, make_engine
 from halfstep_train.run.launch import Launch, join_world
-from halfstep_train.run.multi_rank import describe_rank_effects, refuse_differences
+from halfstep_train.run.multi_rank import refuse_differences
+from halfstep_train.run.presentation import describe_rank_effects
 from halfstep_train.run.rehearsal import AgreedRehearsal
 from halfstep_train.tune.memory_low import CannotRun
 from halfstep_train.tune.mode_search import ModeSearch
@@ -88,7 +89,8 @@ def notes(world: World) -> list[str]:
     """On a model with BatchNorm."""
     config = config_with()
     workload = tiny_workload.build(config)
-    return describe_rank_effects(config.train, workload, workload.model, world, lacks_capsules=False)
+    parts = assemble(config, workload, decide_plan(config, workload, probe("cpu")), world)
+    return describe_rank_effects(parts, lacks_capsules=False)
 
 
 def find_differences(world: World, *, resumes: bool) -> str:

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from hardware.fake_driver import T4, FakeDriver
 
+from fake_driver import T4, FakeDriver
 from halfstep.errors import HardwareError
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide

@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,7 @@ from halfstep.hardware.memory import get_peak_memory_bytes
 from halfstep.hardware.monitor import Monitor
 from halfstep.hardware.nvml import EnergyMeter
 from halfstep.hardware.probe import probe
-from halfstep.step.phases import PhasedStep
 from halfstep.step.scaler import Scaler
-from halfstep.step.step import GuardedStep
 from halfstep.tensor_files import write_tensors
 from halfstep_train.config.schema import DataConfig
 from halfstep_train.report.curves import draw_curves
@@ -77,6 +75,7 @@ def finish_run(
     loop: Loop, folder: RunFolder, report: RunReport, monitor: Monitor, energy: EnergyMeter, data: DataConfig
 ) -> None:
     """Write the curves, model and summary of a run that reached its end, and show its results."""
+    _refuse_only_skips(loop)
     parts, writes = loop.parts, loop.checkpoints.writes
     if writes:
         _draw(loop, folder, report)
@@ -107,24 +106,12 @@ def explain_ending(
     return error
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """The step counters at one moment."""
-
-    attempted: int
-    committed: int
-
-    @classmethod
-    def of(cls, step: GuardedStep | PhasedStep) -> Progress:
-        return cls(step.attempted, int(step.committed))
-
-
-def refuse_only_skips(loop: Loop, start: Progress) -> None:
-    """Raise if a run reached its end without a single committed step."""
-    end = Progress.of(loop.parts.step)
-    num_steps, last = end.attempted - start.attempted, loop.journal.latest
+def _refuse_only_skips(loop: Loop) -> None:
+    """Raise if a run reached its end without a single committed step: it must not look like a success."""
+    step, (attempted, committed) = loop.parts.step, loop.started_at
+    num_steps, last = step.attempted - attempted, loop.journal.latest
     went_back = loop.parts.guard.num_rollbacks > 0  # the counter goes back too, perhaps below a resumed run's start
-    is_trained = end.committed > (0 if went_back else start.committed)
+    is_trained = int(step.committed) > (0 if went_back else committed)
     if num_steps == 0 or is_trained or last is None or not last.is_bad:
         return
     scaler = loop.parts.step.scaler

@@ -74,6 +74,8 @@ class Loop:
         """Training samples since this start."""
         self.num_made = 0
         """Steps since this start; the first ones compile and capture."""
+        self.started_at = (0, 0)
+        """Attempted and committed steps before this start."""
         self._is_settled = False
         self.settled: Callable[[], None] = lambda: None
         """Called once, after the first steps."""
@@ -98,7 +100,8 @@ class Loop:
 
     def run(self) -> None:
         """Train until the epochs, max_steps or early stopping end the run."""
-        epochs = self.parts.train.epochs
+        epochs, step = self.parts.train.epochs, self.parts.step
+        self.started_at = step.attempted, int(step.committed)
         if self.parts.snapshots is not None and not self.parts.snapshots.states:
             self.parts.snapshots.take(self.parts.model, self.parts.step)
         # A run that was killed in its last validation has finished its steps but still has to validate.
@@ -109,8 +112,9 @@ class Loop:
         self.checkpoints.wait()
         self._stop_for_callback()  # which may have failed in the last record
         if self.parts.stopping.should_stop and self.position.epoch < epochs:
-            when = f"step {self.parts.step.attempted}" if self._by_steps else f"epoch {self.position.epoch}"
+            when = f"step {step.attempted}" if self._by_steps else f"epoch {self.position.epoch}"
             self.journal.record_early_stop(when, self.parts.stopping)
+        self._show_rank_warnings()
 
     def count_samples(self) -> int:
         """Return the training samples of the whole run, including those before it was resumed."""
@@ -138,7 +142,7 @@ class Loop:
         """True if this rank has received a signal, or a callback has failed."""
         return bool(self.interrupts) or self.journal.failure is not None
 
-    def show_rank_warnings(self) -> None:
+    def _show_rank_warnings(self) -> None:
         """Show the warnings of other ranks."""
         world = self.parts.world
         if world is not None and world.is_first:
@@ -253,7 +257,7 @@ class Loop:
         self.throughput.add(samples)
         self.journal.record_step(attempted, self.throughput.compute_rate(), waiting)
         if attempted % self.journal.report_every == 0:
-            self.show_rank_warnings()
+            self._show_rank_warnings()
         # Run the steps that a fault holds back first: the snapshot must include their commits.
         if parts.snapshots is not None and parts.snapshots.is_due(attempted):
             parts.guard.release_held()

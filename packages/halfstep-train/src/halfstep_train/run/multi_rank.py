@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from halfstep import __version__
 from halfstep.distributed.world import World, mark_agreed
-from halfstep.errors import ConfigError, HalfstepError, format_count
+from halfstep.errors import ConfigError, HalfstepError
 from halfstep.step.facts import PhasedReading, Reading
 from halfstep.step.phases import freeze_others
 from halfstep.step.randomness import seed_everything
@@ -94,26 +94,6 @@ def synchronise_norms(model: nn.Module, device: torch.device) -> nn.Module:
         )
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return converted
-
-
-def describe_rank_effects(
-    train: TrainConfig, workload: Workload, model: nn.Module, world: World | None, *, lacks_capsules: bool
-) -> list[str]:
-    """Return notes on what the number of ranks changes in training."""
-    if world is None or world.size == 1:
-        return []
-    notes = [f"over the samples of one rank, not of the whole batch: {what}" for what in workload.by_batch]
-    each = world.count_rows(train.batch_size, world.size - 1)
-    # Below 16 samples BatchNorm's statistics are noisy (Wu and He 2018).
-    has_norm = any(type(m).__name__.startswith("BatchNorm") for m in model.modules())
-    if has_norm and each < 16 and not train.sync_batch_norm:
-        notes += [
-            f"BatchNorm computes its statistics over the {format_count(each, 'sample')} of one rank; "
-            "train.sync_batch_norm=true uses those of all ranks (GPUs only)"
-        ]
-    if lacks_capsules:
-        notes.append("faults are not saved as capsules (guard.capsules), because no rank holds the whole model")
-    return notes
 
 
 def refuse_small_batch(batch_size: int, size: int) -> None:

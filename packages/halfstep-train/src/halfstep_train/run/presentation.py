@@ -26,7 +26,6 @@ from halfstep_train.run.folder import RunFolder
 from halfstep_train.run.frozen_modules import describe_frozen
 from halfstep_train.run.journal import suggest_faster_data
 from halfstep_train.run.loop import Loop
-from halfstep_train.run.multi_rank import describe_rank_effects
 from halfstep_train.run.run_rank import FarReport
 from halfstep_train.run.stored_state import count_lost_updates, describe_half_weights, warn_of_rounding
 from halfstep_train.workloads.base.import_path import check_call_form, import_callable
@@ -77,11 +76,27 @@ def show_start(
     if is_new:  # a resumed run would name config.yaml as the source of every setting
         write_atomically(folder.report / "config.json", json.dumps(dump_config(loaded), indent=1) + "\n")
     lacks_capsules = parts.plan.shards and loaded.config.guard.capsules > 0
-    effects = describe_rank_effects(
-        parts.train, parts.workload, parts.model, parts.world, lacks_capsules=lacks_capsules
-    )
-    for warning in (*warnings, *effects):
+    for warning in (*warnings, *describe_rank_effects(parts, lacks_capsules=lacks_capsules)):
         report.notice(warning, "warning")
+
+
+def describe_rank_effects(parts: Assembly, *, lacks_capsules: bool) -> list[str]:
+    """Return notes on what the number of ranks changes in training."""
+    train, world = parts.train, parts.world
+    if world is None or world.size == 1:
+        return []
+    notes = [f"over the samples of one rank, not of the whole batch: {what}" for what in parts.workload.by_batch]
+    each = world.count_rows(train.batch_size, world.size - 1)
+    # Below 16 samples BatchNorm's statistics are noisy (Wu and He 2018).
+    has_norm = any(type(m).__name__.startswith("BatchNorm") for m in parts.model.modules())
+    if has_norm and each < 16 and not train.sync_batch_norm:
+        notes += [
+            f"BatchNorm computes its statistics over the {format_count(each, 'sample')} of one rank; "
+            "train.sync_batch_norm=true uses those of all ranks (GPUs only)"
+        ]
+    if lacks_capsules:
+        notes.append("faults are not saved as capsules (guard.capsules), because no rank holds the whole model")
+    return notes
 
 
 def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Assembly) -> None:

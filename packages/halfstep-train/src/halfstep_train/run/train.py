@@ -24,7 +24,7 @@ from halfstep_train.report.listeners import refuse_missing
 from halfstep_train.run.assemble import Assembly, apply_settled, assemble, build_workload, is_demo
 from halfstep_train.run.capsules import record_faults
 from halfstep_train.run.choose_plan import PlanChoice, refuse_missing_format
-from halfstep_train.run.ending import Progress, finish_run, handle_ending, refuse_only_skips
+from halfstep_train.run.ending import finish_run, handle_ending
 from halfstep_train.run.folder import (
     RunFolder,
     RunSource,
@@ -121,7 +121,7 @@ class Run:
                 made = copy_made_here(self.workload.frozen)
                 self.loaded = dataclasses.replace(self.loaded, config=apply_settled(self.config, self.workload))
                 self._refuse_unfit()
-                self._assemble(self._choose_plan().choose())
+                self._assemble(PlanChoice(self.config, self.workload, self.rank, self.device).choose())
                 if self.rank.writes:
                     planned = folder or RunFolder.choose(out, name)
                     self.warnings += check_disk(self.parts, planned, self.config.optimizer)
@@ -159,7 +159,8 @@ class Run:
             self.workload = stored.build_workload(config)
             other += stored.check_data(self.workload)
             self._refuse_unfit()
-            plan = self._choose_plan().choose_again(folder, changes, is_other_mesh=bool(stored.note))
+            choice = PlanChoice(config, self.workload, self.rank, self.device)
+            plan = choice.choose_again(folder, changes, is_other_mesh=bool(stored.note))
             if self.rank.writes:
                 stored.cut_records()
             self._assemble(plan)
@@ -175,9 +176,6 @@ class Run:
     def _refuse_unfit(self) -> None:
         if self.world is not None or self.config.train.shard is not False:
             refuse_unfit(self.config, self.workload, self.world, resumes=self.stored is not None)
-
-    def _choose_plan(self) -> PlanChoice:
-        return PlanChoice(self.config, self.workload, self.rank, self.device)
 
     def _assemble(self, plan: Plan) -> None:
         """Assemble the run; a model that does not fit into memory is an error with suggestions."""
@@ -223,7 +221,7 @@ class Run:
                 if self.stored is not None:
                     self.stored.restore(loop, config)
                 reset_peak(parts.device)
-                energy, start = EnergyMeter(parts.device), Progress.of(parts.step)
+                energy = EnergyMeter(parts.device)
                 monitor = watch.enter_context(
                     monitor_device(parts.device, folder.path / "monitor.jsonl", records=writes)
                 )
@@ -233,8 +231,5 @@ class Run:
                 except OutOfMemory as error:
                     error.__traceback__ = None  # its frames hold the activations that did not fit
                     raise explain_step_too_large(error, config, parts, loop.engine.pieces) from error
-                loop.show_rank_warnings()
                 monitor.stop()
-                # A run that trained nothing must not look like a success.
-                refuse_only_skips(loop, start)
                 finish_run(loop, folder, report, monitor, energy, config.data)
