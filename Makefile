@@ -20,7 +20,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo demos docs integrations soak torch trackers test test-library check check-hook rules format clean wheel
+.PHONY: demo demos docs integrations soak torch trackers test test-library lint check check-hook rules format clean wheel
 
 demo: $(STAMP)
 	$(BIN)/halfstep train unet
@@ -41,8 +41,8 @@ trackers:
 
 # Dozens of processes import halfstep: its bytecode is kept, whatever the shell says.
 test: export PYTHONDONTWRITEBYTECODE =
-test: check
-	$(BIN)/python -m pytest -n auto --dist worksteal -q
+test: lint
+	$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest -n auto --dist worksteal -q; tests=$$?; wait $$types && exit $$tests
 
 # The library must not need the application: here there is none.
 test-library:
@@ -50,9 +50,11 @@ test-library:
 	.venv-library/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e 'packages/halfstep[test]'
 	.venv-library/bin/python -m pytest -n auto --dist worksteal -q packages/halfstep/tests
 
-check: $(STAMP)
+lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+check: lint
 	$(BIN)/mypy
 
 docs: $(STAMP)

@@ -32,7 +32,7 @@ def parity_flags(description: str | None, *, name: str, needs_data: bool = True)
     parser.add_argument("--data", required=needs_data)
     parser.add_argument("--precisions", default="fp32,bf16,fp16", help="the first one is the baseline")
     parser.add_argument("--seeds", type=int, default=FEWEST_SEEDS)
-    parser.add_argument("--margin", type=float, help="in the metric's unit; from five pilot runs unless given")
+    parser.add_argument("--margin", type=float, help="in the metric's unit; default: half a point, or 1 %% of a loss")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="runs beside each other")
     parser.add_argument("--simulate", action="store_true", help="numerics only, for a machine without the formats")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
@@ -52,7 +52,7 @@ def compare(
 ) -> Comparison:
     """Train every precision with every seed and judge the headline metric; a killed call keeps what was whole.
 
-    Metrics named in `also` are judged as well, with a margin from the same pilot; without a pilot they are kept alone.
+    Metrics named in `also` are judged as well, with a margin by the same rule.
     """
     request = CompareRequest(
         target=workload,
@@ -60,7 +60,7 @@ def compare(
         rows=tuple(
             ComparedRow(name=name, overrides=(f"precision={name}",)) for name in arguments.precisions.split(",")
         ),
-        looks=(arguments.seeds,),
+        seeds=arguments.seeds,
         margin=arguments.margin,
         at_once=arguments.at_once,
         best=best,
@@ -69,7 +69,7 @@ def compare(
 
     def say(line: str) -> None:
         print(line, flush=True)
-        if comparison.margin is not None and comparison.count_whole_seeds():
+        if comparison.count_whole_seeds():
             keep(arguments, where, comparison, also)
 
     run_comparison(where, comparison, say)
@@ -88,8 +88,7 @@ def keep(arguments: argparse.Namespace, where: Path, comparison: Comparison, als
     runs = {name: [run_record(where, run) for run in comparison.select_outcomes(name)] for name in rows}
     count = comparison.count_whole_seeds()
     judged = {comparison.metric: {name: as_json(found, count) for name, found in comparison.judge().items()}}
-    if comparison.pilot:
-        judged |= {metric: others(where, comparison, runs, metric) for metric in also}
+    judged |= {metric: others(comparison, runs, metric) for metric in also}
     record = {
         "settings": shown_settings(arguments),
         "metric": comparison.metric,
@@ -112,12 +111,11 @@ def last_validation(folder: Path) -> dict[str, float]:
     return {key: value for key, value in (validations or [{}])[-1].items() if isinstance(value, float)}
 
 
-def others(where: Path, comparison: Comparison, runs: dict[str, list[Any]], metric: str) -> dict[str, Any]:
+def others(comparison: Comparison, runs: dict[str, list[Any]], metric: str) -> dict[str, Any]:
     count = comparison.count_whole_seeds()
-    pilot = [last_validation(where / "runs" / f"pilot-{number}")[metric] for number in range(len(comparison.pilot))]
-    margin = choose_margin(pilot, in_points=metric != "loss" and all(0 <= value <= 1 for value in pilot))
     values = {name: [run[metric] for run in found[:count]] for name, found in runs.items()}
     baseline = values.pop(comparison.request.baseline.name)
+    margin = choose_margin(baseline, in_points=metric != "loss" and all(0 <= value <= 1 for value in baseline))
     return {name: as_json(found, count) for name, found in judge_rows(baseline, values, margin).items()}
 
 

@@ -9,8 +9,7 @@ import tomllib
 from typer.main import get_command
 
 from doc_pages import PAGES, ROOT, shell_lines
-from halfstep.errors import OPTIONAL, suggest_install
-from halfstep_train.cli.check import INSTALL
+from halfstep.errors import OPTIONAL, suggest_install, suggest_own_install
 from halfstep_train.cli.main import build_app
 
 LIBRARY, APPLICATION, CHECK = (f"packages/{name}" for name in ("halfstep", "halfstep-train", "halfstep-check"))
@@ -59,7 +58,7 @@ def test_make_and_the_errors_install_the_package_of_the_check_by_its_path() -> N
     assert (
         f"-c constraints.txt -e '{LIBRARY}[dev,track]' -e {APPLICATION} -e {CHECK}\n" in (ROOT / "Makefile").read_text()
     )
-    assert f"pip install -c constraints.txt -e {CHECK}" == INSTALL
+    assert suggest_own_install("halfstep-check") == f"pip install -e {ROOT / CHECK}"
 
 
 def test_the_readme_installs_what_every_workload_needs() -> None:

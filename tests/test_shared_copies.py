@@ -76,6 +76,7 @@ def test_all_distributions_have_one_version_and_one_licence() -> None:
     version = halfstep.__version__
     assert version == halfstep_train.__version__ == halfstep_check.__version__
     assert train["dependencies"][0] == f"halfstep=={version}"
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     assert library["optional-dependencies"]["cli"] == [f"halfstep-train=={version}"]
     assert {(where / "LICENSE").read_bytes() for where in folders} == {(ROOT / "LICENSE").read_bytes()}
     assert set(check["dependencies"]) <= set(train["dependencies"])

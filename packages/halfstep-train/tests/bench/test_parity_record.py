@@ -28,10 +28,10 @@ def with_runs(folder: Path, values: dict[str, list[float]]) -> Comparison:
             (run / "metrics.jsonl").write_text(json.dumps({"kind": "val", "loss": value}) + "\n")
     rows = tuple(ComparedRow(name=name, overrides=()) for name in values)
     request = CompareRequest(
-        target="unet", overrides=(), rows=rows, looks=(len(SEEDS),), margin=0.1, at_once=1, best=False
+        target="unet", overrides=(), rows=rows, seeds=len(SEEDS), margin=0.1, at_once=1, best=False
     )
     runs = [outcome(row, seed, value) for row, found in values.items() for seed, value in enumerate(found)]
-    return Comparison(request=request, runs=runs, margin=0.1)
+    return Comparison(request=request, runs=runs)
 
 
 def test_a_stored_parity_says_verdict_interval_and_how_many_seeds_were_paired(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import resource
 import subprocess
 import sys
@@ -66,7 +67,7 @@ def test_without_the_package_the_command_says_how_to_install_it(configs: Path) -
     done = without_the_package("check", "acc.yaml", "--sarif", "--gpu", "t4")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: halfstep check is not installed\n  why: ")
-    assert "fix: pip install -c constraints.txt -e packages/halfstep-check" in done.stderr
+    assert re.search("fix: pip install -e .*/packages/halfstep-check\n", done.stderr)
     done = without_the_package("check", "--help")
     assert done.returncode == 0
     assert "halfstep-check" in done.stdout

@@ -66,6 +66,10 @@ def test_each_run_shows_state_progress_time_left_and_best_metric_newest_first(
     assert (found[0]["left_s"], found[0]["best"]) == (4190.0, {"value": 0.7, "epoch": 1})
 
 
-def test_a_folder_without_runs_or_no_folder_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_runs_or_no_folder_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert say(capsys, str(tmp_path)) == f"no runs in {tmp_path}\n"
+    monkeypatch.chdir(tmp_path)
+    assert say(capsys) == "no runs in runs\n"
     assert "there is no folder" in say(capsys, str(tmp_path / "no"))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -52,6 +53,31 @@ def test_a_run_that_is_under_way_shows_its_newest_step_and_fault(
     facts = json.loads(look(capsys, str(tmp_path), "--json")[1])
     assert (facts["samples_per_s"], facts["tokens_per_s"], facts["iou"]) == (250.0, 4000.0, 0.71)
     assert facts["last_fault"] == {"step": 13, "reason": "loss is nan"}
+
+
+def test_control_characters_in_the_records_do_not_reach_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("workload: unet\n")
+    event = {"kind": "event", "step": 1, "event": "skipped", "reason": "\x1b]0;owned\x07\x1b[2J\x9b31m\rloss is nan"}
+    scores = {"kind": "val", "step": 1, "epoch": 1, "loss": 0.5, "\x1b[31miou": 0.5, "best": True}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (event, scores)))
+    code, text = look(capsys, str(tmp_path), "--once")
+    assert code == 0
+    assert "\\x1b]0;owned\\x07\\x1b[2J\\x9b31m\\x0dloss is nan" in "".join(text.split("\n")).replace("  ", "")
+    assert not {"\x1b", "\x07", "\x9b", "\r"} & set(text)
+    main_output = look(capsys, str(tmp_path), "--json")[1]
+    assert "\x1b" not in main_output
+
+
+def test_a_pipe_in_place_of_the_records_is_refused_instead_of_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("workload: unet\n")
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    code, text = look(capsys, str(tmp_path), "--once")
+    assert code == 2
+    assert "metrics.jsonl is a named pipe, not a file" in " ".join(text.split())
 
 
 def test_a_loss_that_is_not_finite_is_json_all_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

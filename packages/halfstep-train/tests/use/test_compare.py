@@ -77,17 +77,15 @@ def test_precisions_get_a_verdict_a_table_and_a_picture(tmp_path: Path, capsys: 
     assert "tf32 (simulated), all seeds" in page
 
 
-def test_rows_by_settings_fix_their_margin_by_a_pilot_and_go_on_where_they_stood(
+def test_rows_by_settings_are_judged_by_half_a_point_and_go_on_where_they_stood(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "c"
     code, text, progress = run(capsys, MOONS, *SMALL, *TWO, "--seeds", "5", "--out", str(out), "--price", "2.5")
-    assert "pilot: 5 runs of plain" in progress
-    assert "twice the deviation of 5 pilot runs" in text
+    assert "2 rows x 5 seeds: 10 runs; the first run shows how long they take" in progress
+    assert "margin 0.005 in accuracy: half a point" in text
     assert "money/run" in text
     whole = json.loads((out / "comparison.json").read_text())
-    assert len(whole["pilot"]) == 5
-    assert not {run["seed"] for run in whole["pilot"]} & {run["seed"] for run in whole["runs"]}
     # As if it had been interrupted after three runs: only the others are trained, and the same numbers come out.
     (out / "comparison.json").write_text(json.dumps({**whole, "runs": whole["runs"][:3], "ended": ""}))
     again, text_again, progress = run(capsys, "--resume", str(out))
@@ -109,36 +107,31 @@ class HandClock:
 
 def test_a_forecast_counts_every_run_and_follows_how_long_each_row_takes(tmp_path: Path) -> None:
     rows = tuple(ComparedRow(name=name, overrides=(f"precision={name}",)) for name in ("fp32", "bf16"))
-    request = CompareRequest(target=MOONS, overrides=(), rows=rows, looks=(5, 10, 20))
+    request = CompareRequest(target=MOONS, overrides=(), rows=rows, seeds=20)
     comparison, clock = Comparison(request=request), HandClock()
     forecast = Forecast(comparison, clock=clock)
-    assert forecast.describe_plan() == (
-        "5 pilot runs and 2 rows x 20 seeds: up to 45 runs; ends after 5, 10 seeds if every row is decided by then; "
-        "the first run shows how long they take"
-    )
+    assert forecast.describe_plan() == "2 rows x 20 seeds: 40 runs; the first run shows how long they take"
 
-    def take(kept: list[RunOutcome], row: int, seed: int, seconds: float) -> None:
+    def take(row: int, seed: int, seconds: float) -> None:
         forecast.begin((rows[row], seed, tmp_path))
         clock.now_s += seconds
-        kept.append(RunOutcome(row=rows[row].name, seed=seed, value=0.5, curve=(), summary={}, alone=True))
-        forecast.finish(kept[-1])
+        outcome = RunOutcome(row=rows[row].name, seed=seed, value=0.5, curve=(), summary={}, alone=True)
+        comparison.runs.append(outcome)
+        forecast.finish(outcome)
 
-    take(comparison.pilot, 0, 0, 60.0)
-    assert forecast.describe_left() == "1 of up to 45 runs, up to about 44 min left"
-    comparison.margin = 0.1
-    comparison.pilot *= 5
-    take(comparison.runs, 0, 0, 60.0)
-    take(comparison.runs, 1, 0, 600.0)
-    assert forecast.describe_left() == "7 of up to 45 runs, up to about 3 h 29 min left", "19 x 1 min and 19 x 10 min"
+    take(0, 0, 60.0)
+    assert forecast.describe_left() == "1 of 40 runs, about 39 min left"
+    take(1, 0, 600.0)
+    assert forecast.describe_left() == "2 of 40 runs, about 3 h 29 min left", "19 x 1 min and 19 x 10 min"
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 7, "total_steps": 90, "left_s": 125.0}\n')
     forecast.begin((rows[1], 1, tmp_path))
-    assert forecast.__rich__().plain.startswith("bf16, seed 1, step 7/90; 7 of up to 45 runs")
+    assert forecast.__rich__().plain.startswith("bf16, seed 1, step 7/90; 2 of 40 runs")
     comparison.request = dataclasses.replace(request, budget_s=900.0)
     comparison.spent_s = 720.0
-    assert forecast.describe_left().endswith("up to about 3 min left"), "the budget ends it"
+    assert forecast.describe_left().endswith("about 3 min left"), "the budget ends it"
 
 
-def test_a_budget_ends_it_before_the_last_look(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_ends_it_before_the_last_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text, _ = run(
         capsys, MOONS, *SMALL, *TWO, "--margin", "0.1", "--budget", "0.01s", "--out", str(tmp_path / "c")
     )
@@ -155,9 +148,9 @@ def test_a_run_that_the_guard_stopped_is_a_row_that_shows_nothing(tmp_path: Path
     stored = RunOutcome.from_json(json.loads(json.dumps(outcome.to_json())))
     assert (stored.end, stored.stopped) == (outcome.end, outcome.stopped)
     rows = (ComparedRow(name="a", overrides=("precision=fp32",)), row)
-    request = CompareRequest(target=MOONS, overrides=SMALL, rows=rows)
+    request = CompareRequest(target=MOONS, overrides=SMALL, rows=rows, margin=0.1)
     runs = [timed("a", 0, [0.5, 0.8]), outcome]
-    comparison = Comparison(request=request, margin=0.1, runs=runs, settings=collect_settings(request))
+    comparison = Comparison(request=request, runs=runs, settings=collect_settings(request))
     wild = build_lines(comparison)[1]
     assert (wild.not_reached, wild.to_quality_s, wild.seconds_per_epoch) == (1, None, None)
     found = json.loads(json.dumps(convert_comparison(comparison), allow_nan=False))["rows"][1]
@@ -204,13 +197,13 @@ def test_a_row_out_of_memory_is_marked_and_tried_once_and_the_others_go_on(
     assert not list(out.glob("runs/large-[1-4]*")), "another seed takes as much memory"
 
 
-def test_a_baseline_out_of_memory_fixes_no_margin_and_says_why(
+def test_a_baseline_out_of_memory_is_a_row_like_any_other(
     hungry: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = (hungry, *SMALL, "train.batch_size=64", *TWO, "--seeds", "5", "--out", str(tmp_path / "c"))
-    code, _, error = run(capsys, *(word for word in words if word != "train.batch_size=32"))
-    assert code == 2
-    assert "out of memory on cpu with batch size 64" in error
+    code, text, error = run(capsys, *(word for word in words if word != "train.batch_size=32"))
+    assert code == 1
+    assert "out of memory on cpu with batch size 64" in text + error
 
 
 def test_judged_by_its_best_validation_a_run_counts_as_its_best_checkpoint_would(tmp_path: Path) -> None:
@@ -243,8 +236,8 @@ def timed(row: str, seed: int, values: list[float], **more: Any) -> RunOutcome:
 def test_an_epochs_time_is_that_of_training_and_a_runs_money_is_that_of_all_of_it() -> None:
     rows = tuple(ComparedRow(name=name, overrides=()) for name in ("a", "b"))
     runs = [timed(row, seed, [0.5]) for row in ("a", "b") for seed in range(3)]
-    request = CompareRequest(target="x", overrides=(), rows=rows, price=7.2)
-    line = build_lines(Comparison(request=request, margin=0.05, runs=runs))[0]
+    request = CompareRequest(target="x", overrides=(), rows=rows, price=7.2, margin=0.05)
+    line = build_lines(Comparison(request=request, runs=runs))[0]
     assert (line.seconds_per_epoch, line.samples_per_s) == pytest.approx((0.4, 100))
     assert line.money == pytest.approx(0.002)
     assert line.rate == pytest.approx(("samples/s", 100))
@@ -253,15 +246,15 @@ def test_an_epochs_time_is_that_of_training_and_a_runs_money_is_that_of_all_of_i
 def test_a_table_counts_in_the_unit_of_the_workload() -> None:
     rows = tuple(ComparedRow(name=name, overrides=()) for name in ("a", "b"))
     runs = [timed(row, 0, [0.5], samples_per_s=60.0, tokens_per_s=600.0) for row in ("a", "b")]
-    lines = build_lines(Comparison(request=CompareRequest(target="x", overrides=(), rows=rows), margin=0.05, runs=runs))
+    lines = build_lines(Comparison(request=CompareRequest(target="x", overrides=(), rows=rows, margin=0.05), runs=runs))
     assert build_columns(lines, "accuracy")["tokens/s"] == ["1,000", "1,000"]
 
 
 def test_a_table_wider_than_the_terminal_is_split_and_not_cut() -> None:
     rows = tuple(ComparedRow(name=name, overrides=()) for name in ("baseline", "everything else"))
     runs = [timed(row.name, seed, [0.5 + seed / 1e6], joules=123_456.0) for row in rows for seed in range(3)]
-    request = CompareRequest(target="x", overrides=(), rows=rows, price=7.2)
-    lines = build_lines(Comparison(request=request, margin=0.05, runs=runs))
+    request = CompareRequest(target="x", overrides=(), rows=rows, price=7.2, margin=0.05)
+    lines = build_lines(Comparison(request=request, runs=runs))
     console = Console(width=80, file=io.StringIO(), record=True)
     show_comparison(lines, "accuracy", [], console)
     said = console.export_text()
@@ -281,7 +274,7 @@ def test_the_largest_batch_is_that_of_the_gpu_the_rows_ran_on_wherever_the_table
         known = {} if memory is None else {"device_memory_bytes": memory}
         on = {"device": "cuda:0 (A)", "steps_run": "eager", "precision": "fp32", **known}
         runs = [timed("a", seed, [0.5], **on) for seed in range(5)]
-        return build_lines(Comparison(request=request, margin=0.05, runs=runs))[0].largest_batch
+        return build_lines(Comparison(request=request, runs=runs))[0].largest_batch
 
     small, large = largest(10**9), largest(2 * 10**9)
     assert small is not None
@@ -294,7 +287,7 @@ def test_time_to_the_same_quality_is_the_first_validation_at_the_baselines_end_l
     rows = tuple(ComparedRow(name=name, overrides=()) for name in ("a", "b"))
     runs = [timed("a", 0, [0.5, 0.8]), timed("b", 0, [0.76, 0.9]), timed("a", 1, [0.5, 0.8]),
             timed("b", 1, [0.6, 0.7])]  # fmt: skip
-    comparison = Comparison(request=CompareRequest(target="x", overrides=(), rows=rows), margin=0.05, runs=runs)
+    comparison = Comparison(request=CompareRequest(target="x", overrides=(), rows=rows, margin=0.05), runs=runs)
     assert measure_time_to_quality(comparison, comparison.select_outcomes("b")) == [1.0, None]
     assert measure_time_to_quality(comparison, comparison.select_outcomes("a")) == [2.0, 2.0]
 
@@ -303,23 +296,23 @@ def test_the_median_time_to_quality_counts_the_seeds_that_never_get_there() -> N
     rows = tuple(ComparedRow(name=name, overrides=()) for name in ("a", "b"))
     curves = [[0.9], [0.1, 0.9], [0.1, 0.1, 0.9], [0.1]]
     runs = [timed(row, seed, curve if row == "b" else [0.9]) for row in "ab" for seed, curve in enumerate(curves)]
-    comparison = Comparison(request=CompareRequest(target="x", overrides=(), rows=rows), margin=0.05, runs=runs)
+    comparison = Comparison(request=CompareRequest(target="x", overrides=(), rows=rows, margin=0.05), runs=runs)
     line = build_lines(comparison)[1]
     assert (line.to_quality_s, line.not_reached) == (2.5, 1), "between the second and the third of four"
 
 
 def test_rows_whose_names_files_cannot_hold_have_folders_of_their_own() -> None:
-    rows = [ComparedRow(name=name, overrides=()) for name in ("a b", "a_b", "ä", "ö", "pilot", "amp+large")]
-    assert list(choose_folder_names(rows)) == ["a_b", "a_b_1", "_", "__3", "pilot_4", "amp+large"]
+    rows = [ComparedRow(name=name, overrides=()) for name in ("a b", "a_b", "ä", "ö", "amp+large")]
+    assert list(choose_folder_names(rows)) == ["a_b", "a_b_1", "_", "__3", "amp+large"]
     assert list(choose_folder_names(rows).values()) == rows
 
 
 def test_what_a_budget_cut_off_counts_for_nothing_and_small_metrics_show_their_deviation() -> None:
     rows = tuple(ComparedRow(name=name, overrides=()) for name in ("a", "b"))
     runs = [timed(row, seed, [1e-4 + 1e-6 * seed]) for row in "ab" for seed in range(5)]
-    request = CompareRequest(target="x", overrides=(), rows=rows)
-    whole = Comparison(request=request, margin=0.05, runs=runs)
-    cut = Comparison(request=request, margin=0.05, runs=[*runs, timed("a", 5, [0.5])])
+    request = CompareRequest(target="x", overrides=(), rows=rows, margin=0.05)
+    whole = Comparison(request=request, runs=runs)
+    cut = Comparison(request=request, runs=[*runs, timed("a", 5, [0.5])])
     assert [line.values for line in build_lines(cut)] == [line.values for line in build_lines(whole)]
     assert build_columns(build_lines(cut), "mse")["mse"] == 2 * ["0.0001020 ± 0.0000016"]
 
@@ -328,7 +321,7 @@ def test_the_report_of_an_unfinished_comparison_says_so_and_has_no_empty_note(tm
     rows = tuple(ComparedRow(name=name, overrides=("precision=fp32",)) for name in ("a", "b"))
     runs = [timed(row, seed, [0.8 + 0.01 * seed], precision="fp32") for seed in range(2) for row in "ab"]
     request = CompareRequest(target=MOONS, overrides=("device=cpu",), rows=rows)
-    page = render_comparison_page(written(tmp_path / "c", request, margin=0.05, runs=runs))
+    page = render_comparison_page(written(tmp_path / "c", request, runs=runs))
     assert "unfinished after 4 runs; continue it with halfstep compare --resume" in page
     assert "ended: <" not in page
 
@@ -387,7 +380,7 @@ def test_a_comparison_goes_on_with_the_settings_it_began_with(
     request = CompareRequest(
         target=str(config), overrides=("device=cpu", "precision.simulate=true"), rows=rows, margin=0.5
     )
-    folder = written(tmp_path / "c", request, margin=0.5)
+    folder = written(tmp_path / "c", request)
     config.write_text(f"workload: {MOONS}\noptimizer: {{lr: 0.1}}\n")
     code, _, error = run(capsys, "--resume", str(folder))
     assert code == 2
@@ -396,16 +389,13 @@ def test_a_comparison_goes_on_with_the_settings_it_began_with(
     assert (code, "--seeds, the settings" in error, "--budget" in error) == (2, True, True)
 
 
-def test_a_budget_that_ends_with_the_pilot_can_be_raised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_that_ended_can_be_raised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "c")
-    code, _, error = run(capsys, MOONS, *SMALL, *TWO, "--budget", "0.01s", "--seeds", "5", "--out", out)
-    assert code == 1
-    assert "before the margin was fixed" in error
-    code, _, error = run(capsys, "--resume", out)
-    assert (code, "pilot-" in error, len(open_comparison(Path(out)).pilot)) == (1, False, 1), (
-        "nothing was left to spend"
-    )
-    code, _, error = run(capsys, "--resume", out, "--budget", "0.02s", "--price", "3")
+    code, text, _ = run(capsys, MOONS, *SMALL, *TWO, "--budget", "0.01s", "--seeds", "5", "--out", out)
+    assert (code, "is spent (--resume with a larger --budget continues)" in text) == (1, True)
+    run(capsys, "--resume", out)
+    assert len(open_comparison(Path(out)).runs) == 1, "nothing was left to spend"
+    run(capsys, "--resume", out, "--budget", "0.02s", "--price", "3")
     assert (open_comparison(Path(out)).request.budget_s, open_comparison(Path(out)).request.price) == (0.02, 3)
 
 
@@ -414,11 +404,11 @@ def test_a_kill_at_any_moment_costs_no_run(tmp_path: Path, capsys: pytest.Captur
     folder, place = tmp_path / "c", tmp_path / "c" / "runs" / "plain-0"
     rows = tuple(ComparedRow(name=name, overrides=("precision=fp32", f"train.clip_norm={clip}"))
                  for name, clip in (("plain", 1), ("clipped", 0.5)))  # fmt: skip
-    request = CompareRequest(target=MOONS, overrides=SMALL, rows=rows, looks=(5,), margin=0.5, budget_s=1e-9)
+    request = CompareRequest(target=MOONS, overrides=SMALL, rows=rows, seeds=5, margin=0.5, budget_s=1e-9)
     found = train_row(rows[0], 0, place, target=MOONS, overrides=SMALL)
     assert list(place.glob("checkpoints/step-*")), "killed now, it goes on from here"
     (tmp_path / "c" / "comparison.json").write_text(
-        Comparison(request=request, settings=collect_settings(request), margin=0.5, runs=[found]).to_json()
+        Comparison(request=request, settings=collect_settings(request), runs=[found]).to_json()
     )
     run(capsys, "--resume", str(folder))  # nothing is left to spend: it only puts away
     assert not list(folder.glob("runs/*/checkpoints"))
@@ -442,7 +432,7 @@ def test_runs_that_differ_in_more_than_the_rows_say_are_told() -> None:
     runs = [timed(row, seed, [0.5, 0.8 + 0.01 * seed], device=device, data="of digest 12",
                     precision="tf32" if row == "a" else "fp32")
             for seed, device in ((0, "cuda:0 (A)"), (1, "cuda:0 (B)")) for row in "ab"]  # fmt: skip
-    comparison = Comparison(request=request, margin=0.05, runs=runs, settings=collect_settings(request))
+    comparison = Comparison(request=request, runs=runs, settings=collect_settings(request))
     notes = collect_notes(comparison)
     assert "b asked for tf32 and ran fp32" in notes
     assert any("NVML" in note for note in notes), "and where energy is not counted, why"

@@ -22,6 +22,9 @@ import difflib
 import re
 import shlex
 from collections.abc import Iterable
+from pathlib import Path
+
+from halfstep import __version__
 
 
 class HalfstepError(Exception):
@@ -48,19 +51,20 @@ class HalfstepError(Exception):
         return _rebuild, (type(self), self.what, self.why, self.fix)
 
 
+UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
 def make_printable(text: str) -> str:
-    """Return text that any terminal, file or JSON accepts: bytes of a file name that are not UTF-8 become `\\xe9`."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        # Python decodes such bytes as lone surrogates, which cannot be encoded again except in a file name.
-        return re.sub("[\ud800-\udfff]", _escape, text)
-    return text
+    """Return text that any terminal, file or JSON accepts: bytes of a file name that are not UTF-8 become `\\xe9`, and
+    control characters of a file's contents `\\x1b`, so that they do not steer the terminal."""
+    return UNPRINTABLE.sub(_escape, text)
 
 
 def _escape(found: re.Match[str]) -> str:
+    # Python decodes bytes that are not UTF-8 as lone surrogates, which cannot be encoded again except in a file name.
     code = ord(found.group())
-    return f"\\x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"\\u{code:04x}"
+    code = code - 0xDC00 if 0xDC80 <= code <= 0xDCFF else code
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 def _rebuild(kind: type[HalfstepError], what: str, why: str, fix: str) -> HalfstepError:
@@ -173,7 +177,6 @@ OPTIONAL = {
 CLI_PACKAGES = {"pydantic": "pydantic", "yaml": "pyyaml", "rich": "rich", "typer": "typer", "PIL": "pillow",
                    "matplotlib": "matplotlib", "torchmetrics": "torchmetrics", "pynvml": "nvidia-ml-py"}  # fmt: skip
 """What halfstep-train needs and the library does not: modules, and the packages that hold them."""
-INSTALL_APPLICATION = "pip install -e packages/halfstep-train, in a clone of halfstep"
 
 
 def suggest_install(*packages: str) -> str:
@@ -184,11 +187,21 @@ def suggest_install(*packages: str) -> str:
     return shlex.join(["pip", "install", *(name + OPTIONAL[name] for name in packages)])
 
 
+def suggest_own_install(name: str) -> str:
+    """Return the command that installs another package of halfstep: from the clone of this one, or its wheel."""
+    folder = Path(__file__).resolve().parents[3] / name
+    if (folder / "pyproject.toml").exists():
+        return shlex.join(["pip", "install", "-e", str(folder)])
+    return f"pip install {name.replace('-', '_')}-{__version__}-py3-none-any.whl, the wheel built with this one"
+
+
 def explain_missing(error: ModuleNotFoundError, what: str) -> ImportError | None:
     """Return an error with the install command if the application or a package that it needs is missing, else None."""
     missing = (error.name or "").partition(".")[0]
     if missing == "halfstep_train":
-        return ImportError(f"{what} needs halfstep-train, which is not installed: {INSTALL_APPLICATION}")
+        return ImportError(
+            f"{what} needs halfstep-train, which is not installed: {suggest_own_install('halfstep-train')}"
+        )
     package = CLI_PACKAGES.get(missing)
     if package is None:
         return None

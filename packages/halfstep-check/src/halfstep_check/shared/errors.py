@@ -33,19 +33,20 @@ class HalfstepError(Exception):
         return _rebuild, (type(self), self.what, self.why, self.fix)
 
 
+UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
 def make_printable(text: str) -> str:
-    """Return text that any terminal, file or JSON accepts: bytes of a file name that are not UTF-8 become `\\xe9`."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        # Python decodes such bytes as lone surrogates, which cannot be encoded again except in a file name.
-        return re.sub("[\ud800-\udfff]", _escape, text)
-    return text
+    """Return text that any terminal, file or JSON accepts: bytes of a file name that are not UTF-8 become `\\xe9`, and
+    control characters of a file's contents `\\x1b`, so that they do not steer the terminal."""
+    return UNPRINTABLE.sub(_escape, text)
 
 
 def _escape(found: re.Match[str]) -> str:
+    # Python decodes bytes that are not UTF-8 as lone surrogates, which cannot be encoded again except in a file name.
     code = ord(found.group())
-    return f"\\x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"\\u{code:04x}"
+    code = code - 0xDC00 if 0xDC80 <= code <= 0xDCFF else code
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 def _rebuild(kind: type[HalfstepError], what: str, why: str, fix: str) -> HalfstepError:

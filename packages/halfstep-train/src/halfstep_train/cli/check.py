@@ -7,14 +7,13 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.errors import ConfigError, HalfstepError
+from halfstep.errors import ConfigError, HalfstepError, suggest_own_install
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from halfstep_check.hardware_gap import Device
 
-INSTALL = "pip install -c constraints.txt -e packages/halfstep-check"
 IS_INSTALLED = importlib.util.find_spec("halfstep_check") is not None
 
 
@@ -65,7 +64,7 @@ def _refuse() -> None:
     raise ConfigError(
         "halfstep check is not installed",
         why="it is the package halfstep-check, in the same repository",
-        fix=f"{INSTALL}, in a clone of halfstep or with the path of that folder",
+        fix=suggest_own_install("halfstep-check"),
     )
 
 

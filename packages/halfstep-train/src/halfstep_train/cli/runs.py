@@ -12,9 +12,12 @@ from halfstep.errors import CheckpointError, format_duration
 from halfstep_train.cli.options import Json
 from halfstep_train.cli.top import collect_facts, explain_bad_records, find_state
 
+RUNS = Path("runs")
+"""Where runs are unless --out says otherwise; before the first one there is no such folder."""
+
 
 def command(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of the runs.")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of the runs.")] = RUNS,
     as_json: Json = False,
 ) -> None:
     """List the runs in a folder, newest first: state, progress, time left, best metric, precision.
@@ -28,7 +31,7 @@ def command(
     from halfstep_train.report.console import make_columns_table, open_result_console
     from halfstep_train.report.metrics_file import replace_non_finite
 
-    if not folder.is_dir():
+    if not folder.is_dir() and folder != RUNS:
         raise CheckpointError(f"there is no folder {folder}", fix="name the folder that holds your runs")
     found = sorted(folder.glob("*/config.yaml"), key=lambda file: file.stat().st_mtime, reverse=True)
     rows = [list_facts(file.parent) for file in found]

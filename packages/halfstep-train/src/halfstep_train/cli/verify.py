@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from halfstep.errors import suggest_own_install
 from halfstep_train.cli.options import (
     ArgumentsOrRun,
     DataDir,
@@ -67,14 +68,15 @@ def command(
 def check_configuration(target: str) -> ProofLine:
     """Run `halfstep check` on the config file; a workload that is given by name has no file to check."""
     from halfstep.evidence.proofs import ProofLine
-    from halfstep_train.cli.check import INSTALL, IS_INSTALLED, load_own
+    from halfstep_train.cli.check import IS_INSTALLED, load_own
 
     run = Path(target) / "config.yaml"
     file = run if run.is_file() else Path(target)
     if not file.is_file():
         return ProofLine(name=CONFIGURATION, holds=None, text="no config file: the workload's defaults are used")
     if not IS_INSTALLED:
-        return ProofLine(name=CONFIGURATION, holds=None, text=f"not checked: halfstep-check is missing ({INSTALL})")
+        text = f"not checked: halfstep-check is missing ({suggest_own_install('halfstep-check')})"
+        return ProofLine(name=CONFIGURATION, holds=None, text=text)
     from halfstep_check.check import check
     from halfstep_check.rules import get_severity
 

@@ -52,9 +52,8 @@ def run(
     with tempfile.TemporaryDirectory() as scratch:
         steps = _choose_steps(steps, most_s, seeds * len(rows), Path(scratch) / "tried", rows[1], common, say)
         overrides = (*common, f"train.max_steps={steps}")
-        request = CompareRequest(target=WORKLOAD, overrides=overrides, rows=rows, looks=(seeds,), margin=MARGIN)
+        request = CompareRequest(target=WORKLOAD, overrides=overrides, rows=rows, seeds=seeds, margin=MARGIN)
         place, comparison = create_comparison(request, Path(scratch) / "comparison")
-        comparison.margin_from = "three points, because with few test images seeds differ by one"
         run_comparison(place, comparison, say)
     lines = build_lines(comparison)
     picture = folder / "exercise1.png"

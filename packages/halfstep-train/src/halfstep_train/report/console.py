@@ -92,7 +92,7 @@ def make_pairs_table(pairs: Iterable[tuple[str, str]]) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in pairs:
-        table.add_row(name, Text(value))
+        table.add_row(make_printable(name), Text(make_printable(value)))
     return table
 
 
@@ -105,7 +105,7 @@ def make_rows_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Tab
 
 
 def colour_word(word: str) -> Text:
-    return Text(word, style=WORD_STYLES.get(word, ""))
+    return Text(make_printable(word), style=WORD_STYLES.get(word, ""))
 
 
 def open_result_console(pipe_width: int = 1000) -> Console:

@@ -15,7 +15,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from halfstep.disk import parse_json, write_atomically
+from halfstep.disk import parse_json, refuse_special_file, write_atomically
 from halfstep.errors import CheckpointError, suggest_command
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -85,6 +85,7 @@ def cut_back(path: Path, num_records: int) -> None:
 
 def _iterate_records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Yield each line with its record; skip an incomplete last line, which a killed run may leave."""
+    refuse_special_file(path)
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     for number, line in enumerate(lines, start=1):
         try:

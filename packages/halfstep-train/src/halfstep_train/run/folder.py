@@ -159,7 +159,7 @@ class RunFolder:
         """Raise CheckpointError if a new run cannot be written to `path`: it is not empty, or inside a file."""
         if make_printable(str(path)) != str(path):
             raise CheckpointError(
-                f"the name of the run's folder {path} is not UTF-8 text",
+                f"the name of the run's folder {path} is not printable UTF-8 text",
                 why="safetensors cannot read files from such a folder",
                 fix="choose another name with --out",
             )

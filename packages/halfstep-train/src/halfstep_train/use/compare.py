@@ -1,8 +1,6 @@
 """`halfstep compare`: test whether rows of settings are equally good, and measure what each costs.
 
-    pilot    five runs of the baseline if no margin was given: they set the margin and are not part of the comparison
-    looks    runs with paired seeds up to a number, then a verdict; the comparison ends when all rows are decided, at
-             the last look, or when the budget is spent
+    runs     every row with paired seeds, seed by seed, until all are done or the budget is spent
     table    time, memory, energy, money, final metric, verdict, time to the same quality
 
 Every outcome is written to `comparison.json` at once, so an interrupted comparison can continue.
@@ -13,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -44,19 +41,13 @@ from halfstep_train.use.compare_run import (
     train_row,
 )
 from halfstep_train.use.equivalence import (
-    FEWEST_SEEDS,
-    LOOKS,
+    SEEDS,
     RowVerdict,
     choose_margin,
-    compute_power,
     is_wide,
     judge_rows,
     refuse_bad_rows,
 )
-
-PILOT_SEED = 1_000_000
-"""First seed of the pilot runs, so that they share no seed with the comparison."""
-PILOT = "pilot"
 
 Say = Callable[[str], None]
 
@@ -68,8 +59,9 @@ class CompareRequest:
     target: str
     overrides: tuple[str, ...]
     rows: tuple[ComparedRow, ...]
-    looks: tuple[int, ...] = LOOKS
+    seeds: int = SEEDS
     margin: float | None = None
+    """Largest difference that counts as the same; None: half a point, or 1 % of a loss."""
     budget_s: float | None = None
     at_once: int = 1
     price: float | None = None
@@ -84,8 +76,7 @@ class CompareRequest:
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> CompareRequest:
         rows = tuple(ComparedRow(name=row["name"], overrides=tuple(row["overrides"])) for row in record["rows"])
-        known = {**record, "rows": rows, "looks": tuple(record["looks"]), "overrides": tuple(record["overrides"])}
-        return cls(**known)
+        return cls(**{**record, "rows": rows, "overrides": tuple(record["overrides"])})
 
 
 @dataclass(kw_only=True, slots=True)
@@ -93,9 +84,6 @@ class Comparison:
     """A request and the outcomes so far."""
 
     request: CompareRequest
-    margin: float | None = None
-    margin_from: str = ""
-    pilot: list[RunOutcome] = field(default_factory=list)
     runs: list[RunOutcome] = field(default_factory=list)
     spent_s: float = 0.0
     ended: str = ""
@@ -115,27 +103,41 @@ class Comparison:
         return self._read_from_runs("mode", "max")
 
     @property
+    def margin(self) -> float:
+        if self.request.margin is not None:
+            return self.request.margin
+        return choose_margin(self.list_finite(self.request.baseline.name), in_points=self.in_points)
+
+    @property
+    def margin_from(self) -> str:
+        rule = "half a point" if self.in_points else "1 % of the baseline's mean"
+        return rule if self.request.margin is None else "as given"
+
+    def list_finite(self, row: str) -> list[float]:
+        return [run.value for run in self.select_paired(row) if math.isfinite(run.value)]
+
+    @property
     def in_points(self) -> bool:
         """True if the metric is a fraction of 1, such as accuracy or IoU, whose margin is given in points.
 
         A metric adjusted for chance, such as the Rand index, may be negative.
         """
-        values = [run.value for run in (*self.pilot, *self.runs) if math.isfinite(run.value)]
+        values = [run.value for run in self.runs if math.isfinite(run.value)]
         return self.mode == "max" and all(abs(value) <= 1 for value in values)
 
     def _read_from_runs(self, key: str, unknown: str) -> str:
-        return next((run.summary[key] for run in (*self.pilot, *self.runs) if key in run.summary), unknown)
+        return next((run.summary[key] for run in self.runs if key in run.summary), unknown)
 
     @classmethod
     def from_json(cls, text: str) -> Comparison:
         record = parse_json(text)
-        lists = {name: [RunOutcome.from_json(one) for one in record[name]] for name in ("pilot", "runs")}
-        return cls(**{**record, **lists, "request": CompareRequest.from_json(record["request"])})
+        runs = [RunOutcome.from_json(one) for one in record["runs"]]
+        return cls(**{**record, "runs": runs, "request": CompareRequest.from_json(record["request"])})
 
     def to_json(self) -> str:
         record = {name: getattr(self, name) for name in self.__slots__}
-        lists = {name: [one.to_json() for one in record[name]] for name in ("pilot", "runs")}
-        return json.dumps({**record, **lists, "request": asdict(self.request)}, indent=1) + "\n"
+        runs = [one.to_json() for one in self.runs]
+        return json.dumps({**record, "runs": runs, "request": asdict(self.request)}, indent=1) + "\n"
 
     def select_outcomes(self, row: str) -> list[RunOutcome]:
         """Return the row's outcomes in the order of their seeds, as they are paired."""
@@ -152,32 +154,28 @@ class Comparison:
 
     def judge(self) -> dict[str, RowVerdict]:
         """Compare each row with the baseline, over the seeds that all rows have."""
-        assert self.margin is not None
         values = {row.name: [run.value for run in self.select_paired(row.name)] for row in self.request.rows}
         baseline = values.pop(self.request.baseline.name)
-        return judge_rows(baseline, values, self.margin, looks=self.request.looks)
+        return judge_rows(baseline, values, self.margin)
 
 
 def create_comparison(request: CompareRequest, out: Path | None) -> tuple[Path, Comparison]:
     """Check every row, then create the folder of a new comparison."""
-    refuse_bad_rows([row.name for row in request.rows], request.looks, request.margin)
+    refuse_bad_rows([row.name for row in request.rows], request.seeds, request.margin)
     configs = {row.name: load_row_config(request, row) for row in request.rows}
     simulated: dict[str, str] = {}
     for row, config in configs.items():
         hardware = probe(config.device)
         if config.precision.simulate and (missing := explain_simulation(config.precision, hardware)):
             simulated[row] = missing
-        try:  # refuse a missing format or mode now, not after the pilot
+        try:  # refuse a missing format or mode now, not after the first runs
             find_asked_mode(config.train, decide(config.precision, hardware))
         except HalfstepError as error:
             error.what = f"{row}: {error.what}"
             raise
     name = re.sub(r"[:/]", "-", configs[request.baseline.name].workload)
     folder = RunFolder.create(str(out) if out else None, f"compare-{name}").path
-    comparison = Comparison(
-        request=request, margin=request.margin, settings=_flatten_settings(configs), simulated=simulated
-    )
-    comparison.margin_from = "given with --margin" if request.margin is not None else ""
+    comparison = Comparison(request=request, settings=_flatten_settings(configs), simulated=simulated)
     _write(folder, comparison)
     return folder, comparison
 
@@ -223,57 +221,47 @@ def open_comparison(folder: Path) -> Comparison:
 
 
 def run_comparison(folder: Path, comparison: Comparison, say: Say, forecast: Forecast | None = None) -> None:
-    """Run what is missing, until the rows are decided, the last look is done or the budget is spent."""
+    """Run what is missing, until every seed is done or the budget is spent."""
     with lock_folder(folder):
         _run(folder, comparison, say, forecast or Forecast(comparison))
 
 
 def _run(folder: Path, comparison: Comparison, say: Say, forecast: Forecast) -> None:
-    """Run the pilot if needed, then pairs of runs up to each look, until the comparison ends."""
+    """Say what lies ahead, and run every row with every seed."""
     comparison.ended, runs = "", _Runs(folder, comparison, say, forecast)
     say(forecast.describe_plan())
     for row, missing in comparison.simulated.items():
         say(f"warning: {row} is simulated: {missing}; this compares numerics, not speed (--strict refuses)")
-    if comparison.margin is None:
-        if not runs.run_pilot():
-            return _end(folder, comparison, f"{runs.budget} was spent before the margin was fixed")
-        _fix_margin(folder, comparison, say)
-    for count in comparison.request.looks:
-        if not runs.run_pairs(count):
-            return _end(folder, comparison, f"{runs.budget} is spent (--resume with a larger --budget continues)")
-        # Stopping early is allowed: the levels of the looks are chosen for it.
-        if all(verdict.is_settled for verdict in comparison.judge().values()):
-            return _end(folder, comparison, f"every row is decided with {format_count(count, 'seed')}")
-    return _end(folder, comparison, f"{format_count(comparison.request.looks[-1], 'seed')} were asked for")
+    if runs.run_pairs():
+        comparison.ended = f"all {format_count(comparison.request.seeds, 'seed')} are done"
+    else:
+        comparison.ended = f"{runs.budget} is spent (--resume with a larger --budget continues)"
+    _write(folder, comparison)
 
 
 class Forecast:
-    """How many runs a comparison still takes at most, and how long; drawn on a terminal while a run trains."""
+    """How many runs a comparison still takes, and how long; drawn on a terminal while a run trains."""
 
     def __init__(self, comparison: Comparison, *, clock: Clock = time.perf_counter) -> None:
         self.comparison = comparison
         self._clock = Stopwatch(clock=clock)
         self._taken_s: dict[str, list[float]] = {}
-        for run in (*comparison.pilot, *comparison.runs):
+        for run in comparison.runs:
             if "elapsed_s" in run.summary:
                 self._taken_s.setdefault(run.row, []).append(float(run.summary["elapsed_s"]))
         self.current: Job | None = None
 
     def count_runs(self) -> tuple[int, int]:
-        """Return the finished runs and the largest number of runs, if the last look is needed."""
+        """Return the finished runs and the number of all runs."""
         request = self.comparison.request
-        num_pilot = 0 if self.comparison.margin is not None and not self.comparison.pilot else FEWEST_SEEDS
-        done = len(self.comparison.pilot) + len(self.comparison.runs)
-        return done, num_pilot + len(request.rows) * request.looks[-1]
+        return len(self.comparison.runs), len(request.rows) * request.seeds
 
     def describe_plan(self) -> str:
         """Return what lies ahead, before the first run."""
         request, (done, total) = self.comparison.request, self.count_runs()
-        rows, seeds = format_count(len(request.rows), "row"), format_count(request.looks[-1], "seed")
-        pilot = f"{FEWEST_SEEDS} pilot runs and " if total > len(request.rows) * request.looks[-1] else ""
-        ends = f"; ends after {', '.join(map(str, request.looks[:-1]))} seeds if every row is decided by then"
-        known = f"; {self.describe_left()}" if done else "; the first run shows how long they take"
-        return f"{pilot}{rows} x {seeds}: up to {total} runs{ends if request.looks[:-1] else ''}{known}"
+        rows, seeds = format_count(len(request.rows), "row"), format_count(request.seeds, "seed")
+        known = self.describe_left() if done else "the first run shows how long they take"
+        return f"{rows} x {seeds}: {total} runs; {known}"
 
     def begin(self, job: Job) -> None:
         self.current = job
@@ -285,28 +273,20 @@ class Forecast:
         self._taken_s.setdefault(outcome.row, []).append(self._clock.restart())
 
     def describe_left(self) -> str:
-        """Return `3 of up to 65 runs, up to about 18 min left`; without the time until a run has ended."""
-        done, total = self.count_runs()
-        counted = f"{done} of up to {total} runs"
+        """Return `3 of 40 runs, about 18 min left`; without the time until a run has ended."""
+        comparison, (done, total) = self.comparison, self.count_runs()
         every = [taken for one in self._taken_s.values() for taken in one]
         if not every or done >= total:
-            return counted
+            return f"{done} of {total} runs"
         left_s = 0.0
-        for row, number in self._count_missing().items():
+        for row in comparison.request.rows:
             # A row without a run is as slow as the others are on average.
-            own = self._taken_s.get(row) or every
-            left_s += number * sum(own) / len(own)
-        budget_s = self.comparison.request.budget_s
-        if budget_s is not None:
-            left_s = min(left_s, max(budget_s - self.comparison.spent_s, 0.0))
-        return f"{counted}, up to about {format_duration(left_s)} left"
-
-    def _count_missing(self) -> dict[str, int]:
-        request, comparison = self.comparison.request, self.comparison
-        missing = {row.name: request.looks[-1] - len(comparison.select_outcomes(row.name)) for row in request.rows}
-        if comparison.margin is None:
-            missing[request.baseline.name] += FEWEST_SEEDS - len(comparison.pilot)
-        return missing
+            own = self._taken_s.get(row.name) or every
+            missing = comparison.request.seeds - len(comparison.select_outcomes(row.name))
+            left_s += missing * sum(own) / len(own)
+        if comparison.request.budget_s is not None:
+            left_s = min(left_s, max(comparison.request.budget_s - comparison.spent_s, 0.0))
+        return f"{done} of {total} runs, about {format_duration(left_s)} left"
 
     def __rich__(self) -> Text:
         """Return the current run's own progress, read from its records, and the whole comparison's."""
@@ -329,22 +309,12 @@ class _Runs:
     def budget(self) -> str:
         return f"the budget of {self.comparison.request.budget_s or 0:g} s"
 
-    def run_pilot(self) -> bool:
-        """Run the baseline for the margin only; return False if the budget ran out."""
-        baseline = self.comparison.request.baseline
-        self.say(f"pilot: {FEWEST_SEEDS} runs of {baseline.name} set the margin (--margin X skips them)")
-        jobs = [(baseline, PILOT_SEED + k, self.folder / "runs" / f"{PILOT}-{k}") for k in range(FEWEST_SEEDS)]
-        return self._train_missing(jobs, self.comparison.pilot)
-
-    def run_pairs(self, count: int) -> bool:
-        """Run every row for this many seeds, seed by seed; return False if the budget ran out."""
-        named = choose_folder_names(self.comparison.request.rows)
+    def run_pairs(self) -> bool:
+        """Run every row with every seed, seed by seed; return False if the budget ran out."""
+        request, kept = self.comparison.request, self.comparison.runs
+        named = choose_folder_names(request.rows)
         jobs = [(row, seed, self.folder / "runs" / f"{name}-{seed}")
-                for seed in range(count) for name, row in named.items()]  # fmt: skip
-        return self._train_missing(jobs, self.comparison.runs)
-
-    def _train_missing(self, jobs: Sequence[Job], kept: list[RunOutcome]) -> bool:
-        """Train the jobs that have no outcome yet; return False if the budget ran out."""
+                for seed in range(request.seeds) for name, row in named.items()]  # fmt: skip
         known = {(run.row, run.seed) for run in kept}
         for row, seed, place in jobs:
             if (row.name, seed) in known:
@@ -353,14 +323,14 @@ class _Runs:
         if missing and self._is_spent():
             return False
         begin = self.forecast.begin
-        for job, outcome in zip(missing, _run_jobs(self.comparison.request, missing, kept, begin), strict=True):
+        for job, outcome in zip(missing, _run_jobs(request, missing, kept, begin), strict=True):
             kept.append(outcome)
             self.forecast.finish(outcome)
             is_over = self._is_spent()
             _write(self.folder, self.comparison)
             remove_all_but_records(job[2])
             self.say(f"{_format_outcome(self.comparison, outcome)} ({self.forecast.describe_left()})")
-            if len(self.comparison.runs) == 1 and (wide := explain_wide_margin(self.comparison)):
+            if len(kept) == 1 and (wide := explain_wide_margin(self.comparison)):
                 self.say(wide)  # before spending time on the other runs
             if is_over and job is not missing[-1]:
                 return False
@@ -370,30 +340,6 @@ class _Runs:
         self.comparison.spent_s = self.before_s + self.clock.elapsed_s
         budget_s = self.comparison.request.budget_s
         return budget_s is not None and self.comparison.spent_s >= budget_s
-
-
-def _fix_margin(folder: Path, comparison: Comparison, say: Say) -> None:
-    """Compute the margin from the pilot runs, store it and print it."""
-    request, values = comparison.request, [run.value for run in comparison.pilot]
-    if not all(map(math.isfinite, values)):
-        reasons = dict.fromkeys(run.stopped for run in comparison.pilot if run.stopped)
-        raise ConfigError(
-            f"the pilot ended with {comparison.metric} = {', '.join(f'{v:g}' for v in values)}",
-            why="; ".join(["a margin cannot come from runs that failed", *reasons]),
-            fix="fix the baseline first (a lower optimizer.lr, a smaller batch), or compare again with --margin X",
-        )
-    _refuse_constant(values, comparison.metric)
-    comparison.margin = choose_margin(values, in_points=comparison.in_points)
-    rule = "half a point" if comparison.in_points else "1 % of the mean"
-    comparison.margin_from = f"the larger of {rule} and twice the deviation of {FEWEST_SEEDS} pilot runs"
-    _write(folder, comparison)
-    # The difference of two runs with independent noise has sqrt(2) times the deviation of one.
-    deviation = max(statistics.stdev(values), 1e-12) * math.sqrt(2)
-    chance = compute_power(deviation, comparison.margin, looks=request.looks, num_rows=len(request.rows) - 1)
-    say(
-        f"margin: {comparison.margin:.4g} ({comparison.margin_from}); two equal rows are shown to be equal with a "
-        f"probability of {chance:.0%}"
-    )
 
 
 def _run_jobs(
@@ -412,18 +358,12 @@ def _run_jobs(
     yield from run_in_parallel(run, jobs, request.at_once)
 
 
-def _end(folder: Path, comparison: Comparison, why: str) -> None:
-    comparison.ended = why
-    _write(folder, comparison)
-
-
 def explain_wide_margin(comparison: Comparison) -> str:
     """Return a warning if the margin is so wide that "same" means little; else empty."""
-    values = [
-        run.value for run in comparison.select_outcomes(comparison.request.baseline.name) if math.isfinite(run.value)
-    ]
+    outcomes = comparison.select_outcomes(comparison.request.baseline.name)
+    values = [run.value for run in outcomes if math.isfinite(run.value)]
     margin, in_points = comparison.margin, comparison.in_points
-    if not values or margin is None or not is_wide(margin, values, in_points=in_points):
+    if not values or not is_wide(margin, values, in_points=in_points):
         return ""
     size = f" ({100 * margin:g} points; half a point is 0.005)" if in_points else ""
     return f'this margin is wide{size}, so "same" means little; with more data or steps seeds differ less'
@@ -431,10 +371,7 @@ def explain_wide_margin(comparison: Comparison) -> str:
 
 def measure_time_to_quality(comparison: Comparison, runs: Sequence[RunOutcome]) -> list[float | None]:
     """Return when each run first reached the baseline's final quality minus the margin, in seconds; None: never."""
-    assert comparison.margin is not None
-    finals = [
-        run.value for run in comparison.select_paired(comparison.request.baseline.name) if math.isfinite(run.value)
-    ]
+    finals = comparison.list_finite(comparison.request.baseline.name)
     if not finals:
         return []
     sign = 1 if comparison.mode == "max" else -1
@@ -448,15 +385,6 @@ def find_differing_keys(comparison: Comparison, row: ComparedRow) -> list[str]:
     return _find_differences(settings[row.name], settings[comparison.request.baseline.name])
 
 
-def _refuse_constant(values: Sequence[float], metric: str) -> None:
-    if len(set(values)) == 1:
-        raise ConfigError(
-            f"{metric} is {values[0]:g} in all {len(values)} pilot runs",
-            why="a constant metric cannot show the effect of precision: too little data, or too few steps",
-            fix="compare again: train longer, or validate on more data",
-        )
-
-
 def _format_outcome(comparison: Comparison, run: RunOutcome) -> str:
     aside = f"({run.stopped})" if run.stopped else f"{run.summary['elapsed_s']:.1f} s"
     return f"{run.row}, seed {run.seed}: {comparison.metric} {run.value:.4f}, {aside}"
@@ -467,7 +395,7 @@ def choose_folder_names(rows: Sequence[ComparedRow]) -> dict[str, ComparedRow]:
     found: dict[str, ComparedRow] = {}
     for number, row in enumerate(rows):
         name = re.sub(r"[^A-Za-z0-9_.+-]", "_", row.name)
-        found[f"{name}_{number}" if name in found or name == PILOT else name] = row
+        found[f"{name}_{number}" if name in found else name] = row
     return found
 
 

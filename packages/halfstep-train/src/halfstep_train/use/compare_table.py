@@ -114,11 +114,8 @@ def collect_notes(comparison: Comparison) -> list[str]:
     notes = [f"margin {margin:.4g} in {comparison.metric}{better}: {comparison.margin_from}"]
     if wide := explain_wide_margin(comparison):
         notes.append(wide)
-    looks = ", ".join(map(str, request.looks))
     rule = "Holm's rule" if len(request.rows) > 2 else "two one-sided tests"
-    notes.append(
-        f"{format_count(comparison.count_whole_seeds(), 'paired seed')} (looks at {looks}), {rule}, 5 % in all"
-    )
+    notes.append(f"{format_count(comparison.count_whole_seeds(), 'paired seed')}, {rule}, 5 % in all")
     for row in request.rows[1:]:
         differing = ", ".join(find_differing_keys(comparison, row)) or "no setting"
         notes.append(f"{row.name} differs from {request.baseline.name} in {differing}")
@@ -243,7 +240,8 @@ def build_columns(lines: Sequence[TableLine], metric: str) -> dict[str, list[str
         "money/run": [_format_number(line.money) for line in lines],
     }
     columns |= measured
-    spreads = [statistics.stdev(line.values) for line in lines if len(line.values) > 1]
+    finite = [[value for value in line.values if math.isfinite(value)] for line in lines]
+    spreads = [statistics.stdev(values) for values in finite if len(values) > 1]
     columns[metric] = [_format_spread(line.values, choose_decimals(spreads)) for line in lines]
     bounds = [line.interval for line in lines if line.interval is not None]
     places = choose_decimals([high - low for low, high in bounds])

@@ -1,9 +1,7 @@
-"""Equivalence test of two settings: paired seeds, a margin fixed in advance, and interim looks.
+"""Equivalence test of two settings: paired seeds, and a margin fixed in advance.
 
 Two one-sided tests (TOST): the verdict is "same" if the confidence interval of the mean difference is inside +-margin.
-Repeated looks at growing data would call a difference as large as the margin "same" in 15 of 100 comparisons. So each
-look has a stricter level, calibrated by simulation so that all looks together keep LEVEL. Several rows are judged by
-Holm's rule. `judge_rows` makes every decision.
+Several rows are judged by Holm's rule. `judge_rows` makes every decision.
 """
 
 from __future__ import annotations
@@ -21,13 +19,11 @@ from numpy.typing import NDArray
 from halfstep.errors import ConfigError
 
 LEVEL = 0.05
-"""Probability of calling a difference as large as the margin "same", over all looks and rows."""
-LOOKS = (5, 8, 12, 20)
-"""Numbers of seeds after which a sequential comparison is judged."""
+"""Probability of calling a difference as large as the margin "same", over all rows."""
+SEEDS = 8
 FEWEST_SEEDS = 5
 MOST_SEEDS = 400
 """More seeds than this are not worth suggesting."""
-NUM_SIMULATED = 200_000
 
 Word = Literal["same", "lower", "higher", "not shown"]
 
@@ -46,19 +42,13 @@ class RowVerdict:
     seeds_needed: int | None = None
     """Seeds that would show "same" if mean and deviation stay; None if no number would, or none is needed."""
     why: str = ""
-    failed: bool = False
-    """A run has no metric, which further seeds cannot fix."""
-
-    @property
-    def is_settled(self) -> bool:
-        return self.word != "not shown" or self.failed
 
     def __str__(self) -> str:
         aside = f" ({'lower' if self.mean < 0 else 'higher'} by {abs(self.mean):.3g})"
         return self.word + (aside if self.word == "same" and not self.low <= 0 <= self.high else "")
 
 
-def refuse_bad_rows(names: Sequence[str], looks: Sequence[int], margin: float | None) -> None:
+def refuse_bad_rows(names: Sequence[str], seeds: int, margin: float | None) -> None:
     """Refuse rows, seeds or a margin that cannot give a verdict."""
     if len(names) < 2:
         raise ConfigError(
@@ -68,11 +58,11 @@ def refuse_bad_rows(names: Sequence[str], looks: Sequence[int], margin: float | 
     twice = next((name for name in names if names.count(name) > 1), "")
     if twice:
         raise ConfigError(f"two rows are called {twice!r}", fix="give each row a different name")
-    if looks[-1] < FEWEST_SEEDS:
+    if seeds < FEWEST_SEEDS:
         raise ConfigError(
-            f"--seeds {looks[-1]} are too few",
+            f"--seeds {seeds} are too few",
             why=f"with fewer than {FEWEST_SEEDS} paired seeds the interval is wider than any useful margin",
-            fix=f"--seeds {FEWEST_SEEDS}, or leave it out to test after {', '.join(map(str, LOOKS))} seeds",
+            fix=f"--seeds {FEWEST_SEEDS} or more; the default is {SEEDS}",
         )
     if margin is not None and not 0 < margin < math.inf:
         raise ConfigError(f"--margin {margin:g} is not a margin", fix="give a positive number in the metric's unit")
@@ -86,14 +76,9 @@ RELATIVE = 0.01
 WIDE_POINTS, WIDE_RELATIVE = 0.02, 0.05
 
 
-def choose_margin(pilot: Sequence[float], *, in_points: bool) -> float:
-    """Return the larger of half a point (1 % of the mean for a loss) and twice the deviation of the pilot's seeds."""
-    if len(pilot) < FEWEST_SEEDS:
-        raise ConfigError(
-            f"{len(pilot)} runs are too few to set a margin", fix=f"use at least {FEWEST_SEEDS}, or --margin X"
-        )
-    smallest = POINTS if in_points else RELATIVE * abs(statistics.mean(pilot))
-    return max(smallest, 2 * statistics.stdev(pilot))
+def choose_margin(baseline: Sequence[float], *, in_points: bool) -> float:
+    """Return half a point, or for a loss 1 % of the baseline's mean."""
+    return POINTS if in_points or not baseline else RELATIVE * abs(statistics.mean(baseline))
 
 
 def is_wide(margin: float, baseline: Sequence[float], *, in_points: bool) -> bool:
@@ -104,10 +89,8 @@ def is_wide(margin: float, baseline: Sequence[float], *, in_points: bool) -> boo
 # --- the verdicts ---
 
 
-def judge_rows(
-    baseline: Sequence[float], rows: Mapping[str, Sequence[float]], margin: float, *, looks: Sequence[int] = ()
-) -> dict[str, RowVerdict]:
-    """Compare each row with the baseline, seed by seed. `looks` are all planned looks; empty: this is the only one."""
+def judge_rows(baseline: Sequence[float], rows: Mapping[str, Sequence[float]], margin: float) -> dict[str, RowVerdict]:
+    """Compare each row with the baseline, seed by seed."""
     # A metric that is constant over all runs shows nothing, so it never counts as the same.
     stuck = {name for name, values in rows.items() if len({*baseline, *values}) == 1}
     levels = {
@@ -118,8 +101,7 @@ def judge_rows(
     still_same = True
     for place, name in enumerate(sorted(levels, key=lambda name: levels[name])):
         # Holm: the clearest row is judged most strictly; after one that fails no later one is called the same.
-        level = compute_look_level(tuple(looks), LEVEL / (len(rows) - place))
-        verdict = _judge_row(_pair_differences(baseline, rows[name]), margin, level)
+        verdict = _judge_row(_pair_differences(baseline, rows[name]), margin, LEVEL / (len(rows) - place))
         if name in stuck and verdict.word == "same":
             why = f"the metric is {baseline[0]:g} in every run, so it cannot show a difference"
             verdict = replace(verdict, word="not shown", why=why)
@@ -138,7 +120,7 @@ def _judge_row(differences: NDArray[np.float64], margin: float, level: float) ->
     if count < FEWEST_SEEDS:
         return replace(nothing, why=f"{count} paired seeds; at least {FEWEST_SEEDS} are needed")
     if not np.isfinite(differences).all():
-        return replace(nothing, why="a run ended with a metric that is not finite", failed=True)
+        return replace(nothing, why="a run ended with a metric that is not finite")
     mean, deviation = float(differences.mean()), float(differences.std(ddof=1))
     reach = compute_student_quantile(1 - level, count - 1) * deviation / math.sqrt(count)
     found = replace(nothing, mean=mean, low=mean - reach, high=mean + reach)
@@ -182,41 +164,6 @@ def _compute_p_same(differences: NDArray[np.float64], margin: float) -> float:
     if error == 0:
         return 0.0 if room > 0 else 1.0
     return 1 - float(compute_student_cdf(np.float64(room / error), count - 1))
-
-
-# --- levels of the looks ---
-
-
-@cache
-def compute_look_level(looks: tuple[int, ...], level: float) -> float:
-    """Return the one-sided level per look so that all looks together keep `level`."""
-    return level if len(looks) < 2 else float(np.quantile(_simulate_smallest_p(looks), level))
-
-
-@cache
-def _simulate_smallest_p(looks: tuple[int, ...]) -> NDArray[np.float64]:
-    """Simulate comparisons without a difference, and return the smallest p over the looks of each."""
-    noise = np.random.default_rng(0).standard_normal((NUM_SIMULATED, looks[-1]))
-    found = np.ones(NUM_SIMULATED)
-    for count in looks:
-        seen = noise[:, :count]
-        t = seen.mean(1) / (seen.std(1, ddof=1) / math.sqrt(count))
-        found = np.minimum(found, 1 - compute_student_cdf(t, count - 1))
-    return found
-
-
-def compute_power(
-    deviation: float, margin: float, *, looks: Sequence[int], num_rows: int = 1, num: int = 2000
-) -> float:
-    """Return the probability of the verdict "same" if there is no difference, for this deviation between seeds."""
-    noise = np.random.default_rng(1).standard_normal((num, looks[-1])) * deviation
-    level = compute_look_level(tuple(looks), LEVEL / num_rows)
-    found = np.zeros(num, bool)
-    for count in looks:
-        seen = noise[:, :count]
-        reach = compute_student_quantile(1 - level, count - 1) * seen.std(1, ddof=1) / math.sqrt(count)
-        found |= np.abs(seen.mean(1)) + reach < margin
-    return float(found.mean())
 
 
 # --- Student's t with a whole number of degrees of freedom, where its distribution is a finite sum ---
