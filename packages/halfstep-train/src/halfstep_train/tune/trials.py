@@ -145,16 +145,12 @@ class Trial:
         except CannotRun:
             raise
         except Exception as error:
-            if mode == "eager" and not self._is_only_tried:
+            if mode == "eager" and not is_only_tried(self.parts.train.channels_last, self.parts.name, self.parts.plan):
                 raise  # the run itself would fail with it
             raise CannotRun(f"{type(error).__name__}: {summarise_error(error)}") from error
         finally:
             engine.forget_graphs()
         return found
-
-    @property
-    def _is_only_tried(self) -> bool:
-        return is_only_tried(self.parts.train.channels_last, self.parts.name, self.parts.plan)
 
     def _warm_up(self, engine: Steps, time: TrialTime) -> int:
         """Run enough steps for compilation, first commits and capture; return the peak of the last two, with the
