@@ -14,6 +14,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # after the number of threads, which it reads once
 
+from halfstep.backend_flags import read_flags, write_flags
 from warm_processes import nothing_waits_for_the_disk
 
 # A job in a script's background ignores Ctrl-C, one under nohup a closed terminal, and both hand that down: tests that
@@ -73,6 +74,14 @@ def trained_resnet(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny_runs import resnet_run
 
     return resnet_run(tmp_path_factory.mktemp("resnet") / "run")
+
+
+@pytest.fixture(autouse=True)
+def _backend_flags_are_as_before() -> Iterator[None]:
+    """Restore torch's flags of fp32 matmuls and convolutions: a test may plant a fault while they are set."""
+    flags = read_flags()
+    yield
+    write_flags(flags)
 
 
 @pytest.fixture(autouse=True)

@@ -23,12 +23,15 @@ ROOMS: dict[str, set[str]] = {
     "backend_flags": set(),
     "disk": {"errors"},
     "tensor_files": {"errors", "disk"},
+    "state_files": {"disk", "tensor_files"},
     "hardware": {"backend_flags", "formats", "errors", "disk"},
-    "distributed": {"hardware", "errors", "disk", "tensor_files"},
+    "distributed": {"hardware", "errors", "disk", "tensor_files", "state_files"},
     "precision": {"hardware", "backend_flags", "formats", "islands", "errors", "disk"},
-    "step": {"distributed", "precision", "formats", "our_code", "errors"},
-    "evidence": {"step", "precision", "backend_flags", "formats", "islands", "our_code", "errors", "disk"},
-}
+    "step": {"distributed", "precision", "formats", "our_code", "errors", "state_files"},
+    "evidence": {
+        "step", "precision", "backend_flags", "formats", "islands", "our_code", "errors", "disk", "state_files",
+    },
+}  # fmt: skip
 ROOMS["fast"] = {"step", "hardware", "distributed", "precision", "backend_flags", "our_code", "errors", "disk"}
 ROOMS["own_loop"] = set(ROOMS) - {"formats"}
 ROOMS["integrations"] = {"own_loop", "fast", "step", "evidence", "precision", "hardware", "errors"}
@@ -52,7 +55,7 @@ TRAIN_ROOMS["api"] = set(TRAIN_ROOMS)
 """Of the application."""
 
 FROM_LIBRARY = {
-    "backend_flags", "disk", "errors", "formats", "islands", "recompute", "tensor_files",
+    "backend_flags", "disk", "errors", "formats", "islands", "recompute", "state_files", "tensor_files",
     *(f"distributed.{name}" for name in ("sharded_files", "sharding", "world")),
     *(f"evidence.{name}" for name in (
         "attempts", "capsule", "capsule_folder", "captured_ledger", "compiled_code", "dry_run", "forecast",
@@ -68,7 +71,7 @@ FROM_LIBRARY = {
     )),
     *(f"step.{name}" for name in (
         "batches", "clip", "ema", "facts", "graph", "guard", "phases", "randomness", "ranks", "scaler", "schedule",
-        "snapshots", "step", "tables", "tree",
+        "snapshots", "step", "tables", "verdicts",
     )),
     *(f"step.optim.{name}" for name in (
         "adamw8bit", "adamw_bf16", "by_name", "codes", "half_weights", "recut_shards",

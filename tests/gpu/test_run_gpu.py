@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from halfstep.errors import Interrupted, MemoryLimitError
-from halfstep.step.tree import pack
+from halfstep.state_files import pack
 from halfstep_train.report.metrics_file import read
 from halfstep_train.run.checkpoint import Checkpoints
 from halfstep_train.run.train import train

@@ -250,7 +250,7 @@ def train(name: str, device: torch.device, fast: Any, precision: str = "fp32") -
 def list_state(step: hs.Step) -> list[Tensor]:
     found = [value for o in step.optimizers for own in o.state.values() for value in own.values()]
     averages = step.ema.shadows if step.ema else ()
-    return [*(one for one in found if isinstance(one, Tensor)), *averages, *step.spikes.state_dict().values()]
+    return [*(one for one in found if isinstance(one, Tensor)), *averages, *step._step.spikes.state_dict().values()]
 
 
 def assert_same(name: str, device: torch.device, precision: str = "fp32") -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from halfstep.step.tree import pack
+from halfstep.state_files import pack
 from halfstep_train.report.metrics_file import read
 from halfstep_train.run.checkpoint import Checkpoint, Checkpoints
 from halfstep_train.run.train import train

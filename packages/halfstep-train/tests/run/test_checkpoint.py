@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from halfstep.disk import read_sealed, seal
 from halfstep.errors import CheckpointError
-from halfstep.step.tree import pack, unpack
+from halfstep.state_files import pack, unpack
 from halfstep_train.run.checkpoint import Checkpoint, Checkpoints, load
 from halfstep_train.run.folder import RunFolder
 from warm_processes import process
@@ -142,9 +142,9 @@ def test_a_state_of_another_form_is_passed_over_like_damage(tmp_path: Path, docu
     assert path.name == "step-00000001"
 
 
-@pytest.mark.parametrize("depth", [900, 100_000])
+@pytest.mark.parametrize("depth", [0, 100_000])
 def test_a_state_that_is_nested_too_deeply_is_passed_over_like_damage(tmp_path: Path, depth: int) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints, depth = Checkpoints(tmp_path), depth or sys.getrecursionlimit() - 100  # other packages raise the limit
     checkpoints.save(1, checkpoint(1.0))
     file = checkpoints.save(2, checkpoint(2.0)) / "state.json"
     bomb = "[" * depth + "]" * depth

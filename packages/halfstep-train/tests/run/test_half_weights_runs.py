@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from halfstep.disk import read_sealed, seal
-from halfstep_train.run.checkpoint import _fingerprint
+from halfstep.state_files import measure_file
 from halfstep_train.run.train import train
 from halfstep_train.workloads import load
 from whole_runs import final_state, newest, resume, run
@@ -76,7 +76,7 @@ def test_a_run_stored_without_low_halves_goes_on_rounded_to_nearest_and_says_so(
     for name in dropped:
         del tensors[name]
     save_file(tensors, checkpoint / "state.safetensors")
-    document["files"]["state.safetensors"] = _fingerprint(checkpoint / "state.safetensors")
+    document["files"]["state.safetensors"] = measure_file(checkpoint / "state.safetensors")
     (checkpoint / "state.json").write_text(json.dumps(seal(document)))
     capsys.readouterr()
     train(load(str(folder / "config.yaml"), overrides=["train.max_steps=6", "log.quiet=false"]), resume=folder)

@@ -61,6 +61,13 @@ def describe(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
 
 
+def describe_entries(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Return tensors on the meta device with the dtypes and shapes that a file's header or a manifest states."""
+    return {
+        n: torch.empty(entry["shape"], dtype=BY_NAME[entry["dtype"]], device="meta") for n, entry in entries.items()
+    }
+
+
 def convert(tensors: Mapping[str, Tensor], recipes: Mapping[str, Recipe]) -> LazyTensors:
     """Return tensors by new names, each computed by its recipe when it is looked up.
 
@@ -134,14 +141,16 @@ def _cut_bytes(tensor: Tensor) -> Iterator[memoryview]:
 def view_bytes(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor in host memory, which stays alive as long as the result."""
     flat = tensor.detach().reshape(-1)
+    if flat.nbytes and not flat.data_ptr():  # a subclass that wraps other tensors: reading at 0 would end the process
+        raise TypeError(f"a {type(tensor).__name__} has no memory of its own")
     # Not by .numpy(): torch refuses to resize a storage from then on, and modules resize their buffers.
     memory: Any = (ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr())
     memory.owner = flat
     return memoryview(memory).cast("B")
 
 
-class TensorFile:
-    """A safetensors file, whose tensors are read when they are asked for."""
+class TensorFile(LazyTensors):
+    """A safetensors file, whose tensors are read when they are looked up."""
 
     def __init__(self, path: Path) -> None:
         """Read the header; raise OSError, ValueError, LookupError or TypeError if the file is damaged."""
@@ -152,10 +161,7 @@ class TensorFile:
                 raise ValueError(f"{path.name} is no safetensors file")
             entries = parse_json(file.read(length))
         self.metadata: dict[str, str] = entries.pop("__metadata__", {})
-        self.described = {
-            name: torch.empty(entry["shape"], dtype=BY_NAME[entry["dtype"]], device="meta")
-            for name, entry in entries.items()
-        }
+        super().__init__(describe_entries(entries), self.read)
         self._starts = {name: 8 + length + entry["data_offsets"][0] for name, entry in entries.items()}
 
     def read(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> Tensor:

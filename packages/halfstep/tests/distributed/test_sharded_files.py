@@ -32,7 +32,7 @@ from halfstep.distributed.sharded_files import (
 )
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError
-from halfstep.step.tree import pack, unpack
+from halfstep.state_files import unpack
 from ranks_together import free_port, together
 
 pytestmark = pytest.mark.ranks
@@ -75,18 +75,16 @@ def take_local(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save(folder: Path, state: Any, world: World, step: int = 3) -> BackgroundSave:
-    packed, tensors = pack(state)
-
     def make_folder() -> Path:
         folder.mkdir()
         return folder
 
-    return BackgroundSave(make_folder, packed, tensors, world, step=step, publish=lambda _: None)
+    return BackgroundSave(make_folder, state, world, step=step, publish=lambda _: None)
 
 
 def load(folder: Path, world: World | None, model: nn.Module | None) -> Any:
     mesh = find_mesh(model.parameters()) if model is not None else None
-    return unpack(*StoredShards(folder, world).open(mesh))
+    return unpack(*StoredShards(folder, world).open(mesh))["state"]
 
 
 @contextmanager

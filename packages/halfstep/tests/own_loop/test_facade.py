@@ -177,3 +177,13 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
 def test_an_optimizer_may_hold_more_than_the_models_weights() -> None:
     model, extra = make_model(), torch.nn.Parameter(torch.ones(()))
     hs.Step(model, torch.optim.AdamW([*model.parameters(), extra], fused=True), precision="fp32")
+
+
+def test_a_misspelled_attribute_is_pythons_usual_error() -> None:
+    model = make_model()
+    step = hs.Step(model, fused(model), precision="fp32")
+    with pytest.raises(AttributeError, match="'Step' object has no attribute 'commited'") as error:
+        step.commited  # type: ignore[attr-defined]  # noqa: B018
+    # Python suggests a name from these two.
+    assert error.value.obj is step
+    assert error.value.name == "commited"

@@ -18,11 +18,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObserver
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader
 
 import halfstep as hs
 from halfstep.errors import CheckpointError
-from halfstep.step.tree import pack
+from halfstep.state_files import pack
 from halfstep.tensor_files import TensorFile, write_tensors
 from public_loops import LOOPS, train, train_and_note
 from resumed_loops import Drawing, assert_continues, make_step
@@ -205,6 +206,14 @@ def test_saving_leaves_storages_resizable_and_writes_the_bytes_of_safetensors(tm
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
     assert tensors["whole"].resize_(50, 3).shape == (50, 3)
     assert TensorFile(tmp_path / "ours").read("half").resize_(50).shape == (50,)
+
+
+def test_a_tensor_that_wraps_others_is_refused_instead_of_read_at_address_0(tmp_path: Path) -> None:
+    model, step = make()
+    model.register_buffer("wrapping", TwoTensor(torch.ones(3), torch.ones(3)))
+    with pytest.raises(CheckpointError, match="cannot store .* a TwoTensor has no memory of its own"):
+        hs.save(tmp_path / "state", step, model)
+    assert not (tmp_path / "state").exists()
 
 
 def make_special(path: Path, kind: str) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, TrainingStopped
 from halfstep.step.facts import Reading
-from halfstep.step.guard import LAG, Action, Guard, GuardOptions
+from halfstep.step.guard import ADVICE_FOR_LOOPS, ADVICE_FOR_RUNS, LAG, Action, Advice, Guard, GuardOptions, Verdict
+from halfstep.step.snapshots import Snapshots
+from halfstep.step.verdicts import VerdictHandler
 from tiny_training import batch, loss_of, make_step, poisoned
 
 
@@ -109,3 +111,32 @@ def test_real_facts_pass_through_the_guard() -> None:
 def test_options_that_cannot_guard_are_refused(wrong: dict) -> None:
     with pytest.raises(ConfigError):
         GuardOptions(**wrong)
+
+
+# --- what is done about a verdict ---
+
+STUCK = {
+    "run": (
+        ADVICE_FOR_RUNS, "R, and no snapshot is old enough", "set a smaller guard.margin, or a lower learning rate",
+    ),
+    "loop": (
+        ADVICE_FOR_LOOPS, "R", 'a smaller "margin" in guard={...}, or a lower learning rate: no copy is old enough',
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("advice", "reason", "fix"), STUCK.values(), ids=STUCK)
+def test_a_rollback_without_an_old_snapshot_stops_with_what_was_saved_and_what_helps(
+    advice: Advice, reason: str, fix: str
+) -> None:
+    step, guard = make_step(), Guard(scaling=False, advice=advice)
+    guard.num_faults = 5
+    handler = VerdictHandler(
+        guard=guard, model=step.model, step=step, snapshots=Snapshots(every=1, margin=0),
+        save=lambda: f", saved after {guard.num_faults} faults", suggest=lambda: ["or this"],
+    )  # fmt: skip
+    with pytest.raises(TrainingStopped) as stopped:
+        handler.act_on(Verdict(action=Action.ROLLBACK, reason="R"))
+    assert stopped.value.what == f"training stopped: {reason}"
+    assert stopped.value.why == "the weights are as they were before those steps, saved after 0 faults"
+    assert stopped.value.fix == f"{fix}; or this"

@@ -311,7 +311,7 @@ def test_a_rate_written_by_hand_while_a_schedule_drives_it_is_refused(fused: boo
     optimizer.param_groups[0]["lr"] = 0.0
     with pytest.raises(ConfigError, match="written by hand"):
         stepped(step, model)
-    optimizer.param_groups[0]["lr"] = 1.0 if not fused else step.rates.views[0]
+    optimizer.param_groups[0]["lr"] = 1.0 if not fused else step._step.rates.views[0]
     assert stepped(step, model) == [0.5]
     optimizer.param_groups[0]["lr"] *= 0.1  # in place, where it is a tensor
     with pytest.raises(ConfigError, match="written by hand"):

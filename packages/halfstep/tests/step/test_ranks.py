@@ -126,7 +126,7 @@ def scenario(rank: int, size: int, port: int, folder: Path) -> dict[str, Any]:
     found["refused"], found["kept"] = refused(rank), kept_by(rank, folder)
     _, step = made(modules={"0": "fp32"}, precision="bf16", simulate=True)
     found["parts"] = [row.module for row in step.plan.rows if row.kind == "module"]
-    found["waits_s"] = step.ranks.world.limit_s
+    found["waits_s"] = step._step.ranks.world.limit_s
     found["fp16"] = trained([ROWS[s] for s in SPLITS["one and seven"][rank]], wrap=True, **fp16)
     found["nan"] = after([good, lambda m, x: good(m, x * float("nan") if rank else x), good])
     found["nothing"] = after([lambda m, x: (good(m, x), 0 if rank else 4)])

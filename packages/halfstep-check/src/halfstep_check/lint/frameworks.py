@@ -69,17 +69,20 @@ def find_foreign_scaler_step(amp: Amp, trace: Trace) -> Iterator[Finding]:
 
 
 def find_owner(amp: Amp, value: ast.expr) -> str:
-    """Return `deepspeed` of deepspeed.initialize(…), `accelerator` of prepare(…) where it has fp16 or a plugin that
-    scales."""
+    """Return who scales the loss of an optimizer with this value: "deepspeed" for deepspeed.initialize(…), the name of
+    the accelerator for accelerator.prepare(…) if it scales; otherwise an empty string."""
     if not isinstance(value, ast.Call):
         return ""
     name = amp.script.resolve_name(value.func)
-    owner = dotted_name(value.func).removesuffix(".prepare")
-    made = [v for v in amp.script.list_values(owner) if isinstance(v, ast.Call)]
-    plugged = any(keyword(v, word) is not None for v in made for word in ("deepspeed_plugin", "fsdp_plugin"))
-    if owner in amp.accelerators and name.endswith(".prepare"):
-        return last_name(owner) if plugged or amp.accelerators[owner] == "fp16" else ""
-    return "deepspeed" if name == "deepspeed.initialize" else ""
+    if name == "deepspeed.initialize":
+        return "deepspeed"
+    accelerator = dotted_name(value.func).removesuffix(".prepare")
+    if accelerator not in amp.accelerators or not name.endswith(".prepare"):
+        return ""
+    # Accelerator(mixed_precision="fp16") scales by itself; with a plugin, DeepSpeed or FSDP do.
+    made = [call for call in amp.script.list_values(accelerator) if isinstance(call, ast.Call)]
+    has_plugin = any(keyword(call, word) is not None for call in made for word in ("deepspeed_plugin", "fsdp_plugin"))
+    return last_name(accelerator) if has_plugin or amp.accelerators[accelerator] == "fp16" else ""
 
 
 def find_wrapping_before_apex(amp: Amp) -> Iterator[Finding]:

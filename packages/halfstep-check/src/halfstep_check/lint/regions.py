@@ -120,24 +120,31 @@ def may_be_fp16(node: ast.expr | None, script: Script, depth: int = 0) -> bool:
 
 
 def list_choices(node: ast.expr | None, script: Script, depth: int = 0) -> list[ast.expr]:
-    """Return what a choice chooses from: `a if test else b`, `{"fp16": a, "bf16": b}[name]`, `table.get(name, c)`."""
-    if isinstance(node, ast.IfExp):
-        return [*list_choices(node.body, script, depth), *list_choices(node.orelse, script, depth)]
-    getter = node.func if isinstance(node, ast.Call) else None
-    table = node.value if isinstance(node, ast.Subscript) else None
-    if isinstance(getter, ast.Attribute) and getter.attr == "get":
-        table = getter.value
-    table = script.read_constant(table)
-    if isinstance(table, ast.Dict):
-        key = script.read_constant(node.slice) if isinstance(node, ast.Subscript) else None
-        entries = zip(table.keys, table.values, strict=True)
-        fixed = [value for k, value in entries if isinstance(key, ast.Constant) and getattr(k, "value", k) == key.value]
-        return fixed or table.values
-    own = script.functions.get(dotted_name(getter)) if getter is not None else script.find_property(node)
-    if own is not None and depth < MAX_ALIASES:  # `def pick_dtype(): return torch.bfloat16 if … else torch.float16`
-        ends = (n.value for n in script.walk_below(own) if isinstance(n, ast.Return) and n.value is not None)
-        return [arm for end in ends if not isinstance(end, ast.Call) for arm in list_choices(end, script, depth + 1)]
-    return [node] if node is not None else []
+    """Return the expressions that a choice chooses from; an expression that is no choice is the only one itself.
+
+    Choices are `a if test else b`, `{"fp16": a, "bf16": b}[name]`, `table.get(name)`, and functions or properties of
+    the script that return one: `def pick_dtype(): return torch.bfloat16 if … else torch.float16`.
+    """
+    match node:
+        case None:
+            return []
+        case ast.IfExp():
+            return [*list_choices(node.body, script, depth), *list_choices(node.orelse, script, depth)]
+        case ast.Subscript(value=value) | ast.Call(func=ast.Attribute(value=value, attr="get")):
+            table = script.read_constant(value)
+            if isinstance(table, ast.Dict):
+                key = script.read_constant(node.slice) if isinstance(node, ast.Subscript) else None
+                entries = [(k, v) for k, v in zip(table.keys, table.values, strict=True) if isinstance(k, ast.Constant)]
+                # A key that is written out leaves one entry, any other one all of them.
+                return [v for k, v in entries if isinstance(key, ast.Constant) and k.value == key.value] or table.values
+    function = script.find_property(node)
+    if isinstance(node, ast.Call):
+        function = script.functions.get(dotted_name(node.func))
+    if function is None or depth == MAX_ALIASES:
+        return [node]
+    returned = [n.value for n in script.walk_below(function) if isinstance(n, ast.Return)]
+    plain = [value for value in returned if not isinstance(value, ast.Call)]
+    return [choice for value in plain for choice in list_choices(value, script, depth + 1)]
 
 
 def read_autocast_call(call: ast.Call, name: str, script: Script) -> Region:

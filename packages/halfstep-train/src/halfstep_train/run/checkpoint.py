@@ -19,20 +19,18 @@ import json
 import os
 import re
 import shutil
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from halfstep.disk import flush, open_atomic_folder, parse_json, read_sealed, seal, write_atomically
 from halfstep.errors import CheckpointError, suggest_command
-from halfstep.step.tree import pack, unpack
-from halfstep.tensor_files import LazyTensors, TensorFile, take, write_tensors
+from halfstep.state_files import LAYOUT_VERSION, MALFORMED, measure_file, pack, unpack, write_files
+from halfstep.tensor_files import LazyTensors, TensorFile, take
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -43,10 +41,6 @@ if TYPE_CHECKING:
 HIDDEN = ".writing-"
 STATE = "state.json"
 AVERAGE = "ema.safetensors"
-LAYOUT_VERSION = 1
-CHUNK_BYTES = 1 << 22
-MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError)
-"""Exceptions raised by files that have the recorded checksums but not the structure that `save` writes."""
 NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # `step-STEP`, and `step-STEP-2` for a second one of the same step
 
 
@@ -107,9 +101,8 @@ class Checkpoints:
             on_saved(final)
             self._drop_old(final)
 
-        packed, tensors = pack({"model": checkpoint.model, "ema": checkpoint.ema, "state": checkpoint.state})
-        document = {"layout": LAYOUT_VERSION, "state": packed}
-        self._saving = BackgroundSave(make_folder, document, tensors, world, step=step, publish=publish)
+        state = {"model": checkpoint.model, "ema": checkpoint.ema, "state": checkpoint.state}
+        self._saving = BackgroundSave(make_folder, state, world, step=step, publish=publish)
         return _unhide(self._saving.folder)
 
     def wait(self) -> None:
@@ -159,7 +152,8 @@ class Checkpoints:
         damaged: list[Path] = []
         for path in reversed(self.list_all()):
             try:
-                _check(path)
+                # Of a sharded one, which may not fit the host's memory, no tensor is read.
+                open_shards(path) if is_sharded(path) else load(path)
             except CheckpointError as error:
                 damaged.append(path)
                 on_damaged(f"{error.what}; going back to the checkpoint before it")
@@ -235,23 +229,13 @@ def is_sharded(path: Path) -> bool:
     return (path / "manifest.json").is_file()
 
 
-def _check(path: Path) -> None:
-    """Raise if a checkpoint is damaged; of a sharded one, which may not fit the host's memory, read no tensor."""
-    if is_sharded(path):
-        open_shards(path)
-    else:
-        load(path)
-
-
 def load(path: Path, stored: StoredShards | None = None, mesh: DeviceMesh | None = None) -> Checkpoint:
     """Read one checkpoint, checking every file against its recorded size and checksum.
 
     Of a sharded one, `stored` and `mesh` give this rank's pieces; without them everything is read as if unsharded.
     """
     if is_sharded(path):
-        document, shards = (stored or open_shards(path)).open(mesh)
-        tree = unpack(document["state"], shards)
-        return Checkpoint(model=tree["model"], ema=tree["ema"], state=tree["state"])
+        return Checkpoint(**unpack(*(stored or open_shards(path)).open(mesh))["state"])
     document = _verify_files(path)
     try:
         model, tensors = (load_file(path / f"{name}.safetensors") for name in ("model", "state"))
@@ -261,18 +245,18 @@ def load(path: Path, stored: StoredShards | None = None, mesh: DeviceMesh | None
         raise CheckpointError(f"checkpoint {path.name} is damaged: {type(error).__name__}: {error}") from error
 
 
-def open_weights(path: Path, stored: StoredShards | None = None) -> LazyTensors:
+def open_weights(path: Path, world: World | None = None) -> LazyTensors:
     """Return a checkpoint's weights as validation used them: averaged ones if the run keeps them.
 
-    Each is read when it is looked up. Files are checked first; `stored` is a sharded checkpoint that was checked.
+    Each is read when it is looked up. Files are checked first: of a sharded checkpoint, by all ranks of the `world`.
     """
     if is_sharded(path):
-        tensors = (stored or open_shards(path)).open()[1]
-        model, *averages = (take(tensors, f"state.{part}.") for part in ("model", "ema"))
+        tensors = open_shards(path, world).open()[1]
+        found: list[LazyTensors] = [take(tensors, f"state.{part}.") for part in ("model", "ema")]
     else:
         held = _verify_files(path)["files"]
-        files = [TensorFile(path / name) for name in ("model.safetensors", AVERAGE) if name in held]
-        model, *averages = (LazyTensors(file.described, file.read) for file in files)
+        found = [TensorFile(path / name) for name in ("model.safetensors", AVERAGE) if name in held]
+    model, *averages = found
 
     def read(name: str) -> Tensor:
         source = next((average for average in averages if name in average), model)
@@ -281,18 +265,17 @@ def open_weights(path: Path, stored: StoredShards | None = None) -> LazyTensors:
     return LazyTensors(model.described, read)
 
 
-def open_shards(path: Path, *, reads_tensors: bool = True) -> StoredShards:
-    """Check a sharded checkpoint on this rank alone."""
+def open_shards(path: Path, world: World | None = None, *, reads_tensors: bool = True) -> StoredShards:
+    """Check a sharded checkpoint on all ranks of the `world`, or on this one alone."""
     from halfstep.distributed.sharded_files import StoredShards
 
-    return StoredShards(path, None, reads_tensors=reads_tensors)
+    return StoredShards(path, world, reads_tensors=reads_tensors)
 
 
 def read_document(path: Path) -> dict[str, Any]:
     """Read a checkpoint's state without its tensors, and the checksums of its files."""
     if is_sharded(path):
-        document: dict[str, Any] = open_shards(path, reads_tensors=False).open()[0]
-        return document | {"state": document["state"]["state"]}
+        return dict(open_shards(path, reads_tensors=False).open()[0]["state"])
     try:
         document = read_sealed((path / STATE).read_bytes())
     except (OSError, ValueError) as error:
@@ -311,7 +294,7 @@ def _verify_files(path: Path) -> dict[str, Any]:
     document, name = read_document(path), ""
     try:
         for name, expected in document["files"].items():
-            found = _fingerprint(path / name)
+            found = measure_file(path / name)
             if found != dict(expected):
                 raise ValueError(
                     f"it has {found['bytes']} bytes, checksum {found['crc32']:08x}, "
@@ -325,19 +308,7 @@ def _verify_files(path: Path) -> dict[str, Any]:
 def _write(folder: Path, checkpoint: Checkpoint) -> None:
     """Write the tensors and state.json, with the size and checksum of every file."""
     packed, tensors = pack(checkpoint.state)
-    contents = {"model.safetensors": checkpoint.model, AVERAGE: checkpoint.ema, "state.safetensors": tensors}
-    for name, content in contents.items():
-        if content or name != AVERAGE:
-            write_tensors(folder / name, content)
-    files = {path.name: _fingerprint(path) for path in sorted(folder.glob("*.safetensors"))}
+    average = {AVERAGE: checkpoint.ema} if checkpoint.ema else {}
+    files = write_files(folder, {"model.safetensors": checkpoint.model, **average, "state.safetensors": tensors})
     document = {"layout": LAYOUT_VERSION, "files": files, "state": packed}
     (folder / STATE).write_text(json.dumps(seal(document)))
-
-
-def _fingerprint(path: Path) -> dict[str, int]:
-    size = checksum = 0
-    with path.open("rb") as file:
-        # In chunks: a checkpoint may be larger than the free memory.
-        while piece := file.read(CHUNK_BYTES):
-            size, checksum = size + len(piece), zlib.crc32(piece, checksum)
-    return {"bytes": size, "crc32": checksum}

@@ -39,7 +39,7 @@ from halfstep_train.report.page.read_run import read_run
 from halfstep_train.report.page.render import render_runs
 from halfstep_train.report.run_report import RunReport
 from halfstep_train.run.assemble import Assembly
-from halfstep_train.run.checkpoint import is_sharded, open_weights
+from halfstep_train.run.checkpoint import open_weights
 from halfstep_train.run.folder import RunFolder, suggest_resume
 from halfstep_train.run.journal import describe_gpu_use
 from halfstep_train.run.loop import Loop
@@ -266,14 +266,10 @@ def export_model(parts: Assembly, folder: RunFolder) -> None:
 
     # The ranks of a sharded run each check their files; without it the other ranks are not here.
     world = parts.world if parts.sharded is not None else None
-    path, shards = world.broadcast_from_first(find) if world is not None else find(), None
-    if world is not None and is_sharded(path):
-        from halfstep.distributed.sharded_files import StoredShards
-
-        shards = StoredShards(path, world)
+    path = world.broadcast_from_first(find) if world is not None else find()
+    weights = open_weights(path, world)
     if world is not None and not world.is_first:
         return
-    weights = open_weights(path, shards)
     try:
         # An export of an earlier end is replaced: the run may have been resumed since.
         with open_atomic_folder(folder.model, replaces=True) as hidden:

@@ -15,15 +15,14 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from halfstep.disk import open_atomic_file
 from halfstep.errors import CheckpointError, HalfstepError
 from halfstep.precision.apply import apply_frozen_
 from halfstep.precision.plan import Plan
 from halfstep.precision.swapped import find_original_class
-from halfstep.tensor_files import view_bytes
+from halfstep.tensor_files import view_bytes, write_tensors
 from halfstep_train.tune.channels_last import LayoutWish, to_channels_last_, wants_channels_last
 from halfstep_train.workloads.base.workload import FrozenPart, Workload
 
@@ -129,10 +128,8 @@ def write_made_here(made: Mapping[str, Mapping[str, Tensor]], folder: Path) -> N
     for name, tensors in made.items():
         path = _get_path(folder, name)
         try:
-            path.parent.mkdir(exist_ok=True)
-            with open_atomic_file(path) as hidden:
-                save_file(dict(tensors), hidden)
-        except (OSError, SafetensorError) as error:
+            write_tensors(path, tensors)
+        except OSError as error:
             raise CheckpointError(
                 f"cannot write {path}: {error}", fix="free disk space, or choose another --out"
             ) from error

@@ -448,14 +448,10 @@ class Journal:
             f"(epoch {stopping.best_epoch + 1}) in {stopping.num_since} validations"
         )
 
-    def record_rollback(self, attempted: int, verdict: Verdict, committed: int, guard: Guard) -> None:
+    def record_rollback(self, text: str, verdict: Verdict, committed: int, guard: Guard) -> None:
         """Print and record a rollback."""
-        text = (
-            f"rolled back to committed step {committed} ({verdict.reason}); learning rate now x{guard.rate_factor:g}, "
-            f"rollback {guard.num_rollbacks} of {guard.options.max_rollbacks}"
-        )
-        self.report.notice(text, "warning")
-        self._log({"kind": "event", "step": attempted, "event": "rollback", "reason": verdict.reason,
+        self.report.notice(f"{text}, rollback {guard.num_rollbacks} of {guard.options.max_rollbacks}", "warning")
+        self._log({"kind": "event", "step": self.attempted, "event": "rollback", "reason": verdict.reason,
                          "to_committed": committed, "rate_factor": guard.rate_factor})  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:

@@ -16,13 +16,14 @@ from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor
 
-from halfstep.errors import CheckpointError, ConfigError, Interrupted, TrainingStopped
+from halfstep.errors import CheckpointError, ConfigError, Interrupted
 from halfstep.hardware.clock import Stopwatch, Throughput
 from halfstep.own_loop.prefetch import Prefetcher, prefetch
 from halfstep.step.facts import Facts, Hold, PhasedFacts, Reading
-from halfstep.step.guard import LAG, Action, Verdict
+from halfstep.step.guard import LAG
 from halfstep.step.randomness import read_generators, restore_generators
 from halfstep.step.step import GuardedStep
+from halfstep.step.verdicts import VerdictHandler
 from halfstep_train.report.listeners import CallbackFailed
 from halfstep_train.run.assemble import Assembly
 from halfstep_train.run.checkpoint import Checkpoint, Checkpoints
@@ -69,6 +70,10 @@ class Loop:
             parts.guard.make_again = self._run_again
             if parts.recorder is not None:
                 parts.guard.look_early = parts.recorder.look_early
+        self.verdicts = VerdictHandler(
+            guard=parts.guard, model=parts.model, step=parts.step, snapshots=parts.snapshots,
+            cut_rates=self._set_rate_factor, report=journal.record_rollback, save=self._save_before_stop,
+        )  # fmt: skip
         self.throughput, self.waiting = Throughput(), Waiting()
         self.num_samples = 0
         """Training samples since this start."""
@@ -107,7 +112,7 @@ class Loop:
         # A run that was killed in its last validation has finished its steps but still has to validate.
         while self.position.epoch < epochs and not (self.is_over and self._is_validated):
             self._train_epoch()
-            self._act_on(self.parts.guard.drain())
+            self.verdicts.act_on(self.parts.guard.drain())
             self._end_epoch()
         self.checkpoints.wait()
         self._stop_for_callback()  # which may have failed in the last record
@@ -182,7 +187,7 @@ class Loop:
                 samples = sum(parts.train_loader.list_sizes(self.position.batch, len(window)))
                 # Advance before the guard's verdict: if that is to save and stop, this window must not come again.
                 self.position.batch += len(window)
-                self._act_on(parts.guard.watch(facts))
+                self.verdicts.act_on(parts.guard.watch(facts))
                 lap_s, lap_waited_s, waited_s = clock.restart(), feed.waited_s - waited_s, feed.waited_s
                 waiting.add(lap_s, lap_waited_s)
                 self._count_time(lap_s, lap_waited_s)
@@ -192,7 +197,7 @@ class Loop:
                     break
             # Read the last steps for the finished bar. Samples come before that: a rollback would change them.
             if not self._samples_are_due():
-                self._act_on(parts.guard.drain())
+                self.verdicts.act_on(parts.guard.drain())
             self.journal.finish_bar()
 
     def _count_time(self, lap_s: float, waited_s: float) -> None:
@@ -268,38 +273,10 @@ class Loop:
 
     # --- the guard's verdict ---
 
-    def _act_on(self, verdict: Verdict) -> None:
-        """Continue, roll back, or save and stop, as the guard decides."""
-        if verdict.action is not Action.CONTINUE:
-            self.parts.guard.release_held()
-        if verdict.action is Action.ROLLBACK:
-            self._roll_back(verdict)
-        elif verdict.action is Action.STOP:
-            # A resumed run continues with the next window and counts faults from zero.
-            self.parts.guard.acknowledge()
-            path = self.save()
-            self.checkpoints.wait()
-            raise TrainingStopped(
-                f"training stopped: {verdict.reason}",
-                why=f"the weights are as they were before those steps, saved in {path}",
-                fix=verdict.fix,
-            )
-
-    def _roll_back(self, verdict: Verdict) -> None:
-        """Restore a snapshot of model, optimizer, average and scale, and lower the learning rate.
-
-        Data and random generators continue, so that the run does not meet the same batches again.
-        """
-        parts = self.parts
-        state = parts.snapshots.find_before(verdict.first_fault_committed) if parts.snapshots is not None else None
-        if parts.snapshots is None or state is None:
-            return self._act_on(Verdict(action=Action.STOP, reason=f"{verdict.reason}, and no snapshot is old enough",
-                                        fix="set a smaller guard.margin, or a lower learning rate"))  # fmt: skip
-        parts.snapshots.go_back(state, parts.model, parts.step)
-        parts.guard.note_rollback()
-        self._set_rate_factor()
-        self.journal.record_rollback(parts.step.attempted, verdict, state["step"]["committed"], parts.guard)
-        return None
+    def _save_before_stop(self) -> str:
+        path = self.save()
+        self.checkpoints.wait()
+        return f", saved in {path}"
 
     def _set_rate_factor(self) -> None:
         plateau = self.parts.plateau.factor if self.parts.plateau is not None else 1.0
@@ -329,7 +306,7 @@ class Loop:
         if self._samples_are_due():
             self._sample()
         if self._validation_is_due():
-            self._act_on(self.parts.guard.drain())
+            self.verdicts.act_on(self.parts.guard.drain())
             is_best = self._validate(self.position.epoch, in_turn=True)
             self.train_metrics = self.parts.workload.metrics()
             saved = self.save(is_best=is_best)

@@ -16,7 +16,7 @@ from halfstep_train.config.schema import RunConfig
 from halfstep_train.report.metrics_file import cut_back
 from halfstep_train.report.run_report import RunReport
 from halfstep_train.run.assemble import Assembly, build_workload
-from halfstep_train.run.checkpoint import Checkpoint, is_sharded
+from halfstep_train.run.checkpoint import Checkpoint, is_sharded, open_shards
 from halfstep_train.run.checkpoint import load as load_checkpoint
 from halfstep_train.run.folder import RunFolder, Settled, find_import_paths
 from halfstep_train.run.frozen_modules import match_stored, name_lost_files
@@ -149,9 +149,7 @@ def open_stored_run(
     path = rank.run_on_first(find_newest)
     stored, mesh, note = None, None, ""
     if is_sharded(path):
-        from halfstep.distributed.sharded_files import StoredShards
-
-        stored = StoredShards(path, rank.world)
+        stored = open_shards(path, rank.world)
         shards = rank.world is not None and config.train.shard is not False
         mesh = make_mesh(torch.device(probe(device).device)) if shards else None
         # torchrun starts fewer ranks after a machine is lost: the run goes on with them.

@@ -46,23 +46,21 @@ from halfstep.disk import flush, name_hidden, read_sealed, remove_leftovers, sea
 from halfstep.distributed.sharding import get_local
 from halfstep.distributed.world import World, mark_agreed
 from halfstep.errors import CheckpointError, HalfstepError, format_count, summarise_error
+from halfstep.state_files import DOCUMENT, LAYOUT_VERSION, MALFORMED, pack, write_file
 from halfstep.tensor_files import (
     BY_NAME,
     DTYPES,
     LazyTensors,
     TensorFile,
+    describe_entries,
     refuse_unknown_dtypes,
     view_bytes,
-    write_tensors,
 )
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
 SAVE_NAME = re.compile(r"step-\d{8,}-[0-9a-f]{8}")
-LAYOUT_VERSION = 1
-DOCUMENT = "halfstep"
 NUM_SHOWN = 3
-MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 # --- how tensors are cut ---
@@ -133,15 +131,15 @@ class BackgroundSave:
     """A save under way. `wait` returns when all ranks' files are on the disk and published, or raises why not."""
 
     def __init__(
-        self, make_folder: Callable[[], Path], document: Any, tensors: Mapping[str, Tensor], world: World, *, step: int,
-        publish: Callable[[Path], None],
-    ) -> None:  # fmt: skip
-        """Copy the tensors and start to write; every rank calls it.
+        self, make_folder: Callable[[], Path], state: Any, world: World, *, step: int, publish: Callable[[Path], None]
+    ) -> None:
+        """Copy the state's tensors and start to write; every rank calls it.
 
         Rank 0 calls `make_folder`, which returns a new folder, and, when the save is complete and flushed, `publish`.
         """
         self._world, self._publish, self._step = world, publish, step
         self._error: HalfstepError | None = None
+        packed, tensors = pack(state)
         self._mesh = find_mesh(tensors.values())
         refuse_unknown_dtypes(tensors)
         self._sharded = {name: _describe_pieces(t) for name, t in tensors.items() if isinstance(t, DTensor)}
@@ -150,7 +148,8 @@ class BackgroundSave:
             for name, tensor in tensors.items()
             if name not in self._sharded or any(world.rank == rank for rank, *_ in self._sharded[name]["pieces"])
         }
-        text = json.dumps(document)  # now: training changes the state while the thread runs
+        # Now: training changes the state while the thread runs.
+        text = json.dumps({"layout": LAYOUT_VERSION, "state": packed})
         self.folder, self._save = world.broadcast_from_first(lambda: (make_folder(), secrets.token_hex(8)))
         # Not a daemon: the interpreter ends when the files are written.
         self._thread = threading.Thread(target=self._run, args=(copy_to_host(own), text), name="halfstep save")
@@ -198,7 +197,7 @@ class BackgroundSave:
         try:
             whole = self._drop_what_first_writes(staged)
             own = {"save": self._save, "rank": rank, "state": json.loads(document)}
-            written = write_tensors(self.folder / name_file(rank), staged, {DOCUMENT: json.dumps(seal(own))})
+            written = write_file(self.folder / name_file(rank), own, staged)
             report = ["", written, whole]
         except Exception as error:
             # Of any kind: a rank that does not report would leave the others waiting.
@@ -251,7 +250,7 @@ class BackgroundSave:
 # --- a folder with one save, and `latest`, which names it ---
 
 
-def start_save(path: Path, document: Any, tensors: Mapping[str, Tensor], world: World, *, step: int) -> BackgroundSave:
+def start_save(path: Path, state: Any, world: World, *, step: int) -> BackgroundSave:
     """Save into a new folder below `path`; once it is complete, `latest` names it and older saves are removed.
 
     `path` itself appears with the first complete save: where it exists, it can be loaded.
@@ -278,7 +277,7 @@ def start_save(path: Path, document: Any, tensors: Mapping[str, Tensor], world: 
             if SAVE_NAME.fullmatch(old.name) and old.name != folder.name:
                 shutil.rmtree(old, ignore_errors=True)
 
-    return BackgroundSave(make_folder, document, tensors, world, step=step, publish=publish)
+    return BackgroundSave(make_folder, state, world, step=step, publish=publish)
 
 
 def find_latest(path: Path) -> Path:
@@ -439,10 +438,7 @@ class StoredShards:
             for name, held in self.manifest["whole"].items()
             if held.keys() & {"0", str(rank)}
         }
-        described = {
-            name: torch.empty(entry["shape"], dtype=BY_NAME[entry["dtype"]], device="meta")
-            for name, entry in sharded.items()
-        } | {name: file.described[name] for name, file in holders.items()}
+        described = describe_entries(sharded) | {name: file.described[name] for name, file in holders.items()}
 
         def read(name: str) -> Tensor:
             return self._read_sharded(name, mesh) if name in sharded else holders[name].read(name)

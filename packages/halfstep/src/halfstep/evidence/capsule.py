@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from halfstep import __version__
@@ -31,7 +30,7 @@ from halfstep.disk import open_atomic_folder, parse_json
 from halfstep.errors import CheckpointError, format_count
 from halfstep.evidence.capsule_folder import ABOUT, CONFIG, find_capsule
 from halfstep.evidence.capsule_folder import list_capsules as list_capsules  # part of this module's interface
-from halfstep.step.tree import pack, unpack
+from halfstep.state_files import MALFORMED, measure_file, pack, unpack, write_files
 
 VERSION = 1
 BATCHES, STATE = "batches.safetensors", "state.safetensors"
@@ -122,20 +121,13 @@ def write_capsule(
     """Write the capsule atomically."""
     packed, tensors = pack({"window": list(window), "rng": dict(rng)})
     versions = {"halfstep": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    contents: dict[str, Any] = {BATCHES: _split_complex(tensors), STATE: _split_complex(state), CONFIG: config}
     try:
         with open_atomic_folder(path, replaces=True) as hidden:
-            _save(tensors, hidden / BATCHES)
-            if state:
-                _save(state, hidden / STATE)
-            if config:
-                (hidden / CONFIG).write_text(config, encoding="utf-8")
-            # Checksums of all other files; capsule.json itself is written last.
-            files = {file.name: _compute_checksum(file) for file in sorted(hidden.iterdir())}
+            files = write_files(hidden, {name: held for name, held in contents.items() if held or name == BATCHES})
             document = {"version": VERSION, **about, "versions": versions, "files": files, "packed": packed}
             (hidden / ABOUT).write_text(json.dumps(to_strict_json(document), indent=1), encoding="utf-8")
-            for name in files:  # safetensors writes through a private temporary file
-                (hidden / name).chmod((hidden / ABOUT).stat().st_mode)
-    except (OSError, SafetensorError, TypeError) as error:
+    except (OSError, TypeError) as error:
         why = (
             "its batches hold what JSON and safetensors cannot" if isinstance(error, TypeError) else "training goes on"
         )
@@ -153,22 +145,23 @@ def read_capsule(path: Path) -> Capsule:
     try:
         about = parse_json((path / ABOUT).read_text(encoding="utf-8"))
         version, files, packed = about["version"], about["files"], about.pop("packed")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except MALFORMED as error:
         raise _make_damaged_error(path, f"{ABOUT}: {error}") from error
     if version != VERSION:
         raise CheckpointError(
             f"the capsule {path} has version {version}, this halfstep reads {VERSION}",
             fix=f"replay it with halfstep {about.get('versions', {}).get('halfstep', 'of that time')}",
         )
-    for name, expected in files.items():
-        if (found := _compute_checksum(path / name)) != expected:
-            is_cut = found["bytes"] != expected["bytes"]
-            cut = f"{name} has {found['bytes']:,} bytes, {expected['bytes']:,} were written"
-            raise _make_damaged_error(path, cut if is_cut else f"{name} was changed after it was written")
     try:
+        for name, expected in files.items():
+            found = measure_file(path / name) if (path / name).exists() else {"bytes": 0}
+            if found["bytes"] != expected["bytes"]:
+                raise ValueError(f"{name} has {found['bytes']:,} bytes, {expected['bytes']:,} were written")
+            if found != expected:
+                raise ValueError(f"{name} was changed after it was written")
         content = unpack(packed, _load(path / BATCHES))
         state = _load(path / STATE) if STATE in files else {}
-    except (SafetensorError, KeyError, RecursionError) as error:
+    except MALFORMED as error:
         raise _make_damaged_error(path, str(error)) from error
     return Capsule(path=path, about=about, window=content["window"], rng=content["rng"], state=state)
 
@@ -182,12 +175,11 @@ def to_strict_json(tree: Any) -> Any:
     return [to_strict_json(value) for value in tree] if isinstance(tree, (list, tuple)) else tree
 
 
-def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
-    whole = {name: tensor.detach().cpu().resolve_conj().contiguous().clone() for name, tensor in tensors.items()}
-    # safetensors does not know every complex format; pairs of real numbers it does.
-    is_pair = {name for name, tensor in whole.items() if tensor.is_complex()}
-    save_file({f"{n}{COMPLEX}" if n in is_pair else n: torch.view_as_real(t) if n in is_pair else t
-               for n, t in whole.items()}, path)  # fmt: skip
+def _split_complex(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return complex tensors as pairs of real numbers: safetensors does not know every complex format."""
+    is_pair = {name for name, tensor in tensors.items() if tensor.is_complex()}
+    return {f"{n}{COMPLEX}" if n in is_pair else n: torch.view_as_real(t.detach().resolve_conj()) if n in is_pair else t
+            for n, t in tensors.items()}  # fmt: skip
 
 
 def _load(path: Path) -> dict[str, Tensor]:
@@ -196,14 +188,6 @@ def _load(path: Path) -> dict[str, Tensor]:
         name.removesuffix(COMPLEX): torch.view_as_complex(tensor.clone()) if name.endswith(COMPLEX) else tensor
         for name, tensor in load_file(path).items()
     }
-
-
-def _compute_checksum(path: Path) -> dict[str, int]:
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        content = b""
-    return {"bytes": len(content), "crc32": zlib.crc32(content)}
 
 
 def _make_damaged_error(path: Path, what: str) -> CheckpointError:

@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from halfstep.errors import ConfigError, TrainingStopped, format_count
+from halfstep.errors import ConfigError, format_count
 from halfstep.evidence.recorder import Recorder
 from halfstep.fast.fast_path import say
 from halfstep.hardware.probe import probe
@@ -50,13 +50,14 @@ from halfstep.step.commit import watch_for_second_step
 from halfstep.step.facts import Facts, Reading
 from halfstep.step.flat import Snapshot
 from halfstep.step.forward_writes import Also
-from halfstep.step.guard import Action, Advice, Guard, Verdict
+from halfstep.step.guard import Advice, Guard
 from halfstep.step.ranks import refuse_differing_rates, refuse_differing_steps
 from halfstep.step.scaler import FAR_BELOW, USUAL_FIRST, Scaler
 from halfstep.step.schedule import Curve, cycles_momentum
 from halfstep.step.step import GuardedStep, JudgedGradients, collect_gradients
 from halfstep.step.tables import Rates
 from halfstep.step.user_warnings import DroppedSteps, warn_user
+from halfstep.step.verdicts import VerdictHandler
 
 Way = Literal["exact", "read"]
 GUARDED = "_halfstep_guard"
@@ -119,13 +120,9 @@ class HostSteps:
         """Return the number of steps that moved the weights; waits for the device."""
         return int(self._step.committed)
 
-    @property
-    def is_first_rank(self) -> bool:
-        return self._step.ranks is None or self._step.ranks.world.rank == 0
-
     def announce(self) -> None:
         """Print one line: what is guarded, how, and what this host does not allow."""
-        if self.is_first_rank:
+        if self._step.is_first_rank:
             say(str(self))
 
     def __str__(self) -> str:
@@ -146,7 +143,7 @@ class HostSteps:
         try:
             self._judge_rest()
         finally:
-            if self.is_first_rank and self.attempted != self._num_told:
+            if self._step.is_first_rank and self.attempted != self._num_told:
                 self._num_told, num = self.attempted, self.num_dropped
                 num_overflows = num - self._warnings.num_dropped
                 which = f", {num_overflows} of them overflows of fp16's gradients" if num_overflows else ""
@@ -255,17 +252,20 @@ class HostGuard(HostSteps):
         self._batches: list[Any] = []
         self._guard = Guard(options, scaling=self.scaler is not None, advice=advice)
         self._recorder = make_recorder(folder, self._step, spikes=False, model=plain) if folder else None
+        self._verdicts = VerdictHandler(
+            guard=self._guard, model=plain, step=self._step,
+            suggest=lambda: suggest_ways(None, has_capsules=self._recorder is not None),
+        )  # fmt: skip
         self._step.keeps_rng, self._step.measures_spikes = self._recorder is not None, False
-        if self._recorder is not None:
-            self._recorder.replay = advice.replay
         self._warnings = DroppedSteps(low_scale=USUAL_FIRST / FAR_BELOW if self.scaler is not None else None)
         if self._step.ranks is not None:
             settings = {"guard": options, "schedule": self.schedule, "host": host}
             refuse_differing_steps(self._step.ranks.world, self._step.optimizers, settings)
             self._guard.observers.append(refuse_differing_rates)
-        if self.is_first_rank:
+        if self._step.is_first_rank:
             self._guard.observers.append(self._warnings.observe)
         if self._recorder is not None:
+            self._recorder.replay = advice.replay
             self._guard.observers.append(self._record_fault)
         hooks = [
             *(one.register_forward_pre_hook(_OpenWindow(self)) for one in self.models),
@@ -360,7 +360,7 @@ class HostGuard(HostSteps):
         self.last_facts = facts
         if self._recorder is not None:
             self._recorder.keep(facts.attempted, self._batches)
-        self._act_on(self._guard.watch(facts))
+        self._verdicts.act_on(self._guard.watch(facts))
 
     def _judge_and_commit(self) -> Facts:
         loss = torch.zeros((), device=self._step.device) if self._loss is None else self._loss
@@ -404,7 +404,7 @@ class HostGuard(HostSteps):
         if self._loss is not None and self.attempted == 0:
             step = self._guard.advice.step  # type: ignore[attr-defined]
             warn_user(f"backward was called inside {self.host}, but no guarded step was made: call {step}")
-        self._act_on(self._guard.drain())
+        self._verdicts.act_on(self._guard.drain())
 
     def _describe(self) -> str:
         num_buffers = sum(1 for one in self.models for _ in one.buffers())
@@ -445,16 +445,6 @@ class HostGuard(HostSteps):
         is_other = (loss - loss != 0) | facts.ruined | facts.spoiled
         for one, before in zip(held, then, strict=True):
             one.copy_(torch.where(is_other, before, one))
-
-    def _act_on(self, verdict: Verdict) -> None:
-        if verdict.action is Action.CONTINUE:
-            return
-        self._guard.acknowledge()
-        raise TrainingStopped(
-            f"training stopped: {verdict.reason}",
-            why="the weights are as they were before those steps",
-            fix="; ".join([verdict.fix, *suggest_ways(None, has_capsules=self._recorder is not None)]),
-        )
 
     def _step_optimizer(self, before: Callable[..., Any], closure: Any = None) -> None:
         """Take the place of the step() of a host's optimizer."""

@@ -47,8 +47,7 @@ def make_recorder(
 
 def make_watch(step: GuardedStep, every: int) -> Watch:
     """Make the watch of `hs.Step(watch=every)`; with several ranks all measure, and rank 0 warns."""
-    is_first = step.ranks is None or step.ranks.world.rank == 0
-    return Watch(step, check_count("watch", every), notice=warn_user if is_first else lambda text: None)
+    return Watch(step, check_count("watch", every), notice=warn_user if step.is_first_rank else lambda text: None)
 
 
 def count_rows(batch: Any) -> int:

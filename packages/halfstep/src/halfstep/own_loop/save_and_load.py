@@ -9,35 +9,33 @@ distributed/sharded_files.py describes the folder of a sharded model, which the 
 
 from __future__ import annotations
 
-import json
 import os
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from halfstep import __version__
-from halfstep.disk import read_sealed, refuse_special_file, seal
+from halfstep.disk import read_sealed, refuse_special_file
 from halfstep.distributed.sharding import find_sharding, is_dtensor
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, format_count, summarise_error
 from halfstep.own_loop.step import Step
+from halfstep.state_files import DOCUMENT, LAYOUT_VERSION, MALFORMED, pack, unpack, write_file
 from halfstep.step.optim.recut_shards import recut_optimizer_states
 from halfstep.step.randomness import read_generators
 from halfstep.step.snapshots import find_loose_buffers, resize_buffers, restore_buffers
-from halfstep.step.tree import pack, unpack
 from halfstep.step.user_warnings import warn_user
 from halfstep.tensor_files import LazyTensors, describe, make_header, take, view_bytes, write_tensors
 
-LAYOUT_VERSION = 1
-DOCUMENT = "halfstep"
 PLAIN = (bool, int, float, str, type(None))
 NUM_SHOWN = 3
+Given = TypeVar("Given")
 
 
 def save(
@@ -54,11 +52,7 @@ def save(
 
         hs.save("last.safetensors", step, model, best=best)
     """
-    path, steps, num_models, model = Path(path), _list_steps(step), _count_models(model), _make_model(model)
-    refuse_special_file(path)
-    sharding = find_sharding(model)
-    _refuse_untrained_model(steps, model)
-    _wait_for_saves(steps)
+    path, steps, model, num_models, is_sharded = _take_arguments(path, step, model)
     state = {
         "model": dict(model.state_dict()),
         "num_models": num_models,
@@ -68,15 +62,13 @@ def save(
         "threads": torch.get_num_threads(),
     }
     _refuse_unstorable(extra, "")
-    packed, tensors = pack(state)
     try:
-        if sharding is not None:
+        if is_sharded and (ranks := steps[0]._step.ranks) is not None:
             from halfstep.distributed.sharded_files import start_save
 
-            document, world = {"layout": LAYOUT_VERSION, "state": packed}, steps[0].ranks.world
-            steps[0]._saving = start_save(path, document, tensors, world, step=steps[0].attempted)
+            steps[0]._saving = start_save(path, state, ranks.world, step=steps[0].attempted)
         else:
-            _save_file(path, packed, tensors)
+            _save_file(path, state)
     except TypeError as error:  # a model's or loader's own state_dict may hold anything
         raise CheckpointError(
             f"cannot store the state of {type(model).__name__}: {error}",
@@ -85,12 +77,13 @@ def save(
         ) from error
 
 
-def _save_file(path: Path, packed: Any, tensors: Mapping[str, Tensor]) -> None:
+def _save_file(path: Path, state: Mapping[str, Any]) -> None:
+    packed, tensors = pack(state)
     stored = {name: tensor.cpu().resolve_conj().resolve_neg() for name, tensor in tensors.items()}
     checksums = {name: _compute_checksum(tensor) for name, tensor in stored.items()}
     document = {"layout": LAYOUT_VERSION, "halfstep": __version__, "state": packed, "checksums": checksums}
     try:
-        write_tensors(Path(os.path.realpath(path)), stored, {DOCUMENT: json.dumps(seal(document))})
+        write_file(Path(os.path.realpath(path)), document, stored)
     except OSError as error:
         raise _explain_unwritten(path, error) from error
 
@@ -107,12 +100,8 @@ def load(
 
         best = hs.load("last.safetensors", step, model)["best"] if os.path.exists("last.safetensors") else 0.0
     """
-    path, steps, num_models, model = Path(path), _list_steps(step), _count_models(model), _make_model(model)
-    refuse_special_file(path)
-    sharding = find_sharding(model)
-    _refuse_untrained_model(steps, model)
-    _wait_for_saves(steps)
-    if sharding is not None or path.is_dir():
+    path, steps, model, num_models, is_sharded = _take_arguments(path, step, model)
+    if is_sharded or path.is_dir():
         state = _read_shards(path, steps, model, reshard=reshard)
     else:
         state = _read(path)
@@ -141,12 +130,12 @@ def load(
     for one, its_state in zip(steps, state["steps"], strict=True):
         one.load_state_dict(its_state)
     threads = torch.get_num_threads()
-    if threads != state["threads"] and any(one.device.type == "cpu" for one in steps):
+    if threads != state["threads"] and any(one._step.device.type == "cpu" for one in steps):
         warn_user(
             f"torch used {state['threads']} CPU threads when {path} was stored and uses {threads} now: sums can differ "
             f"in the last bit; torch.set_num_threads({state['threads']}) makes the resumed loop bit-exact"
         )
-    is_first = steps[0].ranks is None or steps[0].ranks.world.is_first
+    is_first = steps[0]._step.is_first_rank
     if is_first and all(own["position"]["pass"] is None and own["attempted"] for own in state["steps"]):
         warn_user(
             f"{path} holds no position in the data, because no batch came from step.windows(loader): a loop over a "
@@ -200,25 +189,34 @@ def _explain_unwritten(path: Path, error: Exception) -> CheckpointError:
     )
 
 
-def _list_steps(step: object) -> list[Step]:
-    given = list(step) if isinstance(step, (list, tuple)) else [step]
-    steps = [one for one in given if isinstance(one, Step)]
-    if len(steps) == len(given):
-        return steps
-    raise CheckpointError(
-        f"hs.save and hs.load take an hs.Step, not a {type(step).__name__}",
-        fix="hs.save(path, step, model), in this order; several steps as a list",
-    )
+# --- arguments ---
 
 
-def _make_model(model: object) -> nn.Module:
-    if isinstance(model, nn.Module):
-        return model
-    if isinstance(model, (list, tuple)) and all(isinstance(one, nn.Module) for one in model):
-        return nn.ModuleList(model)
+def _take_arguments(
+    path: str | os.PathLike[str], step: object, model: object
+) -> tuple[Path, list[Step], nn.Module, int | None, bool]:
+    """Return path, steps, model, the length of a list of models, and if they are sharded; wait for the last save."""
+    steps = _list_given(step, Step, "an hs.Step", "steps")
+    models = _list_given(model, nn.Module, "a torch module", "models")
+    refuse_special_file(Path(path))
+    num_models = len(models) if isinstance(model, (list, tuple)) else None
+    whole = models[0] if num_models is None else nn.ModuleList(models)
+    is_sharded = find_sharding(whole) is not None
+    _refuse_untrained_model(steps, whole)
+    for one in steps:
+        if one._saving is not None:
+            one._saving.wait()
+    return Path(path), steps, whole, num_models, is_sharded
+
+
+def _list_given(given: object, kind: type[Given], what: str, several: str) -> list[Given]:
+    listed = given if isinstance(given, (list, tuple)) else [given]
+    found = [one for one in listed if isinstance(one, kind)]
+    if len(found) == len(listed):
+        return found
     raise CheckpointError(
-        f"hs.save and hs.load take a torch module, not a {type(model).__name__}",
-        fix="hs.save(path, step, model), in this order; several models as a list",
+        f"hs.save and hs.load take {what}, not a {type(given).__name__}",
+        fix=f"hs.save(path, step, model), in this order; several {several} as a list",
     )
 
 
@@ -243,11 +241,6 @@ def _refuse_untrained_model(steps: Sequence[Step], model: nn.Module) -> None:
             )
 
 
-def _count_models(model: object) -> int | None:
-    """Return the length of a list of models; None for one model."""
-    return len(model) if isinstance(model, (list, tuple)) else None
-
-
 def _describe_number(num_models: int | None) -> str:
     return "one model" if num_models is None else f"a list of {format_count(num_models, 'model')}"
 
@@ -255,22 +248,16 @@ def _describe_number(num_models: int | None) -> str:
 # --- the folder of a sharded model ---
 
 
-def _wait_for_saves(steps: Sequence[Step]) -> None:
-    for step in steps:
-        if step._saving is not None:
-            step._saving.wait()
-
-
 def _read_shards(path: Path, steps: Sequence[Step], model: nn.Module, *, reshard: bool) -> dict[str, Any]:
     """Read this rank's part of the newest complete save; a whole unsharded model's on one rank."""
     from halfstep.distributed.sharded_files import StoredShards, find_latest, find_mesh
 
-    world = steps[0].ranks.world if steps[0].ranks is not None else None
+    ranks = steps[0]._step.ranks
+    world = ranks.world if ranks is not None else None
     folder = world.broadcast_from_first(lambda: find_latest(path)) if world is not None else find_latest(path)
     stored, mesh = StoredShards(folder, world), find_mesh(model.parameters())
     note = stored.refuse_other_mesh(mesh, reshard=reshard, fix="hs.load(..., reshard=True)")
-    document, tensors = stored.open(mesh)
-    state: dict[str, Any] = unpack(document["state"], tensors)
+    state: dict[str, Any] = unpack(*stored.open(mesh))["state"]
     if note:
         notes = [note]
         for number, (step, own) in enumerate(zip(steps, state["steps"], strict=False)):
@@ -300,7 +287,7 @@ def _read(path: Path) -> dict[str, Any]:
             why="hs.save has not written it, or it was moved",
             fix=f'if os.path.exists("{path}"): hs.load(...), so that the first start begins from scratch',
         ) from None
-    except (OSError, SafetensorError, ValueError) as error:
+    except MALFORMED as error:
         raise CheckpointError(
             f"{path} cannot be read: {summarise_error(error)}",
             why="it is damaged, or hs.save did not write it",
@@ -324,7 +311,7 @@ def _read(path: Path) -> dict[str, Any]:
             differing = [n for n in found["checksums"] if checksums.get(n) != found["checksums"][n]]
             raise ValueError(f"{', '.join(differing[:NUM_SHOWN]) or 'a tensor'} was changed after it was written")
         state: dict[str, Any] = unpack(found["state"], tensors)
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+    except MALFORMED as error:
         raise CheckpointError(
             f"{path} is damaged: {summarise_error(error)}",
             why="it was edited, or the disk or a copy damaged it",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from halfstep.errors import ConfigError, TrainingStopped
+from halfstep.errors import ConfigError
 from halfstep.evidence.watch import Watch
 from halfstep.fast.certificate import Certificate
 from halfstep.fast.fast_path import Fast, FastPath, split_results
@@ -55,14 +55,16 @@ from halfstep.step.clip import Clip
 from halfstep.step.commit import watch_for_second_step
 from halfstep.step.ema import Ema
 from halfstep.step.facts import Facts, Reading
-from halfstep.step.forward_writes import Also, Name, TensorSlot
-from halfstep.step.guard import ADVICE_FOR_LOOPS, Action, Guard, GuardOptions, SpikeMeter, Verdict
+from halfstep.step.forward_writes import Also, TensorSlot
+from halfstep.step.guard import ADVICE_FOR_LOOPS, Guard, GuardOptions, SpikeMeter, Verdict
 from halfstep.step.ranks import refuse_differing_rates, refuse_differing_steps
+from halfstep.step.scaler import Scaler
 from halfstep.step.schedule import Schedule
-from halfstep.step.snapshots import Snapshots, copy_to_host
+from halfstep.step.snapshots import Snapshots
 from halfstep.step.step import GuardedStep, LossFn, OnCommit, OnGradients
 from halfstep.step.step_state import refuse_unfit
 from halfstep.step.user_warnings import DroppedSteps, warn_once, warn_user
+from halfstep.step.verdicts import VerdictHandler
 
 if TYPE_CHECKING:
     from halfstep.distributed.sharded_files import BackgroundSave
@@ -221,21 +223,25 @@ class Step:
             **{f"scaler.{name}": value for name, value in dataclasses.asdict(scaling).items()},
         )  # fmt: skip
         self._dropped = DroppedSteps(low_scale=self._step.scaler.low if plan.needs_loss_scaling else None)
-        if self._step.ranks is None or self._step.ranks.world.rank == 0:
+        if self._step.is_first_rank:
             self._guard.observers.append(self._dropped.observe)
         if on_outcome is not None:
             self._guard.observers.append(lambda facts, reading: on_outcome(Outcome(reading)))
         self._watch = make_watch(self._step, watch) if watch else None
         self._recorder = make_recorder(folder, self._step, spikes=skip_spikes) if folder else None
-        if self._recorder is not None and self._watch is not None:
-            self._recorder.watches = {"": self._watch}
         self._step.keeps_rng = self._recorder is not None
         if self._recorder is not None:
+            self._recorder.watches = {"": self._watch} if self._watch is not None else {}
             self._guard.observers.append(self._recorder.observe)
         self._schedules.follow(self._step.committed)
         self._guard.observers.append(lambda facts, reading: self._schedules.note(reading.committed))
-        self._rollback = Rollback(model, self._step, self._guard) if options.on_fault == "rollback" else None
         self._loss = LossChecker(self._step)
+        self._snapshots = LoopSnapshots(every=options.snapshot_every, margin=options.margin)
+        self._verdicts = VerdictHandler(
+            guard=self._guard, model=model, step=self._step, snapshots=self._snapshots,
+            cut_rates=lambda: self._step.set_rate_factor(self._guard.rate_factor), report=self._report_rollback,
+            suggest=lambda: suggest_ways(self._loss.last, has_capsules=self._recorder is not None),
+        )  # fmt: skip
         self._strangers = UnguardedNetworks(self._step.writes)
         self._passes = 0
         self._fast = FastPath(
@@ -311,7 +317,9 @@ class Step:
                     self._recorder.keep(facts.attempted, batches)
                 if self._watch is not None:
                     self._look(loss_fn, batches, facts)
-                self._act_on(self._guard.watch(facts))  # waits for the step before the last, so that this is its time
+                self._verdicts.act_on(
+                    self._guard.watch(facts)
+                )  # waits for the step before the last, so that this is its time
             finally:
                 self._fast.in_steps_s += time.monotonic() - began
         return Outcome(facts)
@@ -337,8 +345,8 @@ class Step:
         refuse_non_finite_settings(self._step.optimizers)
         refuse_no_function(loss_fn)
         batches = read_window(window, self._step.accumulate)
-        if self._rollback is not None:
-            self._rollback.keep_if_due()
+        if self._guard.options.on_fault == "rollback" and self._snapshots.is_due(self.attempted):
+            self._snapshots.take(self._step.model, self._step)
         self._position.warn_if_unread()
         return batches
 
@@ -353,8 +361,7 @@ class Step:
         for committer in self._step.committers:
             committer.forget()
         self._step.generation += 1
-        if self._rollback is not None:
-            self._rollback.forget()
+        self._snapshots.states.clear()  # of another history
 
     def _compute(self, loss_fn: LossFn, batches: list[Batch]) -> Facts:
         checked = self._loss.wrap(loss_fn, is_alone=len(batches) == 1)
@@ -382,7 +389,7 @@ class Step:
             self._commit(facts)
             if self._watch is not None:
                 self._watch.finish(facts)
-            self._act_on(self._guard.watch(facts))
+            self._verdicts.act_on(self._guard.watch(facts))
 
     def _commit(self, facts: Facts) -> None:
         before = self.attempted
@@ -439,7 +446,7 @@ class Step:
         `windows` and `with step:` call it at their end."""
         if self._watch is not None:
             self._watch.drain()
-        self._act_on(self._guard.drain())
+        self._verdicts.act_on(self._guard.drain())
         if self._saving is not None:
             self._saving.wait()
 
@@ -459,6 +466,26 @@ class Step:
             yield
 
     # --- state and description ---
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the model that is trained."""
+        return self._step.model
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Return the optimizers, also if there is only one."""
+        return self._step.optimizers
+
+    @property
+    def scaler(self) -> Scaler:
+        """Return fp16's loss scale; it is not `enabled` in other precisions."""
+        return self._step.scaler
+
+    @property
+    def ema(self) -> Ema | None:
+        """Return the average of the weights; None without ema_decay."""
+        return self._step.ema
 
     @property
     def plan(self) -> Plan:
@@ -536,8 +563,7 @@ class Step:
         self._guard.load_state_dict(state.get("guard", {}))
         self._step.load_state_dict(state)
         self._schedules.load_state_dict(schedules)
-        if self._rollback is not None:
-            self._rollback.forget()
+        self._snapshots.states.clear()  # of another history
         if self._watch is not None and "watch" in state:
             self._watch.load_state_dict(state["watch"])
         if "position" in state:
@@ -557,25 +583,9 @@ class Step:
 
     # --- inside ---
 
-    def __getattr__(self, name: str) -> Any:
-        """Forward `scaler`, `ema`, `optimizers` and the like to the guarded step. They are not a stable interface."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._step, name)
-
-    def _act_on(self, verdict: Verdict) -> None:
-        if verdict.action is Action.CONTINUE:
-            return
-        if verdict.action is Action.ROLLBACK and self._rollback is not None and self._rollback.roll_back(verdict):
-            self._schedules.go_back()
-            return
-        self._guard.acknowledge()
-        fix = verdict.fix or 'a smaller "margin" in guard={...}, or a lower learning rate: no copy is old enough'
-        raise TrainingStopped(
-            f"training stopped: {verdict.reason}",
-            why="the weights are as they were before those steps",
-            fix="; ".join([fix, *suggest_ways(self._loss.last, has_capsules=self._recorder is not None)]),
-        )
+    def _report_rollback(self, text: str, verdict: Verdict, committed: int, guard: Guard) -> None:
+        self._schedules.go_back()
+        warn_user(text)
 
 
 # --- what became of a step ---
@@ -651,56 +661,22 @@ class Outcome:
 # --- rollback ---
 
 
-class Rollback:
-    def __init__(self, model: nn.Module, step: GuardedStep, guard: Guard) -> None:
-        self.model, self.step, self.guard = model, step, guard
-        self.snapshots = Snapshots(every=guard.options.snapshot_every, margin=guard.options.margin)
+class LoopSnapshots(Snapshots):
+    """Snapshots that also hold the tensors outside of the model that steps write, such as a teacher's."""
 
-    def keep_if_due(self) -> None:
-        """Take a copy where one is due: before the first step, then every `snapshot_every` steps."""
-        if not self.snapshots.states or self.snapshots.is_due(self.step.attempted):
-            self.snapshots.take(self.model, self.step)
-            beside = {slot.name: slot.held for slot in self._list_beside()}
-            self.snapshots.states[-1].setdefault("beside", copy_to_host(beside))
+    def collect(self, model: nn.Module, step: GuardedStep) -> dict[str, Any]:
+        outside = {slot.name: slot.held for slot in self._list_outside(step)}
+        return {**super().collect(model, step), "outside": outside}
 
-    def _list_beside(self) -> list[TensorSlot]:
-        return self.step.writes.find_tensors_outside_model(self.step.find_trained_parameters())
-
-    @torch.no_grad()
-    def _restore_beside(self, values: Mapping[Name, Tensor | None]) -> None:
-        for slot in self._list_beside():
-            held, then = slot.held, values.get(slot.name)
+    def go_back(self, state: Mapping[str, Any], model: nn.Module, step: Any) -> None:
+        super().go_back(state, model, step)
+        for slot in self._list_outside(step):
+            held, then = slot.held, state["outside"].get(slot.name)
             if held is not None and then is not None:
                 if held.shape == then.shape:
-                    held.copy_(then)
+                    held.detach().copy_(then)
                 else:  # such as a recurrent state of another batch size
                     slot.owner[slot.key] = then.to(held.device, copy=True)
 
-    def forget(self) -> None:
-        """Drop all copies after a state was loaded: they belong to another history."""
-        self.snapshots.states.clear()
-
-    def roll_back(self, verdict: Verdict) -> bool:
-        """Go back to well before the first fault and cut the learning rate; False where no copy is old enough."""
-        state = self.snapshots.find_before(verdict.first_fault_committed)
-        if state is None:
-            return False
-        rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.step.optimizers]
-        self.snapshots.go_back(state, self.model, self.step)
-        self._restore_beside(state["beside"])
-        self.guard.note_rollback()
-        self._cut_rates(rates)
-        warn_user(
-            f"rolled back to committed step {state['step']['committed']} ({verdict.reason}); learning rate now "
-            f"x{self.guard.rate_factor:g}"
-        )
-        return True
-
-    def _cut_rates(self, rates: list[list[float]]) -> None:
-        """Cut by the schedule's factor; where no schedule drives the optimizer, in its groups."""
-        if self.step.rates is not None:
-            self.step.set_rate_factor(self.guard.rate_factor)
-        for optimizer, before in zip(self.step.optimizers, rates, strict=True):
-            if self.step.rates is None or not self.step.rates.drives(optimizer):
-                for group, lr in zip(optimizer.param_groups, before, strict=True):
-                    group["lr"] = lr * self.guard.options.lr_cut
+    def _list_outside(self, step: GuardedStep) -> list[TensorSlot]:
+        return step.writes.find_tensors_outside_model(step.find_trained_parameters())

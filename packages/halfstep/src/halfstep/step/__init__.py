@@ -8,9 +8,10 @@ Follow a training step through these files, in this order:
     commit.py            how the verdict reaches each optimizer: in its kernel, by selection, or by the host
     facts.py             what the step found: device tensors, sent to the host without a wait
     guard.py             judges those facts two steps later: continue, roll back, or stop
+    verdicts.py          does so, for runs, hs.Step and the guards of other trainers
 
 Leaves that these call: batches, clip, scaler, ema, flat (select many tensors at once), signals, refusals, optim/.
 Learning rates: schedule.py (functions of the step) and tables.py (those functions as tables on the device).
 Around a step: graph.py (as one CUDA graph), phases.py (several networks in turn), ranks.py (several ranks),
-step_state.py and snapshots.py (store and restore), randomness.py (seeds and generators), tree.py (storing).
+step_state.py and snapshots.py (store and restore), randomness.py (seeds and generators).
 """

@@ -142,7 +142,7 @@ class ForwardWrites:
 
     def _has_changed(self) -> bool:
         """True if the window wrote something that is not saved, or exchanged or registered a tensor."""
-        if self.marks.have_changed() or self.memory is None or self.memory.has_changed():
+        if self.marks.has_changed() or self.memory is None or self.memory.has_changed():
             return True
         return not are_same_objects(self.slots.list_entries(), self.entries) or bool(self.sparse.find_changed())
 
@@ -181,7 +181,7 @@ class ForwardWrites:
         for slot, before, now in self.replaced:
             if before is None or now is None or not _are_alike(before, now):
                 if bool(bad):
-                    _put(slot, before)
+                    slot.owner[slot.key] = before
             elif isinstance(now, nn.Parameter):
                 now.data = torch.where(bad, before, now)  # the same object: others may hold it, too
             else:
@@ -339,12 +339,14 @@ class ForwardWrites:
     def _find_moved(self) -> list[tuple[Tensor, Tensor]]:
         """Return tensors whose storage was exchanged, with the old storage."""
         pairs = zip(self.before, self.storages, strict=True)
-        return [(t, s) for t, s in pairs if _is_moved(t, s) and t is not None and s is not None]
+        held = [(tensor, storage) for tensor, storage in pairs if tensor is not None and storage is not None]
+        # Other memory, or resized in place, as observers of quantised training are.
+        return [(t, s) for t, s in held if t.data_ptr() != s.data_ptr() or t.numel() != s.numel()]
 
     def _undo_exchanges(self) -> None:
         if self.is_open:
             for slot, before, _ in self._find_replaced():
-                _put(slot, before)
+                slot.owner[slot.key] = before
             for held, storage in self._find_moved():
                 held.data = storage
             self.sparse.restore()
@@ -400,30 +402,11 @@ class SparseTensors:
             slot.owner[slot.key] = tensor
 
 
-class Marks:
-    """Versions and addresses of what slots hold. Compared as lists: a loop would dominate a small model's step."""
-
-    def __init__(self, held: Sequence[Tensor | None]) -> None:
-        self.held = held
-        self.tensors = [t for t in held if t is not None]
-        self.then = self._read()
-
-    def _read(self) -> tuple[list[int], list[int]]:
-        return list(map(get_version, self.tensors)), list(map(Tensor.data_ptr, self.tensors))
-
-    def have_changed(self) -> bool:
-        return self._read() != self.then
-
-    def __iter__(self) -> Iterator[Mark]:
-        numbers = zip(*self.then, strict=True)
-        return ((None, 0, 0) if held is None else (held, *next(numbers)) for held in self.held)
-
-
-NO_MARKS = Marks(())
-
-
 class Memory:
-    """Addresses and sizes of tensors, to see whether one got other memory or was resized in place."""
+    """Addresses and sizes of tensors, to see whether one got other memory or was resized in place.
+
+    Compared as lists: a loop would dominate a small model's step.
+    """
 
     def __init__(self, tensors: Iterable[Tensor | None]) -> None:
         self.tensors = [t for t in tensors if t is not None]
@@ -434,6 +417,24 @@ class Memory:
 
     def has_changed(self) -> bool:
         return self._read() != self.then
+
+
+class Marks(Memory):
+    """Versions and addresses of what slots hold, to see which tensors were written."""
+
+    def __init__(self, held: Sequence[Tensor | None]) -> None:
+        super().__init__(held)
+        self.held = held
+
+    def _read(self) -> tuple[list[int], list[int]]:
+        return list(map(get_version, self.tensors)), list(map(Tensor.data_ptr, self.tensors))
+
+    def __iter__(self) -> Iterator[Mark]:
+        numbers = zip(*self.then, strict=True)
+        return ((None, 0, 0) if held is None else (held, *next(numbers)) for held in self.held)
+
+
+NO_MARKS = Marks(())
 
 
 def _is_sparse(tensor: Tensor | None) -> bool:
@@ -482,19 +483,8 @@ def _alias_storage(tensor: Tensor | None) -> Tensor | None:
     return tensor.data if tensor is not None and tensor.layout is torch.strided else None
 
 
-def _is_moved(tensor: Tensor | None, storage: Tensor | None) -> bool:
-    """True if the tensor got other memory or was resized in place, as observers of quantised training are."""
-    if tensor is None or storage is None:
-        return False
-    return tensor.data_ptr() != storage.data_ptr() or tensor.numel() != storage.numel()
-
-
 def _are_alike(one: Tensor, other: Tensor) -> bool:
     return (one.shape, one.dtype, one.device, one.layout) == (other.shape, other.dtype, other.device, other.layout)
-
-
-def _put(slot: TensorSlot, tensor: Tensor | None) -> None:
-    slot.owner[slot.key] = tensor
 
 
 def _have_same_bits(one: Tensor, other: Tensor) -> bool:
@@ -573,11 +563,12 @@ class TensorSlots:
         return list(itertools.chain.from_iterable(map(dict.values, self.owners[::3])))
 
     def remove_new_entries(self) -> None:
-        """Remove what was registered since `refresh`: dicts keep insertion order, so new entries are last."""
-        for number, (owner, size) in enumerate(zip(self.owners, self.sizes, strict=True)):
-            for key in list(owner)[size:]:
+        """Remove the children, parameters and buffers that modules have registered since `refresh`."""
+        modules = [module for module in self.modules for _ in range(3)]  # as in `owners`
+        for module, owner, size in zip(modules, self.owners, self.sizes, strict=True):
+            for key in list(owner)[size:]:  # dicts keep the order of insertion, so new entries are last
                 del owner[key]
-                self.modules[number // 3]._non_persistent_buffers_set.discard(key)
+                module._non_persistent_buffers_set.discard(key)
 
     def find_full_name(self, slot: TensorSlot) -> str:
         """Return the slot's name as in `named_parameters`, under the root that holds it."""

@@ -78,6 +78,8 @@ class Advice:
     clip: str
     rollback: str = ""
     scale_floor: str = ""
+    no_snapshot_reason: str = ""  # follows the reason of a rollback that found no snapshot
+    no_snapshot_fix: str = 'a smaller "margin" in guard={...}, or a lower learning rate: no copy is old enough'
 
 
 ADVICE_FOR_RUNS = Advice(
@@ -85,6 +87,8 @@ ADVICE_FOR_RUNS = Advice(
     clip="train.clip_norm",
     rollback="guard.on_fault=rollback",
     scale_floor="scaler.min_scale",
+    no_snapshot_reason=", and no snapshot is old enough",
+    no_snapshot_fix="set a smaller guard.margin, or a lower learning rate",
 )
 ADVICE_FOR_LOOPS = Advice(
     overflow='precision="bf16"',

@@ -29,20 +29,23 @@ class Snapshots:
         """Committed steps of the first state, or of the one rolled back to, which is allowed inside the margin."""
 
     def is_due(self, attempted: int) -> bool:
-        return attempted % self.every == 0
+        return not self.states or attempted % self.every == 0
 
     def take(self, model: nn.Module, step: GuardedStep | PhasedStep) -> None:
-        """Copy everything a rollback restores; waits for the device. Skipped if few steps have committed since."""
+        """Copy the state; waits for the device. Skipped if few steps have committed since the last copy."""
         committed = int(step.committed)
         if self.states and committed - _read_committed(self.states[-1]) < max(self.every // 2, 1):
             return
         if not self.states:
             self.start = committed
-        state = {"model": model.state_dict(), "buffers": find_loose_buffers(model), "step": step.state_dict()}
-        self.states.append(copy_to_host(state))
+        self.states.append(copy_to_host(self.collect(model, step)))
         # A fault that the guard has not acted on yet may be `lag` steps old; before that, one state is enough.
         while len(self.states) > 1 and _read_committed(self.states[1]) <= self._compute_limit(committed - self.lag):
             del self.states[0]
+
+    def collect(self, model: nn.Module, step: Any) -> dict[str, Any]:
+        """Return everything that a rollback restores."""
+        return {"model": model.state_dict(), "buffers": find_loose_buffers(model), "step": step.state_dict()}
 
     def find_before(self, committed: int) -> dict[str, Any] | None:
         """Return the newest state at least `margin` committed steps before `committed`, or the first one; else None."""

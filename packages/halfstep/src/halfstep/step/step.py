@@ -124,7 +124,7 @@ class GuardedStep:
             refuse_sharded(model)
         else:
             self.ranks = find_ranks(model, trained, self.device) if ranks == "of the model" else ranks
-        if self.ranks is None or self.ranks.world.rank == 0:
+        if self.is_first_rank:
             report_untested_torch(torch.__version__)
         self.sharding: Sharding | None = self.ranks.sharding if self.ranks is not None else None
         if isinstance(schedules, Rates):
@@ -162,6 +162,10 @@ class GuardedStep:
         self._modules: list[nn.Module] = []  # those that `_weights` was made from
         self._rng: dict[str, Tensor] | None = None  # the generators before a compute() that is not committed yet
         self._judged = NOT_JUDGED
+
+    @property
+    def is_first_rank(self) -> bool:
+        return self.ranks is None or self.ranks.world.is_first
 
     def windows(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
         """Yield windows of `accumulate` micro-batches; a last partial window still steps."""
@@ -536,11 +540,9 @@ class GuardedStep:
         return lr.detach().reshape(()) if isinstance(lr, Tensor) and lr.device == self.device else float(lr)
 
     def set_rate_factor(self, factor: float) -> None:
-        """Multiply every learning rate by one factor, for plateaus and rollbacks. Written by the host."""
-        if self.rates is None:
-            raise ConfigError("this step has no schedule, so the optimizer sets its learning rate",
-                              fix="give it a schedule; a constant one will do: lambda step: 1.0")  # fmt: skip
-        self.rates.set_cut(factor)
+        """Multiply the learning rates of schedules by one factor, for plateaus and rollbacks. Written by the host."""
+        if self.rates is not None:
+            self.rates.set_cut(factor)
 
     def describe(self) -> list[tuple[str, str, int]]:
         """Return each optimizer, its commit method, and the bytes that method costs."""

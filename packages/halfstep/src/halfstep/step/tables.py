@@ -66,7 +66,9 @@ class Tabulated:
         raise NotImplementedError
 
     def _extend(self, known: int, attempted: int) -> None:
-        columns = self._compute_columns(known, attempted)
+        shortest = CPU_CHUNK if self.table.device.type == "cpu" else TABLE_CHUNK
+        num_ahead = self.chunk or max(known, shortest)  # without a chunk the table doubles
+        columns = self._compute_columns(range(known, attempted + num_ahead))
         if not columns:
             return
         more = (torch.tensor(columns, dtype=self.table.dtype) * self.base).T.contiguous()
@@ -87,12 +89,14 @@ class Tabulated:
     def _count_known(self) -> int:
         return self.table.shape[1] if self.chunk is None else self._num_filled
 
-    def _compute_columns(self, known: int, attempted: int) -> list[list[float]]:
-        """Compute the values of the next steps. A function may end (a list, torch's OneCycleLR, a formula for the steps
-        of the training): reaching its end is an error, looking ahead past it is not."""
+    def _compute_columns(self, steps: range) -> list[list[float]]:
+        """Return the values of all functions for each step, up to the first step that one has no value for.
+
+        A function may end, as a list, torch's OneCycleLR or a formula for the steps of the training do. Looking ahead
+        past its end is no error: `end` is kept for the training that reaches it.
+        """
         columns: list[list[float]] = []
-        first = CPU_CHUNK if self.table.device.type == "cpu" else TABLE_CHUNK
-        for step in range(known, attempted + (self.chunk or max(known, first))):
+        for step in steps:
             try:
                 columns.append([self.check(function(step)) for function in self.functions])
             except Exception as error:  # whatever a user's function may raise
@@ -295,13 +299,9 @@ class Rates(Tabulated):
 
     def refuse_written_rates(self) -> None:
         """Refuse a rate that the user's code wrote: it would be lost, or used but not reported. No wait."""
-        written = self.now._version != self.version
-        for group, held in zip(self._list_groups(), self.held, strict=False):
-            lr = group["lr"]
-            if lr is held or not isinstance(held, Tensor) and lr == held:
-                continue
-            written = True
-        if written:
+        pairs = [(group["lr"], held) for group, held in zip(self._list_groups(), self.held, strict=False)]
+        are_held = all(lr is held or not isinstance(held, Tensor) and lr == held for lr, held in pairs)
+        if self.now._version != self.version or not are_held:
             raise ConfigError(
                 "the learning rate was written by hand while schedule= drives it",
                 why="the step would train with one rate and report another",

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.distributed.sharding import get_local
+from halfstep.state_files import ITEMS, unpack
 from halfstep.step.optim.adamw8bit import AdamW8bit, recut_state
-from halfstep.step.tree import ITEMS, unpack
 
 if TYPE_CHECKING:
     from halfstep.distributed.sharded_files import StoredShards
