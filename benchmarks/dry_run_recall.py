@@ -29,6 +29,7 @@ from halfstep.evidence.dry_run import MUCH, judge_modules, judge_updates
 from halfstep.evidence.ranges import Operation, RangeTrace
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
+from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.assemble import Assembly
 from halfstep_train.use.observe_step import assemble_step, build_subject, read_windows
 from recording import store
@@ -75,13 +76,13 @@ def said(subject: Subject, window: list[dict[str, torch.Tensor]]) -> Verdicts:
     return {(row.module, row.kind): row.is_bad for row in rows if row.module in known}
 
 
-def shown(subject: Subject, parts: Assembly) -> Verdicts:
+def shown(subject: Subject, config: RunConfig, parts: Assembly) -> Verdicts:
     """By simulation, one module at a time."""
     in_fp32 = attempt(subject, "fp32", subject.plan_for("fp32", {}), traced=True).trace
     assert in_fp32 is not None
     found: Verdicts = {}
     for name in layers(subject.model):
-        request = parts.config.precision.model_copy(
+        request = config.precision.model_copy(
             update={"default": "fp32", "modules": {name: "fp16"}, "simulate": True, "strict": False}
         )
         plan = decide(request, probe("cpu"), parts.model, fragile=parts.workload.fragile)
@@ -189,12 +190,12 @@ def of_family(workload: str) -> list[dict[str, object]]:
     for seed in SEEDS:
         words = [*FAMILIES[workload], "data.num_workers=0", "train.fast=off", f"train.seed={seed}"]
         flags = {"precision": "fp32", "device": "cpu"}
-        with assemble_step(workload, flags=flags, overrides=words) as (parts, engine, _):
+        with assemble_step(workload, flags=flags, overrides=words) as (config, parts, engine, _):
             planted = plant(parts.model, seed)
             (window,) = read_windows(parts, 1)
-            subject = build_subject(engine, window)  # type: ignore[arg-type]
+            subject = build_subject(engine, window, config.precision)  # type: ignore[arg-type]
             subject.loss = scaled(subject.loss)
-            counts = {"fp16": compared(said(subject, window), shown(subject, parts))}
+            counts = {"fp16": compared(said(subject, window), shown(subject, config, parts))}
             counts["fp16"]["not_judged"] = 3 * len(layers(parts.model)) - counts["fp16"].total()
             counts["bf16-true updates"] = compared(*updates(parts, copy.copy(window)))
         for target, found in counts.items():

@@ -24,6 +24,7 @@ from halfstep.hardware.monitor import Monitor
 from halfstep.own_loop.prefetch import prefetch
 from halfstep_train.run.assemble import Assembly
 from halfstep_train.run.capsules import make_capsule_context
+from halfstep_train.run.folder import RunFolder, RunSource
 from halfstep_train.run.step_ledger import AnyEngine
 from halfstep_train.use.observe_step import assemble_step
 from recording import finish_device_work, store
@@ -59,7 +60,8 @@ class Steps:
 @contextmanager
 def recording(steps: Steps, folder: Path) -> Iterator[None]:
     parts = steps.parts
-    steps.recorder = recorder = Recorder(folder, parts.model, parts.step, make_capsule_context(parts), notice=print)
+    context = make_capsule_context(parts, RunFolder(folder), RunSource(config="", code={}, base_lr=0.0))
+    steps.recorder = recorder = Recorder(folder, parts.model, parts.step, context, notice=print)
     parts.guard.observers.append(recorder.observe)
     try:
         yield
@@ -111,6 +113,7 @@ def main() -> None:
     arguments = parser.parse_args()
     words = SMALL if arguments.small else FULL
     with assemble_step("unet", flags={"precision": None if arguments.small else "bf16"}, overrides=words) as (
+        _,
         parts,
         engine,
         _,

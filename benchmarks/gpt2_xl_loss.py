@@ -42,7 +42,8 @@ from halfstep.own_loop.prefetch import prefetch
 from halfstep.step.guard import Action
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.assemble import Assembly, assemble, build_workload, decide_plan
-from halfstep_train.run.engine import make_engine, rehearse_run
+from halfstep_train.run.engine import make_engine
+from halfstep_train.run.rehearsal import RunRehearsal
 from halfstep_train.run.validate import validate
 from halfstep_train.tune.choose import tune_plan
 from halfstep_train.workloads import load
@@ -156,7 +157,7 @@ def run(job: Job, may_begin: Any, results: Any) -> None:
     built_s = time.monotonic() - began
     may_begin.wait()
     began = time.monotonic()
-    plan = tune_plan(config, workload, decide_plan(config, workload, probe(config.device)), print, rehearse_run)
+    plan = tune_plan(decide_plan(config, workload, probe(config.device)), RunRehearsal(config, workload), print)
     losses, held_out = trained(assemble(config, workload, plan))
     results.put(
         {
@@ -179,7 +180,7 @@ def trained(parts: Assembly) -> tuple[list[float], float]:
     engine = make_engine(parts, parts.mode, lambda text, level: print(text, flush=True))
     loader, facts = parts.train_loader, []
     windows = parts.step.windows(prefetch(loader.iterate_epoch(0), parts.device))
-    for window in itertools.islice(windows, parts.config.train.max_steps):
+    for window in itertools.islice(windows, parts.train.max_steps):
         facts.append(engine(window, loader.list_sizes(len(facts), 1)))
         verdict = parts.guard.watch(facts[-1])
         if verdict.action is not Action.CONTINUE:

@@ -33,7 +33,8 @@ from halfstep_train.bench.problem import (
 )
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.assemble import Assembly, assemble, decide_plan
-from halfstep_train.run.engine import make_engine, rehearse_run
+from halfstep_train.run.engine import make_engine
+from halfstep_train.run.rehearsal import RunRehearsal
 from halfstep_train.tune.choose import tune_plan
 from halfstep_train.tune.modes import Mode
 from recording import store, time_steps
@@ -51,10 +52,10 @@ WARM_UP, STEPS = 20, 20
 class TimedTraining:
     """Steps of an assembled training on one random batch."""
 
-    def __init__(self, parts: Assembly, mode: Mode, device: torch.device) -> None:
+    def __init__(self, config: RunConfig, parts: Assembly, mode: Mode, device: torch.device) -> None:
         self.remarks: list[str] = []
         self.engine = make_engine(parts, mode, lambda text, level: self.remarks.append(text))
-        self._batches = prefetch(itertools.repeat(build_problem(parts.config, device).host_batch), device)
+        self._batches = prefetch(itertools.repeat(build_problem(config, device).host_batch), device)
         self._facts: Facts | PhasedFacts
 
     def step(self) -> None:
@@ -77,10 +78,10 @@ class Training(TimedTraining):
     def __init__(self, config: RunConfig, world: World | None, device: torch.device) -> None:
         seed_everything(config.train.seed)
         workload, hardware = build_random_workload(config), probe(str(device))
-        plan = tune_plan(config, workload, decide_plan(config, workload, hardware), lambda line: None, rehearse_run)
+        plan = tune_plan(decide_plan(config, workload, hardware), RunRehearsal(config, workload), lambda line: None)
         parts = assemble(config, workload, plan, world)
         assert parts.mode is not None, "the plan was tuned"
-        super().__init__(parts, parts.mode, device)
+        super().__init__(config, parts, parts.mode, device)
 
 
 def main() -> None:

@@ -62,7 +62,7 @@ class Training(TimedTraining):
             workload = dataclasses.replace(workload, blocks={type(workload.model.get_submodule(blocks[0])): None})
         self.num_units = len(sharded_model.group_blocks(workload.model, blocks)) if how == "sharded" else 0
         parts = assemble(config, workload, plan, World() if how == "sharded" else None)
-        super().__init__(parts, mode, device)
+        super().__init__(config, parts, mode, device)
 
 
 def main() -> None:
@@ -108,7 +108,7 @@ def main() -> None:
     both["blocks"] = Training(config, "blocks", mode, device)
     keep(**measure(both, arguments))
     planner = MemoryPlanner(build_traceable_step(config), probe(str(device)))
-    predicted = planner.predict(Cell.of(config, precision, mode).spread(1, "shard"))
+    predicted = planner.predict(Cell.of(config.train, precision, mode).spread(1, "shard"))
     peak = found["peak_bytes"]
     keep(
         predicted_bytes=predicted.total,

@@ -119,7 +119,7 @@ def run_case(name: str, words: list[str], rounds: int, *, is_small: bool, tokens
     flags: dict[str, object] = {"precision": None if is_small else "bf16"}
     if name == "gpt2":
         flags["data_dir"] = str(tokens)
-    with assemble_step(name, flags=flags, overrides=words) as (parts, engine, _):
+    with assemble_step(name, flags=flags, overrides=words) as (_, parts, engine, _):
         steps = Steps(parts, engine)
         steps.run(WARM_UP, every=0)
         found: dict[str, Any] = {"words": words, "is_captured": bool(engine.graphs)}

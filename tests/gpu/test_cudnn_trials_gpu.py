@@ -15,7 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from halfstep.step.randomness import choose_algorithms
 from halfstep_train.run.assemble import assemble
-from halfstep_train.run.engine import Engine, rehearse_run
+from halfstep_train.run.engine import Engine
+from halfstep_train.run.rehearsal import RunRehearsal
 from halfstep_train.tune.fresh_thread import run_in_fresh_thread
 from halfstep_train.tune.modes import UNCAPTURED, allow_cudnn_trials
 
@@ -62,7 +63,7 @@ def test_algorithms_are_kept_by_thread_and_a_new_thread_tries_them_anew() -> Non
 def test_trials_leave_the_runs_own_thread_without_a_past(tmp_path: Path) -> None:
     values = {**SMALL, "model.base_channels": 24, "train.fast": "off", "train.batch_size": 6}
     loaded, workload, plan = made(tmp_path, **values)
-    with rehearse_run(loaded.config, workload, plan) as trial:
+    with RunRehearsal(loaded.config, workload).begin(plan) as trial:
         trial.measure("eager", cudnn_benchmark=False)
         trial.measure("eager", cudnn_benchmark=True)
     parts = assemble(loaded.config, workload, dataclasses.replace(plan, cudnn_benchmark=True))

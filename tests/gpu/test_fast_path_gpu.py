@@ -27,7 +27,8 @@ from halfstep.step.randomness import choose_algorithms
 from halfstep.step.step import GuardedStep
 from halfstep_train.report.metrics_file import read
 from halfstep_train.run.assemble import assemble, build_workload, decide_plan
-from halfstep_train.run.engine import Engine, rehearse_run
+from halfstep_train.run.engine import Engine
+from halfstep_train.run.rehearsal import RunRehearsal
 from halfstep_train.run.train import train
 from halfstep_train.tune.choose import tune_plan
 from halfstep_train.tune.modes import UNCAPTURED
@@ -319,19 +320,19 @@ def test_auto_measures_chooses_and_stores_and_the_next_run_does_not_measure(
         rng = torch.cuda.get_rng_state()
         said: list[str] = []
         clock = Stopwatch()
-        first = tune_plan(loaded.config, workload, plan, said.append, rehearse_run, driver=Alone())
+        first = tune_plan(plan, RunRehearsal(loaded.config, workload), said.append, driver=Alone())
         assert clock.elapsed_s < 180  # the steps are bounded by a minute, compiling by what it takes
         assert all(torch.equal(bits(before[name]), bits(now)) for name, now in workload.model.state_dict().items())
         assert torch.equal(rng, torch.cuda.get_rng_state())
         assert first.mode in ("compile", "graph")
         assert {gain.part for gain in first.gains} == {"channels_last", "compile", "graph", "cudnn.benchmark"}
         assert all(f"  {gain}" in said for gain in first.gains)
-        again = tune_plan(loaded.config, workload, plan, said.append, rehearse_run, driver=Alone())
+        again = tune_plan(plan, RunRehearsal(loaded.config, workload), said.append, driver=Alone())
         assert (again.mode, again.cudnn_benchmark, again.gains) == (first.mode, first.cudnn_benchmark, first.gains)
         assert again.mode_reason.startswith("measured before")
         short, _, _ = made(tmp_path, **{"train.epochs": 2, "train.tune_kernels": False})
         assert (
-            tune_plan(short.config, workload, plan, said.append, rehearse_run).mode == "eager"
+            tune_plan(plan, RunRehearsal(short.config, workload), said.append).mode == "eager"
         )  # 12 steps do not pay for a start
         monkeypatch.setattr("halfstep_train.tune.mode_search.WARM_START_S", -1e3)
         folder = train(short, out=tmp_path / "run")
@@ -344,7 +345,7 @@ def test_a_candidate_that_runs_out_of_memory_is_dropped(tmp_path: Path) -> None:
     loaded, workload, plan = made(tmp_path, **{"data.image_size": 512, "train.batch_size": 16})
     total = torch.cuda.get_device_properties(0).total_memory
     gc.collect()
-    with rehearse_run(loaded.config, workload, plan) as trial:
+    with RunRehearsal(loaded.config, workload).begin(plan) as trial:
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 1e8) / total)
         try:

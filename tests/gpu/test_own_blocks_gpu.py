@@ -9,7 +9,8 @@ import torch
 
 from halfstep.hardware.probe import probe
 from halfstep_train.run.assemble import build_workload, decide_plan
-from halfstep_train.run.engine import make_engine, rehearse_run
+from halfstep_train.run.engine import make_engine
+from halfstep_train.run.rehearsal import RunRehearsal
 from halfstep_train.tune.choose import tune_plan
 from halfstep_train.tune.recompute_check import find_recomputable
 from halfstep_train.workloads import from_dict
@@ -28,14 +29,16 @@ def made(net: str, precision: str, **more: Any) -> Any:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("net", ["transformer", "resnet", "recurrent"])
 def test_blocks_that_may_be_recomputed_pass_the_check(net: str, precision: str) -> None:
-    found = find_recomputable(*made(net, precision), rehearse_run)
+    config, workload, plan = made(net, precision)
+    found = find_recomputable(plan, RunRehearsal(config, workload))
     assert found.names == tuple(BLOCKS[net]), found.notes
     assert "blocks" in found.ways
     assert not found.notes, found.notes
 
 
 def test_a_block_that_writes_a_buffer_is_refused() -> None:
-    found = find_recomputable(*made("writing", "bf16"), rehearse_run)
+    config, workload, plan = made("writing", "bf16")
+    found = find_recomputable(plan, RunRehearsal(config, workload))
     assert found.names == ("second.0", "second.1")
     assert "first.0.mean" in found.notes[0]
 
@@ -44,9 +47,9 @@ def test_a_block_that_writes_a_buffer_is_refused() -> None:
 @pytest.mark.parametrize("net", ["resnet", "transformer"])
 def test_a_step_that_recomputes_blocks_is_compiled_and_captured(net: str, mode: str) -> None:
     config, workload, plan = made(net, "bf16", **{"train.fast": mode, "train.activation_checkpointing": True})
-    plan = tune_plan(config, workload, plan, lambda line: None, rehearse_run)
+    plan = tune_plan(plan, RunRehearsal(config, workload), lambda line: None)
     assert plan.blocks == tuple(BLOCKS[net])
-    with rehearse_run(config, workload, plan) as trial:
+    with RunRehearsal(config, workload).begin(plan) as trial:
         said: list[str] = []
         engine = make_engine(trial.parts, mode, lambda text, level: said.append(text))  # type: ignore[arg-type]
         losses = [float(engine(trial.window).read().loss) for _ in range(8)]

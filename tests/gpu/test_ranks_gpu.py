@@ -110,4 +110,4 @@ def test_processes_without_a_gpu_each_are_refused_unless_they_share_it(tmp_path:
     launch = Launch(rank=count, size=count + 1, local_rank=count, address="127.0.0.1", port=free_port())
     config = load("rank_workload:build", overrides=["device=cuda", "data.dir=anywhere"]).config
     with pytest.raises(ConfigError, match="has no GPU"):
-        choose_device(config, launch)
+        choose_device(config.device, config.train.backend, launch)

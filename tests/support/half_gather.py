@@ -53,7 +53,7 @@ def train_gathered_in_half(rank: int, size: int, port: int, where: str, mode: Mo
             )
     remarks: list[str] = []
     engine = make_engine(parts, mode, lambda text, level: remarks.append(text))
-    batch = {name: value.to(device) for name, value in load_first_batch(config, workload).items()}
+    batch = {name: value.to(device) for name, value in load_first_batch(config.train, workload).items()}
     poisoned = {**batch, "image": batch["image"] * (float("nan") if rank == size - 1 else 1.0)}
     found: dict[str, Any] = {"losses": [], "formats": formats, "remarks": remarks}
     for number in range(6):

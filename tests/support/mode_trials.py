@@ -12,6 +12,7 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.assemble import build_workload, decide_plan
+from halfstep_train.run.rehearsal import RunRehearsal
 from halfstep_train.tune.memory_low import CannotRun, Cost, DoesNotFit
 from halfstep_train.tune.trials import TrialTime
 from halfstep_train.workloads import from_dict
@@ -37,9 +38,16 @@ class Machine:
     def clock(self) -> float:
         return self.now_s
 
+
+@dataclass(frozen=True)
+class ScriptedRehearsal(RunRehearsal):
+    """A rehearsal whose trials run on such a machine."""
+
+    machine: Machine
+
     @contextlib.contextmanager
-    def rehearsal(self, config: Any, workload: Any, plan: Plan) -> Iterator[Scripted]:
-        yield Scripted(self, plan)
+    def begin(self, plan: Plan, **changes: Any) -> Iterator[Any]:
+        yield Scripted(self.machine, plan)
 
 
 @dataclass

@@ -68,7 +68,7 @@ def test_the_samples_are_the_rows_of_the_batch() -> None:
 def test_trials_of_a_row_find_a_batch_to_begin_with(workload: str) -> None:
     problem = small_problem(workload)
     own = build_random_workload(problem.config)
-    found = load_first_batch(problem.config, own)
+    found = load_first_batch(problem.config.train, own)
     assert {name: part.shape for name, part in found.items()} == {
         name: part.shape for name, part in problem.host_batch.items()
     }

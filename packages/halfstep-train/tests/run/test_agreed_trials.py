@@ -16,13 +16,14 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.assemble import assemble, build_workload, decide_plan
-from halfstep_train.run.engine import Engine, make_engine, rehearse_run
+from halfstep_train.run.engine import Engine, make_engine
 from halfstep_train.run.launch import Launch, join_world
-from halfstep_train.run.multi_rank import describe_rank_effects, refuse_differences
-from halfstep_train.run.run_rank import AgreedTrials
+from halfstep_train.run.multi_rank import refuse_differences
+from halfstep_train.run.presentation import describe_rank_effects
+from halfstep_train.run.rehearsal import AgreedRehearsal
 from halfstep_train.tune.memory_low import CannotRun
 from halfstep_train.tune.mode_search import ModeSearch
-from halfstep_train.tune.trials import Rehearse, TrialTime, load_first_batch, measure_cost
+from halfstep_train.tune.trials import Rehearsal, TrialTime, load_first_batch, measure_cost
 from halfstep_train.workloads import load
 from ranks_together import together
 from whole_runs import TINY
@@ -43,11 +44,11 @@ def searched(world: World) -> Plan:
     workload = build_workload(config)
     plan = decide_plan(config, workload, probe("cpu"))
 
-    def make(rehearse: Rehearse) -> Plan:
+    def make(rehearsal: Rehearsal) -> Plan:
         time = TrialTime(1e6, most_s=MOST_S)
-        return dataclasses.replace(plan, **ModeSearch(config, workload, plan, time, rehearse).search().fields)
+        return dataclasses.replace(plan, **ModeSearch(plan, time, rehearsal).search().fields)
 
-    return AgreedTrials(world, config, workload, "cpu", rehearse_run).plan(make)
+    return AgreedRehearsal(config, workload, world, "cpu").plan(make)
 
 
 def tried(world: World) -> str:
@@ -56,14 +57,14 @@ def tried(world: World) -> str:
     workload = build_workload(config)
     plan = decide_plan(config, workload, probe("cpu"))
 
-    def make(rehearse: Rehearse) -> Plan:
+    def make(rehearsal: Rehearsal) -> Plan:
         try:
-            measure_cost("eager", config, workload, plan, rehearse)
+            measure_cost("eager", plan, rehearsal)
         except CannotRun as error:
             return dataclasses.replace(plan, mode_reason=f"{type(error).__name__} {error}")
         return plan
 
-    return AgreedTrials(world, config, workload, "cpu", rehearse_run).plan(make).mode_reason
+    return AgreedRehearsal(config, workload, world, "cpu").plan(make).mode_reason
 
 
 def uncaptured(world: World) -> list[str]:
@@ -74,9 +75,7 @@ def uncaptured(world: World) -> list[str]:
     engine = make_engine(parts, "graph", lambda text, level: None)
     assert isinstance(engine, Engine)
     parts.guard.observers.append(lambda facts, reading: engine.follow(reading))
-    batch = load_first_batch(
-        config.model_copy(update={"train": config.train.model_copy(update={"batch_size": 2})}), workload
-    )
+    batch = load_first_batch(config.train.model_copy(update={"batch_size": 2}), workload)
     modes = []
     for number in range(7):
         if number == 2 and world.rank == 1:
@@ -90,8 +89,8 @@ def notes(world: World) -> list[str]:
     """On a model with BatchNorm."""
     config = config_with()
     workload = tiny_workload.build(config)
-    plan = decide_plan(config, workload, probe("cpu"))
-    return describe_rank_effects(config, workload, workload.model, world, plan)
+    parts = assemble(config, workload, decide_plan(config, workload, probe("cpu")), world)
+    return describe_rank_effects(parts, lacks_capsules=False)
 
 
 def find_differences(world: World, *, resumes: bool) -> str:
@@ -117,7 +116,8 @@ def scenario(rank: int, size: int, port: int) -> dict[str, Any]:
     backends: list[Any] = ["aot_eager", no_kernels]
     torch.compile = lambda region, dynamic, options: compile_by(region, dynamic=dynamic, backend=backends[rank])
     launch = Launch(rank=rank, size=size, local_rank=rank, address="127.0.0.1", port=port, by_torchrun=False)
-    with join_world(config_with(), launch) as world:
+    config = config_with()
+    with join_world(config.device, config.train, launch) as world:
         assert world is not None
         found: dict[str, Any] = {"searched": searched(world), "tried": tried(world)}
         backends[1] = "aot_eager"

@@ -13,7 +13,7 @@ import torch
 from halfstep.errors import CheckpointError, Interrupted
 from halfstep.hardware.probe import probe
 from halfstep.step.randomness import choose_algorithms, read_generators, restore_generators
-from halfstep_train.run import train as train_module
+from halfstep_train.run import choose_plan
 from halfstep_train.run.assemble import assemble, build_workload, decide_plan
 from halfstep_train.run.engine import Engine
 from halfstep_train.run.folder import RunFolder
@@ -201,15 +201,14 @@ def test_a_changed_batch_is_tuned_for_anew_and_an_unchanged_run_never(
 ) -> None:
     folder = one_epoch(tmp_path)
     tuned_for: list[int] = []
-    real = train_module.tune_plan
+    real = choose_plan.tune_plan
 
-    def remembered(config: Any, *others: Any, **more: Any) -> Any:
-        plan = others[1]
+    def remembered(plan: Any, rehearsal: Any, *others: Any, **more: Any) -> Any:
         assert plan.mode == ""
-        tuned_for.append(config.train.batch_size)
-        return real(config, *others, **more)
+        tuned_for.append(rehearsal.settings.train.batch_size)
+        return real(plan, rehearsal, *others, **more)
 
-    monkeypatch.setattr(train_module, "tune_plan", remembered)
+    monkeypatch.setattr(choose_plan, "tune_plan", remembered)
     resume(folder, "train.epochs=2")
     assert tuned_for == []
     resume(folder, "train.batch_size=2", "train.epochs=3", allow_changes=True)
@@ -219,9 +218,7 @@ def test_a_changed_batch_is_tuned_for_anew_and_an_unchanged_run_never(
 def test_leaving_memory_low_leaves_its_small_moments_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = {"activation_budget": 1.0, "recompute": "none", "optimizer_bits": 8}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            train_module, "tune_plan", lambda config, workload, plan, *others, **more: replace(plan, memory=small)
-        )
+        patch.setattr(choose_plan, "tune_plan", lambda plan, *others, **more: replace(plan, memory=small))
         folder = one_epoch(tmp_path, **{"train.memory": "low"})
     resume(folder, "train.memory=normal", "train.epochs=2", "log.quiet=false", allow_changes=True)
     assert "the optimizer starts without state" in capsys.readouterr().out

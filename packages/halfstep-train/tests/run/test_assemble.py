@@ -11,6 +11,7 @@ import torch
 
 from halfstep.errors import ConfigError
 from halfstep.hardware.probe import probe
+from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.assemble import Assembly, assemble, build_workload, decide_plan
 from halfstep_train.tune.channels_last import match_layout
 from halfstep_train.workloads import from_dict
@@ -24,10 +25,14 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def assembled(demo: Path, **values: object) -> Assembly:
+def config_of(demo: Path, **values: object) -> RunConfig:
     small = {"data.dir": str(demo), "data.image_size": 16, "data.num_workers": 0, "model.base_channels": 2,
              "model.depth": 1, "train.batch_size": 2, "device": "cpu"}  # fmt: skip
-    config = from_dict("unet", {**small, **{k.replace("__", "."): v for k, v in values.items()}}).config
+    return from_dict("unet", {**small, **{k.replace("__", "."): v for k, v in values.items()}}).config
+
+
+def assembled(demo: Path, **values: object) -> Assembly:
+    config = config_of(demo, **values)
     workload = build_workload(config)
     return assemble(config, workload, decide_plan(config, workload, probe("cpu")))
 
@@ -81,9 +86,10 @@ def test_kernels_are_not_chosen_by_the_clock_where_bits_must_repeat(
 ) -> None:
     asked: list[dict[str, object]] = []
     monkeypatch.setattr(torch, "compile", lambda f, dynamic, options: asked.append(options) or f)
-    parts = assembled(demo, train__fast="graph", train__deterministic=deterministic)
-    plan = dataclasses.replace(parts.plan, tunes_kernels=True)
-    parts = assemble(parts.config, build_workload(parts.config), plan)
+    config = config_of(demo, train__fast="graph", train__deterministic=deterministic)
+    workload = build_workload(config)
+    plan = dataclasses.replace(decide_plan(config, workload, probe("cpu")), tunes_kernels=True)
+    parts = assemble(config, workload, plan)
     batch = parts.workload.prepare_batch(next(parts.train_loader.iterate_epoch(0)), key=(0, 0, 0), training=True)
     parts.region(batch)
     assert asked == [{} if deterministic else {"coordinate_descent_tuning": True}]

@@ -11,6 +11,7 @@ import pytest
 
 from halfstep.errors import CheckpointError
 from halfstep.hardware.probe import probe
+from halfstep_train.config.schema import OptimizerConfig
 from halfstep_train.run.assemble import Assembly, assemble, build_workload, decide_plan
 from halfstep_train.run.checkpoint import Checkpoints
 from halfstep_train.run.folder import RunFolder
@@ -54,7 +55,9 @@ def test_a_checkpoint_is_about_as_large_as_was_said(more: dict[str, Any], tmp_pa
     done = unet_run(tmp_path / "run", {**small, **large, **more})
     config = load(str(done / "config.yaml")).config
     workload = build_workload(config)
-    expected = estimate_checkpoint_bytes(assemble(config, workload, decide_plan(config, workload, probe("cpu"))))
+    expected = estimate_checkpoint_bytes(
+        assemble(config, workload, decide_plan(config, workload, probe("cpu"))), config.optimizer
+    )
     written = sum_folder_bytes(Checkpoints(done / "checkpoints").list_all()[-1])
     assert expected == pytest.approx(written, rel=0.05)
 
@@ -69,13 +72,13 @@ def test_a_disk_too_full_for_two_checkpoints_is_refused_with_the_numbers(tmp_pat
 
 def test_a_disk_too_full_for_all_checkpoints_is_told_with_a_limit_that_fits(tmp_path: Path, free: Any) -> None:
     parts = assembled({"train.checkpoints_total_limit": 0, "train.epochs": 100})
-    size = estimate_checkpoint_bytes(parts)
+    size = estimate_checkpoint_bytes(parts, OptimizerConfig())
     free(20 * size + REPORT_BYTES)
-    (note,) = check_disk(parts, RunFolder(tmp_path / "run"))
+    (note,) = check_disk(parts, RunFolder(tmp_path / "run"), OptimizerConfig())
     assert "100 checkpoints" in note
     assert "train.checkpoints_total_limit=18" in note
     limited = assembled({"train.checkpoints_total_limit": 18, "train.epochs": 100})
-    assert check_disk(limited, RunFolder(tmp_path / "run")) == []
+    assert check_disk(limited, RunFolder(tmp_path / "run"), OptimizerConfig()) == []
 
 
 def test_a_run_that_goes_on_counts_what_it_has_written(tmp_path: Path, free: Any) -> None:
@@ -83,7 +86,7 @@ def test_a_run_that_goes_on_counts_what_it_has_written(tmp_path: Path, free: Any
     parts = assembled({"train.epochs": 3})
     size = sum_folder_bytes(Checkpoints(done / "checkpoints").list_all()[-1])
     free(size + REPORT_BYTES + 1)
-    assert check_disk(parts, RunFolder(done)) == []
+    assert check_disk(parts, RunFolder(done), OptimizerConfig()) == []
     free(size)
     with pytest.raises(CheckpointError, match="of free space"):
-        check_disk(parts, RunFolder(done))
+        check_disk(parts, RunFolder(done), OptimizerConfig())

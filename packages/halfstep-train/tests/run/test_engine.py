@@ -94,7 +94,7 @@ def test_out_of_memory_while_capturing_does_not_draw_a_steps_random_numbers_agai
 ) -> None:
     said: list[str] = []
     engine.notice = lambda text, level: said.append(text)
-    object.__setattr__(engine.parts.config.train, "auto_batch", True)
+    object.__setattr__(engine.parts.train, "auto_batch", True)
     for _ in range(UNCAPTURED):
         engine(window(engine))
     generator = torch.get_rng_state()
@@ -170,7 +170,7 @@ def test_cudnn_tries_its_algorithms_for_full_batches_only_and_never_where_bits_m
 ) -> None:
     parts, seen = engine.parts, list[bool]()
     parts.plan = dataclasses.replace(parts.plan, cudnn_benchmark=True)
-    object.__setattr__(parts.config.train, "deterministic", is_deterministic)
+    object.__setattr__(parts.train, "deterministic", is_deterministic)
     eager = parts.eager
 
     def watched(batch: Batch) -> Any:

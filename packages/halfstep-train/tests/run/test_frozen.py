@@ -15,9 +15,11 @@ from safetensors.torch import load_file, save_file
 import frozen_workload
 from halfstep.errors import CheckpointError, ConfigError, PrecisionError
 from halfstep.hardware.probe import probe
+from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.assemble import Assembly, assemble, build_workload, decide_plan
-from halfstep_train.run.engine import Engine, rehearse_run
+from halfstep_train.run.engine import Engine
 from halfstep_train.run.frozen_modules import compute_checksum
+from halfstep_train.run.rehearsal import RunRehearsal
 from halfstep_train.run.train import train
 from halfstep_train.use.evaluate import evaluate
 from halfstep_train.workloads import from_dict, load
@@ -32,9 +34,13 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def assembled(**values: Any) -> Assembly:
+def config_of(**values: Any) -> RunConfig:
     changed = {name.replace("__", "."): value for name, value in values.items()}
-    config = from_dict("frozen_workload:build", {**SETTINGS, **changed}).config
+    return from_dict("frozen_workload:build", {**SETTINGS, **changed}).config
+
+
+def assembled(**values: Any) -> Assembly:
+    config = config_of(**values)
     workload = build_workload(config)
     return assemble(config, workload, decide_plan(config, workload, probe("cpu")))
 
@@ -103,9 +109,9 @@ def test_both_spellings_name_the_whole_part(pattern: str) -> None:
 
 
 def test_a_half_part_gives_the_bits_that_autocast_gives() -> None:
-    parts = assembled(precision__default="bf16")
-    torch.manual_seed(parts.config.train.seed)
-    plain = build_workload(parts.config).frozen["encoder"].module.eval()
+    parts, config = assembled(precision__default="bf16"), config_of(precision__default="bf16")
+    torch.manual_seed(config.train.seed)
+    plain = build_workload(config).frozen["encoder"].module.eval()
     x = torch.rand(3, frozen_workload.SIDE)
     with parts.plan.forward(), torch.no_grad():
         assert torch.equal(encoder_of(parts).encode(x), plain.encode(x).float())
@@ -156,7 +162,7 @@ def test_it_is_in_no_optimizer_average_checkpoint_or_snapshot(made_here: Path) -
 def test_trials_share_it(tmp_path: Path) -> None:
     config = from_dict("frozen_workload:build", SETTINGS).config
     workload = build_workload(config)
-    with rehearse_run(config, workload, decide_plan(config, workload, probe("cpu"))) as trial:
+    with RunRehearsal(config, workload).begin(decide_plan(config, workload, probe("cpu"))) as trial:
         assert trial.parts.workload.frozen["encoder"].module is workload.frozen["encoder"].module
         assert trial.parts.model is not workload.model
 

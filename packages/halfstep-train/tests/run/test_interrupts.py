@@ -18,6 +18,7 @@ from torch import Tensor
 import tiny_workload
 from halfstep.errors import Interrupted
 from halfstep_train.cli.main import main
+from halfstep_train.run import choose_plan, stored_run
 from halfstep_train.run import train as training
 from halfstep_train.run.checkpoint import Checkpoints
 from halfstep_train.run.interrupts import FINISHING_STEP, catch_interrupts
@@ -197,12 +198,17 @@ def test_nohup_keeps_its_word() -> None:
     ("number", "error"),
     [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Interrupted), (signal.SIGHUP, Interrupted)],
 )
-@pytest.mark.parametrize("during", ["tune_plan", "record_data"])
+@pytest.mark.parametrize(("where", "during"), [(choose_plan, "tune_plan"), (training, "record_data")])
 def test_a_signal_before_training_begins_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, error: type[BaseException], during: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    error: type[BaseException],
+    where: Any,
+    during: str,
 ) -> None:
     before = signal.getsignal(number)
-    monkeypatch.setattr(training, during, lambda *arguments, **more: signal.raise_signal(number))
+    monkeypatch.setattr(where, during, lambda *arguments, **more: signal.raise_signal(number))
     with pytest.raises(error) as ended:
         run(tmp_path / "run", {})
     assert getattr(ended.value, "exit_code", 130) == 128 + number
@@ -217,7 +223,7 @@ def test_a_scheduler_that_ends_a_run_before_it_goes_on_finds_it_as_it_was(
     run(tmp_path / "run", {"train.max_steps": 1})
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     former = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("nobody listened"))
-    monkeypatch.setattr(training, "build_workload", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(stored_run, "build_workload", lambda *_: signal.raise_signal(signal.SIGTERM))
     try:
         with pytest.raises(Interrupted, match="SIGTERM before training began"):
             resume(tmp_path / "run", "train.max_steps=2")
@@ -233,7 +239,7 @@ def test_a_scheduler_that_ends_the_trials_of_a_demo_gets_its_folder_removed(
         assert any((tmp_path / "demo" / "data").rglob("*.png"))
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(training, "tune_plan", measuring)
+    monkeypatch.setattr(choose_plan, "tune_plan", measuring)
     with pytest.raises(Interrupted, match="SIGTERM before training began"):
         training.train(load("unet", flags={"device": "cpu", "quiet": True}), out=tmp_path / "demo")
     assert list(tmp_path.iterdir()) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -89,7 +90,7 @@ def tiny(*words: str) -> RunConfig:
 def test_the_trace_counts_what_a_real_step_takes_to_the_byte() -> None:
     config = tiny()
     workload = build_workload(config)
-    batch = workload.prepare_batch(load_first_batch(config, workload), key=(0, 0, 0), training=True)
+    batch = workload.prepare_batch(load_first_batch(config.train, workload), key=(0, 0, 0), training=True)
     with LiveBytes() as live:
         loss, _ = workload.compute_loss(workload.forward(workload.model.train(), batch), batch)
         loss.backward()
@@ -105,7 +106,7 @@ def test_the_trace_counts_what_a_real_step_takes_to_the_byte() -> None:
 def test_tracing_leaves_the_model_as_it_was() -> None:
     workload = build_tiny(tiny())
     before = {name: value.clone() for name, value in workload.model.state_dict().items()}
-    step = TraceableStep(tiny(), workload, load_first_batch(tiny(), workload))
+    step = TraceableStep(tiny(), workload, load_first_batch(tiny().train, workload))
     step.trace_phases("bf16-true", "none", 8, chains=False)
     step.measure_fixed("bf16-true", MemorySetting(optimizer_bits=8))
     after = workload.model.state_dict()
@@ -223,7 +224,9 @@ def test_a_model_that_reads_values_is_refused_with_what_to_do(monkeypatch: pytes
         out: Tensor = model(batch["image"])
         return out if out.sum().item() > 0 else -out
 
-    step = TraceableStep(tiny(), dataclasses.replace(workload, forward=forward), load_first_batch(tiny(), workload))
+    step = TraceableStep(
+        tiny(), dataclasses.replace(workload, forward=forward), load_first_batch(tiny().train, workload)
+    )
     with pytest.raises(ModelError, match=r"cannot be traced.*_local_scalar_dense") as caught:
         step.trace_phases("fp32", "none", 8, chains=False)
     assert "train.auto_batch=true" in caught.value.fix
@@ -234,7 +237,9 @@ def test_another_error_of_a_model_is_told_as_it_is() -> None:
     workload = build_tiny(tiny())
     wrong = dataclasses.replace(workload, forward=lambda model, batch: model(batch["picture"]))
     with pytest.raises(ModelError, match=r"cannot be traced: KeyError: 'picture'") as caught:
-        TraceableStep(tiny(), wrong, load_first_batch(tiny(), workload)).trace_phases("fp32", "none", 8, chains=False)
+        TraceableStep(tiny(), wrong, load_first_batch(tiny().train, workload)).trace_phases(
+            "fp32", "none", 8, chains=False
+        )
     assert ".item()" not in caught.value.why
 
 
@@ -336,8 +341,8 @@ def test_auto_batch_cuts_the_batch_by_the_plan(unet: MemoryPlanner) -> None:
     config = unet.step.config
     plan = dataclasses.replace(decide("bf16", look_up_gpu("H200")), mode="eager")
     needed = unet.predict(cell("bf16")).total
-    assert find_fitting_pieces(config, unet.step.workload, plan, needed) == 1
-    pieces = find_fitting_pieces(config, unet.step.workload, plan, int(0.8 * needed))
+    assert find_fitting_pieces(config.train, plan, lambda: unet.step, needed) == 1
+    pieces = find_fitting_pieces(config.train, plan, lambda: unet.step, int(0.8 * needed))
     assert pieces in (2, 4)
 
 
@@ -349,7 +354,7 @@ def test_an_out_of_memory_message_names_what_is_predicted_to_fit(unet: MemoryPla
     assert len(ways) == 3
     assert ways[0].startswith("--precision bf16 train.batch_size=")
     error = explain_out_of_memory(
-        torch.OutOfMemoryError("CUDA out of memory"), config, 1, torch.device("cpu"), planned=ways
+        torch.OutOfMemoryError("CUDA out of memory"), config.train, "", 1, torch.device("cpu"), planned=ways
     )
     assert ways[0] in error.fix
 
@@ -365,6 +370,8 @@ def test_low_memory_tries_the_lever_first_that_is_predicted_to_save_most(unet: M
     small, recompute = [MemorySetting(optimizer_bits=8)], [MemorySetting(recompute="pointwise")]
     budget = [MemorySetting(activation_budget=0.5)]
     plan = dataclasses.replace(decide("bf16", look_up_gpu("H200")), mode="compile")
-    peak = make_peak_predictor(unet.step.config, unet.step.workload)
+    peak = make_peak_predictor(
+        unet.step.config.train, partial(build_traceable_step, unet.step.config, unet.step.workload.store)
+    )
     ordered = sort_by_peak([budget, small, recompute], lambda setting: peak(plan, setting))
     assert ordered == [recompute, small, budget]

@@ -151,13 +151,17 @@ def test_the_advice_comes_from_cores_workers_and_the_kind_of_data(tmp_path: Path
     listing = find_images(write_split(tmp_path), FolderLayout()).train
     config = from_dict("resnet18", {"data.dir": str(tmp_path), "data.num_workers": 4}).config
     files, other = TrainingFiles(listing, size=32), tiny_workload.Samples(4)
-    assert suggest_faster_data(config, files, 16).startswith("data.num_workers=16 (it is 4")
-    assert suggest_faster_data(config, files, 4).startswith(f"data.cache=true, or first halfstep pack {tmp_path}")
-    assert "data.cache" not in suggest_faster_data(config, other, 4)
-    assert suggest_faster_data(config, other, 4).startswith("a smaller data.image_size")
+    assert suggest_faster_data(config.data, config.workload, files, 16).startswith("data.num_workers=16 (it is 4")
+    assert suggest_faster_data(config.data, config.workload, files, 4).startswith(
+        f"data.cache=true, or first halfstep pack {tmp_path}"
+    )
+    assert "data.cache" not in suggest_faster_data(config.data, config.workload, other, 4)
+    assert suggest_faster_data(config.data, config.workload, other, 4).startswith("a smaller data.image_size")
     for name in ("tiny_workload:build", "gpt2"):  # theirs is another thing to say, and texts have no size
         config = load(name, overrides=["data.num_workers=4"]).config
-        assert suggest_faster_data(config, other, 4) == "more cores (data.num_workers=4 uses all 4)"
+        assert (
+            suggest_faster_data(config.data, config.workload, other, 4) == "more cores (data.num_workers=4 uses all 4)"
+        )
 
 
 def test_no_training_has_no_share() -> None:

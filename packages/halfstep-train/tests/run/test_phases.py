@@ -15,8 +15,10 @@ from halfstep.errors import CheckpointError, ConfigError, Interrupted, TrainingS
 from halfstep.hardware.probe import probe
 from halfstep.step.facts import PhasedReading
 from halfstep.step.phases import PhasedStep
+from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.assemble import Assembly, assemble, build_workload, decide_plan
-from halfstep_train.run.engine import PhasedEngine, make_engine, rehearse_run
+from halfstep_train.run.engine import PhasedEngine, make_engine
+from halfstep_train.run.rehearsal import RunRehearsal
 from halfstep_train.workloads import load
 from halfstep_train.workloads.base.workload import Group, Phase
 from tiny_training import assert_same_bits
@@ -26,10 +28,14 @@ PAIR = "phased_workload:build"
 TURNS = {"model.options.critic": {"every": 2, "from_step": 1, "optimizer": {"lr": 3e-3}}}
 
 
-def parts_of(**settings: Any) -> Assembly:
+def config_of(**settings: Any) -> RunConfig:
     named = {key.replace("__", "."): value for key, value in settings.items()}
     overrides = [f"{key}={json.dumps(value)}" for key, value in {**TINY, **named}.items()]
-    config = load(PAIR, overrides=overrides).config
+    return load(PAIR, overrides=overrides).config
+
+
+def parts_of(**settings: Any) -> Assembly:
+    config = config_of(**settings)
     workload = build_workload(config)
     return assemble(config, workload, decide_plan(config, workload, probe("cpu")))
 
@@ -103,11 +109,12 @@ def test_settings_of_a_phase_are_its_own() -> None:
 
 
 def test_a_phase_has_groups_of_its_own() -> None:
+    config = config_of(optimizer__lr=1e-3, schedule__name="constant")
     parts = parts_of(optimizer__lr=1e-3, schedule__name="constant")
     slow = Group(modules=("critic.0",), lr=1e-5)
     phases = [dataclasses.replace(own, groups=(slow,) if own.name == "critic" else ()) for own in parts.workload.phases]
-    workload = dataclasses.replace(build_workload(parts.config), phases=tuple(phases))
-    iterations = Iterations(assemble(parts.config, workload, parts.plan))
+    workload = dataclasses.replace(build_workload(config), phases=tuple(phases))
+    iterations = Iterations(assemble(config, workload, parts.plan))
     iterations.make()
     rates = {
         own.phase.name: {round(float(group["lr"]), 8) for group in own.step.optimizers[0].param_groups}
@@ -207,7 +214,7 @@ def test_trials_run_every_phase_and_leave_the_run_alone() -> None:
     settings = {"model__options__critic": {"from_step": 1000}}
     parts = parts_of(**settings)
     before = {name: value.clone() for name, value in parts.model.state_dict().items()}
-    with rehearse_run(parts.config, parts.workload, parts.plan) as trial:
+    with RunRehearsal(config_of(**settings), parts.workload).begin(parts.plan) as trial:
         trial.measure("eager")
         step = trial.parts.step
         assert isinstance(step, PhasedStep)
@@ -256,9 +263,9 @@ def test_metrics_count_outputs_of_the_phase_that_says_so(tmp_path: Path) -> None
 
 
 def phased(*phases: Phase) -> None:
-    parts = parts_of()
-    workload = dataclasses.replace(build_workload(parts.config), phases=phases)
-    assemble(parts.config, workload, parts.plan)
+    config = config_of()
+    workload = dataclasses.replace(build_workload(config), phases=phases)
+    assemble(config, workload, parts_of().plan)
 
 
 def phase(name: str = "all", **more: Any) -> Phase:

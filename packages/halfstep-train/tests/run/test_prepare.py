@@ -18,7 +18,7 @@ from halfstep_train.run.assemble import Assembly, assemble, build_workload, deci
 from halfstep_train.run.engine import Engine
 from halfstep_train.run.validate import validate
 from halfstep_train.tune.channels_last import convolves_images, match_layout, to_channels_last_, wants_channels_last
-from halfstep_train.workloads import from_dict, load
+from halfstep_train.workloads import from_dict
 
 
 def assembled(**values: Any) -> Assembly:
@@ -80,13 +80,15 @@ def test_noise_in_validation_is_a_function_of_the_sample_not_of_the_runs_seed(ba
 
 
 def test_only_models_that_convolve_images_and_are_known_to_take_it_get_another_layout() -> None:
-    parts, ours = assembled(), load("unet").config
+    parts = assembled()
     tokens = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     tokens.register_parameter("positions", nn.Parameter(torch.zeros(1, 3, 4, 4)))
     assert not convolves_images(tokens)
-    assert not wants_channels_last(ours, parts.plan, tokens)
-    assert wants_channels_last(ours, parts.plan, nn.Conv2d(3, 4, 3))
-    assert not wants_channels_last(parts.config, parts.plan, nn.Conv2d(3, 4, 3)), "a model of one's own may flatten"
+    assert not wants_channels_last("auto", "unet", parts.plan, tokens)
+    assert wants_channels_last("auto", "unet", parts.plan, nn.Conv2d(3, 4, 3))
+    assert not wants_channels_last("auto", parts.name, parts.plan, nn.Conv2d(3, 4, 3)), (
+        "a model of one's own may flatten"
+    )
 
 
 def test_factors_of_channels_keep_strides_that_their_gradients_have() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,14 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.assemble import build_workload, decide_plan
-from halfstep_train.run.engine import rehearse_run
 from halfstep_train.run.memory.planner import Cell, MemoryPlanner, list_levels
 from halfstep_train.run.memory.sizing import make_peak_predictor
 from halfstep_train.run.memory.traceable_step import TraceableStep, build_traceable_step
+from halfstep_train.run.rehearsal import RunRehearsal
 from halfstep_train.tune import choose
 from halfstep_train.tune.choose import tune_plan
 from halfstep_train.tune.memory_low import Cost, MemorySetting
-from halfstep_train.tune.trials import Rehearse, load_first_batch
+from halfstep_train.tune.trials import Rehearsal, load_first_batch
 from halfstep_train.workloads import from_dict
 from halfstep_train.workloads.base.workload import Workload
 from models_of_others import BLOCKS, BasicBlock
@@ -78,10 +79,14 @@ def made(net: str, **more: Any) -> tuple[RunConfig, Workload, Plan]:
     return config, workload, decide_plan(config, workload, probe("cpu"))
 
 
+def predictor(config: RunConfig, workload: Workload) -> Callable[[Plan, MemorySetting], int | None]:
+    return make_peak_predictor(config.train, lambda: build_traceable_step(config, workload.store))
+
+
 def test_low_memory_tries_it_in_the_planners_order_and_keeps_what_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
 
-    def cost(mode: str, config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> Cost:
+    def cost(mode: str, plan: Plan, rehearsal: Rehearsal) -> Cost:
         setting = MemorySetting(**plan.memory)
         tried.append(str(setting))
         return Cost(1.0, 10**6 - 10**5 * (setting.recompute == "pointwise") - 10 * (setting.optimizer_bits == 8))
@@ -89,7 +94,7 @@ def test_low_memory_tries_it_in_the_planners_order_and_keeps_what_it_may(monkeyp
     monkeypatch.setattr(choose, "measure_cost", cost)
     config, workload, plan = made("transformer")
     said: list[str] = []
-    chosen = tune_plan(config, workload, plan, said.append, rehearse_run, peak=make_peak_predictor(config, workload))
+    chosen = tune_plan(plan, RunRehearsal(config, workload), said.append, peak=predictor(config, workload))
     assert tried[:2] == ["normal", "recompute pointwise"]
     assert chosen.memory["recompute"] == "pointwise"
     assert chosen.blocks == tuple(BLOCKS["transformer"])
@@ -105,14 +110,14 @@ def test_the_plan_counts_it_for_a_model_of_ones_own() -> None:
     for mode in ("eager", "compile"):
         kept = {}
         for how in ("none", "pointwise", "alternate", "blocks"):
-            cell = Cell.of(config, "bf16", mode, MemorySetting(recompute=how))  # type: ignore[arg-type]
+            cell = Cell.of(config.train, "bf16", mode, MemorySetting(recompute=how))  # type: ignore[arg-type]
             kept[how] = planner.predict(cell).components["activations"]
         assert kept["blocks"] < kept["alternate"] < kept["pointwise"] < kept["none"], mode
 
 
 def test_blocks_with_forms_of_their_own_are_not_planned() -> None:
     config, workload, _ = made("resnet")
-    batch = load_first_batch(config, workload)
+    batch = load_first_batch(config.train, workload)
     assert TraceableStep(config, workload, batch).recomputes
     own = dataclasses.replace(workload, blocks={BasicBlock: None})
     assert not TraceableStep(config, own, batch).recomputes
@@ -120,10 +125,10 @@ def test_blocks_with_forms_of_their_own_are_not_planned() -> None:
 
 def test_a_run_that_is_about_to_begin_plans_with_what_passed_the_check() -> None:
     config, workload, plan = made("transformer", **{"train.batch_size": 64})
-    peak, blocks = make_peak_predictor(config, workload), MemorySetting(recompute="blocks")
+    peak, blocks = predictor(config, workload), MemorySetting(recompute="blocks")
     assert peak(plan, blocks) == peak(plan, MemorySetting())
     passed = dataclasses.replace(plan, blocks=tuple(BLOCKS["transformer"]))
-    found = make_peak_predictor(config, workload)(passed, blocks)
+    found = predictor(config, workload)(passed, blocks)
     assert found is not None
     assert found < (peak(plan, blocks) or 0)
 
@@ -132,7 +137,7 @@ def test_a_copy_for_a_trial_has_functions_over_its_own_modules() -> None:
     config, workload, plan = made("transformer")
     part = workload.model.layers[0].mlp  # type: ignore[union-attr, index]
     workload.model.layers[0].mlpf = lambda x: part(x)  # type: ignore[union-attr, index]
-    with rehearse_run(config, workload, plan) as trial:
+    with RunRehearsal(config, workload).begin(plan) as trial:
         own = trial.parts.model.layers[0]  # type: ignore[union-attr, index]
         own.mlpf(torch.randn(1, 16)).sum().backward()  # type: ignore[union-attr, operator]
         assert own.mlp[0].weight.grad is not None  # type: ignore[union-attr, index]

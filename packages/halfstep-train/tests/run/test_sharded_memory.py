@@ -96,7 +96,7 @@ def test_what_ranks_hold_is_within_ten_percent_of_the_plan(planner: MemoryPlanne
 
 
 def predict(planner: MemoryPlanner, ranks: int, layout: Layout, precision: str = "fp32", **how: Any) -> dict[str, int]:
-    cell = Cell.of(planner.step.config, precision, "eager").spread(ranks, layout)
+    cell = Cell.of(planner.step.config.train, precision, "eager").spread(ranks, layout)
     return dict(planner.predict(dataclasses.replace(cell, **how)).components)
 
 
@@ -121,7 +121,7 @@ def test_blocks_that_are_gathered_in_half_take_half_and_are_not_cast(planner: Me
 
 def test_settings_that_fit_shards_can_be_typed(planner: MemoryPlanner) -> None:
     config, ranks = planner.step.config, 2
-    shard = planner.predict(Cell.of(config, "fp32", "eager").spread(ranks, "shard")).total
+    shard = planner.predict(Cell.of(config.train, "fp32", "eager").spread(ranks, "shard")).total
     # Too little for a whole model, even if it is recomputed and its optimizer state has 8 bits.
     fits = find_fits(planner, config, int(1.05 * shard), "eager", ("fp32",), ranks=ranks)
     assert {fit.prediction.cell.layout for fit in fits} == {"shard"}

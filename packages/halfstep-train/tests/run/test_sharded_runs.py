@@ -202,11 +202,11 @@ def test_what_a_sharded_run_does_not_have_is_refused(setting: str, said: str) ->
 def test_gathering_in_bf16_needs_a_step_in_bf16() -> None:
     config = load(WORKLOAD, overrides=["train.shard=true", "train.shard_gather=bf16"]).config
     plan = decide_plan(config, build_workload(config), look_up_gpu("H100"))
-    refuse_unfit_gather(config, dataclasses.replace(plan, granted="bf16"))
+    refuse_unfit_gather(config.train, dataclasses.replace(plan, granted="bf16"))
     with pytest.raises(ConfigError, match="train.shard_gather=bf16 with precision tf32"):
-        refuse_unfit_gather(config, dataclasses.replace(plan, granted="tf32"))
+        refuse_unfit_gather(config.train, dataclasses.replace(plan, granted="tf32"))
     with pytest.raises(ConfigError, match="simulated bf16"):
-        refuse_unfit_gather(config, dataclasses.replace(plan, granted="bf16", simulated=True))
+        refuse_unfit_gather(config.train, dataclasses.replace(plan, granted="bf16", simulated=True))
 
 
 def test_norms_are_gathered_by_themselves_where_blocks_are_gathered_in_bf16() -> None:

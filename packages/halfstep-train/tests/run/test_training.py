@@ -195,8 +195,8 @@ def test_a_window_is_split_for_a_small_memory_without_losing_a_sample() -> None:
 
 def test_out_of_memory_names_the_ways_out() -> None:
     config = from_dict("unet", {"train.batch_size": 8, "data.dir": "x"}).config
-    error = explain_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), config, 1,
-                         torch.device("cpu"))  # fmt: skip
+    cause = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    error = explain_out_of_memory(cause, config.train, "", 1, torch.device("cpu"))
     assert "batch size 8" in error.what
     assert "Tried to allocate 2 GiB" in error.why
     assert "train.batch_size=4 train.accumulate=2" in error.fix
@@ -207,7 +207,9 @@ def test_out_of_memory_names_the_ways_out() -> None:
 
 def test_out_of_memory_with_low_memory_does_not_suggest_it_again() -> None:
     config = from_dict("unet", {"train.memory": "low", "data.dir": "x"}).config
-    error = explain_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"), config, 1, torch.device("cpu"))
+    error = explain_out_of_memory(
+        torch.OutOfMemoryError("CUDA out of memory"), config.train, "", 1, torch.device("cpu")
+    )
     assert "train.memory" not in error.fix
 
 

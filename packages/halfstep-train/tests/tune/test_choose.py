@@ -6,22 +6,25 @@ import contextlib
 import dataclasses
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch._functorch.config as functorch_config
 
+from halfstep.hardware.driver import Driver
 from halfstep.precision.plan import Plan
 from halfstep.step.randomness import read_generators
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.kernels.fast_forms import is_forced_on
 from halfstep_train.run.assemble import assemble
-from halfstep_train.run.engine import Engine, rehearse_run
+from halfstep_train.run.engine import Engine
+from halfstep_train.run.rehearsal import RunRehearsal
 from halfstep_train.tune import choose
-from halfstep_train.tune.choose import count_expected_steps, find_asked_mode, tune_plan
+from halfstep_train.tune.choose import Tuning, find_asked_mode, tune_plan
 from halfstep_train.tune.memory_low import CannotRun, Cost, DoesNotFit, MemorySetting, NotCaptured
 from halfstep_train.tune.modes import UNCAPTURED
-from halfstep_train.tune.trials import Rehearse, Trial, measure_cost
+from halfstep_train.tune.trials import Rehearsal, Trial, measure_cost
 from halfstep_train.workloads.base.workload import Workload
 from halfstep_train.workloads.segmentation.demo import write_demo
 from mode_trials import made
@@ -50,29 +53,33 @@ def test_the_mode_is_what_was_asked_for_and_auto_leaves_it_to_trials_on_cuda(
     demo: Path, wish: str, device: str, mode: str | None
 ) -> None:
     config, _, plan = made(demo, train__fast=wish)
-    assert find_asked_mode(config, dataclasses.replace(plan, device=device)) == mode
+    assert find_asked_mode(config.train, dataclasses.replace(plan, device=device)) == mode
 
 
 def test_auto_does_not_measure_where_bits_must_repeat_and_follows_a_stored_choice(demo: Path) -> None:
     config, _, plan = made(demo, train__deterministic=True)
-    assert find_asked_mode(config, dataclasses.replace(plan, device="cuda")) == "eager"
+    assert find_asked_mode(config.train, dataclasses.replace(plan, device="cuda")) == "eager"
     config, _, plan = made(demo)
-    assert find_asked_mode(config, dataclasses.replace(plan, device="cuda", mode="graph")) == "graph"
+    assert find_asked_mode(config.train, dataclasses.replace(plan, device="cuda", mode="graph")) == "graph"
 
 
 def test_expected_steps_count_windows_and_the_limit(demo: Path) -> None:
     config, workload, _ = made(demo, train__epochs=4, train__accumulate=2)
     assert len(workload.train_samples) == 6
-    assert count_expected_steps(config, workload) == 4 * 2
+    assert expected_steps(config, workload) == 4 * 2
     config, workload, _ = made(demo, train__max_steps=3)
-    assert count_expected_steps(config, workload) == 3
+    assert expected_steps(config, workload) == 3
+
+
+def expected_steps(config: RunConfig, workload: Workload) -> int:
+    return Tuning(RunRehearsal(config, workload), print, Driver(), lambda plan, setting: None).num_steps
 
 
 def test_trials_leave_weights_buffers_and_generators_bit_identical(demo: Path) -> None:
     config, workload, plan = made(demo)
     before = {name: value.clone() for name, value in workload.model.state_dict().items()}
     generators = read_generators()
-    with rehearse_run(config, workload, plan) as trial:
+    with RunRehearsal(config, workload).begin(plan) as trial:
         cost = trial.measure("eager")
         assert trial.parts.step.attempted > 0
     assert cost.ms > 0
@@ -95,14 +102,14 @@ def test_every_trial_is_compiled_under_its_own_setting(demo: Path, monkeypatch: 
     monkeypatch.setattr(torch, "compile", lambda f, dynamic, options: real(f, dynamic=dynamic, backend=compiler))
     for share in (1.0, 0.5):
         memory = dataclasses.asdict(MemorySetting(activation_budget=share))
-        with rehearse_run(config, workload, dataclasses.replace(plan, memory=memory)) as trial:
+        with RunRehearsal(config, workload).begin(dataclasses.replace(plan, memory=memory)) as trial:
             trial.measure("compile")
     assert budgets == [1.0, 0.5]
 
 
 def test_a_trial_that_falls_to_another_mode_is_no_candidate(demo: Path) -> None:
     config, workload, plan = made(demo)
-    with rehearse_run(config, workload, plan) as trial:
+    with RunRehearsal(config, workload).begin(plan) as trial:
         trial.parts.region = trial.parts.eager
         with pytest.raises(CannotRun, match="needs a CUDA device"):
             trial.measure("graph")
@@ -112,11 +119,11 @@ def test_a_model_that_cannot_be_copied_runs_untried_and_says_why(demo: Path, mon
     config, workload, plan = made(demo, train__memory="low", train__epochs=200)
     workload.model.held = (k for k in range(3))  # type: ignore[assignment]
     said: list[str] = []
-    chosen = tune_plan(config, workload, plan, said.append, rehearse_run)
+    chosen = tune_plan(plan, RunRehearsal(config, workload), said.append)
     assert chosen.memory == dataclasses.asdict(MemorySetting())
     assert "cannot be copied" in said[-1]
     monkeypatch.setattr(choose, "find_asked_mode", lambda config, plan: None)
-    chosen = tune_plan(config, workload, plan, said.append, rehearse_run)
+    chosen = tune_plan(plan, RunRehearsal(config, workload), said.append)
     assert chosen.mode == "eager"
     assert "cannot be copied" in chosen.mode_reason
 
@@ -129,7 +136,7 @@ def test_a_compiled_trial_that_fails_in_whatever_way_is_no_candidate(demo: Path)
             raise RuntimeError("PTXAS error: no such file")
         return trial.parts.eager(batch)  # type: ignore[arg-type]
 
-    with rehearse_run(config, workload, plan) as trial:
+    with RunRehearsal(config, workload).begin(plan) as trial:
         trial.parts.region = failing  # type: ignore[assignment]
         with pytest.raises(CannotRun, match="PTXAS error"):
             trial.measure("compile")
@@ -137,7 +144,8 @@ def test_a_compiled_trial_that_fails_in_whatever_way_is_no_candidate(demo: Path)
 
 def test_a_graph_asked_for_on_a_cpu_is_told_why_there_is_none(demo: Path) -> None:
     said: list[str] = []
-    assert tune_plan(*made(demo, train__fast="graph"), said.append, rehearse_run).mode == "compile"
+    config, workload, plan = made(demo, train__fast="graph")
+    assert tune_plan(plan, RunRehearsal(config, workload), said.append).mode == "compile"
     assert said == [
         "warning: train.fast=graph needs a CUDA device, this run is on cpu: the step is compiled, not captured"
     ]
@@ -146,7 +154,7 @@ def test_a_graph_asked_for_on_a_cpu_is_told_why_there_is_none(demo: Path) -> Non
 def test_memory_low_is_measured_said_and_stored_with_the_plan(demo: Path) -> None:
     config, workload, plan = made(demo, train__memory="low", train__epochs=100_000)  # time enough for every trial
     said: list[str] = []
-    chosen = tune_plan(config, workload, plan, said.append, rehearse_run)
+    chosen = tune_plan(plan, RunRehearsal(config, workload), said.append)
     assert any(line.startswith("memory low:") for line in said)
     assert set(chosen.memory) == {"activation_budget", "recompute", "optimizer_bits"}
     assert Plan.from_json(chosen.to_json()) == chosen
@@ -160,21 +168,21 @@ def test_memory_low_is_measured_said_and_stored_with_the_plan(demo: Path) -> Non
 
 def test_a_run_shorter_than_the_trials_of_memory_low_tries_the_most_promising_lever_alone(demo: Path) -> None:
     config, workload, plan = made(demo, train__memory="low", train__max_steps=1)
-    chosen = tune_plan(config, workload, plan, lambda line: None, rehearse_run)
+    chosen = tune_plan(plan, RunRehearsal(config, workload), lambda line: None)
     tried = [line.split(":")[0] for line in chosen.memory_trials if " ms" in line]
     assert tried == ["normal", "recompute pointwise"]
     assert any("the time for trials was used up" in line for line in chosen.memory_trials)
 
 
 def test_where_nothing_fits_yet_trials_go_on_however_short_the_run(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fits_with_blocks(mode: str, config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> Cost:
+    def fits_with_blocks(mode: str, plan: Plan, rehearsal: Rehearsal) -> Cost:
         if plan.memory["recompute"] != "blocks":
             raise DoesNotFit("out of memory")
         return Cost(1.0, 10**6)
 
     monkeypatch.setattr(choose, "measure_cost", fits_with_blocks)
     config, workload, plan = made(demo, train__memory="low", train__max_steps=1)
-    assert tune_plan(config, workload, plan, lambda line: None, rehearse_run).memory["recompute"] == "blocks"
+    assert tune_plan(plan, RunRehearsal(config, workload), lambda line: None).memory["recompute"] == "blocks"
 
 
 def test_a_batch_of_another_size_runs_the_eager_region(demo: Path) -> None:
@@ -221,10 +229,12 @@ def fp8_plan(demo: Path) -> tuple[RunConfig, Workload, Plan]:
 @pytest.mark.parametrize(("fails", "granted"), [("fp8", "bf16"), ("bf16", "fp8")])
 def test_a_precision_whose_step_cannot_run_leaves_the_other(demo: Path, fails: str, granted: str) -> None:
     config, workload, plan = fp8_plan(demo)
-    chosen = tune_plan(
-        config, workload, plan, lambda line: None, lambda *run: contextlib.nullcontext(Costing(run[2], fails))
-    )
-    assert chosen.granted == granted
+
+    class Rehearsal(RunRehearsal):
+        def begin(self, plan: Plan, **changes: object) -> Any:
+            return contextlib.nullcontext(Costing(plan, fails))
+
+    assert tune_plan(plan, Rehearsal(config, workload), lambda line: None).granted == granted
 
 
 class Costing:
@@ -241,7 +251,7 @@ class Costing:
 
 def test_a_trial_ends_where_its_capture_fails_and_compiles_nothing_else(demo: Path) -> None:
     config, workload, plan = made(demo)
-    with rehearse_run(config, workload, plan) as trial:
+    with RunRehearsal(config, workload).begin(plan) as trial:
         eager, allowed = trial.parts.eager, list[bool]()
 
         def region(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | float, object]:
@@ -272,11 +282,13 @@ def test_a_trial_of_a_step_that_cannot_be_captured_times_what_the_run_would_do(d
                 raise NotCaptured("it waits for the device")
             return Cost({"compile": 2.0, "eager": 3.0}[mode], 1)
 
-    def uncaptured(*run: object) -> contextlib.AbstractContextManager[Uncaptured]:
-        return contextlib.nullcontext(Uncaptured())
+    class Rehearsal(RunRehearsal):
+        def begin(self, plan: Plan, **changes: object) -> Any:
+            return contextlib.nullcontext(Uncaptured())
 
-    assert measure_cost("graph", *made(demo), uncaptured).ms == 2.0
-    assert measure_cost("eager", *made(demo), uncaptured).ms == 3.0
+    config, workload, plan = made(demo)
+    assert measure_cost("graph", plan, Rehearsal(config, workload)).ms == 2.0
+    assert measure_cost("eager", plan, Rehearsal(config, workload)).ms == 3.0
 
 
 def test_a_trial_that_failed_is_gone_when_the_next_begins(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +303,8 @@ def test_a_trial_that_failed_is_gone_when_the_next_begins(demo: Path, monkeypatc
         return Cost(2.0, 1)
 
     monkeypatch.setattr(Trial, "measure", cost)
-    measure_cost("graph", *made(demo), rehearse_run)
+    config, workload, plan = made(demo)
+    measure_cost("graph", plan, RunRehearsal(config, workload))
     assert alive == [True, False]
 
 
@@ -299,6 +312,8 @@ def test_a_model_that_does_not_fit_is_no_traceback_of_a_trial(demo: Path, monkey
     def does_not_fit(*arguments: object) -> None:
         raise torch.OutOfMemoryError("Tried to allocate 2 GiB")
 
-    monkeypatch.setattr("halfstep_train.run.engine.assemble", does_not_fit)
-    with pytest.raises(DoesNotFit, match="does not fit into memory"), rehearse_run(*made(demo)):
+    monkeypatch.setattr("halfstep_train.run.rehearsal.assemble", does_not_fit)
+    config, workload, plan = made(demo)
+    rehearsal = RunRehearsal(config, workload)
+    with pytest.raises(DoesNotFit, match="does not fit into memory"), rehearsal.begin(plan):
         pass

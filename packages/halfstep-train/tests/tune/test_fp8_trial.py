@@ -57,7 +57,7 @@ def test_linear_layers_are_measured_at_the_runs_batch(demo: Path) -> None:
         asked.extend(shapes)
         return faster(asked, HOPPER, demo)
 
-    gains = measure_fp8_gains(config, workload, HOPPER, measure=measure)
+    gains = measure_fp8_gains(config.precision, config.train, workload, HOPPER, measure=measure)
     assert LayerShape(32, 128, 80) in asked  # 4 images of 16 patches and a class token: 68 rows, padded to 80
     plan = decide(config.precision, HOPPER, workload.model, fp8_gains=gains)
     rows = {row.module: row for row in plan.rows}
@@ -68,15 +68,17 @@ def test_linear_layers_are_measured_at_the_runs_batch(demo: Path) -> None:
 
 @pytest.mark.parametrize("more", [["precision=bf16"], ["precision=fp8", "precision.simulate=true"]])
 def test_nothing_is_measured_where_fp8_does_not_run(demo: Path, more: list[str]) -> None:
-    assert measure_fp8_gains(*run_of(demo, *more), HOPPER, measure=never) == {}
+    config, workload = run_of(demo, *more)
+    assert measure_fp8_gains(config.precision, config.train, workload, HOPPER, measure=never) == {}
 
 
 def test_forced_fp8_is_not_measured(demo: Path) -> None:
     config, workload = run_of(demo, "precision.default=fp8", "precision.force=true")
-    assert measure_fp8_gains(config, workload, HOPPER, measure=never) == {}
+    assert measure_fp8_gains(config.precision, config.train, workload, HOPPER, measure=never) == {}
     assert decide(config.precision, HOPPER, workload.model).granted == "fp8"
 
 
 def test_a_part_asked_for_in_fp8_is_measured_too(demo: Path) -> None:
     more = ["precision.default=bf16", 'precision.modules={"encoder.layers.*": "fp8"}']
-    assert measure_fp8_gains(*run_of(demo, *more), HOPPER, measure=faster)
+    config, workload = run_of(demo, *more)
+    assert measure_fp8_gains(config.precision, config.train, workload, HOPPER, measure=faster)

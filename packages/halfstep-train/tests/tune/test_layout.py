@@ -14,7 +14,7 @@ import tiny_workload
 from halfstep.hardware.probe import probe
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.assemble import assemble, build_workload, decide_plan
-from halfstep_train.run.engine import rehearse_run
+from halfstep_train.run.rehearsal import RunRehearsal
 from halfstep_train.tune.channels_last import is_channels_last
 from halfstep_train.tune.memory_low import CannotRun
 from halfstep_train.workloads import KINDS, load
@@ -66,7 +66,7 @@ def test_a_layout_that_the_model_does_not_run_in_is_no_candidate() -> None:
     workload = build_workload(config)
     plan = decide_plan(config, workload, probe("cpu"))
     turned = dataclasses.replace(plan, channels_last=True)
-    with rehearse_run(config, workload, turned) as trial, pytest.raises(CannotRun, match="view size"):
+    with RunRehearsal(config, workload).begin(turned) as trial, pytest.raises(CannotRun, match="view size"):
         trial.measure("eager")
-    with rehearse_run(config, workload, dataclasses.replace(plan, channels_last=False)) as trial:
+    with RunRehearsal(config, workload).begin(dataclasses.replace(plan, channels_last=False)) as trial:
         assert trial.measure("eager").ms > 0

@@ -10,20 +10,27 @@ from typing import Any
 import pytest
 
 from halfstep.hardware.driver import Driver
-from halfstep.precision.plan import Gain, PlanRow
+from halfstep.precision.plan import Gain, Plan, PlanRow
+from halfstep_train.config.schema import RunConfig
+from halfstep_train.run.rehearsal import RunRehearsal
 from halfstep_train.tune import choose
 from halfstep_train.tune.choose import tune_plan
 from halfstep_train.tune.mode_search import CachedMode, FoundMode
 from halfstep_train.tune.modes import get_code_folder
 from halfstep_train.tune.trials import TrialTime
 from halfstep_train.workloads import load
+from halfstep_train.workloads.base.workload import Workload
 from halfstep_train.workloads.segmentation.demo import write_demo
-from mode_trials import USUAL, Machine, made
+from mode_trials import USUAL, Machine, ScriptedRehearsal, made
 
 FIELDS = {
     "mode": "graph", "mode_reason": "as measured", "channels_last": True, "tunes_kernels": False,
     "cudnn_benchmark": False, "gains": (Gain(part="graph", before_ms=20.0, after_ms=15.0, is_taken=True),),
 }  # fmt: skip
+
+
+def cached(config: RunConfig, workload: Workload, plan: Plan) -> CachedMode:
+    return CachedMode(plan, RunRehearsal(config, workload))
 
 
 def found(untried: tuple[str, ...] = (), **fields: Any) -> FoundMode:
@@ -45,26 +52,26 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_kept_for_the_same_model_and_shape_only(demo: Path) -> None:
-    assert CachedMode(*made(demo)).read() is None
-    assert CachedMode(*made(demo)).write(found()) == ""
-    assert CachedMode(*made(demo)).read() == found()
-    assert CachedMode(*made(demo, train__batch_size=1)).read() is None
-    assert CachedMode(*made(demo, model__base_channels=4)).read() is None
-    assert CachedMode(*made(demo, train__activation_checkpointing=True)).read() is None
-    assert CachedMode(*made(demo, train__tune_kernels=True)).read() is None
+    assert cached(*made(demo)).read() is None
+    assert cached(*made(demo)).write(found()) == ""
+    assert cached(*made(demo)).read() == found()
+    assert cached(*made(demo, train__batch_size=1)).read() is None
+    assert cached(*made(demo, model__base_channels=4)).read() is None
+    assert cached(*made(demo, train__activation_checkpointing=True)).read() is None
+    assert cached(*made(demo, train__tune_kernels=True)).read() is None
     config, workload, plan = made(demo)
     apart = PlanRow(module="head", storage="fp32", compute="fp16", reason="asked for", kind="module")
-    assert CachedMode(config, workload, dataclasses.replace(plan, rows=(*plan.rows, apart))).read() is None
+    assert cached(config, workload, dataclasses.replace(plan, rows=(*plan.rows, apart))).read() is None
 
 
 def test_clips_of_another_length_are_another_shape(demo: Path) -> None:
     _, workload, plan = made(demo)
     clips = [load("slotcontrast", overrides=[f"data.chunk_size={frames}"]).config for frames in (2, 4)]
-    assert len({CachedMode(config, workload, plan).name for config in clips}) == 2
+    assert len({cached(config, workload, plan).name for config in clips}) == 2
 
 
 def test_a_file_that_lacks_fields_is_measured_again(demo: Path) -> None:
-    kept = CachedMode(*made(demo))
+    kept = cached(*made(demo))
     kept.path.parent.mkdir(parents=True)
     kept.path.write_text('{"mode": "graph", "mode_reason": "old", "channels_last": true, "tunes_kernels": false}')
     assert kept.read() is None
@@ -81,7 +88,7 @@ def test_a_file_that_lacks_fields_is_measured_again(demo: Path) -> None:
     ],
 )
 def test_a_cached_mode_is_followed_where_it_pays(demo: Path, num_steps: int, is_cleared: bool, mode: str) -> None:
-    kept = CachedMode(*made(demo))
+    kept = cached(*made(demo))
     kept.write(found())
     if is_cleared:
         shutil.rmtree(get_code_folder())
@@ -94,7 +101,7 @@ def test_a_cached_mode_is_followed_where_it_pays(demo: Path, num_steps: int, is_
 
 
 def test_tuned_kernels_and_cudnns_trials_count_as_part_of_a_start(demo: Path) -> None:
-    kept = CachedMode(*made(demo))
+    kept = cached(*made(demo))
     kept.write(found(cudnn_benchmark=True))
     fields = kept.choose_for_run(2_000)  # saves 30 s, starts in 15 + 20
     assert fields is not None
@@ -107,7 +114,7 @@ def test_tuned_kernels_and_cudnns_trials_count_as_part_of_a_start(demo: Path) ->
 
 
 def test_what_does_not_fit_eagerly_is_always_followed(demo: Path) -> None:
-    kept = CachedMode(*made(demo))
+    kept = cached(*made(demo))
     kept.write(dataclasses.replace(found(), eager_ms=None))
     fields = kept.choose_for_run(1)
     assert fields is not None
@@ -115,7 +122,7 @@ def test_what_does_not_fit_eagerly_is_always_followed(demo: Path) -> None:
 
 
 def test_a_much_longer_run_tries_what_was_left_untried(demo: Path) -> None:
-    kept = CachedMode(*made(demo))
+    kept = cached(*made(demo))
     kept.write(found(untried=("kernel tuning",)))  # 600 s expected: 20,000 steps
     assert kept.choose_for_run(20_000) is not None
     assert kept.choose_for_run(100_000) is None
@@ -148,9 +155,9 @@ def test_what_was_measured_on_a_busy_gpu_is_used_but_not_kept(
     config, workload, plan = made(demo, train__epochs=200_000)
     on_gpu = dataclasses.replace(plan, device="cuda", granted="bf16")
     said: list[str] = []
-    chosen = tune_plan(config, workload, on_gpu, said.append, machine.rehearsal, driver=Shared(*answers))
+    chosen = tune_plan(on_gpu, ScriptedRehearsal(config, workload, machine), said.append, driver=Shared(*answers))
     assert chosen.mode == "graph"
-    assert (CachedMode(config, workload, on_gpu).read() is not None) == is_kept
+    assert (cached(config, workload, on_gpu).read() is not None) == is_kept
     assert ("5 GB taken" in chosen.mode_reason) == (not is_kept)
     assert "  graph 1.33x, 20.0 -> 15.0 ms" in said
     assert type(chosen).from_json(chosen.to_json()) == chosen

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from halfstep_train.run.engine import rehearse_run
+from halfstep_train.run.rehearsal import RunRehearsal
 from halfstep_train.tune.memory_low import CannotRun, Cost, NotCaptured
 from halfstep_train.tune.mode_search import FoundMode, ModeSearch, find_fastest_mode
 from halfstep_train.tune.trials import MOST_S, ROUNDS, TIMED_STEPS, TrialTime
 from halfstep_train.workloads.segmentation.demo import write_demo
-from mode_trials import USUAL, Machine, made
+from mode_trials import USUAL, Machine, ScriptedRehearsal, made
 
 HOUR = 3600.0
 
@@ -29,9 +29,8 @@ def searched(demo: Path, machine: Machine, run_s: float, **values: object) -> Fo
     config, workload, plan = made(demo, **values)
     on_gpu = dataclasses.replace(plan, device="cuda", granted="bf16")
     num_steps = run_s * 1e3 / (machine.step_ms["eager"] or 30.0)
-    return ModeSearch(
-        config, workload, on_gpu, TrialTime(num_steps, most_s=MOST_S, clock=machine.clock), machine.rehearsal
-    ).search()
+    time = TrialTime(num_steps, most_s=MOST_S, clock=machine.clock)
+    return ModeSearch(on_gpu, time, ScriptedRehearsal(config, workload, machine)).search()
 
 
 @pytest.mark.parametrize(
@@ -177,7 +176,7 @@ def test_what_was_asked_for_outright_is_not_tried_the_other_way(demo: Path, monk
 
 def test_a_real_trial_is_timed_for_no_longer_than_its_share(demo: Path) -> None:
     config, workload, plan = made(demo)
-    with rehearse_run(config, workload, plan) as trial:
+    with RunRehearsal(config, workload).begin(plan) as trial:
         before = trial.parts.step.attempted
         assert trial.measure("eager").ms > 0
         whole = trial.parts.step.attempted - before
@@ -190,7 +189,8 @@ def test_a_real_trial_is_timed_for_no_longer_than_its_share(demo: Path) -> None:
 
 
 def test_a_real_search_on_this_machine_finds_a_short_run_too_short(demo: Path) -> None:
-    found = ModeSearch(*made(demo), TrialTime(600, most_s=MOST_S), rehearse_run).search()
+    config, workload, plan = made(demo)
+    found = ModeSearch(plan, TrialTime(600, most_s=MOST_S), RunRehearsal(config, workload)).search()
     assert found.fields["mode"] == "eager"
     assert "too short to compile for" in found.fields["mode_reason"]
     assert not found.is_final

@@ -15,7 +15,7 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.assemble import build_workload, decide_plan
-from halfstep_train.run.engine import rehearse_run
+from halfstep_train.run.rehearsal import RunRehearsal
 from halfstep_train.tune.recompute_check import Recomputable, compare_states, find_recomputable, list_state
 from halfstep_train.workloads import from_dict
 from halfstep_train.workloads.base.workload import Workload
@@ -39,7 +39,8 @@ def made(precision: str = "fp32", **options: Any) -> tuple[RunConfig, Workload, 
 
 
 def found(precision: str = "fp32", **options: Any) -> Recomputable:
-    return find_recomputable(*made(precision, **options), rehearse_run)
+    config, workload, plan = made(precision, **options)
+    return find_recomputable(plan, RunRehearsal(config, workload))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -90,13 +91,13 @@ def test_weights_used_twice_under_autocast_are_recomputed_by_blocks_alone() -> N
 def test_a_step_that_fails_or_is_not_finite_checks_nothing() -> None:
     config, workload, plan = made(net="resnet")
     nan = dataclasses.replace(workload, loss=lambda outputs, batch: (outputs.sum() * float("nan"), len(outputs)))
-    assert "not finite" in find_recomputable(config, nan, plan, rehearse_run).notes[0]
+    assert "not finite" in find_recomputable(plan, RunRehearsal(config, nan)).notes[0]
 
     def needs_four(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return model(batch["image"].reshape(4, -1, 2, 8, 8).flatten(0, 1))  # type: ignore[no-any-return]
 
     whole = dataclasses.replace(workload, forward=needs_four)
-    names, ways, [note] = find_recomputable(config, whole, plan, rehearse_run)
+    names, ways, [note] = find_recomputable(plan, RunRehearsal(config, whole))
     assert not names
     assert not ways
     assert "a step of 2 samples ends in RuntimeError" in note
@@ -115,22 +116,22 @@ def test_frozen_blocks_have_nothing_to_save() -> None:
     config, workload, plan = made(net="resnet")
     for part in (workload.model.stem, workload.model.layer1):
         part.requires_grad_(False)  # type: ignore[operator]
-    assert find_recomputable(config, workload, plan, rehearse_run).names == ("layer2.0", "layer2.1")
+    assert find_recomputable(plan, RunRehearsal(config, workload)).names == ("layer2.0", "layer2.1")
     workload.model.requires_grad_(False)
     workload.model.fc.requires_grad_(True)  # type: ignore[union-attr]
-    assert "nothing trains in them" in find_recomputable(config, workload, plan, rehearse_run).notes[0]
+    assert "nothing trains in them" in find_recomputable(plan, RunRehearsal(config, workload)).notes[0]
 
 
 def test_a_frozen_block_behind_what_trains_is_recomputed() -> None:
     config, workload, plan = made(net="resnet")
     workload.model.layer2.requires_grad_(False)  # type: ignore[operator]
-    assert find_recomputable(config, workload, plan, rehearse_run).names == tuple(BLOCKS["resnet"])
+    assert find_recomputable(plan, RunRehearsal(config, workload)).names == tuple(BLOCKS["resnet"])
 
 
 def test_the_check_leaves_the_model_alone() -> None:
     config, workload, plan = made(net="resnet")
     before = {name: value.clone() for name, value in workload.model.state_dict().items()}
-    find_recomputable(config, workload, plan, rehearse_run)
+    find_recomputable(plan, RunRehearsal(config, workload))
     assert all(torch.equal(before[name], value) for name, value in workload.model.state_dict().items())
     assert all(p.grad is None for p in workload.model.parameters())
     assert type(workload.model.layer1[0]).__name__ == "BasicBlock"  # type: ignore[index]
@@ -160,5 +161,5 @@ def test_networks_that_train_in_turn_are_checked_in_all_their_phases() -> None:
     for name, last in {"generator": nn.Identity(), "critic": nn.Linear(SIZE, 1)}.items():
         blocks = (nn.Sequential(nn.Linear(SIZE, SIZE), nn.BatchNorm1d(SIZE), nn.ReLU(inplace=True)) for _ in range(2))
         setattr(workload.model, name, nn.Sequential(*blocks, last))
-    found = find_recomputable(config, workload, decide_plan(config, workload, probe("cpu")), rehearse_run)
+    found = find_recomputable(decide_plan(config, workload, probe("cpu")), RunRehearsal(config, workload))
     assert found == (("generator.0", "generator.1", "critic.0", "critic.1"), ("pointwise", "alternate", "blocks"), ())

@@ -35,7 +35,8 @@ from halfstep_train.bench.problem import (
 )
 from halfstep_train.models.initial_values import skip_initialisation
 from halfstep_train.run.assemble import assemble, decide_plan
-from halfstep_train.run.engine import Engine, PhasedEngine, make_engine, rehearse_run
+from halfstep_train.run.engine import Engine, PhasedEngine, make_engine
+from halfstep_train.run.rehearsal import RunRehearsal
 from halfstep_train.tune.choose import tune_plan
 from halfstep_train.tune.memory_low import MemorySetting
 from halfstep_train.workloads.base.workload import Workload
@@ -288,9 +289,8 @@ class HalfstepRunner:
             return _begin_all_phases(build_random_workload(self.config), model)
 
     def _make_plan(self, workload: Workload) -> Plan:
-        return tune_plan(
-            self.config, workload, decide_plan(self.config, workload, self.hardware), lambda text: None, rehearse_run
-        )
+        plan = decide_plan(self.config, workload, self.hardware)
+        return tune_plan(plan, RunRehearsal(self.config, workload), lambda text: None)
 
     def _train_batches(self, engine: Engine | PhasedEngine, batches: Iterable[Batch], after_step: AfterStep) -> float:
         facts: Facts | PhasedFacts | None = None

@@ -219,7 +219,9 @@ def _keeps_channels_last(runner: Runner, hardware: Hardware) -> bool:
             fix="--precisions fp32",
         )
     config, workload = runner.config, runner.build_workload()
-    return wants_channels_last(config, decide_plan(config, workload, hardware), workload.model)
+    return wants_channels_last(
+        config.train.channels_last, config.workload, decide_plan(config, workload, hardware), workload.model
+    )
 
 
 # --- the result, and how it is printed ---

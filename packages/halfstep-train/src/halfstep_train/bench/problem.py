@@ -106,7 +106,8 @@ def build_problem(config: RunConfig, device: torch.device) -> Problem:
     for part in workload.frozen.values():  # peers autocast them; ours are built again and placed by the plan
         part.module.to(device).eval().requires_grad_(False)
     write_values_(workload.values, 0, device)
-    batch = kind.synthetic.make_batch(config, workload.store) if kind.synthetic else load_first_batch(config, workload)
+    made_up = kind.synthetic
+    batch = made_up.make_batch(config, workload.store) if made_up else load_first_batch(config.train, workload)
     if device.type == "cuda":
         batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
     samples = config.train.batch_size
@@ -136,7 +137,7 @@ def build_random_workload(config: RunConfig) -> Workload:
     if synthetic is None:
         with provide_data(config) as with_data:
             workload = build_workload(with_data)
-            samples = RandomSamples(load_first_batch(with_data, workload))
+            samples = RandomSamples(load_first_batch(with_data.train, workload))
         return replace(workload, train_samples=samples, val_samples=samples)
     seed_everything(config.train.seed)
     store = synthetic.make_store(config)

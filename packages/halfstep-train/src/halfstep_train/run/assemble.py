@@ -40,7 +40,7 @@ from halfstep.step.schedule import PlateauFactor
 from halfstep.step.snapshots import Snapshots
 from halfstep.step.step import GuardedStep
 from halfstep.step.tables import Values
-from halfstep_train.config.schema import RunConfig
+from halfstep_train.config.schema import LogConfig, RunConfig, StepSettings, TrainConfig
 from halfstep_train.data.loader import Loader
 from halfstep_train.models.initial_values import skip_initialisation
 from halfstep_train.run.folder import make_paths_absolute
@@ -48,7 +48,6 @@ from halfstep_train.run.frozen_modules import get_modules, place_frozen_
 from halfstep_train.run.multi_rank import connect_ranks, gather_samples, synchronise_norms
 from halfstep_train.run.optimizer import (
     Length,
-    count_steps_per_epoch,
     make_step,
     override_sections,
     refuse_unknown,
@@ -60,9 +59,8 @@ from halfstep_train.tune.channels_last import to_channels_last_, wants_channels_
 from halfstep_train.tune.choose import find_asked_mode, measure_fp8_gains
 from halfstep_train.tune.memory_low import MemorySetting
 from halfstep_train.tune.modes import Mode, Region, compile_region, repeats_blocks
-from halfstep_train.tune.trials import count_total_steps
 from halfstep_train.workloads import KINDS, build
-from halfstep_train.workloads.base.kind import Unit
+from halfstep_train.workloads.base.kind import Export, Unit
 from halfstep_train.workloads.base.workload import Phase, Workload
 
 
@@ -70,7 +68,9 @@ from halfstep_train.workloads.base.workload import Phase, Workload
 class Assembly:
     """Everything that a run trains with, connected and placed on its device."""
 
-    config: RunConfig
+    name: str  # of the workload, or its import path
+    train: TrainConfig
+    log: LogConfig
     plan: Plan
     workload: Workload
     model: nn.Module
@@ -82,6 +82,7 @@ class Assembly:
     values: Values
     phases: tuple[AssembledPhase, ...] = ()  # in order; without phases `step`, `region` and `eager` are the only ones
     guard: Guard
+    holds: bool  # whether nothing is committed after a fault until its step is saved
     snapshots: Snapshots | None
     plateau: PlateauFactor | None
     stopping: EarlyStopping
@@ -89,6 +90,7 @@ class Assembly:
     val_loader: Loader
     total_steps: int
     unit: Unit  # what throughput counts
+    export: Export | None  # writes the best weights for other programs
     recorder: Recorder | None = None  # stores the step of a fault as a capsule; set before the run begins
     world: World | None = None  # the ranks that train this model together; None for a single one
     sharded: ShardedModel | None = None  # if they divide it among them
@@ -101,7 +103,7 @@ class Assembly:
     @property
     def full_batch(self) -> int:
         """Return the number of samples of a full batch on this rank."""
-        whole = min(self.config.train.batch_size, len(self.workload.train_samples))
+        whole = min(self.train.batch_size, len(self.workload.train_samples))
         return whole if self.world is None else self.world.count_rows(whole)
 
     def ask_to_stop(self) -> None:
@@ -114,7 +116,7 @@ class Assembly:
 
 def decide_plan(config: RunConfig, workload: Workload, hardware: Hardware) -> Plan:
     """Decide the precision plan of a built workload, with one row per module."""
-    gains = measure_fp8_gains(config, workload, hardware)
+    gains = measure_fp8_gains(config.precision, config.train, workload, hardware)
     return decide(
         config.precision,
         hardware,
@@ -130,20 +132,23 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
 
     `world` holds the ranks that train together; None: a single one.
     """
-    setting = MemorySetting(**plan.memory)
+    train, setting = config.train, MemorySetting(**plan.memory)
     device = torch.device(plan.device)
     shards = plan.shards and world is not None
-    model = place_model(config, synchronise_norms(config, workload.model, device, world), plan, on_host=shards)
-    place_frozen_(config, workload.frozen, plan)
+    model = workload.model
+    if world is not None and train.sync_batch_norm:
+        model = synchronise_norms(model, device)
+    model = place_model(config, model, plan, on_host=shards)
+    place_frozen_(train.channels_last, config.workload, workload.frozen, plan)
     if shards:
         shard_frozen_(workload, plan, device)
-    recompute = "blocks" if config.train.activation_checkpointing and setting.recompute == "none" else setting.recompute
+    recompute = "blocks" if train.activation_checkpointing and setting.recompute == "none" else setting.recompute
     # Models with their own support for recomputation switch it on; in others the repeated blocks are wrapped.
     if setting.recompute != "none" or plan.blocks:
         recompute_blocks_(model, recompute, plan.blocks)
     eager = workload.make_region(model)
     # The search may pick different kernels from one start to the next, which sum in different orders.
-    tunes_kernels = plan.tunes_kernels and not config.train.deterministic
+    tunes_kernels = plan.tunes_kernels and not train.deterministic
     to_compiled = partial(
         compile_region,
         tunes_kernels=tunes_kernels,
@@ -152,20 +157,20 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
         is_repeated=repeats_blocks(model, plan.granted),
     )
     train_loader, val_loader = _build_loaders(config, workload, world)
-    length = Length(count_total_steps(config, len(train_loader)), count_steps_per_epoch(config, len(train_loader)))
+    length = Length.of(train, len(train_loader))
     values = Values(workload.values, device)
     region = to_compiled(eager)
     # With phases each phase wraps its own region in DDP, over the parameters that it trains.
     ranks: Ranks | Literal["alone"] = "alone"
-    sharded = ShardedModel(config, model, plan, world, device) if shards and world is not None else None
+    sharded = ShardedModel(train, model, plan, world, device) if shards and world is not None else None
     if sharded is not None:
         eager, region, ranks = sharded.connect(eager, plan, device, tunes_kernels=tunes_kernels)
     elif not workload.phases:
-        eager, region, ranks = connect_ranks(world, config, model, (eager, region), device)
+        eager, region, ranks = connect_ranks(world, train, model, (eager, region), device)
     phases = assemble_phases(config, workload, model, plan, setting, length, to_compiled, values, world)
     ema_options = config.ema.model_dump(exclude={"enabled"})
     step = join_phases(phases) or make_step(
-        config,
+        config.step_settings,
         model,
         plan,
         setting,
@@ -175,26 +180,31 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
         groups=workload.groups,
         ranks=ranks,
     )
+    kind = KINDS.of(config.workload)
     return Assembly(
-        config=config,
+        name=config.workload,
+        train=train,
+        log=config.log,
         plan=plan,
         workload=workload,
         model=model,
         device=device,
-        mode=find_asked_mode(config, plan),
+        mode=find_asked_mode(train, plan),
         region=region,
         eager=eager,
         step=step,
         values=values,
         phases=phases,
         guard=_build_guard(config, plan, workload, world),
+        holds=config.guard.hold,
         snapshots=_build_snapshots(config, workload),
         plateau=_build_plateau(config, workload),
-        stopping=EarlyStopping(mode=workload.mode, patience=config.train.early_stopping_patience),
+        stopping=EarlyStopping(mode=workload.mode, patience=train.early_stopping_patience),
         train_loader=train_loader,
         val_loader=val_loader,
         total_steps=length.total_steps,
-        unit=KINDS.of(config.workload).make_unit(config, workload.store),
+        unit=kind.make_unit(config, workload.store),
+        export=kind.make_export(config, workload.store),
         world=world,
         sharded=sharded,
     )
@@ -224,7 +234,8 @@ def place_model(config: RunConfig, model: nn.Module, plan: Plan, *, on_host: boo
     A model that ranks divide stays `on_host`: it may not fit the device as a whole. FSDP2 cuts contiguous weights only.
     """
     model = plan.apply(model if on_host else model.to(torch.device(plan.device)))
-    return to_channels_last_(model) if not on_host and wants_channels_last(config, plan, model) else model
+    is_wanted = wants_channels_last(config.train.channels_last, config.workload, plan, model)
+    return to_channels_last_(model) if not on_host and is_wanted else model
 
 
 def _build_loaders(config: RunConfig, workload: Workload, world: World | None) -> tuple[Loader, Loader]:
@@ -305,14 +316,14 @@ def assemble_phases(
     )
     assembled = []
     for phase in workload.phases:
-        own = configure_phase(config, phase)
+        own = configure_phase(config.step_settings, phase)
         names = averaged[phase.name]
         # A phase may replace forward; its loss always replaces the workload's.
         named = dataclasses.replace(workload, forward=phase.forward or workload.forward, loss=phase.loss)
         plain = named.make_region(model, name=phase.name)
         trained = [p for name, p in model.named_parameters() if p.requires_grad and has_parameter(phase, name)]
         device = torch.device(plan.device)
-        eager, region, ranks = connect_ranks(world, config, model, (plain, compiled(plain)), device, trained)
+        eager, region, ranks = connect_ranks(world, config.train, model, (plain, compiled(plain)), device, trained)
         step = make_step(
             own,
             model,
@@ -343,8 +354,8 @@ def join_phases(phases: Sequence[AssembledPhase]) -> PhasedStep | None:
     return PhasedStep({own.phase.name: own.step for own in phases}, scaler)
 
 
-def configure_phase(config: RunConfig, phase: Phase) -> RunConfig:
-    return override_sections(config, f"phase {phase.name}", phase.optimizer, phase.schedule)
+def configure_phase(settings: StepSettings, phase: Phase) -> StepSettings:
+    return override_sections(settings, f"phase {phase.name}", phase.optimizer, phase.schedule)
 
 
 def make_all_due(phases: Sequence[Phase]) -> tuple[Phase, ...]:

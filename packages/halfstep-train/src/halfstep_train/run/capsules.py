@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,56 +28,49 @@ from halfstep.precision.decide import decide, decide_again
 from halfstep.precision.plan import Plan
 from halfstep.step.facts import Reading
 from halfstep.step.step import GuardedStep
-from halfstep_train.config.dump import to_yaml
-from halfstep_train.config.schema import RunConfig
+from halfstep_train.config.schema import GuardConfig, PrecisionConfig
 from halfstep_train.data.loader import Loader, NamedSamples, implements
 from halfstep_train.kernels.fast_forms import allow_chains, force
 from halfstep_train.run.assemble import Assembly, assemble, build_workload
 from halfstep_train.run.checkpoint import load as load_checkpoint
 from halfstep_train.run.engine import prepare_window
-from halfstep_train.run.folder import RunFolder, find_import_paths, load_stored
+from halfstep_train.run.folder import RunFolder, RunSource, load_stored
 from halfstep_train.run.frozen_modules import get_modules, list_identities, match_stored
 from halfstep_train.run.memory.out_of_memory import OutOfMemory, explain_model_too_large
 from halfstep_train.tune.modes import Notice, Region
-from halfstep_train.workloads.base.import_path import sign_code
 from halfstep_train.workloads.base.workload import Workload
 
 FOLDER = "capsules"
 
 
-def record_faults(parts: Assembly, folder: RunFolder, notice: Notice) -> None:
+def record_faults(parts: Assembly, folder: RunFolder, notice: Notice, guard: GuardConfig, source: RunSource) -> None:
     """Keep the step of each fault in RUN/capsules, at most `guard.capsules` of them.
 
     With several ranks the rank at fault writes its own window: the only files that rank 0 does not write.
     """
-    config = parts.config
-    if not config.guard.capsules or parts.sharded is not None:
-        return
     parts.recorder = Recorder(
         folder.path / FOLDER,
         parts.model,
         parts.step,
-        make_capsule_context(
-            parts, lambda: next((path.name for path in reversed(folder.open_checkpoints().list_all())), "")
-        ),
+        make_capsule_context(parts, folder, source),
         # Rank 0 shows only the warnings of other ranks, so their notices must be warnings.
         notice=lambda text: notice(text, "info" if parts.world is None or parts.world.is_first else "warning"),
-        most=config.guard.capsules,
-        spikes=config.guard.capture_spikes,
+        most=guard.capsules,
+        spikes=guard.capture_spikes,
     )
     parts.guard.observers.append(parts.recorder.observe)
 
 
-def make_capsule_context(parts: Assembly, find_checkpoint: Callable[[], str] = lambda: "") -> CapsuleContext:
+def make_capsule_context(parts: Assembly, folder: RunFolder, source: RunSource) -> CapsuleContext:
     """Collect what a capsule stores in addition to its step: config, plan, code, and how to load the window again."""
-    config, world = parts.config, parts.world
+    world = parts.world
     return CapsuleContext(
         about={
-            "workload": config.workload,
-            "base_lr": config.optimizer.lr,
+            "workload": parts.name,
+            "base_lr": source.base_lr,
             "store": dict(parts.workload.store),
             "frozen": list_identities(parts.workload.frozen),
-            "code": sign_code(find_import_paths(config)),
+            "code": source.code,
             "plan": json.loads(parts.plan.to_json()),
         },
         rank=None if world is None else world.rank,
@@ -85,8 +78,8 @@ def make_capsule_context(parts: Assembly, find_checkpoint: Callable[[], str] = l
         load_window=lambda reading: load_window(parts, reading),
         find_names=lambda ids: _list_file_names(parts.workload, ids),
         describe_share=lambda reading: _describe_share(parts, reading),
-        config=to_yaml(config),
-        find_checkpoint=find_checkpoint,
+        config=source.config,
+        find_checkpoint=lambda: next((path.name for path in reversed(folder.open_checkpoints().list_all())), ""),
     )
 
 
@@ -102,7 +95,7 @@ def load_window(parts: Assembly, reading: Reading) -> list[dict[str, Tensor]] | 
     """Load the batches of a step by its epoch and window: this rank's, or all ranks' if no single one is at fault."""
     if reading.epoch is None or reading.window is None:
         return None
-    train, accumulate = parts.config.train, parts.step.accumulate
+    train, accumulate = parts.train, parts.step.accumulate
     is_whole = parts.world is None or not reading.faulty_ranks
     part = (0, 1) if parts.world is None or is_whole else (parts.world.rank, parts.world.size)
     samples, seed = parts.workload.train_samples, train.seed
@@ -147,16 +140,20 @@ def build_capsule_subject(capsule: Capsule, device: str | None, *, trust: bool =
     # The frozen modules of the run, not newly initialised ones.
     workload = replace(workload, frozen=match_stored(workload.frozen, stored, capsule.path.parent.parent))
     frozen = {name: capsules.copy_state(part.module) for name, part in workload.frozen.items()}
-    plan = choose_replay_plan(capsule, config, workload, device)
+    plan = choose_replay_plan(capsule, config.precision, workload, device)
     try:
         parts = assemble(config, workload, plan)
     except OutOfMemory as error:
-        raise explain_model_too_large(error, config, workload.model, torch.device(plan.device)) from error
+        raise explain_model_too_large(
+            error, workload.model, torch.device(plan.device), has_ema=config.ema.enabled
+        ) from error
     refuse_another_model(capsule, parts.model)
-    return _make_subject(capsule, parts, frozen)
+    return _make_subject(capsule, config.precision, parts, frozen)
 
 
-def _make_subject(capsule: Capsule, parts: Assembly, frozen: Mapping[str, dict[str, Tensor]]) -> Subject:
+def _make_subject(
+    capsule: Capsule, asked: PrecisionConfig, parts: Assembly, frozen: Mapping[str, dict[str, Tensor]]
+) -> Subject:
     """Put the assembly into the state before the capsule's step, and return it as the subject of a replay."""
     own = next((phase for phase in parts.phases if phase.phase.name == capsule.about["phase"]), None)
     eager, region = (own.eager, own.region) if own is not None else (parts.eager, parts.region)
@@ -180,10 +177,10 @@ def _make_subject(capsule: Capsule, parts: Assembly, frozen: Mapping[str, dict[s
             decide_again,
             parts.plan,
             parts.workload.model,
-            parts.config.precision.modules,
+            asked.modules,
             fragile=parts.workload.fragile,
             frozen=get_modules(parts.workload.frozen),
-            force=parts.config.precision.force,
+            force=asked.force,
         ),
         scale=scale if isinstance(scale := capsule.about["scale"], (int, float)) else 1.0,
         update=Update.parse(capsule.about.get("update")),
@@ -194,7 +191,7 @@ def _make_subject(capsule: Capsule, parts: Assembly, frozen: Mapping[str, dict[s
     )
 
 
-def choose_replay_plan(capsule: Capsule, config: RunConfig, workload: Workload, device: str | None) -> Plan:
+def choose_replay_plan(capsule: Capsule, asked: PrecisionConfig, workload: Workload, device: str | None) -> Plan:
     """Return the run's plan if its device is available, else a plan with its numerics for the device that is."""
     stored = Plan.from_json(json.dumps(capsule.about["plan"]))
     with contextlib.suppress(HardwareError):
@@ -202,7 +199,7 @@ def choose_replay_plan(capsule: Capsule, config: RunConfig, workload: Workload, 
             return stored
     hardware = probe(device or "auto")
     # Another device has other kernels; on a CPU the format is simulated to keep the numerics.
-    request = config.precision.model_copy(update={"default": stored.granted, "simulate": hardware.kind == "cpu"})
+    request = asked.model_copy(update={"default": stored.granted, "simulate": hardware.kind == "cpu"})
     return decide(request, hardware, workload.model, fragile=workload.fragile, frozen=get_modules(workload.frozen))
 
 

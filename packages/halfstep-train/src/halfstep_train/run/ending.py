@@ -6,7 +6,9 @@ import json
 import math
 import shutil
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +26,67 @@ from halfstep.errors import (
 )
 from halfstep.evidence.capsule import list_capsules
 from halfstep.hardware.memory import get_peak_memory_bytes
+from halfstep.hardware.monitor import Monitor
+from halfstep.hardware.nvml import EnergyMeter
 from halfstep.hardware.probe import probe
-from halfstep.step.phases import PhasedStep
 from halfstep.step.scaler import Scaler
-from halfstep.step.step import GuardedStep
 from halfstep.tensor_files import write_tensors
+from halfstep_train.config.schema import DataConfig
+from halfstep_train.report.curves import draw_curves
 from halfstep_train.report.listeners import CallbackFailed
+from halfstep_train.report.metrics_file import read
+from halfstep_train.report.page.read_run import read_run
+from halfstep_train.report.page.render import render_runs
+from halfstep_train.report.run_report import RunReport
 from halfstep_train.run.assemble import Assembly
 from halfstep_train.run.checkpoint import open_weights
 from halfstep_train.run.folder import RunFolder, suggest_resume
+from halfstep_train.run.journal import describe_gpu_use
 from halfstep_train.run.loop import Loop
-from halfstep_train.workloads import KINDS
-from halfstep_train.workloads.base.kind import load_part
+from halfstep_train.run.memory.sizing import predict_memory_for_page
+from halfstep_train.run.presentation import show_summary
+
+
+@contextmanager
+def handle_ending(loop: Loop, folder: RunFolder, report: RunReport, *, is_new: bool) -> Iterator[None]:
+    """Close what a run has open when it ends; if it ends early, explain why, and remove a new run that kept nothing."""
+    writes = loop.checkpoints.writes
+    loop.interrupts.make_last_message = lambda: str(explain_ending(KeyboardInterrupt(), loop, folder, is_new=is_new))
+    try:
+        yield
+    except (HalfstepError, KeyboardInterrupt) as error:
+        shown = explain_ending(error, loop, folder, is_new=is_new and writes)
+        if folder.path.is_dir() and writes:
+            _draw(loop, folder, report)
+        if shown is error:
+            raise
+        raise shown from error
+    except Exception:  # an error in custom code: show its traceback, but leave no empty run
+        if is_new and writes and has_left_nothing(loop):
+            shutil.rmtree(folder.path, ignore_errors=True)
+        raise
+    finally:
+        report.close()
+        loop.parts.train_loader.close()
+        loop.parts.val_loader.close()
+
+
+def finish_run(
+    loop: Loop, folder: RunFolder, report: RunReport, monitor: Monitor, energy: EnergyMeter, data: DataConfig
+) -> None:
+    """Write the curves, model and summary of a run that reached its end, and show its results."""
+    _refuse_only_skips(loop)
+    parts, writes = loop.parts, loop.checkpoints.writes
+    if writes:
+        _draw(loop, folder, report)
+    if writes or parts.sharded is not None:
+        export_model(parts, folder)
+    if writes:
+        joules = energy.read_joules()
+        write_summary(folder, loop, joules)
+        busy = describe_gpu_use(monitor, loop.waiting, loop.journal.elapsed_s, loop.engine.mode)
+        _track_files(folder, report)
+        show_summary(report, folder, loop, data, joules, busy)
 
 
 def explain_ending(
@@ -55,24 +106,12 @@ def explain_ending(
     return error
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """The step counters at one moment."""
-
-    attempted: int
-    committed: int
-
-    @classmethod
-    def of(cls, step: GuardedStep | PhasedStep) -> Progress:
-        return cls(step.attempted, int(step.committed))
-
-
-def refuse_only_skips(loop: Loop, start: Progress) -> None:
-    """Raise if a run reached its end without a single committed step."""
-    end = Progress.of(loop.parts.step)
-    num_steps, last = end.attempted - start.attempted, loop.journal.latest
+def _refuse_only_skips(loop: Loop) -> None:
+    """Raise if a run reached its end without a single committed step: it must not look like a success."""
+    step, (attempted, committed) = loop.parts.step, loop.started_at
+    num_steps, last = step.attempted - attempted, loop.journal.latest
     went_back = loop.parts.guard.num_rollbacks > 0  # the counter goes back too, perhaps below a resumed run's start
-    is_trained = end.committed > (0 if went_back else start.committed)
+    is_trained = int(step.committed) > (0 if went_back else committed)
     if num_steps == 0 or is_trained or last is None or not last.is_bad:
         return
     scaler = loop.parts.step.scaler
@@ -144,7 +183,28 @@ def _extend_error(error: HalfstepError, *, why: str = "", fix: str = "") -> Half
     return error
 
 
-# --- report/summary.json ---
+# --- curves, report/summary.json, and what trackers get ---
+
+
+def _draw(loop: Loop, folder: RunFolder, report: RunReport) -> None:
+    """Draw the curves; a failure is a warning, so that a full disk does not hide why the run ended."""
+    if not loop.parts.log.curves:
+        return
+    try:
+        draw_curves(read(folder.metrics), folder.report / "curves.png")
+    except HalfstepError as error:
+        report.notice(str(error), "warning")
+
+
+def _track_files(folder: RunFolder, report: RunReport) -> None:
+    """Send config, plan, records and the HTML report to the trackers."""
+    if not report.trackers:
+        return
+    page = render_runs([read_run(folder.path)], [predict_memory_for_page(folder.path)])
+    write_atomically(folder.report / "report.html", page)
+    names = ("summary.json", "curves.png", "report.html")
+    files = [folder.config, folder.plan, folder.metrics, *(folder.report / name for name in names)]
+    report.add_files([file for file in files if file.is_file()])
 
 
 def write_summary(folder: RunFolder, loop: Loop, joules: float | None) -> None:
@@ -154,7 +214,7 @@ def write_summary(folder: RunFolder, loop: Loop, joules: float | None) -> None:
     parts, plan = loop.parts, loop.parts.plan
     best, num_samples, elapsed_s = parts.stopping.best, loop.count_samples(), loop.journal.elapsed_s
     record: dict[str, Any] = {
-        "workload": parts.config.workload,
+        "workload": parts.name,
         "metric": parts.workload.metric,
         "mode": parts.workload.mode,
         "best": best if math.isfinite(best) else None,
@@ -179,10 +239,6 @@ def write_summary(folder: RunFolder, loop: Loop, joules: float | None) -> None:
     write_atomically(folder.report / "summary.json", json.dumps(record, indent=2) + "\n")
 
 
-def has_summary(folder: RunFolder) -> bool:
-    return (folder.report / "summary.json").is_file()
-
-
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """Return the summary of a run; None if it has not ended."""
     path = folder / "report" / "summary.json"
@@ -196,17 +252,13 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 # --- RUN/model ---
 
 
-def is_exported(workload: str, folder: RunFolder) -> bool:
-    return KINDS.of(workload).export is None or folder.model.is_dir()
-
-
 def export_model(parts: Assembly, folder: RunFolder) -> None:
     """Export the best weights (the averaged ones, if any) atomically; every rank of a sharded run calls it.
 
     Rank 0 writes them tensor by tensor from the checkpoint's files, so that no rank holds the whole model.
     """
-    kind, checkpoints = KINDS.of(parts.config.workload), folder.open_checkpoints()
-    if kind.export is None and parts.sharded is None:
+    checkpoints = folder.open_checkpoints()
+    if parts.export is None and parts.sharded is None:
         return
 
     def find() -> Path:
@@ -215,16 +267,16 @@ def export_model(parts: Assembly, folder: RunFolder) -> None:
     # The ranks of a sharded run each check their files; without it the other ranks are not here.
     world = parts.world if parts.sharded is not None else None
     path = world.broadcast_from_first(find) if world is not None else find()
-    weights, store = open_weights(path, world), dict(parts.workload.store)
+    weights = open_weights(path, world)
     if world is not None and not world.is_first:
         return
     try:
         # An export of an earlier end is replaced: the run may have been resumed since.
         with open_atomic_folder(folder.model, replaces=True) as hidden:
-            if kind.export is None:  # no other program has a format for it: the names are those of the model
+            if parts.export is None:  # no other program has a format for it: the names are those of the model
                 write_tensors(hidden / "model.safetensors", weights)
             else:
-                load_part(kind.export)(weights, parts.config, store, hidden, parts.device)
+                parts.export(weights, hidden, parts.device)
     except OSError as error:
         raise _explain_unexported(folder, path, error) from error
 

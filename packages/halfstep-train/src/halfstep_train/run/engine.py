@@ -11,42 +11,32 @@ third shape (tune/compiling.py) also run eager and are not captured.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import CellType, FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 from torch.utils._pytree import tree_map
 
 from halfstep.distributed.world import Share
-from halfstep.errors import ConfigError, HalfstepError, summarise_error
-from halfstep.hardware.memory import release_unused_memory
-from halfstep.precision.plan import Plan
+from halfstep.errors import ConfigError, HalfstepError
 from halfstep.step.batches import count_samples
 from halfstep.step.facts import Facts, PhasedFacts, Reading, split_phases
 from halfstep.step.graph import CaptureFailed, GraphedStep, Pool, Shape, describe_shape
 from halfstep.step.phases import PhasedStep
-from halfstep.step.randomness import choose_algorithms, read_generators, restore_generators
 from halfstep.step.step import GuardedStep
-from halfstep_train.config.schema import RunConfig
 from halfstep_train.data.seeds import Key
 from halfstep_train.kernels.fast_forms import allow_chains
-from halfstep_train.run.assemble import AssembledPhase, Assembly, assemble, make_all_due
+from halfstep_train.run.assemble import AssembledPhase, Assembly
 from halfstep_train.run.memory.out_of_memory import OutOfMemory, count_parts, describe_halving, split_window
 from halfstep_train.tune.channels_last import match_layout
 from halfstep_train.tune.compiling import CompiledShapes, CompilerWarnings, explain_compile_error, get_batch_shape
-from halfstep_train.tune.fresh_thread import forget_compiled
-from halfstep_train.tune.memory_low import CannotRun, DoesNotFit
 from halfstep_train.tune.modes import UNCAPTURED, Batch, Level, Mode, Notice, allow_cudnn_trials
-from halfstep_train.tune.trials import Trial, load_first_batch
 from halfstep_train.workloads.base.over_ranks import gather_over_ranks
-from halfstep_train.workloads.base.workload import Workload
 
 MOST_GRAPHS = 2  # each graph needs its own memory; windows of further shapes run uncaptured
 FROM_FASTEST: tuple[Mode, ...] = ("graph", "compile", "eager")
@@ -252,7 +242,7 @@ class Engine:
 
     def _allows_cudnn_trials(self, pieces: list[Batch]) -> bool:
         """Allow cuDNN's trials for full batches only: for the last batch of an epoch they cost more than they gain."""
-        is_wanted = self.parts.plan.cudnn_benchmark and not self.parts.config.train.deterministic
+        is_wanted = self.parts.plan.cudnn_benchmark and not self.parts.train.deterministic
         return is_wanted and all(map(self._is_full, pieces))
 
     # --- capturing ---
@@ -336,19 +326,19 @@ class Engine:
 
         run/memory/__init__.py describes the whole strategy.
         """
-        parts, config = self.parts, self.parts.config
+        parts, train = self.parts, self.parts.train
         error.__traceback__ = None  # its frames hold the activations that did not fit
         self.guarded.abandon()
         if parts.world is not None and parts.world.size > 1:
             raise error  # the other ranks are in the middle of this step
         if self.graphs:
             return self._drop_graphs()
-        if not config.train.auto_batch or self.pieces >= config.train.batch_size:
+        if not train.auto_batch or self.pieces >= train.batch_size:
             raise error
         torch.cuda.empty_cache()
         self.pieces *= 2
         self.shapes.forget()
-        return self.notice(describe_halving(self.pieces, config, parts.model), "warning")
+        return self.notice(describe_halving(self.pieces, train.batch_size, parts.model), "warning")
 
     def _drop_graphs(self) -> None:
         """Drop the graphs for one step; after MOST_DROPS times stop capturing."""
@@ -379,7 +369,7 @@ def _prepare_batches(
     for k, (batch, size) in enumerate(zip(window, sizes, strict=True)):
         is_idle = share is not None and share.count_rows(size) == 0
         row = 0 if share is None or is_idle else share.find_first_row(size)
-        key = Key.for_training(parts.config.train.seed, parts.step.attempted, k, start + row, row, size)
+        key = Key.for_training(parts.train.seed, parts.step.attempted, k, start + row, row, size)
         prepared = match_layout(parts.model, parts.workload.prepare_batch(batch, key=key, training=True))
         yield Idle(prepared) if is_idle else prepared
         start += size
@@ -478,49 +468,3 @@ class PhasedEngine:
 
 def make_engine(parts: Assembly, mode: Mode, notice: Notice, *hooks: Any) -> Engine | PhasedEngine:
     return (PhasedEngine if parts.phases else Engine)(parts, mode, notice, *hooks)
-
-
-# --- a copy of a run for timed trials, which must not change the run itself ---
-
-
-@contextmanager
-def rehearse_run(config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Trial]:
-    """Yield a trial on a copy of the run; generators, compiled code and memory are restored afterwards."""
-    release_unused_memory(torch.device(plan.device))  # a failed trial's error may have held memory
-    generators = read_generators()
-    copied = dataclasses.replace(workload, model=_copy_model(workload.model), phases=make_all_due(workload.phases))
-    try:
-        with choose_algorithms(deterministic=config.train.deterministic):
-            yield Trial(_assemble_trial(config, copied, plan), make_engine, load_first_batch(config, copied))
-    finally:
-        restore_generators(generators)
-        del copied
-        # The compiler caches code by shapes only, so the next trial would run this one's code.
-        forget_compiled()
-        release_unused_memory(torch.device(plan.device))
-
-
-def _assemble_trial(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:
-    try:
-        return assemble(config, workload, plan)
-    except torch.OutOfMemoryError as error:
-        raise DoesNotFit("the model does not fit into memory, even without a batch") from error
-
-
-def _copy_model(model: nn.Module) -> nn.Module:
-    made: dict[int, Any] = {}
-    try:
-        copied = copy.deepcopy(model, made)
-    except Exception as error:  # a user's model may hold anything
-        raise CannotRun(f"{type(model).__name__} cannot be copied for a trial ({summarise_error(error)})") from error
-    for module in copied.modules():
-        # deepcopy copies modules and tensors, but functions stay the same object.
-        functions = {key: held for key, held in vars(module).items() if isinstance(held, FunctionType)}
-        vars(module).update({key: _rebind_to_copies(held, made) for key, held in functions.items() if held.__closure__})
-    return copied
-
-
-def _rebind_to_copies(function: FunctionType, made: Mapping[int, Any]) -> FunctionType:
-    """Rebind a closure such as `self.mlpf = lambda x: m.out(m.fc(x))`, which deepcopy leaves bound to the original."""
-    cells = tuple(CellType(made.get(id(cell.cell_contents), cell.cell_contents)) for cell in function.__closure__ or ())
-    return FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)

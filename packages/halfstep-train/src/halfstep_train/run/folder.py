@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from halfstep.disk import (
     find_unused_path,
@@ -36,13 +36,15 @@ from halfstep.errors import (
     suggest_command,
 )
 from halfstep.precision.plan import Plan
+from halfstep_train.config.dump import dump_values, to_yaml
 from halfstep_train.config.keys import list_fields
 from halfstep_train.config.load import Loaded
 from halfstep_train.config.schema import RunConfig, is_import_path
 from halfstep_train.config.section import IS_PATH, MAY_BE_MISSING
+from halfstep_train.config.statements import Origin
 from halfstep_train.config.yaml_source import read_yaml
 from halfstep_train.workloads import DEMO_WORKLOAD, KINDS, load
-from halfstep_train.workloads.base.import_path import refuse_unknown_code
+from halfstep_train.workloads.base.import_path import refuse_unknown_code, sign_code
 
 if TYPE_CHECKING:
     from halfstep.distributed.world import World
@@ -93,6 +95,16 @@ class RunFolder:
     @property
     def report(self) -> Path:
         return self.path / "report"
+
+    def write_settings(
+        self, config: RunConfig, plan: Plan, decided: dict[str, list[Any]], before: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        """Write settled.json, plan.json and config.yaml."""
+        config = config.replace(log={"quiet": False, "verbose": False})
+        code = sign_code(find_import_paths(config))
+        self.write_settled(Settled(settings=dump_values(config), decided=decided, code=code, before=list(before)))
+        self.write_plan(plan)
+        write_atomically(self.config, to_yaml(config))  # last, because a folder with this file counts as a run
 
     def write_settled(self, settled: Settled) -> None:
         write_atomically(self.path / "settled.json", json.dumps(seal(dataclasses.asdict(settled))))
@@ -264,6 +276,56 @@ def _explain_taken(folder: RunFolder) -> CheckpointError:
     return CheckpointError(
         f"{folder.path} already exists and is not empty", why="a run never overwrites another one", fix=fix
     )
+
+
+def name_run(workload: str) -> str:
+    return workload.replace(":", "-").replace("/", "-")
+
+
+def point_to_demo_data(loaded: Loaded, data_dir: Path) -> Loaded:
+    origins = {**loaded.origins, "data.dir": Origin(layer="default", where="generated demo data")}
+    return dataclasses.replace(loaded, config=loaded.config.replace(data={"dir": str(data_dir)}), origins=origins)
+
+
+def write_demo_data(workload: str, data_dir: Path, seed: int) -> None:
+    try:
+        KINDS.of(workload).write_demo(workload, data_dir, seed=seed)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write the demo data to {data_dir}: {error.strerror}",
+            fix="free disk space, or choose another folder with --out",
+        ) from error
+
+
+# --- settings in the folder and in its capsules ---
+
+
+class RunSource(NamedTuple):
+    """From what a capsule builds its run again."""
+
+    config: str  # as YAML
+    code: Mapping[str, str]  # signatures of custom code, by import path
+    base_lr: float
+
+    @classmethod
+    def of(cls, config: RunConfig) -> RunSource:
+        return cls(to_yaml(config), sign_code(find_import_paths(config)), config.optimizer.lr)
+
+
+def find_settled(asked: RunConfig, config: RunConfig) -> dict[str, list[Any]]:
+    """Return the settings that a new run decided from its data or demo, by path, with the requested value if any."""
+    then, now = dump_values(asked), dump_values(config)
+    sections = {name: part for name, part in then.items() if isinstance(part, dict)}
+    return {
+        f"{section}.{name}": [value] if is_given(asked, section, name) else []
+        for section, part in sections.items()
+        for name, value in part.items()
+        if value != now[section][name]
+    }
+
+
+def is_given(config: RunConfig, section: str, name: str) -> bool:
+    return name in getattr(config, section).model_fields_set
 
 
 # --- paths in the config, and data that were moved ---

@@ -23,8 +23,7 @@ from halfstep.precision.apply import apply_frozen_
 from halfstep.precision.plan import Plan
 from halfstep.precision.swapped import find_original_class
 from halfstep.tensor_files import view_bytes, write_tensors
-from halfstep_train.config.schema import RunConfig
-from halfstep_train.tune.channels_last import to_channels_last_, wants_channels_last
+from halfstep_train.tune.channels_last import LayoutWish, to_channels_last_, wants_channels_last
 from halfstep_train.workloads.base.workload import FrozenPart, Workload
 
 Parts = Mapping[str, FrozenPart]
@@ -35,13 +34,13 @@ def get_modules(parts: Parts) -> dict[str, nn.Module]:
     return {name: part.module for name, part in parts.items()}
 
 
-def place_frozen_(config: RunConfig, parts: Parts, plan: Plan) -> None:
+def place_frozen_(layout: LayoutWish, workload: str, parts: Parts, plan: Plan) -> None:
     """Move frozen modules to the run's device, storage, compute format and layout, in place: forward refers to them."""
     for part in parts.values():
         part.module.to(torch.device(plan.device))
     apply_frozen_(plan, get_modules(parts))
     for part in parts.values():
-        if wants_channels_last(config, plan, part.module):
+        if wants_channels_last(layout, workload, plan, part.module):
             to_channels_last_(part.module)
 
 

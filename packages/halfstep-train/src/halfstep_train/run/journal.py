@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +21,13 @@ from halfstep.hardware.monitor import Monitor
 from halfstep.precision.plan import Plan
 from halfstep.step.facts import Facts, PhasedFacts, Reading, load_reading, split_phases
 from halfstep.step.guard import Guard, Verdict
-from halfstep_train.config.schema import RunConfig, is_import_path
+from halfstep_train.config.schema import DataConfig, is_import_path
 from halfstep_train.data.image_samples import TrainingFiles
 from halfstep_train.data.loader import NamedSamples, Samples, implements
 from halfstep_train.report.metrics_file import encode
 from halfstep_train.report.progress import Bar
 from halfstep_train.report.run_report import Level, RunReport
+from halfstep_train.run.assemble import Assembly
 from halfstep_train.run.validate import EarlyStopping
 from halfstep_train.tune.modes import UNCAPTURED, Mode
 from halfstep_train.workloads import KINDS
@@ -491,6 +493,22 @@ def _format_few(things: Sequence[int] | Sequence[str], most: int = 8) -> str:
     return ", ".join(str(thing) for thing in things[:most]) + (", ..." if len(things) > most else "")
 
 
+def open_journal(parts: Assembly, report: RunReport) -> Journal:
+    """Open the journal of a run and let the guard report to it."""
+    workload, train = parts.workload, parts.train
+    # At least ten records per run, so that short runs have curves too.
+    every = max(1, min(10, parts.total_steps // 10)) if train.report_every == "auto" else train.report_every
+    epochs = math.ceil(parts.total_steps / math.ceil(len(parts.train_loader) / train.accumulate))
+    journal = Journal(
+        report, parts.plan, epochs=epochs, report_every=every, metric=workload.metric,
+        samples=workload.train_samples, phases=[own.phase.name for own in parts.phases],
+        hint=partial(find_hint, parts.name), unit=parts.unit, low_scale=parts.step.scaler.low,
+        total_steps=parts.total_steps,
+    )  # fmt: skip
+    parts.guard.observers.append(journal.observe)
+    return journal
+
+
 def find_hint(workload: str, scores: Mapping[str, float]) -> str:
     """Return the family's hint about validation scores, or an empty string."""
     if not math.isfinite(scores.get("loss", 0.0)):
@@ -529,15 +547,15 @@ class Waiting:
         return self.share > WORTH_SAYING
 
 
-def suggest_faster_data(config: RunConfig, samples: Samples, cores: int) -> str:
+def suggest_faster_data(data: DataConfig, workload: str, samples: Samples, cores: int) -> str:
     """Suggest a setting that speeds up data loading: more workers if cores are free, else a cache of decoded images."""
-    workers = config.data.num_workers
+    workers = data.num_workers
     if workers < cores:
         return f"data.num_workers={cores} (it is {workers}, and this machine has {format_count(cores, 'core')})"
     if isinstance(samples, TrainingFiles):
-        pack = suggest_command("pack", config.data.dir)
+        pack = suggest_command("pack", data.dir)
         return f"data.cache=true, or first {pack} (all {format_count(cores, 'core')} already decode images)"
-    has_size = "image_size" in type(config.data).model_fields and not is_import_path(config.workload)
+    has_size = "image_size" in type(data).model_fields and not is_import_path(workload)
     smaller = "a smaller data.image_size, or " if has_size else ""
     return f"{smaller}more cores (data.num_workers={workers} uses all {cores})"
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from halfstep.distributed.world import World
-    from halfstep_train.config.schema import RunConfig
+    from halfstep_train.config.schema import TrainConfig
 
 UNKNOWN = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
 """Launchers that give no address to meet at."""
@@ -109,22 +109,22 @@ def _read_number(variables: Mapping[str, str], name: str, otherwise: int = 0) ->
     return int(text) if text.isdecimal() else otherwise
 
 
-def choose_device(config: RunConfig, launch: Launch | None) -> str:
+def choose_device(asked: str, backend: str, launch: Launch | None) -> str:
     """Return the device this rank trains on: on a machine with several ranks, the GPU of its local rank."""
     if launch is None or launch.size == 1:
-        return config.device
+        return asked
     import torch
 
-    if re.fullmatch(r"cuda:\d+", config.device):
+    if re.fullmatch(r"cuda:\d+", asked):
         raise ConfigError(
-            f"device={config.device} for {launch.size} ranks",
+            f"device={asked} for {launch.size} ranks",
             why="each rank uses a different GPU",
             fix="--gpus 0,1 names the GPUs; or leave device out, and set CUDA_VISIBLE_DEVICES",
         )
     num_gpus = torch.cuda.device_count()
-    if config.device not in ("auto", "cuda") or num_gpus == 0:
-        return "cpu" if config.device == "auto" else config.device
-    if launch.local_rank >= num_gpus and config.train.backend != "gloo":
+    if asked not in ("auto", "cuda") or num_gpus == 0:
+        return "cpu" if asked == "auto" else asked
+    if launch.local_rank >= num_gpus and backend != "gloo":
         raise ConfigError(
             f"local rank {launch.local_rank} has no GPU: this machine has {num_gpus}",
             fix=f"start {num_gpus} ranks on it, or train without GPUs: --device cpu",
@@ -133,11 +133,11 @@ def choose_device(config: RunConfig, launch: Launch | None) -> str:
 
 
 @contextmanager
-def join_world(config: RunConfig, launch: Launch | None) -> Iterator[World | None]:
+def join_world(device_asked: str, train: TrainConfig, launch: Launch | None) -> Iterator[World | None]:
     """Join the other ranks for the duration of the run; yield None for a single process. An error on one rank ends all
     and is shown once."""
     # A sharded run that has lost all other ranks goes on as a world of one.
-    if launch is None or launch.size == 1 and config.train.backend == "auto" and config.train.shard is not True:
+    if launch is None or launch.size == 1 and train.backend == "auto" and train.shard is not True:
         yield None
         return
     import torch
@@ -146,7 +146,7 @@ def join_world(config: RunConfig, launch: Launch | None) -> Iterator[World | Non
     from halfstep.distributed.world import World
     from halfstep.hardware.probe import probe
 
-    device = torch.device(probe(choose_device(config, launch)).device)
+    device = torch.device(probe(choose_device(device_asked, train.backend, launch)).device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if device.type not in ("cpu", "cuda"):
@@ -155,8 +155,8 @@ def join_world(config: RunConfig, launch: Launch | None) -> Iterator[World | Non
             why="ranks communicate with gloo or NCCL, which halfstep uses on CPUs and CUDA GPUs only",
             fix="use one rank, or --device cpu or cuda",
         )
-    limit_s = config.train.rank_timeout_s
-    by_nccl = device.type == "cuda" and config.train.backend != "gloo"
+    limit_s = train.rank_timeout_s
+    by_nccl = device.type == "cuda" and train.backend != "gloo"
     if not dist.is_initialized():
         meeting: dict[str, Any] = {"init_method": launch.meeting}
         if launch.keeps_store:

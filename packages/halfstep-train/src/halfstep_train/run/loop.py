@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor
 
-from halfstep.errors import CheckpointError, ConfigError, Interrupted, MemoryLimitError
+from halfstep.errors import CheckpointError, ConfigError, Interrupted
 from halfstep.hardware.clock import Stopwatch, Throughput
 from halfstep.own_loop.prefetch import Prefetcher, prefetch
 from halfstep.step.facts import Facts, Hold, PhasedFacts, Reading
@@ -31,8 +31,7 @@ from halfstep_train.run.engine import make_engine
 from halfstep_train.run.folder import suggest_resume
 from halfstep_train.run.interrupts import Interrupts
 from halfstep_train.run.journal import START_STEPS, Journal, Waiting
-from halfstep_train.run.memory.out_of_memory import OutOfMemory, explain_out_of_memory
-from halfstep_train.run.memory.sizing import suggest_for_run
+from halfstep_train.run.memory.out_of_memory import OutOfMemory
 from halfstep_train.run.resume import Changes
 from halfstep_train.run.step_ledger import RunLedger
 from halfstep_train.run.step_watch import RunWatch
@@ -59,14 +58,14 @@ class Loop:
         )  # fmt: skip
         journal.train_metric = self._compute_metrics
         self.ledger: RunLedger | None = None
-        if parts.config.log.ledger or parts.config.log.ledger_every:
+        if parts.log.ledger or parts.log.ledger_every:
             file = checkpoints.folder.parent / "report" / "ledger.json"
             self.ledger = RunLedger(parts, file, journal.notice, writes=checkpoints.writes)
         self.watch: RunWatch | None = None
-        if parts.config.log.watch:
+        if parts.log.watch:
             file = checkpoints.folder.parent / "report" / "watch.json"
             self.watch = RunWatch(parts, self.engine, file, journal, writes=checkpoints.writes)
-        self.held = HeldWindows(parts) if parts.config.guard.hold else None
+        self.held = HeldWindows(parts) if parts.holds else None
         if self.held is not None:
             parts.guard.make_again = self._run_again
             if parts.recorder is not None:
@@ -80,6 +79,8 @@ class Loop:
         """Training samples since this start."""
         self.num_made = 0
         """Steps since this start; the first ones compile and capture."""
+        self.started_at = (0, 0)
+        """Attempted and committed steps before this start."""
         self._is_settled = False
         self.settled: Callable[[], None] = lambda: None
         """Called once, after the first steps."""
@@ -90,12 +91,12 @@ class Loop:
             parts.guard.observers.append(self._follow_ranks)
         self.validated_at = self.sampled_at = -1
         """The steps of the last validation and samples: a resumed run does what was due, and nothing twice."""
-        if parts.config.train.sample_every and parts.workload.sample is None:
+        if parts.train.sample_every and parts.workload.sample is None:
             journal.notice(f"train.sample_every has no effect: {parts.workload.name} has no sample()", "warning")
 
     @property
     def is_over(self) -> bool:
-        limit = self.parts.config.train.max_steps
+        limit = self.parts.train.max_steps
         return 0 < limit <= self.parts.step.attempted or self.parts.stopping.should_stop
 
     @property
@@ -104,29 +105,21 @@ class Loop:
 
     def run(self) -> None:
         """Train until the epochs, max_steps or early stopping end the run."""
-        epochs = self.parts.config.train.epochs
+        epochs, step = self.parts.train.epochs, self.parts.step
+        self.started_at = step.attempted, int(step.committed)
         if self.parts.snapshots is not None and not self.parts.snapshots.states:
             self.parts.snapshots.take(self.parts.model, self.parts.step)
         # A run that was killed in its last validation has finished its steps but still has to validate.
         while self.position.epoch < epochs and not (self.is_over and self._is_validated):
-            try:
-                self._train_epoch()
-                self.verdicts.act_on(self.parts.guard.drain())
-                self._end_epoch()
-            except OutOfMemory as error:
-                error.__traceback__ = None  # its frames hold the activations that did not fit
-                raise self._explain(error) from error
+            self._train_epoch()
+            self.verdicts.act_on(self.parts.guard.drain())
+            self._end_epoch()
         self.checkpoints.wait()
         self._stop_for_callback()  # which may have failed in the last record
         if self.parts.stopping.should_stop and self.position.epoch < epochs:
-            when = f"step {self.parts.step.attempted}" if self._by_steps else f"epoch {self.position.epoch}"
+            when = f"step {step.attempted}" if self._by_steps else f"epoch {self.position.epoch}"
             self.journal.record_early_stop(when, self.parts.stopping)
-
-    def _explain(self, error: OutOfMemory) -> MemoryLimitError:
-        parts, num_ranks = self.parts, 1 if self.parts.world is None else self.parts.world.size
-        return explain_out_of_memory(
-            error, parts.config, self.engine.pieces, parts.device, num_ranks, suggest_for_run(parts)
-        )
+        self._show_rank_warnings()
 
     def count_samples(self) -> int:
         """Return the training samples of the whole run, including those before it was resumed."""
@@ -154,7 +147,7 @@ class Loop:
         """True if this rank has received a signal, or a callback has failed."""
         return bool(self.interrupts) or self.journal.failure is not None
 
-    def show_rank_warnings(self) -> None:
+    def _show_rank_warnings(self) -> None:
         """Show the warnings of other ranks."""
         world = self.parts.world
         if world is not None and world.is_first:
@@ -178,7 +171,7 @@ class Loop:
         self._pause()  # what was due when the run was stopped
         while not self.is_over and (left := len(parts.train_loader) - self.position.batch) > 0:
             # The bar shows only the steps that max_steps leaves.
-            steps_left = parts.config.train.max_steps - parts.step.attempted
+            steps_left = parts.train.max_steps - parts.step.attempted
             num_windows = -(-left // parts.step.accumulate)
             self._train_until_pause(windows, feed, min(num_windows, steps_left) if steps_left > 0 else num_windows)
             self._pause()
@@ -264,12 +257,12 @@ class Loop:
 
     def _finish_step(self, samples: int, waiting: Waiting) -> None:
         """Do what follows a step: count it, show it, take a snapshot, save, or stop."""
-        parts, attempted, every = self.parts, self.parts.step.attempted, self.parts.config.train.checkpoint_every
+        parts, attempted, every = self.parts, self.parts.step.attempted, self.parts.train.checkpoint_every
         self.num_samples += samples
         self.throughput.add(samples)
         self.journal.record_step(attempted, self.throughput.compute_rate(), waiting)
         if attempted % self.journal.report_every == 0:
-            self.show_rank_warnings()
+            self._show_rank_warnings()
         # Run the steps that a fault holds back first: the snapshot must include their commits.
         if parts.snapshots is not None and parts.snapshots.is_due(attempted):
             parts.guard.release_held()
@@ -293,7 +286,7 @@ class Loop:
 
     @property
     def _by_steps(self) -> bool:
-        return self.parts.config.train.validate_every_steps > 0
+        return self.parts.train.validate_every_steps > 0
 
     def _is_due(self, every: int, done_at: int) -> bool:
         """True if this step is due by its number and was not handled yet."""
@@ -301,11 +294,11 @@ class Loop:
         return every > 0 and attempted > 0 and attempted % every == 0 and done_at != attempted
 
     def _samples_are_due(self) -> bool:
-        wanted = self.parts.config.train.sample_every if self.parts.workload.sample is not None else 0
+        wanted = self.parts.train.sample_every if self.parts.workload.sample is not None else 0
         return self._is_due(wanted, self.sampled_at)
 
     def _validation_is_due(self) -> bool:
-        every = self.parts.config.train.validate_every_steps
+        every = self.parts.train.validate_every_steps
         return self._is_due(every, self.validated_at) and len(self.parts.val_loader) > 0
 
     def _pause(self) -> None:
@@ -337,7 +330,7 @@ class Loop:
 
     def _end_epoch(self) -> None:
         """Validate if it is due, save a checkpoint, and move on to the next epoch."""
-        parts, train = self.parts, self.parts.config.train
+        parts, train = self.parts, self.parts.train
         epoch, is_whole = self.position.epoch, self.position.batch >= len(parts.train_loader)
         in_turn = not self._by_steps and (epoch + 1) % train.validate_every == 0
         is_last = self.is_over or epoch + 1 == train.epochs

@@ -13,16 +13,17 @@ from torch import Tensor, nn
 
 from halfstep import __version__
 from halfstep.distributed.world import World, mark_agreed
-from halfstep.errors import ConfigError, HalfstepError, format_count
-from halfstep.precision.plan import Plan
+from halfstep.errors import ConfigError, HalfstepError
 from halfstep.step.facts import PhasedReading, Reading
 from halfstep.step.phases import freeze_others
+from halfstep.step.randomness import seed_everything
 from halfstep.step.ranks import Ranks, refuse_differing_settings, wrap_regions
-from halfstep_train.config.schema import RunConfig
+from halfstep_train.config.schema import RunConfig, TrainConfig
 from halfstep_train.run.folder import digest_contents
 from halfstep_train.run.frozen_modules import compute_checksum
 from halfstep_train.run.memory.out_of_memory import OutOfMemory
 from halfstep_train.run.resume import flatten_settings
+from halfstep_train.run.sharded_model import refuse_unshardable
 from halfstep_train.tune.modes import Batch, Region
 from halfstep_train.workloads.base.workload import Workload
 
@@ -31,7 +32,7 @@ OWN = ("device", "log.", "data.num_workers")  # settings that may differ between
 
 def connect_ranks(
     world: World | None,
-    config: RunConfig,
+    train: TrainConfig,
     model: nn.Module,
     regions: tuple[Region, Region],
     device: torch.device,
@@ -64,8 +65,8 @@ def connect_ranks(
             model,
             {"eager": eager, "compiled": run_compiled_or_eager},
             device,
-            reduce=config.train.reduce,
-            find_unused=config.train.find_unused,
+            reduce=train.reduce,
+            find_unused=train.find_unused,
         )
     ranks = Ranks(world, [wrapped], device)
     return partial(wrapped, "eager"), partial(wrapped, "compiled"), ranks
@@ -81,10 +82,8 @@ def run_uncut(compiled: Region, batch: Batch) -> tuple[Tensor, Tensor | float, A
         return compiled(batch)
 
 
-def synchronise_norms(config: RunConfig, model: nn.Module, device: torch.device, world: World | None) -> nn.Module:
-    """Replace BatchNorm by SyncBatchNorm if `train.sync_batch_norm` asks for it."""
-    if world is None or not config.train.sync_batch_norm:
-        return model
+def synchronise_norms(model: nn.Module, device: torch.device) -> nn.Module:
+    """Replace BatchNorm by SyncBatchNorm, as `train.sync_batch_norm` asks."""
     if device.type != "cuda":
         raise mark_agreed(
             ConfigError(
@@ -97,37 +96,24 @@ def synchronise_norms(config: RunConfig, model: nn.Module, device: torch.device,
     return converted
 
 
-def describe_rank_effects(
-    config: RunConfig, workload: Workload, model: nn.Module, world: World | None, plan: Plan
-) -> list[str]:
-    """Return notes on what the number of ranks changes in training."""
-    if world is None or world.size == 1:
-        return []
-    notes = [f"over the samples of one rank, not of the whole batch: {what}" for what in workload.by_batch]
-    each = world.count_rows(config.train.batch_size, world.size - 1)
-    # Below 16 samples BatchNorm's statistics are noisy (Wu and He 2018).
-    has_norm = any(type(m).__name__.startswith("BatchNorm") for m in model.modules())
-    if has_norm and each < 16 and not config.train.sync_batch_norm:
-        notes += [
-            f"BatchNorm computes its statistics over the {format_count(each, 'sample')} of one rank; "
-            "train.sync_batch_norm=true uses those of all ranks (GPUs only)"
-        ]
-    if plan.shards and config.guard.capsules:
-        notes.append("faults are not saved as capsules (guard.capsules), because no rank holds the whole model")
-    return notes
-
-
-def refuse_unfit(config: RunConfig, world: World) -> None:
-    """Refuse a config that several ranks cannot train, before anything is built."""
-    size, train = world.size, config.train
-    if size > train.batch_size:
+def refuse_small_batch(batch_size: int, size: int) -> None:
+    """Refuse a batch that several ranks cannot divide, before anything is built."""
+    if size > batch_size:
         raise mark_agreed(
             ConfigError(
-                f"train.batch_size={train.batch_size} is too small for {size} ranks",
+                f"train.batch_size={batch_size} is too small for {size} ranks",
                 why="batch_size counts samples over all ranks, and each rank needs at least one",
                 fix=f"train.batch_size={size} or more, or fewer ranks",
             )
         )
+
+
+def refuse_unfit(config: RunConfig, workload: Workload, world: World | None, *, resumes: bool) -> None:
+    """Refuse what the ranks cannot train together, on all of them."""
+    if config.train.shard is not False:
+        refuse_unshardable(config, workload, world)
+    if world is not None:
+        refuse_differences(config, workload, world, resumes=resumes)
 
 
 def refuse_differences(config: RunConfig, workload: Workload, world: World, *, resumes: bool = False) -> None:
@@ -165,7 +151,7 @@ def gather_samples(world: World, reading: Reading) -> Reading:
     return dataclasses.replace(reading, sample_ids=found, phases=parts)
 
 
-def derive_seed(seed: int, attempted: int, rank: int) -> int:
-    """Return a seed for a rank without stored generators; it differs by rank and after each resume."""
+def seed_rank(seed: int, attempted: int, rank: int) -> None:
+    """Seed a rank without stored generators; the seed differs by rank and after each resume."""
     mixed = hashlib.sha256(f"{seed},{attempted},{rank}".encode()).digest()
-    return int.from_bytes(mixed[:7], "little")
+    seed_everything(int.from_bytes(mixed[:7], "little"))

@@ -23,21 +23,28 @@ from halfstep.step.scaler import Scaler, ScalerOptions
 from halfstep.step.schedule import Schedule, ScheduleOptions, build_schedule
 from halfstep.step.step import GuardedStep
 from halfstep.step.tables import Values
-from halfstep_train.config.schema import RunConfig
+from halfstep_train.config.schema import ScheduleConfig, StepSettings, TrainConfig
 from halfstep_train.config.section import Section
 from halfstep_train.tune.memory_low import MemorySetting, make_optimizer
+from halfstep_train.tune.trials import count_total_steps
 from halfstep_train.workloads.base.workload import Group
 
 AnyStep = TypeVar("AnyStep", bound=GuardedStep)
+AnySection = TypeVar("AnySection", bound=Section)
 
 
 class Length(NamedTuple):
     total_steps: int
     steps_per_epoch: int
 
+    @classmethod
+    def of(cls, train: TrainConfig, num_batches: int) -> Length:
+        """Return the length of a run with so many batches per epoch, if nothing stops it early."""
+        return cls(count_total_steps(train, num_batches), math.ceil(num_batches / train.accumulate))
+
 
 def make_step(
-    config: RunConfig,
+    settings: StepSettings,
     model: nn.Module,
     plan: Plan,
     setting: MemorySetting,
@@ -52,8 +59,8 @@ def make_step(
     kind: type[AnyStep] = GuardedStep,  # type: ignore[assignment]
 ) -> AnyStep:
     """Build the step over the parameters in `parts` (modules or parameters by name; empty: all)."""
-    guard, train = config.guard, config.train
-    optimizer, schedules = build_optimizer(config, model, setting, length, parts=parts, groups=groups)
+    guard, train = settings.guard, settings.train
+    optimizer, schedules = build_optimizer(settings, model, setting, length, parts=parts, groups=groups)
     return kind(
         model,
         optimizer,
@@ -61,7 +68,7 @@ def make_step(
         accumulate=train.accumulate,
         clip=Clip(limit=train.clip_norm, kind=train.clip_type),
         schedules=schedules,
-        scaler=scaler or ScalerOptions(**select_options(config.scaler, ScalerOptions)),
+        scaler=scaler or ScalerOptions(**select_options(settings.scaler, ScalerOptions)),
         ema=ema,
         values=values,
         ranks=ranks,
@@ -72,7 +79,7 @@ def make_step(
 
 
 def build_optimizer(
-    config: RunConfig,
+    settings: StepSettings,
     model: nn.Module,
     setting: MemorySetting,
     length: Length,
@@ -81,7 +88,7 @@ def build_optimizer(
     groups: tuple[Group, ...] = (),
 ) -> tuple[Optimizer, list[Schedule]]:
     """Build the optimizer over the parameters in `parts`, and its schedule or one schedule per parameter group."""
-    o = config.optimizer
+    o, train = settings.optimizer, settings.train
     if o.moment_bits == 8:
         if o.name != "adamw":
             raise ConfigError(
@@ -90,19 +97,19 @@ def build_optimizer(
                 fix="optimizer.name=adamw, or optimizer.moment_bits=32",
             )
         setting = dataclasses.replace(setting, optimizer_bits=8)
-    peak_lr = o.compute_peak_lr(config.train.batch_size * config.train.accumulate)
+    peak_lr = o.compute_peak_lr(train.batch_size * train.accumulate)
     own_groups: list[dict[str, Any]] = []
     schedules: list[Schedule] = []
     for group, names in _split_by_group(model, groups, parts):
         # A group without trained parameters would make an empty parameter group.
         if groups and not names:
             continue
-        own = _apply_group(config, group)
+        own = _apply_group(settings, group)
         made = make_parameter_groups(model, own.optimizer.weight_decay, decay_all=o.decay_norms_and_biases, parts=names)
         lr = {} if group is None or group.lr is None else {"lr": group.lr}
         own_groups += [{**found, **lr} for found in made]
-        schedules += [build_schedule(_make_schedule_options(own, length))] * len(made)
-    half = {"rounding": config.precision.rounding, "seed": config.train.seed}
+        schedules += [build_schedule(_make_schedule_options(own.schedule, length))] * len(made)
+    half = {"rounding": settings.precision.rounding, "seed": train.seed}
     optimizer = make_optimizer(setting, o.name, own_groups, lr=peak_lr, options=o.collect_options(), **half)  # type: ignore[arg-type]
     # Without groups all parameter groups (with and without weight decay) share one schedule.
     return optimizer, schedules if groups else schedules[:1]
@@ -132,31 +139,32 @@ def refuse_unknown(part: str, model: nn.Module, who: str) -> None:
         raise ConfigError(f"{who} {part!r}, which is not a module of the model", fix=suggest_nearest(part, known))
 
 
-def _apply_group(config: RunConfig, group: Group | None) -> RunConfig:
-    """Return the run's config with a group's overrides, except the learning rate, which the group itself holds."""
+def _apply_group(settings: StepSettings, group: Group | None) -> StepSettings:
+    """Return the run's settings with a group's overrides, except the learning rate, which the group itself holds."""
     if group is None:
-        return config
+        return settings
     decay = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
-    return override_sections(config, f"the group of {', '.join(group.modules)}", decay, group.schedule)
+    return override_sections(settings, f"the group of {', '.join(group.modules)}", decay, group.schedule)
 
 
 def override_sections(
-    config: RunConfig, who: str, optimizer: Mapping[str, Any], schedule: Mapping[str, Any]
-) -> RunConfig:
-    """Return the run's config with the overrides of a workload's phase or group."""
-    if schedule.get("name", config.schedule.name) == "plateau" != config.schedule.name:
+    settings: StepSettings, who: str, optimizer: Mapping[str, Any], schedule: Mapping[str, Any]
+) -> StepSettings:
+    """Return the run's settings with the overrides of a workload's phase or group."""
+    if schedule.get("name", settings.schedule.name) == "plateau" != settings.schedule.name:
         raise ConfigError(
             f"{who} asks for the schedule plateau",
             why="a plateau of the validation metric cuts all learning rates together",
             fix="schedule.name=plateau in the config, or another schedule here",
         )
-    sections = {"optimizer": optimizer, "schedule": schedule}
-    return config.model_copy(
-        update={name: _change_section(getattr(config, name), own, f"{who}: {name}") for name, own in sections.items()}
+    return dataclasses.replace(
+        settings,
+        optimizer=_change_section(settings.optimizer, optimizer, f"{who}: optimizer"),
+        schedule=_change_section(settings.schedule, schedule, f"{who}: schedule"),
     )
 
 
-def _change_section(section: Section, changes: Mapping[str, Any], where: str) -> Section:
+def _change_section(section: AnySection, changes: Mapping[str, Any], where: str) -> AnySection:
     """Return the section with these changes, validated like settings of the user."""
     try:
         return type(section).model_validate({**section.model_dump(), **changes})
@@ -168,18 +176,14 @@ def _change_section(section: Section, changes: Mapping[str, Any], where: str) ->
         ) from error
 
 
-def _make_schedule_options(config: RunConfig, length: Length) -> ScheduleOptions:
-    s, (total_steps, steps_per_epoch) = config.schedule, length
+def _make_schedule_options(s: ScheduleConfig, length: Length) -> ScheduleOptions:
+    total_steps, steps_per_epoch = length
     warmup = s.warmup_steps if s.warmup_steps is not None else round(s.warmup_epochs * steps_per_epoch)
     if s.warmup_steps is None:
         # At most a tenth of the run: a warmup by epochs could otherwise be most of a short run.
         warmup = min(warmup, max(total_steps // 10, 1))
     shape = {name: value for name, value in select_options(s, ScheduleOptions).items() if name != "warmup_steps"}
     return ScheduleOptions(**shape, total_steps=total_steps, warmup_steps=warmup)
-
-
-def count_steps_per_epoch(config: RunConfig, num_batches: int) -> int:
-    return math.ceil(num_batches / config.train.accumulate)
 
 
 def select_options(section: Any, options: type) -> dict[str, Any]:

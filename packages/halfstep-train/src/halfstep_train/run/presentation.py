@@ -1,25 +1,34 @@
-"""Print the header of a run before its first step, and the summary after its last."""
+"""Open the report of a run, print its header before the first step, and its summary after the last."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
+from collections.abc import Callable, Sequence
 
-from halfstep.disk import is_dry_run
+from halfstep.disk import is_dry_run, write_atomically
 from halfstep.errors import format_bytes, format_count, format_duration, suggest_command
 from halfstep.hardware.memory import get_peak_memory_bytes
 from halfstep.own_loop.repeated_blocks import describe_recomputed
+from halfstep_train.config.dump import dump_values
 from halfstep_train.config.load import Loaded
+from halfstep_train.config.schema import DataConfig
 from halfstep_train.config.section import count_cores
 from halfstep_train.config.statements import DEFAULT
 from halfstep_train.data.files import list_some
-from halfstep_train.report.config_view import format_header
+from halfstep_train.report.config_view import dump_config, format_header
+from halfstep_train.report.listeners import Callbacks, open_trackers
+from halfstep_train.report.metrics_file import find_last_step
 from halfstep_train.report.run_report import RunReport
 from halfstep_train.run.assemble import Assembly
 from halfstep_train.run.folder import RunFolder
 from halfstep_train.run.frozen_modules import describe_frozen
 from halfstep_train.run.journal import suggest_faster_data
 from halfstep_train.run.loop import Loop
+from halfstep_train.run.run_rank import FarReport
 from halfstep_train.run.stored_state import count_lost_updates, describe_half_weights, warn_of_rounding
+from halfstep_train.workloads.base.import_path import check_call_form, import_callable
 
 ON_BAD_STEP: dict[str, str] = {
     "found_inf": "its fused kernel skips bad steps",
@@ -27,6 +36,67 @@ ON_BAD_STEP: dict[str, str] = {
     "host": "the host checks each step, one wait per step",
 }
 """How each commit method undoes a bad step, for the header."""
+
+
+def open_report(loaded: Loaded, folder: RunFolder, parts: Assembly) -> RunReport:
+    """Open the report of a run with its trackers and callbacks."""
+    if parts.world is not None and not parts.world.is_first:
+        return FarReport(parts.world)
+    log, functions = parts.log, {path: import_callback(path) for path in parts.train.callbacks}
+    listeners = open_trackers(
+        log.track,
+        folder.path,
+        dump_values(loaded.config),
+        dataclasses.asdict(parts.plan),
+        after_step=find_last_step(folder.metrics),
+        quiet=log.quiet,
+    )
+    return RunReport(
+        folder.path,
+        quiet=log.quiet,
+        verbose=log.verbose,
+        listeners=[*listeners, *([Callbacks(functions)] if functions else [])],
+    )
+
+
+def import_callback(path: str) -> Callable[..., object]:
+    form = f"{path.partition(':')[2]}(event)"
+    function = import_callable(path, what="train.callbacks", form=form)
+    check_call_form(function, path, {}, form=form)
+    return function
+
+
+def show_start(
+    report: RunReport, loaded: Loaded, folder: RunFolder, parts: Assembly, warnings: Sequence[str], *, is_new: bool
+) -> None:
+    """Show the header and warnings, and record where the settings of a new run come from."""
+    show_header(report, loaded, folder, parts)
+    if parts.world is not None and not parts.world.is_first:
+        return
+    if is_new:  # a resumed run would name config.yaml as the source of every setting
+        write_atomically(folder.report / "config.json", json.dumps(dump_config(loaded), indent=1) + "\n")
+    lacks_capsules = parts.plan.shards and loaded.config.guard.capsules > 0
+    for warning in (*warnings, *describe_rank_effects(parts, lacks_capsules=lacks_capsules)):
+        report.notice(warning, "warning")
+
+
+def describe_rank_effects(parts: Assembly, *, lacks_capsules: bool) -> list[str]:
+    """Return notes on what the number of ranks changes in training."""
+    train, world = parts.train, parts.world
+    if world is None or world.size == 1:
+        return []
+    notes = [f"over the samples of one rank, not of the whole batch: {what}" for what in parts.workload.by_batch]
+    each = world.count_rows(train.batch_size, world.size - 1)
+    # Below 16 samples BatchNorm's statistics are noisy (Wu and He 2018).
+    has_norm = any(type(m).__name__.startswith("BatchNorm") for m in parts.model.modules())
+    if has_norm and each < 16 and not train.sync_batch_norm:
+        notes += [
+            f"BatchNorm computes its statistics over the {format_count(each, 'sample')} of one rank; "
+            "train.sync_batch_norm=true uses those of all ranks (GPUs only)"
+        ]
+    if lacks_capsules:
+        notes.append("faults are not saved as capsules (guard.capsules), because no rank holds the whole model")
+    return notes
 
 
 def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Assembly) -> None:
@@ -70,7 +140,9 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
         report.notice(line)
 
 
-def show_summary(report: RunReport, folder: RunFolder, loop: Loop, joules: float | None, busy: str = "") -> None:
+def show_summary(
+    report: RunReport, folder: RunFolder, loop: Loop, data: DataConfig, joules: float | None, busy: str = ""
+) -> None:
     """Print the result of the run, what it cost, and where its files are."""
     elapsed_s = loop.journal.elapsed_s
     parts, stopping = loop.parts, loop.parts.stopping
@@ -92,7 +164,7 @@ def show_summary(report: RunReport, folder: RunFolder, loop: Loop, joules: float
     if busy:
         rows.append(("GPU", busy))
     if loop.waiting.is_worth_saying:
-        faster = suggest_faster_data(parts.config, parts.workload.train_samples, count_cores())
+        faster = suggest_faster_data(data, parts.name, parts.workload.train_samples, count_cores())
         rows.append(("waiting for data", f"{loop.waiting.share:.0%} of the training time; faster with {faster}"))
     rows += report.trackers
     report.finish("done", rows + ([] if is_dry_run(folder.path) else _list_results(folder, loop)))
@@ -100,7 +172,7 @@ def show_summary(report: RunReport, folder: RunFolder, loop: Loop, joules: float
 
 def _list_results(folder: RunFolder, loop: Loop) -> list[tuple[str, str]]:
     parts, best = loop.parts, loop.checkpoints.find_best()
-    curves = [("curves", str(folder.report / "curves.png"))] if parts.config.log.curves else []
+    curves = [("curves", str(folder.report / "curves.png"))] if parts.log.curves else []
     # Without validation data `evaluate` needs other data.
     held_out = () if len(parts.workload.val_samples) else ("--data", "DIR")
     closer = suggest_command("evaluate", folder.path, *held_out)
@@ -110,7 +182,7 @@ def _list_results(folder: RunFolder, loop: Loop) -> list[tuple[str, str]]:
 def _describe_ranks(parts: Assembly) -> str:
     if (world := parts.world) is None:
         return ""
-    train = parts.config.train
+    train = parts.train
     each = (
         f"{format_count(world.count_rows(train.batch_size), 'sample')} of a batch each"
         if world.size > 1
@@ -121,7 +193,7 @@ def _describe_ranks(parts: Assembly) -> str:
 
 def _describe_length(parts: Assembly) -> str:
     """Return a line such as `600 = 20 epochs of 30`, or the part that train.max_steps allows."""
-    train = parts.config.train
+    train = parts.train
     steps = math.ceil(len(parts.train_loader) / train.accumulate)
     if parts.total_steps == train.epochs * steps:
         more = f" (fewer than train.max_steps={train.max_steps})" if train.max_steps > parts.total_steps else ""

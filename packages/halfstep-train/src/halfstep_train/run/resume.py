@@ -16,6 +16,8 @@ from halfstep_train.config.dump import dump_values
 from halfstep_train.config.load import Loaded
 from halfstep_train.config.schema import WITHOUT_END, RunConfig
 from halfstep_train.report.metrics_file import compute_fingerprint
+from halfstep_train.run.folder import RunFolder, Settled, is_given, make_paths_absolute
+from halfstep_train.workloads import KINDS, load
 
 FREE = (
     "train.epochs", "train.max_steps", "train.early_stopping_patience", "train.checkpoint_every",
@@ -61,16 +63,16 @@ def flatten_settings(section: BaseModel, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def find_settled(asked: RunConfig, config: RunConfig) -> dict[str, list[Any]]:
-    """Return the settings that a new run decided from its data or demo, by path, with the requested value if any."""
-    then, now = dump_values(asked), dump_values(config)
-    sections = {name: part for name, part in then.items() if isinstance(part, dict)}
-    return {
-        f"{section}.{name}": [value] if is_given(asked, section, name) else []
-        for section, part in sections.items()
-        for name, value in part.items()
-        if value != now[section][name]
-    }
+def accept_changes(loaded: Loaded, folder: RunFolder, *, allow: bool) -> tuple[Loaded, Settled, Changes]:
+    """Return the settings of a resumed run, those that it stored, and how they differ; refuse what must not change."""
+    own, settled = load(str(folder.config)), folder.read_settled()
+    # What the run decided itself (from its data) is not a change of the user.
+    loaded = apply_decided(loaded, own, settled.decided)
+    kept = KINDS.of(own.config.workload).kept
+    trained = recover_settings(settled.settings, own.config, folder.config, allow=allow, kept=kept)
+    # Compare absolute paths: the run may be resumed from another folder.
+    stored, asked = (make_paths_absolute(one) for one in (trained, loaded.config))
+    return loaded, settled, refuse_changes(stored, asked, allow=allow, kept=kept)
 
 
 def apply_decided(asked: Loaded, stored: Loaded, settled: Mapping[str, Sequence[Any]]) -> Loaded:
@@ -87,10 +89,6 @@ def apply_decided(asked: Loaded, stored: Loaded, settled: Mapping[str, Sequence[
     origins |= {key: origin for key, origin in stored.origins.items() if f"{key}.".startswith(own)}
     overridden = tuple(one for one in asked.overridden if not f"{one.key}.".startswith(own))
     return replace(asked, config=config, origins=origins, overridden=overridden)
-
-
-def is_given(config: RunConfig, section: str, name: str) -> bool:
-    return name in getattr(config, section).model_fields_set
 
 
 def recover_settings(

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from halfstep.distributed.world import World, mark_agreed
-from halfstep.errors import CheckpointError, HalfstepError
-from halfstep.hardware.probe import probe
-from halfstep.precision.plan import Plan
-from halfstep_train.config.schema import RunConfig
+from halfstep.errors import CheckpointError
 from halfstep_train.report.progress import Bar
 from halfstep_train.report.run_report import Level, RunReport
-from halfstep_train.run.engine import rehearse_run
 from halfstep_train.run.folder import RunFolder
-from halfstep_train.run.launch import Launch, choose_device
-from halfstep_train.tune.memory_low import CannotRun, Cost
-from halfstep_train.tune.modes import Mode
-from halfstep_train.tune.trials import Rehearse, Trial, TrialTime
-from halfstep_train.workloads.base.workload import Workload
+from halfstep_train.run.launch import Launch
 
 Made = TypeVar("Made")
 
@@ -45,9 +34,6 @@ class RunRank:
         """Run on rank 0 and broadcast the result."""
         return make() if self.world is None else self.world.broadcast_from_first(make)
 
-    def choose_device(self, config: RunConfig) -> str:
-        return choose_device(config, self.launch)
-
     def find_restarted_run(self, out: Path | None) -> Path | None:
         """Return the run to resume after torchrun has restarted its processes."""
         if self.launch is None or not self.launch.restarts:
@@ -61,145 +47,6 @@ class RunRank:
                 )
             )
         return self.run_on_first(lambda: out if RunFolder(out).open_checkpoints().list_all() else None)
-
-    def agree_on_plan(self, make: Callable[[Rehearse], Plan], config: RunConfig, workload: Workload) -> Plan:
-        """Return one plan for all ranks, each with its own device, from trials that all ranks run together."""
-        if self.world is None:
-            return make(rehearse_run)
-        device = probe(self.choose_device(config)).device
-        return AgreedTrials(self.world, self.get_trial_config(config), workload, device, rehearse_run).plan(make)
-
-    def get_trial_config(self, config: RunConfig) -> RunConfig:
-        """Return the config for trials: this rank's part of a batch, and no cutting into micro-batches."""
-        if self.world is None:
-            return config
-        rows = self.world.count_rows(config.train.batch_size)
-        return config.replace(train={"batch_size": rows, "auto_batch": False})
-
-
-# --- trials that all ranks run together ---
-#     rank 0   broadcasts: begin PLAN, cost MODE, cost MODE, end, begin ... done PLAN
-#     others   run the same trial on their part of the batch, and report its cost
-# The cost of a candidate is that of the slowest rank, and it must run on every rank. Rank 0 alone decides what to try
-# next, because clocks and caches differ between ranks.
-
-
-@dataclass(frozen=True, slots=True)
-class AgreedTrials:
-    """Trials that rank 0 leads and the other ranks follow."""
-
-    world: World
-    config: RunConfig  # with this rank's part of the batch
-    workload: Workload
-    device: str
-    rehearse: Rehearse
-
-    def plan(self, make: Callable[[Rehearse], Plan]) -> Plan:
-        """Return the plan that `make` decides on rank 0, with rehearsals that all ranks take part in."""
-        if not self.world.is_first:
-            return self._follow_all()
-        try:
-            plan = make(self._lead)
-        except HalfstepError as error:
-            # The other ranks wait for a message: give them the same error.
-            self.world.broadcast_from_first(partial(_raise, error))
-            raise
-        self._broadcast("done", plan.to_json())
-        return plan
-
-    @contextmanager
-    def _begin(self, config: RunConfig, plan: Plan) -> Iterator[Trial]:
-        """Yield a trial that could start on every rank."""
-        own: CannotRun | None = None
-        with ExitStack() as stack:
-            try:
-                plan = dataclasses.replace(plan, device=self.device)
-                trial = stack.enter_context(self.rehearse(config, self.workload, plan))
-            except CannotRun as error:
-                own = _strip_frames(error)
-            # Raises on all ranks if the trial could not start on one of them.
-            _take_slowest(self.world.gather(own))
-            yield trial
-
-    # --- rank 0 ---
-
-    @contextmanager
-    def _lead(self, config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Trial]:
-        self._broadcast("begin", plan.to_json(), config.train.batch_size)
-        with self._begin(config, plan) as trial:
-            try:
-                yield AgreedTrial(trial, self.world)
-            except CannotRun:
-                self._broadcast("end")
-                raise
-            self._broadcast("end")
-
-    def _broadcast(self, *message: Any) -> None:
-        self.world.broadcast_from_first(lambda: message)
-
-    # --- the other ranks ---
-
-    def _follow_all(self) -> Plan:
-        while True:
-            kind, *given = self._receive()
-            if kind == "done":
-                return dataclasses.replace(Plan.from_json(given[0]), device=self.device)
-            plan, tried = given
-            try:
-                with self._begin(self._set_batch(tried), Plan.from_json(plan)) as trial:
-                    self._follow(trial)
-            except CannotRun:
-                continue  # rank 0 raises it too, and decides what comes next
-
-    def _follow(self, trial: Trial) -> None:
-        while (message := self._receive())[0] == "cost":
-            mode, cudnn_benchmark = message[1:]
-            self.world.gather(_run_trial(partial(trial.measure, mode, cudnn_benchmark=cudnn_benchmark)))
-
-    def _receive(self) -> tuple[Any, ...]:
-        return self.world.broadcast_from_first(tuple)
-
-    def _set_batch(self, tried: int) -> RunConfig:
-        """Return the config with the batch that rank 0 tries; this rank may have one sample less."""
-        return self.config.replace(train={"batch_size": min(tried, self.config.train.batch_size)})
-
-
-class AgreedTrial(Trial):
-    """A trial on rank 0 whose costs are those of the slowest rank."""
-
-    def __init__(self, own: Trial, world: World) -> None:
-        self.own, self.world, self.parts, self.engine, self.window = own, world, own.parts, own.engine, own.window
-
-    def measure(self, mode: Mode, time: TrialTime | None = None, *, cudnn_benchmark: bool | None = None) -> Cost:
-        self.world.broadcast_from_first(lambda: ("cost", mode, cudnn_benchmark))
-        return _take_slowest(
-            self.world.gather(_run_trial(lambda: self.own.measure(mode, time, cudnn_benchmark=cudnn_benchmark)))
-        )
-
-
-def _raise(error: HalfstepError) -> None:
-    raise error
-
-
-def _run_trial(trial: Callable[[], Cost]) -> Cost | CannotRun:
-    try:
-        return trial()
-    except CannotRun as error:
-        return _strip_frames(error)
-
-
-def _strip_frames(error: CannotRun) -> CannotRun:
-    """Return the error without its frames, which hold models, so that it can be sent."""
-    return type(error)(str(error))
-
-
-def _take_slowest(outcomes: list[Any]) -> Cost:
-    """Return the cost of the slowest rank; raise for the first rank that cannot run."""
-    for rank, found in enumerate(outcomes):
-        if isinstance(found, CannotRun):
-            raise type(found)(f"rank {rank}: {found}")
-    costs = [found for found in outcomes if found is not None]
-    return Cost(max((c.ms for c in costs), default=0.0), max((c.peak_bytes for c in costs), default=0))
 
 
 # --- reports of ranks that do not write ---

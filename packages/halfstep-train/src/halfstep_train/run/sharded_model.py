@@ -28,7 +28,7 @@ from halfstep.precision.plan import Plan
 from halfstep.precision.swapped import InFp32
 from halfstep.recompute import Recomputing
 from halfstep.step.ranks import Ranks
-from halfstep_train.config.schema import RunConfig
+from halfstep_train.config.schema import RunConfig, TrainConfig
 from halfstep_train.tune.modes import Batch, Mode, Region, cast_weights_again, compile_region
 from halfstep_train.workloads.base.workload import Workload
 
@@ -47,9 +47,8 @@ MIN_UNITS = 8
 """A unit with this part of all blocks is large enough: what is gathered must stay small compared with the model."""
 
 
-def choose_sharded_mode(config: RunConfig, plan: Plan, say: Callable[[str], None]) -> Plan:
+def choose_sharded_mode(fast: str, plan: Plan, say: Callable[[str], None]) -> Plan:
     """Return the plan with the mode of a sharded run. Nothing is timed: a trial would need a copy of the model."""
-    fast = config.train.fast
     is_on = fast in ("compile", "graph") or fast == "auto" and plan.on_cuda
     mode: Mode = "compile" if is_on and not plan.simulated and plan.shard_blocks else "eager"
     if fast == "graph":
@@ -59,10 +58,8 @@ def choose_sharded_mode(config: RunConfig, plan: Plan, say: Callable[[str], None
 
 
 def refuse_unshardable(config: RunConfig, workload: Workload, world: World | None) -> None:
-    """Refuse settings that a sharded run does not have, before anything is sharded."""
+    """Refuse what does not work with `train.shard`, before anything is sharded."""
     train = config.train
-    if train.shard is False:
-        return
     if world is None:
         if train.shard == "auto":
             return
@@ -134,12 +131,12 @@ class Around(nn.Module):
 class ShardedModel:
     """A model divided among the ranks, and how functions that use its parameters are called."""
 
-    def __init__(self, config: RunConfig, model: nn.Module, plan: Plan, world: World, device: torch.device) -> None:
+    def __init__(self, train: TrainConfig, model: nn.Module, plan: Plan, world: World, device: torch.device) -> None:
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         self.world, mesh = world, make_mesh(device)
-        self._casts_again = plan.compute in ("bf16", "fp16") and config.train.shard_gather == "fp32"
-        refuse_unfit_gather(config, plan)
+        self._casts_again = plan.compute in ("bf16", "fp16") and train.shard_gather == "fp32"
+        refuse_unfit_gather(train, plan)
         groups = group_blocks(model, [name for name in plan.shard_blocks if OF_FROZEN not in name])
         units = [[model.get_submodule(name) for name in names] for names in groups]
         kinds = {type(block) for unit in units for block in unit if "forward" in vars(type(block))}
@@ -148,17 +145,17 @@ class ShardedModel:
         _make_contiguous_(model)
         # FSDP2 cannot cut a scalar; the step averages the gradients of what FSDP2 leaves out.
         scalars = {p for p in model.parameters() if not p.ndim}
-        gathers_half = config.train.shard_gather == "bf16"
+        gathers_half = train.shard_gather == "bf16"
         shard = functools.partial(fully_shard, mesh=mesh, ignored_params=scalars)
         for unit in units:
             for alike in _find_own_units(unit, gathers_half=gathers_half):
-                shard(alike, mp_policy=_make_policy(config, gathers_half=False))
+                shard(alike, mp_policy=_make_policy(train.reduce, gathers_half=False))
             if rest := [block for block in unit if not isinstance(block, FSDPModule)]:
-                shard(rest, mp_policy=_make_policy(config, gathers_half=gathers_half))
+                shard(rest, mp_policy=_make_policy(train.reduce, gathers_half=gathers_half))
         # Only matters for units that are gathered again in backward, as the root is not.
         warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPAround\) returned a view")
         self._root: Any = Around(model)
-        shard(self._root, mp_policy=_make_policy(config, gathers_half=False))
+        shard(self._root, mp_policy=_make_policy(train.reduce, gathers_half=False))
         with torch.no_grad():
             for scalar in scalars:
                 scalar.data = scalar.data.to(device)
@@ -215,12 +212,12 @@ def _make_contiguous_(module: nn.Module) -> None:
         parameter.data = parameter.data.contiguous()
 
 
-def _make_policy(config: RunConfig, *, gathers_half: bool) -> Any:
+def _make_policy(reduce: str, *, gathers_half: bool) -> Any:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     return MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if gathers_half else None,
-        reduce_dtype=torch.bfloat16 if config.train.reduce == "bf16" else torch.float32,
+        reduce_dtype=torch.bfloat16 if reduce == "bf16" else torch.float32,
         cast_forward_inputs=False,  # autocast decides per operation; casting inputs would round the residual stream
     )
 
@@ -242,8 +239,8 @@ def _find_own_units(unit: Sequence[nn.Module], *, gathers_half: bool) -> Iterato
     yield from found.values()
 
 
-def refuse_unfit_gather(config: RunConfig, plan: Plan) -> None:
-    if config.train.shard_gather == "bf16" and (plan.granted != "bf16" or plan.simulated):
+def refuse_unfit_gather(train: TrainConfig, plan: Plan) -> None:
+    if train.shard_gather == "bf16" and (plan.granted != "bf16" or plan.simulated):
         precision = f"simulated {plan.granted}" if plan.simulated else plan.granted
         raise mark_agreed(
             ConfigError(

@@ -41,7 +41,7 @@ class RunWatch:
         for phase, own in list_engines(engine):
             watch = Watch(
                 own.guarded,
-                parts.config.log.watch,
+                parts.log.watch,
                 notice=lambda text: journal.notice(text),
                 warn=lambda text: journal.notice(text, "warning"),
             )

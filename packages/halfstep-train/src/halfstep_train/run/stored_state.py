@@ -17,14 +17,14 @@ from halfstep.errors import CheckpointError, format_bytes, format_count
 from halfstep.step.guard import LAG
 from halfstep.step.optim.adamw_bf16 import JudgedAdamW
 from halfstep.step.optim.half_weights import is_kept_in_half
-from halfstep.step.randomness import read_generators, restore_generators, seed_everything
+from halfstep.step.randomness import read_generators, restore_generators
 from halfstep.step.snapshots import find_loose_buffers, restore_buffers
-from halfstep_train.config.schema import RunConfig
+from halfstep_train.config.schema import OptimizerConfig
 from halfstep_train.run.assemble import Assembly
 from halfstep_train.run.checkpoint import Checkpoint
 from halfstep_train.run.folder import RunFolder
 from halfstep_train.run.frozen_modules import list_identities
-from halfstep_train.run.multi_rank import derive_seed
+from halfstep_train.run.multi_rank import seed_rank
 from halfstep_train.run.resume import Changes
 from halfstep_train.tune.memory_low import MemorySetting, make_optimizer
 
@@ -96,7 +96,7 @@ def _restore_own_generators(parts: Assembly, kept: Sequence[Mapping[str, Any]]) 
     if world is not None and len(kept) == world.size:
         restore_generators(kept[world.rank])
     elif world is not None:
-        seed_everything(derive_seed(parts.config.train.seed, parts.step.attempted, world.rank))
+        seed_rank(parts.train.seed, parts.step.attempted, world.rank)
 
 
 def load_for_use(model: nn.Module, checkpoint: Checkpoint) -> None:
@@ -233,11 +233,11 @@ SIDE = 256
 """Side of the square weight on which state is measured: large enough that state per tensor does not matter."""
 
 
-def check_disk(parts: Assembly, folder: RunFolder) -> list[str]:
+def check_disk(parts: Assembly, folder: RunFolder, optimizer: OptimizerConfig) -> list[str]:
     """Raise if not even the next checkpoints fit on the disk; return a note if not all of them may fit."""
     place = next(path for path in (folder.path, *folder.path.absolute().parents) if path.is_dir())
     stored = folder.open_checkpoints().list_all()
-    size = sum_folder_bytes(stored[-1]) if stored else estimate_checkpoint_bytes(parts)
+    size = sum_folder_bytes(stored[-1]) if stored else estimate_checkpoint_bytes(parts, optimizer)
     num_further = max(1, _count_kept(parts) - len(stored))
     # A checkpoint is written before the previous one is removed.
     at_least = min(2 - bool(stored), num_further) * size + REPORT_BYTES
@@ -258,26 +258,24 @@ def check_disk(parts: Assembly, folder: RunFolder) -> list[str]:
     ]
 
 
-def estimate_checkpoint_bytes(parts: Assembly) -> int:
+def estimate_checkpoint_bytes(parts: Assembly, optimizer: OptimizerConfig) -> int:
     """Return the size of weights, average, optimizer state, and snapshots of `guard.on_fault=rollback`."""
     weights = _sum_bytes(parts.model.state_dict().values())
     average = 4 * sum(tensor.numel() for tensor in parts.model.state_dict().values()) if parts.step.ema else 0
     trained = sum(p.numel() for p in parts.model.parameters() if p.requires_grad)
-    one = weights + average + round(trained * measure_state_bytes(parts.config, MemorySetting(**parts.plan.memory)))
-    guard = parts.config.guard
+    one = weights + average + round(trained * measure_state_bytes(optimizer, MemorySetting(**parts.plan.memory)))
     # Enough snapshots to reach `margin` steps before a fault, which is seen LAG steps late.
-    num_snapshots = math.ceil((guard.margin + LAG) / guard.snapshot_every) + 1 if parts.snapshots is not None else 0
+    kept = parts.snapshots
+    num_snapshots = math.ceil((kept.margin + LAG) / kept.every) + 1 if kept is not None else 0
     return one * (1 + num_snapshots)
 
 
-def measure_state_bytes(config: RunConfig, setting: MemorySetting) -> float:
+def measure_state_bytes(options: OptimizerConfig, setting: MemorySetting) -> float:
     """Measure the optimizer's state bytes per weight by a step on a small tensor."""
     weight = nn.Parameter(torch.zeros(SIDE, SIDE))
     weight.grad = torch.zeros_like(weight)
     groups = [{"params": [weight], "weight_decay": 0.0}]
-    optimizer = make_optimizer(
-        setting, config.optimizer.name, groups, lr=1e-3, options=config.optimizer.collect_options()
-    )
+    optimizer = make_optimizer(setting, options.name, groups, lr=1e-3, options=options.collect_options())
     optimizer.step()
     kept = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
     return _sum_bytes(kept) / weight.numel()
@@ -289,7 +287,7 @@ def sum_folder_bytes(folder: Path) -> int:
 
 def _count_kept(parts: Assembly) -> int:
     """Return how many checkpoints exist at once: the kept ones, the best, and the one being written."""
-    train = parts.config.train
+    train = parts.train
     steps_each = train.checkpoint_every or max(1, math.ceil(len(parts.train_loader) / train.accumulate))
     # Each validation saves a checkpoint too.
     steps_each = min(steps_each, train.validate_every_steps or steps_each)

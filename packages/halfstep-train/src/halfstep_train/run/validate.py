@@ -121,7 +121,7 @@ def sample(parts: Assembly, folder: Path) -> list[Path]:
     parts.values.refresh()
     try:
         with use_average(parts.step), enter_evaluation(parts.model), parts.plan.forward():
-            found = parts.call(parts.workload.sample, parts.model, Key.for_sampling(parts.config.train.seed))
+            found = parts.call(parts.workload.sample, parts.model, Key.for_sampling(parts.train.seed))
     finally:
         restore_generators(generators)
     # All ranks of a sharded model compute the samples, and rank 0 writes them.

@@ -4,17 +4,19 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ConfigError
 from halfstep.precision.plan import Plan
-from halfstep_train.config.schema import RunConfig
 from halfstep_train.workloads import KINDS
 
+LayoutWish = Literal["auto"] | bool
 
-def wants_channels_last(config: RunConfig, plan: Plan, *modules: nn.Module) -> bool:
+
+def wants_channels_last(wish: LayoutWish, workload: str, plan: Plan, *modules: nn.Module) -> bool:
     """True if the model should be channels_last: as requested or found by trials. Otherwise, if the model is known to
     support it, on a CPU, and on CUDA where matrix units, which read channels_last, compute. Never without 2D
     convolutions.
@@ -24,21 +26,19 @@ def wants_channels_last(config: RunConfig, plan: Plan, *modules: nn.Module) -> b
     """
     if not convolves_images(*modules):
         return False
-    wish = config.train.channels_last
     if wish != "auto":
         return bool(wish)
     if plan.channels_last is not None:
         return plan.channels_last
-    if not KINDS.of(config.workload).takes_channels_last:
+    if not KINDS.of(workload).takes_channels_last:
         return False
     kind = torch.device(plan.device).type
     return kind == "cpu" or kind == "cuda" and plan.compute != "fp32"
 
 
-def is_only_tried(config: RunConfig, plan: Plan) -> bool:
+def is_only_tried(wish: LayoutWish, workload: str, plan: Plan) -> bool:
     """True if this layout is only a candidate: a step may fail because of it while the run uses another."""
-    is_open = config.train.channels_last == "auto" and not KINDS.of(config.workload).takes_channels_last
-    return is_open and bool(plan.channels_last)
+    return wish == "auto" and not KINDS.of(workload).takes_channels_last and bool(plan.channels_last)
 
 
 def convolves_images(*modules: nn.Module) -> bool:

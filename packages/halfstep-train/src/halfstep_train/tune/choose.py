@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ from halfstep.own_loop.repeated_blocks import describe_blocks
 from halfstep.precision.fp8 import fall_back_to_bf16, judge_whole_steps, measure_layer_gains
 from halfstep.precision.ladder import explain_lack
 from halfstep.precision.plan import Plan
-from halfstep_train.config.schema import RunConfig
+from halfstep_train.config.schema import PrecisionConfig, TrainConfig
 from halfstep_train.tune.memory_low import (
     HOTTER,
     CannotRun,
@@ -41,7 +40,7 @@ from halfstep_train.tune.recompute_check import Recomputable, find_recomputable
 from halfstep_train.tune.trials import (
     MOST_S,
     SHARE,
-    Rehearse,
+    Rehearsal,
     TrialTime,
     count_total_steps,
     load_first_batch,
@@ -70,18 +69,16 @@ Peak = Callable[[Plan, MemorySetting], int | None]
 
 
 def tune_plan(
-    config: RunConfig,
-    workload: Workload,
     plan: Plan,
+    rehearsal: Rehearsal,
     say: Say,
-    rehearse: Rehearse,
     *,
     driver: Driver | None = None,
     peak: Peak = lambda plan, setting: None,
 ) -> Plan:
     """Return the plan with mode, fp8 decision and memory levers; `say` gets the results. Tests replace the driver."""
-    tuning = Tuning(config, workload, say, rehearse, driver or Driver(), peak)
-    wish = config.train.tune_kernels
+    tuning = Tuning(rehearsal, say, driver or Driver(), peak)
+    wish = rehearsal.settings.train.tune_kernels
     if wish != "auto":
         plan = dataclasses.replace(plan, tunes_kernels=wish)
     return tuning.add_memory_levers(tuning.check_fp8(tuning.add_mode(plan)))
@@ -99,33 +96,26 @@ def strip_tuning(plan: Plan, *, keeps_memory: bool) -> Plan:
     )
 
 
-@dataclass(frozen=True, slots=True)
 class Tuning:
     """The trials of one run: mode, fp8, then memory levers, each added to the plan."""
 
-    config: RunConfig
-    workload: Workload
-    say: Say
-    rehearse: Rehearse
-    driver: Driver
-    peak: Peak
+    def __init__(self, rehearsal: Rehearsal, say: Say, driver: Driver, peak: Peak) -> None:
+        self.rehearsal, self.say, self.driver, self.peak = rehearsal, say, driver, peak
+        self.settings, self.model = rehearsal.settings, rehearsal.workload.model
+        train, num_samples = self.settings.train, len(rehearsal.workload.train_samples)
+        self.num_steps = count_total_steps(train, math.ceil(num_samples / train.batch_size))
 
     # --- the mode ---
 
     def add_mode(self, plan: Plan) -> Plan:
-        mode = find_asked_mode(self.config, plan)
+        train = self.settings.train
+        mode = find_asked_mode(train, plan)
         if mode is not None:
-            reason = (
-                f"train.fast={self.config.train.fast}"
-                if self.config.train.fast != "auto"
-                else _explain_unmeasured(self.config, plan)
-            )
-            if self.config.train.fast == "graph" and not plan.on_cuda:
+            reason = f"train.fast={train.fast}" if train.fast != "auto" else _explain_unmeasured(train, plan)
+            if train.fast == "graph" and not plan.on_cuda:
                 self.say(NEEDS_CUDA.format(plan.device))
             return dataclasses.replace(plan, mode=mode, mode_reason=reason)
-        kept = CachedMode(self.config, self.workload, plan).choose_for_run(
-            count_expected_steps(self.config, self.workload)
-        )
+        kept = CachedMode(plan, self.rehearsal).choose_for_run(self.num_steps)
         fields = kept or self._search_now(plan)
         self.say(f"steps run {fields['mode']}: {fields['mode_reason']}")
         for gain in fields.get("gains", ()):
@@ -138,24 +128,20 @@ class Tuning:
         except CannotRun as error:
             return {"mode": "eager", "mode_reason": str(error)}
         if found is None:
-            num_steps = count_expected_steps(self.config, self.workload)
-            reason = f"a run of {format_count(num_steps, 'step')} is too short for trials"
+            reason = f"a run of {format_count(self.num_steps, 'step')} is too short for trials"
             return {"mode": "eager", "mode_reason": f"{reason} (train.fast=graph compiles anyway)"}
-        problem = CachedMode(self.config, self.workload, plan).write(found) if found.is_final else ""
+        problem = CachedMode(plan, self.rehearsal).write(found) if found.is_final else ""
         if problem:
             self.say(problem)
         return found.fields
 
     def _search(self, plan: Plan) -> FoundMode | None:
         """Search for the fastest mode; None for a run that is too short for trials."""
-        num_steps = count_expected_steps(self.config, self.workload)
-        if num_steps < FEWEST_STEPS:
+        if self.num_steps < FEWEST_STEPS:
             return None
         self.say("measuring how fast steps run ...")
         others = self.driver.describe_other_use(plan.device)
-        found = ModeSearch(
-            self.config, self.workload, plan, TrialTime(num_steps, most_s=MOST_S), self.rehearse
-        ).search()
+        found = ModeSearch(plan, TrialTime(self.num_steps, most_s=MOST_S), self.rehearsal).search()
         others = others or self.driver.describe_other_use(plan.device)
         if not others:
             return found
@@ -166,17 +152,17 @@ class Tuning:
 
     def check_fp8(self, plan: Plan) -> Plan:
         """Compare whole steps in fp8 and bf16: single layers can gain while the step loses."""
-        wish = self.config.precision
+        wish = self.settings.precision
         if plan.granted != "fp8" or plan.simulated or wish.force:
             return plan
         self.say("measuring whole steps in fp8 and in bf16 ...")
         mode = plan.mode or "eager"
         try:
-            fp8 = measure_cost(mode, self.config, self.workload, plan, self.rehearse)
+            fp8 = measure_cost(mode, plan, self.rehearsal)
         except CannotRun as error:
             return fall_back_to_bf16(plan, f"its step cannot run {mode}: {error}", strict=wish.strict)
         try:
-            bf16 = measure_cost(mode, self.config, self.workload, fall_back_to_bf16(plan, "to compare"), self.rehearse)
+            bf16 = measure_cost(mode, fall_back_to_bf16(plan, "to compare"), self.rehearsal)
         except CannotRun as error:
             self.say(f"fp8 is not compared with bf16, whose step cannot run {mode}: {error}")
             return plan
@@ -185,15 +171,15 @@ class Tuning:
     # --- memory ---
 
     def add_memory_levers(self, plan: Plan) -> Plan:
-        train = self.config.train
+        train = self.settings.train
         # The builders of our own families recompute blocks by themselves.
-        is_outright = train.activation_checkpointing and ":" in self.config.workload
+        is_outright = train.activation_checkpointing and ":" in self.rehearsal.name
         if plan.memory or not is_outright and train.memory != "low":
             return plan
-        found = find_recomputable(self.config, self.workload, plan, self.rehearse)
+        found = find_recomputable(plan, self.rehearsal)
         plan = dataclasses.replace(plan, blocks=found.names)
         if found.names:
-            self.say(f"may be recomputed: {describe_blocks(self.workload.model, found.names)}")
+            self.say(f"may be recomputed: {describe_blocks(self.model, found.names)}")
         if is_outright:
             left = (note for note in found.notes if not note.startswith("recompute pointwise"))
             left_out = (f"train.activation_checkpointing=true leaves this as it is: {note}" for note in left)
@@ -208,24 +194,20 @@ class Tuning:
             self.say(f"measuring memory: {setting} ...")
             costs.append(None)
             trial_plan = dataclasses.replace(plan, memory=dataclasses.asdict(setting))
-            costs[-1] = cost = measure_cost(mode, self.config, self.workload, trial_plan, self.rehearse)
+            costs[-1] = cost = measure_cost(mode, trial_plan, self.rehearsal)
             return cost
 
         def may_go_on() -> bool:
             ran = [cost.ms / 1e3 for cost in costs if cost is not None]
-            limit_s = (
-                _limit_memory_trials(ran[0] * count_expected_steps(self.config, self.workload))
-                if ran
-                else MEMORY_TRIALS_S
-            )
+            limit_s = _limit_memory_trials(ran[0] * self.num_steps) if ran else MEMORY_TRIALS_S
             return len(costs) < ALWAYS_TRIED or clock.elapsed_s < limit_s
 
-        optimizer = self.config.optimizer
+        optimizer = self.settings.optimizer
         levers = list_levers(found.ways, optimizer.name, optimizer.moment_bits, is_compiled=mode != "eager")
         positions = sort_by_peak(levers.positions, lambda setting: self.peak(plan, setting))
         try:
             choice = choose_memory(
-                measure, positions, time_limit=self.config.train.memory_time - HOTTER,
+                measure, positions, time_limit=self.settings.train.memory_time - HOTTER,
                 notes=[*found.notes, *levers.notes], may_go_on=may_go_on,
             )  # fmt: skip
         except CannotRun as error:
@@ -239,14 +221,10 @@ class Tuning:
         )
 
 
-def _explain_unmeasured(config: RunConfig, plan: Plan) -> str:
+def _explain_unmeasured(train: TrainConfig, plan: Plan) -> str:
     if plan.simulated:
         return "simulation is eager only"
-    return "train.deterministic" if config.train.deterministic else f"trials are for CUDA, this is {plan.device}"
-
-
-def count_expected_steps(config: RunConfig, workload: Workload) -> int:
-    return count_total_steps(config, math.ceil(len(workload.train_samples) / config.train.batch_size))
+    return "train.deterministic" if train.deterministic else f"trials are for CUDA, this is {plan.device}"
 
 
 def _limit_memory_trials(run_s: float) -> float:
@@ -258,7 +236,8 @@ def _limit_memory_trials(run_s: float) -> float:
 
 
 def measure_fp8_gains(
-    config: RunConfig,
+    wish: PrecisionConfig,
+    train: TrainConfig,
     workload: Workload,
     hardware: Hardware,
     *,
@@ -266,18 +245,17 @@ def measure_fp8_gains(
 ) -> dict[str, Fp8Gain]:
     """Return fp8's gain by module name for `decide(..., fp8_gains=...)`; empty if fp8 is not requested or not
     possible."""
-    wish = config.precision
     is_asked = "fp8" in (wish.default, *wish.modules.values()) and not wish.simulate and not wish.force
     if not is_asked or not hardware.device or explain_lack("fp8", hardware):
         return {}
-    batch = workload.prepare_batch(load_first_batch(config, workload), key=(), training=False)
+    batch = workload.prepare_batch(load_first_batch(train, workload), key=(), training=False)
     forward = partial(workload.forward, workload.model, batch)
     return measure_layer_gains(workload.model, forward, hardware, find_cache_directory(), measure=measure)
 
 
-def find_asked_mode(config: RunConfig, plan: Plan) -> Mode | None:
+def find_asked_mode(train: TrainConfig, plan: Plan) -> Mode | None:
     """Return the mode that settings or the stored plan fix; None if it is measured (`auto` on a CUDA device)."""
-    wish = config.train.fast
+    wish = train.fast
     if plan.simulated and wish in ("compile", "graph"):
         raise ConfigError(
             "a simulated precision cannot be compiled", why="simulation is eager only", fix="train.fast=off"
@@ -286,6 +264,6 @@ def find_asked_mode(config: RunConfig, plan: Plan) -> Mode | None:
         return plan.mode
     if wish == "auto":
         # A deterministic run needs the same kernels each time, and inductor times its kernels again.
-        is_measured = plan.on_cuda and not config.train.deterministic and not plan.simulated
+        is_measured = plan.on_cuda and not train.deterministic and not plan.simulated
         return None if is_measured else "eager"
     return "eager" if wish == "off" else "compile" if wish == "compile" or not plan.on_cuda else "graph"

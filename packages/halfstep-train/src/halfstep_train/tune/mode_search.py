@@ -27,7 +27,6 @@ from halfstep.disk import find_cache_directory
 from halfstep.errors import format_duration
 from halfstep.hardware.cache import read_json, write_json
 from halfstep.precision.plan import Gain, Plan
-from halfstep_train.config.schema import RunConfig
 from halfstep_train.tune.channels_last import convolves_images, wants_channels_last
 from halfstep_train.tune.memory_low import CannotRun, Cost, DoesNotFit, NotCaptured
 from halfstep_train.tune.modes import (
@@ -39,9 +38,7 @@ from halfstep_train.tune.modes import (
     get_code_folder,
     has_convolutions,
 )
-from halfstep_train.tune.trials import Rehearse, Trial, TrialTime
-from halfstep_train.workloads import KINDS
-from halfstep_train.workloads.base.workload import Workload
+from halfstep_train.tune.trials import Rehearsal, Trial, TrialTime
 
 WORTH = 1.02  # a mode must be this much faster to be preferred to a simpler one: the noise of trials
 WORTH_SEARCHING = 1.01
@@ -63,12 +60,14 @@ class FoundMode:
 class ModeSearch:
     """One search over candidates, with the best fields so far, the costs measured, and what was left out."""
 
-    def __init__(self, config: RunConfig, workload: Workload, plan: Plan, time: TrialTime, rehearse: Rehearse) -> None:
-        self.config, self.workload, self.plan, self.time, self.rehearse = config, workload, plan, time, rehearse
+    def __init__(self, plan: Plan, time: TrialTime, rehearsal: Rehearsal) -> None:
+        self.plan, self.time, self.rehearsal = plan, time, rehearsal
+        self.train, self.workload = rehearsal.settings.train, rehearsal.workload
+        layout = self.train.channels_last, rehearsal.name, plan
         self.fields: dict[str, Any] = {
             "mode": "eager",
-            "channels_last": wants_channels_last(config, plan, *workload.list_modules()),
-            "tunes_kernels": config.train.tune_kernels is True,
+            "channels_last": wants_channels_last(*layout, *self.workload.list_modules()),
+            "tunes_kernels": self.train.tune_kernels is True,
             "cudnn_benchmark": False,
         }
         self.costs: dict[str, Cost] = {}
@@ -102,7 +101,7 @@ class ModeSearch:
     def _try_eager(self) -> Cost | None:
         """Time the eager step in the usual layout, and in the other if it is not fixed; keep the faster one."""
         usual = self.fields["channels_last"]
-        is_open = self.config.train.channels_last == "auto" and convolves_images(*self.workload.list_modules())
+        is_open = self.train.channels_last == "auto" and convolves_images(*self.workload.list_modules())
         layouts = (usual, not usual) if is_open else (usual,)
         tried: dict[bool, Cost] = {}
         for channels_last in layouts:
@@ -152,7 +151,7 @@ class ModeSearch:
 
     def _try_tuned_kernels(self, best: Cost | None) -> Cost | None:
         mode: Mode = self.fields["mode"]
-        if best is None or mode == "eager" or self.config.train.tune_kernels != "auto":
+        if best is None or mode == "eager" or self.train.tune_kernels != "auto":
             return best
         if not self._may_try("kernel tuning", KERNEL_TUNING_S):
             return best
@@ -174,7 +173,7 @@ class ModeSearch:
 
     def _start_trial(self, **changed: bool) -> AbstractContextManager[Trial]:
         mode_independent = {name: value for name, value in {**self.fields, **changed}.items() if name != "mode"}
-        return self.rehearse(self.config, self.workload, dataclasses.replace(self.plan, **mode_independent))
+        return self.rehearsal.begin(dataclasses.replace(self.plan, **mode_independent))
 
     def _measure_trial(self, trial: Trial, mode: Mode, label: str = "", **switches: bool) -> Cost | None:
         try:
@@ -250,14 +249,16 @@ MUCH_LONGER = 2.0  # a run longer by this factor than the one that measured trie
 class CachedMode:
     """The stored result for one model, shapes, device and versions."""
 
-    def __init__(self, config: RunConfig, workload: Workload, plan: Plan) -> None:
+    def __init__(self, plan: Plan, rehearsal: Rehearsal) -> None:
+        workload, (image_size, sample_size) = rehearsal.workload, rehearsal.describe_shape()
+        settings, train, optimizer = rehearsal.settings, rehearsal.settings.train, rehearsal.settings.optimizer
         rows = (*plan.rows, *plan.frozen)
         identity = (
             "\n".join(map(str, (workload.model, *(part.module for part in workload.frozen.values())))),
-            [config.train.batch_size, config.train.accumulate, config.data.image_size],
-            KINDS.of(config.workload).describe_sample_size(config),  # frames, tokens
-            [config.optimizer.name, config.optimizer.moment_bits, config.precision.rounding, config.ema.enabled],
-            [config.train.channels_last, config.train.tune_kernels, config.train.activation_checkpointing],
+            [train.batch_size, train.accumulate, image_size],
+            sample_size,
+            [optimizer.name, optimizer.moment_bits, settings.precision.rounding, settings.ema.enabled],
+            [train.channels_last, train.tune_kernels, train.activation_checkpointing],
             [plan.granted, plan.device_name, [(row.module, row.compute) for row in rows if row.is_part]],
             [__version__, torch.__version__, torch.version.cuda, torch.backends.cudnn.version()],
         )

@@ -24,10 +24,8 @@ from halfstep.own_loop.repeated_blocks import describe_blocks, find_blocks, grou
 from halfstep.precision.plan import Plan
 from halfstep.recompute import Recompute, Recomputing
 from halfstep.step.randomness import read_generators
-from halfstep_train.config.schema import RunConfig
 from halfstep_train.tune.memory_low import CannotRun, MemorySetting
-from halfstep_train.tune.trials import Rehearse, Trial
-from halfstep_train.workloads.base.workload import Workload
+from halfstep_train.tune.trials import Rehearsal, Trial
 
 NUM_STEPS = NUM_SAMPLES = 2
 NOISE, MOST_NOISE = 10.0, 1e-2
@@ -49,25 +47,23 @@ class StepRecord(NamedTuple):
     calls: set[tuple[str, Literal["in backward", "kept", "idle"]]]
 
 
-def find_recomputable(config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> Recomputable:
+def find_recomputable(plan: Plan, rehearsal: Rehearsal) -> Recomputable:
     """Find the blocks of a model that may be recomputed when it trains with this plan."""
-    if any(isinstance(module, Recomputing) for module in workload.model.modules()):
+    if any(isinstance(module, Recomputing) for module in rehearsal.workload.model.modules()):
         return Recomputable((), ("pointwise", "alternate", "blocks"))
-    small = {"batch_size": min(NUM_SAMPLES, config.train.batch_size), "accumulate": 1}
-    config = config.replace(train=small, scaler={"init_scale": 1.0})
     try:
-        return _Check(config, workload, dataclasses.replace(plan, pieces=1), rehearse).find()
+        return _Check(dataclasses.replace(plan, pieces=1), rehearsal).find()
     except CannotRun as error:
         return Recomputable((), (), (f"recomputing: {error}",))
 
 
 class _Check:
-    def __init__(self, config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> None:
-        self.run, self.plan, self.rehearse = (config, workload), plan, rehearse
-        self.model, self.noise = workload.model, dict[str, float]()
+    def __init__(self, plan: Plan, rehearsal: Rehearsal) -> None:
+        self.plan, self.rehearsal = plan, rehearsal
+        self.model, self.noise = rehearsal.workload.model, dict[str, float]()
         if not (blocks := find_blocks(self.model)):
             raise CannotRun(f"no block of layers is repeated in {type(self.model).__name__}")
-        if workload.blocks and plan.mode not in ("", "eager"):
+        if rehearsal.workload.blocks and plan.mode not in ("", "eager"):
             raise CannotRun("blocks have a forward of their own in captured steps")
         self.plain = self._record_steps("none", watched=blocks)
         if any(isinstance(mark, tuple) and not math.isfinite(mark[1]) for mark in self.plain.left.values()):
@@ -114,7 +110,8 @@ class _Check:
     def _record_steps(self, how: Recompute, names: Collection[str] = (), watched: Collection[str] = ()) -> StepRecord:
         memory = dataclasses.asdict(MemorySetting(recompute=how))
         plan = dataclasses.replace(self.plan, memory=memory, blocks=tuple(names))
-        with self.rehearse(*self.run, plan) as trial:
+        small = {"batch_size": min(NUM_SAMPLES, self.rehearsal.settings.train.batch_size), "accumulate": 1}
+        with self.rehearsal.begin(plan, train=small, scaler={"init_scale": 1.0}) as trial:
             try:
                 return _record_step(trial, watched)
             except Exception as error:  # inside the trial, so that it also ends on other ranks

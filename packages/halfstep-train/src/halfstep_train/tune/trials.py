@@ -6,7 +6,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from halfstep.errors import summarise_error
 from halfstep.hardware.clock import Clock, Stopwatch
 from halfstep.hardware.memory import LiveBytes, get_peak_memory_bytes, reset_peak
 from halfstep.precision.plan import Plan
-from halfstep_train.config.schema import RunConfig
+from halfstep_train.config.schema import StepSettings, TrainConfig
 from halfstep_train.data.loader import Loader
 from halfstep_train.tune.channels_last import is_only_tried
 from halfstep_train.tune.fresh_thread import run_in_fresh_thread
@@ -65,7 +65,8 @@ class Steps(Protocol):
 class Rehearsed(Protocol):
     """The parts of an assembled copy of a run that a trial uses."""
 
-    config: RunConfig
+    name: str
+    train: TrainConfig
     plan: Plan
     model: nn.Module
     device: torch.device
@@ -77,25 +78,40 @@ class Rehearsed(Protocol):
 class Capturable(Protocol):
     """The step of a run; `why_never_captured` is empty if it can become a CUDA graph."""
 
+    accumulate: int
+
     def why_never_captured(self) -> str: ...
 
 
-Rehearse = Callable[[RunConfig, Workload, Plan], AbstractContextManager["Trial"]]
-"""Assemble a copy of a run for one trial. Passed in, because this package does not build runs."""
+class Rehearsal(Protocol):
+    """Assembles copies of a run for trials. Passed in, because this package does not build runs."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def settings(self) -> StepSettings: ...
+    @property
+    def workload(self) -> Workload: ...
+
+    def describe_shape(self) -> tuple[int, str]:
+        """Return the side of images, and what else makes samples larger: frames, tokens."""
+
+    def begin(self, plan: Plan, **changes: Mapping[str, Any]) -> AbstractContextManager[Trial]:
+        """Assemble a copy for one trial; `changes` are other settings, by section."""
 
 
-def measure_cost(mode: Mode, config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> Cost:
+def measure_cost(mode: Mode, plan: Plan, rehearsal: Rehearsal, **changes: Mapping[str, Any]) -> Cost:
     """Return the cost of a step in this mode, or compiled if it cannot be captured, as the run itself would
     continue."""
     try:
-        return _measure_in(mode, config, workload, plan, rehearse)
+        return _measure_in(mode, plan, rehearsal, changes)
     except NotCaptured:
         pass  # retry outside of the handler: the error's frames hold the model
-    return _measure_in("compile", config, workload, plan, rehearse)
+    return _measure_in("compile", plan, rehearsal, changes)
 
 
-def _measure_in(mode: Mode, config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> Cost:
-    with rehearse(config, workload, plan) as trial:
+def _measure_in(mode: Mode, plan: Plan, rehearsal: Rehearsal, changes: Mapping[str, Mapping[str, Any]]) -> Cost:
+    with rehearsal.begin(plan, **changes) as trial:
         return trial.measure(mode)
 
 
@@ -104,7 +120,7 @@ class Trial:
 
     def __init__(self, parts: Rehearsed, engine: Callable[[Any, Mode, Notice], Steps], batch: Batch) -> None:
         self.parts, self.engine = parts, engine
-        self.window = [{name: value.to(parts.device) for name, value in batch.items()}] * parts.config.train.accumulate
+        self.window = [{name: value.to(parts.device) for name, value in batch.items()}] * parts.step.accumulate
 
     def measure(self, mode: Mode, time: TrialTime | None = None, *, cudnn_benchmark: bool | None = None) -> Cost:
         """Return milliseconds and peak bytes of a step in this mode; raise CannotRun if it does not run."""
@@ -129,7 +145,7 @@ class Trial:
         except CannotRun:
             raise
         except Exception as error:
-            if mode == "eager" and not is_only_tried(self.parts.config, self.parts.plan):
+            if mode == "eager" and not is_only_tried(self.parts.train.channels_last, self.parts.name, self.parts.plan):
                 raise  # the run itself would fail with it
             raise CannotRun(f"{type(error).__name__}: {summarise_error(error)}") from error
         finally:
@@ -172,9 +188,8 @@ class Trial:
             torch.cuda.synchronize(self.parts.device)
 
 
-def load_first_batch(config: RunConfig, workload: Workload) -> Batch:
+def load_first_batch(train: TrainConfig, workload: Workload) -> Batch:
     """Load the first training batch, on the host."""
-    train = config.train
     loader = Loader(workload.train_samples, batch_size=train.batch_size, seed=train.seed, shuffle=True)
     try:
         return next(loader.iterate_epoch(0))
@@ -246,7 +261,7 @@ class TrialTime:
             self.starts_s += start.elapsed_s
 
 
-def count_total_steps(config: RunConfig, num_batches: int) -> int:
+def count_total_steps(train: TrainConfig, num_batches: int) -> int:
     """Return the number of steps of the run, if nothing stops it early."""
-    planned = config.train.epochs * math.ceil(num_batches / config.train.accumulate)
-    return min(planned, config.train.max_steps) if config.train.max_steps else planned
+    planned = train.epochs * math.ceil(num_batches / train.accumulate)
+    return min(planned, train.max_steps) if train.max_steps else planned

@@ -169,7 +169,7 @@ def create_comparison(request: CompareRequest, out: Path | None) -> tuple[Path, 
         if config.precision.simulate and (missing := explain_simulation(config.precision, hardware)):
             simulated[row] = missing
         try:  # refuse a missing format or mode now, not after the first runs
-            find_asked_mode(config, decide(config.precision, hardware))
+            find_asked_mode(config.train, decide(config.precision, hardware))
         except HalfstepError as error:
             error.what = f"{row}: {error.what}"
             raise

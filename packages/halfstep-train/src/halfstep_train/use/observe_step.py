@@ -25,7 +25,7 @@ from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
 from halfstep.step.facts import read_rng_state
 from halfstep.step.randomness import choose_algorithms
-from halfstep_train.config.schema import RunConfig
+from halfstep_train.config.schema import PrecisionConfig, RunConfig
 from halfstep_train.data.loader import Loader
 from halfstep_train.run.assemble import Assembly, apply_settled, assemble, build_workload, decide_plan, provide_data
 from halfstep_train.run.engine import Engine, make_engine, prepare_window
@@ -43,7 +43,7 @@ def record_ledger(
     source: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False
 ) -> list[Ledger]:
     """Record the formats of one step: of a run, with its weights and stored plan, or of what would be trained."""
-    with assemble_step(source, flags=flags, overrides=overrides, trust=trust) as (parts, engine, window):
+    with assemble_step(source, flags=flags, overrides=overrides, trust=trust) as (_, parts, engine, window):
         return observe_ledgers(parts, engine, window, _record_replay(parts, engine, window))
 
 
@@ -63,30 +63,31 @@ def _record_replay(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> l
 @contextmanager
 def assemble_step(
     source: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False
-) -> Iterator[tuple[Assembly, AnyEngine, list[Batch]]]:
-    """Yield an assembly after one step (so that the optimizer has state), its engine and a window of real data."""
+) -> Iterator[tuple[RunConfig, Assembly, AnyEngine, list[Batch]]]:
+    """Yield a config, its assembly after one step (so that the optimizer has state), engine and a window of data."""
     loaded = load_target(source, flags=flags, overrides=overrides, trust=trust)
     with provide_data(loaded.config) as config:
-        parts = _assemble_run(Path(source), config, trust=trust) if is_run(source) else _assemble_config(config)
+        made = _assemble_run(Path(source), config, trust=trust) if is_run(source) else _assemble_config(config)
+        config, parts = made
         try:
             with choose_algorithms(deterministic=config.train.deterministic):
                 engine = make_engine(parts, parts.mode or "eager", _ignore_notice)
                 window = _read_first_window(parts)
                 engine(window)
-                yield parts, engine, window
+                yield config, parts, engine, window
         finally:
             parts.train_loader.close()
             parts.val_loader.close()
 
 
-def _assemble_config(config: RunConfig) -> Assembly:
+def _assemble_config(config: RunConfig) -> tuple[RunConfig, Assembly]:
     workload = add_checksums(build_workload(config))
     settled = apply_settled(config, workload)
     plan = decide_plan(settled, workload, probe(settled.device))
-    return assemble(settled, workload, plan)
+    return settled, assemble(settled, workload, plan)
 
 
-def _assemble_run(path: Path, config: RunConfig, *, trust: bool) -> Assembly:
+def _assemble_run(path: Path, config: RunConfig, *, trust: bool) -> tuple[RunConfig, Assembly]:
     run = open_run(path, checkpoint="last", trust=trust)
     found, _ = find_moved_data(config, run.folder)
     workload = build_workload(found, run.store)
@@ -95,7 +96,7 @@ def _assemble_run(path: Path, config: RunConfig, *, trust: bool) -> Assembly:
     parts = assemble(found, workload, plan)
     load_weights(run, parts.model, plan, workload.frozen, workload.values)
     parts.model.train()
-    return parts
+    return found, parts
 
 
 def _read_first_window(parts: Assembly) -> list[Batch]:
@@ -125,14 +126,14 @@ def dry_run(
     """Predict what the format would do, module by module; a stored run is not changed."""
     if not is_run(source):  # a run keeps the precision that it was trained in
         flags = {**flags, "precision": "fp32"}
-    with assemble_step(source, flags=flags, overrides=overrides, trust=trust) as (parts, engine, _):
+    with assemble_step(source, flags=flags, overrides=overrides, trust=trust) as (config, parts, engine, _):
         windows = read_windows(parts, num_batches)
         found: list[Judgement] = []
         for phase, own in list_engines(engine):
-            rows = judge_modules(build_subject(own, windows[0]), target, windows)
+            rows = judge_modules(build_subject(own, windows[0], config.precision), target, windows)
             found += [_add_phase(row, phase) for row in rows]
         if target == "bf16-true":
-            found += _judge_updates(parts, engine)
+            found += _judge_updates(config, parts, engine)
         return found
 
 
@@ -142,7 +143,7 @@ def read_windows(parts: Assembly, num: int) -> list[list[Batch]]:
     return [prepare_window(parts, [batch]) for batch in placed]
 
 
-def build_subject(engine: Engine, window: list[Batch]) -> Subject:
+def build_subject(engine: Engine, window: list[Batch], asked: PrecisionConfig) -> Subject:
     """Collect what a dry run needs to run the step in other precisions."""
     parts, step = engine.parts, engine.guarded
     return Subject(
@@ -152,22 +153,22 @@ def build_subject(engine: Engine, window: list[Batch]) -> Subject:
         state={name: value.detach().clone() for name, value in collect_state(parts.model).items()},
         rng=read_rng_state(parts.device),
         plan=parts.plan,
-        plan_for=lambda precision, modules: _decide_plan(parts.config, parts, precision),
+        plan_for=lambda precision, modules: _decide_plan(asked, parts, precision),
         frozen=get_modules(parts.workload.frozen),
         other_state={name: copy_state(part.module) for name, part in parts.workload.frozen.items()},
         trained=step.find_trained_parameters(),
     )
 
 
-def _decide_plan(config: RunConfig, parts: Assembly, precision: str) -> Plan:
-    request = config.precision.model_copy(
+def _decide_plan(asked: PrecisionConfig, parts: Assembly, precision: str) -> Plan:
+    request = asked.model_copy(
         update={"default": precision or parts.plan.granted, "simulate": precision != "fp32", "strict": False}
     )
     frozen = get_modules(parts.workload.frozen)
     return decide(request, probe(parts.plan.device), parts.model, fragile=parts.workload.fragile, frozen=frozen)
 
 
-def _judge_updates(parts: Assembly, engine: AnyEngine) -> list[Judgement]:
+def _judge_updates(config: RunConfig, parts: Assembly, engine: AnyEngine) -> list[Judgement]:
     """Judge the weight updates of one step, after a few warm-up steps of the optimizer."""
     batches = itertools.islice(parts.train_loader.iterate_epoch(0), WARM_UP + 1)
     before = after = _copy_parameters(parts)
@@ -175,8 +176,8 @@ def _judge_updates(parts: Assembly, engine: AnyEngine) -> list[Judgement]:
         before = after
         engine([{name: value.to(parts.device) for name, value in batch.items()}])
         after = _copy_parameters(parts)
-    rounding = parts.config.precision.rounding
-    is_kept = parts.config.optimizer.name == "adamw" and rounding != "nearest"
+    rounding = config.precision.rounding
+    is_kept = config.optimizer.name == "adamw" and rounding != "nearest"
     return judge_updates(before, after, f"precision.rounding={rounding}" if is_kept else "")
 
 

@@ -122,7 +122,7 @@ def load_weights(
 ) -> nn.Module:
     """Place the model on its device with the checkpoint's weights, the averaged ones if the run has them."""
     model = place_model(run.config, model, plan)
-    place_frozen_(run.config, frozen or {}, plan)
+    place_frozen_(run.config.train.channels_last, run.config.workload, frozen or {}, plan)
     write_values_(values or {}, int(run.checkpoint.state["step"]["committed"]), torch.device(plan.device))
     try:
         load_for_use(model, run.checkpoint)

@@ -23,11 +23,10 @@ from halfstep_train.run.engine import prepare_window
 from halfstep_train.run.folder import RunFolder, is_run
 from halfstep_train.run.journal import BUSY, SHORTEST_S, Waiting, format_gpu_use
 from halfstep_train.run.memory.out_of_memory import split_window
-from halfstep_train.run.optimizer import Length, build_optimizer, count_steps_per_epoch
+from halfstep_train.run.optimizer import Length, build_optimizer
 from halfstep_train.run.step_ledger import AnyEngine, drop_outputs, list_engines, observe_ledgers
 from halfstep_train.tune.memory_low import MemorySetting
 from halfstep_train.tune.modes import Batch
-from halfstep_train.tune.trials import count_total_steps
 from halfstep_train.use.observe_step import assemble_step
 
 NAN, CLIP, RATE, AMP = (
@@ -44,12 +43,12 @@ def verify(
 ) -> list[ProofLine]:
     """Return all lines except that of the configuration, which `check` provides. Nothing of a run is changed."""
     record = read_run(Path(source)) if is_run(source) else None
-    with assemble_step(source, flags=flags, overrides=overrides, trust=trust) as (parts, engine, window):
+    with assemble_step(source, flags=flags, overrides=overrides, trust=trust) as (config, parts, engine, window):
         amp = _check_amp(parts, engine, window)  # first, because the proofs below run steps
         lines = [
             _prove_each_phase(NAN, engine, window, parts, check_nan_is_dropped),
             _check_clipping(parts, engine, window),
-            _check_rate(parts, engine, window, record),
+            _check_rate(config, parts, engine, window, record),
             amp,
         ]
     if record is None:
@@ -69,7 +68,7 @@ def _prove_each_phase(name: str, engine: AnyEngine, window: list[Batch], parts: 
 
 
 def _check_clipping(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> ProofLine:
-    if not parts.config.train.clip_norm:
+    if not parts.train.clip_norm:
         return ProofLine(name=CLIP, holds=None, text="train.clip_norm is 0: clipping is off, as configured")
     return _prove_each_phase(CLIP, engine, window, parts, check_clipping)
 
@@ -83,22 +82,24 @@ def _check_amp(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> Proof
     return ProofLine(name=AMP, holds=not differing, text=text)
 
 
-def _check_rate(parts: Assembly, engine: AnyEngine, window: list[Batch], record: RunRecord | None) -> ProofLine:
+def _check_rate(
+    config: RunConfig, parts: Assembly, engine: AnyEngine, window: list[Batch], record: RunRecord | None
+) -> ProofLine:
     """Check every recorded rate of a run, or the rates of a few steps."""
     trained = record.select_kind("train") if record is not None else []
     # The recorded rate of a phase may be that of an earlier step, so phases are checked by new steps.
     if record is None or not trained or parts.phases:
         return _prove_each_phase(RATE, engine, window, parts, check_rates)
     before = RunFolder(record.path).read_settled().before
-    used = [(int(one["until"]), type(parts.config).model_validate(one["settings"])) for one in before]
-    used.append((max(int(one["step"]) for one in trained), parts.config))
+    used = [(int(one["until"]), type(config).model_validate(one["settings"])) for one in before]
+    used.append((max(int(one["step"]) for one in trained), config))
     is_lowered = any(event.get("event") == "rollback" for event in record.select_kind("event"))
-    if is_lowered or any(config.schedule.name == "plateau" for _, config in used):
+    if is_lowered or any(own.schedule.name == "plateau" for _, own in used):
         return ProofLine(
             name=RATE, holds=None, text="a plateau or a rollback lowered the rate by a factor that is not recorded"
         )
     # A resume may change the run's length and with it the schedule: compare each step with the schedule of its time.
-    schedules = [(until, _make_schedule(parts, config)) for until, config in used]
+    schedules = [(until, _make_schedule(parts, own)) for until, own in used]
     for one in trained:
         scheduled = next(schedule for until, schedule in schedules if int(one["step"]) <= until)
         # `committed` is counted after the step: a committed step ran at the count before, a dropped one at this count.
@@ -115,9 +116,11 @@ def _check_rate(parts: Assembly, engine: AnyEngine, window: list[Batch], record:
 def _make_schedule(parts: Assembly, config: RunConfig) -> Callable[[int], float]:
     """Return the rate of the first parameter group by committed steps, in a run with these settings."""
     num_batches = math.ceil(len(parts.workload.train_samples) / config.train.batch_size)
-    length = Length(count_total_steps(config, num_batches), count_steps_per_epoch(config, num_batches))
+    length = Length.of(config.train, num_batches)
     setting = MemorySetting(**parts.plan.memory)
-    optimizer, schedules = build_optimizer(config, parts.model, setting, length, groups=parts.workload.groups)
+    optimizer, schedules = build_optimizer(
+        config.step_settings, parts.model, setting, length, groups=parts.workload.groups
+    )
     return lambda committed: float(optimizer.param_groups[0]["lr"]) * schedules[0](committed)
 
 

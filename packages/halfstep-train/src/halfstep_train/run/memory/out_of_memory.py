@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import MemoryLimitError, summarise_error
 from halfstep.hardware.memory import describe_memory
-from halfstep_train.config.schema import RunConfig
-from halfstep_train.workloads import KINDS
+from halfstep_train.config.schema import TrainConfig
 
 OutOfMemory = torch.OutOfMemoryError
 
@@ -37,14 +36,18 @@ def count_parts(rows: int, pieces: int) -> int:
 
 def explain_out_of_memory(
     error: OutOfMemory,
-    config: RunConfig,
+    train: TrainConfig,
+    each: str,
     pieces: int,
     device: torch.device,
     num_ranks: int = 1,
     planned: Iterable[str] = (),
 ) -> MemoryLimitError:
-    """Return the error of a step that did not fit, with suggestions: first those that are `planned` to fit."""
-    size, accumulate = config.train.batch_size, config.train.accumulate * pieces
+    """Return the error of a step that did not fit, with suggestions: first those that are `planned` to fit.
+
+    `each` describes the size of a sample.
+    """
+    size, accumulate = train.batch_size, train.accumulate * pieces
     smaller = max(size // (2 * pieces), num_ranks)
     ways = list(planned)
     if size > num_ranks:
@@ -54,22 +57,21 @@ def explain_out_of_memory(
             f" (same effective batch; train.auto_batch=true {by_itself})"
         )
     ways.append("--precision bf16 (activations take half the memory)")
-    if config.train.memory != "low":
+    if train.memory != "low":
         ways.append("train.memory=low (measures what saves memory here for at most 10 % more time)")
     ways.append("train.activation_checkpointing=true (one more forward pass in each step)")
-    each = KINDS.of(config.workload).describe_sample_size(config)
     what = f"out of memory on {device} with batch size {size}{f' at {each}' if each else ''}"
     what += f", {-(-size // num_ranks)} per rank" if num_ranks > 1 else ""
     return _make_error(what, error, device, ways)
 
 
 def explain_model_too_large(
-    error: OutOfMemory, config: RunConfig, model: nn.Module, device: torch.device
+    error: OutOfMemory, model: nn.Module, device: torch.device, *, has_ema: bool
 ) -> MemoryLimitError:
     """Return the error of a model that does not fit even without a batch."""
     num_parameters = sum(p.numel() for p in model.parameters())
     ways = ["a smaller model", "--precision bf16-true (weights in half of the bytes)"]
-    if config.ema.enabled:
+    if has_ema:
         ways.append("ema.enabled=false (the average is a second copy of the weights)")
     ways.append("a device with more memory, or one that is not in use (--device)")
     what = f"{type(model).__name__} with its {num_parameters:,} parameters does not fit on {device}, before any batch"
@@ -81,12 +83,12 @@ def _make_error(what: str, error: OutOfMemory, device: torch.device, ways: Itera
     return MemoryLimitError(what, why=why, fix="one of:\n       " + "\n       ".join(ways))
 
 
-def describe_halving(pieces: int, config: RunConfig, model: Any) -> str:
+def describe_halving(pieces: int, batch_size: int, model: Any) -> str:
     """Return the line that announces a smaller micro-batch."""
-    micro = -(-config.train.batch_size // pieces)
+    micro = -(-batch_size // pieces)
     has_batch_norm = any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules())
     note = "; BatchNorm now sees smaller batches" if has_batch_norm else ""
     return (
-        f"out of memory: continuing with micro-batches of {micro} instead of {config.train.batch_size}, "
+        f"out of memory: continuing with micro-batches of {micro} instead of {batch_size}, "
         f"{pieces} times as many of them (same effective batch){note}"
     )

@@ -24,7 +24,7 @@ from halfstep.hardware.device_facts import Hardware
 from halfstep.precision.ladder import explain_lack
 from halfstep.precision.plan import Plan
 from halfstep.recompute import Recompute
-from halfstep_train.config.schema import ADAM_LIKE, RunConfig
+from halfstep_train.config.schema import ADAM_LIKE, RunConfig, TrainConfig
 from halfstep_train.kernels.fast_forms import has_triton
 from halfstep_train.run.memory.compiled import PRODUCTS, derive_compiled_timeline
 from halfstep_train.run.memory.sharded import ShardUnit, UnitBytes, replicate_timeline, shard_timeline
@@ -71,12 +71,12 @@ class Cell:
     """Whether sharded gradients are reduced once per step: until then they are whole."""
 
     @classmethod
-    def of(cls, config: RunConfig, precision: str, mode: Mode, setting: MemorySetting | None = None) -> Cell:
-        """Return the cell of this config's step; without `setting` at the config's own memory level."""
+    def of(cls, train: TrainConfig, precision: str, mode: Mode, setting: MemorySetting | None = None) -> Cell:
+        """Return the cell of a step with these settings; without `setting` at their own memory level."""
         if setting is None:
-            setting = MemorySetting(recompute="blocks") if config.train.activation_checkpointing else NORMAL
-        size, accumulate = config.train.batch_size, config.train.accumulate
-        half = config.train.shard_gather == "bf16"
+            setting = MemorySetting(recompute="blocks") if train.activation_checkpointing else NORMAL
+        size, accumulate = train.batch_size, train.accumulate
+        half = train.shard_gather == "bf16"
         return cls(precision=precision, mode=mode, setting=setting, batch_size=size, accumulate=accumulate,
                    gathers_half=half)  # fmt: skip
 
@@ -90,10 +90,10 @@ class Cell:
         return replace(self, mode="compile" if self.layout == "shard" and mode == "graph" else mode)
 
     @classmethod
-    def of_plan(cls, config: RunConfig, plan: Plan) -> Cell:
+    def of_plan(cls, train: TrainConfig, plan: Plan) -> Cell:
         """Return the cell of a run with this plan, before batches are cut into micro-batches."""
         setting = MemorySetting(**plan.memory) if plan.memory else None
-        return cls.of(config, plan.granted, plan.mode or "eager", setting)
+        return cls.of(train, plan.granted, plan.mode or "eager", setting)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -370,7 +370,9 @@ def list_cells(
 
     Sharded runs have levels that need no trial on a copy of the model: those that a model or optimizer has itself.
     """
-    cells = [Cell.of(config, name, mode, setting) for name in precisions for setting in list_levels(planner, config)]
+    cells = [
+        Cell.of(config.train, name, mode, setting) for name in precisions for setting in list_levels(planner, config)
+    ]
     if ranks is None:
         return cells
     recomputes = ("none",) if planner.step.blocks else ("none", "blocks")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ from halfstep.hardware.probe import probe
 from halfstep.own_loop.repeated_blocks import describe_blocks
 from halfstep.precision.advice import USABLE_MEMORY
 from halfstep.precision.plan import Plan
-from halfstep_train.config.schema import RunConfig
+from halfstep_train.config.schema import RunConfig, TrainConfig
 from halfstep_train.run.assemble import Assembly
 from halfstep_train.run.checkpoint import read_document
 from halfstep_train.run.folder import RunFolder, load_stored
+from halfstep_train.run.memory.out_of_memory import OutOfMemory, explain_out_of_memory
 from halfstep_train.run.memory.planner import (
     USABLE,
     Cell,
@@ -29,12 +30,13 @@ from halfstep_train.run.memory.planner import (
     find_fits,
     find_largest_batch,
 )
-from halfstep_train.run.memory.traceable_step import build_traceable_step
+from halfstep_train.run.memory.traceable_step import TraceableStep, build_traceable_step
 from halfstep_train.run.sharded_model import OF_FROZEN, group_blocks
 from halfstep_train.tune.choose import Say
 from halfstep_train.tune.memory_low import DoesNotFit, MemorySetting
 from halfstep_train.tune.modes import Mode
-from halfstep_train.tune.trials import Rehearse, measure_cost
+from halfstep_train.tune.trials import Rehearsal, measure_cost
+from halfstep_train.workloads import KINDS
 from halfstep_train.workloads.base.import_path import UnknownCode
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.workload import Workload
@@ -45,30 +47,27 @@ BY_BATCH = ("activations", "workspaces", "inputs", "graph pool")
 """Components that grow with the batch. Some workspaces do not, so large batches are slightly overestimated."""
 
 
-def choose_pieces(
-    config: RunConfig,
-    workload: Workload,
-    plan: Plan,
-    say: Callable[[str], None],
-    rehearse: Rehearse,
-    *,
-    by_trial: bool,
-) -> int:
+Trace = Callable[[], TraceableStep]
+"""Builds the run's step without its content, where its memory is to be predicted."""
+
+
+def choose_pieces(plan: Plan, say: Say, rehearsal: Rehearsal, trace: Trace, *, by_trial: bool) -> int:
     """Return how many micro-batches `train.auto_batch` cuts each batch into before the first step: 1, 2, 4 ...
 
     One rank uses the prediction, and halves again during training if it was too optimistic. Several ranks try steps
     instead, because a rank cannot cut its batch while the others are in the middle of a step.
     """
-    return _try_pieces(config, workload, plan, rehearse) if by_trial else _predict_pieces(config, workload, plan, say)
+    if by_trial:
+        return _try_pieces(plan, rehearsal)
+    return _predict_pieces(rehearsal.settings.train, plan, say, trace)
 
 
-def _try_pieces(config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> int:
+def _try_pieces(plan: Plan, rehearsal: Rehearsal) -> int:
     """Run steps with ever smaller micro-batches until one fits."""
-    size, pieces = config.train.batch_size, 1
+    size, pieces = rehearsal.settings.train.batch_size, 1
     while True:
-        smaller = config.replace(train={"batch_size": -(-size // pieces)})
         try:
-            measure_cost(plan.mode or "eager", smaller, workload, plan, rehearse)
+            measure_cost(plan.mode or "eager", plan, rehearsal, train={"batch_size": -(-size // pieces)})
         except DoesNotFit as error:
             problem = str(error)
         else:
@@ -82,29 +81,29 @@ def _try_pieces(config: RunConfig, workload: Workload, plan: Plan, rehearse: Reh
         pieces *= 2
 
 
-def _predict_pieces(config: RunConfig, workload: Workload, plan: Plan, say: Callable[[str], None]) -> int:
+def _predict_pieces(train: TrainConfig, plan: Plan, say: Say, trace: Trace) -> int:
     """Predict the number of micro-batches, and print it if there is more than one."""
     if not plan.on_cuda:
         return 1
     limit = measure_free_bytes(torch.device(plan.device))
     try:
-        pieces = find_fitting_pieces(config, workload, plan, limit)
+        pieces = find_fitting_pieces(train, plan, trace, limit)
     except HalfstepError as error:
         say(f"the memory of a step cannot be predicted: {error.what}; the micro-batch is halved if memory runs out")
         return 1
     if pieces > 1:
-        micro = -(-config.train.batch_size // pieces)
+        micro = -(-train.batch_size // pieces)
         say(
-            f"memory plan: micro-batches of {micro} instead of {config.train.batch_size}, {pieces} times as many "
+            f"memory plan: micro-batches of {micro} instead of {train.batch_size}, {pieces} times as many "
             f"of them (same effective batch), to fit {format_bytes(limit)}"
         )
     return pieces
 
 
-def find_fitting_pieces(config: RunConfig, workload: Workload, plan: Plan, limit_bytes: int) -> int:
+def find_fitting_pieces(train: TrainConfig, plan: Plan, trace: Trace, limit_bytes: int) -> int:
     """Return the predicted number of micro-batches per batch that fits into memory: 1, 2, 4 ..."""
-    planner = MemoryPlanner(build_traceable_step(config, workload.store))
-    cell = Cell.of_plan(config, plan)
+    planner = MemoryPlanner(trace())
+    cell = Cell.of_plan(train, plan)
     if planner.predict(cell).total <= limit_bytes:
         return 1
     # With several micro-batches gradients accumulate, so all of them exist during every forward pass but the first.
@@ -124,19 +123,19 @@ def measure_free_bytes(device: torch.device) -> int:
 # --- train.shard ---
 
 
-def choose_sharding(config: RunConfig, workload: Workload, plan: Plan, num_ranks: int, say: Say) -> Plan:
+def choose_sharding(train: TrainConfig, workload: Workload, plan: Plan, num_ranks: int, say: Say, trace: Trace) -> Plan:
     """Return the plan with the decision and its reason, which is also printed; only rank 0 decides."""
-    if config.train.shard is False:
+    if train.shard is False:
         return plan
     try:
-        step = build_traceable_step(config, workload.store)
+        step = trace()
         blocks, problem = step.shard_blocks, ""
         planner = MemoryPlanner(step, probe(plan.device))
-        cell = Cell.of(config, plan.granted, "eager")
+        cell = Cell.of(train, plan.granted, "eager")
         whole, shard = (planner.predict(cell.spread(num_ranks, layout)).total for layout in ("ddp", "shard"))
     except HalfstepError as error:
         blocks, problem, whole, shard = [[]], error.what, 0, 0
-    if config.train.shard == "auto":
+    if train.shard == "auto":
         limit = _measure_limit(plan, num_ranks)
         if problem or whole <= limit:
             why = (
@@ -156,20 +155,20 @@ def choose_sharding(config: RunConfig, workload: Workload, plan: Plan, num_ranks
     return _set_sharding(plan, True, reason, (*blocks[0], *frozen), say)
 
 
-def choose_reduction(config: RunConfig, workload: Workload, plan: Plan, num_ranks: int, say: Say) -> Plan:
+def choose_reduction(train: TrainConfig, plan: Plan, num_ranks: int, say: Say, trace: Trace) -> Plan:
     """Return the plan of a sharded run with the decision when gradients are reduced: once per step where whole
     gradients have room until then, otherwise after each micro-batch."""
-    if config.train.accumulate == 1:
+    if train.accumulate == 1:
         return plan
     try:
-        planner = MemoryPlanner(build_traceable_step(config, workload.store), probe(plan.device))
-        cell = dataclasses.replace(Cell.of_plan(config, plan).spread(num_ranks, "shard"), reduces_last=True)
+        planner = MemoryPlanner(trace(), probe(plan.device))
+        cell = dataclasses.replace(Cell.of_plan(train, plan).spread(num_ranks, "shard"), reduces_last=True)
         size, limit = planner.predict(cell).total, _measure_limit(plan, num_ranks)
         fits, why = size <= limit, f"with whole gradients a rank needs {_compare(size, limit)}"
     except HalfstepError as error:
         fits, why = False, f"memory cannot be predicted: {error.what}"
     when = "once per step" if fits else "after each micro-batch"
-    reason = f"gradients are reduced {when} (train.accumulate={config.train.accumulate}): {why}"
+    reason = f"gradients are reduced {when} (train.accumulate={train.accumulate}): {why}"
     say(reason)
     return dataclasses.replace(plan, reduces_last=fits, reduce_reason=reason)
 
@@ -233,7 +232,7 @@ def predict_step_cost(
     traced = "tf32" if precision == "fp32" and not is_gpu else precision
     mode: Mode = "compile" if config.train.fast in ("compile", "graph") else "eager"
     size = max(config.train.batch_size, 2)
-    cell = dataclasses.replace(Cell.of(config, traced, mode), batch_size=size, accumulate=1)
+    cell = dataclasses.replace(Cell.of(config.train, traced, mode), batch_size=size, accumulate=1)
     known, key = {} if known is None else known, config.model_dump_json(exclude=NOT_OF_THE_STEP)
     if key not in known:
         made, plain = build_traceable_step(config, store), _dump_without_recomputing(config)
@@ -260,7 +259,7 @@ def predict_largest_batch(config: RunConfig, precision: str, mode: Mode, memory_
     """Return the largest micro-batch that fits a device of this memory; None if the step cannot be traced."""
     try:
         planner = MemoryPlanner(build_traceable_step(config))
-        return find_largest_batch(planner, Cell.of(config, precision, mode), compute_usable_bytes(memory_bytes))
+        return find_largest_batch(planner, Cell.of(config.train, precision, mode), compute_usable_bytes(memory_bytes))
     except HalfstepError:
         return None
 
@@ -284,7 +283,7 @@ def predict_stored_run(path: Path) -> dict[str, int]:
     config, plan = load_stored(folder.config, {}, trust=False).config, folder.read_plan()
     newest = folder.open_checkpoints().list_all()[-1:]  # it describes the data, which may be gone
     state = read_document(newest[0])["state"] if newest else {}
-    whole = Cell.of_plan(config, plan)
+    whole = Cell.of_plan(config.train, plan)
     size, accumulate = math.ceil(whole.batch_size / plan.pieces), whole.accumulate * plan.pieces
     cell = dataclasses.replace(whole, batch_size=size, accumulate=accumulate, reduces_last=plan.reduces_last)
     if ranks := len(state.get("rank_generators", ())):
@@ -306,15 +305,17 @@ def suggest_fitting_settings(
     return [f"{' '.join(fit.arguments)} (predicted {format_bytes(fit.prediction.total)})" for fit in fits]
 
 
-def suggest_for_run(parts: Assembly) -> Iterable[str]:
-    """Return overrides with which a run that ran out of GPU memory is predicted to fit."""
-    if parts.device.type != "cuda":
-        return ()
-    limit, ranks = measure_free_bytes(parts.device), None if parts.world is None else parts.world.size
-    return suggest_fitting_settings(parts.config, parts.plan, parts.workload.store, limit, ranks)
+def explain_step_too_large(error: OutOfMemory, config: RunConfig, parts: Assembly, pieces: int) -> MemoryLimitError:
+    """Return the error of a run whose step did not fit, with settings that are predicted to fit."""
+    each = KINDS.of(config.workload).describe_sample_size(config)
+    ranks, ways = None if parts.world is None else parts.world.size, list[str]()
+    if parts.device.type == "cuda":
+        limit = measure_free_bytes(parts.device)
+        ways = suggest_fitting_settings(config, parts.plan, parts.workload.store, limit, ranks)
+    return explain_out_of_memory(error, config.train, each, pieces, parts.device, ranks or 1, ways)
 
 
-def make_peak_predictor(config: RunConfig, workload: Workload) -> Callable[[Plan, MemorySetting], int | None]:
+def make_peak_predictor(train: TrainConfig, trace: Trace) -> Callable[[Plan, MemorySetting], int | None]:
     """Return a function that predicts the peak bytes of a memory setting, or None.
 
     `train.memory=low` tries its levers in the order of these peaks.
@@ -326,9 +327,9 @@ def make_peak_predictor(config: RunConfig, workload: Workload) -> Callable[[Plan
             return None  # only a trial shows what the compiler does with a budget
         try:
             if not planners:
-                planners.append(MemoryPlanner(build_traceable_step(config, workload.store)))
+                planners.append(MemoryPlanner(trace()))
                 planners[0].step.blocks = plan.blocks
-            return planners[0].predict(Cell.of(config, plan.granted, plan.mode or "eager", setting)).total
+            return planners[0].predict(Cell.of(train, plan.granted, plan.mode or "eager", setting)).total
         except HalfstepError:
             return None
 

@@ -40,7 +40,7 @@ from halfstep.step.optim.adamw8bit import AdamW8bit, make_state
 from halfstep.step.optim.adamw_bf16 import AdamWBf16, split_for_memory
 from halfstep.step.optim.by_name import CAPTURABLE
 from halfstep.step.optim.codes import make_signed_table, make_unsigned_table
-from halfstep_train.config.schema import RunConfig
+from halfstep_train.config.schema import RunConfig, StepSettings
 from halfstep_train.data.seeds import Key
 from halfstep_train.kernels.fast_forms import force, pretend_launches
 from halfstep_train.models.initial_values import skip_initialisation
@@ -82,7 +82,7 @@ class Fixed:
 class _Turn:
     """What one phase trains and how; a workload without phases has one turn."""
 
-    config: RunConfig
+    settings: StepSettings
     forward: Forward
     loss: Loss
     trained: tuple[str, ...]
@@ -241,12 +241,12 @@ class TraceableStep:
 
     def _list_turns(self) -> Iterator[_Turn]:
         """Yield what each phase trains; without phases one turn with everything."""
-        workload, model = self.workload, self.workload.model
+        workload, model, settings = self.workload, self.workload.model, self.config.step_settings
         names = [name for name, p in model.named_parameters() if p.requires_grad]
         if not workload.phases:
-            yield _Turn(self.config, workload.forward, workload.loss, tuple(names), (), workload.groups)
+            yield _Turn(settings, workload.forward, workload.loss, tuple(names), (), workload.groups)
         for phase in workload.phases:
-            own, forward = configure_phase(self.config, phase), phase.forward or workload.forward
+            own, forward = configure_phase(settings, phase), phase.forward or workload.forward
             trained = tuple(name for name in names if has_parameter(phase, name))
             yield _Turn(own, forward, phase.loss, trained, phase.parameters, phase.groups, phase.compiles)
 
@@ -282,10 +282,10 @@ class TraceableStep:
                 parameter.requires_grad_(wanted[name])
 
     def _build_optimizer(self, turn: _Turn, setting: MemorySetting) -> Optimizer:
-        if turn.config.optimizer.name != "adamw":
+        if turn.settings.optimizer.name != "adamw":
             setting = dataclasses.replace(setting, optimizer_bits=32)
         model, length = self.workload.model, Length(1, 1)
-        return build_optimizer(turn.config, model, setting, length, parts=turn.parts, groups=turn.groups)[0]
+        return build_optimizer(turn.settings, model, setting, length, parts=turn.parts, groups=turn.groups)[0]
 
     def _count_update_bytes(self, optimizer: Optimizer, state_bytes: int) -> int:
         """Return the temporary bytes of an update: fp32 copies of bf16 weights, or copies to undo a bad step."""
@@ -352,7 +352,7 @@ def build_traceable_step(config: RunConfig, store: Store | None = None) -> Trace
     if config.data.dir is not None and store is None or synthetic is None:
         with skip_initialisation():  # the weights are never read
             workload = build_workload(config)
-        return TraceableStep(config, workload, load_first_batch(small, workload))
+        return TraceableStep(config, workload, load_first_batch(small.train, workload))
     if store is None:
         store = synthetic.make_store(config)
     try:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 Part = str | Callable[..., Any]
 """A function or class, or the import path of one."""
+Export = Callable[[Mapping[str, Any], Path, Any], None]
+"""(weights, folder, device): writes the weights of a run for other programs."""
 Store = Mapping[str, Any]
 """Facts about the data that the model depends on: classes, channels, vocabulary. Stored with the run."""
 
@@ -208,6 +210,13 @@ class Kind:
         own = self.sample
         per_sample = load_part(own.per_sample)(config, store) if own.per_sample else 1
         return Unit(own.name, per_sample, load_part(own.flops)(config, store) if own.flops else 0)
+
+    def make_export(self, config: RunConfig, store: Store) -> Export | None:
+        """Return the function that exports the weights of a config's model; None if the family has none."""
+        if self.export is None:
+            return None
+        export = self.export  # imported only when a run ends
+        return lambda weights, folder, device: load_part(export)(weights, config, dict(store), folder, device)
 
     def describe_sample_size(self, config: RunConfig) -> str:
         return str(load_part(self.sample.size)(config)) if self.sample.size else ""
