@@ -71,7 +71,7 @@ def test_a_captured_step_outlives_the_table_of_learning_rates(monkeypatch: pytes
     monkeypatch.setattr(tabulated, "CPU_CHUNK", 4)
     table = engine.parts.step.rates
     assert table is not None
-    table.table = table.table[:, :6].contiguous()
+    table.table, table._num_filled = table.table[:, :6].contiguous(), 6
     expected = [float(table.base[0]) * table.functions[0](k) for k in range(16)]
     found = [engine(window(engine)).read().lr for _ in range(16)]
     assert found == pytest.approx(expected)
