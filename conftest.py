@@ -78,10 +78,13 @@ def trained_resnet(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _backend_flags_are_as_before() -> Iterator[None]:
-    """Restore torch's flags of fp32 matmuls and convolutions: a test may plant a fault while they are set."""
-    flags = read_flags()
+    """Fail a test that leaves torch's flags of fp32 matmuls and convolutions changed: code under test did not restore
+    them. They are restored for the tests after it."""
+    before = read_flags()
     yield
-    write_flags(flags)
+    after = read_flags()
+    write_flags(before)
+    assert after == before
 
 
 @pytest.fixture(autouse=True)
