@@ -14,11 +14,14 @@ def test_the_peak_is_what_was_allocated_at_once() -> None:
     torch.cuda.empty_cache()
     reset_peak(device)
     base = torch.cuda.memory_allocated(device)
-    block = torch.empty(2**28, dtype=torch.uint8, device=device)
+    in_graphs = get_peak_memory_bytes(device)
+    assert in_graphs is not None
+    size = in_graphs - base + 2**28  # more than graphs of earlier tests in this process keep
+    block = torch.empty(size, dtype=torch.uint8, device=device)
     del block
     peak = get_peak_memory_bytes(device)
     assert peak is not None
-    assert 2**28 <= peak - base < 2**28 + 2**21
+    assert size <= peak - base < size + 2**21
 
 
 def test_the_peak_counts_what_a_captured_graph_holds() -> None:

@@ -161,8 +161,11 @@ class TensorFile(LazyTensors):
                 raise ValueError(f"{path.name} is no safetensors file")
             entries = parse_json(file.read(length))
         self.metadata: dict[str, str] = entries.pop("__metadata__", {})
-        super().__init__(describe_entries(entries), self.read)
+        self.described = describe_entries(entries)
         self._starts = {name: 8 + length + entry["data_offsets"][0] for name, entry in entries.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.read(name)
 
     def read(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> Tensor:
         """Return a tensor, or `length` entries of its dimension `dim` from `start` on."""
