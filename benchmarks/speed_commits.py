@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -80,9 +80,9 @@ def main() -> None:
         train(arguments.train, arguments.mode)
         return
     from recording import store
-    from speed_cases import CASES
+    from speed_cases import TABLE
 
-    cases = [word for word in arguments.only.split(",") if word] or [*CASES, GPT2]
+    cases = [word for word in arguments.only.split(",") if word] or [*TABLE, GPT2]
     fill_cache(cases, arguments)
     found = {}
     for case in cases:
@@ -127,10 +127,10 @@ def train(name: str, mode: str) -> None:
     Only names that both checkouts have are used, and `speed` is the checkout's own.
     """
     import speed
-    from speed_cases import CASES, Case, Goal, row_requests
+    from speed_cases import CASES, row_requests
     from speed_processes import only_runner, own_decisions
 
-    gpt2 = Case(title="GPT-2 124M, 16×1024", workload="gpt2", batch_size=16, image_size=None, goal=Goal(), against=())
+    gpt2 = replace(CASES["vit_l_64"], workload="gpt2", batch_size=16, image_size=None)  # not in every old checkout
     case = {**CASES, GPT2: gpt2}[name]
     with own_decisions():
         request = row_requests(case, (mode,))[f"halfstep {mode}"]
