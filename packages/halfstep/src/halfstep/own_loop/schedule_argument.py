@@ -266,7 +266,7 @@ class LoopSchedules:
             raise ConfigError(
                 "validated(metric) was called, but schedule= holds no ReduceLROnPlateau",
                 why="no other schedule follows a metric",
-                fix="schedule=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, ...), or remove the call of validated()",
+                fix="use schedule=torch.optim.lr_scheduler.ReduceLROnPlateau(...), or remove the call of validated()",
             )
         self.refuse_written_rates()
         for plateau in self._list_plateaus():
