@@ -5,6 +5,7 @@ python benchmarks/readme_tables.py [--write]
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import sys
@@ -345,18 +346,6 @@ def four_models() -> str:
     return "\n".join(lines)
 
 
-def slotcontrast_lines() -> str:
-    """Guide 3's models."""
-    return beside_peers(
-        {"SlotContrast, MOVi-E's size": "slotcontrast_speed", "STEVE, published settings": "steve_speed"}
-    )
-
-
-def radiodiff_lines() -> str:
-    """Guide 4's second stage."""
-    return beside_peers({"RadioDiff, second stage, 256 pixels, batch 8": "radiodiff2_speed"})
-
-
 def beside_peers(names: dict[str, str]) -> str:
     """Return a table with one row per step that was measured."""
     found = {title: result(name) for title, name in names.items()}
@@ -385,6 +374,8 @@ def zoo_table() -> str:
 
 
 GUIDES = HERE.parent / "docs" / "guides"
+SLOTS = {"SlotContrast, MOVi-E's size": "slotcontrast_speed", "STEVE, published settings": "steve_speed"}
+RADIODIFF = {"RadioDiff, second stage, 256 pixels, batch 8": "radiodiff2_speed"}
 MADE = {
     README: small_table,
     RESULTS: tables,
@@ -392,8 +383,8 @@ MADE = {
     GUIDES / "guide_0.md": unet_table,
     GUIDES / "guide_1.md": resnet_lines,
     GUIDES / "guide_2.md": four_models,
-    GUIDES / "guide_3.md": slotcontrast_lines,
-    GUIDES / "guide_4.md": radiodiff_lines,
+    GUIDES / "guide_3.md": functools.partial(beside_peers, SLOTS),
+    GUIDES / "guide_4.md": functools.partial(beside_peers, RADIODIFF),
 }
 """What stands between the markers of each page."""
 

@@ -102,7 +102,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="of halfstep's run: train.tune_kernels=true")
     parser.add_argument("--only", default="", help=f"of {', '.join(CASES)}; the first table of results.md unless given")
-    parser.add_argument("--modes", "--ways", default="auto", help="eager, compile, graph or auto, several with commas")
+    parser.add_argument("--modes", default="auto", help="eager, compile, graph or auto, several with commas")
     parser.add_argument("--precisions", default="", help="instead of each case's own; several with commas")
     parser.add_argument("--against", default=",".join(ALL_PEERS), help=f"peers, of {', '.join(ALL_PEERS)}")
     parser.add_argument(
