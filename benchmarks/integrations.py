@@ -239,7 +239,7 @@ def train_with_lightning(variant: str) -> Callable[[Turns, bool], None]:
         else:
             # Nothing is captured on a CPU; there the schedule without waits has to be asked for.
             level = "guard" if tiny else variant
-            more = {"num_steps": 100_000} if level == "captured" else {}
+            more = {"fast": hs.Fast(num_steps=100_000)} if level == "captured" else {}
             plugin = hs.integrations.lightning.HalfstepPrecision(
                 "fp32" if tiny else "bf16", level=level, schedule="exact", **more
             )

@@ -9,7 +9,7 @@ Each model trains in bf16 with AdamW (fused) and clipping at 1.0; every step cop
     reduce-overhead    the same with torch.compile(model, mode="reduce-overhead")
     hs eager           hs.Step(..., fast="off")
     hs graph           hs.Step(..., fast="graph"): the whole step captured, with torch's kernels
-    hs auto            hs.Step(..., fast="auto", num_steps=100_000)
+    hs auto            hs.Step(..., fast=hs.Fast("auto", num_steps=100_000))
 
 One process per model. All build and compile side by side; then one after the other has the device, and its variants
 take turns, window by window. `ms` is the median over the rounds, with the smallest and largest. `first_captured_s` is
@@ -166,7 +166,7 @@ def make_guarded(case: Case, fast: Any) -> tuple[Train, Callable[[], str]]:
     torch.manual_seed(0)
     model = case.make_model().to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
-    step = hs.Step(model, optimizer, "bf16", fast=fast, num_steps=100_000, clip_norm=1.0)
+    step = hs.Step(model, optimizer, "bf16", fast=hs.Fast(fast, num_steps=100_000), clip_norm=1.0)
 
     def loss_fn(batch: Batch) -> Tensor:
         return case.loss(model, batch)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import halfstep as hs
 from halfstep.evidence import causes
 from halfstep_train.workloads.base.kind import Kind
 from halfstep_train.workloads.base.workload import Batch
@@ -187,7 +188,7 @@ class Positioned(nn.Module):
 
 def rounded_positions() -> Loop:
     model = nn.Sequential(nn.Linear(16, 32), Positioned(), nn.ReLU(), nn.Linear(32, 4))
-    options = {"precision": "bf16", "simulate": True}
+    options = {"precision": hs.Precision("bf16", simulate=True)}
     return Loop(causes.REFUSED, model, lambda b: F.cross_entropy(model(b["x"]), b["y"]), batches(), options,
                 place="1.table", change="in fp32")  # fmt: skip
 

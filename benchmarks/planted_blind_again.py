@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import halfstep as hs
 from halfstep.evidence import causes
 from halfstep_train.workloads.base.kind import Kind
 from halfstep_train.workloads.base.workload import Batch
@@ -122,7 +123,7 @@ def cold_contrast() -> Loop:
         likeness = model(batch["one"]) @ model(batch["other"]).T / 1e-3
         return F.cross_entropy(likeness, torch.arange(8))
 
-    options = {"precision": "fp16", "simulate": True, "scaler": {"init_scale": 4.0}}
+    options = {"precision": hs.Precision("fp16", simulate=True), "scaler": {"init_scale": 4.0}}
     return Loop(causes.OVERFLOW, model, loss_fn, given, options, place="(loss)", change="island")
 
 

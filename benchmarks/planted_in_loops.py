@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+import halfstep as hs
 from halfstep.evidence import causes
 
 Batch = dict[str, Tensor]
@@ -45,7 +46,7 @@ class Ranked(nn.Module):
 def quantile() -> Loop:
     """Which refuses bf16."""
     model = nn.Sequential(nn.Linear(16, 32), Ranked(), nn.Linear(32, 4))
-    options = {"precision": "bf16", "simulate": True}
+    options = {"precision": hs.Precision("bf16", simulate=True)}
     return Loop(causes.REFUSED, model, lambda b: F.cross_entropy(model(b["x"]), b["y"]), batches(), options)
 
 

@@ -174,8 +174,8 @@ def build_seeded(build: Callable[[], Any]) -> Any:
 
 def make_step(ramp: Ramp, **options: Any) -> hs.Step:
     simulate = ramp.precision != "fp32"
-    return hs.Step(ramp.model, ramp.optimizer, ramp.precision, simulate=simulate, force=simulate, **ramp.options,
-                   **options)  # fmt: skip
+    precision = hs.Precision(ramp.precision, simulate=simulate, force=simulate)
+    return hs.Step(ramp.model, ramp.optimizer, precision, **ramp.options, **options)
 
 
 def train_watched(run: Ramp, steps: int) -> tuple[list[dict[str, Any]], list[float]]:

@@ -34,7 +34,9 @@ def faulty(
     """Train until the fault was kept, and replay it."""
     loss_fn = loss_fn or planted.loss_of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr, fused=True)
-    step = hs.Step(model, optimizer, precision, simulate=precision != "fp32", guard=FLOOR, capsules=tmp_path, **more)
+    step = hs.Step(
+        model, optimizer, hs.Precision(precision, simulate=precision != "fp32"), guard=FLOOR, capsules=tmp_path, **more
+    )
     step.scaler.value.fill_(1.0)  # as after a long search for a scale
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*was saved; find the cause.*")

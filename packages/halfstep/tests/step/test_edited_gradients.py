@@ -17,7 +17,7 @@ def made(on_gradients=None, precision: str = "fp32", **more: object) -> hs.Step:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     simulate = precision != "fp32"
-    return hs.Step(model, optimizer, precision, simulate=simulate, on_gradients=on_gradients, **more)
+    return hs.Step(model, optimizer, hs.Precision(precision, simulate=simulate), on_gradients=on_gradients, **more)
 
 
 def halve(model: nn.Module) -> None:

@@ -45,7 +45,7 @@ from halfstep.integrations.guard import (
 from halfstep.own_loop.arguments import check_choice, read_precision
 from halfstep.own_loop.step import Step
 from halfstep.precision.contexts import get_autocast_dtype
-from halfstep.precision.decide import decide
+from halfstep.precision.decide import Precision, decide
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 NAMES = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true", "tf32": "32-true"}  # Lightning's, by ours
@@ -67,12 +67,10 @@ class HalfstepPrecision:
     """A precision plugin that drops bad steps: weights, buffers, optimizer, schedule and loss scale stay as they were.
 
     Arguments:
-        precision: "auto", "bf16", "fp16", "tf32" or "fp32".
+        precision: "auto", "bf16", "fp16", "tf32", "fp32" or an hs.Precision.
         level: "captured" runs the whole step in hs.Step, as a CUDA graph where it can be traced; "guard" judges the
             steps that Lightning makes; "auto" takes captured on one GPU if no hook around backward, zero_grad or the
             optimizer step is overridden and gradients are not accumulated.
-        strict: refuse a precision that the device lacks instead of using the next best.
-        simulate: run a precision that this device only emulates, such as fp16 on a CPU: for tests, not speed.
         schedule, capsules, max_consecutive, also: as in halfstep.integrations.guard.HostGuard.
         fast, skip_spikes, ...: of a captured step, as in hs.Step.
     """
@@ -86,18 +84,14 @@ class HalfstepPrecision:
 
     def __init__(
         self,
-        precision: str | torch.dtype = "auto",
+        precision: str | torch.dtype | Precision = "auto",
         *,
         level: Literal["auto", "captured", "guard"] = "auto",
-        strict: bool = False,
-        simulate: bool = False,
         **options: Any,
     ) -> None:
         check_choice("level", level, ("auto", "captured", "guard"))
         self._asked, self._level = read_precision(precision), level
-        self._options = take_host_options(options)
-        self._ways: dict[str, Any] = {"strict": strict, "simulate": simulate}
-        self._step_options = {**self._ways, **options}
+        self._options, self._step_options = take_host_options(options), options
         self._dtype: torch.dtype | None = None
         self._device = "cpu"
         self.scaler: torch.amp.GradScaler | None = None
@@ -131,7 +125,7 @@ class HalfstepPrecision:
         pl_module = _unwrap_module(model)
         device = next(model.parameters()).device
         self._device = device.type
-        plan = decide(self._asked, probe(str(device)), pl_module, **self._ways)
+        plan = decide(self._asked, probe(str(device)), pl_module)
         self._granted, self.precision = plan.granted, NAMES.get(plan.granted, plan.granted)
         self._dtype = get_autocast_dtype(plan.granted)
         if not optimizers:  # validation or prediction alone

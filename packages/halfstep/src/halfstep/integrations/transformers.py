@@ -27,7 +27,7 @@ from transformers import Trainer, TrainerCallback
 
 from halfstep.errors import ConfigError
 from halfstep.evidence.replay import Replayed
-from halfstep.fast.fast_path import Fast, say
+from halfstep.fast.fast_path import Fast, FastMode, say
 from halfstep.integrations.accelerate import AccelerateGuard, refuse_unfit_accelerator
 from halfstep.integrations.captured import CapturedLoop, find_obstacle
 from halfstep.integrations.guard import HostAdvice, take_host_options
@@ -73,7 +73,7 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         self,
         *args: Any,
         halfstep: Literal["guard", "captured"] = "guard",
-        fast: Fast = "auto",
+        fast: FastMode = "auto",
         **kwargs: Any,
     ) -> None:
         if halfstep not in ("guard", "captured"):
@@ -134,8 +134,8 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         args = self.args
         captured = CapturedLoop(
             HOST, self.model, self.optimizer.optimizer, self.lr_scheduler, ADVICE, precision=self._choose_precision(),
-            fast=self._hs_fast, clip_norm=max(args.max_grad_norm or 0.0, 0.0),
-            accumulate=args.gradient_accumulation_steps, num_steps=max(self.state.max_steps, 1),
+            fast=Fast(self._hs_fast, num_steps=max(self.state.max_steps, 1)),
+            clip_norm=max(args.max_grad_norm or 0.0, 0.0), accumulate=args.gradient_accumulation_steps,
             limits=[*LIMITS, "on_pre_optimizer_step comes after the step"],
             **{name: value for name, value in self._hs_options.items() if name != "schedule"},
         )  # fmt: skip

@@ -153,7 +153,7 @@ class LossChecker:
         if strange := self.halves - self._list_half_dtypes():
             names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in strange))
             warn_user(f"loss_fn computes in {names}, but the plan uses {self.step.plan.granted}: your own "
-                       "autocast or a cast is active; use precision= and modules= instead")  # fmt: skip
+                       "autocast or a cast is active; use hs.Precision(..., modules=...) instead")  # fmt: skip
 
     def _list_half_dtypes(self) -> set[torch.dtype | None]:
         plan = self.step.plan
