@@ -72,7 +72,7 @@ def test_what_fp16_breaks_is_named_and_fp32_for_the_module_mends_it(
     assert found.cause == cause, str(found)
     assert found.remedy is not None, str(found)
     assert found.remedy.works, str(found)
-    assert found.remedy.line == f'hs.Step(..., modules={{"{module}": "fp32"}})'
+    assert found.remedy.line == f'hs.Step(..., hs.Precision("fp16", modules={{"{module}": "fp32"}}))'
 
 
 def test_dice_sums_that_overflow_in_the_loss_get_an_island(tmp_path: Path) -> None:

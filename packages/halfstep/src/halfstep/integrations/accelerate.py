@@ -26,7 +26,7 @@ from halfstep.integrations.guard import (
     HostOptions,
     check_loop,
     refuse_second_guard,
-    refuse_sharded,
+    refuse_unguardable,
     unwrap_model,
 )
 
@@ -162,7 +162,7 @@ def refuse_unfit_accelerator(accelerator: Any) -> None:
     config = getattr(accelerator, "parallelism_config", None)
     is_split = config is not None and any(getattr(config, f"{way}_enabled", False) for way in ("tp", "cp", "sp"))
     if is_split or accelerator.distributed_type not in GUARDABLE:
-        refuse_sharded(
+        refuse_unguardable(
             f"Accelerate with {'parallelism_config' if is_split else accelerator.distributed_type.value}",
             "one process per GPU with DDP, each with the whole model: accelerate launch --multi_gpu, without a "
             "DeepSpeed, FSDP or Megatron-LM plugin",

@@ -509,7 +509,7 @@ def check_loop(host: Any, model: Any, optimizer: Any, is_prepared: Callable[[Any
     return models
 
 
-def refuse_sharded(name: str, fix: str) -> None:
+def refuse_unguardable(name: str, fix: str) -> None:
     raise ConfigError(
         f"{name} cannot be guarded",
         why="it shards gradients or steps the optimizer by itself, so no one step can be judged and dropped",

@@ -25,7 +25,7 @@ from typing import Any, Literal, Unpack, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from halfstep.errors import ConfigError
@@ -39,13 +39,14 @@ from halfstep.integrations.guard import (
     HostOptions,
     check_loop,
     refuse_second_guard,
-    refuse_sharded,
+    refuse_unguardable,
     take_host_options,
 )
 from halfstep.own_loop.arguments import check_choice, read_precision
 from halfstep.own_loop.step import Step
 from halfstep.precision.contexts import get_autocast_dtype
 from halfstep.precision.decide import Precision, decide
+from halfstep.step.commit import refuse_closure
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 NAMES = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true", "tf32": "32-true"}  # Lightning's, by ours
@@ -137,12 +138,7 @@ class HalfstepPrecision:
                 why="Lightning does not say which of them a loss belongs to",
                 fix="one optimizer with several parameter groups, or Lightning's own precision=...",
             )
-        if isinstance(optimizers[0], LBFGS):
-            raise ConfigError(
-                "LBFGS cannot be guarded",
-                why="it evaluates the closure several times inside one step, which cannot be judged as a whole",
-                fix="another optimizer, or Lightning's own precision=...",
-            )
+        refuse_closure(optimizers[0])
         self._model, self._optimizer, self._configs = model, optimizers[0], lr_schedulers
         self._why_guard = "" if self._level == "guard" else _find_obstacle(pl_module)
         if self._why_guard and self._level == "captured":
@@ -329,7 +325,7 @@ def _unwrap_module(model: Any) -> Any:
 def _refuse_strategy(strategy: Any, allowed: tuple[str, ...]) -> None:
     names = [kind.__name__ for kind in type(strategy).__mro__]
     if not any(name in allowed for name in names) or "XLA" in names[0] or "Deep" in names[0]:
-        refuse_sharded(names[0], 'strategy="auto" on one device, or strategy="ddp"')
+        refuse_unguardable(names[0], 'strategy="auto" on one device, or strategy="ddp"')
 
 
 def _find_obstacle(pl_module: Any) -> str:
