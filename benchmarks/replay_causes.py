@@ -45,7 +45,7 @@ from planted_in_loops import IN_LOOPS, Loop
 from recording import store
 
 ALWAYS: Mapping[str, Any] = {
-    "device": "cpu", "log.quiet": True, "log.curves": False, "train.fast": "off", "data.num_workers": 0,
+    "device": "cpu", "log.quiet": True, "train.fast": "off", "data.num_workers": 0,
     "train.batch_size": 4, "train.epochs": 1000, "train.validate_every": 1000, "precision.default": "fp32",
     "train.max_steps": 14,
 }  # fmt: skip

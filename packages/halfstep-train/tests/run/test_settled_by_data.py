@@ -20,7 +20,7 @@ from whole_runs import newest
 
 TINY = [
     "device=cpu", "precision=fp32", "train.fast=off", "model.base_channels=1", "model.depth=2", "train.batch_size=1",
-    "train.epochs=1", "data.num_workers=0", "log.curves=false",
+    "train.epochs=1", "data.num_workers=0",
 ]  # fmt: skip
 
 

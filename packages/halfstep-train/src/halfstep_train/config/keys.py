@@ -23,6 +23,10 @@ ABBREVIATED = 0.9
 """Likeness of an abbreviation, such as `rotat` for `rotate_degrees`."""
 CLEARLY_WORSE = 0.1
 """Suggestions this much below the best one are noise."""
+REMOVED = {
+    "log.curves": "leave it out: `halfstep report RUN --open` draws the curves",
+}
+"""What to do instead of settings that no longer exist."""
 
 
 @functools.cache
@@ -74,7 +78,7 @@ def find_full_path(statement: Statement, schema: type[Section]) -> Statement | N
 
 
 def _suggest(path: str, schema: type[Section]) -> str:
-    return HABITS.get(path.removeprefix("trainer.")) or suggest_key(path, schema)
+    return REMOVED.get(path) or HABITS.get(path.removeprefix("trainer.")) or suggest_key(path, schema)
 
 
 def is_empty(value: object) -> bool:

@@ -427,7 +427,6 @@ class LogConfig(Section):
     )
     quiet: bool = Field(default=False, description="Show warnings, errors and the final summary only")
     verbose: bool = Field(default=False, description="Print each epoch's metrics as a table, and keep finished bars")
-    curves: bool = Field(default=True, description="Draw report/curves.png when the run ends (a second or two)")
     ledger: bool = Field(
         default=False, description="Record the dtypes that steps actually compute in: report/ledger.json"
     )
