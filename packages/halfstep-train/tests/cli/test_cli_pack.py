@@ -115,7 +115,6 @@ def test_bad_files_are_named_and_can_be_left_out(tmp_path: Path, capsys: pytest.
         (("gone",), "gone does not exist\n  fix: give the folder of train/<class>/*"),
         (("train/bird/0.jpg", "--verify"), "is a file"),
         ((".", "--on-bad-file", "maybe"), "--on-bad-file 'maybe'"),
-        ((".", "--limit-gb", "0.000001"), "the limit is 1.00 kB"),
         ((".", "--out", "nowhere/a.pack"), "cannot write"),
         ((".", "--verify"), "there is no packed file"),
         ((".", "--out", "train/bird/0.jpg"), "exists and is not a packed cache"),

@@ -13,7 +13,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import math
 import os
 import struct
 import zlib
@@ -32,7 +31,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from halfstep.disk import parse_json, take_turn
-from halfstep.errors import DataError, format_bytes, format_count
+from halfstep.errors import DataError, format_count
 from halfstep_train.data.files import Array, BadFiles, OnBadFile, check_free_space, explain_full_disk
 from halfstep_train.data.image_folder import ImageFolder, refuse_lost_classes
 from halfstep_train.data.image_samples import REDUCING_GAP, StoredImages, crop_centre
@@ -265,7 +264,6 @@ class PackSettings:
     """What is stored, and within which limits."""
 
     size: int = DEFAULT_SIZE
-    limit_gb: float = 64.0
     on_bad_file: OnBadFile = "error"
     workers: int = 0
     """Decoding threads; 0: one per core."""
@@ -362,16 +360,9 @@ def explain_stale(index: PackIndex, folder: ImageFolder, settings: PackSettings)
 
 
 def check_room(path: Path, num_images: int, settings: PackSettings) -> None:
-    """Raise before any work if a cache exceeds the limit, would overwrite another file, or has no room."""
+    """Raise before any work if a cache would overwrite another file or has no room."""
     needed = num_images * settings.size * settings.size * 3
     what = f"{format_count(num_images, 'image')} of {settings.size}×{settings.size} pixels"
-    if needed > settings.limit_gb * 1e9:
-        fits = math.isqrt(int(settings.limit_gb * 1e9 / num_images / 3))
-        raise DataError(
-            f"{what} would take {format_bytes(needed, digits=3)}",
-            why=f"the limit is {format_bytes(settings.limit_gb * 1e9, digits=3)}",
-            fix=f"raise data.cache_limit_gb (--limit-gb), or store {fits} pixels per side: data.cache_size (--size)",
-        )
     if path.exists() and not is_pack(path):
         raise DataError(
             f"{path} exists and is not a packed cache",

@@ -122,7 +122,6 @@ def _open_packed(folder: ImageFolder, config: ImageDataConfig, share: float, *, 
     """Open the packed cache of an image folder; write it first if necessary."""
     settings = PackSettings(
         size=config.cache_size,
-        limit_gb=config.cache_limit_gb,
         on_bad_file=config.on_bad_file,
         workers=config.num_workers,
     )
