@@ -13,7 +13,7 @@ from data.picture_folders import write_split
 from data.test_idx import write_idx
 from diffusion_tiny import pictures, vae_folder
 from halfstep_train.cli.main import main
-from halfstep_train.data.packed import PackingBar
+from halfstep_train.report.progress import PackingBar
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:

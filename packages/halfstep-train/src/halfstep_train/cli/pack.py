@@ -113,7 +113,8 @@ def make_pack(folder: Path, path: Path, settings: PackSettings, *, force: bool) 
 
     from halfstep_train.data.binary_sets import find_cifar_folder, find_idx_folder
     from halfstep_train.data.image_folder import FolderLayout, find_images
-    from halfstep_train.data.packed import PackingBar, open_or_pack, pack
+    from halfstep_train.data.packed import open_or_pack, pack
+    from halfstep_train.report.progress import PackingBar
     from halfstep_train.run.interrupts import raise_at_once
 
     if find_cifar_folder(folder) or find_idx_folder(folder):
