@@ -160,7 +160,7 @@ def test_a_peer_that_is_not_installed_is_named_with_its_command_before_anything_
 ) -> None:
     for module in (name, "lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setattr("halfstep_train.bench.bench.bench", None)  # whoever calls it fails otherwise than asked for
+    monkeypatch.setattr("halfstep_train.bench.bench.bench", None)  # calling it raises a TypeError
     assert exit_code(*FP32, "--against", f"plain,{name}") == 2
     assert f"pip install {name}" in capsys.readouterr().err
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import halfstep as hs
+from halfstep.backend_flags import read_flags, write_flags
 from halfstep.errors import ModelError, TrainingStopped
 from halfstep.step import forward_writes
 
@@ -417,10 +418,12 @@ def test_one_optimizer_that_writes_nan_drops_the_step_of_all(order: tuple[int, i
 @pytest.fixture
 def alarm() -> Iterator[None]:
     """SIGALRM raises KeyboardInterrupt, as Ctrl-C does. Python drops what is raised inside a callback of the garbage
-    collector, as hypothesis has one: it waits meanwhile."""
-    old = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    collector, as hypothesis has one: it waits meanwhile. One that comes when Python enters an `__exit__` skips it, so
+    torch's flags are restored here."""
+    old, flags = signal.signal(signal.SIGALRM, signal.default_int_handler), read_flags()
     gc.disable()
     yield
+    write_flags(flags)
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, old)
     gc.enable()
