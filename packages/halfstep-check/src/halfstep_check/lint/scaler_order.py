@@ -221,8 +221,8 @@ def find_updates_between_steps(amp: Amp, trace: Trace) -> Iterator[Finding]:
         renewed = any(e.method in ("backward", "unscale_") for e in between)
         if same_scaler and together and updates and (not renewed or accumulates(trace, second)):
             scaler = last_name(first.receiver)
-            step = f"{scaler}.step({last_name(second.arguments[0])})"
-            message = f"{scaler}.update() before {step}, which then divides by another scale"
+            later = f"{scaler}.step({last_name(second.arguments[0])})"
+            message = f"{scaler}.update() before {later}, which then divides by another scale"
             fix = f"call {scaler}.update() once, after all steps"
             yield amp.script.report("update-between-steps", updates[0].node, message, fix=fix, related=second.node)
 
