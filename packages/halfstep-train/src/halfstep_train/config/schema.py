@@ -41,8 +41,6 @@ OPTIMIZER_OPTIONS: dict[str, frozenset[str]] = {
     "betas": ADAM_LIKE,
     "eps": ADAM_LIKE | {"adagrad", "rmsprop", "adadelta", "muon"},
     "nesterov": frozenset({"sgd", "muon"}),
-    "alpha": frozenset({"rmsprop"}),
-    "rho": frozenset({"adadelta"}),
 }
 """The optimizers that read each option; a value given for another optimizer is reported, never silently dropped."""
 
@@ -56,7 +54,6 @@ SCHEDULE_OPTIONS: dict[str, frozenset[str]] = {
     "gamma": frozenset({"step"}),
     "patience": frozenset({"plateau"}),
     "factor": frozenset({"plateau"}),
-    "peak_share": frozenset({"onecycle"}),
 }
 """The same for schedules."""
 
@@ -80,8 +77,6 @@ class OptimizerConfig(Section):
     )
     eps: Positive | None = Field(default=None, description="Added to the denominator; default: the optimizer's default")
     nesterov: bool | None = Field(default=None, description="Nesterov momentum; default: off in sgd, on in muon")
-    alpha: Beta | None = Field(default=None, description="Smoothing of rmsprop; default 0.99")
-    rho: Beta | None = Field(default=None, description="Smoothing of adadelta; default 0.9")
     moment_bits: Literal[32, 8] = Field(
         default=32, description="Bits of adamw's two moments; 8: 8-bit AdamW, one scale per 256 values"
     )
@@ -127,7 +122,6 @@ class ScheduleConfig(Section):
         default=5, description="Validations without improvement before the plateau schedule cuts"
     )
     factor: float = Field(default=0.1, gt=0, lt=1, description="Factor at each cut of the plateau schedule")
-    peak_share: float = Field(default=0.3, gt=0, lt=1, description="Share of the steps before onecycle's peak")
 
 
 def split_names(value: object) -> object:
@@ -421,7 +415,6 @@ class LogConfig(Section):
     )
     quiet: bool = Field(default=False, description="Show warnings, errors and the final summary only")
     verbose: bool = Field(default=False, description="Print each epoch's metrics as a table, and keep finished bars")
-    curves: bool = Field(default=True, description="Draw report/curves.png when the run ends (a second or two)")
     ledger: bool = Field(
         default=False, description="Record the dtypes that steps actually compute in: report/ledger.json"
     )
