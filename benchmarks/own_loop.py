@@ -10,7 +10,7 @@ Each model trains in bf16 with AdamW (fused) and clipping at 1.0; every step cop
     hs eager           hs.Step(..., fast="off")
     hs graph           hs.Step(..., fast="graph"): the whole step captured, with torch's kernels
     hs cycled          the same with OneCycleLR, which cycles AdamW's betas: its fused kernel cannot be captured
-    hs auto            hs.Step(..., fast="auto", num_steps=100_000)
+    hs auto            hs.Step(..., fast=hs.Fast("auto", num_steps=100_000))
 
 One process per model. All build and compile side by side; then one after the other has the device, and its variants
 take turns, window by window. `ms` is the median over the rounds, with the smallest and largest. `first_captured_s` is
@@ -168,7 +168,8 @@ def make_guarded(case: Case, fast: Any, *, is_cycled: bool = False) -> tuple[Tra
     model = case.make_model().to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-4, 100_000) if is_cycled else None
-    step = hs.Step(model, optimizer, "bf16", fast=fast, num_steps=100_000, clip_norm=1.0, schedule=schedule)
+    captures = hs.Fast(fast, num_steps=100_000)
+    step = hs.Step(model, optimizer, "bf16", fast=captures, clip_norm=1.0, schedule=schedule)
 
     def loss_fn(batch: Batch) -> Tensor:
         return case.loss(model, batch)

@@ -146,7 +146,7 @@ class Run:
         with contextlib.redirect_stderr(said), warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
-                step = hs.Step(model, optimizer, precision, fast=way, num_steps=100_000, clip_norm=1.0)
+                step = hs.Step(model, optimizer, precision, fast=hs.Fast(way, num_steps=100_000), clip_norm=1.0)
                 for number in range(num_steps):
                     with torch.random.fork_rng(devices=[]):
                         torch.default_generator.manual_seed(1000 * (start + 1) + number % NUM_BATCHES)

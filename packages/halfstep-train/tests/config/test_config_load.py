@@ -236,7 +236,7 @@ def test_different_statements_of_one_layer_name_both_with_file_key_and_line(tmp_
         (["optimizer.lr=-1"], "expected more than 0"),
         (["optimizer.betas=[0.9]"], "expected one more value"),
         (["optimizer.betas=[1, 2, 3]"], "expected a list of 2 values"),
-        (["optimizer.name=lbfgs"], "lbfgs updates weights before the step can be checked"),
+        (["optimizer.name=lbfgs"], "optimizer.name = 'lbfgs' (optimizer.name=lbfgs): expected 'sgd', 'adam'"),
         (["guard.on_fault=explode"], "expected 'stop' or 'rollback'"),
         (["train.channels_last=maybe"], "expected 'auto' or true or false"),
         (["train.shard=ture"], "expected 'auto' or true or false\n  fix: did you mean 'true'?"),

@@ -517,7 +517,7 @@ def test_a_fault_in_every_pass_is_reported_in_every_pass() -> None:
 def test_overflows_of_fp16_at_a_low_scale_are_reported() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    step = hs.Step(model, optimizer, "fp16", simulate=True, scaler={"init_scale": 1.0})
+    step = hs.Step(model, optimizer, hs.Precision("fp16", simulate=True), scaler={"init_scale": 1.0})
     with pytest.warns(UserWarning, match="step 0 was dropped: gradient norm is nan"):  # noqa: PT031
         for window in step.windows([batch()]):
             step(lambda x: (model(x) * 0).sum(1).sqrt().sum(), window)
@@ -526,7 +526,10 @@ def test_overflows_of_fp16_at_a_low_scale_are_reported() -> None:
 def test_overflows_of_fp16_are_routine_and_not_reported(recwarn: pytest.WarningsRecorder) -> None:
     model = nn.Linear(4, 4)
     step = hs.Step(
-        model, torch.optim.AdamW(model.parameters(), fused=True), "fp16", simulate=True, scaler={"init_scale": 2.0**30}
+        model,
+        torch.optim.AdamW(model.parameters(), fused=True),
+        hs.Precision("fp16", simulate=True),
+        scaler={"init_scale": 2.0**30},
     )
     for window in step.windows([batch(k) for k in range(4)]):
         step(lambda x: 100 * model(x).square().sum(), window)

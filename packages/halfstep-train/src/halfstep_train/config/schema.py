@@ -35,7 +35,6 @@ OptimizerName = Literal[
 ScheduleName = Literal["constant", "cosine", "linear", "polynomial", "exponential", "step", "onecycle", "plateau"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
-UNJUDGEABLE = ("lbfgs",)
 ADAM_LIKE = frozenset({"adam", "adamw", "nadam", "radam", "adamax"})
 OPTIMIZER_OPTIONS: dict[str, frozenset[str]] = {
     "momentum": frozenset({"sgd", "rmsprop", "muon"}),
@@ -85,12 +84,7 @@ class OptimizerConfig(Section):
     @field_validator("name", mode="before")
     @classmethod
     def normalise_optimizer(cls, value: object) -> object:
-        name = re.sub(r"[-_]", "", value.lower()) if isinstance(value, str) else value
-        if name in UNJUDGEABLE:
-            raise ValueError(
-                f"{name} updates weights before the step can be checked; use another optimizer, such as adamw"
-            )
-        return name
+        return re.sub(r"[-_]", "", value.lower()) if isinstance(value, str) else value
 
     def compute_peak_lr(self, samples_per_step: int) -> float:
         """Return the learning rate at the top of the schedule, scaled linearly (Goyal et al. 2017) if lr_per is set."""
