@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from halfstep_train.cli.main import main
+from whole_runs import learning_rates, run
 
 
 def show(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -143,3 +145,16 @@ def test_check_finds_that_two_halfstep_spellings_agree(tmp_path: Path, capsys: p
     with pytest.raises(SystemExit) as stopped:
         main(["check", str(ours), str(theirs)])
     assert not stopped.value.code, capsys.readouterr().out
+
+
+def test_train_log_has_the_learning_rate_and_every_line(tmp_path: Path) -> None:
+    folder = run(tmp_path / "radiodiff_Vae", {"train.max_steps": 3, "train.report_every": 1})  # quiet
+    found = subprocess.run(
+        'grep "lr:" radiodiff_Vae/train.log | tail -10', shell=True, cwd=tmp_path, capture_output=True, text=True
+    )
+    rates = [float(line.partition("lr: ")[2].partition(",")[0]) for line in found.stdout.splitlines()]
+    assert rates == pytest.approx(learning_rates(folder), rel=1e-3)
+    text = (folder / "train.log").read_text()
+    assert "precision: fp32" in text
+    assert "Epoch 1/" in text
+    assert "peak memory" in text

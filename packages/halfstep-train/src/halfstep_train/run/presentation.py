@@ -56,6 +56,7 @@ def open_report(loaded: Loaded, folder: RunFolder, parts: Assembly) -> RunReport
         quiet=log.quiet,
         verbose=log.verbose,
         listeners=[*listeners, *([Callbacks(functions)] if functions else [])],
+        log=folder.path / "train.log",
     )
 
 
