@@ -56,6 +56,27 @@ def test_a_file_may_refer_to_the_batch_size_per_gpu(
     assert more["settings"]["train.batch_size"]["value"] == 32
 
 
+def test_the_guides_configs_come_with_halfstep(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = show(capsys, "configs/integrated_v2_movi_e.yaml", "--bf16")
+    assert "configs/integrated_v2_movi_e.yaml does not exist here" in found["notes"][0]
+    expected = {"workload": "slotcontrast", "model.slots": 15, "train.batch_size": 32, "train.val_batch_size": 4}
+    assert {key: found["settings"][key]["value"] for key in expected} == expected
+    be_rank(monkeypatch, 8)
+    lowmem = show(capsys, "configs/integrated_v2_movi_e_lowmem.yaml", "--bf16", "globals.BATCH_SIZE_PER_GPU=4")
+    expected = {"workload": "slotcontrast_steve", "model.vocabulary": 512, "train.batch_size": 32, "optimizer.lr": 1e-4}
+    assert {key: lowmem["settings"][key]["value"] for key in expected} == expected
+
+
+def test_a_file_that_exists_is_read_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "integrated_v2_movi_e.yaml").write_text("workload: unet\n")
+    monkeypatch.chdir(tmp_path)
+    assert show(capsys, "integrated_v2_movi_e.yaml")["settings"]["workload"]["value"] == "unet"
+
+
 def test_ranks_that_gpus_starts_are_counted_too(capsys: pytest.CaptureFixture[str]) -> None:
     found = show(capsys, "unet", "--gpus", "8", "globals.BATCH_SIZE_PER_GPU=4")
     assert found["settings"]["train.batch_size"]["value"] == 32
