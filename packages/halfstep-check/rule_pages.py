@@ -12,6 +12,7 @@ from pathlib import Path
 from halfstep_check.rules import RULES, Rule
 from halfstep_check.rules.configs import CONFIG_RULES
 from halfstep_check.rules.loop import LOOP_RULES
+from halfstep_check.rules.misplaced import MISPLACED_RULES
 from halfstep_check.rules.numerics import NUMERIC_RULES
 from halfstep_check.rules.rule import split_example
 from halfstep_check.rules.scaler import SCALER_RULES
@@ -21,6 +22,7 @@ GROUPS = {
     "The scaler and the order of an fp16 step": SCALER_RULES,
     "The loop around the step": LOOP_RULES,
     "Numbers, dtypes and torch's API": NUMERIC_RULES,
+    "Decorators, optimizers and tensors in the wrong place": MISPLACED_RULES,
     "Configs": CONFIG_RULES,
 }
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".txt": "text"}

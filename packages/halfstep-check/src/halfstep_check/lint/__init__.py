@@ -17,6 +17,7 @@ from halfstep_check.lint import (
     frameworks,
     hiding,
     iteration,
+    misplaced,
     numerics,
     regimes,
     scaler_order,
@@ -35,6 +36,8 @@ LINE_RULES = (
     api.find_old_names,
     numerics.find_host_waits,
     accumulation.find_unreduced_gradients,
+    misplaced.find_plain_custom_functions,
+    misplaced.find_cpu_timesteps,
 )
 """Rules about single lines of this file."""
 FLOW_RULES = (
@@ -55,10 +58,11 @@ FLOW_RULES = (
     checkpoints.find_remade_scalers,
     hiding.find_hidden_nans,
     regimes.find_disagreements,
+    misplaced.find_unmade_optimizers,
 )
 """Rules that follow objects through calls, also into helpers imported from neighbouring files."""
 RELEVANT = re.compile(
-    r"\bautocast\b|GradScaler|\.backward\(|is_bf16_supported|cuda\.amp|type\s*=\s*bool\b|Trainer\(|LightningModule"
+    r"\bautocast\b|GradScaler|\.backward\(|is_bf16_supported|cuda\.amp|type\s*=\s*bool\b|Trainer\(|LightningModule|custom_[fb]wd"
 )
 """What every rule needs one of; other files are not analysed."""
 
