@@ -11,7 +11,7 @@ MISPLACED_RULES = (
         severity=Severity.ERROR,
         title="custom_fwd or custom_bwd on a plain function",
         why="The two decorators keep the autocast state of forward in the context that a torch.autograd.Function hands "
-        "to its backward. A plain function has no such context: custom_bwd raises AttributeError when it is called, and "
+        "to its backward. A plain function has no such context: custom_bwd raises AttributeError when called, and "
         "autograd never calls it.",
         fix="Decorate forward and backward of a torch.autograd.Function.",
         bad="""
