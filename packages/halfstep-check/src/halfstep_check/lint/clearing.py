@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep_check.findings import Finding
-from halfstep_check.lint.accumulation import find_windows, get_modulus, is_cleared_when_due
+from halfstep_check.lint.accumulation import find_windows, is_cleared_when_due
 from halfstep_check.lint.amp import (
     Amp,
     is_plain_backward,
@@ -39,7 +39,6 @@ def find_uncleared_gradients(amp: Amp) -> Iterator[Finding]:
         yield from find_never_cleared(amp, trace)
         yield from find_one_sided_clearing(amp, trace)
         yield from find_clearing_within_window(amp, trace)
-        yield from find_steps_within_window(amp, trace)
     yield from find_clearing_at_head(amp)
 
 
@@ -206,25 +205,6 @@ def drops_gradient(event: Event) -> bool:
     """Match `p.grad = None`."""
     value = event.node.value if isinstance(event.node, ast.Assign) else None
     return value is not None and is_constant(value, None) and any(target.endswith(".grad") for target in event.targets)
-
-
-def find_steps_within_window(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """Find step() at every micro-batch while zero_grad waits for the window's end: gradients are used again and
-    again."""
-    clears = list(trace.calls("zero_grad"))
-    for clear in clears:
-        gates = {(text, holds) for text, holds in clear.conditions if holds and text in trace.windows}
-        gates = {gate for gate in gates if any(word in get_modulus(gate[0]).lower() for word in WINDOW_WORDS)}
-        if not gates or any(e.loops == clear.loops and not gates & e.conditions for e in clears):
-            continue
-        for step in trace.calls("step"):
-            same = step.optimizer and last_name(step.optimizer) == last_name(clear.receiver)
-            gated = any(text in trace.windows for text, _ in step.conditions)
-            if same and step.loops == clear.loops and not gated and not step.excludes(clear):
-                message = f"step() runs at every micro-batch, zero_grad() only where `{next(iter(gates))[0]}`"
-                fix = "step, and update the scaler, where the gradients are cleared"
-                yield amp.script.report("stepped-within-window", step.node, message, fix=fix, related=clear.node)
-                return
 
 
 Loop = ast.For | ast.While

@@ -1,4 +1,4 @@
-"""Does autocast cover the model, and in the model's own dtype?"""
+"""Does autocast cover the model?"""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from halfstep_check.findings import Finding
 from halfstep_check.lint.amp import Amp, is_scaled_backward, list_passed_names
 from halfstep_check.lint.flow import Event, Trace
-from halfstep_check.lint.regions import read_region
 from halfstep_check.lint.script import (
     AUTOCASTS,
     Function,
@@ -20,7 +19,6 @@ from halfstep_check.lint.script import (
     list_methods,
     list_parameters,
 )
-from halfstep_check.lint.weights import find_half_models
 
 OWN_METHODS = ("encode", "decode", "compute_loss", "get_loss", "training_loss")
 LIBRARIES = ("torchvision.", "timm.", "transformers.", "segmentation_models_pytorch.")
@@ -31,12 +29,8 @@ LOST_BLOCK = re.compile(r"^\s*#\s*with [\w.]*autocast", re.MULTILINE)
 
 
 def find_uncovered_models(amp: Amp) -> Iterator[Finding]:
-    in_bf16 = {last_name(model.name) for model in find_half_models(amp) if model.dtype == "bf16"}
-    in_bf16 -= {last_name(model.name) for model in find_half_models(amp) if model.dtype != "bf16"}
-    yield from find_bf16_flag_without_dtype(amp)
     yield from find_idle_scaler(amp)
     for trace in amp.traces if amp.goes_backward else ():
-        yield from find_other_dtype(amp, trace, in_bf16)
         yield from find_uncovered(amp, trace)
         yield from find_missing_autocast(amp, trace)
         yield from find_bypassed_wrapper(amp, trace)
@@ -65,35 +59,6 @@ def find_idle_scaler(amp: Amp) -> Iterator[Finding]:
             fix = "autocast around the model, and scale, step and update through it; or drop it"
             where = runs[0] if runs else made.call
             yield amp.script.report("model-outside-autocast", where, message, fix=fix, related=made.call)
-            return
-
-
-def find_bf16_flag_without_dtype(amp: Amp) -> Iterator[Finding]:
-    """Find `autocast(enabled=args.bf16)` without a dtype, which runs in fp16."""
-    for call in amp.script.calls:
-        asked = keyword(call, "enabled")
-        if amp.script.resolve_name(call.func) not in AUTOCASTS or asked is None or keyword(call, "dtype") is not None:
-            continue
-        region = read_region(call, amp.script)
-        if region is not None and region.dtype == "fp16" and re.search(r"\.?(bf16|bfloat16)\b", ast.unparse(asked)):
-            message = f"autocast is on with {ast.unparse(asked)}, but without a dtype it is fp16"
-            fix = "dtype=torch.bfloat16 where bf16 is asked for"
-            yield amp.script.report("autocast-dtype-differs", call, message, fix=fix)
-            return
-
-
-def find_other_dtype(amp: Amp, trace: Trace, in_bf16: set[str]) -> Iterator[Finding]:
-    """Find a bf16 model under an autocast that names no dtype: its matmuls run in fp16."""
-    for event in trace.events:
-        region = event.region
-        if region is None or not region.may_be_on or region.explicit_dtype or region.dtype != "fp16":
-            continue
-        if last_name(event.called) in in_bf16 and region.device == "cuda":
-            message = (
-                f"{last_name(event.called)} is bf16, autocast without a dtype is fp16: values above 65504 become inf"
-            )
-            fix = "autocast('cuda', dtype=torch.bfloat16)"
-            yield amp.script.report("autocast-dtype-differs", event.node, message, fix=fix)
             return
 
 

@@ -22,24 +22,12 @@ PENALTY = re.compile(r"grad(ient)?_?penalty|\b(wgan_)?gp\b|\br1_?(reg|penalty|lo
 
 
 def find_wrong_iterations(amp: Amp) -> Iterator[Finding]:
-    yield from find_replaced_step(amp)
     for trace in amp.traces:
         yield from find_lone_update(amp, trace)
         yield from find_unscaled_penalty(amp, trace)
         for step in (e for e in trace.calls("step") if e.optimizer and not takes_closure(e)):
             yield from find_clipping_after_step(amp, trace, step)
             yield from find_clipping_before_backward(amp, trace, step)
-
-
-def find_replaced_step(amp: Amp) -> Iterator[Finding]:
-    """Find `optimizer.step = lambda: None` to skip one step: nothing puts the method back."""
-    for node in amp.script.nodes:
-        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Lambda):
-            continue
-        owner, _, name = dotted_name(node.targets[0]).rpartition(".")
-        if name == "step" and amp.script.is_optimizer(owner):
-            message = f"{owner}.step is replaced permanently: no later step changes a weight"
-            yield amp.script.report("step-never-due", node, message, fix="leave the step out this once: continue")
 
 
 def find_unscaled_penalty(amp: Amp, trace: Trace) -> Iterator[Finding]:
@@ -152,7 +140,6 @@ def find_unreached_calls(amp: Amp) -> Iterator[Finding]:
             yield from find_skipped_update(amp, trace, scaled)
             yield from find_raising_overflow(amp, trace, scaled)
         yield from find_steps_never_due(amp, trace)
-        yield from find_steps_without_backward(amp, trace)
 
 
 def find_skipped_update(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Finding]:
@@ -293,22 +280,3 @@ def waits(amp: Amp, move: Event, gate: str) -> bool:
     given = amp.script.list_values(dotted_name(inner)) if inner is not None else []
     by_gate = any(ast.unparse(part) == gate for part in (*([inner] if inner is not None else []), *given))
     return isinstance(move.node, ast.AugAssign) and (by_gate or (gate, True) in move.conditions)
-
-
-def find_steps_without_backward(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """Find a branch that steps without the backward that the other branch runs."""
-    for step in trace.calls("step"):
-        inside = [e for e in trace.events if e.loops == step.loops != () and e.index < step.index]
-        mine = [e for e in inside if not e.excludes(step)]
-        others = [e for e in inside if e.method == "backward" and e.excludes(step)]
-        later = [e for e in trace.calls("backward") if e.loops == step.loops and e.excludes(step)]
-        helped = any("back" in e.method or e.method in ("step", "closure") for e in mine)
-        has_loss = any("loss" in target and e.conditions >= step.conditions for e in mine for target in e.targets)
-        plain_step = step.optimizer and not step.arguments and step.conditions
-        if plain_step and has_loss and not helped and (others or later):
-            message = f"{last_name(step.receiver)}.step() on a path without backward(): it changes nothing"
-            fix = "loss.backward() before it, as in the other branch"
-            yield amp.script.report(
-                "step-without-backward", step.node, message, fix=fix, related=(others or later)[0].node
-            )
-            return

@@ -21,7 +21,7 @@ from halfstep_check.lint.amp import (
     runs_without_amp,
 )
 from halfstep_check.lint.flow import Event, Trace
-from halfstep_check.lint.script import dotted_name, keyword, last_name, list_names
+from halfstep_check.lint.script import dotted_name, last_name, list_names
 
 
 def find_wrong_order(amp: Amp) -> Iterator[Finding]:
@@ -32,7 +32,6 @@ def find_wrong_order(amp: Amp) -> Iterator[Finding]:
         if scaled:
             yield from find_bypassed_scaler(amp, trace, scaled)
             yield from find_updates_between_steps(amp, trace)
-        yield from find_clip_after_accelerate(amp, trace)
     yield from find_steps_without_update(amp)
     yield from find_clip_inside_apex(amp)
 
@@ -48,33 +47,6 @@ def find_clip_inside_apex(amp: Amp) -> Iterator[Finding]:
                 message = "gradients are clipped while still multiplied by apex's loss scale"
                 fix = "clip after the with block, which unscales them"
                 yield amp.script.report("clip-before-unscale", call, message, fix=fix, related=node)
-
-
-def find_clip_after_accelerate(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """Find torch's clipping after accelerator.backward(): fp16's scale is still in the gradients."""
-    for clip in filter(is_clip, trace.events):
-        between = [e for e in trace.events[: clip.index] if shares_loop(e, clip) and not e.excludes(clip)]
-        # The last of these before the clip says in which state the gradients are.
-        changed = [e for e in between if e.method in ("backward", "step", "unscale_gradients")]
-        backward = changed[-1] if changed and changed[-1].method == "backward" else None
-        owner = amp.script.canonicalise(backward.receiver) if backward is not None else ""
-        if backward is not None and (amp.accelerators.get(owner) == "fp16" or is_fp16_fabric(amp, owner)):
-            owner = last_name(backward.receiver)
-            message = f"gradients are clipped while still multiplied by {owner}'s loss scale"
-            fix = f"{owner}'s own clipping, which unscales first"
-            yield amp.script.report("clip-before-unscale", clip.node, message, fix=fix, related=backward.node)
-            return
-
-
-def is_fp16_fabric(amp: Amp, name: str) -> bool:
-    """Match Lightning's Fabric(precision="16-mixed")."""
-    made = [
-        v
-        for v in amp.script.list_values(name)
-        if isinstance(v, ast.Call) and last_name(dotted_name(v.func)) == "Fabric"
-    ]
-    words = [amp.script.read_default(keyword(call, "precision")) for call in made]
-    return any(isinstance(word, ast.Constant) and word.value in ("16-mixed", 16, "16") for word in words)
 
 
 def find_clip_before_unscale(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Finding]:

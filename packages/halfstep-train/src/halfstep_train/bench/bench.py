@@ -33,6 +33,7 @@ from halfstep_train.bench.problem import (
     set_mode,
     set_precision,
 )
+from halfstep_train.bench.step_profile import wake_profiler
 from halfstep_train.models.initial_values import skip_initialisation
 from halfstep_train.run.assemble import assemble, decide_plan
 from halfstep_train.run.engine import Engine, PhasedEngine, make_engine
@@ -99,6 +100,8 @@ class BenchResult:
 def bench(problem: Problem, request: BenchRequest, hardware: Hardware, flops: int, tell: Tell) -> BenchResult:
     """Measure the requested rows; `hardware` has the matmul rates that turn `flops` into the floor."""
     busy = find_other_users(problem.device)
+    if request.schedule.profiled:
+        wake_profiler(problem.device)
     rows: list[Row] = []
     first: Runner | None = None
     reason = ""
@@ -121,6 +124,12 @@ def bench(problem: Problem, request: BenchRequest, hardware: Hardware, flops: in
         except KeyboardInterrupt:
             repeated = make_unmeasured_row(first.name, first.variant, first.precision, STOPPED)
     return conclude(rows, flops, hardware, busy=busy, repeated=repeated)
+
+
+def count_rows(problem: Problem, request: BenchRequest, hardware: Hardware) -> int:
+    """Return how many rows are measured if none fails, including the one that is measured again at the end."""
+    num_rows = sum(not isinstance(runner, Row) for runner in list_runners(problem, request, hardware))
+    return num_rows + (request.repeat_first and num_rows > 0)
 
 
 def _measure_in_turn(runner: Runner, problem: Problem, request: BenchRequest, tell: Tell, reason: str) -> Row:

@@ -23,6 +23,17 @@ ABBREVIATED = 0.9
 """Likeness of an abbreviation, such as `rotat` for `rotate_degrees`."""
 CLEARLY_WORSE = 0.1
 """Suggestions this much below the best one are noise."""
+REMOVED = {
+    "log.curves": "leave it out: `halfstep report RUN --open` draws the curves",
+    "data.cache_limit_gb": "leave it out: only the free disk space limits the packed file",
+    "optimizer.alpha": "leave it out: rmsprop takes torch's default, 0.99",
+    "optimizer.rho": "leave it out: adadelta takes torch's default, 0.9",
+    "schedule.peak_share": "leave it out: onecycle rises over 30 % of the steps",
+    "model.ce_weight": "leave it out, and set model.dice_weight relative to a weight of 1",
+    "model.gan_lr": "leave it out: the discriminator takes optimizer.lr",
+    "model.decoder_heads": "leave it out: the decoder has 4 attention heads",
+}
+"""What to do instead of settings that no longer exist."""
 
 
 @functools.cache
@@ -74,7 +85,7 @@ def find_full_path(statement: Statement, schema: type[Section]) -> Statement | N
 
 
 def _suggest(path: str, schema: type[Section]) -> str:
-    return HABITS.get(path.removeprefix("trainer.")) or suggest_key(path, schema)
+    return REMOVED.get(path) or HABITS.get(path.removeprefix("trainer.")) or suggest_key(path, schema)
 
 
 def is_empty(value: object) -> bool:
