@@ -19,13 +19,10 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 import shlex
 from collections.abc import Iterable
-from importlib import metadata
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 from halfstep import __version__
 
@@ -195,9 +192,18 @@ def suggest_own_install(name: str) -> str:
     folder = Path(__file__).resolve().parents[3] / name
     if (folder / "pyproject.toml").exists():
         return shlex.join(["pip", "install", "-e", str(folder)])
+    # Imported here: they would double the time of `import halfstep.errors`, and few need them.
+    import json
+    from importlib import metadata
+    from urllib.parse import unquote, urlsplit
+
     file = f"{name.replace('-', '_')}-{__version__}-py3-none-any.whl"
-    # pip records what it installed this package from: a wheel's file, next to which the other one is, or a git URL.
-    origin = json.loads(metadata.distribution("halfstep").read_text("direct_url.json") or "{}")
+    try:
+        recorded = metadata.distribution("halfstep").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        recorded = None
+    # What pip installed this package from: a wheel's file, next to which the other one is, or a git URL.
+    origin = json.loads(recorded or "{}")
     url = origin.get("url", "")
     if "vcs_info" in origin:
         source = f"{origin['vcs_info']['vcs']}+{url}@{origin['vcs_info']['commit_id']}#subdirectory=packages/{name}"
