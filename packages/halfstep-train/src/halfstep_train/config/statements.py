@@ -71,7 +71,7 @@ class Launcher:
     """What the launcher of this process says: the number of ranks, and Accelerate's precision if one was chosen."""
 
     num_ranks: int = 1
-    mixed_precision: Literal["", "bf16", "fp16", "fp8"] = ""
+    mixed_precision: str = ""
 
     def list_statements(self) -> list[Statement]:
         if not self.mixed_precision:

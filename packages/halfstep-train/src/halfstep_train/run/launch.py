@@ -77,7 +77,7 @@ def read_launcher(variables: Mapping[str, str], num_gpus: int = 1) -> Launcher:
     named = variables.get(ACCELERATE_VARIABLE, "").lower()
     return Launcher(
         num_ranks=launch.size if launch else num_gpus,
-        mixed_precision=named if named in ("bf16", "fp16", "fp8") else "",
+        mixed_precision=named if named != "no" else "",
     )
 
 

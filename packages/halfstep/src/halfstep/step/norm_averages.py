@@ -35,7 +35,8 @@ class NormAverages:
         self._before = torch.empty(total, device=device)
 
     def _list_held(self) -> list[Tensor]:
-        return [n.running_mean for n in self.norms] + [n.running_var for n in self.norms]  # type: ignore[misc]
+        held = [n.running_mean for n in self.norms] + [n.running_var for n in self.norms]
+        return [tensor for tensor in held if tensor is not None]
 
     @torch.no_grad()
     def save(self) -> None:
