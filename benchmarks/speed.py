@@ -63,10 +63,10 @@ def main() -> None:
     modes = words(arguments.modes)
     if not modes or set(modes) - set(FAST):
         parser.error(f"--modes takes {', '.join(FAST)}, not {arguments.modes!r}")
-    cases = {
-        name: dataclasses.replace(case, against=wanted(case, against), words=(*case.words, *arguments.settings))
-        for name, case in CASES.items()
-    }
+    cases = dict(CASES)
+    for name, case in CASES.items():
+        peers = tuple(peer for peer in case.against if peer in against)
+        cases[name] = dataclasses.replace(case, against=peers, words=(*case.words, *arguments.settings))
     try:
         for name in (*timed, *started):
             config_of(cases[name])  # a setting that there is not is told before minutes of others
@@ -117,11 +117,6 @@ def argument_parser() -> argparse.ArgumentParser:
 
 def words(text: str) -> tuple[str, ...]:
     return tuple(filter(None, text.split(",")))
-
-
-def wanted(case: Case, against: tuple[str, ...]) -> tuple[str, ...]:
-    """The case's own choice of peers, less those not asked for."""
-    return tuple(word for word in case.against if word in against)
 
 
 def in_precision(case: Case, precision: str) -> Case:

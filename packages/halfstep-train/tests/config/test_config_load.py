@@ -204,11 +204,13 @@ def test_what_changes_nothing_is_noted() -> None:
 
 
 @pytest.mark.parametrize("path", REMOVED)
-def test_a_setting_that_was_removed_is_refused_with_what_to_do(path: str) -> None:
+def test_a_setting_that_was_removed_is_ignored_at_its_default_and_else_refused_with_what_to_do(path: str) -> None:
+    default = REMOVED[path].unchanged[0]
+    assert load("unet", overrides=[f"{path}={'null' if default is None else default}"]).config == load("unet").config
     assert all(path not in list_fields(KINDS[name].get_schema(name)) for name in KINDS)
     with pytest.raises(ConfigError, match=f"unknown key '{path}'") as refused:
-        load("unet", overrides=[f"{path}=1"])
-    assert refused.value.fix == REMOVED[path]
+        load("unet", overrides=[f"{path}=17"])
+    assert refused.value.fix == REMOVED[path].instead
 
 
 def test_equal_statements_of_one_layer_agree(tmp_path: Path) -> None:

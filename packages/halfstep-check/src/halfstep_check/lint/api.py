@@ -149,10 +149,10 @@ def find_missing_device(script: Script, call: ast.Call) -> Iterator[Finding]:
     """Find `from torch.amp import autocast` and `autocast()`: there the device comes first, and has no default."""
     given = call.args or any(item.arg in (None, "device_type") for item in call.keywords)
     if script.resolve_name(call.func) in NEW_AUTOCASTS and not given:
-        message = "torch.amp.autocast() without a device_type is a TypeError; only torch.cuda.amp's has a default"
+        message = "torch.amp.autocast() raises TypeError without a device_type; only torch.cuda.amp's has a default"
         yield script.report("launch-refused", call, message, fix='autocast("cuda")')
     elif script.resolve_name(call.func) == "torch.cuda.amp.autocast" and keyword(call, "device_type") is not None:
-        message = "torch.cuda.amp.autocast() takes no device_type: a TypeError"
+        message = "torch.cuda.amp.autocast() takes no device_type and raises TypeError"
         yield script.report("launch-refused", call, message, fix="torch.amp.autocast(…)")
     elif script.resolve_name(call.func) in (*OLD_SCALERS, *NEW_SCALERS) and keyword(call, "device_type") is not None:
         yield script.report("launch-refused", call, "GradScaler() takes device, not device_type", fix='device="cuda"')
@@ -186,8 +186,8 @@ def find_missing_attributes(amp: Amp) -> Iterator[Finding]:
     for node in amp.script.nodes if amp.scalers else ():
         unknown = isinstance(node, ast.Attribute) and node.attr not in known
         if unknown and isinstance(node, ast.Attribute) and is_scaler(amp, node.value) and node.attr[:2] != "__":
-            message = f"GradScaler has no `{node.attr}`: an AttributeError when this line runs"
-            fix = "unscale_(optimizer), then torch.nn.utils.clip_grad_norm_; step() skips what is not finite"
+            message = f"GradScaler has no attribute `{node.attr}`: this line raises AttributeError"
+            fix = "call unscale_(optimizer), then torch.nn.utils.clip_grad_norm_(); step() skips non-finite gradients"
             yield amp.script.report("scaler-misused", node, message, fix=fix)
 
 
@@ -203,7 +203,7 @@ def find_called_scalers(amp: Amp) -> Iterator[Finding]:
             and {f"{name}.step", f"{name}.update"} <= used
             and last_name(name) not in amp.script.local_names
         ):
-            message = f"a GradScaler is not called: `{ast.unparse(call)}` is a TypeError"
+            message = f"a GradScaler cannot be called: `{ast.unparse(call)}` raises TypeError"
             fix = f"{name}.scale({ast.unparse(call.args[0])})"
             yield amp.script.report("scaler-misused", call, message, fix=fix)
 
@@ -217,7 +217,7 @@ def find_dropped_scaling(amp: Amp) -> Iterator[Finding]:
             isinstance(func, ast.Attribute) and func.attr == "scale" and "scal" in last_name(dotted_name(func.value))
         )
         if named and isinstance(call, ast.Call) and len(call.args) == 1:
-            message = f"what {ast.unparse(call)} returns is dropped: no backward() runs, and the step has no gradients"
+            message = f"the result of {ast.unparse(call)} is dropped: backward() never runs, and there are no gradients"
             yield amp.script.report("scaler-misused", call, message, fix=f"{ast.unparse(call)}.backward()")
 
 
@@ -230,8 +230,10 @@ def find_double_updates(amp: Amp, trace: Trace) -> Iterator[Finding]:
         same = first.receiver == second.receiver and first.loops == second.loops
         same = same and first.conditions == second.conditions and first.node is not second.node
         if same and not any(e.method in ("step", "unscale_") for e in between):
-            message = "update() a second time after one step: GradScaler raises, no inf check was recorded since"
-            yield amp.script.report("scaler-misused", second.node, message, fix="update once", related=first.node)
+            message = "second update() after one step: GradScaler raises, because no inf check was recorded in between"
+            yield amp.script.report(
+                "scaler-misused", second.node, message, fix="call update() once", related=first.node
+            )
 
 
 def is_scaler(amp: Amp, node: ast.expr) -> bool:
@@ -267,8 +269,10 @@ def find_foreign_scaler_step(amp: Amp, trace: Trace) -> Iterator[Finding]:
         owner = next(filter(None, owners), "")
         if owner:
             scaled = [e for e in trace.calls("backward") if e.scaled_by == step.receiver and not e.excludes(step)]
-            message = f"{last_name(step.optimizer)} is {owner}'s, which scales by itself: your GradScaler bypasses it"
-            fix = f"{owner}'s backward() and step(), and no GradScaler"
+            message = (
+                f"{last_name(step.optimizer)} belongs to {owner}, which scales itself: this GradScaler bypasses it"
+            )
+            fix = f"use {owner}'s backward() and step(), without a GradScaler"
             yield amp.script.report(
                 "framework-bypassed", (scaled or [step])[-1].node, message, fix=fix, related=step.node
             )

@@ -56,7 +56,7 @@ def find_idle_scaler(amp: Amp) -> Iterator[Finding]:
         # A scaler without any use is a leftover; one that is saved or passed on was meant to work.
         if (asked or takers) and not asked - {"state_dict", "load_state_dict"}:
             message = f"{last_name(made.key)} scales nothing, and there is no autocast: everything runs in fp32"
-            fix = "autocast around the model, and scale, step and update through it; or drop it"
+            fix = "run the model under autocast, and call scale(), step() and update() of the scaler; or remove it"
             where = runs[0] if runs else made.call
             yield amp.script.report("model-outside-autocast", where, message, fix=fix, related=made.call)
             return
@@ -83,9 +83,7 @@ def find_uncovered(amp: Amp, trace: Trace) -> Iterator[Finding]:
         # Without any autocast in the loop another check reports the scaler that scales for nothing.
         used = any(e.regions and e.region is not None and e.region.may_be_on for e in before)
         if forwards and not covered and used and not forwards[-1].conditions - backward.conditions:
-            message = (
-                f"{last_name(forwards[-1].called)} runs outside autocast, only the loss inside: it computes in fp32"
-            )
+            message = f"{last_name(forwards[-1].called)} runs in fp32: only the loss is inside autocast"
             fix = "call the model inside the with block"
             yield amp.script.report(
                 "model-outside-autocast", forwards[-1].node, message, fix=fix, related=backward.node
@@ -104,8 +102,8 @@ def find_missing_autocast(amp: Amp, trace: Trace) -> Iterator[Finding]:
         known = any(is_known_model(amp, name) for e in before for name in list_models_run(amp, e))
         known = known or was_autocast_intended(amp) and any(runs_part_of_model(amp, e) for e in before)
         if made and (off is not None or known and not mentioned):
-            message = f"{last_name(backward.scaled_by)} scales the loss of a model outside autocast: it runs in fp32"
-            message += ", autocast(enabled=False) switches it off" if off is not None else ""
+            message = f"{last_name(backward.scaled_by)} scales the loss of a model that runs in fp32, outside autocast"
+            message += ": autocast(enabled=False) switches it off" if off is not None else ""
             fix = "call the model and the loss inside torch.autocast('cuda', dtype=torch.float16)"
             yield amp.script.report("model-outside-autocast", off or backward.node, message, fix=fix)
             return
@@ -172,7 +170,7 @@ def find_bypassed_wrapper(amp: Amp, trace: Trace) -> Iterator[Finding]:
         trained = last_name(owner) in amp.script.model_names and owner in prepared
         if trained and event.loops and not event.grad_off and not any(e.called == owner for e in trace.events):
             message = f"{event.method}() bypasses the forward() that accelerate runs under autocast: it runs in fp32"
-            fix = "with accelerator.autocast(): around it"
+            fix = "wrap the call in `with accelerator.autocast():`"
             yield amp.script.report("model-outside-autocast", event.node, message, fix=fix)
             return
 

@@ -179,7 +179,7 @@ def find_scaler_with_bf16(amp: Amp) -> Iterator[Finding]:
             message = (
                 f"{last_name(made.key)} scales a loss computed in bf16, which has fp32's range and needs no scaling"
             )
-            fix = "drop the scaler: loss.backward(), optimizer.step()"
+            fix = "remove the scaler: loss.backward(), optimizer.step()"
             yield amp.script.report("scaler-with-bf16", made.call, message, fix=fix)
 
 
@@ -199,8 +199,8 @@ def find_tests_for_none(amp: Amp) -> Iterator[Finding]:
         values = [v for key, given in amp.script.assigned.items() if last_name(key) == name for v in given]
         asked = isinstance(amp.script.read_constant(test) or test, ast.Compare)
         if asked and values and all(is_constant(v, None) for v in values) and name not in amp.script.parameters:
-            message = f"`{ast.unparse(test)}` never holds, {name} is always None: autocast is always off"
-            yield amp.script.report("amp-switch-stuck", call, message, fix="enabled by the flag that asks for AMP")
+            message = f"`{ast.unparse(test)}` is never true, since {name} is always None: autocast is always off"
+            yield amp.script.report("amp-switch-stuck", call, message, fix="pass the flag that requests AMP")
 
 
 def list_autocast_tests(amp: Amp) -> Iterator[tuple[ast.expr, ast.Call]]:

@@ -145,7 +145,7 @@ def find_bypassed_scaler(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterato
             message = (
                 f"{optimizer}.step() right after {last_name(backward.scaled_by)}.step({optimizer}): a second update"
             )
-            message += ", also where the scaler skipped one because of inf"
+            message += ", even where the scaler skipped the first one because of inf"
             fix = f"delete {optimizer}.step()"
             yield amp.script.report("step-bypasses-scaler", step.node, message, fix=fix, related=backward.node)
             continue
@@ -158,7 +158,9 @@ def find_bypassed_scaler(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterato
             scale = amp.get_initial_scale(backward.scaled_by)
             message = f"{optimizer}.step() on gradients that are still scaled: steps {scale} times too long at first"
             if unscaled:
-                message = f"{optimizer}.step() steps on inf too: after unscale_() only the scaler's step() skips it"
+                message = (
+                    f"{optimizer}.step() also applies inf: after unscale_(), only the scaler's step() skips such a step"
+                )
             fix = f"{last_name(backward.scaled_by)}.step({optimizer}), then {last_name(backward.scaled_by)}.update()"
             yield amp.script.report("step-bypasses-scaler", step.node, message, fix=fix, related=backward.node)
 
@@ -219,9 +221,8 @@ def find_updates_between_steps(amp: Amp, trace: Trace) -> Iterator[Finding]:
         renewed = any(e.method in ("backward", "unscale_") for e in between)
         if same_scaler and together and updates and (not renewed or accumulates(trace, second)):
             scaler = last_name(first.receiver)
-            message = (
-                f"{scaler}.update() before {scaler}.step({last_name(second.arguments[0])}): it divides by another scale"
-            )
+            later = f"{scaler}.step({last_name(second.arguments[0])})"
+            message = f"{scaler}.update() before {later}, which then divides by another scale"
             fix = f"call {scaler}.update() once, after all steps"
             yield amp.script.report("update-between-steps", updates[0].node, message, fix=fix, related=second.node)
 
@@ -259,7 +260,7 @@ def find_steps_without_update(amp: Amp) -> Iterator[Finding]:
         hidden = any(is_same_object(scaler, name) for name in amp.escaped) or inherits(amp, scaler)
         if steps and not updated and not hidden and not amp.is_disabled(scaler):
             name = last_name(scaler)
-            message = f"{name}.step() without {name}.update(): the scale never changes, skips never end"
+            message = f"{name}.step() without {name}.update(): the scale never adapts, and overflows never end"
             yield amp.script.report(
                 "step-without-update", steps[0].node, message, fix=f"call {last_name(scaler)}.update() after it"
             )
@@ -312,7 +313,7 @@ def find_blind_followers(amp: Amp, trace: Trace, step: Event, scalers: set[str])
             seen.add(rule)
             moves = "the schedule advances" if rule.startswith("sched") else "the average moves"
             message = f"{moves} even when {last_name(step.receiver)}.step() skipped the update"
-            fix = "step it only if scaler.get_scale() did not fall in update()"
+            fix = "step it only if scaler.get_scale() did not decrease in update()"
             yield amp.script.report(rule, event.node, message, fix=fix, related=step.node)
 
 

@@ -59,7 +59,9 @@ def find_announced_flags(script: Script) -> Iterator[Finding]:
         reads = list(loads)
         if reads and all(id(n) in quiet for n in reads):
             message = f"{name} is logged, and nothing else reads it: training runs in fp32"
-            yield script.report("amp-switch-stuck", values[0], message, fix="autocast(…, enabled=…), or drop it")
+            yield script.report(
+                "amp-switch-stuck", values[0], message, fix="pass it to autocast(…, enabled=…), or remove it"
+            )
 
 
 def is_log(call: ast.Call) -> bool:
@@ -101,7 +103,7 @@ def find_always_on(script: Script) -> Iterator[Finding]:
         )
         word = flag.lstrip("-").replace("-", "[-_]")
         if flag and stuck and not re.search(rf"(no|disable|without)[-_]?{word}|{word}\s*=\s*False", script.text):
-            message = f"{flag} is a store_true with default=True: no command line turns it off"
+            message = f"{flag} is store_true with default=True: no command line can turn it off"
             fix = "action=argparse.BooleanOptionalAction"
             yield dataclasses.replace(
                 script.report("amp-switch-stuck", call, message, fix=fix), severity=Severity.WARNING
@@ -114,7 +116,7 @@ def find_or_of_strings(script: Script) -> Iterator[Finding]:
         parts = [n for c in node.comparators for n in ast.walk(c)] if isinstance(node, ast.Compare) else []
         words = [n.values[0] for n in parts if isinstance(n, ast.BoolOp) and isinstance(n.op, ast.Or)]
         if any(isinstance(w, ast.Constant) and isinstance(w.value, str) and parse_dtype(w.value) for w in words):
-            message = f"`{ast.unparse(node)}` tests the first word only: `a or b` of two strings is a"
+            message = f"`{ast.unparse(node)}` tests only the first word: `a or b` of two strings is `a`"
             yield script.report("amp-switch-stuck", node, message, fix="x in ('a', 'b')")
 
 

@@ -110,12 +110,16 @@ def bench(problem: Problem, request: BenchRequest, hardware: Hardware, flops: in
             rows.append(runner)
             continue
         reason = reason or (LATE if request.is_late else "")
-        try:
-            rows.append(_measure_in_turn(runner, problem, request, tell, reason))
-        except KeyboardInterrupt:  # keep the rows measured so far
-            reason = STOPPED
-            rows.append(_measure_in_turn(runner, problem, request, tell, reason))
-        first = first or (runner if rows[-1].is_measured else None)
+        row = make_unmeasured_row(runner.name, runner.variant, runner.precision, reason)
+        if not reason:
+            tell(row.label)
+            try:
+                row = measure_runner(runner, problem, request)
+            except KeyboardInterrupt:  # keep the rows measured so far
+                reason = STOPPED
+                row = dataclasses.replace(row, reason=reason)
+        rows.append(row)
+        first = first or (runner if row.is_measured else None)
     repeated = None
     if request.repeat_first and first is not None and not reason and not request.is_late:
         tell(f"{first.name} {first.variant} {first.precision} again")
@@ -130,14 +134,6 @@ def count_rows(problem: Problem, request: BenchRequest, hardware: Hardware) -> i
     """Return how many rows are measured if none fails, including the one that is measured again at the end."""
     num_rows = sum(not isinstance(runner, Row) for runner in list_runners(problem, request, hardware))
     return num_rows + (request.repeat_first and num_rows > 0)
-
-
-def _measure_in_turn(runner: Runner, problem: Problem, request: BenchRequest, tell: Tell, reason: str) -> Row:
-    """Return the runner's row; with a `reason`, an unmeasured one."""
-    if reason:
-        return make_unmeasured_row(runner.name, runner.variant, runner.precision, reason)
-    tell(f"{runner.name} {runner.variant} {runner.precision}")
-    return measure_runner(runner, problem, request)
 
 
 def conclude(

@@ -12,7 +12,6 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -65,17 +64,13 @@ def command(
 
         halfstep bench unet --explain
     """
-    asked = BenchArguments(
-        arguments=add_workload(arguments or []),
-        flags={"batch_size": batch_size, "image_size": image_size, "device": device, "strict": strict},
-        precisions=precisions,
-        modes=modes,
-        against=against,
-        steps=steps,
-        explain=explain,
-    )
+    target, *overrides = add_workload(arguments or [])
+    flags = {"batch_size": batch_size, "image_size": image_size, "device": device, "strict": strict}
     refuse_to_overwrite({"--save": save}, force=force)
-    time_rows(*prepare_request(asked), save, as_json=as_json)
+    found = prepare_request(
+        target, flags, overrides, precisions=precisions, modes=modes, against=against, steps=steps, explain=explain
+    )
+    time_rows(*found, save, as_json=as_json)
 
 
 MODES = {
@@ -93,21 +88,6 @@ VARIANTS = ("documented", "tuned", "graphs")
 STEPS = {"cuda": 100, "cpu": 20}
 """Timed steps by default."""
 UNSET = "an empty argument is usually an unset shell variable"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BenchArguments:
-    """Arguments of the command line, not yet checked; None if an option was not given."""
-
-    arguments: Sequence[str]
-    """The workload or config file, then settings."""
-    flags: Mapping[str, object]
-    """Options that are also settings of a run."""
-    precisions: str | None
-    modes: str | None
-    against: str | None
-    steps: int | None
-    explain: bool
 
 
 def add_workload(arguments: Sequence[str]) -> list[str]:
@@ -157,21 +137,31 @@ def _explain_unknown_choice(choice: str, option: str, allowed: Mapping[str, str]
     )
 
 
-def prepare_request(asked: BenchArguments) -> tuple[Hardware, Problem, BenchRequest]:
-    """Check all arguments and build the problem, before anything is measured."""
+def prepare_request(
+    target: str,
+    flags: Mapping[str, object],
+    overrides: Sequence[str],
+    *,
+    precisions: str | None,
+    modes: str | None,
+    against: str | None,
+    steps: int | None,
+    explain: bool,
+) -> tuple[Hardware, Problem, BenchRequest]:
+    """Check all arguments and build the problem, before anything is measured.
+
+    `flags` are options that are also settings of a run; an option that was not given is None.
+    """
     variants = {f"{peer}:{kind}": meaning for peer, meaning in PEERS.items() for kind in VARIANTS}
-    modes, against = (
-        split_choices(asked.modes, "--modes", MODES),
-        split_choices(asked.against, "--against", PEERS | variants),
-    )
+    chosen_modes = split_choices(modes, "--modes", MODES)
+    peers = split_choices(against, "--against", PEERS | variants)
     from halfstep.precision.names import normalise_precision
 
-    names = split_choices(asked.precisions, "--precisions")
-    precisions = tuple(dict.fromkeys(normalise_precision(name, "--precisions") for name in names))
+    names = split_choices(precisions, "--precisions")
+    chosen = tuple(dict.fromkeys(normalise_precision(name, "--precisions") for name in names))
     from halfstep_train.workloads import load
 
-    target, *overrides = asked.arguments
-    loaded = load(target, flags=asked.flags, overrides=overrides)
+    loaded = load(target, flags=flags, overrides=overrides)
     import torch
 
     from halfstep.hardware.probe import probe
@@ -187,23 +177,22 @@ def prepare_request(asked: BenchArguments) -> tuple[Hardware, Problem, BenchRequ
         refuse_too_large,
     )
 
-    require_peers(against)
-    hardware = probe(str(asked.flags["device"] or "auto"))
+    require_peers(peers)
+    hardware = probe(str(flags["device"] or "auto"))
     device = torch.device(hardware.device)
-    steps = STEPS.get(device.type, STEPS["cpu"]) if asked.steps is None else asked.steps
-    schedule = make_schedule(steps, device, profile=asked.explain)
+    num_steps = STEPS.get(device.type, STEPS["cpu"]) if steps is None else steps
     # `config` has the settings of a benchmark, `loaded` those of a run, with their origins.
-    config = load_bench_config(target, overrides, asked.flags, small=hardware.kind == "cpu", against=against)
+    config = load_bench_config(target, overrides, flags, small=hardware.kind == "cpu", against=peers)
     if loaded.config.data.dir and config.data.dir is None:
         note = "is not read: the benchmark trains on one random batch of the same size"
         typer.secho(f"data.dir={loaded.config.data.dir} {note}", fg="yellow", err=True)
     stated = find_stated_rows(loaded)
-    unasked = ("auto",) if asked.explain else choose_default_precisions(hardware)
+    unasked = ("auto",) if explain else choose_default_precisions(hardware)
     request = BenchRequest(
-        precisions=resolve_auto(choose_values("--precisions", precisions, stated, unasked), hardware),
-        modes=choose_values("--modes", modes, stated, choose_default_modes(device)),  # type: ignore[arg-type]
-        against=against,
-        schedule=schedule,
+        precisions=resolve_auto(choose_values("--precisions", chosen, stated, unasked), hardware),
+        modes=choose_values("--modes", chosen_modes, stated, choose_default_modes(device)),  # type: ignore[arg-type]
+        against=peers,
+        schedule=make_schedule(num_steps, device, profile=explain),
     )
     # Before anything is built: an allocation that is too large ends the process without an error.
     refuse_too_large(config, request.precisions, request.modes, hardware)

@@ -81,7 +81,8 @@ def choose_commit_method(optimizer: Optimizer) -> CommitMethod:
 
 def refuse_closure(optimizer: Optimizer) -> None:
     """Refuse an optimizer whose step() cannot be called without an argument, such as LBFGS."""
-    given = inspect.signature(optimizer.step).parameters.values()
+    # Of the class: a scheduler replaces step() of the instance, and its wrapper's signature has `self`, too.
+    _, *given = inspect.signature(type(optimizer).step).parameters.values()
     if any(one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD for one in given):
         raise ConfigError(
             f"{type(optimizer).__name__} needs a closure in its step()",
