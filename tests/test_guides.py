@@ -115,8 +115,13 @@ def test_train_commands_set_what_the_page_says(row: Row, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("row", of_kind("torchrun"), ids=named)
-def test_several_processes_get_the_settings_that_the_page_says(row: Row, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_processes_get_the_settings_that_the_page_says(
+    row: Row, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = shlex.split(row.ours[0])
+    size = words[1].removeprefix("--nproc_per_node=")
+    for name, value in {"RANK": "0", "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as stopped:
         main([*words[words.index("halfstep") + 1 :], "--show-config", "--json"])
     assert not stopped.value.code

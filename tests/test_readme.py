@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import tomllib
+from pathlib import Path
 
+import pytest
 from typer.main import get_command
 
 from doc_pages import PAGES, ROOT, shell_lines
+from halfstep import __version__
 from halfstep.errors import OPTIONAL, suggest_install, suggest_own_install
 from halfstep_train.cli.main import build_app
 
@@ -59,6 +63,31 @@ def test_make_and_the_errors_install_the_package_of_the_check_by_its_path() -> N
         f"-c constraints.txt -e '{LIBRARY}[dev,track]' -e {APPLICATION} -e {CHECK}\n" in (ROOT / "Makefile").read_text()
     )
     assert suggest_own_install("halfstep-check") == f"pip install -e {ROOT / CHECK}"
+
+
+@pytest.mark.parametrize("source", ["wheel", "git", "unknown"])
+def test_an_installation_without_a_clone_names_a_command_that_works(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "site" / f"halfstep-{__version__}.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: halfstep\nVersion: {__version__}\n")
+    wheel = tmp_path / "my wheels" / f"halfstep_check-{__version__}-py3-none-any.whl"
+    wheel.parent.mkdir()
+    wheel.write_bytes(b"")
+    git = {"url": "https://example.org/halfstep.git", "vcs_info": {"vcs": "git", "commit_id": "abc123"}}
+    of_wheel = {"url": wheel.with_name(f"halfstep-{__version__}-py3-none-any.whl").as_uri(), "archive_info": {}}
+    if source != "unknown":
+        (installed / "direct_url.json").write_text(json.dumps(git if source == "git" else of_wheel))
+    monkeypatch.syspath_prepend(installed.parent)
+    monkeypatch.setattr("halfstep.errors.__file__", str(installed.parent / "halfstep" / "errors.py"))
+    expected = {
+        "wheel": f"pip install '{wheel}'",
+        "git": "pip install 'halfstep-check @ git+https://example.org/halfstep.git@abc123"
+        "#subdirectory=packages/halfstep-check'",
+        "unknown": f"pip install --find-links DIR halfstep-check=={__version__}, where DIR has {wheel.name}",
+    }
+    assert suggest_own_install("halfstep-check") == expected[source]
 
 
 def test_the_readme_installs_what_every_workload_needs() -> None:

@@ -70,8 +70,8 @@ FROM_LIBRARY = {
         "advice", "apply", "contexts", "decide", "fp8", "ladder", "names", "op_lists", "plan", "swapped",
     )),
     *(f"step.{name}" for name in (
-        "batches", "clip", "ema", "facts", "graph", "guard", "phases", "randomness", "ranks", "scaler", "schedule",
-        "snapshots", "step", "tables", "verdicts",
+        "batches", "clip", "ema", "facts", "graph", "guard", "norm_averages", "phases", "randomness", "ranks", "scaler",
+        "schedule", "snapshots", "step", "tables", "verdicts",
     )),
     *(f"step.optim.{name}" for name in (
         "adamw8bit", "adamw_bf16", "by_name", "codes", "half_weights", "recut_shards",

@@ -105,6 +105,10 @@ FEATURES: dict[str, Feature] = {
         {"model.options": {"penalty": True, "critic": {"compiles": False}, "dropout": 0.0}}, "phased_workload:build"
     ),
     "forward hooks": Feature({}, "mode_features:hooked"),
+    # With torch's momentum, 0.66 of the initial variance, 1, would be left after four steps.
+    "cumulative BatchNorm statistics": Feature(
+        {"train.cumulative_norms": True}, shows=lambda out: bool((newest(out).model["body.1.running_var"] < 0.66).all())
+    ),
     "activation checkpointing": Feature({"train.activation_checkpointing": True}),
     "simulated precision": Feature({"precision.default": "bf16", "precision.simulate": True}),
     "deterministic": Feature({"train.deterministic": True}),

@@ -53,6 +53,7 @@ NOT_ALIGNED = (
     "\nA guide calls such a pair aligned; it is not: this trainer hands mixed_precision to the Accelerator itself."
     '\nMeasured on an H200, public RadioDiff under bf16 stops with "Unsupported dtype BFloat16" in its FFT block.'
 )
+SWITCHED_OFF = "\nA guide calls this pair a configuration conflict, and it is one: nothing is computed in bf16."
 NAMES: dict[Topic, str] = {"clip": "gradient clipping", "accumulate": "accumulation", "batch": "batch size"}
 
 
@@ -158,7 +159,7 @@ def report_conflict(winner: Claim, loser: Claim) -> Finding:
         f"{wins.value} in {wins.place} ({wins.spelled}). {outcome}"
     )
     if winning.dialect == "amp/fp16 trainer" and loses.value == "bf16":
-        message += NOT_ALIGNED
+        message += SWITCHED_OFF if wins.value == "fp32" else NOT_ALIGNED
     rule = CONFLICT_RULES[wins.topic]
     return Finding(
         rule="launch-refused" if refused and RULES[rule].severity is Severity.WARNING else rule,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from halfstep_train.cli.train import load_config
 from halfstep_train.config.load import Loaded
-from halfstep_train.run.launch import read_launch
+from halfstep_train.run.launch import read_launch, read_launcher
 from halfstep_train.run.train import train as train_loaded
 
 
@@ -28,7 +28,8 @@ def train(
     A resumed run keeps its stored settings, except for those of a file and the overrides.
     """
     resumed = None if resume is None else Path(resume)
-    loaded = load_config([target, *overrides], {}, resumed) if isinstance(target, str) else target
+    launcher = read_launcher(os.environ)
+    loaded = load_config([target, *overrides], {}, resumed, launcher=launcher) if isinstance(target, str) else target
     return train_loaded(
         loaded,
         out=None if out is None else Path(out),

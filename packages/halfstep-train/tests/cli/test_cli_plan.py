@@ -17,7 +17,7 @@ SMALL = ("data.image_size=32", "model.base_channels=2", "model.depth=1")
 def printed(*arguments: str) -> str:
     result = CliRunner().invoke(build_app(), ["plan", *arguments])
     assert result.exit_code == 0, result.output
-    return result.output
+    return result.stdout
 
 
 def test_a_turing_card_gets_fp16_and_says_once_why_not_bf16() -> None:
@@ -102,11 +102,20 @@ def test_a_memory_plan_says_what_the_named_gpu_lacks(gpu: str, said: str) -> Non
     assert any(said in note for note in json.loads(printed(*words, "--gpu", gpu))["notes"])
 
 
-def test_a_narrow_terminal_shows_totals_and_no_number_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guides_memory_table_by_component_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    said = printed("unet", *SMALL, "--memory", "--precision", "bf16", "--fit", "1GB")
+    monkeypatch.setattr("halfstep_train.cli.plan.FIRST_LINE_S", 0.0)
+    words = ["plan", "unet", *SMALL, "--memory", "--precision", "bf16", "--fit", "1GB"]
+    result = CliRunner().invoke(build_app(), words)
+    assert "loading torch and building the model ..." in result.stderr
+    said = result.stdout
     assert "…" not in said
-    assert "activations" not in said
+    tables, legend = said.split("\ncolumns\n")
+    assert max(len(line) for line in tables.splitlines() if line.startswith(("precision", "bf16", "─"))) <= 80
+    for title in ("weights", "optimizer", "activations", "compile"):
+        assert title in tables
+    assert ("alternate" in tables) == ("alternate: " in legend)
+    assert "gathered" not in legend
     assert "fits 1.0 GB, fastest (predicted) first" in said
     assert "compile: peak of the compiled step" in said
 

@@ -8,6 +8,7 @@ from halfstep.errors import ConfigError
 from halfstep_train.config.dump import to_yaml
 from halfstep_train.config.schema import PRESET_NAMES
 from halfstep_train.workloads import load
+from halfstep_train.workloads.classification.build import describe_augmentation
 from halfstep_train.workloads.classification.config import CLASSIFIER_SCHEMAS, ResNetConfig, ViTConfig
 
 PAIRS = [(name, preset) for name in ("resnet50", "vit_b_16") for preset in CLASSIFIER_SCHEMAS[name].presets]
@@ -26,6 +27,20 @@ def test_guide_ones_command_line_means_what_it_says() -> None:
     assert (config.train.epochs, config.optimizer.lr, config.data.num_workers) == (100, 0.1, 8)
     assert config.optimizer.compute_peak_lr(64) == 0.1
     assert config.optimizer.collect_options() == {"momentum": 0.9, "nesterov": True}
+
+
+def test_small_images_get_mild_crops_and_no_flips_unless_the_settings_are_given() -> None:
+    def changes(size: int, *overrides: str) -> tuple[object, object]:
+        config = load("resnet18", flags={"data_dir": "digits", "image_size": size}, overrides=overrides).config
+        assert isinstance(config, ResNetConfig)
+        shown = describe_augmentation(config.data)
+        assert bool(shown) == (size == 32 and not overrides), "one line says what was chosen"
+        return config.data.augment.crop_area, config.data.augment.flip
+
+    assert changes(32) == ((0.8, 1.0), 0.0)
+    assert changes(224) == ((0.08, 1.0), 0.5)
+    assert changes(32, "data.augment.flip=0.5") == ((0.8, 1.0), 0.5)
+    assert changes(32, "data.augment.flip=0.5", "data.augment.crop_area=[0.08,1]") == ((0.08, 1.0), 0.5)
 
 
 @pytest.mark.parametrize(("name", "preset"), PAIRS)

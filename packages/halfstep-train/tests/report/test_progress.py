@@ -46,13 +46,13 @@ def bar_at(done: int, total: int, *, step_s: float, label: str = "Epoch 1/100 [T
 def test_the_bar_shows_count_rate_fields_and_time_left() -> None:
     line = drawn(bar_at(50, 150, step_s=0.3), 120)
     assert line.startswith("Epoch 1/100 [Train] ━━━━━━━━")
-    assert line.endswith(" 50/150 0:30 left loss 0.234 iou 0.654 3.3 it/s lr 1.0e-3 bf16 4.8 GB")
+    assert line.endswith(" 50/150 0:30 left bf16 loss 0.234 iou 0.654 3.3 it/s lr 1.0e-3 4.8 GB")
 
 
 def test_at_80_columns_the_least_important_fields_go_first() -> None:
     line = drawn(bar_at(150, 150, step_s=0.3), 80)
     assert "\n" not in line
-    assert "150/150 0:00 left loss 0.234 iou 0.654 3.3 it/s" in line
+    assert "150/150 0:00 left bf16 loss 0.234 iou 0.654 3.3 it/s" in line
     assert "GB" not in line
 
 
@@ -60,8 +60,8 @@ def test_position_and_time_left_of_a_long_run_survive_at_80_columns() -> None:
     clock = HandClock()
     bar = Bar("Epoch 12/100", 1000, whole=lambda: ("step 11,234/100,000", "1 h 10 min left"), clock=clock)
     clock.now_s += 1.0
-    bar.advance({"mean loss": "0.2345", "accuracy": "0.654", "lr": "1.0e-3"})
-    assert drawn(bar, 80).endswith(" step 11,234/100,000 1 h 10 min left mean loss 0.2345")
+    bar.advance({"mean loss": "0.2345", "accuracy": "0.654", "lr": "1.0e-3", "precision": "mp bf16"})
+    assert drawn(bar, 80).endswith(" step 11,234/100,000 1 h 10 min left mp bf16 mean loss 0.2345")
     assert "accuracy 0.654" in drawn(bar, 100)
 
 
@@ -97,13 +97,13 @@ def test_a_step_that_compiled_is_in_the_time_but_not_in_the_rate_or_what_is_left
     bar = Bar("Epoch", 21, clock=clock)
     clock.now_s += 60.0
     bar.advance(begins_pace=True)
-    assert bar.format_parts() == ["1/21", "", ""]
+    assert bar.format_parts() == ["1/21", "", "", ""]
     for _ in range(10):
         clock.now_s += 1.0
         bar.advance()
-    assert bar.format_parts() == ["11/21", "0:10 left", "1.0 it/s"]
+    assert bar.format_parts() == ["11/21", "0:10 left", "", "1.0 it/s"]
     bar.is_over = True
-    assert bar.format_parts() == ["11/21", "in 1:10", "1.0 it/s"]
+    assert bar.format_parts() == ["11/21", "in 1:10", "", "1.0 it/s"]
 
 
 def test_fields_can_be_shown_before_the_first_step() -> None:

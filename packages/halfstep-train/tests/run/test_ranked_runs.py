@@ -21,6 +21,7 @@ from halfstep.errors import HalfstepError
 from halfstep.evidence import capsule
 from halfstep.hardware.probe import probe
 from halfstep.step.facts import Reading
+from halfstep_train.config.statements import Launcher
 from halfstep_train.report.metrics_file import read
 from halfstep_train.run.assemble import assemble, build_workload, decide_plan
 from halfstep_train.run.capsules import build_capsule_subject, load_window
@@ -67,7 +68,9 @@ def ranked(
     overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     target = WORKLOAD if resume is None else str(resume / "config.yaml")
     try:
-        train(load(target, overrides=overrides), out=out, resume=resume, launch=launch)
+        train(
+            load(target, overrides=overrides, launcher=Launcher(num_ranks=size)), out=out, resume=resume, launch=launch
+        )
     except HalfstepError as error:
         return type(error).__name__, str(error), error.is_shown_elsewhere
     return None
@@ -124,6 +127,8 @@ PLATEAU = {
     "train.max_steps": 42,
     "train.epochs": 7,
 }
+WITHOUT_SIZE = {key: value for key, value in SETTINGS.items() if key != "train.batch_size"}
+PER_GPU = {"globals.BATCH_SIZE_PER_GPU": 4, "log.quiet": False}
 OF_ONE = {key: value for key, value in SETTINGS.items() if key != "train.rank_timeout_s"}
 """The same for one process."""
 
@@ -136,7 +141,9 @@ def calls_in(folder: Path) -> dict[str, dict[str, Any]]:
         "whole": new("whole"),
         "half": new("half", **{"train.max_steps": 3}),
         "other half": {"resume": folder / "half", "settings": {"train.max_steps": 8}},
+        "per GPU": {"out": folder / "per GPU", "settings": {**WITHOUT_SIZE, **PER_GPU, "train.max_steps": 1}},
         "by three": new("by three", **{"train.max_steps": 7}) | {"size": 3},
+        "per GPU by three": {"resume": folder / "per GPU", "settings": {**PER_GPU, "train.max_steps": 2}, "size": 3},
         "then by two": {"resume": folder / "by three", "settings": {"train.max_steps": 8}},
         "accumulated": new("accumulated", **{"train.accumulate": 3, "train.max_steps": 3}) | {"by": "accelerate"},
         "poisoned": new("poisoned", **{"model.options": {"poisoned": [1, 2]}}),
@@ -188,6 +195,16 @@ def shown_by_first(folder: Path, name: str) -> str:
 @pytest.fixture(scope="module")
 def alone(folder: Path, ends: object) -> Path:
     return run(folder / "alone", OF_ONE, WORKLOAD)
+
+
+def test_a_batch_size_per_gpu_is_stored_as_the_total_which_other_ranks_keep(
+    folder: Path, ends: dict[str, list[Any]]
+) -> None:
+    assert (ends["per GPU"], ends["per GPU by three"]) == ([None] * 2, [None] * 3)
+    assert "8 = 4 × 2 ranks" in shown_by_first(folder, "per GPU")
+    assert "batch_size: 8" in (folder / "per GPU" / "config.yaml").read_text()
+    told = " ".join(shown_by_first(folder, "per GPU by three").split())
+    assert "train.batch_size stays 8, although globals.BATCH_SIZE_PER_GPU=4 × 3 ranks is 12" in told
 
 
 def assert_near(left: Path, right: Path) -> None:

@@ -192,7 +192,26 @@ def suggest_own_install(name: str) -> str:
     folder = Path(__file__).resolve().parents[3] / name
     if (folder / "pyproject.toml").exists():
         return shlex.join(["pip", "install", "-e", str(folder)])
-    return f"pip install {name.replace('-', '_')}-{__version__}-py3-none-any.whl, the wheel built with this one"
+    # Imported here: they would double the time of `import halfstep.errors`, and few need them.
+    import json
+    from importlib import metadata
+    from urllib.parse import unquote, urlsplit
+
+    file = f"{name.replace('-', '_')}-{__version__}-py3-none-any.whl"
+    try:
+        recorded = metadata.distribution("halfstep").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        recorded = None
+    # What pip installed this package from: a wheel's file, next to which the other one is, or a git URL.
+    origin = json.loads(recorded or "{}")
+    url = origin.get("url", "")
+    if "vcs_info" in origin:
+        source = f"{origin['vcs_info']['vcs']}+{url}@{origin['vcs_info']['commit_id']}#subdirectory=packages/{name}"
+        return shlex.join(["pip", "install", f"{name} @ {source}"])
+    wheel = Path(unquote(urlsplit(url).path)).with_name(file) if url.startswith("file:") else None
+    if wheel is not None and wheel.is_file():
+        return shlex.join(["pip", "install", str(wheel)])
+    return f"pip install --find-links DIR {name}=={__version__}, where DIR has {file}"
 
 
 def explain_missing(error: ModuleNotFoundError, what: str) -> ImportError | None:

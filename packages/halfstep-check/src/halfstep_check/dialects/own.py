@@ -20,6 +20,8 @@ def read(root: Node) -> Source:
     key = "precision.default" if root.has("precision.default") else "precision"
     if root.has(key):
         say_precision(draft, key)
+    else:
+        say_switches(draft)
     draft.say_number("clip", "train.clip_norm")
     draft.say_number("accumulate", "train.accumulate")
     draft.say_number("batch", "train.batch_size")
@@ -35,6 +37,34 @@ def say_precision(draft: Draft, key: str) -> None:
         return
     draft.say_autocast(precision.removesuffix("-true"), key, {name: draft.edit(key, name) for name in PRECISIONS})
     draft.say("weights", "bf16" if precision == "bf16-true" else "fp32", key)
+
+
+def say_switches(draft: Draft) -> None:
+    """State the precision of `use_amp`, `amp_dtype`, `fp16` and the like, read together as halfstep reads them."""
+    names = ("use_amp", "amp", "mixed_precision", "bf16", "fp16", "amp_dtype", "precision_type", "precision")
+    keys = [section + name for section in ("", "trainer.", "train.") for name in names]
+    given = {key: draft.root.scalar_at(key) for key in keys if draft.root.has(key)}
+    formats = [(name, key) for key, value in given.items() if (name := parse_name(value))]
+    formats += [(key[-4:], key) for key, value in given.items() if key[-4:] in ("bf16", "fp16") and value is True]
+    switches = [key for key, value in given.items() if key[-4:] not in ("bf16", "fp16") and isinstance(value, bool)]
+    is_bf16_off = any(key.endswith("bf16") and value is False for key, value in given.items())
+    off = [("fp32", key) for key in switches if given[key] is False]
+    on = [("fp16" if is_bf16_off else "bf16", key) for key in switches]
+    # `fp16: false` alone excludes mixed precision.
+    excluded = [("fp32", key) for key, value in given.items() if value is False]
+    for precision, key in [*off, *formats, *on, *excluded][:1]:
+        draft.say_autocast(precision, key)
+        draft.say("weights", "fp32", key)
+
+
+def parse_name(word: object) -> str:
+    """Return the precision that a word names, such as `bf16-mixed`; empty for a switch or an unknown word."""
+    if word is None or isinstance(word, bool):
+        return ""
+    try:
+        return normalise_precision(word).removesuffix("-true")
+    except ConfigError:
+        return ""
 
 
 SECTIONS = ("", "training.", "train.", "trainer.", "amp.", "environment.", "runtime.")

@@ -16,6 +16,7 @@ from halfstep_check.lint import (
     coverage,
     hiding,
     iteration,
+    misplaced,
     numerics,
     regimes,
     scaler_order,
@@ -34,6 +35,8 @@ LINE_RULES = (
     api.find_old_names,
     numerics.find_host_waits,
     accumulation.find_unreduced_gradients,
+    misplaced.find_plain_custom_functions,
+    misplaced.find_cpu_timesteps,
 )
 """Rules about single lines of this file."""
 FLOW_RULES = (
@@ -52,10 +55,11 @@ FLOW_RULES = (
     checkpoints.find_unsaved_scalers,
     checkpoints.find_remade_scalers,
     hiding.find_hidden_nans,
+    misplaced.find_unmade_optimizers,
 )
 """Rules that follow objects through calls, also into helpers imported from neighbouring files."""
 RELEVANT = re.compile(
-    r"\bautocast\b|GradScaler|\.backward\(|is_bf16_supported|cuda\.amp|type\s*=\s*bool\b|Trainer\(|LightningModule"
+    r"\bautocast\b|GradScaler|\.backward\(|is_bf16_supported|cuda\.amp|type\s*=\s*bool\b|Trainer\(|LightningModule|custom_[fb]wd"
 )
 """What every rule needs one of; other files are not analysed."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,10 +93,14 @@ def load_config(arguments: Sequence[str], flags: Flags, *, gpu: str | None) -> L
 
 SHOWN_MODES = {"off": "eager", "compile": "compile", "graph": "graph", "auto": "graph"}
 """`train.fast` to the mode that is shown."""
-LEVELS = (
-    "train.memory: what is recomputed in backward instead of stored (pointwise operations, every second block, all "
-    "blocks), and 8-bit: optimizer state in 8 bits. Sharded runs have those that need no trial on a copy of the model"
-)
+LEVELS = {
+    "normal": "nothing is recomputed",
+    "pointwise": "pointwise operations are recomputed in backward instead of stored",
+    "alternate": "every second block is recomputed",
+    "blocks": "all blocks are recomputed",
+    "8-bit": "optimizer state in 8 bits",
+}
+"""What the words in the column `memory` mean."""
 TRACED = {
     "eager": "peak of an eager step, traced operation by operation",
     "compile": "peak of the compiled step: the eager trace, partitioned and fused by the compiler's rules",
@@ -103,7 +108,8 @@ TRACED = {
 }
 LAYOUTS = (
     "peak on the rank with most samples. ddp: each rank has the whole model; shard: parameters, gradients, optimizer "
-    "state and average are divided among the ranks (train.shard=true, FSDP2); sharded steps are never captured"
+    "state and average are divided among the ranks (train.shard=true, FSDP2), with the memory levels that need no "
+    "trial on a copy of the model; sharded steps are never captured"
 )
 NO_FOLDER = "random"
 """Any text: with a data folder a workload has its full size, without one that of its demo."""
@@ -111,8 +117,8 @@ UNIT = "1 GB is 10^9 bytes, in every command: a GPU sold with 24 GB has 25.8 GB"
 SIZES = {"": 1} | {f"{letter}i": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1)}
 SIZES |= {letter: 10 ** (3 * power) for power, letter in enumerate("kmgt", 1)}
 MOST_BYTES = 10**15
-TABLE_WIDTH = 125
-"""Columns of a terminal that are enough for all components."""
+FIRST_LINE_S, NEXT_LINE_S = 2.0, 10.0
+"""When the progress is shown without a terminal."""
 MADE_UP = "predicted for synthetic data of the usual shape; --data-dir DIR uses yours"
 RECOMPUTED = "recomputation covers {}; a run checks on a copy that it changes no result"
 
@@ -150,21 +156,46 @@ def show_memory(
     picture: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Print the memory plan as text or JSON, and draw it if a picture is wanted."""
-    from rich.console import Console
-
     from halfstep_train.report.memory_view import draw_memory, merge_equal_rows
     from halfstep_train.report.picture_file import refuse_unknown_format
 
     if picture:
         refuse_unknown_format(picture)
-    with Console(stderr=True).status("loading torch and building the model") as status:
-        plan = _plan_memory(arguments, flags, gpu=gpu, fit=fit, ranks=ranks, mode=mode, tell=status.update)
+    with _show_progress("loading torch and building the model") as tell:
+        plan = _plan_memory(arguments, flags, gpu=gpu, fit=fit, ranks=ranks, mode=mode, tell=tell)
     if picture:
         draw_memory(plan.title, merge_equal_rows(plan.rows), picture, limit_bytes=plan.memory_bytes)
     if as_json:
         typer.echo(json.dumps(_convert_plan(plan), indent=2))
     else:
         _print_memory(plan)
+
+
+@contextlib.contextmanager
+def _show_progress(text: str) -> Iterator[Callable[[str], None]]:
+    """Yield the function that says what is being done: next to a spinner, or without a terminal in a line at times."""
+    from rich.console import Console
+
+    console, is_done = Console(stderr=True), threading.Event()
+    if console.is_terminal:
+        with console.status(text) as status:
+            yield status.update
+        return
+    newest = [text]
+
+    def print_lines() -> None:
+        wait_s = FIRST_LINE_S
+        while not is_done.wait(wait_s):
+            typer.echo(f"{newest[-1]} ...", err=True)
+            wait_s = NEXT_LINE_S
+
+    thread = threading.Thread(target=print_lines, daemon=True)
+    thread.start()
+    try:
+        yield newest.append
+    finally:
+        is_done.set()
+        thread.join()
 
 
 def _plan_memory(
@@ -331,17 +362,22 @@ def _print_memory(plan: MemoryPlan) -> None:
     from rich.text import Text
 
     from halfstep_train.report.console import print_text
-    from halfstep_train.report.memory_view import COMPONENTS, build_memory_table, choose_memory_unit, merge_equal_rows
+    from halfstep_train.report.memory_view import (
+        COMPONENTS,
+        build_memory_tables,
+        choose_memory_unit,
+        merge_equal_rows,
+        shorten_level,
+    )
 
     console = Console(soft_wrap=True, highlight=False)
-    is_wide = console.width >= TABLE_WIDTH
     of_modes = "in each mode" if len(plan.rows[0].totals) > 1 else ""
     unit, unit_bytes = choose_memory_unit(plan.rows)
-    by_component = f"by component in {plan.mode} mode" if is_wide else ""
+    by_component = f"by component in {plan.mode} mode"
     console.print(", ".join(filter(None, [f"{plan.title}: predicted peak in {unit}", by_component, of_modes])))
-    console.print(build_memory_table(merge_equal_rows(plan.rows), with_components=is_wide))
-    if not is_wide:
-        console.print(f"for components use --json, --picture FILE or a {TABLE_WIDTH}-column terminal", style="dim")
+    rows = merge_equal_rows(plan.rows)
+    for number, table in enumerate(build_memory_tables(rows, console.width)):
+        console.print(*([""] if number else []), table, sep="\n")
     if plan.fits:
         of_each = "" if plan.ranks is None else " on each rank"
         console.print(f"\nfits {plan.where}{of_each}, fastest (predicted) first")
@@ -349,12 +385,15 @@ def _print_memory(plan: MemoryPlan) -> None:
         console.print(f"to use the first: {' '.join(plan.fits[0].arguments)}")
     for note in plan.notes:
         print_text(console, Text(f"note: {note}"))
-    legend = {"memory": LEVELS}
+    levels = {word for row in rows for word in shorten_level(row.level).split(" + ")}
+    legend = {
+        "memory": "levels of train.memory; "
+        + "; ".join(f"{word}: {about}" for word, about in LEVELS.items() if word in levels)
+    }
     if plan.ranks is not None:
         legend["ranks"] = LAYOUTS
-    if is_wide:
-        used = {name for row in plan.rows for name, size in row.components.items() if size}
-        legend |= {name: about for name, about in COMPONENTS.items() if name in used}
+    used = {name for row in rows for name, size in row.components.items() if size}
+    legend |= {name: about for name, about in COMPONENTS.items() if name in used}
     legend |= {name: TRACED[name] for name in plan.rows[0].totals}
     console.print("\ncolumns", style="dim")
     for name, about in legend.items():

@@ -43,6 +43,7 @@ from halfstep_train.cli.options import (
 
 if TYPE_CHECKING:
     from halfstep_train.config.load import Loaded
+    from halfstep_train.config.statements import Launcher
 
 
 PRESETS = "fast, quality, lowmem, stable, debug; classifiers: quick, nvidia90, guide, deit."
@@ -131,8 +132,11 @@ def command(
 
         halfstep train --resume runs/unet-20250101-120000 --epochs 40
     """
+    from halfstep_train.run.launch import read_launch, read_launcher
+
     resume = choose_resumed_folder(resume, continue_from)
-    loaded = load_config(arguments or [], settings, resume, overrides_file)
+    launcher = read_launcher(os.environ, 1 if gpus is None else parse_gpus(gpus)[0])
+    loaded = load_config(arguments or [], settings, resume, overrides_file, launcher)
     if resume and out:
         raise ConfigError(f"--resume {resume} continues in its own folder, not in --out {out}", fix="leave --out out")
     if as_json and not show_config:
@@ -145,8 +149,6 @@ def command(
         )
     if schema or show_config:
         return show_without_training(loaded, schema, is_shown=show_config, as_json=as_json)
-    from halfstep_train.run.launch import read_launch
-
     launch = read_launch(os.environ)
     new_folder = choose_new_folder(out, log_dir, dry=dry and not resume, name=loaded.config.workload)
     with new_folder as folder, stop_after(timeout):
@@ -166,7 +168,11 @@ def command(
 
 
 def load_config(
-    arguments: list[str], flags: dict[str, object], resume: Path | None, overrides_file: Path | None = None
+    arguments: list[str],
+    flags: dict[str, object],
+    resume: Path | None,
+    overrides_file: Path | None = None,
+    launcher: Launcher | None = None,
 ) -> Loaded:
     """Load the config of a new or resumed run; the first argument is the workload or the file.
 
@@ -178,7 +184,7 @@ def load_config(
     target, overrides = (arguments[0], arguments[1:]) if arguments and "=" not in arguments[0] else ("", arguments)
     if resume:
         if is_file(target, KINDS):  # what the file sets becomes overrides of the stored config
-            asked = load(target, flags=flags, overrides=overrides, overrides_file=overrides_file)
+            asked = load(target, flags=flags, overrides=overrides, overrides_file=overrides_file, launcher=launcher)
             target, flags, overrides, overrides_file = asked.config.workload, {}, list_overrides(asked), None
         from halfstep_train.run.folder import RunFolder
 
@@ -190,22 +196,26 @@ def load_config(
         if target and target != (workload := stored.config.workload):
             raise ConfigError(f"--resume {resume} is a {workload} run, not {target}", fix=f"leave {target} out")
         # Loaded twice: with and without the changes, to find out which settings the user asks for.
-        again = load(str(folder.config), flags=flags, overrides=overrides, overrides_file=overrides_file)
+        again = load(
+            str(folder.config), flags=flags, overrides=overrides, overrides_file=overrides_file, launcher=launcher
+        )
         return apply_decided(again, stored, folder.read_settled().decided)
     if not target:
         raise ConfigError(
             "nothing to train", fix="name a workload or a file first: halfstep train unet, halfstep train my.yaml"
         )
-    return load(target, flags=flags, overrides=overrides, overrides_file=overrides_file)
+    return load(target, flags=flags, overrides=overrides, overrides_file=overrides_file, launcher=launcher)
 
 
 def list_overrides(loaded: Loaded) -> list[str]:
     """Return every setting that is not a default as a KEY=VALUE override."""
+    from halfstep_train.config.aliases import PER_RANK_KEYS
     from halfstep_train.config.dump import dump_values
 
-    found: dict[str, object] = {}
+    given = [path for path, origin in loaded.origins.items() if origin.layer not in ("default", "launcher")]
+    found: dict[str, Any] = {}
     whole = dump_values(loaded.config)
-    for path in (path for path, origin in loaded.origins.items() if origin.layer != "default" and path != "workload"):
+    for path in (path for path in given if path != "workload"):
         value: Any = whole
         names: list[str] = []
         for name in path.split("."):
@@ -214,6 +224,9 @@ def list_overrides(loaded: Loaded) -> list[str]:
             value = value[name]
             names.append(name)
         found[".".join(names)] = value
+    for path in loaded.per_rank:  # another number of ranks gives another total
+        key = next(key for key, total in PER_RANK_KEYS.items() if total == path)
+        found[key] = found.pop(path) // loaded.num_ranks
     return [f"{path}={json.dumps(value)}" for path, value in found.items()]
 
 

@@ -116,7 +116,16 @@ KEY_ALIASES |= dict.fromkeys(
     Alias(path="train.clip_type", convert=convert_clip_type),
 )
 
-GLOBAL_ALIASES = {"BATCH_SIZE_PER_GPU": "train.batch_size"}
+PER_RANK_KEYS: dict[str, str] = {
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "per_gpu_train_batch_size", "batch_size_per_gpu", "batch_size_per_device"),
+        "train.batch_size",
+    ),
+    **dict.fromkeys(("per_device_eval_batch_size", "per_gpu_eval_batch_size"), "train.val_batch_size"),
+}
+"""Keys that count the samples of one GPU, and the settings that count those of all ranks."""
+
+GLOBAL_ALIASES = {"BATCH_SIZE_PER_GPU": "per_device_train_batch_size"}
 """Globals of SlotContrast's configs that set one of our settings if no reference uses them."""
 
 TRACKERS_INSTEAD = "log.track: [tensorboard] in a file, log.track=tensorboard or --track tensorboard in a command"
@@ -130,10 +139,13 @@ HABITS: dict[str, str] = {
     "no_sub_logdirs": "--out DIR is the run's folder itself",
     "devices": "--gpus N",
     "num_gpus": "--gpus N",
+    "num_processes": "--gpus N",
+    "gpu_ids": "--gpus 1,2 trains on these two; under torchrun or accelerate launch set CUDA_VISIBLE_DEVICES=1,2",
+    "distributed_type": "leave it out, and type --gpus 2, or start with accelerate launch; FSDP: train.shard=true",
     "accelerator": "--device cpu, cuda or mps",
     "strategy": "leave it out: --gpus N starts one rank per GPU",
-    "per_device_train_batch_size": "train.batch_size=N, which counts all ranks: the size per GPU times their number",
-    "per_device_eval_batch_size": "train.val_batch_size=N, which counts all ranks",
+    "per_device_train_batch_size": "per_device_train_batch_size=N without dashes, or --batch-size N for all GPUs",
+    "per_device_eval_batch_size": "per_device_eval_batch_size=N without dashes, or train.val_batch_size=N for all GPUs",
     "warmup_ratio": "schedule.warmup_epochs=E (fractions allowed) or schedule.warmup_steps=N",
     "optim": "optimizer.name=adamw, and optimizer.moment_bits=8 for 8-bit AdamW",
     "val_check_interval": "train.validate_every_steps=N or train.validate_every=EPOCHS",

@@ -6,7 +6,7 @@ In order:
     resolve     ${globals.NAME} is replaced
     choose      the workload decides the schema, the preset adds a layer, demo settings another
     normalise   other tools' spellings become full paths; all precision keys of a layer become one statement
-    merge       flag > override > file > preset > demo: one value per path; overridden values are recorded
+    merge       flag > override > file > preset > demo > launcher: one value per path; overridden values are recorded
     validate    the schema checks the result and freezes it
 """
 
@@ -21,8 +21,8 @@ from pydantic import ValidationError
 
 from halfstep.errors import ConfigError, format_count, suggest_nearest
 from halfstep.precision.names import normalise_precision
-from halfstep_train.config.aliases import GLOBAL_ALIASES, PRECISION_KEYS
-from halfstep_train.config.foreign import translate_document
+from halfstep_train.config.aliases import GLOBAL_ALIASES, KEY_ALIASES, PER_RANK_KEYS, PRECISION_KEYS
+from halfstep_train.config.foreign import has_key, translate_document
 from halfstep_train.config.keys import find_field, find_full_path, is_empty, list_fields, make_config_error
 from halfstep_train.config.precision_claims import Stated, make_disagreement, read_layer
 from halfstep_train.config.references import Place, References, find_references
@@ -39,6 +39,7 @@ from halfstep_train.config.statements import (
     DEFAULT,
     LAYERS,
     OPEN_SECTIONS,
+    Launcher,
     Origin,
     Override,
     Statement,
@@ -61,6 +62,9 @@ class Loaded:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     """Notes on what the user most likely did not intend; shown even with --quiet."""
+    per_rank: tuple[str, ...] = ()
+    """Settings that were given per GPU and multiplied by `num_ranks`."""
+    num_ranks: int = 1
 
 
 def load(
@@ -70,6 +74,7 @@ def load(
     flags: Mapping[str, object] | None = None,
     overrides: Sequence[str] = (),
     overrides_file: Path | None = None,
+    launcher: Launcher | None = None,
 ) -> Loaded:
     """Load a config from a workload's name, an import path or a YAML file, with flags and overrides on top.
 
@@ -83,26 +88,35 @@ def load(
             document = document.merge(read_yaml(overrides_file))
         # A file that names no workload may be another project's.
         if find_strongest("workload", statements) is None and "workload" not in document.values:
-            return load_foreign(document, overrides, given, kinds)
-        return resolve([*read_file_statements(document), *statements], kinds)
+            return load_foreign(document, overrides, given, kinds, launcher)
+        return resolve([*read_file_statements(document), *statements], kinds, launcher)
     named = Statement(path="workload", value=target, origin=Origin(layer="flag", where=target, key="WORKLOAD"))
     in_file = read_file_statements(read_yaml(overrides_file)) if overrides_file is not None else []
-    return resolve([*in_file, named, *statements], kinds)
+    return resolve([*in_file, named, *statements], kinds, launcher)
 
 
-def load_foreign(document: Document, overrides: Sequence[str], flags: Mapping[str, object], kinds: Schemas) -> Loaded:
+def load_foreign(
+    document: Document,
+    overrides: Sequence[str],
+    flags: Mapping[str, object],
+    kinds: Schemas,
+    launcher: Launcher | None,
+) -> Loaded:
     """Load a file that names no workload: another project's config, if a family can translate it."""
     found = translate_document(document, overrides, kinds.list_translators())
     if found is None:
+        fix = "add `workload: unet` to the file"
+        if "distributed_type" in document.values:
+            fix = "this is accelerate's launch config: give it to `halfstep check`, together with a training config"
+        elif has_key(document.values, "trainer.amp"):
+            fix = "add `workload: radiodiff` to the file (any workload reads trainer.amp and trainer.fp16)"
         raise ConfigError(
             f"{document.name}: no workload is named",
             why="the file has no `workload` key, and no supported project writes files like it",
-            fix="this is accelerate's launch config: give it to `halfstep check`, together with a training config"
-            if "distributed_type" in document.values
-            else "add `workload: unet` to the file",
+            fix=fix,
         )
     statements = [*found.statements, *parse_overrides(found.overrides), *parse_flags(flags)]
-    loaded = resolve(statements, kinds, is_whole=True)
+    loaded = resolve(statements, kinds, launcher, is_whole=True)
     return replace(loaded, notes=(*found.notes, *loaded.notes))
 
 
@@ -119,14 +133,19 @@ def is_file(target: str, workloads: Iterable[str]) -> bool:
     return target.lower().endswith((".yaml", ".yml")) or "/" in target or Path(target).exists()
 
 
-def resolve(statements: Sequence[Statement], kinds: Schemas, *, is_whole: bool = False) -> Loaded:
+def resolve(
+    statements: Sequence[Statement], kinds: Schemas, launcher: Launcher | None = None, *, is_whole: bool = False
+) -> Loaded:
     """Merge statements, given in any order, into one config.
 
     `is_whole` leaves out demo settings: a translated file already describes its model and run completely.
     """
+    launcher = launcher or Launcher()
     # Collected before references are replaced: globals that nothing uses are reported.
     used = {name.removeprefix("globals.") for statement in statements for name in find_references(statement.value)}
-    statements = replace_globals(statements)
+    statements = [*statements, *translate_globals(statements, used), *launcher.list_statements()]
+    multiplied = {id(s): new for s in statements if (new := multiply_by_ranks(s, launcher.num_ranks))}
+    statements = replace_globals([multiplied.get(id(s), s) for s in statements])
     workload = find_strongest("workload", statements)
     if workload is None or is_empty(workload.value):
         raise ConfigError("no workload is named", fix="add `workload: unet` to the file")
@@ -134,11 +153,12 @@ def resolve(statements: Sequence[Statement], kinds: Schemas, *, is_whole: bool =
     schema = find_schema(str(workload.value), kinds, str(workload.origin))
     statements = [*make_preset_statements(find_strongest("preset", statements), schema), *statements]
     settings = [setting for statement in statements if (setting := find_full_path(statement, schema))]
-    settings += translate_globals(settings, used)
     settings, replaced = add_demo(settings, schema, {} if is_whole else schema.demo)
     precision, warnings = make_precision_statements([s for s in settings if s.path in PRECISION_KEYS])
     others = [convert_statement(s, schema) for s in settings if s.path not in PRECISION_KEYS]
     chosen, overridden = merge_layers([*precision, *others])
+    disagreements = [f"{one}: give both the same precision" for one in overridden if one.replaced.layer == "launcher"]
+    origins_per_rank = [s.origin for s in multiplied.values()]
     config = validate_config(chosen, schema)
     # Keys of open sections are the user's, so they have no default.
     origins = {path: DEFAULT for path in list_fields(schema) if path not in OPEN_SECTIONS}
@@ -150,8 +170,15 @@ def resolve(statements: Sequence[Statement], kinds: Schemas, *, is_whole: bool =
         *note_scaled_rate(config),
         *note_optimizations(settings, config),
     )
-    warnings = (*warnings, *replaced)
-    return Loaded(config=config, origins=origins, overridden=tuple(overridden), notes=notes, warnings=warnings)
+    return Loaded(
+        config=config,
+        origins=origins,
+        overridden=tuple(one for one in overridden if one.replaced.layer != "launcher"),
+        notes=notes,
+        warnings=(*warnings, *replaced, *disagreements),
+        per_rank=tuple(path for path in sorted(TOTALS) if path in chosen and chosen[path].origin in origins_per_rank),
+        num_ranks=launcher.num_ranks,
+    )
 
 
 def find_strongest(path: str, statements: Iterable[Statement]) -> Statement | None:
@@ -179,16 +206,37 @@ def replace_globals(statements: Sequence[Statement]) -> list[Statement]:
     return [replace(s, value=replaced(s.value, (s.path,), f"{s.path} ({s.origin})")) for s in statements]
 
 
-def translate_globals(settings: Sequence[Statement], used: set[str]) -> list[Statement]:
+def translate_globals(statements: Sequence[Statement], used: set[str]) -> list[Statement]:
     """Return the globals in GLOBAL_ALIASES as settings, if nothing refers to them and their layer does not set them."""
-    are_set = {(s.origin.layer, s.path) for s in settings}
+    are_set = {(s.origin.layer, find_setting(s.path)) for s in statements}
     return [
         replace(s, path=path)
-        for s in settings
+        for s in statements
         if (path := GLOBAL_ALIASES.get(s.path.removeprefix("globals.")))
         and s.path.removeprefix("globals.") not in used
-        and (s.origin.layer, path) not in are_set
+        and (s.origin.layer, find_setting(path)) not in are_set
     ]
+
+
+def find_setting(key: str) -> str:
+    """Return the setting that a key stands for in every schema, or the key itself."""
+    return KEY_ALIASES[key].path if key in KEY_ALIASES else PER_RANK_KEYS.get(key, key)
+
+
+def multiply_by_ranks(statement: Statement, num_ranks: int) -> Statement | None:
+    """Return a batch size per GPU as the one of all ranks; None for any other statement."""
+    is_reference = str(statement.value) in {f"${{globals.{name}}}" for name in GLOBAL_ALIASES}
+    if statement.path not in PER_RANK_KEYS and not (is_reference and find_setting(statement.path) in TOTALS):
+        return None
+    statement = replace(statement, path=find_setting(statement.path))
+    if num_ranks == 1:
+        return statement
+    origin = replace(statement.origin, where=f"{statement.origin} × {num_ranks} ranks")
+    return replace(statement, value=f"${{mul: {statement.value}, {num_ranks}}}", origin=origin)
+
+
+TOTALS = frozenset(PER_RANK_KEYS.values())
+"""Settings that count the samples of all ranks."""
 
 
 def make_preset_statements(chosen: Statement | None, schema: type[RunConfig]) -> list[Statement]:

@@ -57,6 +57,7 @@ SAME_PLACE: dict[Layer, str] = {
     "file": "both are in the same config",
     "preset": "both are in the same preset",
     "demo": "both are settings of the demo",
+    "launcher": "both are the launcher's",
     "default": "both are defaults",
 }
 

@@ -212,6 +212,10 @@ class TrainConfig(Section):
     sync_batch_norm: bool = Field(
         default=False, description="Several ranks: BatchNorm computes its statistics over all of them (GPUs only)"
     )
+    cumulative_norms: bool = Field(
+        default=True,
+        description="BatchNorm's running statistics are plain means in the first steps: momentum max(momentum, 1/n)",
+    )
     find_unused: bool = Field(
         default=False, description="Several ranks: some trained parameters are not used in every step"
     )

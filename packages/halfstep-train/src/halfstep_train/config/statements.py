@@ -12,8 +12,8 @@ from halfstep.precision.names import PRECISION_NAMES
 from halfstep_train.config.section import Plain
 from halfstep_train.config.yaml_source import Document, parse_flow
 
-Layer = Literal["default", "demo", "preset", "file", "override", "flag"]
-LAYERS: tuple[Layer, ...] = ("demo", "preset", "file", "override", "flag")
+Layer = Literal["default", "launcher", "demo", "preset", "file", "override", "flag"]
+LAYERS: tuple[Layer, ...] = ("launcher", "demo", "preset", "file", "override", "flag")
 """From the weakest to the strongest; a default applies if no layer sets the value."""
 
 OPEN_SECTIONS = ("globals", "precision.modules", "model.options")
@@ -46,8 +46,8 @@ class Statement:
     origin: Origin
 
     def __str__(self) -> str:
-        """Show it as the user wrote it: flags and overrides already contain their value."""
-        if self.origin.layer in ("flag", "override"):
+        """Show it as the user wrote it: flags, overrides and variables already contain their value."""
+        if self.origin.layer in ("flag", "override", "launcher"):
             return f"`{self.origin.where}`"
         return f"`{self.origin.key}: {self.value}` ({self.origin.where})"
 
@@ -64,6 +64,23 @@ class Override:
 
     def __str__(self) -> str:
         return f"{self.key} = {self.value} ({self.origin}) overrides {self.replaced_value} ({self.replaced})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launcher:
+    """What the launcher of this process says: the number of ranks, and Accelerate's precision if one was chosen."""
+
+    num_ranks: int = 1
+    mixed_precision: str = ""
+
+    def list_statements(self) -> list[Statement]:
+        if not self.mixed_precision:
+            return []
+        origin = Origin(layer="launcher", where=f"{ACCELERATE_VARIABLE}={self.mixed_precision}")
+        return [Statement(path="precision", value=self.mixed_precision, origin=origin)]
+
+
+ACCELERATE_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 
 
 def iterate_leaves(

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.table import Table
 
 from halfstep.errors import choose_byte_unit
-from halfstep_train.report.console import make_columns_table
+from halfstep_train.report.console import make_columns_table, split_columns
 from halfstep_train.report.picture_file import FAINT, INK, make_figure, save_figure
 
 COLOURS = {
@@ -53,9 +53,9 @@ class MemoryRow:
         return sum(self.components.values())
 
 
-def build_memory_table(rows: Sequence[MemoryRow], *, with_components: bool) -> Table:
-    """Build the table of peaks by mode in the unit of the largest, with components if there is room."""
-    names = [name for name in COLOURS if with_components and any(row.components.get(name) for row in rows)]
+def build_memory_tables(rows: Sequence[MemoryRow], width: int) -> list[Table]:
+    """Build the table of peaks by component and mode in the unit of the largest, divided to fit the width."""
+    names = [name for name in COLOURS if any(row.components.get(name) for row in rows)]
     columns = {"precision": [row.precision for row in rows], "memory": [shorten_level(row.level) for row in rows]}
     if rows[0].layout:
         columns["ranks"] = [row.layout for row in rows]
@@ -64,7 +64,8 @@ def build_memory_table(rows: Sequence[MemoryRow], *, with_components: bool) -> T
         name.replace(" ", "\n"): [format_in_unit(row.components.get(name, 0), unit) for row in rows] for name in names
     }
     columns |= {mode: [format_in_unit(row.totals[mode], unit) for row in rows] for mode in rows[0].totals}
-    return make_columns_table(columns, left=("precision", "memory", "ranks"))
+    left = [name for name in ("precision", "memory", "ranks") if name in columns]
+    return [make_columns_table(one, left=left) for one in split_columns(columns, width, names=left)]
 
 
 def choose_memory_unit(rows: Sequence[MemoryRow]) -> tuple[str, float]:

@@ -31,10 +31,10 @@ SUMMARISED_LINE_EVERY_S = 300.0
 """The same for a pass whose result is printed afterwards: at most two lines for each epoch of less than this."""
 PACE_WINDOW_S = 10.0
 """The rate is averaged over the last seconds, so that a slow first step does not distort it for long."""
-BAR_WIDTHS = (5, 24)
+BAR_WIDTHS = (3, 24)
 """Minimum and maximum width in cells."""
-NAMELESS_FIELDS = {"precision", "memory", "speed"}
-"""Fields whose value explains itself: `bf16`, `4.8 GB`, `310 images/s`."""
+NAMELESS_FIELDS = {"memory", "speed"}
+"""Fields whose value explains itself: `4.8 GB`, `310 images/s`."""
 
 
 class Bar:
@@ -80,12 +80,13 @@ class Bar:
         """Return the texts next to the bar, most important first."""
         now_s, done = self._clock(), self.done
         steps_per_s = self._compute_whole_pace(now_s, done) if self.is_over else self._compute_pace(now_s, done)
-        fields = [value if name in NAMELESS_FIELDS else f"{name} {value}" for name, value in self._shown.items()]
+        named = {name: value for name, value in self._shown.items() if name != "precision"}
+        fields = [value if name in NAMELESS_FIELDS else f"{name} {value}" for name, value in named.items()]
         position, left = f"{done}/{self.total}", self._format_time(now_s - self._start_s, steps_per_s)
         if self._whole is not None and not self.is_over:
             position, left = self._whole()
-        # The time left and the first two fields fit 80 columns.
-        return [position, left, *fields[:2], format_rate(steps_per_s), *fields[2:]]
+        # The time left, the precision and the first two fields fit 80 columns.
+        return [position, left, self._shown.get("precision", ""), *fields[:2], format_rate(steps_per_s), *fields[2:]]
 
     def _compute_whole_pace(self, now_s: float, done: int) -> float:
         first_s, first_done = self._begin

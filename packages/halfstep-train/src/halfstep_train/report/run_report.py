@@ -1,7 +1,8 @@
 """The output of a run: header, bars, notices, epoch summaries and final summary on the console, records on disk.
 
 On a terminal and in a notebook bars are live, elsewhere plain lines are printed; `quiet` keeps only warnings, errors
-and the final summary. Warnings go to stderr, where `> log` does not hide them.
+and the final summary. Warnings go to stderr, where `> log` does not hide them. A training run also writes all lines to
+train.log, with one line per training record.
 The report takes only strings and numbers: reading a tensor would make the host wait for the device.
 """
 
@@ -17,8 +18,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from halfstep.disk import GONE, redirect_to_null
-from halfstep.errors import ConfigError, HalfstepError, summarise_error
+from halfstep.disk import GONE, redirect_to_null, refuse_special_file
+from halfstep.errors import ConfigError, HalfstepError, make_printable, summarise_error
 from halfstep_train.report.console import print_text
 from halfstep_train.report.listeners import Callbacks, Listener
 from halfstep_train.report.metrics_file import MetricsFile
@@ -65,7 +66,11 @@ class RunReport:
         verbose: bool = False,
         listeners: Sequence[Listener] = (),
         console: Console | None = None,
+        log: Path | None = None,
     ) -> None:
+        if log is not None:
+            refuse_special_file(log)
+        self._log = log
         self._console = console or DeafConsole()
         self._warnings = console or DeafConsole(stderr=True)
         self._quiet, self._verbose = quiet, verbose
@@ -74,8 +79,7 @@ class RunReport:
 
     def show_header(self, title: str, rows: Rows, *, warnings: Sequence[str]) -> None:
         """Print the header: workload, device, precision and reasons."""
-        if not self._quiet:
-            self._show_card(title, rows, border="cyan")
+        self._show_card(title, rows, border="cyan", is_hidden=self._quiet)
         for warning in dict.fromkeys(warnings):
             self.notice(warning, "warning")
 
@@ -111,16 +115,14 @@ class RunReport:
         """Print one message, above the bar if there is one."""
         if level != "info":
             self._print_line(f"{level}: {text}", style=STYLES[level], console=self._warnings)
-        elif not self._quiet:
-            self._print_line(text, style=STYLES[level])
+        else:
+            self._print_line(text, style=STYLES[level], is_hidden=self._quiet)
 
     def show_epoch(self, label: str, lines: Sequence[str], rows: Sequence[tuple[str, str, str]]) -> None:
         """Print the lines of an epoch; if verbose also each (name, train value, validation value) as a table."""
-        if self._quiet:
-            return
         for line in lines:
-            self._print_line(line)
-        if not self._verbose:
+            self._print_line(line, is_hidden=self._quiet)
+        if self._quiet or not self._verbose:
             return
         has_validation = any(validation for *_, validation in rows)
         table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
@@ -135,6 +137,8 @@ class RunReport:
     def log(self, record: Mapping[str, object]) -> None:
         """Append one record to metrics.jsonl, and pass it on to trackers and callbacks."""
         self._metrics.append(record)
+        if record.get("kind") == "train" and self._log is not None:
+            self._write_to_log(format_train_record(record))
         self._tell(lambda listener: listener.add(record))
 
     @property
@@ -171,10 +175,13 @@ class RunReport:
         self._metrics.close()
         self._tell(lambda listener: listener.close(is_complete=self._is_complete))
 
-    def _show_card(self, title: str, rows: Rows, *, border: str) -> None:
+    def _show_card(self, title: str, rows: Rows, *, border: str, is_hidden: bool = False) -> None:
         """Print a panel on a terminal or in a notebook, plain lines elsewhere."""
-        if not (self._console.is_interactive or self._console.is_jupyter):
-            return self._print_line("\n".join([title, *(f"  {name}: {value}" for name, value in rows)]))
+        has_panel = self._console.is_interactive or self._console.is_jupyter
+        lines = "\n".join([title, *(f"  {name}: {value}" for name, value in rows)])
+        self._print_line(lines, is_hidden=is_hidden or has_panel)
+        if is_hidden or not has_panel:
+            return None
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(overflow="fold")
@@ -182,6 +189,33 @@ class RunReport:
             grid.add_row(Text(name), Text(value))
         return self._console.print(Panel(grid, title=Text(title, style="bold"), border_style=border, expand=False))
 
-    def _print_line(self, text: str, style: str = "", *, console: Console | None = None) -> None:
+    def _print_line(
+        self, text: str, style: str = "", *, console: Console | None = None, is_hidden: bool = False
+    ) -> None:
+        """Print a text and write it to train.log; a hidden one is only written."""
+        self._write_to_log(text)
         # Text, not a string: `[Train]` and file names with brackets are not markup.
-        print_text(console or self._console, Text(text, style=style))
+        if not is_hidden:
+            print_text(console or self._console, Text(text, style=style))
+
+    def _write_to_log(self, text: str) -> None:
+        if self._log is None:
+            return
+        try:
+            # Opened for each text, so that it is complete if the run is killed.
+            with self._log.open("a", encoding="utf-8") as file:
+                file.writelines(f"{make_printable(line)}\n" for line in text.split("\n"))
+        except OSError as error:
+            path, self._log = self._log, None
+            self.notice(f"cannot write {path}: {error.strerror}; metrics.jsonl has every record", "warning")
+
+
+def format_train_record(record: Mapping[str, object]) -> str:
+    """Format `[Train Step] 20/400: loss: 0.2345, lr: 1e-05, 41.2 samples/s`; phases have their name in front."""
+    named = [
+        f"{' '.join(reversed(name.split('/')))}: {value:.4g}"
+        for name, value in record.items()
+        if name.split("/")[0] in ("loss", "lr") and isinstance(value, (int, float))
+    ]
+    position, speed = f"{record['step']}/{record['total_steps']}", f"{record['samples_per_s']} samples/s"
+    return f"[Train Step] {position}: {', '.join(named)}, {speed}"

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 HIDDEN = ".writing-"
 STATE = "state.json"
 AVERAGE = "ema.safetensors"
-NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # `step-STEP`, and `step-STEP-2` for a second one of the same step
+NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # `step-STEP`, and `step-STEP-1` while there is a first one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,9 +77,7 @@ class Checkpoints:
                 _write(hidden, checkpoint)
         except OSError as error:
             raise self._explain_unwritten(final, error) from error
-        on_saved(final)
-        self._drop_old(final)
-        return final
+        return self._finish(final, on_saved)
 
     def _save_shards(self, step: int, checkpoint: Checkpoint, on_saved: Callable[[Path], None], world: World) -> Path:
         from halfstep.distributed.sharded_files import BackgroundSave
@@ -98,12 +96,25 @@ class Checkpoints:
             final = _unhide(hidden)
             hidden.rename(final)
             flush(self.folder)
-            on_saved(final)
-            self._drop_old(final)
+            self._finish(final, on_saved)
 
         state = {"model": checkpoint.model, "ema": checkpoint.ema, "state": checkpoint.state}
         self._saving = BackgroundSave(make_folder, state, world, step=step, publish=publish)
         return _unhide(self._saving.folder)
+
+    def _finish(self, written: Path, on_saved: Callable[[Path], None]) -> Path:
+        """Let a second checkpoint of a step take the place of the first, call `on_saved` and remove old ones."""
+        plain = self._get_plain_name(_parse_name(written)[0])
+        if written != plain and self.find_best() != plain:
+            # It holds all of the first, and more. A kill in between leaves `written`, which is complete.
+            shutil.rmtree(plain, ignore_errors=True)
+            if not plain.exists():
+                written.rename(plain)
+                flush(self.folder)
+                written = plain
+        on_saved(written)
+        self._drop_old(written)
+        return written
 
     def wait(self) -> None:
         """Wait until the last save is complete; raise if it failed. Every rank of a sharded run calls it."""
@@ -190,7 +201,11 @@ class Checkpoints:
         """Return a new name; a step saved twice (by steps and at the end of an epoch) gets a second one."""
         # Numbered after all existing ones, so that the newest sorts last.
         last = max((number for other, number in map(_parse_name, self._list_named()) if other == step), default=None)
-        return self.folder / (f"step-{step:08d}" if last is None else f"step-{step:08d}-{last + 1}")
+        plain = self._get_plain_name(step)
+        return plain if last is None else plain.with_name(f"{plain.name}-{last + 1}")
+
+    def _get_plain_name(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
 
     def _set_aside(self, damaged: list[Path]) -> None:
         for path in damaged:

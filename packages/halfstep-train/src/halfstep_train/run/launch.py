@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from halfstep.errors import ConfigError, HalfstepError, Interrupted, RankLost, TrainingStopped
+from halfstep_train.config.statements import ACCELERATE_VARIABLE, Launcher
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -67,6 +68,17 @@ def read_launch(variables: Mapping[str, str]) -> Launch | None:
                 fix="start it with torchrun or srun; if nothing else was started, unset " + name,
             )
     return None
+
+
+def read_launcher(variables: Mapping[str, str], num_gpus: int = 1) -> Launcher:
+    """Return what the launcher says about the config; without one, `num_gpus` ranks will be started."""
+    launch = read_launch(variables)
+    # `accelerate launch` also sets "no" if no precision was chosen, so it does not ask for fp32.
+    named = variables.get(ACCELERATE_VARIABLE, "").lower()
+    return Launcher(
+        num_ranks=launch.size if launch else num_gpus,
+        mixed_precision=named if named != "no" else "",
+    )
 
 
 def _read_torchrun(variables: Mapping[str, str]) -> Launch:

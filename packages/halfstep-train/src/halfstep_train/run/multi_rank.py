@@ -18,6 +18,7 @@ from halfstep.step.facts import PhasedReading, Reading
 from halfstep.step.phases import freeze_others
 from halfstep.step.randomness import seed_everything
 from halfstep.step.ranks import Ranks, refuse_differing_settings, wrap_regions
+from halfstep_train.config.load import Loaded
 from halfstep_train.config.schema import RunConfig, TrainConfig
 from halfstep_train.run.folder import digest_contents
 from halfstep_train.run.frozen_modules import compute_checksum
@@ -96,8 +97,17 @@ def synchronise_norms(model: nn.Module, device: torch.device) -> nn.Module:
     return converted
 
 
-def refuse_small_batch(batch_size: int, size: int) -> None:
-    """Refuse a batch that several ranks cannot divide, before anything is built."""
+def refuse_small_batch(loaded: Loaded, size: int) -> None:
+    """Refuse a batch that several ranks cannot divide, or that counts other ranks, before anything is built."""
+    batch_size = loaded.config.train.batch_size
+    if loaded.per_rank and loaded.num_ranks != size:
+        raise mark_agreed(
+            ConfigError(
+                f"{loaded.per_rank[0]} is given per GPU and was multiplied by {loaded.num_ranks}, not by {size} ranks",
+                why="the config was loaded before the ranks were known",
+                fix=f"name the workload or file in hs.train itself, or give {loaded.per_rank[0]} for all ranks",
+            )
+        )
     if size > batch_size:
         raise mark_agreed(
             ConfigError(

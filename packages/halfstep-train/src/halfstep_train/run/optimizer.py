@@ -17,6 +17,7 @@ from halfstep.precision.plan import Plan
 from halfstep.step.clip import Clip
 from halfstep.step.ema import Ema
 from halfstep.step.guard import SpikeMeter
+from halfstep.step.norm_averages import NormAverages
 from halfstep.step.optim.by_name import is_within, make_parameter_groups
 from halfstep.step.ranks import Ranks
 from halfstep.step.scaler import Scaler, ScalerOptions
@@ -61,7 +62,7 @@ def make_step(
     """Build the step over the parameters in `parts` (modules or parameters by name; empty: all)."""
     guard, train = settings.guard, settings.train
     optimizer, schedules = build_optimizer(settings, model, setting, length, parts=parts, groups=groups)
-    return kind(
+    step = kind(
         model,
         optimizer,
         plan,
@@ -76,6 +77,8 @@ def make_step(
             torch.device(plan.device), threshold=guard.spike_threshold, size=guard.spike_window, skips=guard.skip_spikes
         ),
     )
+    step.norms = NormAverages(model) if train.cumulative_norms else None
+    return step
 
 
 def build_optimizer(

@@ -56,6 +56,7 @@ def open_report(loaded: Loaded, folder: RunFolder, parts: Assembly) -> RunReport
         quiet=log.quiet,
         verbose=log.verbose,
         listeners=[*listeners, *([Callbacks(functions)] if functions else [])],
+        log=folder.path / "train.log",
     )
 
 
@@ -105,7 +106,10 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
     num_parameters = sum(p.numel() for p in parts.model.parameters())
     num_train, num_val = len(parts.workload.train_samples), len(parts.workload.val_samples)
     train = config.train
-    batch = f"{train.batch_size}" + (f" x {train.accumulate} accumulated" if train.accumulate > 1 else "")
+    size = parts.world.size if parts.world is not None else 1
+    is_even = size > 1 and train.batch_size % size == 0
+    batch = f"{train.batch_size}" + (f" = {train.batch_size // size} × {size} ranks" if is_even else "")
+    batch += f" x {train.accumulate} accumulated" if train.accumulate > 1 else ""
     commits = [
         f"{name} ({ON_BAD_STEP[method]}{f', {format_bytes(extra)} extra' if extra else ''})"
         for name, method, extra in parts.step.describe()

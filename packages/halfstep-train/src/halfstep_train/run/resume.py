@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,9 @@ def accept_changes(loaded: Loaded, folder: RunFolder, *, allow: bool) -> tuple[L
 def apply_decided(asked: Loaded, stored: Loaded, settled: Mapping[str, Sequence[Any]]) -> Loaded:
     """Use what the run decided when it started for settings that are not given, or given as they were then."""
     config, given, taken = asked.config, dump_values(asked.config), list[str]()
-    for path, values in settled.items():
+    # Another number of ranks may continue the run, with the run's batch.
+    totals = {path: (attrgetter(path)(asked.config), attrgetter(path)(stored.config)) for path in asked.per_rank}
+    for path, values in {**settled, **totals}.items():
         section, _, name = path.partition(".")
         if name in given.get(section, ()) and (not is_given(config, section, name) or given[section][name] in values):
             config = config.replace(**{section: {name: getattr(getattr(stored.config, section), name)}})
@@ -88,7 +91,13 @@ def apply_decided(asked: Loaded, stored: Loaded, settled: Mapping[str, Sequence[
     origins = {key: origin for key, origin in asked.origins.items() if not f"{key}.".startswith(own)}
     origins |= {key: origin for key, origin in stored.origins.items() if f"{key}.".startswith(own)}
     overridden = tuple(one for one in asked.overridden if not f"{one.key}.".startswith(own))
-    return replace(asked, config=config, origins=origins, overridden=overridden)
+    warnings = [
+        f"{path} stays {kept}, although {asked.origins[path]} is {now}; {path}=N --allow-changes changes it"
+        for path, (now, kept) in totals.items()
+        if now != kept
+    ]
+    warnings = [*asked.warnings, *warnings]
+    return replace(asked, config=config, origins=origins, overridden=overridden, warnings=tuple(warnings), per_rank=())
 
 
 def recover_settings(

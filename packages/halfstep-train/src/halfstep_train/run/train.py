@@ -72,7 +72,7 @@ def train(
         for path in config.train.callbacks:
             import_callback(path)
         if world is not None:
-            refuse_small_batch(config.train.batch_size, world.size)
+            refuse_small_batch(loaded, world.size)
             resume = resume or rank.find_restarted_run(out)
         if resume is not None:
             return Run(loaded, rank).resume(RunFolder.open(str(resume)), allow_changes=allow_changes)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep_train.config import load as configs
@@ -48,7 +50,20 @@ KINDS = Kinds(
 DEMO_WORKLOAD = "unet"
 """The workload in help texts and suggestions that need an example."""
 
-load = partial(configs.load, kinds=KINDS)
+CONFIGS = {path.name: path for path in Path(__file__).parent.glob("*/configs/*.yaml")}
+"""Config files that come with halfstep, by name."""
+
+
+def load(target: str, **given: Any) -> configs.Loaded:
+    """Load a config, see `config.load.load`; a file that does not exist may be one of CONFIGS."""
+    shipped = CONFIGS.get(Path(target).name)
+    if shipped is None or Path(target).exists():
+        return configs.load(target, kinds=KINDS, **given)
+    loaded = configs.load(str(shipped), kinds=KINDS, **given)
+    note = f"{target} does not exist here: this is {shipped}, which comes with halfstep"
+    return replace(loaded, notes=(note, *loaded.notes))
+
+
 from_dict = partial(configs.load_dict, kinds=KINDS)
 
 

@@ -43,7 +43,8 @@ def _make_error(what: str, why: str) -> ConfigError:
         what,
         why=why,
         fix="run one rank per device, each with the whole model: torchrun --nproc_per_node=NUM_GPUS train.py, with "
-        "model = DistributedDataParallel(model)",
+        "model = DistributedDataParallel(model), or fully_shard(model) if it is too large; CUDA_VISIBLE_DEVICES=1,2 "
+        "chooses the GPUs. Workloads: halfstep train ... --gpus 2, and train.shard=true",
     )
 
 

@@ -39,6 +39,7 @@ from halfstep.step.facts import Facts, Hold, Outbox, read_rng_state, restore_rng
 from halfstep.step.flat import are_same_objects, get_gradient, get_is_sparse, get_version
 from halfstep.step.forward_writes import Also, ForwardWrites, walk_modules
 from halfstep.step.guard import SpikeMeter
+from halfstep.step.norm_averages import NormAverages
 from halfstep.step.ranks import BAD, RUINED, Agreed, Ranks, find_ranks
 from halfstep.step.refusals import (
     check_parameters,
@@ -153,6 +154,7 @@ class GuardedStep:
         self.on_backward: Callable[[Tensor], None] | None = None
         """Called with the loss after the last backward of a window, before anything is done to its gradients."""
         self.watch: StepWatch | None = None  # set before the first step
+        self.norms: NormAverages | None = None  # set before the first step, to average BatchNorm's statistics
         self.keeps_rng = True  # whether facts of replays and of other loops hold the generators, for capsules
         self.measures_spikes = True  # whether the host looks for spikes in the losses it reads
         self.hold: Hold | None = None  # set before the first step by a loop that can repeat held steps
@@ -209,12 +211,16 @@ class GuardedStep:
         if self.sharding is not None:
             self.sharding.reshard()  # an evaluation leaves the root's parameters whole
         self.writes.save(parameters)
+        if self.norms is not None:
+            self.norms.save()
         self._clear_known_gradients(parameters)
         choose_gradient_types(self.optimizers, len(window))
         with self.signals.allow():
             loss, weight = (replay or self.accumulate_gradients)(loss_fn, window, parameters)
         if self.on_backward is not None:
             self.on_backward(loss)
+        if self.norms is not None:
+            self.norms.settle()
         if self.sharding is not None:
             self.sharding.reshard()
         self.writes.find_writes()

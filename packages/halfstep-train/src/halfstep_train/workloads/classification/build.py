@@ -24,7 +24,14 @@ from halfstep_train.workloads.base.import_path import import_callable
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.workload import Prepare, Workload
 from halfstep_train.workloads.classification.augment import SCALE, SHIFT, ImageChanges, prepare_images
-from halfstep_train.workloads.classification.config import ClassifierConfig, ImageDataConfig, ResNetConfig, ViTConfig
+from halfstep_train.workloads.classification.config import (
+    SMALL_CHANGES,
+    SMALL_SIDE,
+    ClassifierConfig,
+    ImageDataConfig,
+    ResNetConfig,
+    ViTConfig,
+)
 from halfstep_train.workloads.classification.data import get_evaluation_size, open_image_data
 from halfstep_train.workloads.classification.resnet import ResNet, build_resnet
 from halfstep_train.workloads.classification.scores import ClassificationMetrics, Mixing, classification_loss, mix
@@ -46,9 +53,19 @@ def build(config: ClassifierConfig, store: Mapping[str, Any] | None = None) -> W
         load_start_weights_(model, config.model.weights, replace_head=config.model.replace_head)
 
     prepare = PrepareImages(config.data)
-    about = {"notes": data.notes, "val_names": data.val_names, "about": data.about}
+    rows = (*data.about, *describe_augmentation(config.data)) if is_new else data.about
+    about = {"notes": data.notes, "val_names": data.val_names, "about": rows}
     by_batch = ("Mixup and CutMix",) if prepare.mixing.is_on else ()
     return make_workload(config, model, data.train, data.val, store, prepare, by_batch=by_batch, **about)
+
+
+def describe_augmentation(data: ImageDataConfig) -> tuple[tuple[str, str], ...]:
+    """Return the header's line about the augmentation of small images."""
+    area, flip = data.augment.crop_area, data.augment.flip
+    if data.image_size > SMALL_SIDE or {"crop_area": area, "flip": flip} != SMALL_CHANGES:
+        return ()
+    text = f"crops of {area[0]:.0%} to {area[1]:.0%} of an image and no flips, because of data.image_size="
+    return (("augmentation", f"{text}{data.image_size} (data.augment.crop_area, data.augment.flip)"),)
 
 
 def make_workload(

@@ -7,9 +7,9 @@ their sources (`optimizer.lr_per`).
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from halfstep_train.config.schema import DataConfig, ModelConfig, RunConfig
 from halfstep_train.config.section import CachePath, Fraction, OffCount, OffNumber, Positive, PositiveCount, Section
@@ -165,6 +165,7 @@ DEMO: Preset = {
     "data.num_workers": 0,
     "data.eval_crop_ratio": 1.0,
     "data.augment.crop_area": (0.7, 1.0),
+    "data.augment.flip": 0.5,
     "train.batch_size": 32,
     "train.epochs": 10,
     "schedule.warmup_epochs": 1.0,
@@ -186,16 +187,23 @@ Shares = Annotated[tuple[PositiveShare, PositiveShare], AfterValidator(check_ord
 Ratios = Annotated[tuple[Positive, Positive], AfterValidator(check_order)]
 
 
+SMALL_SIDE = 64
+SMALL_CHANGES: dict[str, Any] = {"crop_area": (0.8, 1.0), "flip": 0.0}
+"""Augmentation of images up to SMALL_SIDE pixels: ImageNet's crops would cut digits apart, and flips turn them into
+other signs."""
+
+
 class ImageAugmentConfig(Section):
     """Strength of the training augmentation; 0 disables a change."""
 
     crop_area: Shares = Field(
-        default=(0.08, 1.0), description="Range of a random crop's area, as a fraction of the image"
+        default=(0.08, 1.0),
+        description="Range of a random crop's area, as a fraction of the image; up to 64 pixels: 0.8 to 1",
     )
     crop_ratio: Ratios = Field(
         default=(3 / 4, 4 / 3), description="Range of a random crop's aspect ratio (width / height)"
     )
-    flip: Fraction = Field(default=0.5, description="Probability of a horizontal flip")
+    flip: Fraction = Field(default=0.5, description="Probability of a horizontal flip; up to 64 pixels: 0")
     brightness: Fraction = Field(default=0.0, description="Largest relative change of brightness")
     contrast: Fraction = Field(default=0.0, description="Largest relative change of contrast")
     saturation: Fraction = Field(default=0.0, description="Largest relative change of saturation")
@@ -236,6 +244,15 @@ class ImageDataConfig(DataConfig):
     )
     cache_size: PositiveCount = Field(default=256, description="Side of the images in the packed file, in pixels")
     augment: ImageAugmentConfig = ImageAugmentConfig()
+
+    @model_validator(mode="after")
+    def choose_augmentation(self) -> Self:
+        """Change small images less than ImageNet's, unless the settings are given."""
+        missing = SMALL_CHANGES.keys() - self.augment.model_fields_set
+        if self.image_size <= SMALL_SIDE and missing:
+            fitting = self.augment.model_copy(update={name: SMALL_CHANGES[name] for name in missing})
+            object.__setattr__(self, "augment", fitting)  # the model is frozen: a plain assignment would raise
+        return self
 
     @property
     def is_packed(self) -> bool:

@@ -81,7 +81,7 @@ def _drop_unset(values: Mapping[str, Any]) -> dict[str, Any]:
 def _translate_run(read: ForeignReader) -> dict[str, Any]:
     devices = read("trainer.devices", 1)
     if devices not in (1, "1", "auto", [0], -1):
-        read.unused["trainer.devices"] = f"{PROCESSES}; the batch size is that of one GPU"
+        read.unused["trainer.devices"] = f"{PROCESSES}; the batch size is per GPU"
     accelerator = str(read("trainer.accelerator", "auto"))
     interval = read("trainer.val_check_interval", 5000)
     if not isinstance(interval, int):
@@ -359,8 +359,9 @@ def _translate_data(read: ForeignReader) -> dict[str, Any]:
     return {
         "data.train_shards": _to_list(read("dataset.train_shards")),
         "data.val_shards": _to_list(read("dataset.val_shards")),
-        "train.batch_size": read("dataset.batch_size", 32),
-        "train.val_batch_size": read("dataset.val_batch_size"),
+        # Lightning gives every rank a loader with this batch size.
+        "per_device_train_batch_size": read("dataset.batch_size", 32),
+        "per_device_eval_batch_size": read("dataset.val_batch_size"),
         "data.val_size": read("dataset.val_size"),
         "data.num_workers": read("dataset.num_workers"),
         "data.image_size": size,
