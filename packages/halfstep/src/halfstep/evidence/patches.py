@@ -7,12 +7,15 @@ follows the changed code.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
@@ -30,11 +33,12 @@ CASTS = ("to", "type", "type_as", "half", "bfloat16", "float")
 
 
 class AtLines(TorchFunctionMode):
-    """Change the arguments of torch functions that are called from these lines."""
+    """Change the arguments of torch functions that are called from these lines; with `passes_gradient`, as if that had
+    the gradient of the identity."""
 
-    def __init__(self, lines: Collection[str], patch: Patch) -> None:
+    def __init__(self, lines: Collection[str], patch: Patch, *, passes_gradient: bool = False) -> None:
         super().__init__()
-        self.lines, self.patch = set(lines), patch
+        self.lines, self.patch, self.passes_gradient = set(lines), patch, passes_gradient
         self.num_changed = 0
 
     def __torch_function__(
@@ -45,7 +49,25 @@ class AtLines(TorchFunctionMode):
         if changed is None:
             return func(*args, **kwargs)
         self.num_changed += 1
-        return changed if isinstance(changed, Tensor) else func(*changed[0], **changed[1])
+        if isinstance(changed, Tensor):
+            return changed
+        new = list(changed[0])
+        for k, before in enumerate(args[: len(new)] if self.passes_gradient else ()):
+            if new[k] is not before and isinstance(before, Tensor) and before.requires_grad:
+                new[k] = _PassGradient.apply(before, new[k])  # type: ignore[no-untyped-call]
+        return func(*new, **changed[1])
+
+
+class _PassGradient(Function):
+    """Return the second tensor, and give its gradient to the first."""
+
+    @staticmethod
+    def forward(ctx: Any, before: Tensor, changed: Tensor) -> Tensor:
+        return changed.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
 
 
 @contextlib.contextmanager
@@ -96,6 +118,119 @@ def _replace_attribute(owner: type, name: str, value: Any) -> Iterator[None]:
         delattr(owner, name)
         if own is not None:
             setattr(owner, name, own)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownLog:
+    """A tensor that is a function of z (`LOGS`), so that its logarithm can be computed without it."""
+
+    tensor: Tensor
+    kind: str
+    z: Tensor
+    words: str
+    """How to write its logarithm."""
+    root: str
+    """The function that z was given to."""
+
+    @property
+    def log(self) -> Tensor:
+        return LOGS[self.kind][0](self.z)
+
+
+LOGS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "exp": (lambda z: z, "z"),
+    "1 + exp": (F.softplus, "F.softplus(z)"),
+    "1 - exp": (lambda z: torch.log(-torch.expm1(z)), "torch.log(-torch.expm1(z))"),
+    "sigmoid": (F.logsigmoid, "F.logsigmoid(z)"),
+    "1 - sigmoid": (lambda z: F.logsigmoid(-z), "F.logsigmoid(-z)"),
+    "1 - tanh²": (lambda z: 2 * (math.log(2) - z - F.softplus(-2 * z)), "2 * (math.log(2) - z - F.softplus(-2 * z))"),
+    "1 + z": (torch.log1p, "torch.log1p(z)"),
+    "1 - z": (lambda z: torch.log1p(-z), "torch.log1p(-z)"),
+}
+"""By function of z: its logarithm, in a form that is finite wherever the logarithm is, and the words for it."""
+DERIVED = {
+    ("1 +", "exp"): "1 + exp", ("1 -", "exp"): "1 - exp", ("1 /", "1 + exp"): "1 - sigmoid",
+    ("1 -", "sigmoid"): "1 - sigmoid", ("1 -", "1 - sigmoid"): "sigmoid",
+    ("square", "tanh"): "tanh²", ("1 -", "tanh²"): "1 - tanh²",
+}  # fmt: skip
+"""By operation and function of z: the function of z that the result is."""
+RESHAPING = ("getitem", "gather", "view", "reshape", "flatten", "squeeze", "unsqueeze", "transpose", "select", "clone")
+
+
+class InLogs(TorchFunctionMode):
+    """Take logarithms of exp, sigmoid, softmax and 1 - tanh², and quotients of exp, without computing these.
+
+    The results are the same in exact arithmetic. In floating point exp overflows, and sigmoid and softmax round to 0 or
+    1, where their logarithms are ordinary numbers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changed: list[tuple[str, KnownLog, int]] = []
+        """Line, what it computes, and 2 for a logarithm that was not finite, 1 for such a quotient, 0 otherwise."""
+        self._known: dict[int, KnownLog] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result, name = func(*args, **kwargs), _get_name(func)
+        if not isinstance(result, Tensor) or not result.is_floating_point() or not args:
+            return result
+        is_bad = not bool(result.isfinite().all())
+        given, known = self._known.get(id(args[0])), self._derive(name, func, args, kwargs)
+        used = given if name == "log" else known if name in _DIVISIONS and is_bad else None
+        if name == "log1p":  # of exp(z): as log(1 + exp(z))
+            used = self._derive("add", func, (args[0], 1), {}) if given is not None else None
+        if used is not None and used.kind in LOGS:
+            result = used.log.exp() if name in _DIVISIONS else used.log
+            if name in _DIVISIONS:
+                used = replace(used, words=used.words.replace("F.log_softmax", "torch.softmax"))
+            self.changed.append((_find_own_line(sys._getframe(1)), used, is_bad * (1 if name in _DIVISIONS else 2)))
+        if known is not None:
+            self._known[id(result)] = replace(known, tensor=result)
+        return result
+
+    def _derive(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> KnownLog | None:
+        """Return what the result of this function is in terms of another tensor, if its logarithm has a better form."""
+        x, other = args[0], args[1] if len(args) > 1 else None
+        of, by = self._known.get(id(x)), self._known.get(id(other))
+        if name in ("exp", "sigmoid", "tanh"):
+            return KnownLog(x, name, x, LOGS[name][1] if name in LOGS else "", name)
+        if name == "softmax":
+            return KnownLog(x, "exp", F.log_softmax(*args, **kwargs), "F.log_softmax(z, dim)", "softmax")
+        is_one = not isinstance(other, Tensor) and other == 1
+        operation = {"add": "1 +", "radd": "1 +", "rsub": "1 -", "rdiv": "1 /"}.get(name, "") if is_one else ""
+        if name == "square" or name == "pow" and other == 2 or name == "mul" and other is x:
+            operation = "square"
+        kind = DERIVED.get((operation, of.kind)) if of is not None else None
+        if of is None and operation in ("1 +", "1 -"):
+            return KnownLog(x, f"{operation} z", x, LOGS[f"{operation} z"][1], "log")
+        if of is None:
+            return None
+        if kind is not None:
+            return replace(of, kind=kind, words=LOGS[kind][1] if kind in LOGS else "")
+        if name in RESHAPING:
+            return replace(of, z=func(of.z, *args[1:], **kwargs))
+        if name == "sum" and of.kind == "exp":
+            dim = kwargs.get("dim", other if other is not None else tuple(range(x.ndim)))
+            z = torch.logsumexp(of.z, dim, *args[2:], **{key: kwargs[key] for key in kwargs if key == "keepdim"})
+            return replace(of, z=z, words="torch.logsumexp(z, dim)")
+        if by is not None and of.kind in LOGS and by.kind in LOGS and name in ("mul", *_DIVISIONS):
+            is_softmax = name != "mul" and by.words.startswith("torch.logsumexp")
+            z = of.log + by.log if name == "mul" else of.log - by.log
+            return replace(of, kind="exp", z=z, words="F.log_softmax(z, dim)" if is_softmax else of.words)
+        return None
+
+    def describe(self) -> str:
+        """Return what to write at which lines: those that matter most."""
+        most = max(rank for *_, rank in self.changed)
+        chosen = [(line, known) for line, known, rank in self.changed if rank == most]
+        words, lines = dict.fromkeys(known.words for _, known in chosen), dict.fromkeys(line for line, _ in chosen)
+        if {"F.logsigmoid(z)", "F.logsigmoid(-z)"} <= {known.words for _, known, _ in self.changed}:
+            words = {"F.binary_cross_entropy_with_logits(z, target)": None}
+        roots = " or ".join(dict.fromkeys(known.root for _, known in chosen))
+        return f"rewrite as {' and '.join(words)} at {' and '.join(lines)}, where z is the argument of {roots}"
 
 
 class IslandAt(TorchFunctionMode):
@@ -261,6 +396,18 @@ def _patch_exponent(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return _patch_argument((*EXPONENTIALS, "pow", "rpow"), lambda x: x.clamp(max=10.0), position)(name, args, kwargs)
 
 
+def _patch_base(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    """Take the absolute value of negative numbers under a power with a fraction, and of mostly negative ones under a
+    root or logarithm: a clamp would leave them without gradient."""
+    if name not in ROOTS or not isinstance(args[0], Tensor) or not args[0].requires_grad:
+        return None
+    share = float((args[0] < 0).float().mean())
+    is_whole = name == "pow" and isinstance(args[1], int | float) and args[1] == int(args[1])
+    fits = share > (0 if name == "pow" else 0.5) and not is_whole
+    return ((args[0].abs(), *args[1:]), kwargs) if fits else None
+
+
+ROOTS = ("pow", "sqrt", "rsqrt", "log", "log2", "log10")
 EXPONENTIALS = ("exp", "expm1", "exp2")
 EQUIVALENT: tuple[tuple[str, Patch], ...] = (
     (
@@ -272,6 +419,7 @@ EQUIVALENT: tuple[tuple[str, Patch], ...] = (
 PATCHES: tuple[tuple[str, Patch], ...] = (
     ("a count of at least 1 in the denominator (clamp(min=1))", _patch_count),
     ("a denominator of at least 1e-4 (an eps, or a clamp)", _patch_denominator),
+    ("rewrite as x.abs() ** p or x.sign() * x.abs() ** p, or with x.abs() under the root or logarithm,", _patch_base),
     (
         "clamp(min=1e-4) under the root or logarithm",
         _patch_argument(
@@ -284,6 +432,10 @@ PATCHES: tuple[tuple[str, Patch], ...] = (
     ("an eps of 1e-4 before the norm", _patch_argument(("norm", "vector_norm"), lambda x: x + 1e-4)),
     ("eps=1e-5 in the normalisation", _patch_eps),
     ("clamp(max=10) on the argument of exp", _patch_exponent),
+    (
+        "rewrite as F.softplus in place of exp",
+        lambda name, args, kwargs: F.softplus(args[0]) if name == "exp" else None,
+    ),
     (
         "clamp(-10, 10) on the argument of cosh or sinh",
         _patch_argument(("cosh", "sinh"), lambda x: x.clamp(-10.0, 10.0)),
