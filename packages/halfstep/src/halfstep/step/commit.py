@@ -167,6 +167,7 @@ class Committer:
         """Parameters and state of the last commit that built no state: most steps find the same."""
         self._fused_adam: FusedAdam | None = None
         self._twin: ShardTwin | None = None  # steps in place of the optimizer if parameters are sharded
+        self.unchecked: set[int] = set()  # ids of parameters that were not finite before the first step
         self.single_pass: SinglePass | None = None  # while a step is captured: replaces torch's kernel
 
     def _take_groups(self) -> None:
@@ -255,7 +256,8 @@ class Committer:
 
     def left_non_finite(self) -> Tensor | None:
         """Return on the device whether a stepped parameter is not finite; None if there is none to check."""
-        written = [p for p in self._with_grad() if p.grad is not None and not p.grad.is_sparse]
+        stepped = (p for p in self._with_grad() if id(p) not in self.unchecked)
+        written = [p for p in stepped if p.grad is not None and not p.grad.is_sparse]
         filled = [p for p in get_locals(written) if p.numel()]
         if not filled:
             return None

@@ -17,6 +17,7 @@ The host waits only for the first commit of each optimizer (see commit.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, compress, islice
@@ -54,6 +55,7 @@ from halfstep.step.signals import DelayedSignals
 from halfstep.step.step_state import collect_state, load_state, refuse_unfit
 from halfstep.step.tables import Rates, Values
 from halfstep.step.torch_version import report_untested_torch
+from halfstep.step.user_warnings import warn_user
 
 LossFn = Callable[[Batch], "Tensor | tuple[Tensor, Weight]"]
 Accumulate = Callable[[LossFn, Sequence[Any], list[Tensor]], "tuple[Tensor, Weight]"]
@@ -162,6 +164,7 @@ class GuardedStep:
         self._modules: list[nn.Module] = []  # those that `_weights` was made from
         self._rng: dict[str, Tensor] | None = None  # the generators before a compute() that is not committed yet
         self._judged = NOT_JUDGED
+        self._has_begun = False
 
     @property
     def is_first_rank(self) -> bool:
@@ -184,6 +187,7 @@ class GuardedStep:
         backward."""
         if self.is_open:
             self.abandon()
+        self._name_bad_weights()
         self._rng = read_rng_state(self.device)
         if self.watch is not None:
             self.watch.begin()
@@ -224,8 +228,34 @@ class GuardedStep:
     def open_window(self) -> None:
         """Save what forward may write, before the first forward pass of a window that another loop runs; once."""
         if not self.is_open:
+            self._name_bad_weights()
             self._rng = read_rng_state(self.device) if self.keeps_rng else {}
             self.writes.save(self.find_trained_parameters())
+
+    @torch.no_grad()
+    def _name_bad_weights(self) -> None:
+        """Name weights that are not finite before the first step; once, and waits for the device. Optimizers leave them
+        as they are, so that a step that uses none of them, such as an unused row of an embedding, is not to blame."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        trained = self.find_trained_parameters()
+        local = get_locals(trained)
+        filled = [p for p in local if p.numel()]
+        if not filled or bool(compute_total_norm(filled, math.inf).isfinite()):
+            return
+        names, unchecked, rows = {id(p): name for name, p in self.model.named_parameters()}, set(), []
+        for parameter, own in zip(trained, local, strict=True):
+            if num_bad := int((~own.isfinite()).sum()):
+                unchecked.add(id(parameter))
+                rows.append(f"{names.get(id(parameter), 'a parameter')} ({num_bad:,} of {own.numel():,} numbers)")
+        for committer in self.committers:
+            committer.unchecked = unchecked
+        more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
+        warn_user(
+            f"not finite before the first step: {', '.join(rows[:3])}{more}. No step changes that, and one that uses "
+            "these numbers is dropped: initialise them, or load finite weights"
+        )
 
     @property
     def is_open(self) -> bool:
