@@ -141,6 +141,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_plan(path: Path) -> dict[str, Any]:
     """Return the plan; one that was edited carries a warning, which the page shows."""
     plan = _read_json(path)
+    rows, texts = plan.get("rows", []), ("module", "storage", "compute", "reason")
+    are_rows = isinstance(rows, list) and all(
+        isinstance(row, dict) and all(isinstance(row.get(key), str) for key in texts) for row in rows
+    )
+    if not are_rows or not isinstance(plan.get("warnings", []), list):
+        raise CheckpointError(
+            f"{path} cannot be read: its rows are not those of a plan",
+            fix="restore it, or remove it to write the page without it",
+        )
     try:
         return read_sealed(path.read_bytes()) if plan else {}
     except ValueError as error:
