@@ -217,7 +217,7 @@ def test_malformed_rows_of_a_plan_are_refused(rows: object, tmp_path: Path, caps
     with pytest.raises(SystemExit) as end:
         main(["report", str(tmp_path / "run")])
     assert end.value.code == 2
-    assert "its rows are not those of a plan" in capsys.readouterr().err
+    assert "plan.json cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: the page was NOT seen in a browser")

@@ -238,14 +238,14 @@ def _run_steps(
     num_more: int,
 ) -> Attempt:
     losses: tuple[float, ...] = ()
-    first: Attempt | None = None
+    gradients: Mapping[str, float] = {}
     update = subject.update
     optimizers = update.build(subject.model) if update is not None and num_more else []
     while True:
         value = _run_backward(subject, plan, loss, draw(), trace)
         found = replace(_describe_attempt(subject, name, plan, value, trace), losses=losses)
-        first = first or found
-        found = replace(found, gradients=first.gradients)
+        gradients = gradients if losses else found.gradients
+        found = replace(found, gradients=gradients)
         if update is None or not found.is_good or len(losses) == num_more:
             return found
         update.step(optimizers, _get_scale(subject, plan))
@@ -293,8 +293,7 @@ def _describe_attempt(subject: Subject, name: str, plan: Plan, value: Tensor, tr
     trained = list(subject.trained) or [p for p in subject.model.parameters() if p.requires_grad]
     gradients = [p.grad.detach() for p in trained if p.grad is not None]
     names = {id(p): name for name, p in subject.model.named_parameters()}
-    norms = [float(norm) for norm in torch._foreach_norm(gradients)] if gradients else []
-    owners = [names.get(id(p), "a parameter") for p in trained if p.grad is not None]
+    norms = {names.get(id(p), "a parameter"): float(p.grad.norm()) for p in trained if p.grad is not None}
     norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
     buffers = dict(subject.model.named_buffers())
     ruined = [key for key, b in buffers.items() if has_fractions(b) and not b.isfinite().all()]
@@ -311,7 +310,7 @@ def _describe_attempt(subject: Subject, name: str, plan: Plan, value: Tensor, tr
         loss=float(value),
         grad_norm=float(norm) / _get_scale(subject, plan),
         not_finite=tuple(ruined),
-        gradients=dict(zip(owners, norms, strict=True)),
+        gradients=norms,
         trace=trace,
         origin=origin,
     )

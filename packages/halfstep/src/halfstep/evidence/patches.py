@@ -52,22 +52,11 @@ class AtLines(TorchFunctionMode):
         if isinstance(changed, Tensor):
             return changed
         new = list(changed[0])
-        for k, before in enumerate(args[: len(new)] if self.passes_gradient else ()):
-            if new[k] is not before and isinstance(before, Tensor) and before.requires_grad:
-                new[k] = _PassGradient.apply(before, new[k])  # type: ignore[no-untyped-call]
+        for k, before in enumerate(args if self.passes_gradient else ()):
+            if new[k] is not before and isinstance(before, Tensor):
+                x = before.nan_to_num(0.0, 0.0, 0.0)
+                new[k] = new[k].detach() + (x - x.detach())
         return func(*new, **changed[1])
-
-
-class _PassGradient(Function):
-    """Return the second tensor, and give its gradient to the first."""
-
-    @staticmethod
-    def forward(ctx: Any, before: Tensor, changed: Tensor) -> Tensor:
-        return changed.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return gradient, None
 
 
 @contextlib.contextmanager
@@ -127,10 +116,10 @@ class KnownLog:
     tensor: Tensor
     kind: str
     z: Tensor
-    words: str
-    """How to write its logarithm."""
     root: str
-    """The function that z was given to."""
+    """The function that the user gives z to."""
+    words: str = ""
+    """How to write the logarithm, if not as in LOGS."""
 
     @property
     def log(self) -> Tensor:
@@ -154,6 +143,7 @@ DERIVED = {
     ("square", "tanh"): "tanh²", ("1 -", "tanh²"): "1 - tanh²",
 }  # fmt: skip
 """By operation and function of z: the function of z that the result is."""
+ONE = {"add": "1 +", "radd": "1 +", "rsub": "1 -", "rdiv": "1 /"}
 RESHAPING = ("getitem", "gather", "view", "reshape", "flatten", "squeeze", "unsqueeze", "transpose", "select", "clone")
 
 
@@ -166,8 +156,9 @@ class InLogs(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.changed: list[tuple[str, KnownLog, int]] = []
-        """Line, what it computes, and 2 for a logarithm that was not finite, 1 for such a quotient, 0 otherwise."""
+        self.changed: list[tuple[int, str, str, str]] = []
+        """For each change 2 for a logarithm that was not finite, 1 for such a quotient, or 0; the line, what to write
+        there, and the function that z is given to."""
         self._known: dict[int, KnownLog] = {}
 
     def __torch_function__(
@@ -177,16 +168,17 @@ class InLogs(TorchFunctionMode):
         result, name = func(*args, **kwargs), _get_name(func)
         if not isinstance(result, Tensor) or not result.is_floating_point() or not args:
             return result
-        is_bad = not bool(result.isfinite().all())
-        given, known = self._known.get(id(args[0])), self._derive(name, func, args, kwargs)
-        used = given if name == "log" else known if name in _DIVISIONS and is_bad else None
-        if name == "log1p":  # of exp(z): as log(1 + exp(z))
-            used = self._derive("add", func, (args[0], 1), {}) if given is not None else None
+        is_bad, is_quotient = not bool(result.isfinite().all()), name in _DIVISIONS
+        known = self._derive(name, func, args, kwargs)
+        used = known if is_quotient and is_bad else self._known.get(id(args[0])) if name == "log" else None
+        if name == "log1p" and id(args[0]) in self._known:  # of exp(z): as log(1 + exp(z))
+            used = self._derive("add", func, (args[0], 1), {})
         if used is not None and used.kind in LOGS:
-            result = used.log.exp() if name in _DIVISIONS else used.log
-            if name in _DIVISIONS:
-                used = replace(used, words=used.words.replace("F.log_softmax", "torch.softmax"))
-            self.changed.append((_find_own_line(sys._getframe(1)), used, is_bad * (1 if name in _DIVISIONS else 2)))
+            result, words = used.log, used.words or LOGS[used.kind][1]
+            if is_quotient:
+                result, words = result.exp(), words.replace("F.log_softmax", "torch.softmax")
+            rank = is_bad * (1 if is_quotient else 2)
+            self.changed.append((rank, _find_own_line(sys._getframe(1)), words, used.root))
         if known is not None:
             self._known[id(result)] = replace(known, tensor=result)
         return result
@@ -196,41 +188,38 @@ class InLogs(TorchFunctionMode):
         x, other = args[0], args[1] if len(args) > 1 else None
         of, by = self._known.get(id(x)), self._known.get(id(other))
         if name in ("exp", "sigmoid", "tanh"):
-            return KnownLog(x, name, x, LOGS[name][1] if name in LOGS else "", name)
+            return KnownLog(x, name, x, name)
         if name == "softmax":
-            return KnownLog(x, "exp", F.log_softmax(*args, **kwargs), "F.log_softmax(z, dim)", "softmax")
-        is_one = not isinstance(other, Tensor) and other == 1
-        operation = {"add": "1 +", "radd": "1 +", "rsub": "1 -", "rdiv": "1 /"}.get(name, "") if is_one else ""
+            return KnownLog(x, "exp", F.log_softmax(*args, **kwargs), name, "F.log_softmax(z, dim)")
+        operation = ONE.get(name, "") if not isinstance(other, Tensor) and other == 1 else ""
         if name == "square" or name == "pow" and other == 2 or name == "mul" and other is x:
             operation = "square"
-        kind = DERIVED.get((operation, of.kind)) if of is not None else None
-        if of is None and operation in ("1 +", "1 -"):
-            return KnownLog(x, f"{operation} z", x, LOGS[f"{operation} z"][1], "log")
         if of is None:
-            return None
-        if kind is not None:
-            return replace(of, kind=kind, words=LOGS[kind][1] if kind in LOGS else "")
+            return KnownLog(x, f"{operation} z", x, "log") if f"{operation} z" in LOGS else None
+        if kind := DERIVED.get((operation, of.kind)):
+            return replace(of, kind=kind, words="")
         if name in RESHAPING:
             return replace(of, z=func(of.z, *args[1:], **kwargs))
+        if name == "add" and isinstance(other, float) and 0 < other < 1e-3:  # an eps, which may be left out then
+            return of
         if name == "sum" and of.kind == "exp":
-            dim = kwargs.get("dim", other if other is not None else tuple(range(x.ndim)))
-            z = torch.logsumexp(of.z, dim, *args[2:], **{key: kwargs[key] for key in kwargs if key == "keepdim"})
+            dim = kwargs.pop("dim", other if other is not None else tuple(range(x.ndim)))
+            z = torch.logsumexp(of.z, dim, *args[2:], **kwargs)
             return replace(of, z=z, words="torch.logsumexp(z, dim)")
-        if by is not None and of.kind in LOGS and by.kind in LOGS and name in ("mul", *_DIVISIONS):
-            is_softmax = name != "mul" and by.words.startswith("torch.logsumexp")
-            z = of.log + by.log if name == "mul" else of.log - by.log
-            return replace(of, kind="exp", z=z, words="F.log_softmax(z, dim)" if is_softmax else of.words)
+        if by is not None and {of.kind, by.kind} <= LOGS.keys() and name in ("mul", *_DIVISIONS):
+            words = "F.log_softmax(z, dim)" if by.words.startswith("torch.logsumexp") else of.words
+            return replace(of, kind="exp", z=of.log + by.log if name == "mul" else of.log - by.log, words=words)
         return None
 
     def describe(self) -> str:
         """Return what to write at which lines: those that matter most."""
-        most = max(rank for *_, rank in self.changed)
-        chosen = [(line, known) for line, known, rank in self.changed if rank == most]
-        words, lines = dict.fromkeys(known.words for _, known in chosen), dict.fromkeys(line for line, _ in chosen)
-        if {"F.logsigmoid(z)", "F.logsigmoid(-z)"} <= {known.words for _, known, _ in self.changed}:
+        most = max(self.changed)[0]
+        chosen = zip(*(one for one in self.changed if one[0] == most), strict=True)
+        _, lines, words, roots = map(dict.fromkeys, chosen)
+        if {"F.logsigmoid(z)", "F.logsigmoid(-z)"} <= {word for _, _, word, _ in self.changed}:
             words = {"F.binary_cross_entropy_with_logits(z, target)": None}
-        roots = " or ".join(dict.fromkeys(known.root for _, known in chosen))
-        return f"rewrite as {' and '.join(words)} at {' and '.join(lines)}, where z is the argument of {roots}"
+        here, z = f"{' and '.join(words)} at {' and '.join(lines)}", " or ".join(roots)
+        return f"rewrite as {here}, where z is the argument of {z}"
 
 
 class IslandAt(TorchFunctionMode):
@@ -313,6 +302,10 @@ def _patch_argument(names: tuple[str, ...], change: Callable[[Tensor], Tensor], 
         return (*args[:position], change(args[position]), *args[position + 1 :]), kwargs
 
     return patch
+
+
+def _clamp(names: tuple[str, ...], low: float | None = None, high: float | None = None) -> Patch:
+    return _patch_argument(names, lambda x: x.clamp(low, high))
 
 
 def make_arguments_finite(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
@@ -408,64 +401,31 @@ def _patch_base(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arg
 
 
 ROOTS = ("pow", "sqrt", "rsqrt", "log", "log2", "log10")
+MATRIX_FUNCTIONS = ("logdet", "slogdet", "det", "cholesky", "inv", "inverse", "solve", "eigh", "svd", "pinv")
+SOFTMAXES = ("softmax", "log_softmax", "logsumexp")
+BETWEEN_ONES = ("acos", "arccos", "asin", "arcsin", "atanh", "arctanh", "erfinv")
 EXPONENTIALS = ("exp", "expm1", "exp2")
-EQUIVALENT: tuple[tuple[str, Patch], ...] = (
-    (
-        "the maximum subtracted from the argument of exp (what softmax does)",
-        _patch_argument(EXPONENTIALS, lambda x: x - x.amax(-1, keepdim=True)),
-    ),
-)
-"""Changes that help only where they leave the result as it is."""
 PATCHES: tuple[tuple[str, Patch], ...] = (
     ("a count of at least 1 in the denominator (clamp(min=1))", _patch_count),
     ("a denominator of at least 1e-4 (an eps, or a clamp)", _patch_denominator),
     ("rewrite as x.abs() ** p or x.sign() * x.abs() ** p, or with x.abs() under the root or logarithm,", _patch_base),
-    (
-        "clamp(min=1e-4) under the root or logarithm",
-        _patch_argument(
-            ("log", "log2", "log10", "sqrt", "rsqrt", "pow", "lgamma", "digamma"),
-            lambda x: x.clamp(min=1e-4),
-        ),
-    ),
-    ("clamp(min=-0.9999) on the argument of log1p", _patch_argument(("log1p",), lambda x: x.clamp(min=-0.9999))),
-    ("eps=1e-4 in logit", _patch_argument(("logit",), lambda x: x.clamp(1e-4, 1 - 1e-4))),
+    ("clamp(min=1e-4) under the root or logarithm", _clamp((*ROOTS, "lgamma", "digamma"), low=1e-4)),
+    ("clamp(min=-0.9999) on the argument of log1p", _clamp(("log1p",), low=-0.9999)),
+    ("eps=1e-4 in logit", _clamp(("logit",), 1e-4, 1 - 1e-4)),
     ("an eps of 1e-4 before the norm", _patch_argument(("norm", "vector_norm"), lambda x: x + 1e-4)),
     ("eps=1e-5 in the normalisation", _patch_eps),
     ("clamp(max=10) on the argument of exp", _patch_exponent),
-    (
-        "rewrite as F.softplus in place of exp",
-        lambda name, args, kwargs: F.softplus(args[0]) if name == "exp" else None,
-    ),
-    (
-        "clamp(-10, 10) on the argument of cosh or sinh",
-        _patch_argument(("cosh", "sinh"), lambda x: x.clamp(-10.0, 10.0)),
-    ),
-    (
-        "factors of at most 1 (clamp(-1, 1)) in the product",
-        _patch_argument(("cumprod", "prod"), lambda x: x.clamp(-1.0, 1.0)),
-    ),
+    ("rewrite as F.softplus in place of exp", lambda name, args, _: F.softplus(args[0]) if name == "exp" else None),
+    ("clamp(-10, 10) on the argument of cosh or sinh", _clamp(("cosh", "sinh"), -10.0, 10.0)),
+    ("factors of at most 1 (clamp(-1, 1)) in the product", _clamp(("cumprod", "prod"), -1.0, 1.0)),
     (
         "different small numbers added to the diagonal (torch.diag(torch.linspace(1e-3, 2e-3, n)))",
-        _patch_argument(
-            ("logdet", "slogdet", "det", "cholesky", "inv", "inverse", "solve", "eigh", "svd", "pinv"),
-            _add_diagonal,
-        ),
+        _patch_argument(MATRIX_FUNCTIONS, _add_diagonal),
     ),
     ("torch.linalg.slogdet(...)[1] in place of logdet", _patch_determinant),
-    (
-        "a large finite number in place of -inf",
-        _patch_argument(("softmax", "log_softmax", "logsumexp"), _clamp_infinity),
-    ),
-    (
-        "clamp(-0.9999, 0.9999) on what is between -1 and 1",
-        _patch_argument(
-            ("acos", "arccos", "asin", "arcsin", "atanh", "arctanh", "erfinv"), lambda x: x.clamp(-0.9999, 0.9999)
-        ),
-    ),
-    (
-        "clamp(min=1.0001) on the argument of acosh",
-        _patch_argument(("acosh", "arccosh"), lambda x: x.clamp(min=1.0001)),
-    ),
+    ("a large finite number in place of -inf", _patch_argument(SOFTMAXES, _clamp_infinity)),
+    ("clamp(-0.9999, 0.9999) on what is between -1 and 1", _clamp(BETWEEN_ONES, -0.9999, 0.9999)),
+    ("clamp(min=1.0001) on the argument of acosh", _clamp(("acosh", "arccosh"), low=1.0001)),
     ("correction=0, since one number has no unbiased deviation,", _patch_keywords(("std", "var"), correction=0)),
     (
         'reduction="sum" and a division by the targets that count, at least 1,',

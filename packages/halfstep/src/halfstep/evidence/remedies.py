@@ -22,7 +22,6 @@ from halfstep.evidence import causes
 from halfstep.evidence.attempts import Attempt, Subject, attempt
 from halfstep.evidence.causes import Diagnosis
 from halfstep.evidence.patches import (
-    EQUIVALENT,
     HALF,
     PATCHES,
     AtLines,
@@ -87,12 +86,9 @@ class Remedy:
         if self.margin:
             start = f"{num} steps on samples drawn from its batches, from random weights of their first size,"
             return f"tried: {start} stay finite and lower the loss, also at {self.margin} times the rate"
-        more = f", and so are {num} more on its batches" if num else ""
-        if num and self.outcome.change_of_loss < 0:
-            more += "; the loss falls"
-        elif num:
-            more += "; the loss hardly changes" if any(self.outcome.gradients.values()) else "; it has no gradient"
-        return f"tried: the step is good with it{more}"
+        change = self.outcome.change_of_loss
+        falls = "the loss falls" if change < 0 else "the loss hardly changes"
+        return "tried: the step is good with it" + (f", and so are {num} more on its batches; {falls}" if num else "")
 
 
 def find_remedies(subject: Subject, found: Diagnosis, *, rate: float, is_run: bool) -> list[Remedy]:
@@ -314,18 +310,13 @@ def _try_without_casts(subject: Subject, found: Diagnosis, *, is_run: bool) -> I
 
 
 def _try_equivalent(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
-    """Try equivalent code, with fp64's result as the reference."""
-    # A patch that changes the result is not equivalent: compare its loss with that in fp64.
-    exact = next(run.loss for run in found.attempts if run.name == "fp64")
-    in_logs = InLogs()
+    """Try logarithms in a better form. It is equivalent if its loss is that of fp64, where that is finite."""
+    exact, in_logs = next(run.loss for run in found.attempts if run.name == "fp64"), InLogs()
     outcome = attempt(subject, "in logarithms", around=in_logs, num_more=NUM_MORE)
     first = (*outcome.losses, outcome.loss)[0]
     is_exact = not math.isfinite(exact) or math.isclose(first, exact, rel_tol=1e-3)
     if in_logs.changed and outcome.first_is_good and is_exact:
         yield Remedy(change=in_logs.describe(), outcome=outcome)
-    for words, patch in EQUIVALENT:
-        tried = _try_patch(subject, found.origin, words, patch) if found.origin is not None else ()
-        yield from (r for r in tried if r.outcome is not None and math.isclose(r.outcome.loss, exact, rel_tol=1e-3))
 
 
 def _try_patch(subject: Subject, origin: Operation, words: str, patch: Patch) -> Iterator[Remedy]:
@@ -346,16 +337,16 @@ def _try_patch(subject: Subject, origin: Operation, words: str, patch: Patch) ->
         if next_ is None or next_.line in (*lines, ""):
             break
         lines.append(next_.line)
-    if outcome.first_is_good and (blocked := _find_blocked(subject, origin, lines, patch, outcome)):
-        outcome = replace(outcome, error=f"no gradient reaches {', '.join(blocked[:2])}")
-    yield Remedy(change=f"{words} at {' and '.join(lines)}", outcome=outcome)
-
-
-def _find_blocked(subject: Subject, origin: Operation, lines: list[str], patch: Patch, outcome: Attempt) -> list[str]:
-    """Return the parameters that get no gradient only because the patch has none, as a clamp beyond its limits."""
-    through = enter_in_backward(origin.function, AtLines(lines, patch, passes_gradient=True))
-    gradients = attempt(subject, "with gradients", around=through).gradients
-    return [name for name, norm in gradients.items() if norm and not outcome.gradients[name]]
+    change = f"{words} at {' and '.join(lines)}"
+    if outcome.first_is_good:
+        # A clamp has no gradient beyond its limits. A parameter that has one with the change as the identity in
+        # backward, and none otherwise, would never be trained.
+        through = enter_in_backward(origin.function, AtLines(lines, patch, passes_gradient=True))
+        gradients = attempt(subject, words, around=through).gradients
+        if blocked := [name for name, norm in gradients.items() if norm and not outcome.gradients[name]]:
+            why = f"no gradient reaches {', '.join(blocked[:2])}"
+            change, outcome = f"{change} ({why})", replace(outcome, error=why)
+    yield Remedy(change=change, outcome=outcome)
 
 
 # --- data, state, code path ---

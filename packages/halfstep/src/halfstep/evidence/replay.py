@@ -87,11 +87,7 @@ class Replayed:
         return [*lines, change, "", "behind it", *self.behind._format_answer()]
 
     def _format_advice(self) -> list[str]:
-        failed = [
-            f"  tried, does not help: {r.change}" + (f" ({r.outcome.error})" if r.outcome.error else "")
-            for r in self.tried
-            if r.outcome is not None and not r.works
-        ]
+        failed = [f"  tried, does not help: {r.change}" for r in self.tried if r.outcome is not None and not r.works]
         if self.remedy is None:
             return ["change: none of those tried helps", *failed] if self.tried else ["change: nothing to propose"]
         lines = [f"change: {self.remedy.change} ({self.remedy.shown})", *failed]

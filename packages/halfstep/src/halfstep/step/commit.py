@@ -256,9 +256,8 @@ class Committer:
 
     def left_non_finite(self) -> Tensor | None:
         """Return on the device whether a stepped parameter is not finite; None if there is none to check."""
-        stepped = (p for p in self._with_grad() if id(p) not in self.unchecked)
-        written = [p for p in stepped if p.grad is not None and not p.grad.is_sparse]
-        filled = [p for p in get_locals(written) if p.numel()]
+        dense = [p for p in self._with_grad() if p.grad is not None and not p.grad.is_sparse]
+        filled = [p for p in get_locals(p for p in dense if id(p) not in self.unchecked) if p.numel()]
         if not filled:
             return None
         worst = compute_total_norm(filled, float("inf"))

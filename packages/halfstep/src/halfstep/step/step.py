@@ -17,7 +17,6 @@ The host waits only for the first commit of each optimizer (see commit.py).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, compress, islice
@@ -240,22 +239,16 @@ class GuardedStep:
             return
         self._has_begun = True
         trained = self.find_trained_parameters()
-        local = get_locals(trained)
-        filled = [p for p in local if p.numel()]
-        if not filled or bool(compute_total_norm(filled, math.inf).isfinite()):
-            return
-        names, unchecked, rows = {id(p): name for name, p in self.model.named_parameters()}, set(), []
-        for parameter, own in zip(trained, local, strict=True):
-            if num_bad := int((~own.isfinite()).sum()):
-                unchecked.add(id(parameter))
-                rows.append(f"{names.get(id(parameter), 'a parameter')} ({num_bad:,} of {own.numel():,} numbers)")
+        bad = {id(p) for p, own in zip(trained, get_locals(trained), strict=True) if not own.isfinite().all()}
         for committer in self.committers:
-            committer.unchecked = unchecked
-        more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
-        warn_user(
-            f"not finite before the first step: {', '.join(rows[:3])}{more}. No step changes that, and one that uses "
-            "these numbers is dropped: initialise them, or load finite weights"
-        )
+            committer.unchecked = bad
+        names = [name for name, p in self.model.named_parameters() if id(p) in bad]
+        if names:
+            shown = ", ".join(names[:3] + ["…"] * (len(names) > 3))
+            warn_user(
+                f"not finite before the first step: {shown}. No step changes that, and one that uses these numbers is "
+                "dropped: initialise them, or load finite weights"
+            )
 
     @property
     def is_open(self) -> bool:

@@ -5,7 +5,6 @@ Dropped steps are warned of and stored in capsules before that, by the guard's o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -13,7 +12,6 @@ from torch import nn
 
 from halfstep.distributed.sharding import get_locals
 from halfstep.errors import TrainingStopped
-from halfstep.step.clip import compute_total_norm
 from halfstep.step.guard import Action, Guard, Verdict
 from halfstep.step.phases import PhasedStep
 from halfstep.step.snapshots import Snapshots
@@ -52,21 +50,18 @@ class VerdictHandler:
         fix = advice.no_snapshot_fix if is_stuck else verdict.fix
         # Training that is resumed continues with the next window and counts faults from zero.
         self.guard.acknowledge()
-        weights = f"the weights are those of the last good step{self._describe_size()}"
         raise TrainingStopped(
             f"training stopped: {verdict.reason}{advice.no_snapshot_reason if is_stuck else ''}",
-            why=f"these steps changed nothing: {weights}{self.save()}",
+            why=f"these steps changed nothing: {self._describe_weights()}{self.save()}",
             fix="; ".join([fix, *self.suggest()]),
         )
 
-    def _describe_size(self) -> str:
-        """Describe weights that a good step has ruined: it was finite, and far too large."""
-        trained = [p.detach() for p in self.model.parameters() if p.requires_grad]
-        own = [p for p in get_locals(trained) if p.numel()]
-        largest = float(compute_total_norm(own, math.inf)) if own else 0.0
-        if not largest > RUINED:
-            return ""
-        return f", finite and far too large (weights up to {largest:.1g}): go back to a checkpoint from before it"
+    def _describe_weights(self) -> str:
+        """Describe what a stop leaves; a good step may have ruined it, if it was finite and far too large."""
+        own = get_locals(p.detach() for p in self.model.parameters() if p.requires_grad)
+        largest = max((float(p.abs().max()) for p in own if p.numel()), default=0.0)
+        text = f", finite and far too large (weights up to {largest:.1g}): go back to a checkpoint from before it"
+        return "the weights are those of the last good step" + (text if largest > RUINED else "")
 
     def _roll_back(self, verdict: Verdict) -> bool:
         """Restore a snapshot from well before the first fault and cut learning rates; return False if there is none.

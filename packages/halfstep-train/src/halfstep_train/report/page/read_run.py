@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from halfstep.disk import parse_json, read_sealed
 from halfstep.errors import CheckpointError, format_duration, suggest_command
+from halfstep.precision.plan import read_rows
 from halfstep_train.config.foreign import flatten_keys
 from halfstep_train.config.yaml_source import read_yaml
 from halfstep_train.report.config_view import format_setting
@@ -127,11 +128,14 @@ def format_rate_unit(key: str) -> str:
     return key.replace("_per_s", "/s")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, check: Callable[[dict[str, Any]], object] = len) -> dict[str, Any]:
+    """Return a stored object; `check` raises TypeError for one that is malformed."""
     if not path.is_file():
         return {}
     try:
-        return dict(parse_json(path.read_text()))
+        found = dict(parse_json(path.read_text()))
+        check(found)
+        return found
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{path} cannot be read: {error}", fix="restore it, or remove it to write the page without it"
@@ -140,16 +144,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read_plan(path: Path) -> dict[str, Any]:
     """Return the plan; one that was edited carries a warning, which the page shows."""
-    plan = _read_json(path)
-    rows, texts = plan.get("rows", []), ("module", "storage", "compute", "reason")
-    are_rows = isinstance(rows, list) and all(
-        isinstance(row, dict) and all(isinstance(row.get(key), str) for key in texts) for row in rows
-    )
-    if not are_rows or not isinstance(plan.get("warnings", []), list):
-        raise CheckpointError(
-            f"{path} cannot be read: its rows are not those of a plan",
-            fix="restore it, or remove it to write the page without it",
-        )
+    plan = _read_json(path, check=lambda plan: (read_rows(plan.get("rows", ())), list(plan.get("warnings", ()))))
     try:
         return read_sealed(path.read_bytes()) if plan else {}
     except ValueError as error:
