@@ -86,8 +86,7 @@ class Remedy:
         if self.margin:
             start = f"{num} steps on samples drawn from its batches, from random weights of their first size,"
             return f"tried: {start} stay finite and lower the loss, also at {self.margin} times the rate"
-        change = self.outcome.change_of_loss
-        falls = "the loss falls" if change < 0 else "the loss hardly changes"
+        falls = "the loss falls" if self.outcome.change_of_loss < 0 else "the loss hardly changes"
         return "tried: the step is good with it" + (f", and so are {num} more on its batches; {falls}" if num else "")
 
 
