@@ -43,7 +43,7 @@ def watch(frame, event, argument):
         files.add(code.co_filename)
 from halfstep.__main__ import main
 sys.argv = ["halfstep", "train", "unet", "train.max_steps=2", "device=cpu", "precision=fp32", "log.quiet=true",
-            "log.curves=false", "train.fast=off", "data.num_workers=0", "--out", OUT]
+            "train.fast=off", "data.num_workers=0", "--out", OUT]
 sys.setprofile(watch)
 try:
     main()

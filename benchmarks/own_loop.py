@@ -9,7 +9,8 @@ Each model trains in bf16 with AdamW (fused) and clipping at 1.0; every step cop
     reduce-overhead    the same with torch.compile(model, mode="reduce-overhead")
     hs eager           hs.Step(..., fast="off")
     hs graph           hs.Step(..., fast="graph"): the whole step captured, with torch's kernels
-    hs auto            hs.Step(..., fast="auto", num_steps=100_000)
+    hs cycled          the same with OneCycleLR, which cycles AdamW's betas: its fused kernel cannot be captured
+    hs auto            hs.Step(..., fast=hs.Fast("auto", num_steps=100_000))
 
 One process per model. All build and compile side by side; then one after the other has the device, and its variants
 take turns, window by window. `ms` is the median over the rounds, with the smallest and largest. `first_captured_s` is
@@ -162,11 +163,13 @@ def make_plain(case: Case, mode: str | None) -> tuple[Train, Callable[[], str]]:
     return train, lambda: mode or "eager"
 
 
-def make_guarded(case: Case, fast: Any) -> tuple[Train, Callable[[], str]]:
+def make_guarded(case: Case, fast: Any, *, is_cycled: bool = False) -> tuple[Train, Callable[[], str]]:
     torch.manual_seed(0)
     model = case.make_model().to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
-    step = hs.Step(model, optimizer, "bf16", fast=fast, num_steps=100_000, clip_norm=1.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-4, 100_000) if is_cycled else None
+    captures = hs.Fast(fast, num_steps=100_000)
+    step = hs.Step(model, optimizer, "bf16", fast=captures, clip_norm=1.0, schedule=schedule)
 
     def loss_fn(batch: Batch) -> Tensor:
         return case.loss(model, batch)
@@ -180,6 +183,7 @@ VARIANTS: dict[str, Callable[[Case], tuple[Train, Callable[[], str]]]] = {
     "reduce-overhead": lambda case: make_plain(case, "reduce-overhead"),
     "hs eager": lambda case: make_guarded(case, "off"),
     "hs graph": lambda case: make_guarded(case, "graph"),
+    "hs cycled": lambda case: make_guarded(case, "graph", is_cycled=True),
     "hs auto": lambda case: make_guarded(case, "auto"),
 }
 

@@ -5,6 +5,7 @@ python benchmarks/readme_tables.py [--write]
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import sys
@@ -27,12 +28,19 @@ def result(name: str) -> dict[str, Any]:
     return found
 
 
+def name_source(name: str) -> str:
+    """Return the command that made a result, or the result's file if this checkout does not have the script."""
+    command = result(name)["command"]
+    script = HERE.parent / command.split()[1]
+    return f"`{command}`" if script.exists() else f"`benchmarks/results/{name}.json`"
+
+
 def unet_table() -> str:
     found, parity = result("unet_eager"), result("unet_parity")
     lines = [
         f"U-Net (31 M parameters), 512x512, batch {found['batch']}, AdamW, clip 1.0, eager, one {found['device']}, "
-        f"torch {found['torch']} (`{found['command']}`); accuracy on held-out slices of real data, five paired seeds "
-        f"(`{parity['command']}`):",
+        f"torch {found['torch']} ({name_source('unet_eager')}); accuracy on held-out slices of real data, "
+        f"five paired seeds ({name_source('unet_parity')}):",
         "",
         "| precision | time per step | speed | peak memory | IoU (mean ± deviation) | same accuracy as fp32? |",
         "|---|---|---|---|---|---|",
@@ -71,18 +79,17 @@ def other_table() -> str:
     for kind, row in overhead.items():
         lines.append(
             f"| guarded step / bare loop, bf16, {kind} | {row['step_ms']:.2f} / {row['bare_ms']:.2f} ms "
-            f"({row['overhead']:+.1%}) | `python benchmarks/unet_eager.py` |"
+            f"({row['overhead']:+.1%}) | {name_source('unet_eager')} |"
         )
     lines += [*classification_lines(), diffusion_line()]
     times = ", ".join(f"{name} {simulation[name]['times_fp32']:.2f}x" for name in ("bf16", "fp16"))
     lines.append(
-        f"| time of simulated formats on a CPU, relative to fp32 | {times} | "
-        "`python benchmarks/simulation_overhead.py` |"
+        f"| time of simulated formats on a CPU, relative to fp32 | {times} | {name_source('simulation_overhead')} |"
     )
     ious = ", ".join(f"{name} {row['best_iou']:.3f}" for name, row in demo.items())
     lines.append(
         f"| best IoU of the U-Net demo on two CPU cores; bf16 and fp16 simulated | {ious} | "
-        "`python benchmarks/demo_parity.py` |"
+        f"{name_source('demo_parity')} |"
     )
     for folder, rows in pipeline.items():
         lines.append(
@@ -90,7 +97,7 @@ def other_table() -> str:
             f"GPU (in brackets: on the same two cores), {folder} | files "
             f"{rows['files']['cpu_times_usual']:.1f}x ({rows['files, ready']['cpu_times_usual']:.2f}x), packed "
             f"{rows['packed']['cpu_times_usual']:.0f}x ({rows['packed, ready']['cpu_times_usual']:.1f}x) | "
-            "`python benchmarks/input_pipeline.py DIR` |"
+            f"{name_source('input_pipeline_cpu')} |"
         )
     return "\n".join(lines)
 
@@ -104,9 +111,9 @@ def classification_lines() -> list[str]:
     seeds, batch = len(parity["runs"]["fp32"]), feed["settings"]["batch"]
     return [
         f"| ResNet-50, 1,000 photos, {seeds} paired seeds, {parity['device']}, top-1 in % | "
-        f"fp32 {means['fp32']:.1f}, {others} | `{parity['command']}` |",
+        f"fp32 {means['fp32']:.1f}, {others} | {name_source('resnet_parity')} |",
         f"| ResNet-50 bf16 at batch {batch}, eager, {feed['device']}: batches from the packed cache, compared with "
-        f"batches that stay on the GPU | {slower:+.1%} time, {rate:,.0f} images/s | `{feed['command']}` |",
+        f"batches that stay on the GPU | {slower:+.1%} time, {rate:,.0f} images/s | {name_source('resnet_feed')} |",
     ]
 
 
@@ -124,7 +131,7 @@ def diffusion_line() -> str:
     return (
         f"| pixel diffusion, 32×32, 1,000 photos, {len(own)} paired seeds, {parity['device']}, held-out squared "
         f"error | fp32 {means['fp32']:.5f} ± {statistics.stdev(own):.5f}, {others}; margin {margin:.5f} | "
-        f"`{parity['command']}` |"
+        f"{name_source('diffusion_parity')} |"
     )
 
 
@@ -257,7 +264,7 @@ def own_loop_table() -> str:
     found = result("own_loop")
     lines = [
         f"Your own model in your own loop, one step in bf16 with fused AdamW, clip 1.0, one {found['device']}, torch "
-        f"{found['torch']} (`{found['command']}`):",
+        f"{found['torch']} ({name_source('own_loop')}):",
         "",
         "| model, batch | autocast loop | faster of torch.compile's modes | hs.Step | speedup over each |",
         "|---|---|---|---|---|",
@@ -295,10 +302,9 @@ def beside_torch(cases: dict[str, Any]) -> list[str]:
 
 
 def tables() -> str:
-    parts = [own_loop_table(), unet_table(), other_table()]
-    if (HERE / "results" / "speed.json").exists():
-        speed = result("speed")
-        parts[:0] = [speed_table(speed["problems"], speed["starts"]), conditions(speed["problems"], speed["starts"])]
+    speed = result("speed")
+    problems, starts = speed["problems"], speed["starts"]
+    parts = [speed_table(problems, starts), conditions(problems, starts), own_loop_table(), unet_table(), other_table()]
     return "\n\n".join(parts)
 
 
@@ -317,37 +323,35 @@ def resnet_lines() -> str:
     )
 
 
+GUIDE_2 = {
+    "resnet50": "1.8× / 1.7×", "vit_l": "2.1× / 2.0×", "sd_unet": "1.9× / 1.85×", "gpt2_xl": "1.7× / 1.65×",
+}  # fmt: skip
+"""What guide 2 reports for fp16 and bf16, relative to fp32."""
+
+
 def four_models() -> str:
-    """Guide 2's table, by us."""
-    if not (HERE / "results" / "four_models.json").exists():
-        return "The table of four models is not measured yet: `python benchmarks/four_models.py` does it."
-    from four_models import table
-
-    found = result("four_models")
-    about = f"One captured training step, one {found['device']}, torch {found['torch']} (`{found['command']}`)"
-    return f"{about}; in brackets the speedup over strict fp32 and over TF32:\n\n{table(found['models'])}"
-
-
-def slotcontrast_lines() -> str:
-    """Guide 3's models."""
-    return beside_peers(
-        {
-            "SlotContrast, MOVi-E's size": result("slotcontrast_speed"),
-            "STEVE, published settings": result("steve_speed"),
-        }
-    )
-
-
-def radiodiff_lines() -> str:
-    """Guide 4's second stage."""
-    return beside_peers({"RadioDiff, second stage, 256 pixels, batch 8": result("radiodiff2_speed")})
-
-
-def beside_peers(found: dict[str, Any]) -> str:
-    """A line of the table per step that was measured."""
-    device, commands = next(iter(found.values()))["device"], [f"`{one['command']}`" for one in found.values()]
+    """Return guide 2's table: milliseconds per step, and the speedup over strict fp32 and over TF32."""
+    found, formats = result("four_models"), ("fp32", "tf32", "fp16", "bf16")
     lines = [
-        f"One step in bf16 on one {device} ({', '.join(commands)}):\n",
+        f"One captured training step, one {found['device']}, torch {found['torch']} ({name_source('four_models')}); in "
+        "brackets the speedup over strict fp32 and over TF32:\n",
+        f"| model | {' | '.join(formats)} | the guide: fp16 / bf16 |",
+        "|---" * (len(formats) + 2) + "|",
+    ]
+    for name, guide in GUIDE_2.items():
+        model = found["models"][name]
+        ms = {precision: row["ms"] for precision, row in model["rows"].items()}
+        cells = [f"{ms[one]:.1f} ms ({ms['fp32'] / ms[one]:.1f}× / {ms['tf32'] / ms[one]:.1f}×)" for one in formats]
+        lines.append(f"| {model['title']} | {' | '.join(cells)} | {guide} |")
+    return "\n".join(lines)
+
+
+def beside_peers(names: dict[str, str]) -> str:
+    """Return a table with one row per step that was measured."""
+    found = {title: result(name) for title, name in names.items()}
+    device, sources = next(iter(found.values()))["device"], ", ".join(map(name_source, names.values()))
+    lines = [
+        f"One step in bf16 on one {device} ({sources}):\n",
         "| step | plain loop | + fused + compile | halfstep |",
         "|---|---|---|---|",
     ]
@@ -370,6 +374,8 @@ def zoo_table() -> str:
 
 
 GUIDES = HERE.parent / "docs" / "guides"
+SLOTS = {"SlotContrast, MOVi-E's size": "slotcontrast_speed", "STEVE, published settings": "steve_speed"}
+RADIODIFF = {"RadioDiff, second stage, 256 pixels, batch 8": "radiodiff2_speed"}
 MADE = {
     README: small_table,
     RESULTS: tables,
@@ -377,8 +383,8 @@ MADE = {
     GUIDES / "guide_0.md": unet_table,
     GUIDES / "guide_1.md": resnet_lines,
     GUIDES / "guide_2.md": four_models,
-    GUIDES / "guide_3.md": slotcontrast_lines,
-    GUIDES / "guide_4.md": radiodiff_lines,
+    GUIDES / "guide_3.md": functools.partial(beside_peers, SLOTS),
+    GUIDES / "guide_4.md": functools.partial(beside_peers, RADIODIFF),
 }
 """What stands between the markers of each page."""
 

@@ -1,7 +1,8 @@
-"""halfstep against plain PyTorch, Lightning and Accelerate: one training step in bf16, same model, batch and clipping.
+"""halfstep against plain PyTorch, Lightning and Accelerate: one training step, same model, batch and clipping.
 
     python benchmarks/speed.py [--only unet,resnet50_64] [--at-once 16] [--seconds 300] [--modes auto] [KEY=VALUE]
     python benchmarks/speed.py [--only unet,resnet50_64] [--warm 5] [--seconds 540] [--modes auto] [KEY=VALUE]
+    python benchmarks/speed.py --only unet --modes eager --precisions fp32,tf32,fp16 --against ""
     python benchmarks/speed.py --cold-start unet
 
 Lightning and Accelerate run as documented with the compiler on, Lightning and plain PyTorch tuned by hand, and plain
@@ -40,32 +41,32 @@ from halfstep_train.bench.problem import FAST, count_step_flops
 from halfstep_train.bench.record import describe_circumstances, summarise_results
 from halfstep_train.report.bench_view import show_bench
 from recording import RESULTS, command, store
-from speed_cases import CASES, PEERS, Case, config_of, problem_of, request_of, row_requests
-from speed_goals import show_goals
+from speed_cases import CASES, TABLE, Case, config_of, problem_of, request_of, row_requests
 from speed_processes import fill_caches, own_decisions, starts
 from speed_turns import rows_in_turn
 
 AT_ONCE = 5
+ALL_PEERS = tuple(dict.fromkeys(peer for case in CASES.values() for peer in case.against))
 WIDTH = 200
 
 
 def main() -> None:
     began, parser = time.monotonic(), argument_parser()
     arguments = parser.parse_args()
-    timed = words(arguments.only) if arguments.only or arguments.cold_start else tuple(CASES)
+    timed = words(arguments.only) if arguments.only or arguments.cold_start else tuple(TABLE)
     started = words(arguments.cold_start)
     if unknown := {*timed, *started} - set(CASES):
         parser.error(f"there are {', '.join(CASES)}, not {', '.join(sorted(unknown))}")
     against = words(arguments.against)
-    if unknown := set(against) - set(PEERS):
-        parser.error(f"peers are {', '.join(PEERS)}, not {', '.join(sorted(unknown))}")
+    if unknown := set(against) - set(ALL_PEERS):
+        parser.error(f"peers are {', '.join(ALL_PEERS)}, not {', '.join(sorted(unknown))}")
     modes = words(arguments.modes)
     if not modes or set(modes) - set(FAST):
         parser.error(f"--modes takes {', '.join(FAST)}, not {arguments.modes!r}")
-    cases = {
-        name: dataclasses.replace(case, against=wanted(case, against), words=(*case.words, *arguments.settings))
-        for name, case in CASES.items()
-    }
+    cases = dict(CASES)
+    for name, case in CASES.items():
+        peers = tuple(peer for peer in case.against if peer in against)
+        cases[name] = dataclasses.replace(case, against=peers, words=(*case.words, *arguments.settings))
     try:
         for name in (*timed, *started):
             config_of(cases[name])  # a setting that there is not is told before minutes of others
@@ -74,6 +75,10 @@ def main() -> None:
     except HalfstepError as error:
         parser.error(str(error))
     chosen = {name: cases[name] for name in timed}
+    if arguments.precisions:
+        chosen = {
+            f"{name}_{one}": in_precision(cases[name], one) for name in timed for one in words(arguments.precisions)
+        }
     deadline = began + arguments.seconds if arguments.seconds else None
     with own_decisions():
         if arguments.warm:
@@ -82,25 +87,24 @@ def main() -> None:
             found = measured_in_turn(chosen, modes, hardware, deadline, at_once=arguments.at_once)
         else:
             found = (
-                (name, measured(case, modes, hardware, deadline, cases.get(case.goal.beside)))
+                (name, measured(case, modes, hardware, deadline, cases.get(case.beside)))
                 for name, case in chosen.items()
             )
-        problems = stored_problems(found, hardware, arguments.out)
+        store_problems(found, hardware, arguments.out)
         for name in started:
             first = starts(cases[name], modes[0], hardware)
             print(f"{name}: first step after {first['cold']['s']:.1f} s cold, {first['warm']['s']:.1f} s warm")
             stored = stored_parts(arguments.out, hardware)
             store_parts(stored | {"starts": stored["starts"] | {name: first}}, hardware, arguments.out)
-    if problems:
-        show_goals(problems, Console(width=WIDTH))
 
 
 def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="of halfstep's run: train.tune_kernels=true")
-    parser.add_argument("--only", default="", help=f"of {', '.join(CASES)}; all unless --cold-start is given")
-    parser.add_argument("--modes", "--ways", default="auto", help="eager, compile, graph or auto, several with commas")
-    parser.add_argument("--against", default=",".join(PEERS), help=f"peers, of {', '.join(PEERS)}")
+    parser.add_argument("--only", default="", help=f"of {', '.join(CASES)}; the first table of results.md unless given")
+    parser.add_argument("--modes", default="auto", help="eager, compile, graph or auto, several with commas")
+    parser.add_argument("--precisions", default="", help="instead of each case's own; several with commas")
+    parser.add_argument("--against", default=",".join(ALL_PEERS), help=f"peers, of {', '.join(ALL_PEERS)}")
     parser.add_argument(
         "--warm", type=int, nargs="?", const=AT_ONCE, default=0, metavar="N", help=f"compile N rows at once, {AT_ONCE}"
     )
@@ -115,21 +119,17 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(filter(None, text.split(",")))
 
 
-def wanted(case: Case, against: tuple[str, ...]) -> tuple[str, ...]:
-    """The case's own choice of peers, less those not asked for."""
-    return tuple(word for word in case.against if word in against)
+def in_precision(case: Case, precision: str) -> Case:
+    return dataclasses.replace(case, title=f"{case.title}, {precision}", precision=precision)
 
 
-def stored_problems(
-    found: Iterable[tuple[str, dict[str, Any]]], hardware: Hardware, folder: str | None
-) -> dict[str, Any]:
-    """All problems of the file, with those found now."""
+def store_problems(found: Iterable[tuple[str, dict[str, Any]]], hardware: Hardware, folder: str | None) -> None:
+    """Add what is found to the file."""
     stored = stored_parts(folder, hardware)
     for name, problem in found:
         stored["problems"][name] = problem
         show_bench(problem, Console(width=WIDTH))
         store_parts(stored, hardware, folder)  # after each, for a machine that may end the run
-    return dict(stored["problems"])
 
 
 def measured(

@@ -3,9 +3,10 @@
     git worktree add .old COMMIT
     python benchmarks/speed_commits.py .old . [--only unet,resnet50_64] [--pairs 9] [--mode graph] [--out DIR]
 
-Each checkout trains each case of speed_cases.py, and GPT-2, in its own process. All cases compile side by side to
-fill the cache of the compiler. Then one case at a time is timed, in windows that alternate between the checkouts, so
-that clocks and heat affect both. The ratio new/old of each pair of windows gives a mean and its 95 % interval.
+Each checkout trains each case of speed_cases.py and each workload of OTHERS in its own process. All compile side by
+side to fill the cache of the compiler. Then one case at a time is timed, in windows that alternate between the
+checkouts, so that clocks and heat affect both. The ratio new/old of each pair of windows gives a mean and its 95 %
+interval.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,8 +26,14 @@ import torch
 
 from code_numbers import find_sources
 
-GPT2 = "gpt2"
-WARM_UP, WINDOW = 20, 30
+OTHERS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "gpt2": (16, ()),
+    "diffusion": (16, ()),
+    "radiodiff": (8, ("model.scale_factor=0.3",)),
+    "slotcontrast": (16, ("preset=movi_e", "model.backbone_weights=random")),
+}
+"""Workloads next to the first table of docs/results.md, with the size of a batch and settings."""
+WARM_UP, WINDOW = 20, 20
 READY, GO, MEMORY = "ready", "go", "memory"
 T_95 = {6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228, 11: 2.201, 12: 2.179, 14: 2.145, 16: 2.120, 20: 2.086}
 """Student's t, two-sided 95 %, by degrees of freedom."""
@@ -80,13 +87,14 @@ def main() -> None:
         train(arguments.train, arguments.mode)
         return
     from recording import store
-    from speed_cases import CASES
+    from speed_cases import TABLE
 
-    cases = [word for word in arguments.only.split(",") if word] or [*CASES, GPT2]
+    cases = [word for word in arguments.only.split(",") if word] or [*TABLE, *OTHERS]
     fill_cache(cases, arguments)
     found = {}
     for case in cases:
-        old, new = (start(case, tree, arguments).wait() for tree in (arguments.old, arguments.new))
+        old, new = (start(case, tree, arguments) for tree in (arguments.old, arguments.new))
+        old.wait(), new.wait()
         found[case] = compare(old, new, num_pairs=arguments.pairs)
         old.process.kill(), new.process.kill()
         print(case, {name: value for name, value in found[case].items() if name != "pairs_ms"}, flush=True)
@@ -127,11 +135,12 @@ def train(name: str, mode: str) -> None:
     Only names that both checkouts have are used, and `speed` is the checkout's own.
     """
     import speed
-    from speed_cases import CASES, Case, Goal, row_requests
+    from speed_cases import CASES, row_requests
     from speed_processes import only_runner, own_decisions
 
-    gpt2 = Case(title="GPT-2 124M, 16×1024", workload="gpt2", batch_size=16, image_size=None, goal=Goal(), against=())
-    case = {**CASES, GPT2: gpt2}[name]
+    size, words = OTHERS.get(name, (0, ()))
+    other = replace(CASES["vit_l_64"], workload=name, batch_size=size, image_size=None, words=words, against=())
+    case = other if name in OTHERS else CASES[name]
     with own_decisions():
         request = row_requests(case, (mode,))[f"halfstep {mode}"]
         hardware = speed.measure(speed.probe("cuda"))

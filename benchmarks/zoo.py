@@ -22,7 +22,9 @@ Weights, buffers, optimizer state, kept values and generators are compared after
                            no line said why
 
 The bound on the mean loss of the last ten steps: the largest distance between runs of fast="off" whose random numbers
-differ, or, where no random numbers are drawn, the distance of fast="off" in bf16 from fp32.
+differ, or, where no random numbers are drawn, the distance of fast="off" in bf16 from fp32. That is one distance
+against another of the same kind, so compiled code beyond it is trained from seven more sets of weights and batches, and
+the means of the distances and of the bounds over all eight are compared.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "zoo.json"
-LEARNING_RATE, NUM_BATCHES, NUM_LAST = 1e-3, 4, 10
+LEARNING_RATE, NUM_BATCHES, NUM_LAST, NUM_STARTS = 1e-3, 4, 10, 8
 STORE_EVERY_S, START_S = 15.0, 300.0
 Store = Callable[[dict[str, Any]], None]
 SPREAD = 3.0
@@ -118,7 +120,10 @@ def work(arguments: argparse.Namespace) -> None:
 class Run:
     """One training run: losses, and everything that it has changed."""
 
-    def __init__(self, name: str, way: str, num_steps: int, device: str, *, seed: int = 0, precision: str = "") -> None:
+    def __init__(
+        self, name: str, way: str, num_steps: int, device: str, *, start: int = 0, seed: int = 0, precision: str = ""
+    ) -> None:
+        """Train; `start` gives the weights and batches, `seed` the random numbers that the model draws."""
         import torch
         from torch.utils._pytree import tree_map_only
 
@@ -129,7 +134,7 @@ class Run:
         self.problem = self.kind = self.mode = self.certificate = ""
         self.state: dict[str, Any] = {}
         said = io.StringIO()
-        torch.manual_seed(0)
+        torch.manual_seed(start)
         model, loss_fn, make_batch = MODELS[name].build()
         model.to(device).train()
         for key, value in list(model.__dict__.get("kept", {}).items()):
@@ -141,10 +146,10 @@ class Run:
         with contextlib.redirect_stderr(said), warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
-                step = hs.Step(model, optimizer, precision, fast=way, num_steps=100_000, clip_norm=1.0)
+                step = hs.Step(model, optimizer, precision, fast=hs.Fast(way, num_steps=100_000), clip_norm=1.0)
                 for number in range(num_steps):
                     with torch.random.fork_rng(devices=[]):
-                        torch.default_generator.manual_seed(1000 + number % NUM_BATCHES)
+                        torch.default_generator.manual_seed(1000 * (start + 1) + number % NUM_BATCHES)
                         batch = make_batch(number)
                     batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
                     self.losses.append(float(step(loss_fn, [batch]).loss))
@@ -176,7 +181,7 @@ class Comparison:
     def __init__(self, name: str, arguments: argparse.Namespace, report: Any) -> None:
         self.name, self.num_steps, self.device, self.report = name, arguments.steps, arguments.device, report
         self.limit_s = arguments.limit
-        self.other_runs: list[Run] = []
+        self.other_runs: dict[int, list[Run]] = {}
 
     def train(self, way: str, **options: Any) -> Run:
         return Run(self.name, way, self.num_steps, self.device, **options)
@@ -237,25 +242,36 @@ class Comparison:
                 return {**found, "verdict": "within off's spread"}
         if is_eager:
             return {**found, "verdict": "DIFFERS"}
-        if not self.other_runs:
-            self.other_runs = [
-                self.train("off", seed=1),
-                self.train("off", seed=2),
-                self.train("off", precision="fp32"),
-            ]
-        *seeds, exact = self.other_runs
+        distance, bound, is_random = self.measure_distance(off, run)
+        found |= {"distance": distance, "bound": bound, "is_random": is_random}
+        if "compile" in run.mode:
+            if distance > bound:
+                pairs = [(distance, bound), *(self.measure_start(way, start) for start in range(1, NUM_STARTS))]
+                distance, bound = (statistics.fmean(values) for values in zip(*pairs, strict=True))
+                found |= {"starts": pairs, "mean_distance": distance, "mean_bound": bound}
+            return {**found, "verdict": "within the bound" if distance <= bound else "DIFFERS"}
+        # Of torch's own kernels the certificate says what to expect; the loss is stored next to it.
+        is_certified = re.search("rounding|noise|last bits", run.certificate) is not None
+        return {**found, "verdict": "up to rounding" if is_certified else "DIFFERS"}
+
+    def measure_start(self, way: str, start: int) -> tuple[float, float]:
+        """Return the distance and its bound for other weights and batches."""
+        self.begin(way)
+        distance, bound, _ = self.measure_distance(self.train("off", start=start), self.train(way, start=start), start)
+        return distance, bound
+
+    def measure_distance(self, off: Run, run: Run, start: int = 0) -> tuple[float, float, bool]:
+        """Return how far the mean loss is from that of `off`, its bound, and whether the model draws random numbers."""
+        if start not in self.other_runs:
+            options: list[dict[str, Any]] = [{"seed": 1}, {"seed": 2}, {"precision": "fp32"}]
+            self.other_runs[start] = [self.train("off", start=start, **one) for one in options]
+        *seeds, exact = self.other_runs[start]
         is_random = seeds[0].losses != off.losses
         others = seeds if is_random else [exact]
         bound = max(abs(one.mean_loss - two.mean_loss) for one in others for two in (off, *others))
         if self.device == "cpu" and not is_random:  # fp32 either way
             bound = CPU_ROUNDING * abs(off.mean_loss)
-        distance = abs(run.mean_loss - off.mean_loss)
-        found |= {"distance": distance, "bound": bound, "is_random": is_random}
-        if "compile" in run.mode:
-            return {**found, "verdict": "within the bound" if distance <= bound else "DIFFERS"}
-        # Of torch's own kernels the certificate says what to expect; the loss is stored next to it.
-        is_certified = re.search("rounding|noise|last bits", run.certificate) is not None
-        return {**found, "verdict": "up to rounding" if is_certified else "DIFFERS"}
+        return abs(run.mean_loss - off.mean_loss), bound, is_random
 
 
 def find_differences(one: Run, other: Run) -> dict[str, Any]:

@@ -42,11 +42,10 @@ def main() -> None:
     step = hs.Step(
         model,
         optimizer,
-        precision,
+        hs.Precision(precision, simulate="--simulate" in sys.argv),
         clip_norm=1.0,
         accumulate=2,
-        schedule=hs.per_step(scheduler),  # or hs.per_epoch(scheduler), with step.epoch_ended()
-        simulate="--simulate" in sys.argv,
+        schedule=hs.per_step(scheduler),  # or hs.per_epoch(scheduler), with step.epoch_ended(),
     )
     print(step.plan)
 

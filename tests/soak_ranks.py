@@ -24,7 +24,7 @@ from warm_processes import FORKED
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = (
-    "data.dir=anywhere", "data.num_workers=0", "device=cpu", "train.batch_size=4", "precision=fp32", "log.curves=false",
+    "data.dir=anywhere", "data.num_workers=0", "device=cpu", "train.batch_size=4", "precision=fp32",
     "train.checkpoint_every=1", "train.epochs=100000", "train.report_every=50", "train.rank_timeout_s=60",
 )  # fmt: skip
 LIMIT_S = 120.0

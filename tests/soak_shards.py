@@ -73,7 +73,7 @@ def train(rank: int, port: int, path: Path, log: Path, num_steps: int) -> None:
 
 
 RUN_SETTINGS = (
-    "data.dir=anywhere", "data.num_workers=0", "device=cpu", "train.batch_size=4", "precision=fp32", "log.curves=false",
+    "data.dir=anywhere", "data.num_workers=0", "device=cpu", "train.batch_size=4", "precision=fp32",
     "train.checkpoint_every=1", "train.epochs=100000", "train.rank_timeout_s=30", "train.shard=true",
     "ema.enabled=true", "schedule.name=constant", "schedule.warmup_steps=0",
 )  # fmt: skip

@@ -77,7 +77,7 @@ FROM_LIBRARY = {
         "adamw8bit", "adamw_bf16", "by_name", "codes", "half_weights", "recut_shards",
     )),
 }  # fmt: skip
-"""What the application uses of the library. Whoever changes one of these files looks at the application, too."""
+"""What the application uses of the library. A change in one of these files may need one in the application."""
 LIGHT = {"disk", "errors", "formats", "recompute", "tensor_files", "islands"}
 SPARE = {"models": LIGHT, "kernels": {"errors", "islands"}, "config": {"errors", "formats", "precision.names", "disk"},
          "data": {"errors", "disk"}, "report": {"errors", "disk", "formats"}}  # fmt: skip

@@ -17,7 +17,7 @@ from halfstep_train.cli.main import main
 PAGE = ROOT / "docs" / "start.md"
 RUN = "runs/unet-20250101-120000"
 SHOWN = [(shown, words) for shown, words in commands(PAGE) if shown.where in {b.where for b in blocks(PAGE, "bash")}]
-SHORT = ("data.num_workers=0", "train.max_steps=2", "train.batch_size=2", "log.curves=false", "schedule.name=constant")
+SHORT = ("data.num_workers=0", "train.max_steps=2", "train.batch_size=2", "schedule.name=constant")
 UNET = ("data.image_size=16", "model.base_channels=2", "model.depth=1")
 SMALLER: dict[str, tuple[str, ...]] = {
     "train unet": (*SHORT, *UNET),
@@ -82,7 +82,7 @@ def test_training_falls_back_rows_simulate_and_each_says_so_or_is_refused_under_
 ) -> None:
     """With tf32, which no CPU has; use/test_compare.py shows that rows of `compare` are simulated."""
     small = (*UNET, "data.num_workers=0")
-    assert call("train", "unet", "--precision", "tf32", *small, "train.max_steps=1", "log.curves=false") == 0
+    assert call("train", "unet", "--precision", "tf32", *small, "train.max_steps=1") == 0
     assert "tf32 asked for, running fp32" in capsys.readouterr().err
     assert call("bench", "unet", "--precisions", "tf32", "--modes", "eager", "--steps", "10", *UNET) == 0
     assert "tf32 simulated" in capsys.readouterr().out

@@ -9,20 +9,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from halfstep_check.rules import RULES, Rule
-from halfstep_check.rules.configs import CONFIG_RULES
-from halfstep_check.rules.loop import LOOP_RULES
-from halfstep_check.rules.numerics import NUMERIC_RULES
-from halfstep_check.rules.rule import split_example
-from halfstep_check.rules.scaler import SCALER_RULES
+from halfstep_check.rules import RULES, Rule, split_example
 
 INDEX = "README.md"
-GROUPS = {
-    "The scaler and the order of an fp16 step": SCALER_RULES,
-    "The loop around the step": LOOP_RULES,
-    "Numbers, dtypes and torch's API": NUMERIC_RULES,
-    "Configs": CONFIG_RULES,
-}
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".txt": "text"}
 
 
@@ -37,7 +26,10 @@ def index() -> str:
         "Generated from the catalogue of rules by `make rules`; `halfstep check --explain RULE` shows the same.",
         "",
     ]
-    for title, rules in GROUPS.items():
+    groups: dict[str, list[Rule]] = {}
+    for rule in RULES.values():
+        groups.setdefault(rule.group, []).append(rule)
+    for title, rules in groups.items():
         lines += [f"## {title}", "", "| rule | severity | finds |", "|---|---|---|"]
         lines += [f"| [{rule.name}]({rule.name}.md) | {rule.severity.value} | {rule.title} |" for rule in rules]
         lines += [""]

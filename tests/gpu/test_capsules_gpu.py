@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 def faulty_unet(out: Path, **settings: Any) -> Path:
     given = {
-        "device": "cuda", "precision.default": "bf16", "log.quiet": True, "log.curves": False, "train.max_steps": 18,
+        "device": "cuda", "precision.default": "bf16", "log.quiet": True, "train.max_steps": 18,
         "data.num_workers": 0, "train.fast": "graph", "train.deterministic": True, "data.image_size": 64,
         "model.base_channels": 32, "model.depth": 2, "train.batch_size": 4,
         **{key.replace("__", "."): value for key, value in settings.items()},

@@ -86,7 +86,7 @@ def test_compiled_code_follows_a_float(name: str, precision: str) -> None:
 @pytest.mark.usefixtures("_compiles_at_once")
 @pytest.mark.parametrize("name", ["annealed_weight", "annealed_lambda"])
 def test_trying_compiled_code_with_a_float_does_not_hang(name: str) -> None:
-    found = train(ANNEALED[name], CUDA, "auto", precision="bf16", num_steps=100_000)
+    found = train(ANNEALED[name], CUDA, hs.Fast("auto", num_steps=100_000), precision="bf16")
     assert_follows(found, train(ANNEALED[name], CUDA, "off", precision="bf16"))
     assert found.step.mode in ("graph", "compile+graph")
     assert found.step._fast.state is not fast.State.UNTRIED
@@ -98,7 +98,7 @@ def test_trying_compiled_code_with_a_float_does_not_hang(name: str) -> None:
 @pytest.mark.usefixtures("_compiles_at_once")
 @pytest.mark.parametrize("name", ["running_average", "carried_in_dict"])
 def test_python_code_runs_once_while_compiled_code_is_tried(name: str) -> None:
-    found = train(LOOPS[name], CUDA, "auto", num_steps=100_000)
+    found = train(LOOPS[name], CUDA, hs.Fast("auto", num_steps=100_000))
     assert_follows(found, train(LOOPS[name], CUDA, "off"))
     assert found.step._fast.state is not fast.State.UNTRIED
     kept = found.history[-1]["kept"]

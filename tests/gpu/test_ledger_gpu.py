@@ -33,7 +33,7 @@ MODES = {"off": {"eager"}, "compile": {"eager", "compiled"}, "graph": {"eager", 
 
 def trained(workload: str, out: Path, **settings: Any) -> Path:
     always = {
-        "device": "cuda", "precision.default": "bf16", "log.quiet": True, "log.curves": False, "train.max_steps": 8,
+        "device": "cuda", "precision.default": "bf16", "log.quiet": True, "train.max_steps": 8,
         "data.num_workers": 0, "train.deterministic": True,
     }  # fmt: skip
     given = {**always, **SMALL[workload], **{key.replace("__", "."): value for key, value in settings.items()}}

@@ -91,7 +91,9 @@ def test_a_recurrent_model_trains(precision: str) -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({"lstm": nn.LSTM(8, 16), "head": nn.Linear(16, 8)}).cuda()
     modules = {"lstm": "fp32"} if precision == "bf16" else {}  # as the plan's warning advises
-    step = hs.Step(model, torch.optim.AdamW(model.parameters(), 2e-2, fused=True), precision, modules=modules)
+    step = hs.Step(
+        model, torch.optim.AdamW(model.parameters(), 2e-2, fused=True), hs.Precision(precision, modules=modules)
+    )
     x = torch.randn(6, 4, 8, device="cuda")
 
     def loss_fn(x: Tensor) -> Tensor:

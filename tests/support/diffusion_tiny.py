@@ -17,7 +17,6 @@ TINY: dict[str, Any] = {
     "device": "cpu",
     "precision.default": "fp32",
     "log.quiet": True,
-    "log.curves": False,
     "data.num_workers": 0,
     "data.image_size": 8,
     "data.val_fraction": 0.25,

@@ -84,10 +84,11 @@ def make_world(program: Program) -> World:
         world.memory.register_buffer("hidden", torch.zeros(CLASSES))
         also.append(world.memory)
     mode: Any = {"compiled": "auto", "checked": "graph"}.get(program.mode, program.mode)
-    world.step = hs.Step(model, world.optimizers, "fp32", fast=mode, also=also, num_steps=1000, **options)
+    captures = hs.Fast(mode, num_steps=1000, max_graphs=1 if "one_graph" in program.options else 8)
+    world.step = hs.Step(model, world.optimizers, "fp32", fast=captures, also=also, **options)
     if "second_step" in program.options:
         optimizer = torch.optim.SGD(model.parameters(), 2**-6, fused=True)
-        world.second = hs.Step(model, optimizer, "fp32", fast=mode, num_steps=1000)
+        world.second = hs.Step(model, optimizer, "fp32", fast=hs.Fast(mode, num_steps=1000))
     return world
 
 

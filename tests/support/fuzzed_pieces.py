@@ -698,7 +698,7 @@ OPTIONS: dict[str, Callable[[World], dict[str, Any]]] = {
     "rollback": lambda world: {
         "guard": {"on_fault": "rollback", "snapshot_every": 3, "max_consecutive": 2, "margin": 1}
     },
-    "one_graph": lambda world: {"max_graphs": 1},
+    "one_graph": lambda world: {},
     "watch": lambda world: {"watch": 4},
     "on_commit": lambda world: {"on_commit": lambda model: move_teacher(world)},
     "on_gradients": lambda world: {"on_gradients": lambda model: halve_head(model, world)},

@@ -47,7 +47,7 @@ def train(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(dropout), nn.ReLU(), nn.Linear(8, 3)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
-    step = hs.Step(model, optimizer, "fp32", fast="graph", pure_ops=["halfstep_faults::scaled"])
+    step = hs.Step(model, optimizer, "fp32", fast=hs.Fast("graph", pure_ops=["halfstep_faults::scaled"]))
     for number in range(NUM_STEPS):
         if number == CHANGED_AT:
             change(model)

@@ -105,7 +105,12 @@ def train_characters(path: Path) -> list[nn.Module]:
     seed(2)
     text = torch.randint(0, 32, (400,))
     model = CharacterModel()
-    step = hs.Step(model, torch.optim.AdamW(model.parameters(), 3e-3, fused=True), "fp16", simulate=True, accumulate=2)
+    step = hs.Step(
+        model,
+        torch.optim.AdamW(model.parameters(), 3e-3, fused=True),
+        hs.Precision("fp16", simulate=True),
+        accumulate=2,
+    )
     best = resume(path, step, model).get("best", 1e9)
 
     def get_batch() -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from typing import Any
 from warm_processes import FORKED, Surroundings, nothing_waits_for_the_disk, surroundings, take_over
 
 LIMIT_S = 120.0
-FIRST_PORT, NUM_PORTS = 12_000, 20_000  # below those that the system gives to whoever connects
+FIRST_PORT, NUM_PORTS = 12_000, 20_000  # below the ports that the system gives to outgoing connections
 _next_port = itertools.count(os.getpid() * 97)
 
 

@@ -20,7 +20,7 @@ from halfstep_train.run.train import train
 from halfstep_train.workloads import load
 from tiny_training import assert_same_bits
 
-TINY = {"data.dir": "anywhere", "data.num_workers": 0, "device": "cpu", "log.quiet": True, "log.curves": False,
+TINY = {"data.dir": "anywhere", "data.num_workers": 0, "device": "cpu", "log.quiet": True,
         "train.batch_size": 4, "precision.default": "fp32"}  # fmt: skip
 """22 samples: six steps an epoch."""
 

@@ -11,11 +11,10 @@ import pytest
 
 from halfstep_check.lint import lint_tree
 from halfstep_check.rules import RULES
-from halfstep_check.rules.configs import CONFIG_RULES
 
 SNIPPETS = Path(__file__).parent / "snippets"
 MARK = re.compile(r"# <- ([\w, -]+)$")
-LINT_RULES = sorted(set(RULES) - {rule.name for rule in CONFIG_RULES})
+LINT_RULES = sorted(rule.name for rule in RULES.values() if rule.group != "Configs")
 
 
 @dataclass(frozen=True)

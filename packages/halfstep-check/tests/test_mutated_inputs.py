@@ -1,4 +1,4 @@
-"""Two thousand broken inputs, seeded: a clear message or a normal report, no traceback, bounded time and memory."""
+"""Broken inputs, seeded: a clear message or a normal report, no traceback, bounded time and memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import yaml
 from halfstep_check.check import check
 
 HERE = Path(__file__).parent
-NUM_INPUTS = 2000
+NUM_INPUTS, NUM_SOAKED = 55, 2000
+"""Five of each mutation in `make test`; `make soak` tries them all."""
 NESTED_IFS = "".join(" " * depth + "if a:\n" for depth in range(90))
 SECONDS_EACH = 20.0
 """Far above the typical 5 ms and the 4 s of a file with 160 loops, far below forever: the machine may be busy."""
@@ -108,10 +109,10 @@ MUTATIONS: tuple[Callable[[str, random.Random], bytes], ...] = (
 )
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_mutated_inputs_give_a_message_and_never_a_traceback(part: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_inputs", [NUM_INPUTS, pytest.param(NUM_SOAKED, marks=pytest.mark.soak)])
+def test_mutated_inputs_give_a_message_and_never_a_traceback(num_inputs: int, tmp_path: Path) -> None:
     inputs = originals()
-    for number in range(part, NUM_INPUTS, 4):
+    for number in range(num_inputs):
         rng = random.Random(number)
         suffix, text = rng.choice(inputs)
         mutate = MUTATIONS[number % len(MUTATIONS)]

@@ -8,7 +8,7 @@ import halfstep as hs
 from halfstep_train.report.metrics_file import read
 
 TINY = ("data.dir=anywhere", "data.num_workers=0", "device=cpu", "train.batch_size=4", "precision=fp32",
-        "optimizer.lr=3e-4", "log.curves=false", "log.quiet=true")  # fmt: skip
+        "optimizer.lr=3e-4", "log.quiet=true")  # fmt: skip
 
 
 def test_a_resumed_run_keeps_its_settings_and_takes_the_change(tmp_path: Path) -> None:

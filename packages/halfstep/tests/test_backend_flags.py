@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from halfstep import backend_flags
 from halfstep.backend_flags import (
     LEAVES,
+    BackendFlags,
     Fp32Mode,
     _use_up_deprecation_notice,
     read_effective_leaves,
@@ -122,3 +124,21 @@ def test_the_first_reading_of_a_process_changes_nothing() -> None:
     _use_up_deprecation_notice.cache_clear()
     read_flags()
     assert [get_leaf(*leaf) for leaf in LEAVES] == before
+
+
+@pytest.mark.parametrize("moment", ["enter", "exit"])
+def test_ctrl_c_between_the_old_switches_and_the_leaves_changes_no_flag(
+    monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    before, moments = read_flags(), ["enter", "exit"]
+
+    def write_half(flags: BackendFlags) -> None:
+        if moments and moments.pop(0) == moment:
+            torch._C._set_cudnn_allow_tf32(flags.cudnn_allow_tf32)
+            raise KeyboardInterrupt
+        write_flags(flags)
+
+    monkeypatch.setattr(backend_flags, "write_flags", write_half)
+    with pytest.raises(KeyboardInterrupt), set_fp32_mode("ieee"):
+        pass
+    assert read_flags() == before

@@ -237,8 +237,6 @@ def select_device(gpu: str, here: bool, host: Host) -> Device | None:
 
 
 def print_rules(name: str) -> None:
-    import dataclasses
-
     from rich.console import Console
 
     from halfstep_check.rules import RULES, get_rule
@@ -247,8 +245,7 @@ def print_rules(name: str) -> None:
     if name == "all":
         Console().print(make_rules_table((rule.name, rule.severity.value, rule.title) for rule in RULES.values()))
         return
-    rule = get_rule(name)
-    Console().print(make_rule_view(**{**dataclasses.asdict(rule), "severity": rule.severity.value}))
+    Console().print(make_rule_view(get_rule(name)))
 
 
 def format_finding(finding: Finding) -> FindingLines:

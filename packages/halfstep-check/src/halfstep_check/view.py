@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from halfstep_check.rules import Rule
 from halfstep_check.shared.terminal import make_plain_table
 
 SEVERITY_STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
@@ -87,24 +88,22 @@ def make_rules_table(rows: Iterable[tuple[str, str, str]]) -> Table:
     return table
 
 
-def make_rule_view(
-    *, name: str, severity: str, title: str, why: str, fix: str, bad: str, good: str, threads: Sequence[str] = ()
-) -> Group:
+def make_rule_view(rule: Rule) -> Group:
     """Return the whole explanation of a rule."""
     parts: list[RenderableType] = [
-        Text.assemble((name, "bold"), f" ({severity}): {title}"),
+        Text.assemble((rule.name, "bold"), f" ({rule.severity.value}): {rule.title}"),
         "",
-        Text(why),
-        Text.assemble(("fix: ", "bold"), fix),
+        Text(rule.why),
+        Text.assemble(("fix: ", "bold"), rule.fix),
         "",
         Text("wrong", style="bold red"),
-        Padding(Text(bad), (0, 0, 0, 4)),
+        Padding(Text(rule.bad), (0, 0, 0, 4)),
         Text("right", style="bold green"),
-        Padding(Text(good), (0, 0, 0, 4)),
+        Padding(Text(rule.good), (0, 0, 0, 4)),
     ]
-    if threads:
-        parts += ["", Text("public threads: " + ", ".join(threads), style="dim")]
-    parts += ["", Text(f"silence one line with  # halfstep: ignore[{name}]", style="dim")]
+    if rule.threads:
+        parts += ["", Text("public threads: " + ", ".join(rule.threads), style="dim")]
+    parts += ["", Text(f"silence one line with  # halfstep: ignore[{rule.name}]", style="dim")]
     return Group(*parts)
 
 

@@ -75,7 +75,7 @@ def test_clocks_that_were_held_down_are_warned_of_by_row() -> None:
 
 def test_files_are_overwritten_only_when_asked(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
-    refuse_to_overwrite({"--save": path, "--picture": None}, force=False)
+    refuse_to_overwrite({"--save": path, "--out": None}, force=False)
     path.write_text("mine")
     with pytest.raises(ConfigError, match="exists already"):
         refuse_to_overwrite({"--save": path}, force=False)
@@ -103,10 +103,9 @@ def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path, name: s
         (["bench", "unet", "--save", "/home/ann/results/a b.json"], "halfstep bench unet --save 'a b.json'"),
         (["bench", "unet", "--save=../old/b.json", "train.memory=low"],
          "halfstep bench unet --save=b.json train.memory=low"),
-        (["bench", "unet", "--picture", "p.png"], "halfstep bench unet --picture p.png"),
         (["bench", "unet", "data.dir=/data/x"], "halfstep bench unet data.dir=/data/x"),
     ],
-    ids=["a path", "a path behind =", "a name", "a setting that the result depends on"],
+    ids=["a path", "a path behind =", "a setting that the result depends on"],
 )  # fmt: skip
 def test_a_stored_command_names_its_files_and_not_where_they_lay(words: list[str], shown: str) -> None:
     assert format_command_line(words) == shown

@@ -85,60 +85,27 @@ def test_the_fastest_of_each_kind_stand_in_a_row() -> None:
     assert speed_table({"unet": problem}, starts).endswith("| 42 s / 9 s, graph |")
 
 
-@pytest.mark.parametrize(
-    ("ms", "low", "verdicts"),
-    [
-        (20.0, (21.0, 3.8), ("reached", "reached")),
-        (20.5, (23.0, 3.8), ("reached", "missed time, which is +12%")),
-        (22.55, (22.0, 4.29), ("missed by 10%", "missed memory by 10%")),
-        (20.6, (22.0, 3.9), ("missed by 0.5%", "reached")),
-        (20.0, None, ("reached", None)),
-    ],
-)
-def test_goals_are_reached_or_missed_by_so_much(
-    ms: float, low: tuple[float, float] | None, verdicts: tuple[str, str | None]
-) -> None:
-    from speed_goals import goal_line
-
-    problems = {"unet": unet_problem()}
-    problems["unet"]["rows"][0] = row("halfstep", "auto", ms, 6.0)
-    if low:
-        problems["unet_low_memory"] = {**unet_problem(), "rows": [row("halfstep", "auto", *low)]}
-        assert goal_line("unet_low_memory", problems)["verdict"] == verdicts[1]
-    assert goal_line("unet", problems)["verdict"] == verdicts[0]
-
-
-def test_a_case_is_held_against_what_was_measured_with_it_and_not_against_another_days_row() -> None:
+def test_a_case_is_compared_with_the_row_of_the_same_invocation() -> None:
     from readme_tables import speed_table
-    from speed_goals import goal_line
 
     low = {**unet_problem(), "rows": [row("halfstep", "auto", 22.0, 3.8)]}
-    problems = {"unet": unet_problem(), "unet_low_memory": low | {"beside": [row("halfstep", "auto", 21.0, 6.0)]}}
-    problems["unet"]["rows"][0] = row("halfstep", "auto", 19.0, 6.0)
-    assert goal_line("unet_low_memory", problems)["verdict"] == "reached"
-    problems["unet_low_memory"]["beside"] = [row("halfstep", "auto", 19.5, 6.0)]
-    assert goal_line("unet_low_memory", problems)["verdict"] == "missed time, which is +13%"
+    problems = {"unet": unet_problem(), "unet_low_memory": low | {"beside": [row("halfstep", "auto", 19.5, 6.0)]}}
     assert "22.0 ms (21.8 to 22.2), auto; +12.8%, normal 19.5 ms |" in speed_table(problems, {})
 
 
-def test_a_goal_has_the_other_numbers_beside_it_and_is_not_reached_unmeasured() -> None:
-    from speed_goals import goal_line
+def test_every_case_is_a_config_that_loads() -> None:
+    from speed_cases import CASES, config_of
 
-    line = goal_line("unet", {"unet": unet_problem()})
-    ratios = [line[name] for name in ("x documented", "x tuned", "x reduce-overhead")]
-    assert ratios == ["2.00 (2)", "1.30 (1.27)", "1.25"]
-    assert [line[name] for name in ("of floor", "peak GB", "J/sample", "loss")] == ["50%", "4.00", "1.50", "0.7000"]
-    unmeasured = Row(name="halfstep", variant="auto", precision="bf16", reason="no time").to_dict()
-    lost = {**unet_problem(), "rows": [unmeasured]}
-    assert goal_line("unet", {"unet": lost})["verdict"] == "not measured"
-    assert goal_line("unet_low_memory", {"unet_low_memory": unet_problem()})["verdict"] == "not measured"
+    for name, case in CASES.items():
+        assert config_of(case).train.batch_size == case.batch_size, name
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--only", "gpt9"], "there are unet, unet_low_memory, resnet50_64, resnet50_256, vit_l_64, not gpt9"),
+        (["--only", "gpt9"], "there are unet, unet_low_memory, resnet50_64"),
         (["--modes", "graph,warp"], "--modes takes eager, compile, graph, auto, not 'graph,warp'"),
+        (["--against", "plain:fast"], "peers are plain:tuned, "),
         (["--modes", ","], "--modes takes eager, compile, graph, auto, not ','"),
         (["train.fats=off"], "train.fats"),
     ],

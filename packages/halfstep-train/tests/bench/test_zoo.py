@@ -21,11 +21,16 @@ def make_run(*, loss: float = 1.0, weight: float = 1.0, **more: Any) -> Any:
     return SimpleNamespace(**settings)
 
 
-def judge(way: str, run: Any, *, off: Any = None, again: Any = None, others: tuple[Any, ...] = ()) -> str:
+def judge(
+    way: str, run: Any, *, off: Any = None, again: Any = None, others: tuple[Any, ...] = (), later: Any = None
+) -> str:
+    """Judge a run; from other weights and batches, `later` (the same run unless given) is what the way gives."""
     arguments = argparse.Namespace(steps=3, device="cuda", limit=1.0)
     comparison = zoo.Comparison("own_mlp", arguments, report=None)
-    comparison.other_runs = list(others)
+    comparison.other_runs = {start: list(others) for start in range(zoo.NUM_STARTS)}
     off = off or make_run()
+    comparison.begin = lambda way: None  # type: ignore[method-assign]  # it would start a timer
+    comparison.train = lambda way, **_: off if way == "off" else later or run  # type: ignore[method-assign]
     verdict: str = comparison.judge(way, off, again or off, run)["verdict"]
     return verdict
 
@@ -52,6 +57,12 @@ RANDOM = (make_run(loss=1.3), make_run(loss=0.8), make_run(loss=1.01))
 )
 def test_a_verdict_follows_from_mode_bytes_and_loss(run: Any, others: Any, verdict: str) -> None:
     assert judge("graph", run, others=others) == verdict
+
+
+def test_compiled_code_beyond_the_bound_is_judged_by_the_mean_over_eight_starts() -> None:
+    far, near = (make_run(weight=1.1, loss=loss, mode="compile+graph") for loss in (1.2, 1.01))
+    assert judge("compile", far, others=FIXED, later=near) == "within the bound"
+    assert judge("compile", far, others=FIXED, later=far) == "DIFFERS"
 
 
 def test_what_off_raises_too_is_no_fault() -> None:

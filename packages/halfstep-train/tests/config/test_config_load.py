@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from halfstep.errors import ConfigError
-from halfstep_train.config.keys import list_fields
+from halfstep_train.config.keys import REMOVED, list_fields
 from halfstep_train.config.load import Loaded
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.config.statements import DEFAULT
@@ -199,8 +199,18 @@ def test_guide_3s_batch_size_global_counts_where_nothing_refers_to_it(tmp_path: 
 
 def test_what_changes_nothing_is_noted() -> None:
     assert load("unet", overrides=["globals.X=1"]).notes == ("globals.X is set, but nothing refers to ${globals.X}",)
-    (note,) = load("unet", overrides=["optimizer.alpha=0.9"]).notes
-    assert note == "optimizer.alpha is not used by adamw, only by rmsprop"
+    (note,) = load("unet", overrides=["optimizer.nesterov=true"]).notes
+    assert note == "optimizer.nesterov is not used by adamw, only by muon, sgd"
+
+
+@pytest.mark.parametrize("path", REMOVED)
+def test_a_setting_that_was_removed_is_ignored_at_its_default_and_else_refused_with_what_to_do(path: str) -> None:
+    default = REMOVED[path].unchanged[0]
+    assert load("unet", overrides=[f"{path}={'null' if default is None else default}"]).config == load("unet").config
+    assert all(path not in list_fields(KINDS[name].get_schema(name)) for name in KINDS)
+    with pytest.raises(ConfigError, match=f"unknown key '{path}'") as refused:
+        load("unet", overrides=[f"{path}=17"])
+    assert refused.value.fix == REMOVED[path].instead
 
 
 def test_equal_statements_of_one_layer_agree(tmp_path: Path) -> None:
@@ -228,7 +238,7 @@ def test_different_statements_of_one_layer_name_both_with_file_key_and_line(tmp_
         (["optimizer.lr=-1"], "expected more than 0"),
         (["optimizer.betas=[0.9]"], "expected one more value"),
         (["optimizer.betas=[1, 2, 3]"], "expected a list of 2 values"),
-        (["optimizer.name=lbfgs"], "lbfgs updates weights before the step can be checked"),
+        (["optimizer.name=lbfgs"], "optimizer.name = 'lbfgs' (optimizer.name=lbfgs): expected 'sgd', 'adam'"),
         (["guard.on_fault=explode"], "expected 'stop' or 'rollback'"),
         (["train.channels_last=maybe"], "expected 'auto' or true or false"),
         (["train.shard=ture"], "expected 'auto' or true or false\n  fix: did you mean 'true'?"),

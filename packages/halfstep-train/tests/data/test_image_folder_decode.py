@@ -98,7 +98,7 @@ def test_pixels_of_32_bits_are_refused_before_training(tmp_path: Path) -> None:
     Image.fromarray(np.ones((8, 8), dtype=np.float32)).save(tmp_path / "train" / "cat" / "depth.tif")
     with pytest.raises(DataError, match=r"depth\.tif") as refused:
         check_images(find_images(tmp_path, FolderLayout()), bad_files=BadFiles("error"))
-    assert "32 bits" in refused.value.why
+    assert "32-bit" in refused.value.why
 
 
 def folder_with_bad_files(root: Path) -> Path:

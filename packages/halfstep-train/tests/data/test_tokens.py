@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from halfstep.errors import DataError
+from halfstep_train.data.cache_file import DATA_AT
 from halfstep_train.data.files import BadFiles
 from halfstep_train.data.loader import Loader
 from halfstep_train.workloads.language.text_files import TextFiles, find_texts
@@ -314,7 +315,7 @@ def test_a_long_text_is_the_same_in_pieces(tmp_path: Path, monkeypatch: pytest.M
     text = "".join(f"line {number}\n\n word word\nx" for number in range(200))
     (tmp_path / "long.txt").write_text(text)
     monkeypatch.setattr("halfstep_train.workloads.language.tokens.TOKENISED_AT_ONCE", 40)
-    monkeypatch.setattr("halfstep_train.workloads.language.tokens.CHECKED_BYTES", 512)
+    monkeypatch.setattr("halfstep_train.data.cache_file.BLOCK_BYTES", 512)
     train, val = open_or_tokenise(texts_at(tmp_path), Bytes(), tmp_path / "cache")
     assert bytes([*train.read(0, len(train)), *val.read(0, len(val))]).decode() == text
 
@@ -324,13 +325,14 @@ def test_a_damaged_cache_is_refused(tmp_path: Path) -> None:
     place = tmp_path / "cache"
     open_or_tokenise(texts_at(tmp_path), Bytes(), place)
     content = bytearray(place.read_bytes())
-    content[100] ^= 1
+    content[DATA_AT + 100] ^= 1
     place.write_bytes(bytes(content))
-    with pytest.raises(DataError, match="checksum does not match") as error:
+    with pytest.raises(DataError, match="not a usable token cache") as error:
         open_or_tokenise(texts_at(tmp_path), Bytes(), place)
-    assert "delete it" in error.value.fix
+    assert "checksum does not match" in error.value.why
+    assert "remove it" in error.value.fix
     place.write_bytes(bytes(content[:-30]))
-    with pytest.raises(DataError, match="not a token cache") as error:
+    with pytest.raises(DataError, match="not a usable token cache") as error:
         open_or_tokenise(texts_at(tmp_path), Bytes(), place)
     assert "remove it" in error.value.fix
 
@@ -339,7 +341,7 @@ def test_nobody_is_told_to_remove_what_is_no_cache_of_ours(tmp_path: Path) -> No
     (tmp_path / "a.txt").write_text("some text " * 50)
     (tmp_path / "mine.json").write_text("{}" * 50)
     for place in (tmp_path, tmp_path / "mine.json"):
-        with pytest.raises(DataError, match="not a token cache") as error:
+        with pytest.raises(DataError, match="not a usable token cache") as error:
             open_or_tokenise(texts_at(tmp_path), Bytes(), place)
         assert "remove" not in error.value.fix
         assert "data.cache_file" in error.value.fix

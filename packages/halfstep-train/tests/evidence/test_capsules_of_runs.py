@@ -27,7 +27,6 @@ QUIET = {
     "data.num_workers": 0,
     "device": "cpu",
     "log.quiet": True,
-    "log.curves": False,
     "train.batch_size": 4,
     "precision.default": "fp32",
     "train.epochs": 1,

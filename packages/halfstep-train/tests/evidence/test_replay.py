@@ -229,7 +229,7 @@ def test_a_codebook_that_grew_is_an_overflow_of_the_format_and_no_divergence(tmp
     torch.manual_seed(0)
     model = Averaged()
     optimizer = torch.optim.SGD(model.parameters(), 0.0, fused=True)
-    step = hs.Step(model, optimizer, "fp16", simulate=True, capsules=tmp_path, scaler={"init_scale": 1.0})
+    step = hs.Step(model, optimizer, hs.Precision("fp16", simulate=True), capsules=tmp_path, scaler={"init_scale": 1.0})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(4):

@@ -1,16 +1,14 @@
-"""The bench's table and picture."""
+"""The bench's table and profiles."""
 
 from __future__ import annotations
 
 import io
-from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 from rich.console import Console
 
-from halfstep_train.report.bench_view import draw_bench, format_digits, format_start, show_bench
+from halfstep_train.report.bench_view import format_digits, format_start, show_bench
 
 NOTHING: dict[str, Any] = {
     "reason": "",
@@ -151,27 +149,15 @@ def test_a_start_says_how_it_found_the_compilers_cache() -> None:
     assert format_start(measured("compile", "fp32", 1.0, cache="warm")) == "12.3 warm"
 
 
-def test_the_picture_is_drawn_with_a_bar_a_row(tmp_path: Path) -> None:
-    path = tmp_path / "bench.png"
-    sizes = []
-    for rows in (RECORD["rows"], RECORD["rows"] * 4):
-        draw_bench({**RECORD, "rows": rows}, path)
-        with Image.open(path) as picture:
-            sizes.append(picture.size)
-    assert sizes[0][0] > 1200
-    assert sizes[1][1] > 1.5 * sizes[0][1]
-
-
-def test_memory_has_a_panel_only_where_it_was_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures: list[Any] = []
-    monkeypatch.setattr("halfstep_train.report.bench_view.save_figure", lambda figure, path: figures.append(figure))
-    uncounted = [measured("eager", "fp32", 246.6, peak_bytes=None)]
-    for rows in (RECORD["rows"][:1], uncounted):
-        draw_bench({**RECORD, "memory": "not counted on a CPU", "rows": rows}, tmp_path / "bench.png")
-    assert [len(figure.axes) for figure in figures] == [2, 1]
-    assert figures[1].get_supxlabel() == "memory: not counted on a CPU"
-
-
-def test_a_picture_without_rows_is_no_crash(tmp_path: Path) -> None:
-    draw_bench({**RECORD, "rows": []}, tmp_path / "bench.png")
-    assert (tmp_path / "bench.png").exists()
+def test_a_profile_shows_kinds_idle_time_and_the_longest_kernels() -> None:
+    profile = {
+        "idle_ms": 1.5,
+        "launches": 12.0,
+        "kinds_ms": {"convolution": 20.0, "fused": 3.0},
+        "kernels": [{"name": f"void at::native::{'long_' * 20}", "ms": 9.0, "launches": 2.0}],
+    }
+    said = shown({**RECORD, "rows": [measured("eager", "bf16", 24.66, profile=profile)]})
+    assert "halfstep eager bf16: 24.66 ms per step\n12 launches, 1.50 ms idle" in said
+    assert "convolution 20.0, fused 3.00" in said
+    assert "9.00         2  long_long_" in said
+    assert "_lon…" in said

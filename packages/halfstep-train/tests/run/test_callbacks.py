@@ -14,7 +14,7 @@ from halfstep_train.workloads import load
 from whole_runs import assert_same_run
 
 TINY = {"data.dir": "anywhere", "data.num_workers": 0, "device": "cpu", "train.batch_size": 4, "precision": "fp32",
-        "train.epochs": 2, "train.report_every": 1, "log.curves": False, "log.quiet": True}  # fmt: skip
+        "train.epochs": 2, "train.report_every": 1, "log.quiet": True}  # fmt: skip
 NOTES = """
 import json, pathlib
 def fn(event):

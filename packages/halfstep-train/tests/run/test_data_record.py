@@ -16,7 +16,7 @@ from halfstep_train.workloads.segmentation.demo import write_demo
 from whole_runs import run
 
 SMALL = {"data.image_size": 16, "model.base_channels": 2, "model.depth": 1, "train.batch_size": 2, "device": "cpu",
-         "train.max_steps": 1, "data.num_workers": 0, "train.fast": "off", "log.curves": False}  # fmt: skip
+         "train.max_steps": 1, "data.num_workers": 0, "train.fast": "off"}  # fmt: skip
 
 
 @pytest.fixture

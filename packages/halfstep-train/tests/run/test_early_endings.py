@@ -20,7 +20,7 @@ from halfstep_train.workloads.segmentation.demo import write_demo
 from whole_runs import events, newest, resume, run, small_disk
 
 SMALL = {"data.image_size": 16, "model.base_channels": 2, "model.depth": 1, "train.batch_size": 2, "device": "cpu",
-         "log.quiet": True, "log.curves": False,
+         "log.quiet": True,
          "data.num_workers": 0, "precision.default": "fp32", "data.val_fraction": 0.25}  # fmt: skip
 
 
@@ -166,13 +166,9 @@ def test_a_run_whose_steps_were_all_skipped_says_so_and_ends_with_1(
 ) -> None:
     settings = {"train.max_steps": 2, "model.options": {"poisoned": [0, 1]}, "precision.default": precision}
     with pytest.raises(TrainingStopped, match="2 of 2, the last one: loss is nan") as stopped:
-        run(
-            tmp_path / "run",
-            settings | {"precision.simulate": precision == "fp16", "log.quiet": False, "log.curves": True},
-        )
+        run(tmp_path / "run", settings | {"precision.simulate": precision == "fp16", "log.quiet": False})
     printed = capsys.readouterr()
     assert "look closer" not in printed.out + printed.err
-    assert (tmp_path / "run" / "report" / "curves.png").is_file()
     assert stopped.value.exit_code == 1
     assert stopped.value.fix
 

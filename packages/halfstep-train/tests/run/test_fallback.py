@@ -18,7 +18,7 @@ from halfstep_train.workloads import load
 
 WARNING = "bf16 asked for, running fp16 with loss scaling: Tesla T4 only emulates bf16"
 TINY = {"data.dir": "anywhere", "data.num_workers": 0, "train.batch_size": 4, "train.max_steps": 4, "precision": "bf16",
-        "train.report_every": 1, "log.curves": False}  # fmt: skip
+        "train.report_every": 1}  # fmt: skip
 
 
 @pytest.fixture

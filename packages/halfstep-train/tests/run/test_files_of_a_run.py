@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from halfstep.disk import seal
 from halfstep.errors import CheckpointError
 from halfstep_train.cli.report import write_report
 from halfstep_train.report.metrics_file import cut_back
@@ -50,6 +52,17 @@ def test_a_plan_and_settings_that_are_not_as_written_are_named_with_their_file(t
             resume(trained, "train.epochs=9")
         assert "config.yaml" in refused.value.fix
     (trained / name).write_text(written)
+
+
+def test_a_run_with_settings_of_another_version_names_them(trained: Path) -> None:
+    file = trained / "settled.json"
+    written = file.read_text()
+    document = {name: value for name, value in json.loads(written).items() if name != "crc32"}
+    document["settings"]["log"]["colour"] = True
+    file.write_text(json.dumps(seal(document)))
+    with pytest.raises(CheckpointError, match=r"does not know: log\.colour"):
+        resume(trained, "train.epochs=9")
+    file.write_text(written)
 
 
 @pytest.mark.parametrize("name", ["summary.json", "config.json"])

@@ -30,7 +30,6 @@ from whole_runs import final_state, newest, resume
 SETTINGS: dict[str, Any] = {
     "device": "cpu", "data.num_workers": 0, "train.batch_size": 4, "train.fast": "off", "log.quiet": True,
     "precision.default": "bf16", "precision.simulate": True, "ema.enabled": True, "schedule.name": "constant",
-    "log.curves": False,
 }  # fmt: skip
 
 

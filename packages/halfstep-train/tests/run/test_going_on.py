@@ -90,7 +90,7 @@ def test_the_header_tells_how_long_in_words_that_add_up(tmp_path: Path, capsys: 
 
 
 def test_quiet_is_for_one_call_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = run(tmp_path / "run", {"train.epochs": 1, "log.quiet": True, "log.curves": False})
+    folder = run(tmp_path / "run", {"train.epochs": 1, "log.quiet": True})
     assert not load(str(folder / "config.yaml")).config.log.quiet
     capsys.readouterr()
     resume(folder, "train.epochs=2")

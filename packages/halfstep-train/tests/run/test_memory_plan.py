@@ -334,7 +334,7 @@ def test_a_size_that_is_none_is_refused(text: str) -> None:
         read_size(text)
 
 
-# --- whoever else asks the plan ---
+# --- other users of the plan ---
 
 
 def test_auto_batch_cuts_the_batch_by_the_plan(unet: MemoryPlanner) -> None:

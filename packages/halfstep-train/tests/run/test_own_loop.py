@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib.util
 import inspect
 from typing import Any
@@ -52,8 +53,11 @@ def test_a_step_shows_few_names_and_its_docstring_explains_every_argument() -> N
     assert len(shown) <= 25
     text = hs.Step.__doc__ or ""
     *named, _ = inspect.signature(hs.Step).parameters  # the last one takes what is misspelt, to refuse it
+    assert len(named) <= 20
     for name in named:
         assert f"        {name}: " in text, name
+    for group in (hs.Precision, hs.Fast):
+        assert all(f"        {field.name}: " in (group.__doc__ or "") for field in dataclasses.fields(group))
     assert all((getattr(hs.Step, name).__doc__ or "").strip() for name in shown)
 
 
@@ -63,7 +67,7 @@ def test_a_step_shows_what_it_is() -> None:
 
 
 def test_an_outcome_tells_loss_gradient_rate_and_scale() -> None:
-    model, step = made(precision="fp16", simulate=True)
+    model, step = made(precision=hs.Precision("fp16", simulate=True))
     outcome = step(loss_of(model), [X])
     assert outcome.loss == pytest.approx(F.mse_loss(model(X), X).item(), rel=0.2)
     assert outcome.grad_norm > 0
@@ -198,7 +202,7 @@ def test_the_inner_gradient_of_a_penalty_survives_fp16_and_overflow_drops_the_st
     x = torch.randn(16, 8)
     tracked = x.clone().requires_grad_()
     truth = torch.autograd.grad(model(tracked).sum(), tracked)[0]
-    step = hs.Step(model, sgd(model, 0.0), "fp16", simulate=True)
+    step = hs.Step(model, sgd(model, 0.0), hs.Precision("fp16", simulate=True))
     found = []
 
     def loss_fn(x: Tensor) -> Tensor:
@@ -218,7 +222,7 @@ def test_the_inner_gradient_of_a_penalty_survives_fp16_and_overflow_drops_the_st
 
 def test_an_overflow_that_the_loss_hides_drops_the_step_all_the_same() -> None:
     model = critic()
-    step = hs.Step(model, sgd(model), "fp16", simulate=True)
+    step = hs.Step(model, sgd(model), hs.Precision("fp16", simulate=True))
 
     def loss_fn(x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()

@@ -57,7 +57,7 @@ def test_nothing_is_said_of_a_cpu_or_of_a_model_whose_operations_are_not_counted
 
 TINY = {"log.verbose": True,
         "data.dir": "anywhere", "data.num_workers": 0, "device": "cpu", "train.batch_size": 4, "train.max_steps": 4,
-        "train.report_every": 1, "precision": "fp32", "log.curves": False}  # fmt: skip
+        "train.report_every": 1, "precision": "fp32"}  # fmt: skip
 
 
 def slowed(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, seconds: float) -> None:

@@ -141,7 +141,7 @@ def test_a_bad_step_is_dropped_for_its_phase_alone() -> None:
     assert not iterations.make().is_bad
 
 
-def test_the_scale_falls_once_whoever_overflows_and_is_stored_once() -> None:
+def test_the_scale_falls_once_for_any_overflow_and_is_stored_once() -> None:
     settings = {"precision__default": "fp16", "precision__simulate": True, "scaler__init_scale": 1024.0}
     iterations = Iterations(parts_of(**settings, model__options__poisoned={"critic": [1, 2], "generator": [2]}))
     scales, bad = [], []

@@ -87,7 +87,7 @@ def test_only_models_that_convolve_images_and_are_known_to_take_it_get_another_l
     assert not wants_channels_last("auto", "unet", parts.plan, tokens)
     assert wants_channels_last("auto", "unet", parts.plan, nn.Conv2d(3, 4, 3))
     assert not wants_channels_last("auto", parts.name, parts.plan, nn.Conv2d(3, 4, 3)), (
-        "a model of one's own may flatten"
+        "a user's model may flatten its input"
     )
 
 

@@ -36,7 +36,7 @@ def config(precision: str = "fp32", workers: int = 0, more: dict[str, Any] | Non
         "precision.default": precision, "precision.simulate": precision != "fp32", "data.dir": "anywhere",
         "data.num_workers": workers, "train.batch_size": 3, "train.accumulate": 3, "train.epochs": 4,
         "train.checkpoint_every": 2, "train.report_every": 1, "ema.enabled": True, "scaler.init_scale": 2.0**24,
-        "scaler.growth_interval": 3, "log.quiet": True, "log.curves": False, "device": "cpu",
+        "scaler.growth_interval": 3, "log.quiet": True, "device": "cpu",
         "model.options.poisoned": POISONED, **{f"model.options.{name}": value for name, value in options.items()},
         **(more or {}),
     }  # fmt: skip

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.ranks
 
 SHARD = {
     "train.max_steps": 2, "train.shard": True, "train.rank_timeout_s": 60, "ema.enabled": True, "train.batch_size": 4,
-    "log.quiet": True, "log.curves": False, "device": "cpu", "precision.default": "fp32", "data.num_workers": 0,
+    "log.quiet": True, "device": "cpu", "precision.default": "fp32", "data.num_workers": 0,
 }  # fmt: skip
 FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "gpt2": (

@@ -28,7 +28,6 @@ QUIET = {
     "data.num_workers": 0,
     "device": "cpu",
     "log.quiet": True,
-    "log.curves": False,
     "train.batch_size": 4,
 }
 
@@ -128,11 +127,10 @@ def test_the_averaged_weights_are_validated_and_stored(tmp_path: Path) -> None:
     assert saved.ema.keys() == saved.model.keys()
 
 
-def test_a_run_stores_its_config_plan_and_curves(tmp_path: Path) -> None:
-    folder = run(tmp_path / "run", **{"train.epochs": 1, "log.curves": True})
+def test_a_run_stores_its_config_plan_and_summary(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run", **{"train.epochs": 1})
     assert load(str(folder / "config.yaml")).config.train.epochs == 1
     assert json.loads((folder / "plan.json").read_text())["granted"] == "fp32"
-    assert (folder / "report" / "curves.png").stat().st_size > 1000
     summary = json.loads((folder / "report" / "summary.json").read_text())
     assert (summary["metric"], summary["steps"], summary["precision"]) == ("accuracy", 6, "fp32")
 
@@ -170,10 +168,9 @@ def test_bad_input_is_a_clear_error_and_leaves_no_run_behind(
         "model.depth": 1,
         "train.batch_size": 2,
         "log.quiet": True,
-        "log.curves": False,
     }
     with pytest.raises(kind, match=said):
-        train(from_dict("unet", {**small, **settings, "log.quiet": True, "log.curves": False}), out=tmp_path / "run")
+        train(from_dict("unet", {**small, **settings, "log.quiet": True}), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

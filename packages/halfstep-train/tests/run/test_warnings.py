@@ -11,7 +11,7 @@ from halfstep_train.workloads import load
 from halfstep_train.workloads.segmentation.demo import write_demo
 
 SMALL = ["data.image_size=16", "model.base_channels=2", "model.depth=1", "train.batch_size=2", "train.max_steps=1",
-         "data.num_workers=0", "device=cpu", "log.curves=false"]  # fmt: skip
+         "data.num_workers=0", "device=cpu"]  # fmt: skip
 
 
 def test_quiet_does_not_hide_what_was_left_out_or_taken_otherwise(

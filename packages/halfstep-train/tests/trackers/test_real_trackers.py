@@ -89,7 +89,7 @@ def test_both_get_every_number_the_config_the_plan_and_the_report(
     names = {file.path for file in client.list_artifacts(ids["mlflow"])}
     assert {"config.yaml", "plan.json", "metrics.jsonl", "report"} <= names
     reports = {file.path for file in client.list_artifacts(ids["mlflow"], "report")}
-    assert {"report/report.html", "report/summary.json", "report/curves.png"} <= reports
+    assert {"report/report.html", "report/summary.json"} <= reports
 
     rows, rest = read_wandb(folder)
     assert [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row] == losses

@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path(f"{MODULE}.py").write_text(EXAMPLE.read_text() + f"\nopen({str(tmp_path / 'ran')!r}, 'w').close()\n")
-    settings = ("train.max_steps=4", "device=cpu", "data.num_workers=0", "log.quiet=true", "log.curves=false")
+    settings = ("train.max_steps=4", "device=cpu", "data.num_workers=0", "log.quiet=true")
     halfstep("train", WORKLOAD, "--out", "run", *settings)
     forget(tmp_path)
     yield tmp_path / "run"

@@ -452,7 +452,7 @@ def test_a_run_that_an_interruption_cut_in_two_counts_by_its_metric_and_not_by_i
     row = ComparedRow(name="plain", overrides=("precision=fp32", "schedule.name=constant"))
     whole = train_row(row, 0, tmp_path / "whole", target=MOONS, overrides=SMALL)
     cut = [word for word in SMALL if "max_steps" not in word] + ["train.max_steps=2", "train.seed=0"]
-    train(load(MOONS, overrides=[*cut, *row.overrides, "log.curves=false"]), out=tmp_path / "cut")
+    train(load(MOONS, overrides=[*cut, *row.overrides]), out=tmp_path / "cut")
     (tmp_path / "cut" / "report" / "summary.json").unlink()
     resumed = train_row(row, 0, tmp_path / "cut", target=MOONS, overrides=SMALL)
     assert resumed.value == whole.value
@@ -460,7 +460,7 @@ def test_a_run_that_an_interruption_cut_in_two_counts_by_its_metric_and_not_by_i
 
 
 def test_a_run_killed_before_its_summary_gets_one_when_it_is_resumed(tmp_path: Path) -> None:
-    words = [*SMALL, "train.seed=0", "precision=fp32", "log.curves=false", "log.quiet=true"]
+    words = [*SMALL, "train.seed=0", "precision=fp32", "log.quiet=true"]
     out = train(load(MOONS, overrides=words), out=tmp_path / "run")
     (out / "report" / "summary.json").unlink()
     found = train_row(ComparedRow(name="plain", overrides=("precision=fp32",)), 0, out, target=MOONS, overrides=SMALL)

@@ -279,7 +279,7 @@ def test_a_simulated_precision_runs_as_it_was_stored(tmp_path: Path) -> None:
 
 
 def test_a_users_own_workload_has_its_metrics_finite_after_poisoned_steps(tmp_path: Path) -> None:
-    overrides = ["train.epochs=2", "train.batch_size=4", "data.num_workers=0", "log.quiet=true", "log.curves=false"]
+    overrides = ["train.epochs=2", "train.batch_size=4", "data.num_workers=0", "log.quiet=true"]
     loaded = load("tiny_workload:build", overrides=[*overrides, "device=cpu", "model.options.poisoned=[0, 3]"])
     run = train(loaded, out=tmp_path / "run")
     found = evaluated(run)

@@ -25,7 +25,7 @@ FIVE = [
     "configuration aligned", "NaN handling operational", "gradient clipping active", "learning rate as scheduled",
     "AMP/BF16 synchronised",
 ]  # fmt: skip
-TINY = {"train.max_steps": 6, "train.batch_size": 8, "device": "cpu", "log.quiet": True, "log.curves": False,
+TINY = {"train.max_steps": 6, "train.batch_size": 8, "device": "cpu", "log.quiet": True,
         "train.clip_norm": 1.0, "train.report_every": 1}  # fmt: skip
 
 

@@ -20,7 +20,7 @@ SMALL = ("train.batch_size=4", "data.num_workers=0", "device=cpu", "train.report
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("drawing") / "run"
-    return train(load(DRAWING, overrides=["train.max_steps=3", "log.quiet=true", "log.curves=false", *SMALL]), out=out)
+    return train(load(DRAWING, overrides=["train.max_steps=3", "log.quiet=true", *SMALL]), out=out)
 
 
 def called(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:

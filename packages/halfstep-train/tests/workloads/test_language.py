@@ -41,7 +41,7 @@ from whole_runs import final_state, resume
 
 TINY = {"model.depth": 1, "model.heads": 2, "model.dim": 16, "model.context": 8, "data.num_workers": 0, "device": "cpu",
         "log.quiet": True, "train.batch_size": 4, "schedule.warmup_steps": 1, "precision.default": "fp32",
-        "data.tokenizer": "characters", "log.curves": False}  # fmt: skip
+        "data.tokenizer": "characters"}  # fmt: skip
 TEXT = "to be or not to be, that is the question.\n" * 30
 
 

@@ -61,7 +61,7 @@ def test_a_short_run_learns_more_than_pairs_of_characters_tell(tmp_path: Path) -
     """Ten seconds; pairs of characters give 1.49 at best. `make demos` goes on to the entropy itself, 0.61."""
     settings = {
         "data.dir": tmp_path / "data", "data.tokenizer": "characters", "data.num_workers": 0, "device": "cpu",
-        "log.quiet": "true", "log.curves": "false", "model.depth": 2, "model.dim": 48, "model.heads": 4,
+        "log.quiet": "true", "model.depth": 2, "model.dim": 48, "model.heads": 4,
         "model.context": 64, "train.batch_size": 12, "train.epochs": 9, "train.max_steps": 120, "optimizer.lr": 8e-3,
         "schedule.warmup_steps": 20,
     }  # fmt: skip

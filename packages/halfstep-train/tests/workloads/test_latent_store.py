@@ -9,34 +9,36 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from halfstep.errors import DataError
+from halfstep_train.data.cache_file import DATA_AT
 from halfstep_train.workloads.base.latent_store import CachedLatents, open_latents, open_or_write_latents, write_latents
 from whole_runs import small_disk
 
 MOMENTS = torch.arange(6 * 2 * 4 * 2 * 2, dtype=torch.float32).view(6, 2, 4, 2, 2)
 
 
-def written(path: Path) -> str:
-    return write_latents(path, 6, (2, 4, 2, 2), MOMENTS.split(4), {"fingerprint": "f"})
+def write(path: Path, moments: torch.Tensor = MOMENTS, fingerprint: str = "f") -> None:
+    write_latents(path, 6, (2, 4, 2, 2), moments.split(4), {"fingerprint": fingerprint})
 
 
-def test_any_reader_of_safetensors_reads_the_file(tmp_path: Path) -> None:
-    checksum = written(tmp_path / "latents.safetensors")
-    assert torch.equal(load_file(tmp_path / "latents.safetensors")["moments"], MOMENTS)
-    opened = open_latents(tmp_path / "latents.safetensors")
-    assert torch.equal(opened.moments, MOMENTS)
-    assert opened.checksum == checksum
-    assert opened.meta["fingerprint"] == "f"
+def test_what_was_written_is_read_and_its_checksum_depends_on_the_numbers_only(tmp_path: Path) -> None:
+    for name, moments, fingerprint in (("a", MOMENTS, "f"), ("b", MOMENTS, "g"), ("c", MOMENTS + 1, "f")):
+        write(tmp_path / name, moments, fingerprint)
+    first, same, other = (open_latents(tmp_path / name) for name in "abc")
+    assert torch.equal(first.moments, MOMENTS)
+    assert (first.meta["fingerprint"], same.meta["fingerprint"]) == ("f", "g")
+    assert first.checksum == same.checksum != other.checksum
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "text"])
 def test_a_damaged_file_is_not_used(tmp_path: Path, damage: str) -> None:
-    path = tmp_path / "latents.safetensors"
-    written(path)
+    path = tmp_path / "latents.cache"
+    write(path)
     whole = path.read_bytes()
-    path.write_bytes({"cut": whole[:-4], "flip": whole[:-1] + b"\x01", "text": b"hello"}[damage])
+    flipped = whole[:DATA_AT] + bytes([whole[DATA_AT] ^ 1]) + whole[DATA_AT + 1 :]
+    path.write_bytes({"cut": whole[:-4], "flip": flipped, "text": b"hello"}[damage])
     with pytest.raises(DataError, match="not a usable file of latents"):
         open_latents(path)
 
@@ -58,7 +60,7 @@ def test_latents_that_are_stale_or_broken_are_made_again_and_other_files_stay(tm
 
 
 def test_processes_that_start_together_encode_once(tmp_path: Path) -> None:
-    path, num_encoded = tmp_path / "latents.safetensors", []
+    path, num_encoded = tmp_path / "latents.cache", []
 
     def rows() -> Iterator[torch.Tensor]:
         num_encoded.append(1)
@@ -78,16 +80,16 @@ def test_a_failure_on_the_way_leaves_no_file(tmp_path: Path) -> None:
         raise DataError("a bad picture")
 
     with pytest.raises(DataError, match="a bad picture"):
-        write_latents(tmp_path / "latents.safetensors", 6, (2, 4, 2, 2), rows(), {})  # type: ignore[arg-type]
+        write_latents(tmp_path / "latents.cache", 6, (2, 4, 2, 2), rows(), {})  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 
 
 def test_a_disk_that_fills_up_is_named_and_keeps_what_was_there(tmp_path: Path) -> None:
-    path = tmp_path / "latents.safetensors"
-    written(path)
+    path = tmp_path / "latents.cache"
+    write(path)
     before = path.read_bytes()
-    with small_disk(256), pytest.raises(DataError, match="cannot write the latents") as error:
-        written(path)
+    with small_disk(256), pytest.raises(DataError, match="cannot write the file of latents") as error:
+        write(path)
     assert "data.cache_file" in error.value.fix
     assert list(tmp_path.iterdir()) == [path]
     assert path.read_bytes() == before

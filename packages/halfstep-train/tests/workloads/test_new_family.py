@@ -33,7 +33,7 @@ ENTRY = {"autoencoder": "new_family:KIND"}
 SETTINGS = (
     "device=cpu", "data.num_workers=0", "precision.default=bf16", "precision.simulate=true", "train.batch_size=4",
     "train.max_steps=24", "train.checkpoint_every=4", "train.validate_every_steps=12", "train.sample_every=12",
-    "train.report_every=1", "optimizer.lr=0.01", "ema.enabled=true", "log.quiet=true", "log.curves=false",
+    "train.report_every=1", "optimizer.lr=0.01", "ema.enabled=true", "log.quiet=true",
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from halfstep_train.workloads.language.build import get_model_size
 from halfstep_train.workloads.language.config import LanguageConfig
 
 EXAMPLE = "own_workload:KIND"
-SMALL = ("train.max_steps=6", "train.batch_size=16", "data.num_workers=0", "device=cpu", "log.curves=false")
+SMALL = ("train.max_steps=6", "train.batch_size=16", "data.num_workers=0", "device=cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +132,7 @@ def test_a_familys_kind_at_an_import_path_trains_and_is_used(
     out, text = str(tmp_path / "run"), tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 10)
     words = ("train", "changed_kinds:MEDIUM", "--data-dir", str(text), "--out", out, *TEXT, *SMALL)
-    assert run(capsys, *words, "log.curves=false")[0] == 0
+    assert run(capsys, *words)[0] == 0
     code, said = run(capsys, "evaluate", out, "--json")
     assert (code, "perplexity" in json.loads(said)["metrics"]) == (0, True)
     code, said = run(capsys, "predict", out, "--prompt", "to be", "--tokens", "3")

@@ -15,7 +15,7 @@ from halfstep_train.workloads import load
 from warm_processes import process
 
 SUPPORT = Path(__file__).resolve().parents[4] / "tests" / "support"
-SETTINGS = ["device=cpu", "train.max_steps=1", "train.batch_size=4", "data.num_workers=0", "log.curves=false"]
+SETTINGS = ["device=cpu", "train.max_steps=1", "train.batch_size=4", "data.num_workers=0"]
 
 
 def test_a_module_in_the_working_folder_is_found_and_needs_no_data_folder(

@@ -33,7 +33,7 @@ TINY: dict[str, Any] = {
     "data.image_size": 32, "data.num_workers": 0, "data.chunk_size": 2, "model.backbone": "filters", "model.patch": 8,
     "model.slots": 3, "model.slot_dim": 8, "model.decoder_hidden": [16], "train.batch_size": 4, "train.clip_norm": 1,
     "optimizer.lr": 1e-2, "schedule.warmup_steps": 2, "train.val_batch_size": 2, "train.validate_every_steps": 0,
-    "train.validate_every": 100, "device": "cpu", "log.quiet": True, "log.curves": False, "train.fast": "off",
+    "train.validate_every": 100, "device": "cpu", "log.quiet": True, "train.fast": "off",
 }  # fmt: skip
 VIT = {
     "model.backbone": "vit_small_patch14_dinov2", "model.backbone_depth": 1, "model.backbone_dim": 24,

@@ -163,7 +163,7 @@ def test_a_key_nobody_knows_is_named(written: Path) -> None:
         ('[0, "${globals.FEAT_DIM}"]', "[0, 2]", r"featrec.pred_dims is \[0, 2\]"),
         ("name: MSELoss", "name: MSELoss, target_transform: {name: x}", "featrec.target_transform is"),
         ("pred_key: processor.state", "pred_key: processor.state_predicted", "ss.pred_key is processor.state_pred"),
-        ("name: exp_decay_with_warmup", "name: zigzag", "lr_scheduler.name is zigzag"),
+        ("name: exp_decay_with_warmup", "name: zigzag", "lr_scheduler.name=zigzag"),
         ("ari: {name: VideoARI,", "psnr: 3\n  ari: {name: VideoARI,", "val_metrics.psnr is not a mapping"),
         ("'a ** 2', 2", "'a ** 2', 3", "n_patches is 9"),
         ("'a ** 2', 2", "'a / b', 2, 0", "cannot be computed"),

@@ -17,7 +17,9 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "Fast": "halfstep.fast.fast_path",
     "Outcome": "halfstep.own_loop.step",
+    "Precision": "halfstep.precision.decide",
     "Step": "halfstep.own_loop.step",
     "TrainingStopped": "halfstep.errors",
     "decide": "halfstep.precision.decide",

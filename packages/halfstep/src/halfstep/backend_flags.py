@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import deque
+from itertools import starmap
 from typing import Literal, NamedTuple
 
 import torch
@@ -94,7 +95,11 @@ class Fp32Context:
             raise
 
     def __exit__(self, *error: object) -> None:
-        write_flags(self.before)
+        try:
+            write_flags(self.before)
+        except BaseException:  # Ctrl-C in the middle of it
+            write_flags(self.before)
+            raise
 
 
 def set_fp32_mode(mode: Fp32Mode) -> Fp32Context:
@@ -108,20 +113,21 @@ def read_effective_leaves() -> dict[tuple[str, str], str]:
 
 def read_flags() -> BackendFlags:
     """Read the raw flags. Parents and leaves are unset temporarily, because they hide the values below them."""
-    changed: dict[tuple[str, str], str] = {}
-    for parent in PARENTS:  # from the root down: each is read once those above it are unset
-        if (value := _read(*parent)) != "none":
-            changed[parent] = value
-            _write(*parent, "none")
-    leaves = tuple(map(_read, BACKENDS, OPERATIONS))
-    for leaf, value in zip(LEAVES, leaves, strict=True):
-        if leaf in AGREEING_LEAVES and value not in AGREEING_LEAVES[leaf]:
-            changed[leaf] = value
-            _write(*leaf, AGREEING_LEAVES[leaf][0])
-    _use_up_deprecation_notice()
-    old = _read_old_switches()
-    for name, value in changed.items():
-        _write(*name, value)
+    changed: list[tuple[str, str, str]] = []
+    try:
+        for parent in PARENTS:  # from the root down: each is read once those above it are unset
+            if (value := _read(*parent)) != "none":
+                changed.append((*parent, value))
+                _write(*parent, "none")
+        leaves = tuple(map(_read, BACKENDS, OPERATIONS))
+        for leaf, value in zip(LEAVES, leaves, strict=True):
+            if leaf in AGREEING_LEAVES and value not in AGREEING_LEAVES[leaf]:
+                changed.append((*leaf, value))
+                _write(*leaf, AGREEING_LEAVES[leaf][0])
+        _use_up_deprecation_notice()
+        old = _read_old_switches()
+    finally:
+        deque(starmap(_write, changed), maxlen=0)  # in C, where Ctrl-C does not come in between
     return BackendFlags(leaves=leaves, matmul_precision=old[0], cudnn_allow_tf32=old[1])
 
 

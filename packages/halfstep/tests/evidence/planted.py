@@ -129,6 +129,8 @@ def loss_of(model: nn.Module) -> Any:
     return lambda batch: F.cross_entropy(model(batch["x"]).float(), batch["y"])
 
 
-def step_of(model: nn.Module, precision: str = "bf16", **more: Any) -> hs.Step:
+def step_of(model: nn.Module, precision: str = "bf16", modules: Any = None, **more: Any) -> hs.Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    return hs.Step(model, optimizer, precision, simulate=precision != "fp32", **more)
+    return hs.Step(
+        model, optimizer, hs.Precision(precision, modules=modules or {}, simulate=precision != "fp32"), **more
+    )

@@ -308,7 +308,7 @@ FIELD = [
 def replayed(tmp_path: Path, planted: Planted, precision: str) -> Replayed:
     model, loss_fn, batch = planted
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, fused=True)
-    step = hs.Step(model, optimizer, precision, simulate=precision != "fp32", capsules=tmp_path)
+    step = hs.Step(model, optimizer, hs.Precision(precision, simulate=precision != "fp32"), capsules=tmp_path)
     step.scaler.value.fill_(1.0)  # as after a long search for a scale
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*was saved; find the cause.*")
@@ -362,7 +362,7 @@ def test_what_refuses_half_is_mended_by_an_island_though_the_loss_scale_is_still
         return F.binary_cross_entropy(model(b["x"]).sigmoid(), b["x"].gt(0).float(), reduction="sum")
 
     optimizer = torch.optim.SGD(model.parameters(), 0.0, fused=True)
-    step = hs.Step(model, optimizer, "fp16", simulate=True, capsules=tmp_path)
+    step = hs.Step(model, optimizer, hs.Precision("fp16", simulate=True), capsules=tmp_path)
     with (
         pytest.warns(UserWarning, match=r"was saved; find the cause with: hs\.replay\(.*, model, loss_fn\)"),
         pytest.raises(RuntimeError, match="unsafe to autocast"),

@@ -84,7 +84,7 @@ def test_no_line_of_halfstep_s_own_machinery_is_named_as_the_user_s() -> None:
     """Every operation of a guarded step, its verdict, clipping, optimizer and EMA included, leads to the caller."""
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    step = hs.Step(model, optimizer, precision="fp16", simulate=True, clip_norm=1.0, ema_decay=0.9)
+    step = hs.Step(model, optimizer, precision=hs.Precision("fp16", simulate=True), clip_norm=1.0, ema_decay=0.9)
     x, target = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
     with RangeTrace(model) as trace:
         step(lambda batch: F.cross_entropy(model(batch[0]), batch[1]), [(x, target)])

@@ -34,7 +34,9 @@ def faulty(
     """Train until the fault was kept, and replay it."""
     loss_fn = loss_fn or planted.loss_of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr, fused=True)
-    step = hs.Step(model, optimizer, precision, simulate=precision != "fp32", guard=FLOOR, capsules=tmp_path, **more)
+    step = hs.Step(
+        model, optimizer, hs.Precision(precision, simulate=precision != "fp32"), guard=FLOOR, capsules=tmp_path, **more
+    )
     step.scaler.value.fill_(1.0)  # as after a long search for a scale
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*was saved; find the cause.*")
@@ -70,7 +72,7 @@ def test_what_fp16_breaks_is_named_and_fp32_for_the_module_mends_it(
     assert found.cause == cause, str(found)
     assert found.remedy is not None, str(found)
     assert found.remedy.works, str(found)
-    assert found.remedy.line == f'hs.Step(..., modules={{"{module}": "fp32"}})'
+    assert found.remedy.line == f'hs.Step(..., hs.Precision("fp16", modules={{"{module}": "fp32"}}))'
 
 
 def test_dice_sums_that_overflow_in_the_loss_get_an_island(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_lost_updates_are_counted_in_the_format_of_the_weights() -> None:
         torch.manual_seed(0)
         model = nn.Linear(64, 64).to(dtype)
         optimizer = torch.optim.SGD(model.parameters(), 1e-4, fused=True)
-        step = hs.Step(model, optimizer, precision, simulate=True, watch=2)
+        step = hs.Step(model, optimizer, hs.Precision(precision, simulate=True), watch=2)
         for _ in range(3):
             step(lambda x, model=model: model(x).float().square().mean(), [torch.randn(8, 64)])
         shares[dtype] = step.watched.history[-1].rows["", "update"].numbers["lost"]
@@ -179,7 +179,7 @@ def test_a_growing_layer_is_named_before_it_overflows() -> None:
     def grow(model: nn.Module) -> None:
         model[0].weight.mul_(1.03)  # type: ignore[index, union-attr, operator]
 
-    _, step = train(20, 260, grow, Tiny, precision="fp16", simulate=True)
+    _, step = train(20, 260, grow, Tiny, precision=hs.Precision("fp16", simulate=True))
     first = step.watched.warnings[0]
     assert (first.module, first.kind, first.threshold) == ("0", "activation", "fp16 maximum")
     assert first.low is not None
@@ -204,7 +204,10 @@ def test_inputs_that_a_cast_to_fp16_loses_are_reported_as_what_comes_of_it(
     with torch.no_grad():
         model[0].weight.mul_(0.01)  # type: ignore[operator, union-attr]
     step = hs.Step(
-        model, torch.optim.SGD(model.parameters(), 1e-3, fused=True), "fp16", simulate=True, force=True, watch=10
+        model,
+        torch.optim.SGD(model.parameters(), 1e-3, fused=True),
+        hs.Precision("fp16", simulate=True, force=True),
+        watch=10,
     )
     for number in range(180):
         batch = torch.randn(16, 6) * factor**number, torch.randint(0, 3, (16,))

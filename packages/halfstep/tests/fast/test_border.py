@@ -76,7 +76,9 @@ def train(mode: Any, *, is_pure: bool, plant: RaiseAt | None = None) -> tuple[li
             kept["average"] = 0.9 * kept["average"] + 0.1 * loss.detach()
         return loss
 
-    step = hs.Step(model, torch.optim.AdamW(model.parameters(), 1e-2, fused=True), "fp32", fast=mode, num_steps=1000)
+    step = hs.Step(
+        model, torch.optim.AdamW(model.parameters(), 1e-2, fused=True), "fp32", fast=hs.Fast(mode, num_steps=1000)
+    )
     sys.setprofile(plant)
     try:
         losses = [step(loss_fn, [torch.randn(5, 3)]).loss for _ in range(NUM_STEPS)]

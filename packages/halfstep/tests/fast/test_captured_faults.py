@@ -95,7 +95,7 @@ def _compiles_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_python_code_runs_once_while_compiled_code_is_tried(name: str) -> None:
-    found = assert_same(name, CPU, "auto", num_steps=1000)
+    found = assert_same(name, CPU, hs.Fast("auto", num_steps=1000))
     assert found.step._fast.state is fast.State.COMPILED
 
 
@@ -177,7 +177,7 @@ def test_a_loss_that_differs_is_refused() -> None:
 
 
 def train_shapes(
-    mode: str, rows: Sequence[int], *, before: Any = lambda step, number: None, accumulate: int = 1, **settings: Any
+    mode: Any, rows: Sequence[int], *, before: Any = lambda step, number: None, accumulate: int = 1, **settings: Any
 ) -> Trained:
     """Train with batches of these numbers of rows."""
     left = iter(rows)
@@ -201,7 +201,7 @@ def train_shapes(
     ids=["in turn", "one after the other", "in any order"],
 )
 def test_as_many_shapes_as_graphs_are_captured(rows: list[int], capsys: pytest.CaptureFixture[str]) -> None:
-    found = train_shapes("graph", rows, max_graphs=2)
+    found = train_shapes(hs.Fast("graph", max_graphs=2), rows)
     assert_same_history(found, train_shapes("off", rows))
     path = found.step._fast
     num_left_out = sum(shape.left_out_until > 0 for shape in path.shapes.values())
@@ -213,7 +213,7 @@ def test_as_many_shapes_as_graphs_are_captured(rows: list[int], capsys: pytest.C
 def test_a_graph_that_is_not_used_gives_its_place_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast, "IDLE_STEPS", 6)
     rows = [2, 3] * 4 + [4, 4] + [3, 4] * 6
-    found = train_shapes("graph", rows, max_graphs=2)
+    found = train_shapes(hs.Fast("graph", max_graphs=2), rows)
     assert_same_history(found, train_shapes("off", rows))
     path = found.step._fast
     captured = [id(graph.shape) for graph in path.level.graphs.values()]

@@ -57,8 +57,9 @@ def train(length: int = 10, **settings: Any) -> tuple[list[Tensor], hs.Step, int
         ({"fast": "turbo"}, "fast='turbo' is not one of"),
         ({"fast": True}, "fast=True is not one of"),
         ({"memory": "lowest"}, "memory='lowest' is not one of"),
-        ({"num_steps": 0}, "num_steps=0"),
-        ({"max_graphs": "8"}, "max_graphs='8'"),
+        ({"fast": hs.Fast(num_steps=0)}, "num_steps=0"),
+        ({"fast": hs.Fast(max_graphs="8")}, "max_graphs='8'"),  # type: ignore[arg-type]
+        ({"fast": hs.Fast(pure_ops="my_operator")}, "pure_ops='my_operator'"),
     ],
 )
 def test_wrong_values_are_refused(settings: dict[str, Any], words: str) -> None:
@@ -98,7 +99,9 @@ def test_at_most_max_graphs_are_kept() -> None:
     with replays_on_cpu():
         torch.manual_seed(0)
         model = nn.Linear(4, 2)
-        step = hs.Step(model, torch.optim.AdamW(model.parameters(), fused=True), "fp32", fast="graph", max_graphs=2)
+        step = hs.Step(
+            model, torch.optim.AdamW(model.parameters(), fused=True), "fp32", fast=hs.Fast("graph", max_graphs=2)
+        )
         for number in range(24):
             step(lambda batch: model(batch).square().mean(), [torch.randn(2 + number % 4, 4)])
         assert len(step._fast.level.graphs) == 2
@@ -117,7 +120,7 @@ def test_the_usual_shape_is_compiled_and_others_stay_captured(monkeypatch: pytes
     with replays_on_cpu():
         torch.manual_seed(0)
         model = Block()
-        step = hs.Step(model, torch.optim.AdamW(model.parameters(), fused=True), "fp32", num_steps=1000)
+        step = hs.Step(model, torch.optim.AdamW(model.parameters(), fused=True), "fp32", fast=hs.Fast(num_steps=1000))
 
         def loss_fn(batch: Tensor) -> Tensor:
             return model(batch).square().mean()

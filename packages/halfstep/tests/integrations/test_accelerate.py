@@ -355,7 +355,7 @@ def test_closing_leaves_no_trace() -> None:
 def test_setups_that_step_by_themselves_are_refused(kind: str) -> None:
     script = Script(guarded=False)
     script.accelerator.state.distributed_type = accelerate.DistributedType[kind]
-    with pytest.raises(ConfigError, match=f"{kind}, which cannot be guarded"):
+    with pytest.raises(ConfigError, match=f"{kind} cannot be guarded"):
         hs.integrations.accelerate.guard(script.accelerator, script.model, script.optimizer)
 
 

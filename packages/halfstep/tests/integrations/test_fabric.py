@@ -160,9 +160,9 @@ def test_wrong_use_is_refused() -> None:
     with pytest.raises(ConfigError, match="already guarded"):
         guard(script.fabric, script.model, script.optimizer)
     script.guard.close()
-    with pytest.raises(ConfigError, match="Net was not set up by Fabric"):
+    with pytest.raises(ConfigError, match="Net was not prepared by this Fabric"):
         guard(script.fabric, script.net, script.optimizer)
-    with pytest.raises(ConfigError, match="AdamW was not set up by Fabric"):
+    with pytest.raises(ConfigError, match="AdamW was not prepared by this Fabric"):
         guard(script.fabric, script.model, script.optimizer.optimizer)
     with pytest.raises(ConfigError, match="takes a model, or a list of models, not FabricAdamW"):
         guard(script.fabric, script.optimizer, script.model)

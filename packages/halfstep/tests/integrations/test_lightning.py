@@ -31,7 +31,8 @@ BOTH = pytest.mark.parametrize("package", PACKAGES)
 
 
 def make_plugin(package: str = PACKAGES[0], precision: str = "fp32", **more: Any) -> Any:
-    return make_plugin_class(package)(precision, simulate=precision in ("bf16", "fp16"), **more)
+    asked = hs.Precision(precision, simulate=precision in ("bf16", "fp16"))
+    return make_plugin_class(package)(asked, **more)
 
 
 # --- what this module relies on ---

@@ -27,6 +27,7 @@ with warnings.catch_warnings():
     from monai.engines.utils import IterationEvents
     from monai.handlers import CheckpointLoader, CheckpointSaver
 
+import halfstep as hs
 from halfstep.errors import ConfigError  # noqa: E402
 from halfstep.integrations.monai import HalfstepUpdate  # noqa: E402
 
@@ -107,7 +108,7 @@ def test_a_bad_step_leaves_everything_as_it_was(precision: str, captured: bool) 
     if captured and precision != "fp32":
         pytest.skip("simulated precisions are not captured")
     faults = {14 + 3 * number: fault for number, fault in enumerate(FAULTS)}
-    update = HalfstepUpdate(precision, simulate=precision != "fp32", guard={"max_consecutive": 9})
+    update = HalfstepUpdate(hs.Precision(precision, simulate=precision != "fp32"), guard={"max_consecutive": 9})
     if captured:
         with replays_on_cpu():
             training = Training(update, faults=faults).run()

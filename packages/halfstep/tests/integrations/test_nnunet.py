@@ -123,8 +123,8 @@ def ruin_statistics(module: Any, args: Any) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_bad_step_leaves_everything_as_it_was(data: Path, precision: str) -> None:
     trainer = make_trainer(data, find_trainer())
-    trainer.precision = precision
-    trainer.step_options = {"simulate": precision != "fp32", "guard": {"max_consecutive": 9}, "capsules": None}
+    trainer.precision = hs.Precision(precision, simulate=precision != "fp32")
+    trainer.step_options = {"guard": {"max_consecutive": 9}, "capsules": None}
     batches = iter(make_batches(20))
     train(trainer, [next(batches) for _ in range(3)])
     compute = trainer.loss.forward
@@ -180,7 +180,7 @@ def test_checkpoints_load_in_both_directions(data: Path, tmp_path: Path) -> None
 
 def test_the_loss_scale_is_stored_where_nnunet_stores_its_own(data: Path, tmp_path: Path) -> None:
     trainer = make_trainer(data, find_trainer())
-    trainer.precision, trainer.step_options = "fp16", {"simulate": True, "capsules": None}
+    trainer.precision, trainer.step_options = hs.Precision("fp16", simulate=True), {"capsules": None}
     trainer.grad_scaler = torch.amp.GradScaler("cpu", init_scale=512.0)  # on a GPU nnU-Net makes one
     train(trainer, make_batches(2))
     trainer._step.scaler.value.fill_(256.0)

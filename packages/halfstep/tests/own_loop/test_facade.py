@@ -92,14 +92,14 @@ def test_a_scheduler_that_also_moves_the_momentum_is_followed() -> None:
 def test_weights_are_never_recast_behind_the_optimizers_back() -> None:
     model = make_model()
     with pytest.raises(PrecisionError, match="bf16-true"):
-        hs.Step(model, fused(model), precision="bf16-true", simulate=True)
+        hs.Step(model, fused(model), precision=hs.Precision("bf16-true", simulate=True))
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [(torch.bfloat16, "bf16"), (torch.float64, "fp32")])
 def test_a_model_stored_otherwise_is_refused_not_recast(dtype: torch.dtype, precision: str) -> None:
     model = make_model().to(dtype)
     with pytest.raises(PrecisionError, match="is stored in"):
-        hs.Step(model, fused(model), precision=precision, simulate=precision != "fp32")
+        hs.Step(model, fused(model), precision=hs.Precision(precision, simulate=precision != "fp32"))
     assert model.conv.weight.dtype == dtype
 
 
@@ -129,7 +129,7 @@ def test_a_model_without_weights_is_refused() -> None:
 
 def test_simulated_bf16_runs_in_a_foreign_loop() -> None:
     model = make_model()
-    step = hs.Step(model, fused(model), precision="bf16", simulate=True)
+    step = hs.Step(model, fused(model), precision=hs.Precision("bf16", simulate=True))
     assert step.plan.simulated
     assert step(loss_of(model), [batch(0)]).committed
 

@@ -109,7 +109,7 @@ def test_an_inner_step_is_of_the_order_that_was_asked_for(create_graph: bool) ->
 
 
 def test_an_input_that_outputs_do_not_depend_on_has_no_gradient() -> None:
-    model, step = made(precision="fp16", simulate=True)
+    model, step = made(precision=hs.Precision("fp16", simulate=True))
     unused = nn.Parameter(torch.zeros(3))
     seen: list[Any] = []
 
@@ -228,7 +228,7 @@ class OldStyle(nn.Module):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_model_that_overrides_parameters_without_torchs_arguments_trains(precision: str) -> None:
     model = OldStyle()
-    step = hs.Step(model, sgd(model), precision, simulate=precision != "fp32")
+    step = hs.Step(model, sgd(model), hs.Precision(precision, simulate=precision != "fp32"))
     with hs.ledger(step):
         assert step(lambda x: model(x).square().mean(), [X]).committed
 

@@ -64,7 +64,7 @@ def test_sparse_gradients_are_judged_clipped_and_dropped(name: str) -> None:
 
 
 def test_rows_that_come_twice_count_as_their_sum_over_a_window_in_fp16() -> None:
-    words, step = words_and_step("SparseAdam", precision="fp16", simulate=True, accumulate=2)
+    words, step = words_and_step("SparseAdam", precision=hs.Precision("fp16", simulate=True), accumulate=2)
     twin, full = words_and_step("SparseAdam", accumulate=2)
     window = [torch.tensor([1, 1, 2]), torch.tensor([1])]
     norm = step(lambda x: words(x).square().mean(), window).grad_norm
@@ -82,7 +82,7 @@ def test_an_optimizer_that_takes_no_sparse_gradients_is_told_which_do() -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_graph_as_a_sparse_matrix_trains_in_simulated_formats(precision: str) -> None:
     neighbours = (torch.eye(8) + torch.ones(8, 8).tril() / 8).to_sparse()
-    model, step = made(precision=precision, simulate=True, scaler={"init_scale": 1024})
+    model, step = made(precision=hs.Precision(precision, simulate=True), scaler={"init_scale": 1024})
     exact = float((neighbours @ model(X)).square().mean().detach())
     outcome = step(lambda x: (neighbours @ model(x)).square().mean(), [X])
     assert outcome.committed

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import halfstep as hs
+from halfstep.backend_flags import read_flags, write_flags
 from halfstep.errors import ModelError, TrainingStopped
 from halfstep.step import forward_writes
 
@@ -417,10 +418,12 @@ def test_one_optimizer_that_writes_nan_drops_the_step_of_all(order: tuple[int, i
 @pytest.fixture
 def alarm() -> Iterator[None]:
     """SIGALRM raises KeyboardInterrupt, as Ctrl-C does. Python drops what is raised inside a callback of the garbage
-    collector, as hypothesis has one: it waits meanwhile."""
-    old = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    collector, as hypothesis has one: it waits meanwhile. One that comes when Python enters an `__exit__` skips it, so
+    torch's flags are restored here."""
+    old, flags = signal.signal(signal.SIGALRM, signal.default_int_handler), read_flags()
     gc.disable()
     yield
+    write_flags(flags)
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, old)
     gc.enable()
@@ -514,7 +517,7 @@ def test_a_fault_in_every_pass_is_reported_in_every_pass() -> None:
 def test_overflows_of_fp16_at_a_low_scale_are_reported() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    step = hs.Step(model, optimizer, "fp16", simulate=True, scaler={"init_scale": 1.0})
+    step = hs.Step(model, optimizer, hs.Precision("fp16", simulate=True), scaler={"init_scale": 1.0})
     with pytest.warns(UserWarning, match="step 0 was dropped: gradient norm is nan"):  # noqa: PT031
         for window in step.windows([batch()]):
             step(lambda x: (model(x) * 0).sum(1).sqrt().sum(), window)
@@ -523,7 +526,10 @@ def test_overflows_of_fp16_at_a_low_scale_are_reported() -> None:
 def test_overflows_of_fp16_are_routine_and_not_reported(recwarn: pytest.WarningsRecorder) -> None:
     model = nn.Linear(4, 4)
     step = hs.Step(
-        model, torch.optim.AdamW(model.parameters(), fused=True), "fp16", simulate=True, scaler={"init_scale": 2.0**30}
+        model,
+        torch.optim.AdamW(model.parameters(), fused=True),
+        hs.Precision("fp16", simulate=True),
+        scaler={"init_scale": 2.0**30},
     )
     for window in step.windows([batch(k) for k in range(4)]):
         step(lambda x: 100 * model(x).square().sum(), window)

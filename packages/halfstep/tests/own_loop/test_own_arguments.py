@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import warnings
@@ -194,7 +195,7 @@ def test_an_autocast_inside_loss_fn_that_is_not_the_plans_is_noticed() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(loss_fn, [X])  # once is enough
-        planned, own = made(precision="bf16", simulate=True)
+        planned, own = made(precision=hs.Precision("bf16", simulate=True))
         own(lambda x: F.mse_loss(planned(x).float(), x), [X])
 
 
@@ -213,7 +214,7 @@ def test_a_loss_divided_by_the_window_by_hand_is_noticed() -> None:
     plain = loss_of(model)
     with pytest.warns(UserWarning, match="divided by 4, as a loop that accumulates by hand"):
         step(lambda x: plain(x) / 4, [X] * 4)
-    fp16_model, fp16 = made(accumulate=4, precision="fp16", simulate=True)
+    fp16_model, fp16 = made(accumulate=4, precision=hs.Precision("fp16", simulate=True))
     with pytest.warns(UserWarning, match="divided by 4"):
         fp16(lambda x: loss_of(fp16_model)(x) / 4, [X])
     with warnings.catch_warnings():
@@ -227,7 +228,7 @@ def test_a_loss_divided_by_the_window_by_hand_is_noticed() -> None:
 
 @pytest.mark.parametrize("operation", [torch.fft.rfft, torch.linalg.det], ids=["rfft", "det"])
 def test_an_operation_that_has_no_half_kernel_is_told_the_way_to_fp32(operation: Any) -> None:
-    model, step = made(precision="bf16", simulate=True)
+    model, step = made(precision=hs.Precision("bf16", simulate=True))
     with pytest.raises(RuntimeError) as error:
         step(lambda x: operation(model(x[:4])).abs().mean(), [X])
     assert any("hs.fp32_island()" in note for note in error.value.__notes__)
@@ -274,9 +275,8 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], type[HalfstepError], str]] = {
     "scaler typo": ({"scaler": {"init_scal": 3}}, ConfigError, "init_scale"),
     "scaler number": ({"scaler": 1024}, ConfigError, "not a dict"),
     "scaler value": ({"scaler": {"growth_factor": 1}}, ConfigError, "growth_factor=1"),
-    "modules list": ({"modules": ["head"]}, ConfigError, "modules= is a list"),
     "capsules number": ({"capsules": 3}, ConfigError, "capsules=3"),
-    "modules typo": ({"modules": {"hed": "fp32"}}, PrecisionError, "hed"),
+    "modules typo": ({"precision": hs.Precision("fp32", modules={"hed": "fp32"})}, PrecisionError, "hed"),
 }
 
 
@@ -293,7 +293,7 @@ def test_arguments_that_cannot_be_used_are_refused_in_words(name: str) -> None:
 def test_arguments_people_write_are_taken() -> None:
     made(clip_norm=None, ema_decay=None, guard={})
     made(clip_norm=np.float32(1), accumulate=np.int64(2))
-    _, step = made(precision=torch.bfloat16, simulate=True)
+    _, step = made(precision=hs.Precision(torch.bfloat16, simulate=True))
     assert step.plan.granted == "bf16"
     model = nn.Linear(4, 4)
     hs.Step(model, (optimizer for optimizer in [sgd(model)]), "fp32")
@@ -305,11 +305,11 @@ def test_a_grad_scaler_of_the_old_loop_hands_over_its_settings_and_its_scale() -
     old = torch.amp.GradScaler("cpu", **options)
     old.load_state_dict({**old.state_dict(), "scale": 256.0})
     for given, first in ((options, 1024.0), (old, 256.0), (torch.amp.GradScaler("cpu", enabled=False), 65536.0)):
-        model, step = made(precision="fp16", simulate=True, scaler=given)
+        model, step = made(precision=hs.Precision("fp16", simulate=True), scaler=given)
         scales = [step(loss_of(model), [X]).scale for _ in range(3)]
         assert scales[:2] == [first, first]
         assert scales[2] == (first if first == 65536.0 else 4 * first)
-    assert made(precision="fp16", simulate=True, scaler=options, accumulate=4)[1].scaler.first == 256.0
+    assert made(precision=hs.Precision("fp16", simulate=True), scaler=options, accumulate=4)[1].scaler.first == 256.0
     model, step = made(scaler=options)  # bf16 and fp32 have no scale, and loops that switch between formats pass one
     assert step(loss_of(model), [X]).scale == 1.0
 
@@ -330,8 +330,9 @@ def test_optimizers_that_need_a_closure_are_refused_in_words() -> None:
     with pytest.raises(ConfigError, match="LBFGS"):
         hs.Step(model, torch.optim.LBFGS(model.parameters()), "fp32")
     step = hs.Step(model, NeedsClosure(model.parameters(), lr=0.1), "fp32")
-    with pytest.raises(ConfigError, match="NeedsClosure needs a closure"):
+    with pytest.raises(AssertionError, match="SAM requires closure") as error:
         step(loss_of(model), [X])
+    assert "on_gradients=" in error.value.__notes__[-1]
 
 
 def test_a_frozen_half_part_may_be_in_the_optimizer() -> None:
@@ -344,11 +345,11 @@ def test_parts_of_a_compiled_model_are_named_as_in_the_model() -> None:
     inner = nn.Sequential()
     inner.body, inner.head = torch.compile(nn.Sequential(nn.Linear(4, 4)), backend="eager"), nn.Linear(4, 4)
     model = torch.compile(inner, backend="eager")
-    step = hs.Step(model, sgd(inner), "bf16", simulate=True, modules={"head": "fp32", "body.0": "fp32"})
+    step = hs.Step(model, sgd(inner), hs.Precision("bf16", modules={"head": "fp32", "body.0": "fp32"}, simulate=True))
     parts = {row.module.replace("_orig_mod.", ""): row.compute for row in step.plan.rows}
     assert parts == {"body.0": "fp32", "head": "fp32"}
     with pytest.raises(PrecisionError, match="head") as error:
-        hs.Step(model, sgd(inner), "bf16", simulate=True, modules={"haed": "fp32"})
+        hs.Step(model, sgd(inner), hs.Precision("bf16", modules={"haed": "fp32"}, simulate=True))
     assert "_orig_mod" not in error.value.fix
 
 
@@ -389,6 +390,20 @@ def test_clipping_under_another_name_is_told_its_name_here(name: str) -> None:
     with pytest.raises(ConfigError, match=f"hs.Step has no argument '{name}'") as error:
         made(**{name: 1.0})
     assert error.value.fix == "clip_norm=1.0"
+
+
+@pytest.mark.parametrize("group", [hs.Precision, hs.Fast])
+def test_an_argument_of_a_group_is_told_its_group(group: type) -> None:
+    for field in dataclasses.fields(group)[1:]:
+        with pytest.raises(ConfigError, match=f"hs.Step has no argument '{field.name}'") as error:
+            made(**{field.name: True})
+        assert f"hs.{group.__name__}(" in error.value.fix
+        assert f"{field.name}=" in error.value.fix
+
+
+def test_modules_are_a_mapping() -> None:
+    with pytest.raises(ConfigError, match="modules= is a list"):
+        hs.Precision("fp32", modules=["head"])  # type: ignore[arg-type]
 
 
 def test_every_keyword_is_in_the_signature_that_editors_show() -> None:

@@ -124,7 +124,7 @@ def test_a_replay_knows_the_networks_that_a_loss_names_each_once_and_not_the_mod
 @pytest.mark.parametrize("is_early", [True, False])
 def test_a_forward_pass_before_the_step_misses_its_precision_and_is_warned_about(is_early: bool) -> None:
     policy = nn.Linear(4, 1)
-    step = hs.Step(policy, torch.optim.SGD(policy.parameters(), 0.1, fused=True), "bf16", simulate=True)
+    step = hs.Step(policy, torch.optim.SGD(policy.parameters(), 0.1, fused=True), hs.Precision("bf16", simulate=True))
     with contextlib.nullcontext() if is_early else step.plan.forward():
         loss = policy(X).square().mean()
     expected = pytest.warns(UserWarning, match="no layer of the model.*computed in bf16.*step.plan.forward")
@@ -134,7 +134,7 @@ def test_a_forward_pass_before_the_step_misses_its_precision_and_is_warned_about
 
 def test_layers_that_stay_in_fp32_inside_of_the_loss_are_no_early_forward_pass() -> None:
     table = nn.Embedding(4, 4)
-    step = hs.Step(table, torch.optim.SGD(table.parameters(), 0.1, fused=True), "bf16", simulate=True)
+    step = hs.Step(table, torch.optim.SGD(table.parameters(), 0.1, fused=True), hs.Precision("bf16", simulate=True))
     assert step(lambda ids: table(ids).square().mean(), [torch.arange(4)]).committed
 
 

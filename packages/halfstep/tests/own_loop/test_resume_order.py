@@ -182,7 +182,7 @@ def test_persistent_workers_that_draw_are_exact_in_the_first_epoch_and_said_not_
     resumed = Loop(make, epochs=2).run(tmp_path / "state", resumes=True)
     assert all(torch.equal(a[:, 0], b[:, 0]) for a, b in zip(resumed.batches, whole.batches[8:], strict=True))
     assert not torch.equal(resumed.batches[0][:, 1], whole.batches[8][:, 1])
-    assert any("of persistent workers" in text and "not bit-exactly" in text for text in resumed.warnings)
+    assert any("generators of workers" in text and "may not be bit-exact" in text for text in resumed.warnings)
 
 
 def test_a_distributed_sampler_continues_the_epoch_it_was_set_to(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_a_sampler_that_shares_the_models_generator_is_said_not_to_be_exact(tmp_
 
     Loop(make).run(tmp_path / "state", stop=8)
     resumed = Loop(make).run(tmp_path / "state", resumes=True)
-    assert "not bit-exactly" in resumed.warnings[-1]
+    assert "may not be bit-exact" in resumed.warnings[-1]
 
 
 class ContinuedOrder(Sampler[list[int]]):
@@ -269,7 +269,7 @@ def test_a_sampler_that_keeps_a_state_is_exact_in_the_first_epoch_and_said_not_t
     assert Loop(make).run(tmp_path / "state", resumes=True).warnings == []
     Loop(make).run(tmp_path / "state", stop=6)
     (warning,) = Loop(make).run(tmp_path / "state", resumes=True).warnings
-    assert "the sampler gives another order than in the stored pass" in warning
+    assert "the skipped batches are other ones than those of the stored pass" in warning
 
 
 class Stream(IterableDataset[Tensor]):
@@ -294,9 +294,9 @@ def test_persistent_or_other_workers_of_an_iterable_data_set_are_said_not_to_be_
     assert len(assert_continues(make, tmp_path / "state", 3, epochs=2).warnings) == 1
     Loop(make, epochs=2).run(tmp_path / "state", stop=8)
     texts = Loop(make, epochs=2).run(tmp_path / "state", resumes=True).warnings
-    assert "generators of persistent workers cannot be restored" in texts[0]
+    assert "generators of workers that were started before the pass cannot be restored" in texts[-1]
     texts = Loop(lambda: make(1), epochs=2).run(tmp_path / "state", resumes=True).warnings
-    assert "1 loader workers divide an iterable data set, but the state was saved with 2" in texts[0]
+    assert "there are 1 loader workers, and the state was saved with 2" in texts[-1]
 
 
 def test_a_list_of_batches_is_skipped_silently_and_a_generator_with_a_warning(tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_prefetched_batches_count_when_the_loop_sees_them(tmp_path: Path) -> Non
             return LOADERS[kind](Plain(), num_workers=workers)
 
         resumed = assert_continues(make, tmp_path / "state", 8, prefetch_depth=3, epochs=2)
-        assert [text for text in resumed.warnings if "prefetch" not in text] == []
+        assert resumed.warnings == []
 
 
 def test_samples_drawn_ahead_are_exact_where_the_model_draws_elsewhere(tmp_path: Path) -> None:
@@ -516,7 +516,7 @@ def test_torchdatas_loader_continues_with_the_very_next_batch(tmp_path: Path, wo
         return loaders.StatefulDataLoader(Plain(), 4, shuffle=True, num_workers=workers)
 
     resumed = assert_continues(make, tmp_path / "state", 3, 6, 8)
-    assert [("not the generators of its workers" in text) for text in resumed.warnings] == [True] * (workers > 0)
+    assert [("generators of workers" in text) for text in resumed.warnings] == [True] * (workers > 0)
 
 
 # --- hs.seeded ---
@@ -608,7 +608,7 @@ def test_other_data_of_the_same_length_are_warned_about(tmp_path: Path) -> None:
         if isinstance(first, DataLoader) and isinstance(first.dataset, Subset):
             first.dataset.indices = list(first.dataset.indices)
         (warning,) = stop_and_resume(tmp_path / "state", first, second).warnings
-        assert "in the middle of a pass over other data" in warning, text
+        assert "the data are others" in warning, text
         assert text in warning, warning
 
 
@@ -713,6 +713,6 @@ def test_an_order_drawn_before_the_pass_is_exact_only_if_it_follows_from_the_epo
     resumed = train(is_seeded=True)
     assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
     train(is_seeded=False, stop=9)
-    with pytest.warns(UserWarning, match="other data: the list of|last skipped batch is another") as caught:
+    with pytest.warns(UserWarning, match="data are others, the list of|skipped batches are other ones") as caught:
         train(is_seeded=False)
     assert "torch.Generator().manual_seed(epoch)" in str(caught[-1].message)

@@ -44,7 +44,7 @@ def make(**more: Any) -> tuple[nn.Module, hs.Step]:
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_weights_are_bit_equal_after_a_resume_in_the_middle_of_an_epoch(tmp_path: Path, precision: str) -> None:
     """With dropout, BatchNorm, average, accumulation over a shorter last window, and simulated fp16 with its scale."""
-    settings = {"precision": precision, "simulate": precision != "fp32", "accumulate": 2, "ema_decay": 0.9,
+    settings = {"precision": hs.Precision(precision, simulate=precision != "fp32"), "accumulate": 2, "ema_decay": 0.9,
                 "clip_norm": 1.0, "schedule": lambda step: 0.9**step, "scaler": {"growth_interval": 3}}  # fmt: skip
     resumed = assert_continues(
         lambda: DataLoader(Drawing(), 5, shuffle=True), tmp_path / "state", 2, 4, settings=settings
@@ -53,7 +53,7 @@ def test_weights_are_bit_equal_after_a_resume_in_the_middle_of_an_epoch(tmp_path
 
 
 def test_average_scale_and_schedule_continue(tmp_path: Path) -> None:
-    settings = {"precision": "fp16", "simulate": True, "ema_decay": 0.9, "scaler": {"growth_interval": 2}}
+    settings = {"precision": hs.Precision("fp16", simulate=True), "ema_decay": 0.9, "scaler": {"growth_interval": 2}}
 
     def run(steps: int, *, resumes: bool) -> tuple[dict[str, Any], list[float]]:
         torch.manual_seed(0)

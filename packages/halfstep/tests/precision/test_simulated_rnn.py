@@ -133,7 +133,7 @@ def test_a_recurrent_layer_on_an_island_stays_fp32_and_nothing_is_left_behind() 
 def test_a_language_model_trains_in_simulated_fp16() -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({"words": nn.Embedding(11, WIDTH), "lstm": nn.LSTM(WIDTH, 16), "head": nn.Linear(16, 11)})
-    step = hs.Step(model, torch.optim.AdamW(model.parameters(), 2e-2, fused=True), "fp16", simulate=True)
+    step = hs.Step(model, torch.optim.AdamW(model.parameters(), 2e-2, fused=True), hs.Precision("fp16", simulate=True))
     text = torch.arange(24).remainder(11).view(6, 4).T.contiguous()
 
     def loss_fn(tokens: torch.Tensor) -> torch.Tensor:

@@ -27,8 +27,8 @@ class Pair:
         )
         self.of_critic, self.of_generator = (
             hs.Step(
-                net, torch.optim.Adam(net.parameters(), 1e-3, fused=True), precision, simulate=precision != "fp32",
-                also=[other], **more,
+                net, torch.optim.Adam(net.parameters(), 1e-3, fused=True),
+                hs.Precision(precision, simulate=precision != "fp32"), also=[other], **more,
             )
             for net, other in ((self.critic, self.generator), (self.generator, self.critic))
         )  # fmt: skip

@@ -50,7 +50,7 @@ def made(move: Move, precision: str = "fp32", **more: Any) -> tuple[hs.Step, nn.
     student, teacher = pair()
     optimizer = torch.optim.AdamW(student.parameters(), 1e-2, fused=True)
     step = hs.Step(
-        student, optimizer, precision, simulate=precision != "fp32", also=[teacher],
+        student, optimizer, hs.Precision(precision, simulate=precision != "fp32"), also=[teacher],
         on_commit=lambda model: move(model, teacher), **more,
     )  # fmt: skip
     return step, teacher, lambda x: F.mse_loss(student(x), teacher(x + 1))

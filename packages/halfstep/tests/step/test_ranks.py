@@ -120,11 +120,11 @@ def scenario(rank: int, size: int, port: int, folder: Path) -> dict[str, Any]:
         "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
     found: dict[str, Any] = {case: trained([ROWS[s] for s in split[rank]], wrap=True) for case, split in SPLITS.items()}
-    fp16 = {"precision": "fp16", "simulate": True}
+    fp16 = {"precision": hs.Precision("fp16", simulate=True)}
     window = [ROWS[s] for s in SPLITS["windows of two"][rank]]
     found["static"] = trained(window, wrap=True, static=True)
     found["refused"], found["kept"] = refused(rank), kept_by(rank, folder)
-    _, step = made(modules={"0": "fp32"}, precision="bf16", simulate=True)
+    _, step = made(precision=hs.Precision("bf16", modules={"0": "fp32"}, simulate=True))
     found["parts"] = [row.module for row in step.plan.rows if row.kind == "module"]
     found["waits_s"] = step._step.ranks.world.limit_s
     found["fp16"] = trained([ROWS[s] for s in SPLITS["one and seven"][rank]], wrap=True, **fp16)
@@ -191,7 +191,7 @@ def test_a_lost_rank_is_waited_for_as_long_as_the_process_group_says(found: list
 def test_gradients_are_those_of_the_global_batch(case: str, found: list[dict[str, Any]]) -> None:
     split = SPLITS.get(case, SPLITS["windows of two" if case == "static" else "one and seven"])
     whole = torch.cat([ROWS[s] for window in split for s in window])
-    more = {"precision": "fp16", "simulate": True} if case == "fp16" else {}
+    more = {"precision": hs.Precision("fp16", simulate=True)} if case == "fp16" else {}
     expected, loss, norm = trained([whole], wrap=False, **more)
     tolerance = 1e-2 if case == "fp16" else 1e-5  # fp16 rounds the products of other batches otherwise
     for own, own_loss, own_norm in (ranks[case] for ranks in found):

@@ -108,8 +108,8 @@ def test_a_watch_measures_shards_as_whole_tensors() -> None:
     [
         {"clip_norm": 0.1, "clip_type": "inf"},
         {"clip_norm": 1e-3, "clip_type": "value"},
-        {"precision": "fp16", "simulate": True, "clip_norm": 0.5},
-        {"precision": "bf16", "simulate": True},
+        {"precision": hs.Precision("fp16", simulate=True), "clip_norm": 0.5},
+        {"precision": hs.Precision("bf16", simulate=True)},
         {"skip_spikes": True},
         {"watch": 3},
         {"memory": "low"},
@@ -241,7 +241,9 @@ def test_a_teacher_moved_by_on_commit_is_put_back() -> None:
 def test_our_optimizers_step_shards(kind: Any, dtype: torch.dtype) -> None:
     def run(net: nn.Module) -> object:
         precision = "bf16-true" if dtype is torch.bfloat16 else "fp32"
-        step = hs.Step(net, kind(net.parameters(), lr=1e-2), precision, simulate=precision != "fp32", fast="off")
+        step = hs.Step(
+            net, kind(net.parameters(), lr=1e-2), hs.Precision(precision, simulate=precision != "fp32"), fast="off"
+        )
         rows = ROWS.to(dtype, copy=True)
         rows[3] *= float("nan")
         found = train(net, step, rows)
@@ -309,7 +311,7 @@ def test_a_policy_of_ones_own_is_followed_and_half_sums_are_reported() -> None:
         fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     fully_shard(net)
     with pytest.warns(UserWarning, match="sums gradients over the ranks in bf16"):
-        step = hs.Step(net, adamw(net), "bf16", simulate=True, fast="off")
+        step = hs.Step(net, adamw(net), hs.Precision("bf16", simulate=True), fast="off")
     assert all(get_local(p).dtype == torch.float32 for p in net.parameters())
     assert train(net, step)[-1][0] < 1
 
@@ -353,7 +355,7 @@ def _make(precision: str = "fp32", dtype: torch.dtype = torch.float32, **more: A
     def make_step() -> hs.Step:
         capsules = more.pop("capsules", None)
         net = make(shard=True, dtype=dtype, **more)
-        return hs.Step(net, adamw(net), precision, simulate=True, capsules=capsules)
+        return hs.Step(net, adamw(net), hs.Precision(precision, simulate=True), capsules=capsules)
 
     return make_step
 

@@ -211,7 +211,7 @@ def refused(rank: int) -> list[str]:
     cases: list[Callable[[], hs.Step]] = [
         lambda: make_step(make_net(True), ema_decay=0.5 + 0.1 * rank),
         lambda: make_step(make_net(True), clip_norm=1.0 + rank, guard={"max_consecutive": 3 + rank}),
-        lambda: make_step(make_net(True), precision=("fp32", "bf16")[rank], simulate=True),
+        lambda: make_step(make_net(True), precision=hs.Precision(("fp32", "bf16")[rank], simulate=True)),
         make_other_rates,
         make_over_one,
     ]
@@ -248,12 +248,12 @@ def scenario(rank: int, size: int, port: int) -> dict[str, Any]:
     found["only blocks"] = train(net, make_step(net), rows)
     for precision in ("bf16", "fp16"):
         net = make_net(True)
-        found[precision] = train(net, make_step(net, precision=precision, simulate=True), rows)
+        found[precision] = train(net, make_step(net, precision=hs.Precision(precision, simulate=True)), rows)
     net = make_net(True)
     found["low memory"] = train(net, make_step(net, memory="low"), rows)
     for name in ("fused AdamW", "AdamW", "AdamW8bit"):
         found[f"dropped {name}"] = drop_one(rank, optimizer=name)
-    found["overflow"] = drop_one(rank, precision="fp16", simulate=True)
+    found["overflow"] = drop_one(rank, precision=hs.Precision("fp16", simulate=True))
     found["spoiled"], found["refused"] = spoil_one(), refused(rank)
     found["ruined gradient"], found["reductions"] = ruin_gradient(rank), count_reductions(rank)
     return found
@@ -301,7 +301,7 @@ def test_simulated_half_precision_trains(precision: str, found: list[dict[str, A
     losses = found[0][precision]["losses"]
     assert losses[-1] < losses[0]
     assert losses == found[1][precision]["losses"]
-    alone = train_alone(precision=precision, simulate=True)
+    alone = train_alone(precision=hs.Precision(precision, simulate=True))
     assert losses == pytest.approx(alone["losses"], rel=0.02)  # bf16 rounds to 8 bits
 
 

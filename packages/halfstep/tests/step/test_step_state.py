@@ -18,7 +18,7 @@ def made(precision: str = "fp32", *, model: nn.Module | None = None, steps: int 
     model = model or make_model()
     optimizer = more.pop("optimizer", lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True))
     more.setdefault("schedule", lambda k: 1 / (k + 1))
-    step = hs.Step(model, optimizer(model.parameters()), precision, simulate=precision != "fp32", **more)
+    step = hs.Step(model, optimizer(model.parameters()), hs.Precision(precision, simulate=precision != "fp32"), **more)
     for k in range(steps):
         step(loss_of(model), [batch(k)])
     return step

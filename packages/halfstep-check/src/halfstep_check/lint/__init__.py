@@ -14,7 +14,6 @@ from halfstep_check.lint import (
     checkpoints,
     clearing,
     coverage,
-    frameworks,
     hiding,
     iteration,
     numerics,
@@ -47,14 +46,12 @@ FLOW_RULES = (
     accumulation.find_undivided_windows,
     weights.find_half_weights,
     api.find_misused_scalers,
-    frameworks.find_bypassed_frameworks,
     clearing.find_repeated_backward,
     clearing.find_uncleared_gradients,
     coverage.find_uncovered_models,
     checkpoints.find_unsaved_scalers,
     checkpoints.find_remade_scalers,
     hiding.find_hidden_nans,
-    regimes.find_disagreements,
 )
 """Rules that follow objects through calls, also into helpers imported from neighbouring files."""
 RELEVANT = re.compile(

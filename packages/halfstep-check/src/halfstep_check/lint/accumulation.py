@@ -51,7 +51,7 @@ def find_undivided_windows(amp: Amp) -> Iterator[Finding]:
             divided = divided or any(is_cleared_when_due(trace, window, e) for e in trace.calls("zero_grad"))
             divided = divided or hands_over_length(trace, window) or is_divided_elsewhere(amp, window)
             if chain and not divided and not adds_over_batch(amp, window):
-                message = f"the loss is not divided by {window.length}: the gradient is that many times too large"
+                message = f"the loss is not divided by {window.length}: gradients are that many times too large"
                 fix = f"loss = loss / {window.length} before backward"
                 yield amp.script.report("accumulation-not-divided", window.backward.node, message, fix=fix)
             if window.test:
@@ -106,10 +106,9 @@ def find_gated_engine(amp: Amp, trace: Trace) -> Iterator[Finding]:
             and not amp.script.is_optimizer(step.receiver)
             and any("accum" in get_modulus(gate).lower() for gate in gates)
         ):
-            message = (
-                f"{last_name(step.receiver)}.step() only where `{gates[0]}`: the engine counts the window in step()"
-            )
-            fix = "call it after every backward; gradient_accumulation_steps in the config is the window"
+            name = last_name(step.receiver)
+            message = f"{name}.step() runs only where `{gates[0]}`, but it counts micro-batches itself"
+            fix = "call it after every backward(); gradient_accumulation_steps in the config sets the window"
             yield amp.script.report("engine-step-gated", step.node, message, fix=fix)
             return
 
@@ -131,7 +130,7 @@ def find_double_division(amp: Amp, trace: Trace) -> Iterator[Finding]:
             if any(last_name(ast.unparse(by)) == last_name(ast.unparse(length)) for by in list_divisors(node)):
                 owner, number = last_name(backward.receiver), last_name(ast.unparse(length))
                 message = f"{owner}.backward() divides by {number} itself: the loss is divided twice"
-                yield amp.script.report("accumulation-divided-twice", node, message, fix="hand it the loss undivided")
+                yield amp.script.report("accumulation-divided-twice", node, message, fix="pass the undivided loss")
                 return
 
 
@@ -148,8 +147,8 @@ def find_missing_accumulate(amp: Amp, trace: Trace) -> Iterator[Finding]:
             steps = [e for e in trace.calls("step") if e.optimizer and e.loops == backward.loops]
             if any(e.conditions <= backward.conditions for e in steps):
                 number = last_name(ast.unparse(length))
-                message = f"the loss is divided by {number}, but nothing accumulates: every batch steps"
-                fix = f"with {last_name(name)}.accumulate(model): around the batch"
+                message = f"the loss is divided by {number}, but nothing accumulates: each batch steps"
+                fix = f"wrap the batch in `with {last_name(name)}.accumulate(model):`"
                 yield amp.script.report("stepped-within-window", backward.node, message, fix=fix, related=call)
                 return
 
@@ -435,7 +434,7 @@ def find_wrong_micro_batch(script: Script) -> Iterator[Finding]:
             due = [(i, n) for i, n in due if any(list_named_calls(script, s, "step") for s in n.body)]
             moved = due and counts(loop.body[place + 1 : due[0][0]], choice.test)
             if "%" in test and block and due and holds != bool(moved):
-                message = f"no_sync() also covers the last micro-batch before the step where `{test}`"
+                message = f"where `{test}`, no_sync() also covers the last micro-batch before the step"
                 yield script.report(RULE, block[0], message, fix=FIX, related=due[0][1])
                 break
 

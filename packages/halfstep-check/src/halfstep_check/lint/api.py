@@ -1,24 +1,19 @@
-"""Calls of torch.amp: old names, the arguments each call accepts, and how a GradScaler is used."""
+"""Calls of torch.amp: old names, a device that is missing, and how a GradScaler is used."""
 
 from __future__ import annotations
 
 import ast
-import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from halfstep_check.findings import Edit, Finding
-from halfstep_check.lint.amp import Amp, is_scaled_backward
+from halfstep_check.lint.amp import Amp, is_same_object
 from halfstep_check.lint.flow import Trace
-from halfstep_check.lint.regions import read_format
 from halfstep_check.lint.script import (
     Script,
-    argument,
     dotted_name,
     is_constant,
     keyword,
     last_name,
-    leaves,
     pair_assignments,
 )
 
@@ -138,100 +133,38 @@ def make_call_edits(script: Script, call: ast.Call, module: str, name: str) -> t
     return tuple(edits)
 
 
-FLAG = re.compile(
-    r"^(use_?|enable_?|no_?|with_?|is_?)*(amp|fp16|bf16|mixed|mixed_precision|half|autocast|enabled?)$", re.I
-)
 NEW_AUTOCASTS = ("torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast")
 OLD_SCALERS = ("torch.cuda.amp.GradScaler", "torch.cuda.amp.grad_scaler.GradScaler")
 NEW_SCALERS = ("torch.amp.GradScaler", "torch.GradScaler", "torch.amp.grad_scaler.GradScaler")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Contract:
-    """One argument of one call: the kinds that torch refuses there, and what it wants."""
-
-    names: tuple[str, ...]
-    position: int
-    argument: str
-    refused: tuple[str, ...]
-    wants: str
-    fix: str
-
-
-CONTRACTS = (
-    Contract(names=NEW_AUTOCASTS, position=0, argument="device_type", refused=("device", "bool", "dtype"),
-             wants="the device's type, a string", fix='autocast("cuda", …), or device.type'),
-    Contract(names=NEW_AUTOCASTS, position=1, argument="dtype", refused=("bool", "str"),
-             wants="a torch.dtype as its second argument", fix="dtype=torch.float16, enabled=…"),
-    Contract(names=("torch.cuda.amp.autocast",), position=0, argument="enabled", refused=("str", "device", "dtype"),
-             wants="true or false first: the device is in its name", fix='torch.amp.autocast("cuda", …)'),
-    Contract(names=OLD_SCALERS, position=0, argument="init_scale", refused=("str", "device", "bool"),
-             wants="the first scale, a number", fix='torch.amp.GradScaler("cuda", enabled=…)'),
-    Contract(names=NEW_SCALERS, position=0, argument="device", refused=("bool",),
-             wants="the device first", fix='GradScaler("cuda", enabled=…)'),
-)  # fmt: skip
 
 
 def find_refused_arguments(amp: Amp) -> Iterator[Finding]:
     script = amp.script
     if not serves_two_versions(script):
         for call in script.calls:
-            yield from find_broken_contracts(script, call)
             yield from find_missing_device(script, call)
-
-
-def find_broken_contracts(script: Script, call: ast.Call) -> Iterator[Finding]:
-    name = script.resolve_name(call.func)
-    for contract in CONTRACTS:
-        value = argument(call, contract.position, contract.argument) if name in contract.names else None
-        by_position = len(call.args) > contract.position
-        if value is not None and infer_kind(script, value, by_name=by_position) in contract.refused:
-            message = f"{last_name(name)}() gets `{ast.unparse(value)}` where it wants {contract.wants}"
-            yield script.report("launch-refused", call, message, fix=contract.fix)
 
 
 def find_missing_device(script: Script, call: ast.Call) -> Iterator[Finding]:
     """Find `from torch.amp import autocast` and `autocast()`: there the device comes first, and has no default."""
     given = call.args or any(item.arg in (None, "device_type") for item in call.keywords)
     if script.resolve_name(call.func) in NEW_AUTOCASTS and not given:
-        message = "torch.amp.autocast() without a device_type is a TypeError; only torch.cuda.amp's has a default"
+        message = "torch.amp.autocast() raises TypeError without a device_type; only torch.cuda.amp's has a default"
         yield script.report("launch-refused", call, message, fix='autocast("cuda")')
     elif script.resolve_name(call.func) == "torch.cuda.amp.autocast" and keyword(call, "device_type") is not None:
-        message = "torch.cuda.amp.autocast() takes no device_type: a TypeError"
+        message = "torch.cuda.amp.autocast() takes no device_type and raises TypeError"
         yield script.report("launch-refused", call, message, fix="torch.amp.autocast(…)")
     elif script.resolve_name(call.func) in (*OLD_SCALERS, *NEW_SCALERS) and keyword(call, "device_type") is not None:
         yield script.report("launch-refused", call, "GradScaler() takes device, not device_type", fix='device="cuda"')
 
 
-def infer_kind(script: Script, node: ast.expr, *, by_name: bool = False) -> str:
-    """Return bool, str, device or dtype, where the script leaves no doubt; `by_name`, a flag's name counts as bool."""
-    asked, node = node, script.read_constant(node) or node
-    if isinstance(node, ast.Constant):
-        return {bool: "bool", str: "str"}.get(type(node.value), "")
-    if isinstance(node, ast.Compare) or isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        return "bool"
-    if isinstance(node, ast.Call):
-        name = script.resolve_name(node.func)
-        return {"torch.device": "device", "torch.cuda.is_available": "bool"}.get(name, "")
-    if read_format(node, script):
-        return "dtype"
-    values = script.list_values(dotted_name(asked))
-    made = {infer_kind(script, value) for value in values if isinstance(value, ast.Call | ast.Constant | ast.Compare)}
-    if len(made) == 1 and len(values) == len(
-        [v for v in values if isinstance(v, ast.Call | ast.Constant | ast.Compare)]
-    ):
-        return made.pop()
-    return "bool" if by_name and not values and FLAG.search(last_name(dotted_name(asked))) else ""
-
-
 def find_misused_scalers(amp: Amp) -> Iterator[Finding]:
     for trace in amp.traces:
         yield from find_double_updates(amp, trace)
-    yield from find_tested_results(amp)
+        yield from find_foreign_scaler_step(amp, trace)
     yield from find_missing_attributes(amp)
     yield from find_called_scalers(amp)
     yield from find_dropped_scaling(amp)
-    yield from find_loads_into_none(amp)
 
 
 SCALER_API = {
@@ -253,8 +186,8 @@ def find_missing_attributes(amp: Amp) -> Iterator[Finding]:
     for node in amp.script.nodes if amp.scalers else ():
         unknown = isinstance(node, ast.Attribute) and node.attr not in known
         if unknown and isinstance(node, ast.Attribute) and is_scaler(amp, node.value) and node.attr[:2] != "__":
-            message = f"GradScaler has no `{node.attr}`: an AttributeError when this line runs"
-            fix = "unscale_(optimizer), then torch.nn.utils.clip_grad_norm_; step() skips what is not finite"
+            message = f"GradScaler has no attribute `{node.attr}`: this line raises AttributeError"
+            fix = "call unscale_(optimizer), then torch.nn.utils.clip_grad_norm_(); step() skips non-finite gradients"
             yield amp.script.report("scaler-misused", node, message, fix=fix)
 
 
@@ -270,7 +203,7 @@ def find_called_scalers(amp: Amp) -> Iterator[Finding]:
             and {f"{name}.step", f"{name}.update"} <= used
             and last_name(name) not in amp.script.local_names
         ):
-            message = f"a GradScaler is not called: `{ast.unparse(call)}` is a TypeError"
+            message = f"a GradScaler cannot be called: `{ast.unparse(call)}` raises TypeError"
             fix = f"{name}.scale({ast.unparse(call.args[0])})"
             yield amp.script.report("scaler-misused", call, message, fix=fix)
 
@@ -284,41 +217,8 @@ def find_dropped_scaling(amp: Amp) -> Iterator[Finding]:
             isinstance(func, ast.Attribute) and func.attr == "scale" and "scal" in last_name(dotted_name(func.value))
         )
         if named and isinstance(call, ast.Call) and len(call.args) == 1:
-            message = f"what {ast.unparse(call)} returns is dropped: no backward() runs, and the step has no gradients"
-            yield amp.script.report("step-without-backward", call, message, fix=f"{ast.unparse(call)}.backward()")
-
-
-def find_loads_into_none(amp: Amp) -> Iterator[Finding]:
-    """Find `scaler = GradScaler() if amp else None` with a load_state_dict() on it that no test guards."""
-    script = amp.script
-    for call in (c for c in script.calls if getattr(c.func, "attr", "") == "load_state_dict"):
-        target = call.func.value  # type: ignore[attr-defined]
-        name = dotted_name(target)
-        uses = script.list_passed_values(name) if name and script.is_taken(target) else [target]
-        off = [u for u in uses if any(map(is_none_without_amp(amp), script.list_values(dotted_name(u))))]
-        if off and not any(is_guarded(script, node, last_name(name)) for node in (call, *off)):
-            message = f"{last_name(name)} is None without AMP: this is an AttributeError at every resume"
-            yield amp.script.report("scaler-misused", call, message, fix=f"if {name} is not None: …")
-
-
-def is_none_without_amp(amp: Amp) -> Callable[[ast.expr], bool]:
-    def judge(value: ast.expr) -> bool:
-        choice = isinstance(value, ast.IfExp) and is_constant(value.orelse, None)
-        return choice and any(True for _ in amp.list_made_scalers(value))
-
-    return judge
-
-
-def is_guarded(script: Script, node: ast.AST, name: str) -> bool:
-    """Return whether a test, or a try, in the function around a node looks at the scaler, at AMP, or at the
-    checkpoint."""
-    home = script.owners.get(id(node), script.tree)
-    kinds = ast.If | ast.IfExp | ast.Try | ast.BoolOp
-    around = [n for n in script.walk_below(home) if isinstance(n, kinds) and node in script.walk_below(n)]
-    tests = [n.test if isinstance(n, ast.If | ast.IfExp) else n for n in around]
-    left = [n.test for n in script.walk_below(home) if isinstance(n, ast.If) and leaves(n.body)]
-    words = re.compile(rf"\b{name}\b|scaler|amp\b|fp16|mixed|half|precision|cuda|enable")
-    return any(isinstance(t, ast.Try) or words.search(ast.unparse(t)) for t in (*tests, *left))
+            message = f"the result of {ast.unparse(call)} is dropped: backward() never runs, and there are no gradients"
+            yield amp.script.report("scaler-misused", call, message, fix=f"{ast.unparse(call)}.backward()")
 
 
 def find_double_updates(amp: Amp, trace: Trace) -> Iterator[Finding]:
@@ -330,8 +230,10 @@ def find_double_updates(amp: Amp, trace: Trace) -> Iterator[Finding]:
         same = first.receiver == second.receiver and first.loops == second.loops
         same = same and first.conditions == second.conditions and first.node is not second.node
         if same and not any(e.method in ("step", "unscale_") for e in between):
-            message = "update() a second time after one step: GradScaler raises, no inf check was recorded since"
-            yield amp.script.report("scaler-misused", second.node, message, fix="update once", related=first.node)
+            message = "second update() after one step: GradScaler raises, because no inf check was recorded in between"
+            yield amp.script.report(
+                "scaler-misused", second.node, message, fix="call update() once", related=first.node
+            )
 
 
 def is_scaler(amp: Amp, node: ast.expr) -> bool:
@@ -354,31 +256,41 @@ def is_scaler(amp: Amp, node: ast.expr) -> bool:
     return bool(values) and all(is_constant(v, None) or any(True for _ in amp.list_made_scalers(v)) for v in values)
 
 
-def find_tested_results(amp: Amp) -> Iterator[Finding]:
-    """Find `stepped = scaler.step(optimizer)` and a test of it: without a closure it is None, skipped or not."""
-    keys = {last_name(made.key) for made in amp.scalers}
-    keys |= {last_name(e.scaled_by) for t in amp.traces for e in t.events if is_scaled_backward(e)}
-    results: dict[str, ast.Call] = {}
-    for name, values in amp.script.assigned.items():
-        call = values[0] if len(values) == 1 else None
-        if isinstance(call, ast.Call) and is_bare_step(amp.script, call, keys):
-            results[name] = call
-    for node in amp.script.nodes:
-        if not isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert):
+def find_foreign_scaler_step(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """Find scaler.step(optimizer) of an optimizer that belongs to DeepSpeed, or to an Accelerator that scales
+    itself."""
+    for step in (e for e in trace.calls("step") if e.optimizer and e.arguments and not amp.is_disabled(e.receiver)):
+        if not any(is_same_object(made.key, step.receiver) for made in amp.scalers):
             continue
-        for inner in amp.script.walk_below(node.test):
-            call = results.get(dotted_name(inner))
-            if isinstance(inner, ast.Call) and is_bare_step(amp.script, inner, keys):
-                call = inner
-            if call is not None:
-                message = "the result of scaler.step() does not tell a skip: without a closure it is None either way"
-                fix = "compare scaler.get_scale() before and after update()"
-                yield amp.script.report("step-result-tested", node.test, message, fix=fix, related=call)
-                break
+        # Only if every path here prepares it: a script with a branch for DeepSpeed may have another one.
+        given = [e for e in trace.events[: step.index] if e.conditions <= step.conditions]
+        stores = (e.node for e in given if step.optimizer in e.targets)
+        owners = (find_owner(amp, node.value) for node in stores if isinstance(node, ast.Assign))
+        owner = next(filter(None, owners), "")
+        if owner:
+            scaled = [e for e in trace.calls("backward") if e.scaled_by == step.receiver and not e.excludes(step)]
+            message = (
+                f"{last_name(step.optimizer)} belongs to {owner}, which scales itself: this GradScaler bypasses it"
+            )
+            fix = f"use {owner}'s backward() and step(), without a GradScaler"
+            yield amp.script.report(
+                "framework-bypassed", (scaled or [step])[-1].node, message, fix=fix, related=step.node
+            )
+            return
 
 
-def is_bare_step(script: Script, call: ast.Call, scalers: set[str]) -> bool:
-    """Match `scaler.step(optimizer)` without a closure, of an optimizer of torch: others may return something."""
-    owner = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "step" else None
-    bare = last_name(dotted_name(owner)) in scalers and len(call.args) == 1 and not call.keywords
-    return bare and not script.made_elsewhere(dotted_name(call.args[0]))
+def find_owner(amp: Amp, value: ast.expr) -> str:
+    """Return who scales the loss of an optimizer with this value: "deepspeed" for deepspeed.initialize(…), the name of
+    the accelerator for accelerator.prepare(…) if it scales; otherwise an empty string."""
+    if not isinstance(value, ast.Call):
+        return ""
+    name = amp.script.resolve_name(value.func)
+    if name == "deepspeed.initialize":
+        return "deepspeed"
+    accelerator = dotted_name(value.func).removesuffix(".prepare")
+    if accelerator not in amp.accelerators or not name.endswith(".prepare"):
+        return ""
+    # Accelerator(mixed_precision="fp16") scales by itself; with a plugin, DeepSpeed or FSDP do.
+    made = [call for call in amp.script.list_values(accelerator) if isinstance(call, ast.Call)]
+    has_plugin = any(keyword(call, word) is not None for call in made for word in ("deepspeed_plugin", "fsdp_plugin"))
+    return last_name(accelerator) if has_plugin or amp.accelerators[accelerator] == "fp16" else ""

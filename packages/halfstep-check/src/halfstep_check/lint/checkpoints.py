@@ -304,8 +304,8 @@ def find_unsharded_scalers(amp: Amp, trace: Trace) -> Iterator[Finding]:
         used = any(is_scaled_backward(e) and is_own(amp, made, e) for t in amp.traces for e in t.events)
         on = not any(m.call is made.node and m.enabled is False for m in amp.scalers)
         if together and used and on and made.conditions <= together[0].conditions:
-            message = "a plain GradScaler looks for inf in this rank's shard alone: ranks skip different steps"
-            fix = "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler()"
+            message = "a plain GradScaler checks only this rank's shard for inf: ranks skip different steps"
+            fix = "use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler()"
             yield amp.script.report("scaler-not-sharded", made.node, message, fix=fix, related=together[0].node)
 
 
@@ -329,8 +329,8 @@ def find_clips_by_shard(amp: Amp, trace: Trace) -> Iterator[Finding]:
         models = {last_name(name) for name in list_models(clip.node)}
         known = (models - (list_parameters(trace.root) - built)) & wrapped or models and sharded
         if by_torch and known and not runs_without_fsdp(clip):
-            message = "every rank clips by the norm of its own shard: the ranks scale one gradient differently"
-            fix = f"{min(models)}.clip_grad_norm_(max_norm), FSDP's own"
+            message = "each rank clips by the norm of its own shard: ranks scale the same gradient differently"
+            fix = f"use FSDP's own {min(models)}.clip_grad_norm_(max_norm)"
             yield amp.script.report("clip-not-sharded", clip.node, message, fix=fix)
 
 

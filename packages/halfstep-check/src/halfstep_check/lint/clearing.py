@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep_check.findings import Finding
-from halfstep_check.lint.accumulation import find_windows, get_modulus, is_cleared_when_due
+from halfstep_check.lint.accumulation import find_windows, is_cleared_when_due
 from halfstep_check.lint.amp import (
     Amp,
     is_plain_backward,
@@ -39,7 +39,6 @@ def find_uncleared_gradients(amp: Amp) -> Iterator[Finding]:
         yield from find_never_cleared(amp, trace)
         yield from find_one_sided_clearing(amp, trace)
         yield from find_clearing_within_window(amp, trace)
-        yield from find_steps_within_window(amp, trace)
     yield from find_clearing_at_head(amp)
 
 
@@ -52,9 +51,9 @@ def find_never_cleared(amp: Amp, trace: Trace) -> Iterator[Finding]:
         before = any(e.index < step.index and not e.excludes(step) for e in inside)
         if before and steps_alone(amp, trace, step) and not may_be_cleared(amp, trace, step):
             name = last_name(step.optimizer)
-            message = f"nothing in this loop clears the gradients that {name} steps with: each step adds to the last"
+            message = f"nothing in this loop clears the gradients of {name}: they add up from step to step"
             yield amp.script.report(
-                "gradients-not-cleared", step.node, message, fix=f"{name}.zero_grad() after the step"
+                "gradients-not-cleared", step.node, message, fix=f"call {name}.zero_grad() after the step"
             )
             return
 
@@ -110,8 +109,8 @@ def find_one_sided_clearing(amp: Amp, trace: Trace) -> Iterator[Finding]:
             text.endswith(".zero_grad") and text != f"{name}.zero_grad" for text in everywhere if "optim" not in text
         )
         if name and computed and own and all(e.excludes(step) for e in own) and not elsewhere and not by_model:
-            message = f"{last_name(name)}.zero_grad() runs only on the other path: here each step adds to the last"
-            fix = f"{last_name(name)}.zero_grad() on this path too"
+            message = f"{last_name(name)}.zero_grad() runs only on the other path: here gradients add up"
+            fix = f"call {last_name(name)}.zero_grad() on this path, too"
             yield amp.script.report("gradients-not-cleared", step.node, message, fix=fix, related=own[0].node)
             return
 
@@ -177,7 +176,7 @@ def find_clearing_within_window(amp: Amp, trace: Trace) -> Iterator[Finding]:
             cleared = event.method == "zero_grad" and same or drops_gradient(event)
             due = is_cleared_when_due(trace, window, event)
             if cleared and (due or event.conditions <= window.backward.conditions):
-                message = f"gradients are cleared at every micro-batch: of {window.length} only the last one counts"
+                message = f"gradients are cleared at every micro-batch: only the last one of {window.length} counts"
                 fix = "clear them where the optimizer steps"
                 yield amp.script.report("cleared-within-window", event.node, message, fix=fix, related=window.step.node)
                 break
@@ -198,7 +197,7 @@ def find_clearing_at_head(amp: Amp) -> Iterator[Finding]:
         first = names.index("backward") if "backward" in names else 0
         early = [c for c, name in zip(calls[:first], names, strict=False) if name == "zero_grad"]
         if owner and early and not alone and "step" in names[first:]:
-            message = "zero_grad() acts on a window's last micro-batch alone, before its backward: the others are wiped"
+            message = "zero_grad() runs right before the backward() of a window's last micro-batch: the others are lost"
             yield amp.script.report("cleared-within-window", early[0], message, fix="clear them after the step")
 
 
@@ -206,25 +205,6 @@ def drops_gradient(event: Event) -> bool:
     """Match `p.grad = None`."""
     value = event.node.value if isinstance(event.node, ast.Assign) else None
     return value is not None and is_constant(value, None) and any(target.endswith(".grad") for target in event.targets)
-
-
-def find_steps_within_window(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """Find step() at every micro-batch while zero_grad waits for the window's end: gradients are used again and
-    again."""
-    clears = list(trace.calls("zero_grad"))
-    for clear in clears:
-        gates = {(text, holds) for text, holds in clear.conditions if holds and text in trace.windows}
-        gates = {gate for gate in gates if any(word in get_modulus(gate[0]).lower() for word in WINDOW_WORDS)}
-        if not gates or any(e.loops == clear.loops and not gates & e.conditions for e in clears):
-            continue
-        for step in trace.calls("step"):
-            same = step.optimizer and last_name(step.optimizer) == last_name(clear.receiver)
-            gated = any(text in trace.windows for text, _ in step.conditions)
-            if same and step.loops == clear.loops and not gated and not step.excludes(clear):
-                message = f"step() runs at every micro-batch, zero_grad() only where `{next(iter(gates))[0]}`"
-                fix = "step, and update the scaler, where the gradients are cleared"
-                yield amp.script.report("stepped-within-window", step.node, message, fix=fix, related=clear.node)
-                return
 
 
 Loop = ast.For | ast.While
@@ -241,7 +221,7 @@ def find_repeated_backward(amp: Amp) -> Iterator[Finding]:
             made = [e for e in trace.events[: run.index] if name in e.targets and e.function == run.function]
             again = any(is_spent(name, earlier, run, made) for earlier in runs[:number])
             if made and name not in taken and (again or repeats(amp, trace, run, made[-1], name)):
-                message = f"backward() a second time on one {name}: its graph is gone, and torch raises"
+                message = f"second backward() on the same {name}: its graph has been freed, and torch raises"
                 fix = "compute the loss again before each backward()"
                 yield amp.script.report("backward-again", run.node, message, fix=fix, related=made[-1].node)
                 break

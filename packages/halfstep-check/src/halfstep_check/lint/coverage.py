@@ -1,4 +1,4 @@
-"""Does autocast cover the model, and in the model's own dtype?"""
+"""Does autocast cover the model?"""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from halfstep_check.findings import Finding
 from halfstep_check.lint.amp import Amp, is_scaled_backward, list_passed_names
 from halfstep_check.lint.flow import Event, Trace
-from halfstep_check.lint.regions import read_region
 from halfstep_check.lint.script import (
     AUTOCASTS,
     Function,
@@ -20,7 +19,6 @@ from halfstep_check.lint.script import (
     list_methods,
     list_parameters,
 )
-from halfstep_check.lint.weights import find_half_models
 
 OWN_METHODS = ("encode", "decode", "compute_loss", "get_loss", "training_loss")
 LIBRARIES = ("torchvision.", "timm.", "transformers.", "segmentation_models_pytorch.")
@@ -31,12 +29,8 @@ LOST_BLOCK = re.compile(r"^\s*#\s*with [\w.]*autocast", re.MULTILINE)
 
 
 def find_uncovered_models(amp: Amp) -> Iterator[Finding]:
-    in_bf16 = {last_name(model.name) for model in find_half_models(amp) if model.dtype == "bf16"}
-    in_bf16 -= {last_name(model.name) for model in find_half_models(amp) if model.dtype != "bf16"}
-    yield from find_bf16_flag_without_dtype(amp)
     yield from find_idle_scaler(amp)
     for trace in amp.traces if amp.goes_backward else ():
-        yield from find_other_dtype(amp, trace, in_bf16)
         yield from find_uncovered(amp, trace)
         yield from find_missing_autocast(amp, trace)
         yield from find_bypassed_wrapper(amp, trace)
@@ -62,38 +56,9 @@ def find_idle_scaler(amp: Amp) -> Iterator[Finding]:
         # A scaler without any use is a leftover; one that is saved or passed on was meant to work.
         if (asked or takers) and not asked - {"state_dict", "load_state_dict"}:
             message = f"{last_name(made.key)} scales nothing, and there is no autocast: everything runs in fp32"
-            fix = "autocast around the model, and scale, step and update through it; or drop it"
+            fix = "run the model under autocast, and call scale(), step() and update() of the scaler; or remove it"
             where = runs[0] if runs else made.call
             yield amp.script.report("model-outside-autocast", where, message, fix=fix, related=made.call)
-            return
-
-
-def find_bf16_flag_without_dtype(amp: Amp) -> Iterator[Finding]:
-    """Find `autocast(enabled=args.bf16)` without a dtype, which runs in fp16."""
-    for call in amp.script.calls:
-        asked = keyword(call, "enabled")
-        if amp.script.resolve_name(call.func) not in AUTOCASTS or asked is None or keyword(call, "dtype") is not None:
-            continue
-        region = read_region(call, amp.script)
-        if region is not None and region.dtype == "fp16" and re.search(r"\.?(bf16|bfloat16)\b", ast.unparse(asked)):
-            message = f"autocast is on with {ast.unparse(asked)}, but without a dtype it is fp16"
-            fix = "dtype=torch.bfloat16 where bf16 is asked for"
-            yield amp.script.report("autocast-dtype-differs", call, message, fix=fix)
-            return
-
-
-def find_other_dtype(amp: Amp, trace: Trace, in_bf16: set[str]) -> Iterator[Finding]:
-    """Find a bf16 model under an autocast that names no dtype: its matmuls run in fp16."""
-    for event in trace.events:
-        region = event.region
-        if region is None or not region.may_be_on or region.explicit_dtype or region.dtype != "fp16":
-            continue
-        if last_name(event.called) in in_bf16 and region.device == "cuda":
-            message = (
-                f"{last_name(event.called)} is bf16, autocast without a dtype is fp16: values above 65504 become inf"
-            )
-            fix = "autocast('cuda', dtype=torch.bfloat16)"
-            yield amp.script.report("autocast-dtype-differs", event.node, message, fix=fix)
             return
 
 
@@ -118,9 +83,7 @@ def find_uncovered(amp: Amp, trace: Trace) -> Iterator[Finding]:
         # Without any autocast in the loop another check reports the scaler that scales for nothing.
         used = any(e.regions and e.region is not None and e.region.may_be_on for e in before)
         if forwards and not covered and used and not forwards[-1].conditions - backward.conditions:
-            message = (
-                f"{last_name(forwards[-1].called)} runs outside autocast, only the loss inside: it computes in fp32"
-            )
+            message = f"{last_name(forwards[-1].called)} runs in fp32: only the loss is inside autocast"
             fix = "call the model inside the with block"
             yield amp.script.report(
                 "model-outside-autocast", forwards[-1].node, message, fix=fix, related=backward.node
@@ -139,8 +102,8 @@ def find_missing_autocast(amp: Amp, trace: Trace) -> Iterator[Finding]:
         known = any(is_known_model(amp, name) for e in before for name in list_models_run(amp, e))
         known = known or was_autocast_intended(amp) and any(runs_part_of_model(amp, e) for e in before)
         if made and (off is not None or known and not mentioned):
-            message = f"{last_name(backward.scaled_by)} scales the loss of a model outside autocast: it runs in fp32"
-            message += ", autocast(enabled=False) switches it off" if off is not None else ""
+            message = f"{last_name(backward.scaled_by)} scales the loss of a model that runs in fp32, outside autocast"
+            message += ": autocast(enabled=False) switches it off" if off is not None else ""
             fix = "call the model and the loss inside torch.autocast('cuda', dtype=torch.float16)"
             yield amp.script.report("model-outside-autocast", off or backward.node, message, fix=fix)
             return
@@ -207,7 +170,7 @@ def find_bypassed_wrapper(amp: Amp, trace: Trace) -> Iterator[Finding]:
         trained = last_name(owner) in amp.script.model_names and owner in prepared
         if trained and event.loops and not event.grad_off and not any(e.called == owner for e in trace.events):
             message = f"{event.method}() bypasses the forward() that accelerate runs under autocast: it runs in fp32"
-            fix = "with accelerator.autocast(): around it"
+            fix = "wrap the call in `with accelerator.autocast():`"
             yield amp.script.report("model-outside-autocast", event.node, message, fix=fix)
             return
 

@@ -33,7 +33,7 @@ def find_replaced_nans(amp: Amp) -> Iterator[Finding]:
             yield amp.script.report("nan-hidden", call, "nan_to_num on a loss or gradient trains on garbage", fix=fix)
     for node in amp.script.nodes:
         if isinstance(node, ast.If) and leaves_out_of_evaluation(amp, node):
-            message = "the evaluation skips batches with a non-finite loss: it looks better than it is"
+            message = "the evaluation skips batches with a non-finite loss: its result looks better than it is"
             yield amp.script.report("nan-hidden", node, message, fix="let the mean be NaN, or count and report them")
         elif isinstance(node, ast.If) and tests_finite(node.test, amp.script):
             for statement in node.body:
@@ -181,7 +181,9 @@ def find_clipping_at_every_sync(amp: Amp, window: Window, inside: list[Event]) -
         owner = amp.script.canonicalise(clip.receiver)
         asked = {text for text, _ in clip.conditions - window.backward.conditions}
         if owner in amp.accelerators and not counts_window(amp, owner) and all("sync_gradients" in t for t in asked):
-            message = f"the sum is clipped after each of {window.length} micro-batches: the Accelerator has no window"
+            message = (
+                f"the sum is clipped after each of {window.length} micro-batches: the Accelerator accumulates none"
+            )
             fix = "Accelerator(gradient_accumulation_steps=…), and step at every batch under accumulate()"
             yield amp.script.report("clip-twice", clip.node, message, fix=fix, related=window.step.node)
             return
@@ -194,8 +196,8 @@ def find_clipping_within_accumulate(amp: Amp, trace: Trace) -> Iterator[Finding]
         owner = opened.get(clip.receiver)
         gated = any("sync_gradients" in text or "%" in text for text, _ in clip.conditions)
         if owner is not None and owner.loops == clip.loops and owner.index < clip.index and not gated:
-            message = "gradients are clipped, and unscaled in fp16, at every micro-batch: the second unscale_() raises"
-            fix = f"if {last_name(clip.receiver)}.sync_gradients: before it"
+            message = "gradients are clipped at every micro-batch: in fp16 that unscales them twice, which raises"
+            fix = f"clip only under `if {last_name(clip.receiver)}.sync_gradients:`"
             yield amp.script.report("clip-twice", clip.node, message, fix=fix, related=owner.node)
             return
 

@@ -22,24 +22,12 @@ PENALTY = re.compile(r"grad(ient)?_?penalty|\b(wgan_)?gp\b|\br1_?(reg|penalty|lo
 
 
 def find_wrong_iterations(amp: Amp) -> Iterator[Finding]:
-    yield from find_replaced_step(amp)
     for trace in amp.traces:
         yield from find_lone_update(amp, trace)
         yield from find_unscaled_penalty(amp, trace)
         for step in (e for e in trace.calls("step") if e.optimizer and not takes_closure(e)):
             yield from find_clipping_after_step(amp, trace, step)
             yield from find_clipping_before_backward(amp, trace, step)
-
-
-def find_replaced_step(amp: Amp) -> Iterator[Finding]:
-    """Find `optimizer.step = lambda: None` to skip one step: nothing puts the method back."""
-    for node in amp.script.nodes:
-        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Lambda):
-            continue
-        owner, _, name = dotted_name(node.targets[0]).rpartition(".")
-        if name == "step" and amp.script.is_optimizer(owner):
-            message = f"{owner}.step is replaced permanently: no later step changes a weight"
-            yield amp.script.report("step-never-due", node, message, fix="leave the step out this once: continue")
 
 
 def find_unscaled_penalty(amp: Amp, trace: Trace) -> Iterator[Finding]:
@@ -53,7 +41,7 @@ def find_unscaled_penalty(amp: Amp, trace: Trace) -> Iterator[Finding]:
         text = ast.unparse(event.node)
         inner = event.name == "torch.autograd.grad" and "create_graph=True" in text
         if (inner or is_penalty(amp, trace, event)) and "scale" not in text and "float()" not in text:
-            message = "the inner gradient comes from fp16 autocast and is not scaled: small entries of it become zero"
+            message = "the inner gradient comes from fp16 autocast and is not scaled: its small entries become zero"
             fix = "grad(scaler.scale(out), …), then divide by scaler.get_scale(); or compute the penalty in fp32"
             yield amp.script.report("penalty-unscaled", event.node, message, fix=fix)
             return
@@ -88,7 +76,7 @@ def find_clipping_after_step(amp: Amp, trace: Trace, step: Event) -> Iterator[Fi
         used = any(e.method == "backward" or e.optimizer for e in rest)
         clips = is_clip(event) or event.method in ("clip_grad_norm_", "clip_grad_value_")  # an Accelerator's, too
         if clips and event.conditions >= step.conditions and not used:
-            message = f"gradients are clipped after {last_name(step.optimizer)}.step(): the step took them as they were"
+            message = f"gradients are clipped after {last_name(step.optimizer)}.step(): the step used them unclipped"
             fix = "clip before the step, after unscale_() where a scaler is used"
             yield amp.script.report("clip-after-step", event.node, message, fix=fix, related=step.node)
             return
@@ -104,7 +92,7 @@ def find_clipping_before_backward(amp: Amp, trace: Trace, step: Event) -> Iterat
         computed = [e for e in since if cleared is not None and e.index > cleared and MAY_TRAIN.search(e.method)]
         later = [e for e in mine if e.index > clip.index and (e.method == "backward" or is_clip(e))]
         if cleared is not None and not computed and later and later[0].method == "backward" and len(later) == 1:
-            message = "gradients are clipped before backward() computes them: the step takes them as they come"
+            message = "gradients are clipped before backward() computes them: the step uses them unclipped"
             fix = "clip after backward(), and after unscale_() where a scaler is used"
             yield amp.script.report("clip-after-step", clip.node, message, fix=fix, related=later[0].node)
             return
@@ -133,8 +121,8 @@ def find_lone_update(amp: Amp, trace: Trace) -> Iterator[Finding]:
         # A scaler of the user's own, `scaler.step_fused(optimizer)`, may look for inf there.
         live = live and not any(e.receiver == update.receiver and "step_" in e.method for e in trace.events)
         if update.loops and live and others and all(e.excludes(update) for e in own):
-            message = "update() on a path without step() or unscale_(): without an inf check GradScaler raises"
-            fix = "leave update() out where nothing is stepped"
+            message = "update() on a path without step() or unscale_(): GradScaler raises without an inf check"
+            fix = "call update() only where the optimizer steps"
             yield amp.script.report("scaler-misused", update.node, message, fix=fix, related=others[0].node)
             return
 
@@ -152,7 +140,6 @@ def find_unreached_calls(amp: Amp) -> Iterator[Finding]:
             yield from find_skipped_update(amp, trace, scaled)
             yield from find_raising_overflow(amp, trace, scaled)
         yield from find_steps_never_due(amp, trace)
-        yield from find_steps_without_backward(amp, trace)
 
 
 def find_skipped_update(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Finding]:
@@ -167,7 +154,7 @@ def find_skipped_update(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator
         fix = f"{name}.update() on every path that unscales; {name}.step() skips bad steps by itself"
         if event.method == "unscale_":
             seen.add(scaler)
-            message = f"unscale_() runs, {name}.update() only where {when}: otherwise the next unscale_() raises"
+            message = f"unscale_() runs here, {name}.update() only where {when}: otherwise the next unscale_() raises"
             yield amp.script.report("update-skipped", event.node, message, fix=fix)
         elif any(BAD_GRADIENT.search(text) for text, _ in missing):
             seen.add(scaler)
@@ -269,9 +256,7 @@ def find_steps_never_due(amp: Amp, trace: Trace) -> Iterator[Finding]:
                     n for n in amp.script.nodes if isinstance(n, ast.AugAssign) and dotted_name(n.target) == counter
                 ]
                 if moves and len(everywhere) <= len(moves) and all(waits(amp, e, gate) for e in moves):
-                    message = (
-                        f"{counter} changes only with a step, and the step waits for `{gate}`: it never runs again"
-                    )
+                    message = f"the step waits for `{gate}`, and only the step changes {counter}: it never runs again"
                     fix = "count batches for the window, and steps separately"
                     yield amp.script.report("step-never-due", moves[0].node, message, fix=fix, related=step.node)
                     return
@@ -293,22 +278,3 @@ def waits(amp: Amp, move: Event, gate: str) -> bool:
     given = amp.script.list_values(dotted_name(inner)) if inner is not None else []
     by_gate = any(ast.unparse(part) == gate for part in (*([inner] if inner is not None else []), *given))
     return isinstance(move.node, ast.AugAssign) and (by_gate or (gate, True) in move.conditions)
-
-
-def find_steps_without_backward(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """Find a branch that steps without the backward that the other branch runs."""
-    for step in trace.calls("step"):
-        inside = [e for e in trace.events if e.loops == step.loops != () and e.index < step.index]
-        mine = [e for e in inside if not e.excludes(step)]
-        others = [e for e in inside if e.method == "backward" and e.excludes(step)]
-        later = [e for e in trace.calls("backward") if e.loops == step.loops and e.excludes(step)]
-        helped = any("back" in e.method or e.method in ("step", "closure") for e in mine)
-        has_loss = any("loss" in target and e.conditions >= step.conditions for e in mine for target in e.targets)
-        plain_step = step.optimizer and not step.arguments and step.conditions
-        if plain_step and has_loss and not helped and (others or later):
-            message = f"{last_name(step.receiver)}.step() on a path without backward(): it changes nothing"
-            fix = "loss.backward() before it, as in the other branch"
-            yield amp.script.report(
-                "step-without-backward", step.node, message, fix=fix, related=(others or later)[0].node
-            )
-            return

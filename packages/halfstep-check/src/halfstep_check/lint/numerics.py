@@ -66,7 +66,7 @@ def find_manual_casts(amp: Amp) -> Iterator[Finding]:
                 cast = casts.get(key, given)
                 if isinstance(cast, ast.Call) and get_cast_dtype(cast, amp.script) in ("fp16", "bf16"):
                     message = "an input is cast to half by hand under autocast: ops that autocast keeps in fp32 get a "
-                    fix = "drop the cast, autocast does it where it helps"
+                    fix = "remove the cast: autocast casts where it helps"
                     yield amp.script.report("manual-cast", cast, message + "rounded input", fix=fix)
 
 

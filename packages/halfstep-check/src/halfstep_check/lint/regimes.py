@@ -17,28 +17,21 @@ from halfstep_check.lint.amp import (
     runs_without_amp,
 )
 from halfstep_check.lint.flow import Event, Trace
-from halfstep_check.lint.regions import may_be_fp16, read_format, read_region
+from halfstep_check.lint.regions import read_region
 from halfstep_check.lint.script import AUTOCASTS, argument, dotted_name, is_constant, keyword, last_name, list_names
-from halfstep_check.spellings import parse_dtype
 
 ABOUT_PRECISION = re.compile(
     r"amp|16|32|half|mixed|scale|precision|dtype|cuda|cpu|device|gpu|autocast|apex|deepspeed|enable", re.IGNORECASE
 )
-BF16 = re.compile(r"bfloat16|bf16", re.IGNORECASE)
 
 
 def find_unscaled_fp16(amp: Amp) -> Iterator[Finding]:
     for trace in amp.traces if amp.steps else ():
         yield from find_backward_in_autocast(amp, trace)
         yield from find_fp16_without_scaler(amp, trace)
-    yield from find_fp16_in_model(amp)
     yield from find_scaler_with_bf16(amp)
-    yield from find_scaler_made_for_bf16(amp)
-    yield from find_inverted_scaler(amp)
     yield from find_scaler_of_other_device(amp)
-    yield from find_unscaled_fsdp(amp)
-    yield from find_unscaled_fallback(amp)
-    yield from find_unscaled_bf16_branch(amp)
+    yield from find_tests_for_none(amp)
 
 
 def find_backward_in_autocast(amp: Amp, trace: Trace) -> Iterator[Finding]:
@@ -88,22 +81,6 @@ def opens_fp16_itself(forward: Event, backward: Event) -> bool:
     fixed = region is not None and region.enabled is True and region.explicit_dtype and region.dtype == "fp16"
     same = bool(off) and off <= {text for text, holds in forward.conditions if not holds}
     return fixed and same and not any(re.search(r"cuda|cpu|device|gpu", text) for text in off)
-
-
-def find_fp16_in_model(amp: Amp) -> Iterator[Finding]:
-    """Find an fp16 autocast in the forward() of a module, with a plain backward and step, and nothing that scales."""
-    inside = [e for t in amp.traces for e in t.events if e.function == "forward" and e.region and not e.grad_off]
-    certain = [e for e in inside if e.region and e.region.dtype == "fp16" and e.region.may_be_on]
-    if not certain or amp.may_scale or any(e.regions and e.function != "forward" for t in amp.traces for e in t.events):
-        return
-    for trace in amp.traces:
-        steps = [e for e in trace.calls("step") if e.optimizer and not e.arguments]
-        for backward in (e for e in trace.events if is_plain_backward(e) and not runs_without_amp(e)):
-            if any(e.index > backward.index and not e.excludes(backward) for e in steps):
-                message = "the model runs in fp16 autocast, and nothing scales its loss: small gradients become zero"
-                fix = "use a GradScaler, or autocast with dtype=torch.bfloat16"
-                yield amp.script.report("fp16-without-scaler", backward.node, message, fix=fix, related=certain[0].node)
-                return
 
 
 def find_model_with_own_autocast(amp: Amp, trace: Trace, backward: Event) -> Event | None:
@@ -181,111 +158,11 @@ def find_scaler_of_other_device(amp: Amp) -> Iterator[Finding]:
             yield amp.script.report("fp16-without-scaler", made.call, message, fix='torch.amp.GradScaler("mps")')
 
 
-def find_inverted_scaler(amp: Amp) -> Iterator[Finding]:
-    """Find a loss that is scaled where autocast is off, or a scaler that is on for bf16 and off for fp16."""
-    switches = list_autocast_switches(amp)
-    for trace in amp.traces:
-        for event in filter(is_scaled_backward, trace.events):
-            if any(text in switches and not holds for text, holds in event.conditions):
-                message = "the loss is scaled where autocast is off, and not where it is on"
-                yield amp.script.report("fp16-without-scaler", event.node, message, fix="swap the two branches")
-    for made in amp.scalers:
-        condition = get_scaler_condition(amp, made)
-        # One flag for autocast and scaler, whatever its name says, switches both on together.
-        shared = condition is not None and ast.unparse(condition) in switches
-        if condition is not None and is_for_bf16(condition) and not amp.certainly_bf16 and not shared:
-            message = f"{last_name(made.key)} is on with {ast.unparse(condition)}: bf16 gets a scaler, fp16 gets none"
-            fix = "turn the condition around: fp16 needs loss scaling, bf16 does not"
-            yield amp.script.report("fp16-without-scaler", made.call, message, fix=fix)
-
-
-def find_unscaled_fsdp(amp: Amp) -> Iterator[Finding]:
-    """Find MixedPrecision(param_dtype=torch.float16) of FSDP, a plain backward, and nothing that could scale."""
-    plain = any(is_plain_backward(e) for t in amp.traces for e in t.events)
-    for call in amp.script.calls if plain and amp.steps and not amp.may_scale else ():
-        policy = last_name(amp.script.resolve_name(call.func)) in ("MixedPrecision", "MixedPrecisionPolicy")
-        dtype = keyword(call, "param_dtype") if policy else None
-        certain = read_format(dtype, amp.script) == "fp16"
-        if certain or may_be_fp16(dtype, amp.script):
-            message = "FSDP computes in fp16 by this policy, and nothing scales the loss: small gradients become zero"
-            found = amp.script.report("fp16-without-scaler", call, message, fix="ShardedGradScaler, or bf16")
-            yield found if certain else dataclasses.replace(found, severity=Severity.WARNING)
-
-
-def find_unscaled_fallback(amp: Amp) -> Iterator[Finding]:
-    """Find a fallback from bf16 to fp16 that leaves the flag for the scaler off."""
-    guards = [
-        n
-        for n in amp.script.nodes
-        if isinstance(n, ast.If) and any(m.call in amp.script.walk_below(n) for m in amp.scalers)
-    ]
-    flags = {dotted_name(guard.test) for guard in guards} - {""}
-    # Every statement list, so that assignments next to each other can be compared.
-    blocks = [
-        b
-        for n in amp.script.nodes
-        for b in (getattr(n, "body", None), getattr(n, "orelse", None))
-        if isinstance(b, list)
-    ]
-    for block in blocks:
-        off = [
-            s for s in block if isinstance(s, ast.Assign) and is_constant(s.value, False) and list_targets(s) & flags
-        ]
-        inner = [n for s in block for n in amp.script.walk_below(s) if isinstance(n, ast.Assign)]
-        chosen = {read_format(n.value, amp.script) for n in inner}
-        if off and "fp16" in chosen and not any(is_constant(n.value, True) and list_targets(n) & flags for n in inner):
-            message = f"{min(list_targets(off[0]))} stays off although fp16 may be chosen here: no loss scaling"
-            yield amp.script.report("fp16-without-scaler", off[0], message, fix="turn it on with fp16")
-
-
-def find_unscaled_bf16_branch(amp: Amp) -> Iterator[Finding]:
-    """Find `if amp and not is_bf16: scale … else: backward()` with an autocast without a dtype: fp16 for bf16 too."""
-    if not amp.regions or any(region.explicit_dtype or region.dtype != "fp16" for region in amp.regions):
-        return
-    for trace in amp.traces:
-        scaled = [e for e in trace.events if is_scaled_backward(e)]
-        for backward in (e for e in trace.events if is_plain_backward(e)):
-            other = next((e for e in scaled if e.excludes(backward)), None)
-            tests = [g.test for g in backward.guards if other is not None and g in other.guards]
-            off = [v for test in tests for v in (test.values if isinstance(test, ast.BoolOp) else [test])]
-            asked = [v.operand for v in off if isinstance(v, ast.UnaryOp) and isinstance(v.op, ast.Not)]
-            if any(BF16.search(ast.unparse(part)) for part in asked):
-                message = "bf16 runs in the branch without scaler, but autocast has no dtype and is fp16 there, too"
-                fix = "autocast(…, dtype=torch.bfloat16) where bf16 is asked for"
-                yield amp.script.report("fp16-without-scaler", backward.node, message, fix=fix)
-                return
-
-
-def list_targets(node: ast.Assign) -> set[str]:
-    return {dotted_name(target) for target in node.targets}
-
-
 def list_autocast_switches(amp: Amp) -> set[str]:
     """Return what decides whether autocast is on, as the script writes it: `self.use_amp`."""
     calls = [call for call in amp.script.calls if amp.script.resolve_name(call.func) in AUTOCASTS]
     values = [value for call in calls if (value := keyword(call, "enabled")) is not None]
     return {ast.unparse(value) for value in values if isinstance(value, ast.Name | ast.Attribute)}
-
-
-def get_scaler_condition(amp: Amp, made: ScalerMade) -> ast.expr | None:
-    """Return what `enabled=` says, or the test of `GradScaler() if test else None`."""
-    enabled = keyword(made.call, "enabled")
-    if enabled is not None:
-        return amp.script.read_constant(enabled)
-    choices = [v for values in amp.script.assigned.values() for v in values if isinstance(v, ast.IfExp)]
-    return next((choice.test for choice in choices if choice.body is made.call), None)
-
-
-def is_for_bf16(test: ast.expr) -> bool:
-    """Match `dtype == torch.bfloat16`, `precision != "fp16"`, `args.bf16`: true for bf16, false for fp16."""
-    if isinstance(test, ast.Name | ast.Attribute):
-        return bool(re.fullmatch(r"(use_?|enable_?|is_?)?(bf16|bfloat16)", last_name(dotted_name(test)), re.IGNORECASE))
-    if not isinstance(test, ast.Compare) or len(test.ops) != 1:
-        return False
-    word = test.comparators[0]
-    name = word.value if isinstance(word, ast.Constant) else getattr(word, "attr", "")
-    wanted = {"bf16": ast.Eq | ast.Is, "fp16": ast.NotEq | ast.IsNot}.get(parse_dtype(name) or "")
-    return wanted is not None and isinstance(test.ops[0], wanted)
 
 
 def find_scaler_with_bf16(amp: Amp) -> Iterator[Finding]:
@@ -302,19 +179,8 @@ def find_scaler_with_bf16(amp: Amp) -> Iterator[Finding]:
             message = (
                 f"{last_name(made.key)} scales a loss computed in bf16, which has fp32's range and needs no scaling"
             )
-            fix = "drop the scaler: loss.backward(), optimizer.step()"
+            fix = "remove the scaler: loss.backward(), optimizer.step()"
             yield amp.script.report("scaler-with-bf16", made.call, message, fix=fix)
-
-
-def find_scaler_made_for_bf16(amp: Amp) -> Iterator[Finding]:
-    """Find `elif precision == "bf16": scaler = GradScaler(); dtype = torch.bfloat16`: made for bf16 alone."""
-    for node in (n for n in amp.script.nodes if isinstance(n, ast.If)):
-        stored = [s for s in node.body if isinstance(s, ast.Assign)]
-        formats = {read_format(s.value, amp.script) for s in stored if isinstance(s.value, ast.Attribute)}
-        for made in amp.scalers:
-            if formats == {"bf16"} and made.enabled and any(s.value is made.call for s in stored):
-                message = f"{last_name(made.key)} is made for bf16, which has fp32's range and needs no scaling"
-                yield amp.script.report("scaler-with-bf16", made.call, message, fix="no scaler in this branch")
 
 
 def reaches(amp: Amp, made: ScalerMade, event: Event) -> bool:
@@ -326,58 +192,6 @@ def reaches(amp: Amp, made: ScalerMade, event: Event) -> bool:
     return "." in made.key or given or amp.script.share_scope(made.call, event.node)
 
 
-SWITCH = re.compile(r"amp|fp16|half|mixed|autocast", re.IGNORECASE)
-NO_SWITCH = re.compile(r"bf16|bfloat16|float16|dtype|is_available|device|cuda", re.IGNORECASE)
-"""What chooses a dtype, or only asks for a GPU, without which autocast("cuda") is off anyway."""
-
-
-def find_disagreements(amp: Amp) -> Iterator[Finding]:
-    scalers = list_switched_scalers(amp)
-    yield from find_tests_for_scaler(amp, scalers)
-    yield from find_tests_for_none(amp)
-    for trace in amp.traces if amp.scalers else ():
-        yield from find_unswitched_autocast(amp, trace, scalers)
-
-
-def list_switched_scalers(amp: Amp) -> dict[str, ast.expr]:
-    """Return scalers that always exist but are only sometimes on, `GradScaler(enabled=args.amp)`, with what switches
-    them."""
-    found: dict[str, ast.expr] = {}
-    for made in amp.scalers:
-        values = [
-            v for key, given in amp.script.assigned.items() if last_name(key) == last_name(made.key) for v in given
-        ]
-        condition = keyword(made.call, "enabled")
-        always_there = all(any(v is other.call for other in amp.scalers) for v in values)
-        if condition is not None and made.enabled is None and always_there and is_switch(amp, condition):
-            found[last_name(made.key)] = condition
-    return found
-
-
-def is_switch(amp: Amp, condition: ast.expr) -> bool:
-    """Return whether it is the switch that turns AMP off on a machine with a GPU."""
-    asked = amp.script.read_constant(condition) or condition
-    parts = asked.values if isinstance(asked, ast.BoolOp) and isinstance(asked.op, ast.And) else [asked]
-    texts = [ast.unparse(part) for part in (condition, *parts)]
-    # `use_amp and torch.cuda.is_available()` is a switch; a test for the GPU alone is not.
-    named = [text for text in texts if SWITCH.search(text) and not NO_SWITCH.search(text)]
-    return bool(named) and not all(NO_SWITCH.search(ast.unparse(part)) for part in parts)
-
-
-def find_tests_for_scaler(amp: Amp, scalers: dict[str, ast.expr]) -> Iterator[Finding]:
-    """Find autocast that is on where `scaler is not None`, although the scaler exists without AMP, too."""
-    for test, call in list_autocast_tests(amp) if scalers else ():
-        name = get_tested_name(amp, test)
-        region = read_region(call, amp.script)
-        fp16 = region is not None and region.dtype == "fp16" and region.device != "cpu"
-        if name in scalers and fp16:
-            flag = ast.unparse(scalers[name])
-            message = (
-                f"`{ast.unparse(test)}` is also true without {flag}: autocast stays fp16, and the scaler scales nothing"
-            )
-            yield amp.script.report("amp-switch-stuck", call, message, fix=f"enabled={name}.is_enabled()")
-
-
 def find_tests_for_none(amp: Amp) -> Iterator[Finding]:
     """Find autocast that is on where `scaler is not None`, although nothing ever makes one."""
     for test, call in list_autocast_tests(amp):
@@ -385,8 +199,8 @@ def find_tests_for_none(amp: Amp) -> Iterator[Finding]:
         values = [v for key, given in amp.script.assigned.items() if last_name(key) == name for v in given]
         asked = isinstance(amp.script.read_constant(test) or test, ast.Compare)
         if asked and values and all(is_constant(v, None) for v in values) and name not in amp.script.parameters:
-            message = f"`{ast.unparse(test)}` never holds, {name} is always None: autocast is always off"
-            yield amp.script.report("amp-switch-stuck", call, message, fix="enabled by the flag that asks for AMP")
+            message = f"`{ast.unparse(test)}` is never true, since {name} is always None: autocast is always off"
+            yield amp.script.report("amp-switch-stuck", call, message, fix="pass the flag that requests AMP")
 
 
 def list_autocast_tests(amp: Amp) -> Iterator[tuple[ast.expr, ast.Call]]:
@@ -410,35 +224,3 @@ def get_tested_name(amp: Amp, test: ast.expr) -> str:
     if compared is not None and isinstance(compared.ops[0], ast.IsNot | ast.NotEq):
         test = compared.left
     return last_name(dotted_name(test))
-
-
-def find_unswitched_autocast(amp: Amp, trace: Trace, scalers: dict[str, ast.expr]) -> Iterator[Finding]:
-    """Find autocast without a condition, and a loss that is scaled only where AMP is asked for."""
-    for backward in (
-        trace.calls("backward") if any(trace.calls("step")) else ()
-    ):  # a loop that only times steps no weight
-        flag = scalers.get(last_name(backward.scaled_by)) if is_scaled_backward(backward) else None
-        if is_plain_backward(backward):
-            flag = find_unscaled_switch(amp, trace, backward)
-        forward = find_origin(trace, backward) if flag is not None else None
-        region = forward.region if forward is not None else None
-        if flag is None or forward is None or region is None or forward.grad_off:
-            continue
-        asked = any(SWITCH.search(text) or "scaler" in text for text, _ in forward.conditions)
-        if region.enabled is True and not asked and region.dtype == "fp16" and region.device != "cpu":
-            message = f"autocast is fp16 also without {ast.unparse(flag)}, where nothing scales the loss"
-            fix = f"autocast(…, enabled={ast.unparse(flag)})"
-            yield amp.script.report("fp16-without-scaler", forward.node, message, fix=fix, related=backward.node)
-            return
-
-
-def find_unscaled_switch(amp: Amp, trace: Trace, backward: Event) -> ast.expr | None:
-    """Return the switch of `if use_amp: scaler.scale(loss).backward() else: loss.backward()`, for the second branch."""
-    scaled = [e for e in trace.events if is_scaled_backward(e) and e.excludes(backward)]
-    for guard in backward.guards if scaled else ():
-        test = guard.test
-        held = [made for made in amp.scalers if last_name(made.key) == get_tested_name(amp, test)]
-        asked = get_scaler_condition(amp, held[0]) if held else test
-        if asked is not None and guard in scaled[0].guards and is_switch(amp, asked):
-            return asked
-    return None

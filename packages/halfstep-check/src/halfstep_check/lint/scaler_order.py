@@ -21,7 +21,7 @@ from halfstep_check.lint.amp import (
     runs_without_amp,
 )
 from halfstep_check.lint.flow import Event, Trace
-from halfstep_check.lint.script import dotted_name, keyword, last_name, list_names
+from halfstep_check.lint.script import dotted_name, last_name, list_names
 
 
 def find_wrong_order(amp: Amp) -> Iterator[Finding]:
@@ -32,7 +32,6 @@ def find_wrong_order(amp: Amp) -> Iterator[Finding]:
         if scaled:
             yield from find_bypassed_scaler(amp, trace, scaled)
             yield from find_updates_between_steps(amp, trace)
-        yield from find_clip_after_accelerate(amp, trace)
     yield from find_steps_without_update(amp)
     yield from find_clip_inside_apex(amp)
 
@@ -48,33 +47,6 @@ def find_clip_inside_apex(amp: Amp) -> Iterator[Finding]:
                 message = "gradients are clipped while still multiplied by apex's loss scale"
                 fix = "clip after the with block, which unscales them"
                 yield amp.script.report("clip-before-unscale", call, message, fix=fix, related=node)
-
-
-def find_clip_after_accelerate(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """Find torch's clipping after accelerator.backward(): fp16's scale is still in the gradients."""
-    for clip in filter(is_clip, trace.events):
-        between = [e for e in trace.events[: clip.index] if shares_loop(e, clip) and not e.excludes(clip)]
-        # The last of these before the clip says in which state the gradients are.
-        changed = [e for e in between if e.method in ("backward", "step", "unscale_gradients")]
-        backward = changed[-1] if changed and changed[-1].method == "backward" else None
-        owner = amp.script.canonicalise(backward.receiver) if backward is not None else ""
-        if backward is not None and (amp.accelerators.get(owner) == "fp16" or is_fp16_fabric(amp, owner)):
-            owner = last_name(backward.receiver)
-            message = f"gradients are clipped while still multiplied by {owner}'s loss scale"
-            fix = f"{owner}'s own clipping, which unscales first"
-            yield amp.script.report("clip-before-unscale", clip.node, message, fix=fix, related=backward.node)
-            return
-
-
-def is_fp16_fabric(amp: Amp, name: str) -> bool:
-    """Match Lightning's Fabric(precision="16-mixed")."""
-    made = [
-        v
-        for v in amp.script.list_values(name)
-        if isinstance(v, ast.Call) and last_name(dotted_name(v.func)) == "Fabric"
-    ]
-    words = [amp.script.read_default(keyword(call, "precision")) for call in made]
-    return any(isinstance(word, ast.Constant) and word.value in ("16-mixed", 16, "16") for word in words)
 
 
 def find_clip_before_unscale(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Finding]:
@@ -173,7 +145,7 @@ def find_bypassed_scaler(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterato
             message = (
                 f"{optimizer}.step() right after {last_name(backward.scaled_by)}.step({optimizer}): a second update"
             )
-            message += ", also where the scaler skipped one because of inf"
+            message += ", even where the scaler skipped the first one because of inf"
             fix = f"delete {optimizer}.step()"
             yield amp.script.report("step-bypasses-scaler", step.node, message, fix=fix, related=backward.node)
             continue
@@ -186,7 +158,9 @@ def find_bypassed_scaler(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterato
             scale = amp.get_initial_scale(backward.scaled_by)
             message = f"{optimizer}.step() on gradients that are still scaled: steps {scale} times too long at first"
             if unscaled:
-                message = f"{optimizer}.step() steps on inf too: after unscale_() only the scaler's step() skips it"
+                message = (
+                    f"{optimizer}.step() also applies inf: after unscale_(), only the scaler's step() skips such a step"
+                )
             fix = f"{last_name(backward.scaled_by)}.step({optimizer}), then {last_name(backward.scaled_by)}.update()"
             yield amp.script.report("step-bypasses-scaler", step.node, message, fix=fix, related=backward.node)
 
@@ -247,9 +221,8 @@ def find_updates_between_steps(amp: Amp, trace: Trace) -> Iterator[Finding]:
         renewed = any(e.method in ("backward", "unscale_") for e in between)
         if same_scaler and together and updates and (not renewed or accumulates(trace, second)):
             scaler = last_name(first.receiver)
-            message = (
-                f"{scaler}.update() before {scaler}.step({last_name(second.arguments[0])}): it divides by another scale"
-            )
+            later = f"{scaler}.step({last_name(second.arguments[0])})"
+            message = f"{scaler}.update() before {later}, which then divides by another scale"
             fix = f"call {scaler}.update() once, after all steps"
             yield amp.script.report("update-between-steps", updates[0].node, message, fix=fix, related=second.node)
 
@@ -287,7 +260,7 @@ def find_steps_without_update(amp: Amp) -> Iterator[Finding]:
         hidden = any(is_same_object(scaler, name) for name in amp.escaped) or inherits(amp, scaler)
         if steps and not updated and not hidden and not amp.is_disabled(scaler):
             name = last_name(scaler)
-            message = f"{name}.step() without {name}.update(): the scale never changes, skips never end"
+            message = f"{name}.step() without {name}.update(): the scale never adapts, and overflows never end"
             yield amp.script.report(
                 "step-without-update", steps[0].node, message, fix=f"call {last_name(scaler)}.update() after it"
             )
@@ -340,7 +313,7 @@ def find_blind_followers(amp: Amp, trace: Trace, step: Event, scalers: set[str])
             seen.add(rule)
             moves = "the schedule advances" if rule.startswith("sched") else "the average moves"
             message = f"{moves} even when {last_name(step.receiver)}.step() skipped the update"
-            fix = "step it only if scaler.get_scale() did not fall in update()"
+            fix = "step it only if scaler.get_scale() did not decrease in update()"
             yield amp.script.report(rule, event.node, message, fix=fix, related=step.node)
 
 

@@ -432,15 +432,6 @@ class Script:
         name = self.resolve_name(value.func) if isinstance(value, ast.Call) else ""
         return name.startswith("torch.optim.") and not name.startswith(("torch.optim.lr_scheduler", "torch.optim.swa"))
 
-    def made_elsewhere(self, key: str) -> bool:
-        """Return whether a name may hold what a class of this file, or of a package other than torch, makes."""
-        for value in self.trace_origins(key):
-            name = dotted_name(value.func) if isinstance(value, ast.Call) else ""
-            imported = self.imports.get(name.split(".")[0], "torch")
-            if name in self.class_by_name or not imported.startswith("torch"):
-                return True
-        return False
-
     @cached_property
     def restarts(self) -> set[int]:
         """Tests `count == n` of a counter that its own `if` sets to zero, by identity: windows of n."""

@@ -14,18 +14,14 @@ from halfstep_check.lint.script import AUTOCASTS, SCALERS, Script, dotted_name, 
 from halfstep_check.spellings import parse_dtype
 
 AMP_FLAG = re.compile(r"(^|[-_.])(use|enable)?(amp|fp16|bf16|half|mixed|autocast|precision)($|[-_])", re.IGNORECASE)
-BF16 = re.compile(r"bfloat16|bf16", re.IGNORECASE)
-FP16 = re.compile(r"(?<!b)float16|(?<!b)fp16|\.half\b", re.IGNORECASE)
 
 
 def find_stuck_switches(amp: Amp) -> Iterator[Finding]:
     yield from find_bool_flags(amp.script)
     for test in list_amp_tests(amp.script):
         yield from find_fixed_tests(amp.script, test)
-    yield from find_low_capability(amp.script)
     yield from find_always_on(amp.script)
     yield from find_or_of_strings(amp.script)
-    yield from find_accelerate_bool(amp)
     if amp.goes_backward:
         yield from find_announced_flags(amp.script)
         yield from find_missing_clip(amp.script)
@@ -63,7 +59,9 @@ def find_announced_flags(script: Script) -> Iterator[Finding]:
         reads = list(loads)
         if reads and all(id(n) in quiet for n in reads):
             message = f"{name} is logged, and nothing else reads it: training runs in fp32"
-            yield script.report("amp-switch-stuck", values[0], message, fix="autocast(…, enabled=…), or drop it")
+            yield script.report(
+                "amp-switch-stuck", values[0], message, fix="pass it to autocast(…, enabled=…), or remove it"
+            )
 
 
 def is_log(call: ast.Call) -> bool:
@@ -105,7 +103,7 @@ def find_always_on(script: Script) -> Iterator[Finding]:
         )
         word = flag.lstrip("-").replace("-", "[-_]")
         if flag and stuck and not re.search(rf"(no|disable|without)[-_]?{word}|{word}\s*=\s*False", script.text):
-            message = f"{flag} is a store_true with default=True: no command line turns it off"
+            message = f"{flag} is store_true with default=True: no command line can turn it off"
             fix = "action=argparse.BooleanOptionalAction"
             yield dataclasses.replace(
                 script.report("amp-switch-stuck", call, message, fix=fix), severity=Severity.WARNING
@@ -118,45 +116,8 @@ def find_or_of_strings(script: Script) -> Iterator[Finding]:
         parts = [n for c in node.comparators for n in ast.walk(c)] if isinstance(node, ast.Compare) else []
         words = [n.values[0] for n in parts if isinstance(n, ast.BoolOp) and isinstance(n.op, ast.Or)]
         if any(isinstance(w, ast.Constant) and isinstance(w.value, str) and parse_dtype(w.value) for w in words):
-            message = f"`{ast.unparse(node)}` tests the first word only: `a or b` of two strings is a"
+            message = f"`{ast.unparse(node)}` tests only the first word: `a or b` of two strings is `a`"
             yield script.report("amp-switch-stuck", node, message, fix="x in ('a', 'b')")
-        elif isinstance(node, ast.BoolOp) and is_word_list(node) and asks_precision(node.values[0]):
-            yield report_always_true(script, node)
-
-
-def asks_precision(node: ast.expr) -> bool:
-    return isinstance(node, ast.Compare) and bool(AMP_FLAG.search(last_name(dotted_name(node.left))))
-
-
-def report_always_true(script: Script, test: ast.BoolOp) -> Finding:
-    message = f"`{ast.unparse(test)}` is always true: a string alone counts as true"
-    return script.report("amp-switch-stuck", test, message, fix="x in ('a', 'b')")
-
-
-def find_accelerate_bool(amp: Amp) -> Iterator[Finding]:
-    """Find Accelerator(mixed_precision=True): it takes a word, and refuses everything else."""
-    flags = {
-        f for c in amp.script.calls if getattr(c.func, "attr", "") == "add_argument" for f in list_boolean_flags(c)
-    }
-    for call in amp.script.calls:
-        value = keyword(call, "mixed_precision")
-        if value is None or last_name(amp.script.resolve_name(call.func)) != "Accelerator":
-            continue
-        is_bool = isinstance(value, ast.Constant) and isinstance(value.value, bool)
-        by_flag = isinstance(value, ast.Attribute) and value.attr in flags
-        if is_bool or by_flag:
-            message = f"mixed_precision={ast.unparse(value)} is true or false: Accelerator raises ValueError"
-            fix = 'mixed_precision="fp16" if … else "no"'
-            yield amp.script.report("launch-refused", value, message, fix=fix)
-
-
-def list_boolean_flags(call: ast.Call) -> list[str]:
-    """Return names of a flag that argparse reads as true or false."""
-    kind, action = keyword(call, "type"), keyword(call, "action")
-    is_bool = kind is not None and "bool" in ast.unparse(kind)
-    is_bool = is_bool or isinstance(action, ast.Constant) and action.value in ("store_true", "store_false")
-    words = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
-    return [word.lstrip("-").replace("-", "_") for word in words] if is_bool else []
 
 
 def list_amp_tests(script: Script) -> Iterator[ast.expr]:
@@ -181,8 +142,6 @@ def makes_amp(script: Script, node: ast.AST) -> bool:
 def find_fixed_tests(script: Script, test: ast.expr) -> Iterator[Finding]:
     """Find the parts of a test that are the same in every run."""
     if isinstance(test, ast.BoolOp):
-        if is_word_list(test):
-            yield report_always_true(script, test)
         for part in test.values:
             yield from find_fixed_tests(script, part)
     elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -193,51 +152,3 @@ def find_fixed_tests(script: Script, test: ast.expr) -> Iterator[Finding]:
     elif isinstance(test, ast.Compare) and compares_dtype_with_text(test, script) and may_be_fp16(test.left, script):
         message = f"`{ast.unparse(test)}` is never true: a torch.dtype is compared with a string"
         yield script.report("amp-switch-stuck", test, message, fix="compare with torch.float16")
-
-
-def is_word_list(test: ast.BoolOp) -> bool:
-    """Match `x == "fp16" or "bf16"`."""
-    words = [v for v in test.values[1:] if isinstance(v, ast.Constant) and isinstance(v.value, str) and v.value]
-    return isinstance(test.op, ast.Or) and isinstance(test.values[0], ast.Compare) and bool(words)
-
-
-def find_low_capability(script: Script) -> Iterator[Finding]:
-    """Find bf16 for compute capability 7: Volta and Turing have no bf16 units."""
-    for node in script.nodes:
-        if isinstance(node, ast.If | ast.IfExp):
-            chosen = " ".join(map(ast.unparse, node.body if isinstance(node, ast.If) else [node.body]))
-            test = node.test
-        elif isinstance(node, ast.Assign):
-            chosen, test = ast.unparse(node.targets[0]), node.value
-        else:
-            continue
-        if (
-            BF16.search(chosen)
-            and not FP16.search(chosen)
-            and "capability" not in chosen
-            and asks_for_seven(script, test)
-        ):
-            message = f"`{ast.unparse(test)}` holds on Volta and Turing, which have no bf16 units"
-            fix = "torch.cuda.get_device_capability() >= (8, 0)"
-            yield script.report("bf16-check-too-low", test, message, fix=fix)
-
-
-def asks_for_seven(script: Script, test: ast.expr) -> bool:
-    """Match a comparison with capability 7 that no other test narrows."""
-    if not isinstance(test, ast.Compare) or len(test.ops) != 1:
-        parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else []
-        return not BF16.search(ast.unparse(test)) and any(asks_for_seven(script, part) for part in parts)
-    left = test.left.value if isinstance(test.left, ast.Subscript) else test.left
-    values = [left, *script.list_values(dotted_name(left))]
-    if not any("get_device_capability" in ast.unparse(value) for value in values):
-        return False
-    limit = test.comparators[0]
-    first = limit.elts[0] if isinstance(limit, ast.Tuple) and limit.elts else limit
-    number = first.value if isinstance(first, ast.Constant) else None
-    return (isinstance(test.ops[0], ast.GtE), number) in (
-        (True, 7),
-        (True, 6),
-        (True, 5),
-        (True, 7.0),
-        (True, 7.5),
-    ) or (isinstance(test.ops[0], ast.Gt) and number in (5, 6) and not isinstance(limit, ast.Tuple))

@@ -33,6 +33,7 @@ from halfstep_train.bench.problem import (
     set_mode,
     set_precision,
 )
+from halfstep_train.bench.step_profile import wake_profiler
 from halfstep_train.models.initial_values import skip_initialisation
 from halfstep_train.run.assemble import assemble, decide_plan
 from halfstep_train.run.engine import Engine, PhasedEngine, make_engine
@@ -99,6 +100,8 @@ class BenchResult:
 def bench(problem: Problem, request: BenchRequest, hardware: Hardware, flops: int, tell: Tell) -> BenchResult:
     """Measure the requested rows; `hardware` has the matmul rates that turn `flops` into the floor."""
     busy = find_other_users(problem.device)
+    if request.schedule.profiled:
+        wake_profiler(problem.device)
     rows: list[Row] = []
     first: Runner | None = None
     reason = ""
@@ -107,12 +110,16 @@ def bench(problem: Problem, request: BenchRequest, hardware: Hardware, flops: in
             rows.append(runner)
             continue
         reason = reason or (LATE if request.is_late else "")
-        try:
-            rows.append(_measure_in_turn(runner, problem, request, tell, reason))
-        except KeyboardInterrupt:  # keep the rows measured so far
-            reason = STOPPED
-            rows.append(_measure_in_turn(runner, problem, request, tell, reason))
-        first = first or (runner if rows[-1].is_measured else None)
+        row = make_unmeasured_row(runner.name, runner.variant, runner.precision, reason)
+        if not reason:
+            tell(row.label)
+            try:
+                row = measure_runner(runner, problem, request)
+            except KeyboardInterrupt:  # keep the rows measured so far
+                reason = STOPPED
+                row = dataclasses.replace(row, reason=reason)
+        rows.append(row)
+        first = first or (runner if row.is_measured else None)
     repeated = None
     if request.repeat_first and first is not None and not reason and not request.is_late:
         tell(f"{first.name} {first.variant} {first.precision} again")
@@ -123,12 +130,10 @@ def bench(problem: Problem, request: BenchRequest, hardware: Hardware, flops: in
     return conclude(rows, flops, hardware, busy=busy, repeated=repeated)
 
 
-def _measure_in_turn(runner: Runner, problem: Problem, request: BenchRequest, tell: Tell, reason: str) -> Row:
-    """Return the runner's row; with a `reason`, an unmeasured one."""
-    if reason:
-        return make_unmeasured_row(runner.name, runner.variant, runner.precision, reason)
-    tell(f"{runner.name} {runner.variant} {runner.precision}")
-    return measure_runner(runner, problem, request)
+def count_rows(problem: Problem, request: BenchRequest, hardware: Hardware) -> int:
+    """Return how many rows are measured if none fails, including the one that is measured again at the end."""
+    num_rows = sum(not isinstance(runner, Row) for runner in list_runners(problem, request, hardware))
+    return num_rows + (request.repeat_first and num_rows > 0)
 
 
 def conclude(

@@ -30,7 +30,6 @@ VERSION: Literal[1] = 1
 """Version of the file's layout."""
 PACKAGES = {"lightning": ("lightning", "pytorch-lightning"), "accelerate": ("accelerate",)}
 """Package names of each peer."""
-FILE_FLAGS = ("--save", "--picture")
 
 Record = dict[str, Any]
 
@@ -66,8 +65,8 @@ def _strip_folders(arguments: Sequence[str]) -> Iterator[str]:
         if is_file:
             yield Path(argument).name
         else:
-            yield f"{flag}={Path(value).name}" if equals and flag in FILE_FLAGS else argument
-        is_file = argument in FILE_FLAGS
+            yield f"{flag}={Path(value).name}" if equals and flag == "--save" else argument
+        is_file = argument == "--save"
 
 
 def summarise_results(benched: BenchResult) -> Record:

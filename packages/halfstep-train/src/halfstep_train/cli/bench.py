@@ -1,20 +1,19 @@
 """`halfstep bench`: time a training step per precision and mode, and compare with other tools.
 
-The command checks its arguments before it imports torch, measures one row after the other, and writes, prints and draws
-the result. With --explain it profiles each row instead.
+The command checks its arguments before it imports torch, measures one row after the other, and writes and prints the
+result. With --explain it also profiles each row.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,11 +23,8 @@ from halfstep_train.workloads import DEMO_WORKLOAD, KINDS
 
 if TYPE_CHECKING:
     from halfstep.hardware.device_facts import Hardware
-    from halfstep_train.bench.bench import BenchRequest, Tell
-    from halfstep_train.bench.measure_row import Row
-    from halfstep_train.bench.problem import Problem, Runner, StatedRow
-    from halfstep_train.bench.record import Record
-    from halfstep_train.config.load import Loaded
+    from halfstep_train.bench.bench import BenchRequest
+    from halfstep_train.bench.problem import Problem, StatedRow
 
 
 WHAT, OUTPUT = "What is measured", "Output"
@@ -42,18 +38,15 @@ def command(
     precisions: Annotated[
         str | None, option("fp32,tf32,bf16,fp16,fp8,auto; default: all that this device supports.", panel=WHAT)
     ] = None,
-    modes: Annotated[
-        str | None, option("eager,compile,graph,auto; default: all that run here.", "--modes", "--ways", panel=WHAT)
-    ] = None,
+    modes: Annotated[str | None, option("eager,compile,graph,auto; default: all that run here.", panel=WHAT)] = None,
     against: Annotated[str | None, option(PEER, panel=WHAT)] = None,
-    steps: Annotated[
-        int | None, option("Timed steps per row: 100, on a CPU 20; with --explain 10 and 5.", panel=WHAT)
-    ] = None,
+    steps: Annotated[int | None, option("Timed steps per row: 100, on a CPU 20.", panel=WHAT)] = None,
     device: Annotated[str | None, option("cpu, cuda, cuda:1.", panel=WHAT, callback=refuse_unknown_device)] = None,
     strict: Strict = None,
-    explain: Annotated[bool, option("Profile: show where the time of a step goes.", "--explain", panel=WHAT)] = False,
+    explain: Annotated[
+        bool, option("Profile each row: longest kernels and idle time.", "--explain", panel=WHAT)
+    ] = False,
     as_json: Annotated[bool, option("Print JSON.", "--json", panel=OUTPUT)] = False,
-    picture: Annotated[Path | None, option("Draw a bar chart.", panel=OUTPUT)] = None,
     save: Annotated[Path | None, option("Write the result as JSON.", panel=OUTPUT)] = None,
     force: Annotated[bool, option("Overwrite files.", "--force", panel=OUTPUT)] = False,
 ) -> None:
@@ -63,7 +56,7 @@ def command(
 
     Example:
 
-        halfstep bench unet --precisions fp32,bf16 --picture speed.png
+        halfstep bench unet --precisions fp32,bf16
 
         halfstep bench resnet50 --batch-size 64 --modes auto --against plain
 
@@ -71,22 +64,13 @@ def command(
 
         halfstep bench unet --explain
     """
-    asked = BenchArguments(
-        arguments=add_workload(arguments or []),
-        flags={"batch_size": batch_size, "image_size": image_size, "device": device, "strict": strict},
-        precisions=precisions,
-        modes=modes,
-        against=against,
-        steps=steps,
-        explain=explain,
+    target, *overrides = add_workload(arguments or [])
+    flags = {"batch_size": batch_size, "image_size": image_size, "device": device, "strict": strict}
+    refuse_to_overwrite({"--save": save}, force=force)
+    found = prepare_request(
+        target, flags, overrides, precisions=precisions, modes=modes, against=against, steps=steps, explain=explain
     )
-    files = OutputFiles(picture=picture, save=save, force=force)
-    refuse_files(files, explain=explain)
-    found = prepare_request(asked)
-    if explain:
-        profile_rows(*found, files, steps=steps, as_json=as_json)
-    else:
-        time_rows(*found, files, as_json=as_json)
+    time_rows(*found, save, as_json=as_json)
 
 
 MODES = {
@@ -104,51 +88,6 @@ VARIANTS = ("documented", "tuned", "graphs")
 STEPS = {"cuda": 100, "cpu": 20}
 """Timed steps by default."""
 UNSET = "an empty argument is usually an unset shell variable"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BenchArguments:
-    """Arguments of the command line, not yet checked; None if an option was not given."""
-
-    arguments: Sequence[str]
-    """The workload or config file, then settings."""
-    flags: Mapping[str, object]
-    """Options that are also settings of a run."""
-    precisions: str | None
-    modes: str | None
-    against: str | None
-    steps: int | None
-    explain: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OutputFiles:
-    """Files to write in addition to the table."""
-
-    picture: Path | None
-    save: Path | None
-    force: bool
-
-    def drop_outputs(self) -> OutputFiles:
-        """Drop the outputs because nothing was measured: an empty file would block the same command later."""
-        for path in filter(None, (self.save, self.picture)):
-            typer.secho(f"{path} was not written: nothing was measured", fg="yellow", err=True)
-        return dataclasses.replace(self, save=None, picture=None)
-
-
-def refuse_files(files: OutputFiles, *, explain: bool) -> None:
-    """Raise ConfigError for output files that cannot or must not be written."""
-    refuse_to_overwrite({"--picture": files.picture, "--save": files.save}, force=files.force)
-    if files.picture:
-        if explain:
-            raise ConfigError(
-                f"--picture {files.picture} cannot be combined with --explain",
-                why="a profile has no chart",
-                fix="use --save FILE to write all numbers",
-            )
-        from halfstep_train.report.picture_file import refuse_unknown_format
-
-        refuse_unknown_format(files.picture)
 
 
 def add_workload(arguments: Sequence[str]) -> list[str]:
@@ -198,21 +137,31 @@ def _explain_unknown_choice(choice: str, option: str, allowed: Mapping[str, str]
     )
 
 
-def prepare_request(asked: BenchArguments) -> tuple[Hardware, Problem, BenchRequest]:
-    """Check all arguments and build the problem, before anything is measured."""
+def prepare_request(
+    target: str,
+    flags: Mapping[str, object],
+    overrides: Sequence[str],
+    *,
+    precisions: str | None,
+    modes: str | None,
+    against: str | None,
+    steps: int | None,
+    explain: bool,
+) -> tuple[Hardware, Problem, BenchRequest]:
+    """Check all arguments and build the problem, before anything is measured.
+
+    `flags` are options that are also settings of a run; an option that was not given is None.
+    """
     variants = {f"{peer}:{kind}": meaning for peer, meaning in PEERS.items() for kind in VARIANTS}
-    modes, against = (
-        split_choices(asked.modes, "--modes", MODES),
-        split_choices(asked.against, "--against", PEERS | variants),
-    )
+    chosen_modes = split_choices(modes, "--modes", MODES)
+    peers = split_choices(against, "--against", PEERS | variants)
     from halfstep.precision.names import normalise_precision
 
-    names = split_choices(asked.precisions, "--precisions")
-    precisions = tuple(dict.fromkeys(normalise_precision(name, "--precisions") for name in names))
+    names = split_choices(precisions, "--precisions")
+    chosen = tuple(dict.fromkeys(normalise_precision(name, "--precisions") for name in names))
     from halfstep_train.workloads import load
 
-    target, *overrides = asked.arguments
-    loaded = load(target, flags=asked.flags, overrides=overrides)
+    loaded = load(target, flags=flags, overrides=overrides)
     import torch
 
     from halfstep.hardware.probe import probe
@@ -223,41 +172,31 @@ def prepare_request(asked: BenchArguments) -> tuple[Hardware, Problem, BenchRequ
         build_problem,
         choose_default_modes,
         choose_default_precisions,
+        find_stated_rows,
         load_bench_config,
         refuse_too_large,
     )
 
-    require_peers(against)
-    hardware = probe(str(asked.flags["device"] or "auto"))
+    require_peers(peers)
+    hardware = probe(str(flags["device"] or "auto"))
     device = torch.device(hardware.device)
-    steps = None if asked.explain else asked.steps
-    schedule = make_schedule(STEPS.get(device.type, STEPS["cpu"]) if steps is None else steps, device)
+    num_steps = STEPS.get(device.type, STEPS["cpu"]) if steps is None else steps
     # `config` has the settings of a benchmark, `loaded` those of a run, with their origins.
-    config = load_bench_config(target, overrides, asked.flags, small=hardware.kind == "cpu", against=against)
+    config = load_bench_config(target, overrides, flags, small=hardware.kind == "cpu", against=peers)
     if loaded.config.data.dir and config.data.dir is None:
         note = "is not read: the benchmark trains on one random batch of the same size"
         typer.secho(f"data.dir={loaded.config.data.dir} {note}", fg="yellow", err=True)
-    stated = read_stated_rows(loaded, explain=asked.explain)
-    unasked = ("auto",) if asked.explain else choose_default_precisions(hardware)
+    stated = find_stated_rows(loaded)
+    unasked = ("auto",) if explain else choose_default_precisions(hardware)
     request = BenchRequest(
-        precisions=resolve_auto(choose_values("--precisions", precisions, stated, unasked), hardware),
-        modes=choose_values("--modes", modes, stated, choose_default_modes(device)),  # type: ignore[arg-type]
-        against=against,
-        schedule=schedule,
+        precisions=resolve_auto(choose_values("--precisions", chosen, stated, unasked), hardware),
+        modes=choose_values("--modes", chosen_modes, stated, choose_default_modes(device)),  # type: ignore[arg-type]
+        against=peers,
+        schedule=make_schedule(num_steps, device, profile=explain),
     )
     # Before anything is built: an allocation that is too large ends the process without an error.
     refuse_too_large(config, request.precisions, request.modes, hardware)
     return hardware, build_problem(config, device), request
-
-
-def read_stated_rows(loaded: Loaded, *, explain: bool) -> dict[str, StatedRow]:
-    """Return the precision and mode that a config file or a preset sets, by option."""
-    from halfstep_train.bench.problem import find_stated_rows
-
-    stated = find_stated_rows(loaded)
-    if explain and "--modes" in stated and stated["--modes"].value == "auto":
-        del stated["--modes"]  # auto resolves to another mode, so it cannot be profiled by itself
-    return stated
 
 
 def choose_values(
@@ -281,149 +220,58 @@ def resolve_auto(precisions: tuple[str, ...], hardware: Hardware) -> tuple[str, 
     return tuple(dict.fromkeys(plan.granted if name == "auto" else name for name in precisions))
 
 
-ABOUT = ("command", "date", "device", "versions", "problem")
-"""Keys of the record that are needed to repeat a stored explanation."""
-EXPLAINED_STEPS = {"cuda": 10, "cpu": 5}
-"""Timed, and then profiled, by default: kernels vary far less than whole steps."""
 SILENT = "6"
 """Above every level of the profiler's own log (Kineto), whose highest, 5, announces each start and stop."""
 
 
-def time_rows(
-    hardware: Hardware, problem: Problem, request: BenchRequest, files: OutputFiles, *, as_json: bool
-) -> None:
-    """Time every row; save, print and draw the result."""
-    from halfstep_train.bench.bench import bench
-    from halfstep_train.bench.record import summarise_results
-    from halfstep_train.report.bench_view import show_bench
-    from halfstep_train.report.console import open_result_console
-
-    with _prepare_work(hardware, problem, request, repeats_first=request.repeat_first) as work:
-        benched = bench(problem, request, work.hardware, work.flops, work.tell)
-    record = work.about | summarise_results(benched)
-
-    def show() -> None:
-        show_bench(record, open_result_console(200))
-
-    has_rows = any(row.is_measured for row in benched.rows)
-    _deliver(record, files, show, as_json=as_json, has_rows=has_rows, is_stopped=benched.is_stopped)
-
-
-def profile_rows(
-    hardware: Hardware, problem: Problem, request: BenchRequest, files: OutputFiles, *, steps: int | None, as_json: bool
-) -> None:
-    """Profile every row; save and print where the time of a step goes."""
-    from rich.text import Text
-
-    from halfstep_train.bench.bench import STOPPED
-    from halfstep_train.bench.explain import (
-        Explanation,
-        NotExplained,
-        explain_rows,
-        refuse_unexplainable,
-        render_explanation,
-    )
-    from halfstep_train.report.bench_view import format_title
-    from halfstep_train.report.console import open_result_console
-
-    steps = EXPLAINED_STEPS.get(problem.device.type, EXPLAINED_STEPS["cpu"]) if steps is None else steps
-    refuse_unexplainable(request.modes, steps)
-    if problem.device.type == "cpu":
-        # Read when the profiler first starts. Not set on a GPU: there the log explains missing profiling permissions.
-        os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
-    with _prepare_work(hardware, problem, request, repeats_first=False) as work:
-        rows = list(explain_rows(work.asked, problem, work.hardware, steps=steps, flops=work.flops, tell=work.tell))
-    explained = [row for row in rows if isinstance(row, Explanation)]
-    refused = [row for row in rows if isinstance(row, NotExplained)]
-    record = {
-        **{name: work.about[name] for name in ABOUT},
-        "steps": steps,
-        "explained": [row.to_json() for row in explained],
-        "not_explained": [dataclasses.asdict(row) for row in refused],
-    }
-
-    def show() -> None:
-        if not explained:
-            return
-        console = open_result_console(120)
-        console.print(Text(f"{format_title(record)}\n", style="bold"), soft_wrap=True)
-        for row in explained:
-            console.print(render_explanation(row), "")
-
-    for row in refused:
-        typer.secho(f"not explained: {row.title}: {row.reason}", fg="yellow", err=True)
-    is_stopped = any(row.reason == STOPPED for row in refused)
-    _deliver(record, files, show, as_json=as_json, has_rows=bool(explained), is_stopped=is_stopped)
-
-
-class Work(NamedTuple):
-    """The rows of a request, and what measuring them needs."""
-
-    hardware: Hardware
-    """With its measured rates."""
-    flops: int
-    about: Record
-    asked: Sequence[Runner | Row]
-    tell: Tell
-
-
-@contextlib.contextmanager
-def _prepare_work(
-    hardware: Hardware, problem: Problem, request: BenchRequest, *, repeats_first: bool
-) -> Iterator[Work]:
-    """Yield the work of the rows; while it runs, show progress on stderr and redirect its stdout there."""
+def time_rows(hardware: Hardware, problem: Problem, request: BenchRequest, save: Path | None, *, as_json: bool) -> None:
+    """Measure every row; save and print the result. Exit with 1 if nothing was measured, 130 after Ctrl-C."""
     from rich.console import Console
+    from rich.text import Text
 
     from halfstep.disk import find_cache_directory
     from halfstep.hardware.cache import measure_once
     from halfstep.hardware.measure import measure
-    from halfstep_train.bench.bench import list_runners
-    from halfstep_train.bench.measure_row import Row
+    from halfstep_train.bench.bench import bench, count_rows
     from halfstep_train.bench.problem import count_step_flops
-    from halfstep_train.bench.record import describe_circumstances, format_command_line
-    from halfstep_train.report.bench_view import RowsLeft
+    from halfstep_train.bench.record import describe_circumstances, format_command_line, save_record, summarise_results
+    from halfstep_train.report.bench_view import show_bench
+    from halfstep_train.report.console import open_result_console
 
+    if problem.device.type == "cpu":
+        # Read when the profiler first starts. Not set on a GPU: there the log explains missing profiling permissions.
+        os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
     # Peers print to stdout, which belongs to the table or JSON.
     with contextlib.redirect_stdout(sys.stderr):
         console = Console(stderr=True)
         with console.status("measuring matmuls") as status:
             rated = measure_once(hardware, find_cache_directory(), measure)
-            status.update("counting")
             flops = count_step_flops(problem)
             about = describe_circumstances(problem, request, hardware, flops, format_command_line(sys.argv[1:]))
-            asked = list(list_runners(problem, request, rated))
-            # Rows of one mode take about the same time in every format that the device computes in; an emulated or
-            # simulated one may take hundreds of times as long.
-            kinds = [
-                f"{row.name} {row.variant}" + ("" if rated.get_support(row.precision) == "native" else row.precision)
-                for row in asked
-                if not isinstance(row, Row)
-            ]
-            left = RowsLeft(kinds, console, repeats_first=repeats_first)
-            status.update(left)
-            yield Work(rated, flops, about, asked, left.begin)
+            numbers = itertools.count(1)
+            total = count_rows(problem, request, rated)
 
+            def tell(row: str) -> None:
+                line = Text(f"measuring {row} (row {next(numbers)} of {total})")
+                status.update(line)
+                if not console.is_terminal:  # where a status is not shown
+                    console.print(line, soft_wrap=True)
 
-def _deliver(
-    record: Record, files: OutputFiles, show: Callable[[], None], *, as_json: bool, has_rows: bool, is_stopped: bool
-) -> None:
-    """Save, print and draw the record; exit with 1 if nothing was measured, 130 after Ctrl-C."""
-    from halfstep_train.bench.record import save_record
-    from halfstep_train.report.bench_view import draw_bench
-
-    files = files if has_rows else files.drop_outputs()
+            benched = bench(problem, request, rated, flops, tell)
+    record = about | summarise_results(benched)
+    has_rows = any(row.is_measured for row in benched.rows)
     try:
         # Save before printing: a closed terminal must not lose minutes of measurements.
-        if files.save:
-            save_record(record, files.save)
+        if save and has_rows:
+            save_record(record, save)
+        elif save:  # an empty file would block the same command later
+            typer.secho(f"{save} was not written: nothing was measured", fg="yellow", err=True)
     finally:
         if as_json:
             typer.echo(json.dumps(record, indent=2))
         else:
-            show()
-    if files.picture:
-        draw_bench(record, files.picture)
-    if is_stopped:
+            show_bench(record, open_result_console(200))
+    if benched.is_stopped:
         raise typer.Exit(130)
     if not has_rows:
         raise typer.Exit(1)

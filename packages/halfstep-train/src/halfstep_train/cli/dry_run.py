@@ -58,7 +58,7 @@ def command(
 
     rows = dry_run(arguments[0], chosen, num_batches=batches, flags=flags, overrides=arguments[1:], trust=trust)
     if picture is not None:
-        from halfstep_train.report.curves import draw_heat_map
+        from halfstep_train.report.range_pictures import draw_heat_map
 
         draw_heat_map([(row.module, row.kind, _compute_badness(row)) for row in rows], f"dry run: {target}", picture)
     if as_json:

@@ -264,68 +264,37 @@ def explain_usage_error(error: Any, arguments: Sequence[str] = (), context: Any 
     if given:
         return ConfigError(f"{given[-1]}: {_format_expectation(error.message)}", fix=help_text)
     what = getattr(error, "message", "") or error.format_message()
-    # Only the parser's error for an unknown option has this attribute.
-    is_unknown = hasattr(error, "possibilities")
-    names = {one.name for one in context.command.params} if context is not None else set()
-    if is_unknown and "quiet" in names and (instead := _find_habit(error.option_name)):
-        return ConfigError(what.rstrip("."), fix=instead)
-    if is_unknown and "precision" in names and _is_precision(precision := error.option_name.lstrip("-")):
-        return ConfigError(what.rstrip("."), fix=f"use --precision {precision}")
-    has_settings = "arguments" in names
-    if is_unknown and has_settings and (setting := _find_setting(error.option_name)):
-        same = _find_same_option(setting, context.command.params)
-        fix = f"did you mean {same}?" if same else f"write settings as {_find_path(setting)}=VALUE."
-        return ConfigError(what.rstrip("."), fix=f"{fix} {help_text}")
     near = [name for name in getattr(error, "possibilities", None) or () if name != "--help"]
     nearest = f"did you mean {' or '.join(near)}? " if near else ""
-    if is_unknown and has_settings and not near:
-        nearest = _suggest_setting(error.option_name)
+    # Only the parser's error for an unknown option has this attribute.
+    if hasattr(error, "possibilities") and context is not None:
+        nearest = _suggest_instead(error.option_name, context.command.params, is_last=not near) or nearest
     return ConfigError(what.rstrip("."), fix=nearest + help_text)
 
 
-def _is_precision(argument: str) -> bool:
+def _suggest_instead(option: str, options: Sequence[Any], *, is_last: bool) -> str:
+    """Return what to write instead of another tool's flag, or of a setting that was written as an option; else empty.
+
+    `is_last`: no option of the command resembles it, so settings that do are suggested.
+    """
     from halfstep.precision.names import PRECISIONS
-
-    return argument in PRECISIONS
-
-
-def _find_habit(option: str) -> str:
-    """Return what to use instead of another tool's flag; empty if it is not a known one."""
-    from halfstep_train.config.aliases import HABITS
-
-    return HABITS.get(option.lstrip("-").replace("-", "_"), "")
-
-
-def _find_setting(option: str) -> str:
-    """Return the setting that an unknown option names, such as `--learning_rate` or `--optimizer.lr`; else empty."""
-    from halfstep_train.config.aliases import KEY_ALIASES, PRECISION_KEYS
-
-    name = option.lstrip("-").replace("-", "_")
-    return name if name in KEY_ALIASES or name in PRECISION_KEYS or "." in name else ""
-
-
-def _find_same_option(setting: str, options: Sequence[Any]) -> str:
-    """Return the option for a setting, such as `--lr` for `learning_rate`; empty if there is none."""
-    from halfstep_train.config.aliases import KEY_ALIASES
-
-    # Flags are aliases of settings too, so both lead to one path.
-    path = _find_path(setting)
-    flags = (option for option in options if option.name in KEY_ALIASES)
-    return next((option.opts[0] for option in flags if KEY_ALIASES[option.name].path == path), "")
-
-
-def _find_path(setting: str) -> str:
-    from halfstep_train.config.aliases import KEY_ALIASES
-
-    return KEY_ALIASES[setting].path if setting in KEY_ALIASES else setting
-
-
-def _suggest_setting(option: str) -> str:
-    """Return `did you mean optimizer.weight_decay, as KEY=VALUE? ` if the option resembles a setting; else empty."""
+    from halfstep_train.config.aliases import HABITS, KEY_ALIASES, PRECISION_KEYS
     from halfstep_train.config.keys import suggest_key
     from halfstep_train.config.schema import RunConfig
 
-    found = suggest_key(option.lstrip("-").replace("-", "_"), RunConfig)
+    name, names = option.lstrip("-").replace("-", "_"), {one.name for one in options}
+    if "quiet" in names and name in HABITS:
+        return f"{HABITS[name]}. "
+    if "precision" in names and name.replace("_", "-") in PRECISIONS:
+        return f"use --precision {name.replace('_', '-')}. "
+    if "arguments" not in names:
+        return ""
+    if name in KEY_ALIASES or name in PRECISION_KEYS or "." in name:
+        path = KEY_ALIASES[name].path if name in KEY_ALIASES else name
+        # Flags are aliases of settings too, so both lead to one path.
+        same = [one.opts[0] for one in options if one.name in KEY_ALIASES and KEY_ALIASES[one.name].path == path]
+        return f"did you mean {same[0]}? " if same else f"write settings as {path}=VALUE. "
+    found = suggest_key(name, RunConfig) if is_last else ""
     return f"{found.removesuffix('?')}, as KEY=VALUE? " if found.startswith("did you mean") else ""
 
 

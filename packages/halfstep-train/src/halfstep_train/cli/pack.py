@@ -13,7 +13,6 @@ from halfstep.errors import ConfigError, DataError, format_bytes, format_count, 
 from halfstep_train.cli.options import Json, map_flags, option, read_given
 
 if TYPE_CHECKING:
-    from halfstep_train.data.image_folder import FolderLayout
     from halfstep_train.data.packed import Pack, PackSettings
 
 
@@ -28,13 +27,7 @@ def command(
     size: Annotated[int, option("Side of the stored images in pixels.", min=1)] = 256,
     out: Annotated[Path | None, option("Output file; default: inside DIR.", metavar="FILE")] = None,
     workers: Annotated[int, option("Decoding threads; 0: one per core.", min=0)] = 0,
-    limit_gb: Annotated[float, option("Maximum size of the file.", min=0)] = 64.0,
     on_bad_file: Annotated[str, option("Stop at a bad file, or skip it.", metavar="error|skip")] = "error",
-    train_folder: Annotated[str, option("Training folder, if not train.", metavar="NAME")] = "",
-    val_folder: Annotated[str, option("Validation folder, if not val.", metavar="NAME")] = "",
-    val_fraction: Annotated[float, option("Fraction held out if there is no val folder.", min=0, max=0.9)] = 0.1,
-    split_seed: Annotated[int, option("Seed of that split.", min=0)] = 0,
-    label_column: Annotated[str, option("Column of metadata.jsonl, if not label.", metavar="NAME")] = "",
     force: Annotated[bool, option("Pack again, even if the file matches the folder.", "--force")] = False,
     verify: Annotated[
         bool, option("Only check every image of the packed file, and whether it matches DIR.", "--verify")
@@ -43,8 +36,9 @@ def command(
 ) -> None:
     """Decode every image of a folder once into one file, for fast reading.
 
-    Training with `data.cache=true` reads that file instead of the images. It is checked when opened and rebuilt when
-    the folder changes. --verify exits with 1 if the file no longer matches the folder.
+    Training with `data.cache=true` reads that file instead of the images. It is checked when opened, and rebuilt when
+    the folder changes or training splits it differently. --verify exits with 1 if the file no longer matches the
+    folder.
 
     Example:
 
@@ -63,32 +57,21 @@ def command(
     if not folder.is_dir():
         kind = "is a file" if folder.exists() else "does not exist"
         raise DataError(f"{folder} {kind}", fix="give the folder of train/<class>/* and val/<class>/*, or of <class>/*")
-    from halfstep_train.data.packed import choose_pack_path
+    from halfstep_train.data.packed import PackSettings, choose_pack_path
 
-    layout, settings = read_settings(context)
+    if on_bad_file not in ("error", "skip"):
+        raise ConfigError(f"unknown --on-bad-file {on_bad_file!r}", fix="use error or skip")
+    settings = PackSettings(size=size, workers=workers, on_bad_file=on_bad_file)  # type: ignore[arg-type]
     path, again = out or choose_pack_path(folder, size), format_command(context, folder)
     if verify:
-        summary = verify_pack(folder, layout, path, settings, again)
+        summary = verify_pack(folder, path, settings, again)
     else:
-        summary = make_pack(folder, layout, path, settings, force=force)
-    shown = summary | {"folder": str(folder), "use": format_overrides(layout, settings, out), "again": again}
+        summary = make_pack(folder, path, settings, force=force)
+    shown = summary | {"folder": str(folder), "use": format_overrides(settings, out), "again": again}
     show_summary(shown, as_json=as_json)
     if summary.get("stale"):
         raise typer.Exit(1)
     return None
-
-
-def read_settings(context: typer.Context) -> tuple[FolderLayout, PackSettings]:
-    """Read the folder layout and the pack settings from the flags."""
-    from halfstep_train.data.image_folder import FolderLayout
-    from halfstep_train.data.packed import PackSettings
-
-    given = context.params
-    names = {"train": "train_folder", "val": "val_folder", "val_fraction": "val_fraction", "seed": "split_seed"}
-    layout = FolderLayout(label_column=given["label_column"], **{own: given[name] for own, name in names.items()})
-    if given["on_bad_file"] not in ("error", "skip"):
-        raise ConfigError(f"unknown --on-bad-file {given['on_bad_file']!r}", fix="use error or skip")
-    return layout, PackSettings(**{name: given[name] for name in ("size", "limit_gb", "workers", "on_bad_file")})
 
 
 def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
@@ -124,13 +107,14 @@ NOT_AGAIN = {"verify", "as_json", "force", "workers"}
 """Flags that do not change what is packed."""
 
 
-def make_pack(folder: Path, layout: FolderLayout, path: Path, settings: PackSettings, *, force: bool) -> Summary:
+def make_pack(folder: Path, path: Path, settings: PackSettings, *, force: bool) -> Summary:
     """Pack the folder, or open a file that already matches it."""
     import time
 
     from halfstep_train.data.binary_sets import find_cifar_folder, find_idx_folder
-    from halfstep_train.data.image_folder import find_images
-    from halfstep_train.data.packed import PackingBar, open_or_pack, pack
+    from halfstep_train.data.image_folder import FolderLayout, find_images
+    from halfstep_train.data.packed import open_or_pack, pack
+    from halfstep_train.report.progress import PackingBar
     from halfstep_train.run.interrupts import raise_at_once
 
     if find_cifar_folder(folder) or find_idx_folder(folder):
@@ -139,7 +123,7 @@ def make_pack(folder: Path, layout: FolderLayout, path: Path, settings: PackSett
             why="these are read as a whole, so packing would gain nothing",
             fix=f"train on them directly: {suggest_command('train', 'WORKLOAD', '--data-dir', folder)}",
         )
-    found = find_images(folder, layout)
+    found = find_images(folder, FolderLayout())
     start = time.perf_counter()
     work = pack if force else open_or_pack
     with PackingBar(path) as bar, raise_at_once("while packing"):
@@ -156,9 +140,9 @@ def format_command(context: typer.Context, folder: Path) -> str:
     return suggest_command("pack", folder, *itertools.chain.from_iterable(given))
 
 
-def verify_pack(folder: Path, layout: FolderLayout, path: Path, settings: PackSettings, again: str) -> Summary:
+def verify_pack(folder: Path, path: Path, settings: PackSettings, again: str) -> Summary:
     """Check every image of a packed file, and whether the file matches the folder."""
-    from halfstep_train.data.image_folder import find_images
+    from halfstep_train.data.image_folder import FolderLayout, find_images
     from halfstep_train.data.packed import explain_stale, open_pack
 
     if not path.exists():
@@ -168,7 +152,7 @@ def verify_pack(folder: Path, layout: FolderLayout, path: Path, settings: PackSe
     except DataError as error:
         error.fix = again
         raise
-    stale = explain_stale(pack.index, find_images(folder, layout), settings)
+    stale = explain_stale(pack.index, find_images(folder, FolderLayout()), settings)
     return summarise_pack(pack) | {"verified": not stale, "stale": stale}
 
 
@@ -196,21 +180,13 @@ def summarise_pack(pack: Pack) -> Summary:
     }
 
 
-def format_overrides(layout: FolderLayout, settings: PackSettings, out: Path | None) -> str:
+def format_overrides(settings: PackSettings, out: Path | None) -> str:
     """Return the overrides with which training uses this file."""
     from halfstep_train.workloads import KINDS
 
     # The defaults of any workload that reads packed files: only other values need an override.
     usual = next(KINDS[name].get_schema(name) for name in KINDS if KINDS[name].reads_packs).model_fields["data"].default
-    chosen: dict[str, object] = {
-        "cache_size": settings.size,
-        "on_bad_file": settings.on_bad_file,
-        "train_folder": layout.train,
-        "val_folder": layout.val,
-        "val_fraction": layout.val_fraction,
-        "split_seed": layout.seed,
-        "label_column": layout.label_column,
-    }
+    chosen: dict[str, object] = {"cache_size": settings.size, "on_bad_file": settings.on_bad_file}
     others = [f"data.{name}={value}" for name, value in chosen.items() if value != getattr(usual, name)]
     return shlex.join([f"data.cache_file={out}" if out else "data.cache=true", *others])
 

@@ -297,12 +297,10 @@ def _stop(timeout: str) -> None:
 def parse_timeout(text: str) -> int:
     """Parse DD:HH:MM:SS into seconds; days and hours are optional."""
     found = DURATION.fullmatch(text)
-    if found is None:
-        raise ConfigError(f"--timeout {text} is not a duration", fix="write DD:HH:MM:SS, such as 00:11:30:00")
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)
     total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     if total == 0:
-        raise ConfigError(f"--timeout {text} is zero", fix="write DD:HH:MM:SS, such as 00:11:30:00")
+        raise ConfigError(f"--timeout {text} is not a duration", fix="write DD:HH:MM:SS, such as 00:11:30:00")
     return total
 
 

@@ -7,6 +7,7 @@ import functools
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -14,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from halfstep.errors import ConfigError, suggest_nearest
 from halfstep_train.config.aliases import HABITS, KEY_ALIASES, PRECISION_KEYS
-from halfstep_train.config.section import NULLS, Plain, Section
+from halfstep_train.config.section import NULLS, Plain, Section, parse_scalar
 from halfstep_train.config.statements import OPEN_SECTIONS, Statement, find_open_section
 
 NEAR = 0.6
@@ -23,6 +24,36 @@ ABBREVIATED = 0.9
 """Likeness of an abbreviation, such as `rotat` for `rotate_degrees`."""
 CLEARLY_WORSE = 0.1
 """Suggestions this much below the best one are noise."""
+
+
+class Removed(NamedTuple):
+    """A setting that no longer exists."""
+
+    unchanged: tuple[object, ...]
+    """Values that change nothing, the former default among them: files of earlier versions hold every setting."""
+    instead: str
+
+
+REMOVED = {
+    "log.curves": Removed((True, False), "leave it out: `halfstep report RUN --open` draws the curves"),
+    "data.cache_limit_gb": Removed((64.0,), "leave it out: only the free disk space limits the packed file"),
+    "optimizer.alpha": Removed((None, 0.99), "leave it out: rmsprop takes torch's default, 0.99"),
+    "optimizer.rho": Removed((None, 0.9), "leave it out: adadelta takes torch's default, 0.9"),
+    "schedule.peak_share": Removed((0.3,), "leave it out: onecycle rises over 30 % of the steps"),
+    "model.ce_weight": Removed((1.0,), "leave it out, and set model.dice_weight relative to a weight of 1"),
+    "model.gan_lr": Removed((None,), "leave it out: the discriminator takes optimizer.lr"),
+    "model.decoder_heads": Removed((4,), "leave it out: the decoder has 4 attention heads"),
+}
+
+
+def leave_out_removed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a stored run's settings without those that no longer exist and change nothing."""
+    kept = {name: dict(value) if isinstance(value, Mapping) else value for name, value in settings.items()}
+    for path, removed in REMOVED.items():
+        section, name = path.split(".")
+        if name in kept.get(section, {}) and kept[section][name] in removed.unchanged:
+            del kept[section][name]
+    return kept
 
 
 @functools.cache
@@ -52,7 +83,8 @@ def list_sections(schema: type[Section]) -> frozenset[str]:
 
 
 def find_full_path(statement: Statement, schema: type[Section]) -> Statement | None:
-    """Return the statement with its full path (precision keys keep theirs), or None for an empty section."""
+    """Return the statement with its full path (precision keys keep theirs); None for an empty section, and for a
+    removed setting with a value that changes nothing."""
     if find_open_section(statement.path):
         return statement
     path = statement.path.replace("-", "_")
@@ -69,11 +101,19 @@ def find_full_path(statement: Statement, schema: type[Section]) -> Statement | N
         example = next((key for key in list_fields(schema) if key.startswith(path + ".")), f"{path}.NAME")
         raise ConfigError(f"{statement}: {path} holds settings, not a value", fix=f"set one of them, such as {example}")
     if path not in list_fields(schema):
+        if _has_no_effect(path, statement.value):
+            return None
         raise ConfigError(f"unknown key {statement.path!r} ({statement.origin})", fix=_suggest(path, schema))
     return replace(statement, path=path)
 
 
+def _has_no_effect(path: str, value: object) -> bool:
+    return path in REMOVED and (parse_scalar(value) if isinstance(value, Plain) else value) in REMOVED[path].unchanged
+
+
 def _suggest(path: str, schema: type[Section]) -> str:
+    if path in REMOVED:
+        return REMOVED[path].instead
     return HABITS.get(path.removeprefix("trainer.")) or suggest_key(path, schema)
 
 

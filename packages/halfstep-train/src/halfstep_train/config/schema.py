@@ -35,15 +35,12 @@ OptimizerName = Literal[
 ScheduleName = Literal["constant", "cosine", "linear", "polynomial", "exponential", "step", "onecycle", "plateau"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
-UNJUDGEABLE = ("lbfgs",)
 ADAM_LIKE = frozenset({"adam", "adamw", "nadam", "radam", "adamax"})
 OPTIMIZER_OPTIONS: dict[str, frozenset[str]] = {
     "momentum": frozenset({"sgd", "rmsprop", "muon"}),
     "betas": ADAM_LIKE,
     "eps": ADAM_LIKE | {"adagrad", "rmsprop", "adadelta", "muon"},
     "nesterov": frozenset({"sgd", "muon"}),
-    "alpha": frozenset({"rmsprop"}),
-    "rho": frozenset({"adadelta"}),
 }
 """The optimizers that read each option; a value given for another optimizer is reported, never silently dropped."""
 
@@ -57,7 +54,6 @@ SCHEDULE_OPTIONS: dict[str, frozenset[str]] = {
     "gamma": frozenset({"step"}),
     "patience": frozenset({"plateau"}),
     "factor": frozenset({"plateau"}),
-    "peak_share": frozenset({"onecycle"}),
 }
 """The same for schedules."""
 
@@ -81,8 +77,6 @@ class OptimizerConfig(Section):
     )
     eps: Positive | None = Field(default=None, description="Added to the denominator; default: the optimizer's default")
     nesterov: bool | None = Field(default=None, description="Nesterov momentum; default: off in sgd, on in muon")
-    alpha: Beta | None = Field(default=None, description="Smoothing of rmsprop; default 0.99")
-    rho: Beta | None = Field(default=None, description="Smoothing of adadelta; default 0.9")
     moment_bits: Literal[32, 8] = Field(
         default=32, description="Bits of adamw's two moments; 8: 8-bit AdamW, one scale per 256 values"
     )
@@ -90,12 +84,7 @@ class OptimizerConfig(Section):
     @field_validator("name", mode="before")
     @classmethod
     def normalise_optimizer(cls, value: object) -> object:
-        name = re.sub(r"[-_]", "", value.lower()) if isinstance(value, str) else value
-        if name in UNJUDGEABLE:
-            raise ValueError(
-                f"{name} updates weights before the step can be checked; use another optimizer, such as adamw"
-            )
-        return name
+        return re.sub(r"[-_]", "", value.lower()) if isinstance(value, str) else value
 
     def compute_peak_lr(self, samples_per_step: int) -> float:
         """Return the learning rate at the top of the schedule, scaled linearly (Goyal et al. 2017) if lr_per is set."""
@@ -133,7 +122,6 @@ class ScheduleConfig(Section):
         default=5, description="Validations without improvement before the plateau schedule cuts"
     )
     factor: float = Field(default=0.1, gt=0, lt=1, description="Factor at each cut of the plateau schedule")
-    peak_share: float = Field(default=0.3, gt=0, lt=1, description="Share of the steps before onecycle's peak")
 
 
 def split_names(value: object) -> object:
@@ -427,7 +415,6 @@ class LogConfig(Section):
     )
     quiet: bool = Field(default=False, description="Show warnings, errors and the final summary only")
     verbose: bool = Field(default=False, description="Print each epoch's metrics as a table, and keep finished bars")
-    curves: bool = Field(default=True, description="Draw report/curves.png when the run ends (a second or two)")
     ledger: bool = Field(
         default=False, description="Record the dtypes that steps actually compute in: report/ledger.json"
     )

@@ -149,8 +149,7 @@ def _refuse_masks(root: Path) -> None:
         raise DataError(
             f"{root} holds images and masks ({names}), not classes",
             why="a classifier would learn to distinguish images from masks",
-            fix=f"halfstep train unet --data-dir {shlex.quote(str(root))}; if they are classes: data.train_folder=. "
-            "(pack: --train-folder .)",
+            fix=f"halfstep train unet --data-dir {shlex.quote(str(root))}; if they are classes: data.train_folder=.",
         )
 
 

@@ -307,7 +307,7 @@ def open_image_file(path: Path) -> Iterator[ImageFile]:
     with image:
         if image.mode in ("I", "F") and image.format != "PNG":
             raise make_unreadable_error(
-                path, ValueError(f"pixels of 32 bits (mode {image.mode}) have no defined brightness")
+                path, ValueError(f"32-bit pixels (mode {image.mode}) have no defined white level")
             )
         yield ImageFile(path, image)
 

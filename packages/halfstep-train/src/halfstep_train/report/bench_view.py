@@ -1,13 +1,10 @@
-"""Show a benchmark: its progress, the table of its rows, and a picture with bars of time and memory."""
+"""Show a benchmark: the table of its rows, and where the time of profiled steps goes."""
 
 from __future__ import annotations
 
-import itertools
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -15,16 +12,12 @@ from rich.text import Text
 from halfstep.errors import format_count
 from halfstep_train.report.config_view import format_setting
 from halfstep_train.report.console import make_columns_table, print_text, split_columns
-from halfstep_train.report.picture_file import FAINT, INK, make_figure, save_figure
-from halfstep_train.report.progress import format_time
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 
 Record = Mapping[str, Any]
 NOTHING = "-"
 WHO = ("who", "mode", "precision")
+KERNEL_LENGTH = 64
+"""Characters that are shown of a kernel's name."""
 OLDER_UNIT = {"name": "sample", "per_sample": 1}
 """Unit of stored results in benchmarks/results that do not name one."""
 
@@ -48,6 +41,32 @@ def show_bench(record: Record, console: Console) -> None:
         print_text(console, Text(line, style="dim"))
     for warning in record["warnings"]:
         print_text(console, Text(f"warning: {warning}", style="yellow"))
+    for row in measured:
+        if row.get("profile"):
+            _show_profile(row, console)
+
+
+def _show_profile(row: Record, console: Console) -> None:
+    """Print the time of a step by kind of kernel, and its longest kernels."""
+    profile = row["profile"]
+    console.print()
+    console.print(Text(f"{_format_label(row)}: {format_digits(row['ms'], 4)} ms per step", style="bold"))
+    times = f"{profile['launches']:.0f} launches, {format_digits(profile['idle_ms'])} ms idle"
+    kinds = [f"{kind} {format_digits(ms)}" for kind, ms in profile["kinds_ms"].items()]
+    print_text(console, Text(f"{times}; ms per kind: {', '.join(kinds)}"))
+    kernels = profile["kernels"]
+    columns = {
+        "ms": [format_digits(kernel["ms"]) for kernel in kernels],
+        "launches": [f"{kernel['launches']:.0f}" for kernel in kernels],
+        "longest kernels": [_shorten_kernel(kernel["name"]) for kernel in kernels],
+    }
+    console.print(make_columns_table(columns, left=("longest kernels",)))
+
+
+def _shorten_kernel(name: str) -> str:
+    """Remove the prefixes that all torch kernels share, and what does not fit on a line."""
+    text = name.removeprefix("void ").replace("at::native::", "").replace("(anonymous namespace)::", "")
+    return text if len(text) <= KERNEL_LENGTH else f"{text[: KERNEL_LENGTH - 1]}…"
 
 
 def format_title(record: Record) -> str:
@@ -140,142 +159,3 @@ def _explain_columns(record: Record, rows: Sequence[Record], columns: Iterable[s
 
 def _format_label(row: Record) -> str:
     return " ".join(filter(None, (row["name"], row["variant"], row["precision"])))
-
-
-COLOURS = {"fp32": "#616e7c", "tf32": "#8e44ad", "bf16": "#2f6fde", "fp16": "#0b9ac0", "fp8": "#12805c"}
-OTHER = "#b7791f"
-PEER_ALPHA = 0.45
-"""Peers are drawn paler than halfstep's rows."""
-INCHES_PER_ROW = 0.36
-ROOM_FOR_LABELS = 1.55
-"""Width of the axis relative to the longest bar, with room for the numbers after the bars."""
-
-
-def draw_bench(record: Record, path: Path) -> None:
-    """Draw the measured rows, except simulated ones, whose times mean nothing."""
-    rows = [row for row in record["rows"] if row["window_ms"] and not row["simulated"]]
-    figure = make_figure((11.5, 1.5 + INCHES_PER_ROW * max(len(rows), 2)))
-    figure.suptitle(format_title(record), x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK)
-    has_memory = any(row["peak_bytes"] for row in rows)
-    panels = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2)) if has_memory else [figure.subplots()]
-    _draw_times(panels[0], rows, record.get("unit", OLDER_UNIT))
-    if has_memory:
-        _draw_memory(panels[1], rows)
-    if notes := list(_explain_gaps(record, len(rows), has_memory=has_memory)):
-        figure.supxlabel("\n".join(notes), x=0.01, ha="left", fontsize=8.5, color=FAINT)
-    save_figure(figure, path)
-
-
-def _explain_gaps(record: Record, num_drawn: int, *, has_memory: bool) -> Iterator[str]:
-    """Yield what is missing in the picture, and why."""
-    if num_drawn and not has_memory:
-        yield f"memory: {record['memory']}"
-    if left_out := len(record["rows"]) - num_drawn:
-        rows = format_count(left_out, "row")
-        yield f"not drawn: {rows} that could not be measured or are simulated"
-
-
-def _draw_times(axes: Axes, rows: Sequence[Record], unit: Record) -> None:
-    _draw_bars(axes, rows, [row["ms"] for row in rows], "time per step, ms (line: fastest to slowest window)")
-    _draw_spreads(axes, rows)
-    _draw_labels(axes, [row["ms_max"] for row in rows], [_format_time_label(row, unit) for row in rows])
-
-
-def _draw_memory(axes: Axes, rows: Sequence[Record]) -> None:
-    sizes = [(row["peak_bytes"] or 0) / 1e9 for row in rows]
-    _draw_bars(axes, rows, sizes, "peak memory, GB")
-    _draw_labels(axes, sizes, [f"{format_digits(size)} GB" if size else "not counted" for size in sizes])
-
-
-def _draw_bars(axes: Axes, rows: Sequence[Record], lengths: Sequence[float], name: str) -> None:
-    places = range(len(rows))
-    bars = axes.barh(places, lengths, height=0.7, color=[COLOURS.get(row["precision"], OTHER) for row in rows])
-    for bar, row in zip(bars, rows, strict=True):
-        bar.set_alpha(1.0 if row["name"] == "halfstep" else PEER_ALPHA)
-    axes.set_yticks(places, [f"{row['name']} {row['variant']}  {row['precision']}" for row in rows])
-    axes.set_ylim(len(rows) - 0.4, -0.6)  # the first row on top
-    axes.set_xlim(0, ROOM_FOR_LABELS * max(lengths, default=1.0) or 1.0)
-    axes.set_xlabel(name, fontsize=9, color=FAINT)
-    axes.tick_params(labelsize=9, labelcolor=INK, length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-
-
-def _draw_spreads(axes: Axes, rows: Sequence[Record]) -> None:
-    for place, row in enumerate(rows):
-        for colour, width in (("white", 4.0), (INK, 1.6)):  # a white edge, visible on a dark bar
-            ends = [row["ms_min"], row["ms_max"]]
-            axes.plot(ends, [place, place], color=colour, linewidth=width, solid_capstyle="butt")
-
-
-def _draw_labels(axes: Axes, ends: Sequence[float], labels: Sequence[str]) -> None:
-    for place, (end, label) in enumerate(zip(ends, labels, strict=True)):
-        axes.annotate(label, (end, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5, color=INK)
-
-
-def _format_time_label(row: Record, unit: Record) -> str:
-    rate = format_digits(row["samples_per_s"] * unit["per_sample"], 4)
-    facts = [f"{format_digits(row['ms'], 4)} ms", f"{rate} {unit['name']}s/s"]
-    facts += [f"{row['speedup_fp32']:.1f}x fp32"] if row["speedup_fp32"] is not None else []
-    return "  ".join(facts)
-
-
-class RowsLeft:
-    """Shows which row is measured, and estimates the time left from finished rows of the same kind.
-
-    A compiled row takes minutes, an eager one seconds, and one in an emulated format hours: until a row of each
-    remaining kind is done, only the least time left is known.
-    """
-
-    def __init__(
-        self,
-        kinds: Sequence[str],
-        console: Console,
-        *,
-        repeats_first: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Show rows as they are measured. `kinds`: the kind of each row in order, such as `halfstep eager`.
-        `repeats_first`: the first row is measured again at the end."""
-        self.kinds = [*kinds, *(kinds[:1] if repeats_first else ())]
-        self.total, self.repeats_first, self.row = len(self.kinds), repeats_first, ""
-        self._console, self._clock = console, clock
-        self._starts_s: list[float] = []
-
-    @property
-    def done(self) -> int:
-        """Number of finished rows."""
-        return len(self._starts_s) - 1
-
-    def begin(self, row: str) -> None:
-        """Start this row; the previous one is done."""
-        self._starts_s.append(self._clock())
-        self.row = row
-        if not self._console.is_terminal:  # where a status is not shown
-            self._console.print(Text(f"measuring {self}"), soft_wrap=True)
-
-    def format_time_left(self) -> str:
-        """Return `, about 1:20 left`; empty until a row is done, and a lower bound until one of each kind is."""
-        if self.done < 1:
-            return ""
-        estimates = [self._estimate_s(index) for index in range(self.done, self.total)]
-        spent_s = self._clock() - self._starts_s[-1]
-        this_s = (estimates[0] or spent_s) - spent_s
-        left_s = max(0.0, this_s) + sum(filter(None, estimates[1:]))
-        if None in estimates:
-            return f", at least {format_time(left_s)} left" if left_s else ", time left unknown"
-        # If this row takes longer than expected, only the others can be estimated.
-        return f", {'about' if this_s >= 0 else 'over'} {format_time(left_s)} left"
-
-    def _estimate_s(self, index: int) -> float | None:
-        """Estimate a row's time: that of the first for the repeated row, else the mean of its kind; None: unknown."""
-        taken_s = [end - start for start, end in itertools.pairwise(self._starts_s)]
-        if self.repeats_first and index == self.total - 1:
-            return taken_s[0]
-        alike_s = [taken for taken, kind in zip(taken_s, self.kinds, strict=False) if kind == self.kinds[index]]
-        return sum(alike_s) / len(alike_s) if alike_s else None
-
-    def __str__(self) -> str:
-        return f"{self.row} (row {self.done + 1} of {self.total}{self.format_time_left()})"
-
-    def __rich__(self) -> Text:
-        return Text(f"measuring {self}" if self.row else "measuring")

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from html import escape
+from pathlib import Path
 from typing import IO, Any
 
 from rich.cells import cell_len
@@ -20,6 +21,8 @@ from rich.file_proxy import FileProxy
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
+
+from halfstep.errors import format_count
 
 REFRESHES_PER_S = 8
 LINE_EVERY_S = 30.0
@@ -256,6 +259,33 @@ def _print_above_bar(console: Console) -> Iterator[None]:
         if sys.stderr.isatty():
             stack.enter_context(contextlib.redirect_stderr(AboveBar(console, sys.stderr)))
         yield
+
+
+class PackingBar:
+    """Shows the progress of packing into a file, from the first report on, on standard error."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._stack = path, contextlib.ExitStack()
+        self._bar: Bar | None = None
+
+    @property
+    def was_shown(self) -> bool:
+        """True if anything was packed."""
+        return self._bar is not None
+
+    def __enter__(self) -> PackingBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._bar is None:
+            console = Console(stderr=True)
+            console.print(f"packing {format_count(total, 'image')} into {self._path}", soft_wrap=True, markup=False)
+            self._bar = Bar("packing", total)
+            self._stack.enter_context(show_live(self._bar, console, is_summarised=True))
+        self._bar.done = done
 
 
 def format_rate(steps_per_s: float) -> str:

@@ -32,9 +32,7 @@ from halfstep.hardware.probe import probe
 from halfstep.step.scaler import Scaler
 from halfstep.tensor_files import write_tensors
 from halfstep_train.config.schema import DataConfig
-from halfstep_train.report.curves import draw_curves
 from halfstep_train.report.listeners import CallbackFailed
-from halfstep_train.report.metrics_file import read
 from halfstep_train.report.page.read_run import read_run
 from halfstep_train.report.page.render import render_runs
 from halfstep_train.report.run_report import RunReport
@@ -56,8 +54,6 @@ def handle_ending(loop: Loop, folder: RunFolder, report: RunReport, *, is_new: b
         yield
     except (HalfstepError, KeyboardInterrupt) as error:
         shown = explain_ending(error, loop, folder, is_new=is_new and writes)
-        if folder.path.is_dir() and writes:
-            _draw(loop, folder, report)
         if shown is error:
             raise
         raise shown from error
@@ -74,11 +70,9 @@ def handle_ending(loop: Loop, folder: RunFolder, report: RunReport, *, is_new: b
 def finish_run(
     loop: Loop, folder: RunFolder, report: RunReport, monitor: Monitor, energy: EnergyMeter, data: DataConfig
 ) -> None:
-    """Write the curves, model and summary of a run that reached its end, and show its results."""
+    """Write the model and summary of a run that reached its end, and show its results."""
     _refuse_only_skips(loop)
     parts, writes = loop.parts, loop.checkpoints.writes
-    if writes:
-        _draw(loop, folder, report)
     if writes or parts.sharded is not None:
         export_model(parts, folder)
     if writes:
@@ -183,17 +177,7 @@ def _extend_error(error: HalfstepError, *, why: str = "", fix: str = "") -> Half
     return error
 
 
-# --- curves, report/summary.json, and what trackers get ---
-
-
-def _draw(loop: Loop, folder: RunFolder, report: RunReport) -> None:
-    """Draw the curves; a failure is a warning, so that a full disk does not hide why the run ended."""
-    if not loop.parts.log.curves:
-        return
-    try:
-        draw_curves(read(folder.metrics), folder.report / "curves.png")
-    except HalfstepError as error:
-        report.notice(str(error), "warning")
+# --- report/summary.json, and what trackers get ---
 
 
 def _track_files(folder: RunFolder, report: RunReport) -> None:
@@ -202,7 +186,7 @@ def _track_files(folder: RunFolder, report: RunReport) -> None:
         return
     page = render_runs([read_run(folder.path)], [predict_memory_for_page(folder.path)])
     write_atomically(folder.report / "report.html", page)
-    names = ("summary.json", "curves.png", "report.html")
+    names = ("summary.json", "report.html")
     files = [folder.config, folder.plan, folder.metrics, *(folder.report / name for name in names)]
     report.add_files([file for file in files if file.is_file()])
 
@@ -236,6 +220,7 @@ def write_summary(folder: RunFolder, loop: Loop, joules: float | None) -> None:
         "versions": {"halfstep": halfstep.__version__, "torch": torch.__version__},
         "command": ["halfstep", *sys.argv[1:]],
     }
+    folder.report.mkdir(exist_ok=True)  # a resumed run may have been copied without it
     write_atomically(folder.report / "summary.json", json.dumps(record, indent=2) + "\n")
 
 

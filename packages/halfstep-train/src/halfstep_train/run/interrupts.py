@@ -8,12 +8,10 @@ does not react within a second.
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import functools
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +25,8 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP"
 """SIGHUP (the terminal was closed; not on Windows) ends a run like a scheduler's SIGTERM."""
 
 FINISHING_STEP = "finishing this step, then saving; press Ctrl-C again to stop without saving"
-PATIENCE_S = (0.2, 0.8)  # time for the main thread to react to a second Ctrl-C, and to one that is sent again
+PATIENCE_S = 1.0  # time for the main thread to react to a second Ctrl-C
+STOP = 0  # the byte that ends the listening thread; no signal has this number
 SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -57,25 +56,19 @@ class Interrupts:
             raise KeyboardInterrupt
         self.received = self.received or signal.Signals(number)
 
-    def _listen(self, ear: socket.socket) -> None:
+    def _listen(self, ear: int) -> None:
         """Read signal numbers as they arrive; answer the first Ctrl-C and enforce the second."""
         has_received = False
-        while numbers := ear.recv(64):
-            for number in numbers:
-                if number == signal.SIGINT and has_received:
-                    return self._end_at_once()
-                if number == signal.SIGINT and self.answers:
-                    _print_at_once(self.answer)
-                has_received |= number in SIGNALS
-        return None
-
-    def _end_at_once(self) -> None:
-        """Give the main thread a second to end by itself, then end the process."""
-        if self._is_over.wait(PATIENCE_S[0]):
+        while (number := os.read(ear, 1)[0]) != STOP:
+            if number == signal.SIGINT and has_received:
+                break
+            if number == signal.SIGINT and self.answers:
+                _print_at_once(self.answer)
+            has_received |= number in SIGNALS
+        else:
             return
-        # Python merges two signals that arrive during one long call: send it again.
-        _thread.interrupt_main(signal.SIGINT)
-        if not self._is_over.wait(PATIENCE_S[1]):
+        # The main thread may be stuck in one long call, or Python may have merged both signals during one.
+        if not self._is_over.wait(PATIENCE_S):
             _print_at_once(self.make_last_message() + (SHOW_CURSOR if sys.stderr.isatty() else ""))
             os._exit(128 + signal.SIGINT)
 
@@ -106,21 +99,20 @@ def _handle_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | 
 def _listen_for_wakeups(found: Interrupts) -> Iterator[None]:
     """Start the thread that reads the wakeup file, and stop it afterwards."""
     _keep_children_silent()
-    ear, mouth = socket.socketpair()
-    # The interpreter must never block in a signal handler.
-    mouth.setblocking(False)
+    ear, mouth = os.pipe()
+    os.set_blocking(mouth, False)  # the interpreter must never block in a signal handler
     thread = threading.Thread(target=found._listen, args=(ear,), name="halfstep-signals", daemon=True)
     thread.start()
-    former = signal.set_wakeup_fd(mouth.fileno(), warn_on_full_buffer=False)
+    former = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
     try:
         yield
     finally:
         found._is_over.set()
         signal.set_wakeup_fd(former)
-        mouth.shutdown(socket.SHUT_RDWR)  # closing is not enough: loader processes were forked with a copy of it
-        mouth.close()
+        os.write(mouth, bytes([STOP]))  # closing is not enough: loader processes were forked with a copy of it
         thread.join()
-        ear.close()
+        os.close(mouth)
+        os.close(ear)
 
 
 @functools.cache  # once per process: a fork hook cannot be removed

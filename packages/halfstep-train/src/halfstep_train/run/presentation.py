@@ -172,11 +172,11 @@ def show_summary(
 
 def _list_results(folder: RunFolder, loop: Loop) -> list[tuple[str, str]]:
     parts, best = loop.parts, loop.checkpoints.find_best()
-    curves = [("curves", str(folder.report / "curves.png"))] if parts.log.curves else []
     # Without validation data `evaluate` needs other data.
     held_out = () if len(parts.workload.val_samples) else ("--data", "DIR")
     closer = suggest_command("evaluate", folder.path, *held_out)
-    return [("best checkpoint", str(best) if best else "none"), *curves, ("look closer", closer)]
+    curves = suggest_command("report", folder.path, "--open")
+    return [("best checkpoint", str(best) if best else "none"), ("curves", curves), ("look closer", closer)]
 
 
 def _describe_ranks(parts: Assembly) -> str:

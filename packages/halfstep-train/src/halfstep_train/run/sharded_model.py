@@ -40,8 +40,9 @@ OF_FROZEN = ":"
 """Separates a frozen network's name from its block's: `vae:decoder.up.0`."""
 UNIT_PARAMETERS = 64_000_000
 """A unit has at least so many, 256 MB in fp32. FSDP2's hooks take the host about 1 ms per unit and step: GPT-2 XL with
-4 x 1024 tokens takes a sixth longer with a unit per block (benchmarks/sharded_gpt2_xl.py). At NVLink's 350 GB/s the two
-gathers and the reduction of a unit take 2 ms. FSDP2's work per parameter takes the host longer, and does not change."""
+4 x 1024 tokens takes a sixth longer with a unit per block (benchmarks/results/sharded_gpt2_xl_batch_4.json). At
+NVLink's 350 GB/s the two gathers and the reduction of a unit take 2 ms. FSDP2's work per parameter takes the host
+longer, and does not change."""
 GROUPED = (nn.ModuleList, nn.Sequential)
 MIN_UNITS = 8
 """A unit with this part of all blocks is large enough: what is gathered must stay small compared with the model."""

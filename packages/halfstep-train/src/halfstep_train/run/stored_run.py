@@ -60,8 +60,7 @@ class StoredRun:
         return True
 
     def _is_tidy(self, config: RunConfig) -> bool:
-        """True if a finished run also has its last validation, mark of the best checkpoint, curves, summary and
-        export."""
+        """True if a finished run also has its last validation, mark of the best checkpoint, summary and export."""
         state, folder = self.state, self.folder
         is_validated = (
             state["position"]["epoch"] >= config.train.epochs
@@ -69,10 +68,9 @@ class StoredRun:
             or state["num_samples"][1] == 0
         )
         is_marked = not state["is_best"] or folder.open_checkpoints().find_best() == self.path
-        is_drawn = not config.log.curves or (folder.report / "curves.png").is_file()
         has_summary = (folder.report / "summary.json").is_file()
         is_exported = KINDS.of(config.workload).export is None or folder.model.is_dir()
-        return is_validated and is_marked and is_drawn and has_summary and is_exported
+        return is_validated and is_marked and has_summary and is_exported
 
     def check_records(self) -> list[str]:
         """Compare metrics.jsonl with the checkpoint; return a note if it has changed."""

@@ -192,7 +192,7 @@ class Run:
     # --- the loop and its ending ---
 
     def run(self) -> None:
-        """Train to the end of the run, and write its report, curves, model and summary."""
+        """Train to the end of the run, and write its report, model and summary."""
         config, folder, parts, writes = self.config, self.folder, self.parts, self.rank.writes
         is_new = self.stored is None
         try:

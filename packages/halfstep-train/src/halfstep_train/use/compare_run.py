@@ -39,7 +39,7 @@ from halfstep_train.workloads import load
 
 End = Literal["done", "stopped", "out of memory"]
 """How a run ended: normally, stopped by its guard, or out of memory."""
-QUIET = ("log.quiet=true", "log.curves=false")
+QUIET = ("log.quiet=true",)
 """A comparison prints one table and draws one picture for all its runs."""
 OUT_OF_MEMORY: End = "out of memory"
 

@@ -25,7 +25,7 @@ from halfstep.hardware.probe import probe
 from halfstep.own_loop.schedule_argument import per_step
 from halfstep.own_loop.step import Step
 from halfstep.precision.contexts import use_sound_attention
-from halfstep.precision.decide import decide
+from halfstep.precision.decide import Precision, decide
 from halfstep.step.schedule import PlateauFactor
 
 Check = Callable[[str, bool], bool]
@@ -156,7 +156,8 @@ def check_missing_check(device: str, is_guarded: bool) -> bool:
 
 
 def make_bf16_step(model: nn.Module, optimizer: Optimizer, device: str) -> Step:
-    return Step(model, optimizer, "bf16", fast="off", simulate=device == "cpu")  # CPUs may lack bf16
+    precision = Precision("bf16", simulate=device == "cpu")  # CPUs may lack bf16
+    return Step(model, optimizer, precision, fast="off")
 
 
 def check_stale_casts(device: str, is_guarded: bool) -> bool:

@@ -9,7 +9,7 @@ of the observations bends the line, up or down.
 A warning needs all of: a slope whose whole interval points at the limit, observations that have moved by a third of
 what is left to it, and a crossing at most `horizon` times as far ahead as the observations reach back. A weaker trend
 counts only for the name: of the modules that move together the one that crosses first is reported. The constants were
-chosen with the ramps of benchmarks/watch_ramps_tuning.py and benchmarks/watch_ramps_unseen.py.
+chosen with the ramps `tuning` and `unseen` of benchmarks/results/watch_ramps.json.
 """
 
 from __future__ import annotations

@@ -460,7 +460,7 @@ def _check_upcasts(expected: Expected, seen: Seen) -> Iterable[Finding]:
             yield Finding(
                 module=upcast.module,
                 what=f"explicit cast to fp32 at {upcast.line}, {size:,} bytes",
-                why="what follows it computes and is kept in fp32 until the next matmul",
+                why="the operations after it, up to the next matmul, run in fp32 and store fp32 activations",
                 fix="remove .float() (.to(torch.float32)), or mark it as intended: with hs.fp32_island()",
                 level="costs",
             )

@@ -245,7 +245,9 @@ def _try_precision(
     name = next(iter(modules), "")
     change = f"{name} in fp32" if name else f"everything in {precision}"
     in_config = f'precision.modules: {{"{name}": fp32}}' if name else f"precision.default: {precision}"
-    in_code = f'hs.Step(..., modules={{"{name}": "fp32"}})' if name else f'hs.Step(..., "{precision}")'
+    in_code = f'hs.Step(..., "{precision}")'
+    if name:
+        in_code = f'hs.Step(..., hs.Precision("{subject.plan.granted}", modules={{"{name}": "fp32"}}))'
     try:
         around = WithoutCasts(HALF) if without_casts else None
         outcome = attempt(subject, change, subject.plan_for(precision, modules), around=around, num_more=NUM_MORE)

@@ -49,8 +49,8 @@ def is_worth_it(path: FastPath, attempt: Attempt) -> bool:
         num_nodes = sum(entry.num_nodes for tracer in path.tracers.values() for entry in tracer.entries)
         shape.expected = CompileHistory(path.step, describe_window(attempt.batches)).expect(num_nodes)
     spent = path.in_steps_s - path.level.began_s
-    if path.num_steps is not None:
-        spent *= max(0, path.num_steps - path.step.attempted) / max(1, path.level.num_replays)
+    if path.options.num_steps is not None:
+        spent *= max(0, path.options.num_steps - path.step.attempted) / max(1, path.level.num_replays)
     seconds, saving = shape.expected
     return spent * saving > seconds
 

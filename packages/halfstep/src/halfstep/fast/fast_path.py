@@ -26,8 +26,8 @@ import functools
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -66,7 +66,7 @@ from halfstep.step.user_warnings import warn_user
 if TYPE_CHECKING:
     from halfstep.fast.traced import TracedLoss
 
-Fast = Literal["auto", "graph", "compile", "off"]
+FastMode = Literal["auto", "graph", "compile", "off"]
 Eager = Callable[[LossFn], Facts]
 """Make a step by running a loss function's Python code."""
 
@@ -158,23 +158,43 @@ class Attempt(TracedWindow):
         return self.shapes.setdefault(describe_window(self.batches), Shape())
 
 
+@dataclass(frozen=True, slots=True)
+class Fast:
+    """How hs.Step captures steps, with more to it than the mode: its `fast=` takes either. ::
+
+        step = hs.Step(model, optimizer, fast=hs.Fast(num_steps=100_000))
+
+    Arguments:
+        mode: "auto", "graph", "compile" or "off", as in hs.Step.
+        num_steps: how many steps the training has, if known: it decides sooner whether compiling pays.
+        max_graphs: captured graphs that are kept, one for each shape of a window; other shapes run eagerly, unless a
+            graph was not used for 1,000 steps.
+        pure_ops: custom operators that read nothing but their inputs, so that they may be captured:
+            ["my_library::my_operator"], or ["my_library"] for all of a library.
+    """
+
+    mode: FastMode = "auto"
+    _: KW_ONLY
+    num_steps: int | None = None
+    max_graphs: int = 8
+    pure_ops: Iterable[str] = ()
+
+
 class FastPath:
     """Choose and run the mode of each step of an hs.Step."""
 
     def __init__(
         self,
         step: GuardedStep,
-        asked: Fast,
+        options: Fast,
         *,
-        num_steps: int | None = None,
-        max_graphs: int = 8,
-        pure_ops: frozenset[str] = frozenset(),
         changed_optimizers: Sequence[str] = (),
         pardon: Callable[[int], None] = lambda attempted: None,
     ) -> None:
         """`pardon` is called with a number: dropped steps before it are the compiler's fault."""
-        self.step, self.asked, self.num_steps, self.max_graphs = step, asked, num_steps, max_graphs
-        self.pure_ops, self.changed_optimizers, self.pardon = pure_ops, changed_optimizers, pardon
+        self.step, self.options, self.asked = step, options, options.mode
+        self.changed_optimizers, self.pardon = changed_optimizers, pardon
+        asked = options.mode
         self.reason = "fast='off'" if asked == "off" else self._find_obstacle()
         self.state = State.EAGER if self.reason else START[asked]
         self.tracers: OrderedDict[object, TracedLoss] = OrderedDict()
@@ -386,7 +406,7 @@ class FastPath:
 
             if len(self.tracers) >= MAX_TRACERS:
                 self.tracers.popitem(last=False)
-            self.tracers[flags] = TracedLoss(self.step.plan, pure_ops=self.pure_ops)
+            self.tracers[flags] = TracedLoss(self.step.plan, pure_ops=frozenset(self.options.pure_ops))
         return self.tracers[flags]
 
     def _forget_traces(self) -> None:
@@ -566,14 +586,14 @@ class FastPath:
             raise NotTraced("parameters, optimizer settings or numbers in the batch change at every step")
         if not level.graphs and (no_room := self._find_no_room()):
             raise NotTraced(no_room)
-        if len(level.graphs) < self.max_graphs:
+        if len(level.graphs) < self.options.max_graphs:
             return True
         oldest = next(iter(level.graphs))
         if self.step.attempted - level.graphs[oldest].used_at > IDLE_STEPS:
             del level.graphs[oldest]
             return True
         if all(one.left_out_until < self.step.attempted for one in self.shapes.values()):
-            say(f"there are more shapes than max_graphs={self.max_graphs}: the others run eagerly")
+            say(f"there are more shapes than max_graphs={self.options.max_graphs}: the others run eagerly")
         if all(graph.shape is not shape for graph in level.graphs.values()):
             shape.left_out_until = self.step.attempted + IDLE_STEPS
         return False

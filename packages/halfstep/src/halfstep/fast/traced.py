@@ -584,7 +584,7 @@ def find_obstacle(graph: GraphModule, device: torch.device, pure_ops: frozenset[
             return f"a number is read from a tensor, as .item() does{find_line(node)}"
         said = f"{namespace}::{name.split('.')[1]}" if namespace else ""
         if said and pure_ops.isdisjoint((namespace, said)):
-            reason = f"{said} may read more than its inputs (pure_ops=[{said!r}] declares that it does not)"
+            reason = f"{said} may read more than its inputs (hs.Fast(pure_ops=[{said!r}]) declares that it does not)"
             return f"{reason}{find_line(node)}"
         if is_here:
             continue

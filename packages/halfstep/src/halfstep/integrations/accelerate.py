@@ -24,8 +24,9 @@ from halfstep.integrations.guard import (
     HostAdvice,
     HostGuard,
     HostOptions,
-    list_models,
+    check_loop,
     refuse_second_guard,
+    refuse_unguardable,
     unwrap_model,
 )
 
@@ -141,8 +142,8 @@ def guard(
     accelerator.end_training(), and `close()`.
     """
     refuse_unfit_accelerator(accelerator)
-    models = list_models("guard", model, optimizer, USE)
-    _refuse_unprepared(accelerator, models, optimizer)
+    prepared = {id(unwrap_model(one)) for one in (*accelerator._models, *accelerator._optimizers)}
+    models = check_loop(accelerator, model, optimizer, lambda one: id(unwrap_model(one)) in prepared, USE)
     made = AccelerateGuard(accelerator, models, optimizer, limits=["counters and averages of your loop"], **options)
     made.follow_prepared(accelerator._schedulers)
     if not accelerator._schedulers and hasattr(vars(optimizer.optimizer).get("step"), "_wrapped_by_lr_sched"):
@@ -158,20 +159,13 @@ def refuse_unfit_accelerator(accelerator: Any) -> None:
     if not isinstance(accelerator, Accelerator):
         raise ConfigError(f"guard takes an accelerate.Accelerator first, not {type(accelerator).__name__}", fix=USE)
     refuse_second_guard(accelerator, ONE_LOSS)
-    kind = accelerator.distributed_type
-    if kind not in GUARDABLE:
-        raise ConfigError(
-            f"Accelerate runs with {kind.value}, which cannot be guarded",
-            why="it shards gradients or steps the optimizer by itself, so no one step can be judged and dropped",
-            fix="one process per GPU with DDP: accelerate launch --multi_gpu, without a DeepSpeed, FSDP or "
-            "Megatron-LM plugin",
-        )
     config = getattr(accelerator, "parallelism_config", None)
-    if config is not None and any(getattr(config, f"{way}_enabled", False) for way in ("tp", "cp", "sp")):
-        raise ConfigError(
-            "Accelerate splits the model over several devices (parallelism_config), which cannot be guarded",
-            why="each rank sees only a part of the gradients",
-            fix="one process per GPU with DDP, each with the whole model",
+    is_split = config is not None and any(getattr(config, f"{way}_enabled", False) for way in ("tp", "cp", "sp"))
+    if is_split or accelerator.distributed_type not in GUARDABLE:
+        refuse_unguardable(
+            f"Accelerate with {'parallelism_config' if is_split else accelerator.distributed_type.value}",
+            "one process per GPU with DDP, each with the whole model: accelerate launch --multi_gpu, without a "
+            "DeepSpeed, FSDP or Megatron-LM plugin",
         )
 
 
@@ -184,14 +178,3 @@ def _refuse_steps_in_backward(accelerator: Accelerator, optimizer: Any) -> None:
             why="it updates weights inside backward, before the gradients of a step can be judged",
             fix="an optimizer that steps after backward, such as optim='adamw_torch_fused'",
         )
-
-
-def _refuse_unprepared(accelerator: Accelerator, models: list[nn.Module], optimizer: Any) -> None:
-    prepared = [unwrap_model(one) for one in accelerator._models] + accelerator._optimizers
-    for one in (optimizer, *map(unwrap_model, models)):
-        if not any(one is own for own in prepared):
-            raise ConfigError(
-                f"this {type(one).__name__} was not prepared by this Accelerator",
-                why="the guard replaces methods of what accelerator.prepare returned, and your loop would call others",
-                fix=USE,
-            )

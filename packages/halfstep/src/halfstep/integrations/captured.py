@@ -10,15 +10,24 @@ import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from halfstep.fast.fast_path import CAPTURES
 from halfstep.integrations.guard import FollowedScheduler, HostAdvice, HostSteps
 from halfstep.own_loop.schedule_argument import per_step
 from halfstep.own_loop.step import Step
 from halfstep.step.facts import Facts
 from halfstep.step.step import LossFn
+
+
+def find_obstacle(device: torch.device, num_ranks: int) -> str:
+    """Return why no step can be captured here; empty if nothing is known to prevent it."""
+    if device.type not in CAPTURES:
+        return f"a CUDA graph needs a CUDA device, not {device}"
+    return "several ranks train together, and their reductions are not captured" if num_ranks > 1 else ""
 
 
 def detach_copy(value: Any) -> Any:
@@ -38,9 +47,12 @@ class CapturedLoop(HostSteps):
         advice: HostAdvice,
         *,
         limits: Iterable[str] = (),
+        max_consecutive: int | None = None,
         **options: Any,  # of hs.Step
     ) -> None:
         super().__init__(host, optimizer, limits)
+        if max_consecutive is not None:
+            options["guard"] = {"max_consecutive": max_consecutive}
         self.scheduler: Any = scheduler  # for the host; None if it has none that follows steps
         if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau):
             self.scheduler = FollowedScheduler(scheduler, optimizer, lambda: self.committed)

@@ -76,12 +76,18 @@ class HostAdvice(Advice):
 
 
 class HostOptions(TypedDict, total=False):
-    """Arguments that the guards of all hosts take; HostGuard explains them."""
+    """Arguments that all hosts take; HostGuard explains them. A captured step has no use for `schedule`."""
 
     schedule: Literal["auto", "exact", "read"]
     capsules: str | os.PathLike[str] | None
     max_consecutive: int
     also: Also
+
+
+def take_host_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Remove those arguments from `options`, and return them."""
+    check_choice("schedule", options.get("schedule", "auto"), ("auto", "exact", "read"))
+    return {name: options.pop(name) for name in HostOptions.__annotations__ if name in options}
 
 
 class HostSteps:
@@ -488,6 +494,27 @@ class _OpenWindow:
 
     def __deepcopy__(self, memo: Any) -> _OpenWindow:
         return _OpenWindow(None)
+
+
+def check_loop(host: Any, model: Any, optimizer: Any, is_prepared: Callable[[Any], bool], use: str) -> list[nn.Module]:
+    """Return the models of a loop that `guard` is given; refuse what `use` would not give it."""
+    models = list_models("guard", model, optimizer, use)
+    for one in (optimizer, *models):
+        if not is_prepared(one):
+            raise ConfigError(
+                f"this {type(one).__name__} was not prepared by this {type(host).__name__}",
+                why="the guard replaces methods of what that returned, and your loop would call others",
+                fix=use,
+            )
+    return models
+
+
+def refuse_unguardable(name: str, fix: str) -> None:
+    raise ConfigError(
+        f"{name} cannot be guarded",
+        why="it shards gradients or steps the optimizer by itself, so no one step can be judged and dropped",
+        fix=fix,
+    )
 
 
 def refuse_second_guard(owner: object, why: str) -> None:

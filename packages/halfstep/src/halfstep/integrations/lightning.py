@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -26,26 +25,28 @@ from typing import Any, Literal, Unpack, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from halfstep.errors import ConfigError
-from halfstep.fast.fast_path import CAPTURES, Fast, say
+from halfstep.fast.fast_path import say
 from halfstep.hardware.probe import probe
-from halfstep.integrations.captured import CapturedLoop, detach_copy
+from halfstep.integrations.captured import CapturedLoop, detach_copy, find_obstacle
 from halfstep.integrations.guard import (
     ONE_LOSS,
     HostAdvice,
     HostGuard,
     HostOptions,
-    list_models,
+    check_loop,
     refuse_second_guard,
+    refuse_unguardable,
+    take_host_options,
 )
 from halfstep.own_loop.arguments import check_choice, read_precision
 from halfstep.own_loop.step import Step
 from halfstep.precision.contexts import get_autocast_dtype
-from halfstep.precision.decide import decide
-from halfstep.step.forward_writes import Also
+from halfstep.precision.decide import Precision, decide
+from halfstep.step.commit import refuse_closure
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 NAMES = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true", "tf32": "32-true"}  # Lightning's, by ours
@@ -67,17 +68,11 @@ class HalfstepPrecision:
     """A precision plugin that drops bad steps: weights, buffers, optimizer, schedule and loss scale stay as they were.
 
     Arguments:
-        precision: "auto", "bf16", "fp16", "tf32" or "fp32".
+        precision: "auto", "bf16", "fp16", "tf32", "fp32" or an hs.Precision.
         level: "captured" runs the whole step in hs.Step, as a CUDA graph where it can be traced; "guard" judges the
             steps that Lightning makes; "auto" takes captured on one GPU if no hook around backward, zero_grad or the
             optimizer step is overridden and gradients are not accumulated.
-        schedule: how step-wise schedulers skip dropped steps: "exact" waits for nothing, "read" once per step; "auto"
-            takes exact on a GPU with a fused optimizer.
-        capsules: a folder for the batches and weights of bad steps; hs.replay names the cause.
-        max_consecutive: bad steps in a row that raise hs.TrainingStopped.
-        also: modules or tensors that training_step writes into although they belong to no LightningModule.
-        strict: refuse a precision that the device lacks instead of using the next best.
-        simulate: run a precision that this device only emulates, such as fp16 on a CPU: for tests, not speed.
+        schedule, capsules, max_consecutive, also: as in halfstep.integrations.guard.HostGuard.
         fast, skip_spikes, ...: of a captured step, as in hs.Step.
     """
 
@@ -90,25 +85,14 @@ class HalfstepPrecision:
 
     def __init__(
         self,
-        precision: str | torch.dtype = "auto",
+        precision: str | torch.dtype | Precision = "auto",
         *,
         level: Literal["auto", "captured", "guard"] = "auto",
-        schedule: Literal["auto", "exact", "read"] = "auto",
-        capsules: str | os.PathLike[str] | None = None,
-        max_consecutive: int = 5,
-        also: Also = (),
-        strict: bool = False,
-        simulate: bool = False,
-        fast: Fast = "auto",
-        **step_options: Any,
+        **options: Any,
     ) -> None:
         check_choice("level", level, ("auto", "captured", "guard"))
-        check_choice("schedule", schedule, ("auto", "exact", "read"))
-        self._asked, self._level, self._schedule_way = read_precision(precision), level, schedule
-        self._max_consecutive = max_consecutive
-        self._options: dict[str, Any] = {"capsules": capsules, "also": also}
-        self._ways: dict[str, Any] = {"strict": strict, "simulate": simulate}
-        self._step_options = {"fast": fast, **self._ways, **step_options}
+        self._asked, self._level = read_precision(precision), level
+        self._options, self._step_options = take_host_options(options), options
         self._dtype: torch.dtype | None = None
         self._device = "cpu"
         self.scaler: torch.amp.GradScaler | None = None
@@ -142,7 +126,7 @@ class HalfstepPrecision:
         pl_module = _unwrap_module(model)
         device = next(model.parameters()).device
         self._device = device.type
-        plan = decide(self._asked, probe(str(device)), pl_module, **self._ways)
+        plan = decide(self._asked, probe(str(device)), pl_module)
         self._granted, self.precision = plan.granted, NAMES.get(plan.granted, plan.granted)
         self._dtype = get_autocast_dtype(plan.granted)
         if not optimizers:  # validation or prediction alone
@@ -154,12 +138,7 @@ class HalfstepPrecision:
                 why="Lightning does not say which of them a loss belongs to",
                 fix="one optimizer with several parameter groups, or Lightning's own precision=...",
             )
-        if isinstance(optimizers[0], LBFGS):
-            raise ConfigError(
-                "LBFGS cannot be guarded",
-                why="it evaluates the closure several times inside one step, which cannot be judged as a whole",
-                fix="another optimizer, or Lightning's own precision=...",
-            )
+        refuse_closure(optimizers[0])
         self._model, self._optimizer, self._configs = model, optimizers[0], lr_schedulers
         self._why_guard = "" if self._level == "guard" else _find_obstacle(pl_module)
         if self._why_guard and self._level == "captured":
@@ -199,7 +178,7 @@ class HalfstepPrecision:
                 limits.append(f"steps are not captured: {self._why_guard}")
             self._steps = guard = HostGuard(
                 "Lightning", self._model, self._optimizer, ADVICE, precision=self._granted, scaler=self.scaler,
-                schedule=self._schedule_way, limits=limits, max_consecutive=self._max_consecutive, **self._options,
+                limits=limits, **self._options,
             )  # fmt: skip
             for config in by_step:
                 config.scheduler = guard.follow(config.scheduler)
@@ -208,7 +187,7 @@ class HalfstepPrecision:
                 "Lightning", self._model, self._optimizer, by_step[0].scheduler if by_step else None, ADVICE,
                 precision=self._asked, clip_norm=trainer.gradient_clip_val or 0.0, scaler=self.scaler,
                 clip_type="value" if trainer.gradient_clip_algorithm == "value" else "l2", limits=limits,
-                guard={"max_consecutive": self._max_consecutive}, **self._options, **self._step_options,
+                **{k: value for k, value in self._options.items() if k != "schedule"}, **self._step_options,
             )  # fmt: skip
             for config in by_step:
                 config.scheduler = captured.scheduler
@@ -346,22 +325,17 @@ def _unwrap_module(model: Any) -> Any:
 def _refuse_strategy(strategy: Any, allowed: tuple[str, ...]) -> None:
     names = [kind.__name__ for kind in type(strategy).__mro__]
     if not any(name in allowed for name in names) or "XLA" in names[0] or "Deep" in names[0]:
-        raise ConfigError(
-            f"{names[0]} cannot be guarded",
-            why="it shards gradients or steps the optimizer by itself, so no one step can be judged and dropped",
-            fix='strategy="auto" on one device, or strategy="ddp"',
-        )
+        refuse_unguardable(names[0], 'strategy="auto" on one device, or strategy="ddp"')
 
 
 def _find_obstacle(pl_module: Any) -> str:
     """Return why the steps of a training are not run by hs.Step; empty if nothing is known to prevent it."""
     trainer, host = pl_module.trainer, _import_host(pl_module)
     is_overridden = host.utilities.model_helpers.is_overridden
-    device = trainer.strategy.root_device
-    if device.type not in CAPTURES:
-        return f"a CUDA graph needs a CUDA device, not {device}"
-    if type(trainer.strategy).__name__ not in ONE_DEVICE:
-        return "several ranks train together, and their reductions are not captured"
+    # Another strategy than that of one device has ranks, also if it has one only.
+    num_ranks = 1 if type(trainer.strategy).__name__ in ONE_DEVICE else 2
+    if obstacle := find_obstacle(trainer.strategy.root_device, num_ranks):
+        return obstacle
     if not pl_module.automatic_optimization:
         return "the module optimizes manually"
     if getattr(pl_module, "_compiler_ctx", None) is not None:
@@ -506,6 +480,11 @@ class FabricGuard(HostGuard):
         return norm
 
 
+def _is_set_up(one: Any) -> bool:
+    """True for an optimizer or a module that Fabric has wrapped."""
+    return "_strategy" in vars(one) or "_forward_module" in getattr(one, "_modules", {})
+
+
 def guard(
     fabric: Any,
     model: Any,
@@ -525,14 +504,7 @@ def guard(
         raise ConfigError(f"guard takes a Fabric first, not {type(fabric).__name__}", fix=fix)
     refuse_second_guard(fabric, ONE_LOSS)
     _refuse_strategy(fabric.strategy, GUARDABLE)
-    models = list_models("guard", model, optimizer, fix)
-    for one, attribute in ((optimizer, "_strategy"), *((own, "_forward_module") for own in models)):
-        if attribute not in vars(one) and attribute not in getattr(one, "_modules", {}):
-            raise ConfigError(
-                f"this {type(one).__name__} was not set up by Fabric",
-                why="the guard replaces methods of what fabric.setup returned, and your loop would call others",
-                fix=fix,
-            )
+    models = check_loop(fabric, model, optimizer, _is_set_up, fix)
     limits = ["counters and averages of your loop", "schedulers without guard.follow(scheduler)"]
     made = FabricGuard(fabric, models, optimizer, limits=limits, **options)
     made.announce()

@@ -23,7 +23,7 @@ from halfstep.integrations.guard import HostAdvice, HostGuard
 from halfstep.own_loop.arguments import read_precision
 from halfstep.own_loop.step import Step
 from halfstep.precision.contexts import get_autocast_dtype
-from halfstep.precision.decide import decide
+from halfstep.precision.decide import Precision, decide
 from halfstep.step.forward_writes import Also
 
 # Events and keys are MONAI's enumerations of strings; these are their values.
@@ -44,7 +44,7 @@ class HalfstepUpdate:
     """One iteration of a SupervisedTrainer, as an hs.Step; with accumulation_steps, as MONAI's own, guarded.
 
     Arguments:
-        precision: "auto", "bf16", "fp16", "tf32", "fp32", in place of the trainer's amp=True.
+        precision: "auto", "bf16", "fp16", "tf32", "fp32" or an hs.Precision, in place of the trainer's amp=True.
         step_options: more arguments of hs.Step: clip_norm, schedule, ema_decay, capsules, guard, ... With
             accumulation_steps clip_norm, capsules, also and guard={"max_consecutive": 5}.
 
@@ -52,7 +52,7 @@ class HalfstepUpdate:
     CheckpointSaver(save_dict={"network": network, "optimizer": optimizer, "halfstep": update}).
     """
 
-    def __init__(self, precision: str | torch.dtype = "auto", **step_options: Any) -> None:
+    def __init__(self, precision: str | torch.dtype | Precision = "auto", **step_options: Any) -> None:
         self.precision, self.step_options = precision, step_options
         self._steps: CapturedLoop | AccumulatedSteps | None = None
         self._engine: Any = None
@@ -153,8 +153,9 @@ class AccumulatedSteps(HostGuard):
     """Make MONAI's iterations with accumulation_steps as MONAI does, one micro-batch at a time, and guard the steps."""
 
     def __init__(
-        self, engine: Any, *, precision: str | torch.dtype, clip_norm: float | None = 0.0, on_gradients: Any = None,
-        guard: Mapping[str, int] | None = None, capsules: Any = None, also: Also = (), **others: Any,
+        self, engine: Any, *, precision: str | torch.dtype | Precision, clip_norm: float | None = 0.0,
+        on_gradients: Any = None, guard: Mapping[str, int] | None = None, capsules: Any = None, also: Also = (),
+        **others: Any,
     ) -> None:  # fmt: skip
         guard = dict(guard or {})
         max_consecutive = guard.pop("max_consecutive", 5)

@@ -24,6 +24,7 @@ import torch
 from halfstep.errors import ConfigError
 from halfstep.own_loop.step import Outcome, Step
 from halfstep.precision.contexts import get_autocast_dtype
+from halfstep.precision.decide import Precision
 
 if TYPE_CHECKING:
     Trainer = Any  # nnUNetTrainer, which has no types
@@ -42,7 +43,7 @@ class HalfstepSteps(Trainer):  # type: ignore[misc]
         step_options: more arguments of hs.Step.
     """
 
-    precision = "auto"
+    precision: str | Precision = "auto"
     clip_norm = 12.0
     step_options: dict[str, Any] = {}  # noqa: RUF012
 

@@ -27,10 +27,10 @@ from transformers import Trainer, TrainerCallback
 
 from halfstep.errors import ConfigError
 from halfstep.evidence.replay import Replayed
-from halfstep.fast.fast_path import CAPTURES, Fast, say
+from halfstep.fast.fast_path import Fast, FastMode, say
 from halfstep.integrations.accelerate import AccelerateGuard, refuse_unfit_accelerator
-from halfstep.integrations.captured import CapturedLoop
-from halfstep.integrations.guard import HostAdvice
+from halfstep.integrations.captured import CapturedLoop, find_obstacle
+from halfstep.integrations.guard import HostAdvice, take_host_options
 from halfstep.own_loop.evidence import replay as replay_capsule
 
 HOST = "the transformers Trainer"
@@ -54,10 +54,8 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
 
     Arguments:
         halfstep: "guard" or "captured".
-        schedule: how a dropped step leaves the schedule alone: "exact" keeps rates on the device and waits for nothing,
-            "read" reads the verdict once per step; "auto" takes exact on a GPU with a fused optimizer.
-        capsules: a folder for the batches and weights of a bad step; `replay(trainer, capsule)` names the cause.
-        max_consecutive: bad steps in a row that raise hs.TrainingStopped.
+        schedule, capsules, max_consecutive, also: as in halfstep.integrations.guard.HostGuard;
+            `replay(trainer, capsule)` names the cause of a bad step.
         fast: how the captured step runs, as in hs.Step: "auto", "graph", "compile" or "off".
     """
 
@@ -75,16 +73,13 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         self,
         *args: Any,
         halfstep: Literal["guard", "captured"] = "guard",
-        schedule: Literal["auto", "exact", "read"] = "auto",
-        capsules: str | os.PathLike[str] | None = None,
-        max_consecutive: int = 5,
-        fast: Fast = "auto",
+        fast: FastMode = "auto",
         **kwargs: Any,
     ) -> None:
         if halfstep not in ("guard", "captured"):
             raise ConfigError(f"unknown halfstep={halfstep!r}", fix='halfstep="guard" or halfstep="captured"')
-        self._hs_level, self._hs_schedule, self._hs_fast = halfstep, schedule, fast
-        self._hs_capsules, self._hs_max_consecutive = capsules, max_consecutive
+        self._hs_level, self._hs_fast = halfstep, fast
+        self._hs_options: Any = take_host_options(kwargs)
         self._hs_steps: AccelerateGuard | CapturedLoop | None = None
         self._hs_window: list[Any] = []
         self._hs_num_batches = 1
@@ -129,8 +124,8 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
 
     def _begin_guard(self) -> AccelerateGuard:
         guard = AccelerateGuard(
-            self.accelerator, self.model_wrapped, self.optimizer, host=HOST, advice=ADVICE, schedule=self._hs_schedule,
-            capsules=self._hs_capsules, max_consecutive=self._hs_max_consecutive, limits=LIMITS,
+            self.accelerator, self.model_wrapped, self.optimizer, host=HOST, advice=ADVICE, limits=LIMITS,
+            **self._hs_options,
         )  # fmt: skip
         self._put_scheduler(guard.follow(self.lr_scheduler))
         return guard
@@ -139,10 +134,10 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         args = self.args
         captured = CapturedLoop(
             HOST, self.model, self.optimizer.optimizer, self.lr_scheduler, ADVICE, precision=self._choose_precision(),
-            fast=self._hs_fast, clip_norm=max(args.max_grad_norm or 0.0, 0.0),
-            accumulate=args.gradient_accumulation_steps, num_steps=max(self.state.max_steps, 1),
-            capsules=self._hs_capsules, guard={"max_consecutive": self._hs_max_consecutive},
+            fast=Fast(self._hs_fast, num_steps=max(self.state.max_steps, 1)),
+            clip_norm=max(args.max_grad_norm or 0.0, 0.0), accumulate=args.gradient_accumulation_steps,
             limits=[*LIMITS, "on_pre_optimizer_step comes after the step"],
+            **{name: value for name, value in self._hs_options.items() if name != "schedule"},
         )  # fmt: skip
         self._hs_window = []
         self._put_scheduler(captured.scheduler)
@@ -175,10 +170,8 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         return named or ("tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32")
 
     def _find_why_not_captured(self) -> str:
-        if self.args.device.type not in CAPTURES:
-            return f"a CUDA graph needs a CUDA device, not {self.args.device}"
-        if self.accelerator.num_processes > 1:
-            return "several ranks train together, and their reductions are not captured"
+        if obstacle := find_obstacle(self.args.device, self.accelerator.num_processes):
+            return obstacle
         if self.accelerator.scaler is not None or self.accelerator.mixed_precision in ("fp16", "fp8"):
             return f"the Trainer scales the loss of {self.accelerator.mixed_precision} itself; bf16=True is captured"
         for name in ("training_step", "get_batch_samples"):
@@ -201,7 +194,7 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
         return batches, num_items
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        index = inputs.pop(INDEX, None) if self._hs_capsules is not None else None
+        index = inputs.pop(INDEX, None) if self._hs_options.get("capsules") is not None else None
         steps = self._hs_steps
         if steps is None:
             return super().training_step(model, inputs, num_items_in_batch)
@@ -278,7 +271,8 @@ class HalfstepMixin(_Base):  # type: ignore[misc]
             "sequential",
         )
         data, collate = self.train_dataset, self.data_collator
-        if self._hs_capsules is None or not is_plain or isinstance(data, IterableDataset) or data is None:
+        has_capsules = self._hs_options.get("capsules") is not None
+        if not has_capsules or not is_plain or isinstance(data, IterableDataset) or data is None:
             return super().get_train_dataloader()
         self.train_dataset = NumberedData(data)
         self.data_collator = NumberedCollator(self._get_collator_with_removed_columns(collate, description="training"))

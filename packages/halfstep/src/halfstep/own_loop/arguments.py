@@ -18,8 +18,10 @@ from torch.optim import Optimizer
 
 from halfstep.distributed.sharding import Sharding, find_sharding
 from halfstep.errors import ConfigError, ModelError, PrecisionError, suggest_nearest
+from halfstep.fast.fast_path import Fast
 from halfstep.own_loop.repeated_blocks import describe_recomputed, find_blocks, recompute_blocks_
 from halfstep.precision.apply import STORAGE_DTYPES
+from halfstep.precision.decide import Precision
 from halfstep.precision.plan import ROOT, Plan
 from halfstep.recompute import Recomputing
 from halfstep.step.batches import Batch
@@ -40,9 +42,13 @@ OTHER_NAMES = {
     **dict.fromkeys(("accumulation_steps", "gradient_accumulation_steps", "grad_accum"), "accumulate=4"),
     **dict.fromkeys(("checkpointing", "gradient_checkpointing"), 'memory="low"'),
     **dict.fromkeys(("ema", "ema_rate"), "ema_decay=0.999"),
-    "total_steps": "num_steps=100_000",
+    **dict.fromkeys(("num_steps", "total_steps"), "fast=hs.Fast(num_steps=100_000)"),
+    "max_graphs": "fast=hs.Fast(max_graphs=8)",
+    "pure_ops": 'fast=hs.Fast(pure_ops=["my_library::my_operator"])',
+    "modules": 'precision=hs.Precision("bf16", modules={"head": "fp32"})',
+    **{name: f'precision=hs.Precision("bf16", {name}=True)' for name in ("strict", "simulate", "force")},
 }
-"""What arguments of torch and of trainers are called here."""
+"""What arguments of torch and of trainers, and those of hs.Precision and hs.Fast, are called here."""
 
 BY_DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -55,12 +61,14 @@ def refuse_unknown(given: Mapping[str, object], function: Callable[..., None]) -
         raise ConfigError(f"hs.Step has no argument {name!r}", fix=fix)
 
 
-def read_precision(given: object) -> str:
-    """Return the name of a precision, also of one given as a torch dtype."""
+def read_precision(given: object) -> Precision:
+    """Return a precision that may be given as its name or as a torch dtype."""
     if isinstance(given, torch.dtype) and given in BY_DTYPE:
-        return BY_DTYPE[given]
+        return Precision(BY_DTYPE[given])
     if isinstance(given, str):
-        return given
+        return Precision(given)
+    if isinstance(given, Precision):
+        return dataclasses.replace(given, default=read_precision(given.default).default)
     raise PrecisionError(
         f"unknown precision {given!r}", fix="use 'auto', 'bf16', 'fp16', 'tf32' or 'fp32' (no mixed precision)"
     )
@@ -193,14 +201,14 @@ def check_folder(capsules: object) -> str | os.PathLike[str] | None:
     raise ConfigError(f"capsules={capsules!r} is not a folder", fix='capsules="DIR"')
 
 
-def check_modules(modules: object) -> Mapping[str, str] | None:
-    if modules is None or isinstance(modules, Mapping):
-        return modules
-    raise ConfigError(
-        f"modules= is a {type(modules).__name__}",
-        why="it maps module names to precisions",
-        fix='modules={"head": "fp32"}',
-    )
+def read_fast(given: object) -> Fast:
+    """Return how steps are captured, which may be given as the mode."""
+    fast = given if isinstance(given, Fast) else Fast(given)  # type: ignore[arg-type]
+    check_choice("fast", fast.mode, ("auto", "graph", "compile", "off"))
+    if fast.num_steps is not None:
+        check_count("num_steps", fast.num_steps)
+    check_count("max_graphs", fast.max_graphs)
+    return dataclasses.replace(fast, pure_ops=check_names("pure_ops", fast.pure_ops))
 
 
 def make_guard_options(given: GuardOptions | Mapping[str, object] | None) -> GuardOptions:

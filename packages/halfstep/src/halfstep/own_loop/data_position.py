@@ -21,9 +21,8 @@ import random
 import weakref
 import zlib
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Protocol, runtime_checkable
 
@@ -46,7 +45,7 @@ from halfstep.own_loop.arguments import iterate_loader
 from halfstep.own_loop.prefetch import Prefetcher
 from halfstep.own_loop.seeded import SeededDataset
 from halfstep.step.batches import Batch
-from halfstep.step.randomness import read_generators, restore_generators
+from halfstep.step.randomness import read_cpu_generators, read_generators, restore_generators
 from halfstep.step.user_warnings import warn_user
 from halfstep.tensor_files import view_bytes
 
@@ -54,11 +53,7 @@ DRAW_ONCE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRand
 """torch's samplers: they draw from the global generators before their first index only."""
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 MANY_BATCHES = 100  # from here on, loading them again is worth a warning when the state is stored
-SEED_THE_ORDER = (
-    "If the loop draws the order before step.windows, draw it from the epoch: torch.randperm(num, "
-    "generator=torch.Generator().manual_seed(epoch))"
-)
-INEXACT = "training continues, but not bit-exactly"
+INEXACT = "training continues, but may not be bit-exact"
 
 
 @runtime_checkable
@@ -69,6 +64,36 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
+@dataclass
+class _PassState:
+    """What is stored of one pass over the data."""
+
+    num_batches: int | None
+    num_workers: int
+    is_persistent: bool
+    num_yielded: int = 0
+    is_over: bool = False
+    is_left: bool = False
+    is_reused: bool = False
+    """True if it uses the persistent workers of an earlier pass, so that torch draws no seed for them."""
+    has_draws: bool = False
+    """True if samples draw random numbers in workers."""
+    late_draws: list[str] = field(default_factory=list)
+    """The global generators that the sampler draws from after its first item."""
+    before: dict[str, Any] = field(default_factory=dict)
+    """All generators before the pass began."""
+    now: dict[str, Any] = field(default_factory=dict)
+    """The generators and epochs of loader, samplers and data set."""
+    ahead: list[dict[str, Any]] = field(default_factory=list)
+    """The generators before each batch was loaded that hs.prefetch holds and the loop has not seen."""
+    seen: int | str | None = None
+    """A checksum of the yielded batches: a resumed loop has to skip the same ones."""
+    data: dict[str, str] = field(default_factory=dict)
+    """What `_describe_data` says of attributes that training has not changed."""
+    loader: Any = None
+    """The state of a loader that stores its own position."""
+
+
 class DataPosition:
     """How many passes over the data have ended, and how far the present one is."""
 
@@ -76,34 +101,32 @@ class DataPosition:
         self.epoch = 0
         self.ranks = [rank, num_ranks]
         self._pass: _Pass | None = None
-        self._stored: Mapping[str, Any] | None = None
-        """A loaded state, until the pass that continues it begins."""
-        self._has_overlap = False
-        self._has_warned_of_reload = False
-        self._fingerprint: tuple[Callable[[], Any], dict[str, Any]] = lambda: None, {}
+        self._state: _PassState | None = None
+        """Of the present pass; of a loaded one until a pass begins, while `_pass` is None."""
+        self._generators: Mapping[str, Any] = {}
+        """As they were loaded."""
+        self._has_overlap = self._has_warned_of_reload = False
+        self._fingerprint: tuple[Callable[[], Any], dict[str, str]] = lambda: None, {}
         """The data set, and what `_describe_data` returned when this process first read it."""
 
     @property
     def num_yielded(self) -> int:
         """Return how many batches of the present pass the loop was given; after loading, of the stored one."""
-        if self._stored is not None:
-            stored = self._stored["pass"]
-            return 0 if stored is None or stored["is_over"] else int(stored["num_yielded"])
-        return 0 if self._pass is None or self._pass.is_over else self._pass.num_yielded
+        return 0 if self._state is None or self._state.is_over else self._state.num_yielded
 
     def follow(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches of a pass; after `load_state_dict`, those that the stored pass has not yielded yet."""
-        if self._pass is not None and not self._pass.is_over and not self._pass.is_left:
-            self._has_overlap = True
-        if self._stored is None:
+        stored = self._state if self._pass is None else None
+        if self._pass is not None:
+            self._has_overlap |= not self._pass.state.is_over and not self._pass.state.is_left
             self.end_pass()
         current = _Pass(batches)
         if self._fingerprint[0]() is not current.data or current.data is None:
             self._fingerprint = _refer_weakly(current.data), _describe_data(current.batches)
         current.fingerprint = self._fingerprint[1]
-        loaded = current.follow(self.epoch, self._stored)
+        loaded = current.follow(self.epoch, stored, self._generators)
         current.prefetcher = None  # it holds the loader
-        self._pass, self._stored = current, None
+        self._pass, self._state = current, current.state
         try:
             for batch in loaded:
                 current.count(batch)
@@ -111,27 +134,24 @@ class DataPosition:
                 if current.is_replaced:
                     raise _make_replaced()
         except GeneratorExit:
-            current.is_left = True
+            current.state.is_left = True
             raise
         if self._pass is current:
             self.end_pass()
 
     def warn_if_unread(self) -> None:
         """Warn of a batch that does not come from `step.windows` although a pass was loaded that goes on there."""
-        if self._stored is not None and self._stored["pass"] is not None and not self._stored["pass"]["is_over"]:
+        if self._pass is None and self._state is not None and not self._state.is_over:
             warn_user(
                 "the loaded state stops in the middle of a pass over the data, and this batch does not come from "
                 f"step.windows(loader), which would go on there: {INEXACT}"
             )
-            self._stored = {**self._stored, "pass": None}
+            self._state = None
 
     def end_pass(self) -> None:
         """Count the present pass as ended, also one that was left by `break` or is still to be continued."""
-        if self._stored is not None and self._stored["pass"] is not None:
-            self.epoch += not self._stored["pass"]["is_over"]
-            self._stored = {**self._stored, "pass": {**self._stored["pass"], "is_over": True}}
-        elif self._pass is not None and not self._pass.is_over:
-            self._pass.is_over = True
+        if self._state is not None and not self._state.is_over:
+            self._state.is_over = True
             self.epoch += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -140,41 +160,35 @@ class DataPosition:
                 "step.windows was called again before the pass before it had ended: of passes that run at the same "
                 "time only the newest is stored, so a resumed loop does not continue exactly"
             )
-        current = self._pass
-        if current is not None and current.is_opaque and not current.is_over and not self._has_warned_of_reload:
-            self._has_warned_of_reload = current.num_yielded >= MANY_BATCHES
-            if self._has_warned_of_reload:
+        if self._pass is not None:
+            self._pass.update_state()
+            if self._pass.is_opaque and self.num_yielded >= MANY_BATCHES and not self._has_warned_of_reload:
+                self._has_warned_of_reload = True
                 warn_user(
-                    f"the data come from a {current.kind}: to resume this state, the {current.num_yielded:,} batches "
+                    f"the data come from a {self._pass.kind}: to resume this state, the {self.num_yielded:,} batches "
                     "that it has given until now are loaded again. Pass the DataLoader itself, in each epoch, as in "
                     "`while step.attempted < num_steps: for window in step.windows(loader): ...`"
                 )
-        if self._stored is not None:  # nothing was read since it was loaded
-            return _make_plain({**self._stored, "epoch": self.epoch, "generators": read_generators()})
-        return _make_plain(
-            {
-                "epoch": self.epoch,
-                "ranks": self.ranks,
-                "generators": read_generators(),
-                "pass": None if self._pass is None else self._pass.state_dict(),
-            }
-        )
+        state = None if self._state is None else vars(self._state)
+        return _make_plain({"epoch": self.epoch, "ranks": self.ranks, "generators": read_generators(), "pass": state})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the generators now, and the position when the next pass begins."""
         state = _make_plain(state)
+        self._generators = state["generators"]
         if list(state["ranks"]) != self.ranks:
             rank, num_ranks = self.ranks
             warn_user(
                 f"this is rank {rank} of {num_ranks}, and the state is of rank {state['ranks'][0]} of "
                 f"{state['ranks'][1]}: its generators are not used, {INEXACT}. Each rank has to load what it saved"
             )
-            state = {**state, "generators": read_generators()}
-        for note in restore_generators(state["generators"]):
+            self._generators = read_generators()
+        for note in restore_generators(self._generators):
             warn_user(f"{note}; {INEXACT}")
         if self._pass is not None:
             self._pass.is_replaced = True
-        self.epoch, self._pass, self._stored, self._has_overlap = int(state["epoch"]), None, state, False
+        self.epoch, self._pass, self._has_overlap = int(state["epoch"]), None, False
+        self._state = None if state["pass"] is None else _PassState(**state["pass"])
 
 
 class _Pass:
@@ -184,31 +198,22 @@ class _Pass:
         self.prefetcher = batches if isinstance(batches, Prefetcher) and not batches.has_begun else None
         batches = batches if self.prefetcher is None else self.prefetcher.source
         self._get_batches = _refer_weakly(batches)
-        self.num_batches = _count_batches(batches)
-        self.num_workers = self.loader.num_workers if self.loader is not None else 0
+        num_workers = 0 if self.loader is None else self.loader.num_workers
+        is_persistent = num_workers > 0 and self.loader is not None and self.loader.persistent_workers
+        self.state = _PassState(_count_batches(batches), num_workers, is_persistent)
+        # Generators of the data set are copied into workers, so they count like a worker's global ones.
+        self.state.has_draws = num_workers > 0 and any(
+            name.startswith("loader.dataset") and _find_generators(owner) for name, owner in self.owners.items()
+        )
         self.is_iterable = self.loader is None or isinstance(self.loader.dataset, IterableDataset)
-        self.is_persistent = self.num_workers > 0 and self.loader is not None and self.loader.persistent_workers
-        self.num_yielded = 0
         self.kind = type(batches).__name__
         self.is_opaque = self.loader is None and not isinstance(batches, (Sequence, Stateful))
         """True for a generator or a wrapper, whose batches can only be skipped by loading them again."""
-        self.is_over = self.is_left = False
         self.is_replaced = False
         """True once another position was loaded: this pass is not the loop's any more."""
-        self.fingerprint: dict[str, Any] = {}
-        self.is_reused = False
-        """True if it uses the persistent workers of an earlier pass, so that torch draws no seed for them."""
-        self.before: dict[str, Any] = {}
-        # Generators of the data set are copied into workers, so they count like a worker's global ones.
-        self.has_draws = self.num_workers > 0 and any(
-            name.startswith("loader.dataset") and _find_generators(owner) for name, owner in self.owners.items()
-        )
-        self.late_draws: set[str] = set()
-        """The global generators that the sampler draws from after its first item."""
-        self._ahead: deque[dict[str, Any]] = deque()
-        """The generators before each batch was loaded that hs.prefetch holds and the loop has not seen."""
-        self._last = ""
-        """A text for the last batch of an opaque pass: a resumed loop has to skip the same one."""
+        self.fingerprint: dict[str, str] = {}
+        self._differences: list[str] = []
+        """Why a resumed pass may differ from the stored one."""
         self._order: _Order | None = None
         self._watch: _WorkerWatch | None = None
 
@@ -232,55 +237,37 @@ class _Pass:
 
     def count(self, batch: Batch) -> None:
         """Count a batch that the loop is given."""
-        self.num_yielded += 1
+        self.state.num_yielded += 1
         if self.is_opaque:
-            self._last = _summarise(batch)
-        if self._ahead:
-            self._ahead.popleft()
+            self.state.seen = _summarise(batch)
+        if self.state.ahead:
+            self.state.ahead.pop(0)
 
     # --- storing ---
 
-    def state_dict(self) -> dict[str, Any]:
-        is_stateful = isinstance(self.batches, Stateful) and not self.is_over
-        return {
-            "num_yielded": 0 if self.is_over else self.num_yielded,
-            "num_batches": self.num_batches,
-            "num_workers": self.num_workers,
-            "is_over": self.is_over,
-            "is_left": self.is_left,
-            "is_reused": self.is_reused,
-            "is_persistent": self.is_persistent,
-            "has_draws": self._has_draws(),
-            "late_draws": sorted(self.late_draws | (set() if self._order is None else self._order.late_draws)),
-            "order": None if self.is_over else self._summarise_order(),
-            "before": {} if self.is_over else self.before,
-            "now": self._read_own(),
-            "ahead": [] if self.is_over else list(self._ahead),
-            "data": {} if self.is_over else self._describe_constant_data(),
-            "last": "" if self.is_over else self._last,
-            "loader": self.batches.state_dict() if is_stateful else None,
-        }
-
-    def _summarise_order(self) -> int | None:
-        """Return a checksum of the yielded batches' indices; None for torch's samplers, which keep no state."""
-        if self.is_iterable or self._order is None or not self.num_yielded:
-            return None
-        return self._order.summarise(self.num_yielded)
-
-    def _describe_constant_data(self) -> dict[str, Any]:
-        """Return what `_describe_data` says of attributes that have not changed since the process first read them."""
+    def update_state(self) -> None:
+        """Read what changes while the pass runs."""
         now = _describe_data(self.batches)
-        return {name: value for name, value in self.fingerprint.items() if now.get(name) == value}
+        self.state.data = {name: value for name, value in self.fingerprint.items() if now.get(name) == value}
+        self.state.now = self._read_own()
+        self.state.has_draws |= self._watch is not None and self._watch.has_draws
+        if self._order is not None:
+            self.state.late_draws = sorted({*self.state.late_draws, *self._order.late_draws})
+        self._note_order()
+        if isinstance(self.batches, Stateful) and not self.state.is_over:
+            self.state.loader = self.batches.state_dict()
 
-    def _has_draws(self) -> bool:
-        return self.has_draws or self._watch is not None and self._watch.has_draws
+    def _note_order(self) -> None:
+        """Note the yielded batches' indices; not those of torch's samplers, which keep no state from pass to pass."""
+        if self._order is not None and self._order.is_watched and not self.is_iterable and self.state.num_yielded:
+            self.state.seen = self._order.checksums[self.state.num_yielded - 1]
 
     def _read(self) -> dict[str, Any]:
-        return {"global": _read_global(), "own": self._read_own()}
+        return {"global": read_cpu_generators(), "own": self._read_own()}
 
     def _restore(self, states: Mapping[str, Any]) -> None:
         """Restore what `_read` returned, in the middle of a pass."""
-        _write_global(states["global"])
+        restore_generators({**states["global"], "cuda": ()})
         self._write_own(states["own"], is_inside=True)
 
     def _read_own(self) -> dict[str, Any]:
@@ -312,77 +299,62 @@ class _Pass:
 
     # --- beginning and continuing ---
 
-    def follow(self, epoch: int, stored: Mapping[str, Any] | None) -> Iterator[Batch]:
+    def follow(self, epoch: int, found: _PassState | None, generators: Mapping[str, Any]) -> Iterator[Batch]:
         """Return the batches of the pass, or those that are left of the stored one."""
         for owner in self.owners.values():
             if isinstance(owner, SeededDataset):
                 owner.set_epoch(epoch)
-        found = stored["pass"] if stored is not None else None
-        if stored is None or found is None:
-            return self._prefetch(self._start(is_reused=self._has_workers()))
-        if found["is_over"]:
-            self._write_own(found["now"], is_inside=False)
-            return self._prefetch(self._start(is_reused=found["is_persistent"] and self.is_persistent, found=found))
-        return self._continue(found, stored["generators"])
-
-    def _has_workers(self) -> bool:
-        return self.is_persistent and self.loader is not None and self.loader._iterator is not None
-
-    def _start(self, *, is_reused: bool, found: Mapping[str, Any] | None = None) -> Iterator[Batch]:
-        self.before, self.is_reused = self._read(), is_reused
-        if not is_reused or self._has_workers():
-            return self._iterate()
-        # A new process has to start the workers, for which torch draws a seed that it did not draw in the old one.
-        if found is not None and (found["has_draws"] or self.is_iterable):
-            self._warn_of_persistent()
-        return self._iterate(restart=lambda: self._restore(self.before))
-
-    def _continue(self, found: Mapping[str, Any], generators: Mapping[str, Any]) -> Iterator[Batch]:
-        """Begin the stored pass again and skip what it has yielded."""
-        self._refuse_different_loader(found)
-        self._warn_of_other_data(found)
-        num = self.num_yielded = int(found["num_yielded"])
-        if found["is_left"]:
-            warn_user(
-                f"the stored pass was left by `break` after {format_count(num, 'batch', 'batches')} and goes on from "
-                "there; to begin a new one instead, call step.end_pass() before you save"
-            )
-        self.before, self.is_reused = dict(found["before"]), bool(found["is_reused"])
-        self.has_draws |= bool(found["has_draws"])
-        self.late_draws |= set(found["late_draws"])
-        self._restore(self.before)
-        if found["loader"] is not None and isinstance(self.batches, Stateful):
-            self.batches.load_state_dict(found["loader"])
-            batches = self._iterate()
-            if self.num_workers:
-                warn_user(
-                    f"{type(self.batches).__name__} restores the order of the samples, not the generators of its "
-                    "workers: samples that draw random numbers differ; hs.seeded(dataset) makes them exact"
-                )
+        if found is not None and not found.is_over:
+            batches = self._continue(found, generators)
         else:
-            restart = (lambda: self._restore(self.before)) if self.is_reused else None
-            reason = self._why_loaded(found)
-            batches = self._iterate(skip=0 if reason else num, restart=restart)
-            if self._order is not None and not reason:
-                self._order.skip()
-            if reason:
-                self._load_and_drop(batches, num, reason, generators, last=found["last"])
-            if self._summarise_order() != found["order"]:
-                warn_user(
-                    f"the sampler gives another order than in the stored pass: {INEXACT}. It keeps a state from pass "
-                    "to pass, such as a counter or a shuffled list: let __iter__ draw the order anew from its generator"
-                )
+            if found is not None:
+                self._write_own(found.now, is_inside=False)
+            self.state.before = self._read()
+            self.state.is_reused = (
+                self._has_workers() if found is None else found.is_persistent and self.state.is_persistent
+            )
+            if found is not None and self.state.is_reused and (found.has_draws or self.is_iterable):
+                self._note_worker_generators()
+            batches = self._prefetch(self._iterate())
+        if self._differences:
+            warn_user(f"{INEXACT}: {'; '.join(self._differences)}")
+        return batches
+
+    def _continue(self, found: _PassState, generators: Mapping[str, Any]) -> Iterator[Batch]:
+        """Begin the stored pass again and skip what it has yielded."""
+        num = found.num_yielded
+        skipped = format_count(num, "batch", "batches")
+        if found.num_batches != self.state.num_batches:
+            raise CheckpointError(
+                f"the state is in the middle of a pass over {found.num_batches or 'an unknown number of'} batches, "
+                f"this loader has {self.state.num_batches or 'an unknown number'}",
+                why=f"the {skipped} to skip would be other ones",
+                fix="resume with the same data and batch size, or call step.end_pass() first to begin a new pass",
+            )
+        self._compare_data(found)
+        if found.is_left:
+            warn_user(
+                f"the stored pass was left by `break` after {skipped} and goes on from there; to begin a new one "
+                "instead, call step.end_pass() before you save"
+            )
+        self.state.num_yielded, self.state.before = num, found.before
+        self.state.is_reused, self.state.late_draws = found.is_reused, found.late_draws
+        self.state.has_draws |= found.has_draws
+        self._restore(found.before)
+        if found.loader is not None and isinstance(self.batches, Stateful):
+            self.batches.load_state_dict(found.loader)
+            batches = self._iterate()
+            if self.state.num_workers:
+                self._note_worker_generators()
+        else:
+            batches = self._skip(found, generators)
         batches = self._prefetch(batches)
-        if found["ahead"] and self.prefetcher is not None:
-            self._restore(found["ahead"][0])
-            self.prefetcher.fetch(len(found["ahead"]))
-            if not all(_is_equal(state, generators[name]) for name, state in _read_global().items()):
-                warn_user(
-                    "hs.prefetch had loaded batches ahead, and the model or the loop drew from the same generators "
-                    f"since: {INEXACT}; hs.seeded(dataset) or workers make it exact"
-                )
+        if found.ahead and self.prefetcher is not None:
+            self._restore(found.ahead[0])
+            self.prefetcher.fetch(len(found.ahead))
+            self._note_shared_generators(found.ahead[0]["global"], generators)
         restore_generators(generators)
-        self._write_own(found["now"], is_inside=True)
+        self._write_own(found.now, is_inside=True)
         return batches
 
     def _prefetch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -398,136 +370,135 @@ class _Pass:
                 batch = next(batches)
             except StopIteration:
                 return
-            self._ahead.append(state)
+            self.state.ahead.append(state)
             yield batch
 
-    def _refuse_different_loader(self, found: Mapping[str, Any]) -> None:
-        then, now = found["num_batches"], self.num_batches
-        if then != now:
-            raise CheckpointError(
-                f"the state is in the middle of a pass over {then or 'an unknown number of'} batches, this loader has "
-                f"{now or 'an unknown number'}",
-                why=f"the {format_count(found['num_yielded'], 'batch', 'batches')} to skip would be other ones",
-                fix="resume with the same data and batch size, or call step.end_pass() first to begin a new pass",
-            )
-
-    def _warn_of_other_data(self, found: Mapping[str, Any]) -> None:
-        for name, then in found["data"].items():
+    def _compare_data(self, found: _PassState) -> None:
+        for name, then in found.data.items():
             now = self.fingerprint.get(name, then)
             if now != then:
-                warn_user(
-                    f"the state is in the middle of a pass over other data: {name} was {then} and is {now}. The pass "
-                    f"goes on after {format_count(found['num_yielded'], 'batch', 'batches')}; to begin a new one, call "
-                    f"step.end_pass() before step.windows. {SEED_THE_ORDER if self.loader is None else ''}".rstrip()
-                )
+                self._note_difference(f"the data are others, {name} was {then} and is {now}")
                 return
 
-    def _why_loaded(self, found: Mapping[str, Any]) -> str:
+    def _note_difference(self, what: str) -> None:
+        self._differences.append(
+            f"{what} (if the loop or a sampler keeps an order from pass to pass, draw it from the epoch: "
+            "torch.randperm(num, generator=torch.Generator().manual_seed(epoch)); to begin a new pass, call "
+            "step.end_pass() before step.windows)"
+        )
+
+    def _note_worker_generators(self) -> None:
+        self._differences.append(
+            "the generators of workers that were started before the pass cannot be restored, so samples that draw "
+            "random numbers differ (hs.seeded(dataset) or persistent_workers=False makes them exact)"
+        )
+
+    def _note_shared_generators(self, before: Mapping[str, Any], then: Mapping[str, Any]) -> None:
+        """Note generators that the data drew from since `before` and that were elsewhere when the state was stored."""
+        now = read_cpu_generators()
+        drawn = [name for name in before if not _is_equal(before[name], now[name])]
+        if any(not _is_equal(now[name], then[name]) for name in drawn):
+            self._differences.append(
+                "the data draw from a global generator that the model or the loop draws from, too, so the batches that "
+                "follow may be others (give the data their own generator, or use hs.seeded(dataset))"
+            )
+
+    def _why_loaded(self, found: _PassState) -> str:
         """Return why the skipped batches have to be loaded again; empty if their indices are enough."""
         if self.loader is None:
             return f"a {self.kind} has no sampler (pass the DataLoader itself to step.windows)"
         if not getattr(self.loader, "in_order", True):
-            warn_user(f"in_order=False lets the workers decide the order of batches: {INEXACT}")
-        if self.is_iterable:
-            if self.num_workers != found["num_workers"]:
-                warn_user(
-                    f"{self.num_workers} loader workers divide an iterable data set, but the state was saved with "
-                    f"{found['num_workers']}: {INEXACT}"
-                )
-            elif self.is_reused:
-                self._warn_of_persistent()
-            return f"{type(self.loader.dataset).__name__} is an iterable data set"
-        if self.late_draws:
-            return "the sampler draws from the global generators during the pass (give it a generator of its own)"
-        if not self.num_workers or not self.has_draws:
-            return ""
-        if self.is_reused:
-            self._warn_of_persistent()
-            return ""
-        if self.num_workers != found["num_workers"]:
-            warn_user(
-                f"samples draw random numbers in {self.num_workers} loader workers, but the state was saved with "
-                f"{found['num_workers']}: {INEXACT}; hs.seeded(dataset) makes samples independent of the workers"
+            self._differences.append("in_order=False lets the workers decide the order of batches")
+        depends_on_workers = self.is_iterable or self.state.num_workers > 0 and self.state.has_draws
+        has_same_workers = self.state.num_workers == found.num_workers
+        if depends_on_workers and not has_same_workers:
+            self._differences.append(
+                f"there are {self.state.num_workers} loader workers, and the state was saved with {found.num_workers}, "
+                "which changes iterable data sets and samples that draw random numbers (hs.seeded(dataset) avoids it)"
             )
-            return ""
-        return "samples draw random numbers in workers (hs.seeded(dataset) makes this unnecessary)"
+        elif depends_on_workers and self.state.is_reused:
+            self._note_worker_generators()
+        if self.is_iterable:
+            return f"{type(self.loader.dataset).__name__} is an iterable data set"
+        if self.state.late_draws:
+            return "the sampler draws from the global generators during the pass (give it a generator of its own)"
+        if depends_on_workers and has_same_workers and not self.state.is_reused:
+            return "samples draw random numbers in workers (hs.seeded(dataset) makes this unnecessary)"
+        return ""
 
-    def _warn_of_persistent(self) -> None:
-        warn_user(
-            "the generators of persistent workers cannot be restored after the first epoch, so samples that draw "
-            f"random numbers differ: {INEXACT}; hs.seeded(dataset) or persistent_workers=False makes them exact"
-        )
+    def _skip(self, found: _PassState, generators: Mapping[str, Any]) -> Iterator[Batch]:
+        """Return the batches after those that the stored pass has yielded."""
+        num, reason = found.num_yielded, self._why_loaded(found)
+        batches = self._iterate(skip=0 if reason else num)
+        if reason:
+            self._load_and_drop(batches, num, reason, generators)
+        elif self._order is not None:
+            self._order.skip()
+        self._note_order()
+        if self.state.seen != found.seen:
+            self._note_difference("the skipped batches are other ones than those of the stored pass")
+        return batches
 
-    def _load_and_drop(
-        self, batches: Iterator[Batch], num: int, why: str, now: Mapping[str, Any], *, last: str
-    ) -> None:
-        """Load the skipped batches again; warn if their draws met others, so that what follows depends on both."""
+    def _load_and_drop(self, batches: Iterator[Batch], num: int, why: str, now: Mapping[str, Any]) -> None:
+        """Load the skipped batches again; note if their draws met others, so that what follows depends on both."""
         if not isinstance(self.batches, Sequence):
             warn_user(f"resuming loads {format_count(num, 'batch', 'batches')} again and drops them: {why}")
         first: dict[str, Any] = {}
-        batch: Any = None
         for number in range(num):
             if (batch := next(batches, self)) is self:
                 raise _make_too_short(number, num)
-            if number == 0:
-                first = _read_global()
-        after = _read_global()
+            if self.is_opaque and number == num - 1:
+                self.state.seen = _summarise(batch)
+            first = first or read_cpu_generators()
         # With a sampler only its own draws matter: samples that follow draw from the generators as they are restored.
-        names = self.late_draws or set(after)
-        if self.is_opaque and num and _summarise(batch) != last:
-            warn_user(
-                f"the last skipped batch is another one than the stored pass yielded there: {INEXACT}. {SEED_THE_ORDER}"
-            )
-        elif any(not _is_equal(first[name], after[name]) and not _is_equal(after[name], now[name]) for name in names):
-            warn_user(
-                "the data draw from a global generator that the model or the loop draws from, too, so the batches that "
-                f"follow may be others: {INEXACT} then; give the data a generator of their own"
-            )
+        names = self.state.late_draws or list(first)
+        self._note_shared_generators({name: first[name] for name in names if first}, now)
 
-    def _iterate(self, *, skip: int = 0, restart: Callable[[], None] | None = None) -> Iterator[Batch]:
+    def _iterate(self, *, skip: int = 0) -> Iterator[Batch]:
         """Return an iterator over the batches, with stand-ins for the sampler and for what runs in workers."""
         loader = self.loader
         if loader is None or isinstance(self.batches, Stateful):
             return iterate_loader(self.batches)
+        restart = None
         if self._has_workers():
             # They hold the stand-ins that they were started with.
             running: Any = loader._iterator
             self._order = running._index_sampler if isinstance(running._index_sampler, _Order) else None
             self._watch = running._collate_fn if isinstance(running._collate_fn, _WorkerWatch) else None
+        elif self.state.is_reused:
+            # A new process has to start the workers, for which torch draws a seed that it did not draw in the old one.
+            restart = lambda: self._restore(self.state.before)  # noqa: E731
         attributes: dict[str, Any] = {}
         name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
         sampler = getattr(loader, name)
         if self._order is None and (skip or restart or not self.is_iterable and not _draws_once(sampler)):
             self._order = attributes[name] = _Order(sampler)
-        if self._watch is None and self.num_workers and not self.is_iterable and not self.has_draws:
+        if self._watch is None and self.state.num_workers and not self.is_iterable and not self.state.has_draws:
             self._watch = _WorkerWatch(loader.worker_init_fn, loader.collate_fn)
             attributes |= {"worker_init_fn": self._watch.start, "collate_fn": self._watch}
         if self._order is not None:
             self._order.num_to_skip, self._order.restart = skip, restart
+        before = {name: loader.__dict__[name] for name in attributes}
+        loader.__dict__.update(attributes)  # DataLoader refuses to set them
         try:
-            with _swapped(loader, attributes):
-                return iterate_loader(loader)
+            return iterate_loader(loader)
         finally:
+            loader.__dict__.update(before)
             if self._order is not None:
                 self._order.num_to_skip, self._order.restart = 0, None
 
-
-@contextmanager
-def _swapped(loader: DataLoader[Any], attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Replace attributes for the block. In its __dict__: DataLoader refuses to set them."""
-    before = {name: loader.__dict__[name] for name in attributes}
-    loader.__dict__.update(attributes)
-    try:
-        yield
-    finally:
-        loader.__dict__.update(before)
+    def _has_workers(self) -> bool:
+        return self.state.is_persistent and self.loader is not None and self.loader._iterator is not None
 
 
 # --- stand-ins for the sampler and for collate_fn ---
 
 
-class _Order:
-    """A sampler that skips the first items, and notices draws from the global generators after the first one."""
+class _Order(Iterator[Any]):
+    """A sampler that skips the first items, and notices draws from the global generators after the first one.
+
+    It is its own iterator: with workers torch calls iter() twice and uses the second one.
+    """
 
     def __init__(self, sampler: Iterable[Any]) -> None:
         self.sampler = sampler
@@ -535,41 +506,25 @@ class _Order:
         self.num_to_skip = 0
         self.restart: Callable[[], None] | None = None
         self.late_draws: set[str] = set()
-        self._newest: _Indices | None = None
 
     def __iter__(self) -> Iterator[Any]:
         if self.restart is not None:
             self.restart()
-        # With workers torch calls this twice and uses the second iterator.
-        self._newest = _Indices(self, iter(self.sampler), self.num_to_skip)
-        return self._newest
+        self._indices, self._num_left = iter(self.sampler), self.num_to_skip
+        self.checksums = array("L")
+        """After each item, of all items until then: workers ask for items ahead of the loop."""
+        return self
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]
-
-    def summarise(self, num: int) -> int | None:
-        """Return a checksum of the first `num` items of the present pass, if the sampler is not one of torch's."""
-        return self._newest.checksums[num - 1] if self.is_watched and self._newest is not None else None
-
-    def skip(self) -> None:
-        """Skip now: without workers torch asks for the first item only when the first batch is wanted."""
-        if self._newest is not None:
-            self._newest.skip()
-
-
-class _Indices(Iterator[Any]):
-    def __init__(self, order: _Order, indices: Iterator[Any], num_to_skip: int) -> None:
-        self.order, self.indices, self.num_to_skip = order, indices, num_to_skip
-        self.is_first = True
-        self.checksums = array("L")
-        """After each item, of all items until then: workers ask for items ahead of the loop."""
 
     def __next__(self) -> Any:
         self.skip()
         return self._take()
 
     def skip(self) -> None:
-        num, self.num_to_skip = self.num_to_skip, 0
+        """Skip now: without workers torch asks for the first item only when the first batch is wanted."""
+        num, self._num_left = self._num_left, 0
         for number in range(num):
             try:
                 self._take()
@@ -577,15 +532,14 @@ class _Indices(Iterator[Any]):
                 raise _make_too_short(number, num) from None
 
     def _take(self) -> Any:
-        if not self.order.is_watched:
-            return next(self.indices)
-        before = {} if self.is_first else _read_global()
-        self.is_first = False
+        if not self.is_watched:
+            return next(self._indices)
+        before = read_cpu_generators() if self.checksums else {}
         try:
-            item = next(self.indices)
+            item = next(self._indices)
         finally:
-            after = _read_global() if before else {}
-            self.order.late_draws |= {name for name in after if not _is_equal(before[name], after[name])}
+            after = read_cpu_generators()
+            self.late_draws |= {name for name in before if not _is_equal(before[name], after[name])}
         self.checksums.append(zlib.crc32(_summarise(item).encode(), self.checksums[-1] if self.checksums else 0))
         return item
 
@@ -606,12 +560,12 @@ class _WorkerWatch:
         """Run the user's worker_init_fn, which may seed, then remember the generators."""
         if self.init is not None:
             self.init(worker)
-        self._before = _read_global()
+        self._before = read_cpu_generators()
 
     def __call__(self, samples: Any) -> Any:
         batch = self.collate(samples)
         if not self._flag:
-            now = _read_global()
+            now = read_cpu_generators()
             self._flag.fill_(any(not _is_equal(self._before[name], now[name]) for name in now))
         return batch
 
@@ -622,17 +576,6 @@ def _draws_once(sampler: Any) -> bool:
 
 
 # --- generators ---
-
-
-def _read_global() -> dict[str, Any]:
-    """Return the states of the global generators on the CPU: those that data draw from."""
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    numpy = [str(kind), np.asarray(keys), int(position), int(has_gauss), float(cached)]
-    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
-
-
-def _write_global(states: Mapping[str, Any]) -> None:
-    restore_generators({**states, "cuda": ()})
 
 
 def _make_plain(value: Any) -> Any:
@@ -680,22 +623,18 @@ def _find_generators(owner: Any) -> dict[str, Any]:
 
 
 def _read_state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.bit_generator.state
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
 def _write_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
     elif isinstance(generator, random.Random):
         generator.setstate(state)
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
     else:
-        generator.bit_generator.state = state
+        generator.set_state(state)
 
 
 def _get_epoch(owner: Any) -> Any:

@@ -40,10 +40,13 @@ NOTES = {
     "not support sparse|sparse.*not supported":
         "sparse gradients are for torch.optim.SparseAdam, and for SGD and Adagrad without fused=True; otherwise "
         "nn.Embedding(..., sparse=False)",
+    "(require|need)s? (a |the )?closure":
+        "an optimizer that evaluates the model inside step() cannot be checked as a whole; use one that steps without "
+        "a closure, and for SAM a second pass in on_gradients= (docs/loop_kinds.md)",
     "backward through the graph a second time":
         "the loss uses a tensor of an earlier batch: detach what you carry over, as in hidden = hidden.detach()",
 }  # fmt: skip
-"""Hints added to torch's errors, by a pattern of their messages."""
+"""Hints added to errors of torch and of optimizers, by a pattern of their messages."""
 
 
 class LossChecker:
@@ -153,7 +156,7 @@ class LossChecker:
         if strange := self.halves - self._list_half_dtypes():
             names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in strange))
             warn_user(f"loss_fn computes in {names}, but the plan uses {self.step.plan.granted}: your own "
-                       "autocast or a cast is active; use precision= and modules= instead")  # fmt: skip
+                       "autocast or a cast is active; use hs.Precision(..., modules=...) instead")  # fmt: skip
 
     def _list_half_dtypes(self) -> set[torch.dtype | None]:
         plan = self.step.plan
@@ -205,12 +208,12 @@ def _find_numbers(loss: Tensor) -> list[float]:
 
 
 class ExplainedErrors:
-    """A block in which known errors of torch get a note with the fix."""
+    """A block in which known errors of torch and of optimizers get a note with the fix."""
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, (RuntimeError, ValueError)):
+        if isinstance(error, (RuntimeError, ValueError, AssertionError)):
             for words, way_out in NOTES.items():
                 if re.search(words, str(error)):
                     error.add_note(f"halfstep: {way_out}")

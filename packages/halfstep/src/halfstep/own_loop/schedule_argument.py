@@ -255,7 +255,7 @@ class LoopSchedules:
                 "epoch_ended() was called, but no schedule= is per epoch",
                 why="a scheduler follows optimizer steps unless it is given as hs.per_epoch(scheduler), and a "
                 "ReduceLROnPlateau follows step.validated(metric)",
-                fix="schedule=hs.per_epoch(scheduler), or no call of epoch_ended()",
+                fix="schedule=hs.per_epoch(scheduler), or remove the call of epoch_ended()",
             )
         self.refuse_written_rates()
         self.epochs += 1
@@ -266,7 +266,7 @@ class LoopSchedules:
             raise ConfigError(
                 "validated(metric) was called, but schedule= holds no ReduceLROnPlateau",
                 why="no other schedule follows a metric",
-                fix="schedule=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, ...), or no call of validated()",
+                fix="use schedule=torch.optim.lr_scheduler.ReduceLROnPlateau(...), or remove the call of validated()",
             )
         self.refuse_written_rates()
         for plateau in self._list_plateaus():

@@ -18,21 +18,20 @@ from torch.optim.lr_scheduler import LRScheduler
 from halfstep.errors import ConfigError
 from halfstep.evidence.watch import Watch
 from halfstep.fast.certificate import Certificate
-from halfstep.fast.fast_path import Fast, FastPath, split_results
+from halfstep.fast.fast_path import Fast, FastMode, FastPath, split_results
 from halfstep.hardware.probe import probe
 from halfstep.own_loop.arguments import (
     check_choice,
     check_count,
     check_folder,
     check_model_and_optimizers,
-    check_modules,
-    check_names,
     check_number,
     check_sharded,
     find_device,
     make_capturable,
     make_guard_options,
     make_scaler_options,
+    read_fast,
     read_precision,
     read_window,
     recompute_repeated_blocks,
@@ -49,7 +48,7 @@ from halfstep.own_loop.evidence import count_rows, make_recorder, make_watch
 from halfstep.own_loop.loss import ExplainedErrors, LossChecker, UnguardedNetworks, suggest_ways
 from halfstep.own_loop.schedule_argument import LoopSchedules, Paced
 from halfstep.precision.apply import apply
-from halfstep.precision.decide import decide
+from halfstep.precision.decide import Precision, decide
 from halfstep.precision.plan import Plan
 from halfstep.step.batches import Batch
 from halfstep.step.clip import Clip
@@ -110,21 +109,12 @@ class Step:
         model: what is trained, already on its device and in its dtype. Several modules: torch.nn.ModuleList([a, b]).
         optimizer: one of torch.optim or your own, or a list of them. fused=True makes skipping free. On a GPU torch's
             unfused ones become fused (SGD) or capturable unless fast="off".
-        precision: "auto", "bf16", "fp16", "tf32", "fp32", "fp8" or a torch dtype. If the device lacks it, the next best
-            is used, with a warning; `print(step.plan)` shows what runs and why.
+        precision: "auto", "bf16", "fp16", "tf32", "fp32", "fp8" or a torch dtype; hs.Precision("bf16", modules={...})
+            has more settings. If the device lacks it, the next best is used, with a warning; `print(step.plan)` shows
+            what runs and why.
         fast: "auto" captures and compiles as described above; "graph" captures torch's own kernels, "compile" those of
-            Inductor at once; "off" runs eagerly.
-        num_steps: how many steps the training has, if known: it decides sooner whether compiling pays.
-        max_graphs: captured graphs that are kept, one for each shape of a window; other shapes run eagerly, unless a
-            graph was not used for 1,000 steps.
-        pure_ops: custom operators that read nothing but their inputs, so that they may be captured:
-            ["my_library::my_operator"], or ["my_library"] for all of a library.
+            Inductor at once; "off" runs eagerly. hs.Fast(num_steps=100_000) has more settings.
         memory: "low" recomputes the repeated blocks of the model in backward instead of keeping their activations.
-        modules: submodules that run in another precision, by name or pattern: {"decoder.head": "fp32"}.
-        strict: refuse a precision that the device lacks instead of using the next best.
-        simulate: the numerics of a precision that this device lacks, such as fp16 on a laptop: for tests, not speed.
-        force: run fp8 in every layer that supports it. Without force, fp8 runs only in layers that `halfstep train` has
-            measured to be faster.
         clip_norm: limit of the gradient norm; 0 or None turns clipping off.
         clip_type: "l2" or "inf" norm over all gradients, or "value" for each entry.
         accumulate: batches in one optimizer step. Each is weighted by its number of samples, or by the weight that
@@ -157,17 +147,10 @@ class Step:
         self,
         model: nn.Module,
         optimizer: Optimizer | Iterable[Optimizer] = (),  # refused: a forgotten one gets an explanation
-        precision: str | torch.dtype = "auto",
+        precision: str | torch.dtype | Precision = "auto",
         *,
-        fast: Fast = "auto",
-        num_steps: int | None = None,
-        max_graphs: int = 8,
-        pure_ops: Iterable[str] = (),
+        fast: FastMode | Fast = "auto",
         memory: Literal["normal", "low"] = "normal",
-        modules: Mapping[str, str] | None = None,
-        strict: bool = False,
-        simulate: bool = False,
-        force: bool = False,
         clip_norm: float | None = 0.0,
         clip_type: Literal["l2", "inf", "value"] = "l2",
         accumulate: int = 1,
@@ -188,24 +171,20 @@ class Step:
         refuse_unknown(unknown, Step.__init__)
         model, optimizers = check_model_and_optimizers(model, optimizer)
         device, options, scaling = find_device(model), make_guard_options(guard), make_scaler_options(scaler)
-        folder, parts = check_folder(capsules), check_modules(modules)
+        folder, asked, captures = check_folder(capsules), read_precision(precision), read_fast(fast)
         decay, limit = check_number("ema_decay", ema_decay, below=1.0), check_number("clip_norm", clip_norm)
         accumulate, clip = check_count("accumulate", accumulate), Clip(limit=limit, kind=clip_type)
-        plan = decide(
-            read_precision(precision), probe(str(device)), model, modules=parts, strict=strict, simulate=simulate,
-            force=force,
-        )  # fmt: skip
+        plan = decide(asked, probe(str(device)), model)
         refuse_uncallable(on_gradients=on_gradients, on_commit=on_commit, on_outcome=on_outcome)
         warn_of_idle_scaler(scaler, plan)
         refuse_recast(model, plan)
-        check_choice("fast", fast, ("auto", "graph", "compile", "off"))
         check_choice("memory", memory, ("normal", "low"))
         check_choice("shard_reduce", shard_reduce, ("each", "last"))
         sharded = check_sharded(model, plan, capsules=folder)
         refuse_unrelated_optimizers(model, optimizers)
         self._schedules = LoopSchedules(schedule, optimizers, device)
         apply(plan, model, casts_storage=False)
-        changed = make_capturable(optimizers, self._schedules.rates) if fast != "off" else []
+        changed = make_capturable(optimizers, self._schedules.rates) if captures.mode != "off" else []
         if memory == "low":
             recompute_repeated_blocks(model)
         self._step = GuardedStep(
@@ -219,8 +198,8 @@ class Step:
         floor = self._step.scaler.options.min_scale
         self._guard = Guard(options, scaling=plan.needs_loss_scaling, min_scale=floor, advice=ADVICE_FOR_LOOPS)
         self._keep_ranks_alike(
-            precision=plan.granted, simulate=simulate, accumulate=accumulate, clip_norm=limit, clip_type=clip_type,
-            ema_decay=decay, skip_spikes=skip_spikes, shard_reduce=shard_reduce, **sharded,
+            precision=plan.granted, simulate=asked.simulate, accumulate=accumulate, clip_norm=limit,
+            clip_type=clip_type, ema_decay=decay, skip_spikes=skip_spikes, shard_reduce=shard_reduce, **sharded,
             **{f"guard.{name}": value for name, value in dataclasses.asdict(options).items()},
             **{f"scaler.{name}": value for name, value in dataclasses.asdict(scaling).items()},
         )  # fmt: skip
@@ -247,9 +226,7 @@ class Step:
         self._strangers = UnguardedNetworks(self._step.writes)
         self._passes = 0
         self._fast = FastPath(
-            self._step, fast, num_steps=None if num_steps is None else check_count("num_steps", num_steps),
-            max_graphs=check_count("max_graphs", max_graphs), pure_ops=check_names("pure_ops", pure_ops),
-            changed_optimizers=changed, pardon=self._guard.pardon,
+            self._step, captures, changed_optimizers=changed, pardon=self._guard.pardon,
         )  # fmt: skip
         self._guard.observers.append(self._fast.observe)
         world = self._step.ranks.world if self._step.ranks is not None else None

@@ -236,7 +236,7 @@ class Reusable(contextlib.ContextDecorator):
 # fp16, with and without a mask (pytorch/pytorch#196678; a survey on an H200 found no other lengths). Causal attention
 # without a mask is right. A single query of a single head fails in the same way with 128 keys and more
 # (NVIDIA/cudnn-frontend#1072). For those shapes another of torch's kernels runs; all others stay with cuDNN, which is
-# faster. benchmarks/cudnn_attention.py is the survey; batches of up to 256 samples fail at no other length. The
+# faster. The survey is in benchmarks/results/cudnn_attention.json; up to 256 samples fail at no other length. The
 # workaround applies to every cuDNN version: 9.26 was announced as fixed, and a 9.30 was seen to fail
 # (NVIDIA/cudnn-frontend#628).
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from halfstep.errors import PrecisionError
+from halfstep.errors import ConfigError, PrecisionError
 from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.probe import probe
 from halfstep.precision.ladder import Grant, explain_lack, grant
@@ -22,11 +22,47 @@ if TYPE_CHECKING:
 class PrecisionRequest(Protocol):
     """What is asked for, as a run's settings state it."""
 
-    default: str
-    modules: dict[str, str]
-    strict: bool
-    simulate: bool
-    force: bool
+    @property
+    def default(self) -> str: ...
+    @property
+    def modules(self) -> Mapping[str, str]: ...
+    @property
+    def strict(self) -> bool: ...
+    @property
+    def simulate(self) -> bool: ...
+    @property
+    def force(self) -> bool: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Precision:
+    """A precision with more to it than its name: hs.Step takes it in place of one. ::
+
+        step = hs.Step(model, optimizer, hs.Precision("bf16", modules={"decoder.head": "fp32"}))
+
+    Arguments:
+        default: "auto", "bf16", "fp16", "tf32", "fp32", "fp8" or a torch dtype.
+        modules: submodules that run in another precision, by name or pattern.
+        strict: refuse a precision that the device lacks instead of using the next best.
+        simulate: the numerics of a precision that this device lacks, such as fp16 on a laptop: for tests, not speed.
+        force: run fp8 in every layer that supports it. Without force, fp8 runs only in layers that `halfstep train` has
+            measured to be faster.
+    """
+
+    default: Any = "auto"
+    _: dataclasses.KW_ONLY
+    modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    strict: bool = False
+    simulate: bool = False
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.modules, Mapping):
+            raise ConfigError(
+                f"modules= is a {type(self.modules).__name__}",
+                why="it maps module names to precisions",
+                fix='hs.Precision("bf16", modules={"head": "fp32"})',
+            )
 
 
 def decide(

@@ -251,10 +251,10 @@ def judge_whole_steps(plan: Plan, *, fp8_ms: float, bf16_ms: float, strict: bool
 def fall_back_to_bf16(plan: Plan, why: str, *, strict: bool = False, forcible: bool = True) -> Plan:
     """Return the plan in bf16 with a warning; raise under `strict`. `forcible`: some layer could run fp8 if forced."""
     if strict:
-        force = "or precision.force=true (hs.Step: force=True) to run fp8 anyway" if forcible else ""
+        force = "or precision.force=true (hs.Precision(..., force=True)) to run fp8 anyway" if forcible else ""
         raise make_strict_refusal("fp8", "bf16", why, fix=force)
     warning = f"fp8 asked for, running bf16: {why}"
-    warning += " (precision.force=true, in hs.Step force=True, runs fp8 anyway)" if forcible else ""
+    warning += " (precision.force=true, hs.Precision(..., force=True), runs fp8 anyway)" if forcible else ""
     granted, reason = ("bf16", why) if plan.granted == "fp8" else (plan.granted, plan.reason)
     rows = tuple(_move_to_bf16(row, why) for row in plan.rows)
     warnings = tuple(dict.fromkeys((*plan.warnings, warning)))

@@ -24,6 +24,7 @@ write finite numbers; with eps = 0 they use `select`.
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
 import sys
 import warnings
@@ -49,7 +50,7 @@ from halfstep.step.flat import (
 )
 from halfstep.step.optim.adamw8bit import AdamW8bit
 from halfstep.step.optim.adamw_bf16 import AdamWBf16
-from halfstep.step.optim.by_name import OPTIMIZERS, REFUSED
+from halfstep.step.optim.by_name import OPTIMIZERS
 from halfstep.step.optim.cycled_adam import step_cycled_adam, takes_tensor_betas
 from halfstep.step.optim.shards import ELEMENTWISE, ShardTwin
 from halfstep.step.optim.single_pass import SinglePass, can_run_single_pass
@@ -67,9 +68,7 @@ COMMITTING, WATCHED = "_halfstep_commits", "_halfstep_watches"
 
 def choose_commit_method(optimizer: Optimizer) -> CommitMethod:
     """Return the cheapest method that leaves everything bit-identical on a bad step."""
-    for kind, (reason, fix) in REFUSED.items():
-        if isinstance(optimizer, kind):
-            raise ConfigError(f"{kind.__name__} cannot be used in a guarded step", why=reason, fix=fix)
+    refuse_closure(optimizer)
     groups = optimizer.param_groups
     is_fused = all(group.get("fused") for group in groups)
     # The exact class: a subclass may override step() and ignore the flag.
@@ -78,6 +77,19 @@ def choose_commit_method(optimizer: Optimizer) -> CommitMethod:
     on_host = all(p.device.type == "cpu" for group in groups for p in group["params"])
     is_torchs = type(optimizer) in OPTIMIZERS.values()
     return "select" if is_torchs and (on_host or is_fused or _is_capturable(optimizer)) else "host"
+
+
+def refuse_closure(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose step() cannot be called without an argument, such as LBFGS."""
+    # Of the class: a scheduler replaces step() of the instance, and its wrapper's signature has `self`, too.
+    _, *given = inspect.signature(type(optimizer).step).parameters.values()
+    if any(one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD for one in given):
+        raise ConfigError(
+            f"{type(optimizer).__name__} needs a closure in its step()",
+            why="it evaluates the model several times in one step, so the step cannot be checked as a whole",
+            fix="use an optimizer that steps without one, such as AdamW; SAM's second pass fits into on_gradients= "
+            "(docs/loop_kinds.md)",
+        )
 
 
 def divides_by_zero(optimizer: Optimizer) -> bool:
@@ -368,15 +380,6 @@ class Committer:
                 self._stepped.step()
             if self._twin is not None:
                 self._twin.share_state()
-        except Exception as error:
-            if "closure" not in str(error):
-                raise
-            raise ConfigError(
-                f"{self.name} needs a closure in its step(): {error}",
-                why="it evaluates the model several times in one step, so the step cannot be checked as a whole",
-                fix="use an optimizer that steps without one; SAM's second pass fits into on_gradients= "
-                "(docs/loop_kinds.md)",
-            ) from error
         finally:
             setattr(self._stepped, COMMITTING, False)
 

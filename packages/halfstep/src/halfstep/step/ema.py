@@ -178,15 +178,11 @@ class Ema:
                 fix="make the step without ema_decay, or start the average from what it has now: "
                 "state | {'ema': step.ema.state_dict()}",
             )
-        if differing := sorted((own.keys() ^ state.keys()) - self._buffers):
-            raise CheckpointError(
-                f"the stored average has other names than the model: {', '.join(differing[:5])}",
-                fix="resume with the model the run was started with",
-            )
-        for name, shadow in own.items():
-            if name not in self._buffers and shadow.shape != state[name].shape:
+        for name in sorted((own.keys() | state.keys()) - self._buffers):
+            here, there = (f"shape {tuple(one[name].shape)}" if name in one else "missing" for one in (own, state))
+            if here != there:
                 raise CheckpointError(
-                    f"the stored average of {name} has the shape {tuple(state[name].shape)}, not {tuple(shadow.shape)}",
+                    f"the average of {name} does not fit: {there} in the checkpoint, {here} in the model",
                     fix="resume with the model the run was started with",
                 )
 

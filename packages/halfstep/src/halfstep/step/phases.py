@@ -133,12 +133,7 @@ class PhasedStep:
         self.committed.fill_(int(state["committed"]))
 
     def _split_state(self, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        stored = state.get("phases", {})
-        if stored.keys() != self.steps.keys():
-            raise CheckpointError(
-                f"the stored state has the phases {', '.join(stored) or 'none'}, not {', '.join(self.steps)}",
-                fix="resume with the workload the run was started with",
-            )
+        stored = _get_phases(state, self.steps)
         averages = self._split_averages(state["ema"])
         return {name: {**stored[name], "scaler": state["scaler"], "ema": averages[name]} for name in self.steps}
 
@@ -149,6 +144,16 @@ class PhasedStep:
         first = next(iter(own))
         own[first] += [key for key in stored if key not in known]
         return {name: {key: stored[key] for key in keys if key in stored} for name, keys in own.items()}
+
+
+def _get_phases(state: Mapping[str, Any], own: Mapping[str, object]) -> Mapping[str, Any]:
+    stored: Mapping[str, Any] = state.get("phases", {})
+    if stored.keys() != own.keys():
+        raise CheckpointError(
+            f"the stored state has the phases {', '.join(stored) or 'none'}, not {', '.join(own)}",
+            fix="resume with the workload the run was started with",
+        )
+    return stored
 
 
 # --- the guard ---
@@ -190,12 +195,7 @@ class PhasedGuard(Guard):
         return super().state_dict() | {"phases": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        stored = state.get("phases", {})
-        if stored.keys() != self.phases.keys():
-            raise CheckpointError(
-                f"the guard's stored state is of {', '.join(stored) or 'no phases'}, not of {', '.join(self.phases)}",
-                fix="resume with the workload the run was started with",
-            )
+        stored = _get_phases(state, self.phases)
         super().load_state_dict(state)
         for name, guard in self.phases.items():
             guard.load_state_dict({**stored[name], "pending": []})

@@ -22,12 +22,17 @@ def seed_everything(seed: int) -> None:
 
 
 def read_generators() -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {**read_cpu_generators(), "cuda": cuda}
+
+
+def read_cpu_generators() -> dict[str, Any]:
+    """Return the states of the global generators that data draw from."""
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
         "numpy": [str(kind), np.asarray(keys), int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
 
 

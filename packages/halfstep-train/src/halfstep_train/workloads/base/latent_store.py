@@ -1,8 +1,7 @@
 """Latents on disk: mean and log-variance ("moments") of every sample, from which each epoch draws new latents.
 
-One safetensors file, written row by row and memory-mapped when read: `moments` (N, F, 2C, h, w) in fp32; F is 2 if
-mirror images were encoded too, else 1. The metadata hold a fingerprint of the sources and the SHA-256 of the numbers.
-The file is written under a temporary name, so it is either complete or absent.
+One file (see cache_file.py): `moments` (N, F, 2C, h, w) in fp32, row by row; F is 2 if mirror images were encoded too,
+else 1. The index holds their shape and a fingerprint of the sources.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,23 +19,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.disk import open_atomic_file, parse_json, take_turn
+from halfstep.disk import take_turn
 from halfstep.errors import ConfigError, DataError
 from halfstep.islands import fp32_island
 from halfstep_train.config.schema import RunConfig
-from halfstep_train.data.files import check_free_space, explain_full_disk
+from halfstep_train.data.cache_file import is_cache, open_cache, write_cache
 from halfstep_train.data.image_samples import draw_uniform, gather_images, take_first
 from halfstep_train.data.loader import FileSamples, NamedSamples, Samples, implements
-from halfstep_train.data.packed import PackingBar, compute_fingerprint
+from halfstep_train.data.packed import compute_fingerprint
 from halfstep_train.models.posterior import Codec, draw_latent, split_moments
+from halfstep_train.report.progress import PackingBar
 from halfstep_train.workloads.base.vae_format import pick_training_device, use_format
 from halfstep_train.workloads.base.workload import Batch
 
-MOMENTS, CHECKSUM, FINGERPRINT = "moments", "sha256", "fingerprint"
+LATENTS, MOMENTS, FINGERPRINT = "file of latents", "moments", "fingerprint"
 BYTES = 4
 """Per number: fp32."""
-READ_AT_ONCE = 1 << 24
-"""Bytes hashed per read: 16 MiB."""
 ENCODED_AT_ONCE = 8
 """Images per call of the VAE."""
 
@@ -82,7 +79,7 @@ class Encoding:
     @property
     def path(self) -> Path:
         data: Any = self.config.data
-        return Path(data.cache_file or self.root / f".halfstep-latents-{data.image_size}.safetensors")
+        return Path(data.cache_file or self.root / f".halfstep-latents-{data.image_size}.cache")
 
     def open_or_encode(self) -> tuple[LatentCache, bool]:
         """Return the opened file, and whether it had to be written because none matched."""
@@ -143,53 +140,27 @@ class LatentCache:
     moments: Tensor
     """(N, F, 2C, h, w), memory-mapped."""
     meta: Mapping[str, str]
-
-    @property
-    def checksum(self) -> str:
-        return self.meta[CHECKSUM]
+    checksum: str
 
 
-def write_latents(path: Path, num: int, shape: tuple[int, ...], rows: Iterable[Tensor], meta: Mapping[str, str]) -> str:
-    """Write `num` rows of this shape, given in batches; return their checksum."""
+def write_latents(
+    path: Path, num: int, shape: tuple[int, ...], rows: Iterable[Tensor], meta: Mapping[str, str]
+) -> None:
+    """Write `num` rows of this shape, given in batches."""
     num_bytes = num * math.prod(shape) * BYTES
-    check_free_space(path, num_bytes, "the latents")
-    # The header contains the checksum, which is known only after the data. A placeholder of the same length is written
-    # first and overwritten at the end.
-    digest, written = hashlib.sha256(), 0
-    with (
-        explain_full_disk(path, "the latents"),
-        open_atomic_file(path, follows_links=True) as hidden,
-        hidden.open("wb") as file,
-    ):
-        file.write(_make_header((num, *shape), meta, "0" * digest.digest_size * 2))
+    with write_cache(path, LATENTS, num_bytes) as file:
         for batch in rows:
-            data = batch.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()
-            digest.update(data)
-            written += file.write(data)
-        assert written == num_bytes, (written, num_bytes)
-        file.seek(0)
-        file.write(_make_header((num, *shape), meta, digest.hexdigest()))
-    return digest.hexdigest()
+            file.write(batch.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
+        assert file.num_bytes == num_bytes, (file.num_bytes, num_bytes)
+        file.index = {"shape": [num, *shape], "meta": dict(meta)}
 
 
 def open_latents(path: Path) -> LatentCache:
-    """Verify the checksum of a file of latents and memory-map it."""
-    try:
-        meta, shape, start = _read_header(path)
-        with path.open("rb") as file:
-            file.seek(start)
-            if path.stat().st_size != start + math.prod(shape) * BYTES:
-                raise ValueError("it is truncated")
-            digest = hashlib.sha256()
-            while part := file.read(READ_AT_ONCE):
-                digest.update(part)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _make_unusable_error(path, str(error)) from error
-    if digest.hexdigest() != meta[CHECKSUM]:
-        raise _make_unusable_error(path, "its checksum differs from the one it was written with")
-    # Mode "c" is copy-on-write: torch requires writable memory, although nothing is written.
-    mapped = np.memmap(path, dtype=np.float32, mode="c", offset=start, shape=shape)
-    return LatentCache(path=path, moments=torch.from_numpy(mapped), meta=meta)
+    """Verify every number of a file of latents and memory-map it."""
+    every_byte = path.stat().st_size if path.is_file() else 0
+    file = open_cache(path, LATENTS, "delete it: it is rebuilt", verify_bytes=every_byte)
+    moments = torch.from_numpy(file.map(np.float32, tuple(file.index["shape"])))
+    return LatentCache(path=path, moments=moments, meta=file.index["meta"], checksum=file.checksum)
 
 
 def open_or_write_latents(
@@ -220,25 +191,9 @@ def _open_matching(path: Path, fingerprint: str) -> LatentCache | None:
     return found if found.meta.get(FINGERPRINT) == fingerprint else None
 
 
-def _read_header(path: Path) -> tuple[dict[str, str], tuple[int, ...], int]:
-    """Return the metadata, the shape of the moments, and their offset in bytes."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > path.stat().st_size:
-            raise ValueError("it is truncated")
-        header: dict[str, Any] = parse_json(file.read(length))
-    return header["__metadata__"], tuple(header[MOMENTS]["shape"]), 8 + length
-
-
 def _refuse_foreign_file(path: Path) -> None:
-    """Refuse to overwrite a file unless its name or its metadata show that it holds latents."""
-    if not path.is_file() or path.name.startswith(".halfstep-latents"):
-        return
-    try:
-        is_ours = FINGERPRINT in _read_header(path)[0]
-    except (OSError, ValueError, KeyError, TypeError):
-        is_ours = False
-    if not is_ours:
+    """Refuse to overwrite a file unless its name or its first bytes show that it holds latents."""
+    if path.is_file() and not path.name.startswith(".halfstep-latents") and not is_cache(path, LATENTS):
         raise DataError(
             f"data.cache_file={path} exists and holds no latents",
             why="it would be overwritten",
@@ -322,15 +277,3 @@ def describe_pack(cache: LatentCache, text: str, *, is_new: bool, **more: object
         "text": text if is_new else f"{text}; they exist already and match the folder",
         **more,
     }
-
-
-def _make_header(shape: tuple[int, ...], meta: Mapping[str, str], checksum: str) -> bytes:
-    """Return a safetensors header: its length in 8 little-endian bytes, then JSON padded to a multiple of 8."""
-    entry = {"dtype": "F32", "shape": list(shape), "data_offsets": [0, math.prod(shape) * BYTES]}
-    text = json.dumps({"__metadata__": {**meta, CHECKSUM: checksum}, MOMENTS: entry}).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _make_unusable_error(path: Path, why: str) -> DataError:
-    return DataError(f"{path} is not a usable file of latents", why=why, fix="delete it: it is rebuilt")

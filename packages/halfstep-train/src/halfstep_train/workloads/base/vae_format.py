@@ -65,11 +65,11 @@ def choose_vae_format(
         )
     measured = ", ".join(f"{name} {'overflows' if e is None else f'{e:.2%}'}" for name, e in errors.items())
     if requested != "auto":
-        return FormatChoice(name=requested, why=f"requested; error of the round trip: {measured}")
+        return FormatChoice(name=requested, why=f"requested, encode-decode error: {measured}")
     best = min(finite, key=lambda name: finite[name], default="")
     if not best or finite[best] > LARGEST_ERROR:
         return FormatChoice(name=whole, why=f"auto: no half format stays below {LARGEST_ERROR:.0%} ({measured})")
-    return FormatChoice(name=best, why=f"auto: the smaller error of the round trip ({measured})")
+    return FormatChoice(name=best, why=f"chosen by auto, smallest encode-decode error ({measured})")
 
 
 def measure_round_trips(vae: Any, trip: RoundTrip, images: Tensor, formats: tuple[str, ...]) -> dict[str, float | None]:

@@ -8,7 +8,7 @@ compiled; the discriminator's phase is.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -56,8 +56,6 @@ class Critic:
     scales: tuple[float, float]
     """Factors applied to reconstruction and adversarial loss while their gradients are compared
     (`compute_adaptive_weight`)."""
-    optimizer: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the config's `optimizer` that differ."""
 
 
 class VaeTrainer:
@@ -139,7 +137,6 @@ class VaeTrainer:
                 forward=judge_both,
                 loss=compute_discriminator_loss,
                 from_step=self.critic.start,
-                optimizer=self.critic.optimizer,
             ),
         )
 

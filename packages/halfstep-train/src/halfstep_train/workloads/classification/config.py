@@ -235,7 +235,6 @@ class ImageDataConfig(DataConfig):
         default=None, description="Path of the packed file, if data.dir is not writable; default: in data.dir"
     )
     cache_size: PositiveCount = Field(default=256, description="Side of the images in the packed file, in pixels")
-    cache_limit_gb: Positive = Field(default=64.0, description="Maximum size of the packed file in GB")
     augment: ImageAugmentConfig = ImageAugmentConfig()
 
     @property

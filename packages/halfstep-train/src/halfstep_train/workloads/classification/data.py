@@ -20,7 +20,8 @@ from halfstep_train.data.image_samples import (
     TrainingImages,
 )
 from halfstep_train.data.loader import Samples
-from halfstep_train.data.packed import PackingBar, PackSettings, choose_pack_path, open_or_pack
+from halfstep_train.data.packed import PackSettings, choose_pack_path, open_or_pack
+from halfstep_train.report.progress import PackingBar
 from halfstep_train.workloads.classification.config import ImageDataConfig
 
 PICTURE_SHARE, WHOLE = 0.875, 1.0
@@ -122,7 +123,6 @@ def _open_packed(folder: ImageFolder, config: ImageDataConfig, share: float, *, 
     """Open the packed cache of an image folder; write it first if necessary."""
     settings = PackSettings(
         size=config.cache_size,
-        limit_gb=config.cache_limit_gb,
         on_bad_file=config.on_bad_file,
         workers=config.num_workers,
     )

@@ -93,7 +93,6 @@ class VaeModelConfig(UNetSize):
     gan_from_step: OffCount = Field(
         default=50_001, description="First step at which the discriminator is trained and its loss counts"
     )
-    gan_lr: Positive | None = Field(default=None, description="The discriminator's learning rate; default: the VAE's")
     gan_channels: PositiveCount = Field(default=64, description="Channels of the discriminator's first layer")
     gan_layers: PositiveCount = Field(default=3, description="Number of times the discriminator halves the image")
 

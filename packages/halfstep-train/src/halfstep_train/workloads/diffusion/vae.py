@@ -115,7 +115,6 @@ class PictureVaeTrainer(VaeTrainer):
                 start=settings.gan_from_step,
                 weight=settings.gan_weight,
                 scales=(pixels, pixels),
-                optimizer={"lr": settings.gan_lr} if settings.gan_lr else {},
             )
             if settings.gan_weight
             else None,

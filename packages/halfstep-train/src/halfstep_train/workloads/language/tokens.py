@@ -7,38 +7,33 @@ of -1, which do not count.
 
 Ids come from three kinds of files. `train.bin` and `val.bin` of nanoGPT are 16-bit ids and nothing else, with a
 `meta.pkl` in the same folder if the tokens are characters. Shards of llm.c (`*_train_*.bin`, `*_val_*.bin`) begin with
-256 32-bit numbers: a magic number, a version, the number of ids. Our token cache holds a tokenised text:
-
-    8 bytes "hstoken1" | ids of the training split | ids of the validation split | JSON | 8 bytes: length of the JSON
-
-The JSON holds the number and width of the ids, fingerprints of texts (names, sizes, times) and tokenizer, and a CRC-32
-per 16 MiB. It comes last because the number of ids is known only then. The file appears when it is complete. A cache of
-other texts or another tokenizer is rebuilt; a damaged one is an error.
+256 32-bit numbers: a magic number, a version, the number of ids. Our token cache (see cache_file.py) holds the ids of a
+tokenised text, first of the training split, then of the validation split. Its index holds their number and width, and
+fingerprints of texts (names, sizes, times) and tokenizer. A cache of other texts or another tokenizer is rebuilt; a
+damaged one is an error.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
-import json
-import os
 import pickle
 import re
 import string
-import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.disk import open_atomic_file, parse_json, take_turn
+from halfstep.disk import take_turn
 from halfstep.errors import DataError
-from halfstep_train.data.files import Array, check_free_space, explain_full_disk, make_natural_key
+from halfstep_train.data.cache_file import VERIFIED_BYTES, CacheFile, is_cache, open_cache, write_cache
+from halfstep_train.data.files import Array, explain_full_disk, make_natural_key
 from halfstep_train.data.seeds import make_generator
 from halfstep_train.workloads.language.text_files import PROSE, TextFiles
 from halfstep_train.workloads.language.tokenizers import Characters, Tokenizer, identify
@@ -256,12 +251,7 @@ class _PlainValues(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it holds an object ({module}.{name}); only plain values are read")
 
 
-MAGIC = b"hstoken1"
-ENDING = ".tokens"
-CHECKED_BYTES = 2**24
-"""Bytes per CRC-32: 16 MiB."""
-CHECKED_BLOCKS = 64
-"""Blocks that are checked when a file is opened: all up to 1 GiB, otherwise this many, spread over the file."""
+ENDING, TOKENS = ".tokens", "token cache"
 TOKENISED_AT_ONCE = 2**22
 """Number of characters."""
 CUT = re.compile(r"\S\n(?=\S)")
@@ -272,9 +262,9 @@ def open_or_tokenise(texts: TextFiles, tokenizer: Tokenizer, path: Path) -> tupl
     """Return the ids of both splits from the cache at `path`; write it first if necessary."""
     wanted = {"texts": _fingerprint_texts(texts), "tokenizer": _hash_text(identify(tokenizer)), "cut": texts.cut}
     with take_turn(path):
-        if not path.exists() or _read_header(path)["made_from"] != wanted:
+        if not path.exists() or _open_cache(path, verify_bytes=0).index["made_from"] != wanted:
             _write_cache(texts, tokenizer, path, wanted)
-    return _open_cache(path, _read_header(path))
+    return _map_tokens(_open_cache(path))
 
 
 def choose_cache_path(root: Path, tokenizer: Tokenizer) -> Path:
@@ -285,53 +275,17 @@ def choose_cache_path(root: Path, tokenizer: Tokenizer) -> Path:
 
 def _write_cache(texts: TextFiles, tokenizer: Tokenizer, path: Path, made_from: dict[str, Any]) -> None:
     """Tokenise texts and write the cache."""
-    kind = _choose_dtype(tokenizer)
+    kind, ends = _choose_dtype(tokenizer), [0]
     with explain_full_disk(path, "the token cache"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A low estimate: in most texts a token stands for four bytes or more. Running out of space is an error anyway.
-        check_free_space(path, sum(file.stat().st_size for file in texts.all) * kind.itemsize // 4, "the token cache")
-        with open_atomic_file(path, follows_links=True) as hidden, hidden.open("wb") as file:
-            file.write(MAGIC)
-            counts, checks = _write_ids(file, texts, tokenizer, kind)
-            header = {"dtype": kind.name, "counts": counts, "checks": checks, "made_from": made_from}
-            encoded = json.dumps(header).encode()
-            file.write(encoded + len(encoded).to_bytes(8, "little"))
-
-
-class _CheckedFile:
-    """A file that is written in blocks, whose CRCs are recorded."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file, self.rest, self.checks, self.num_bytes = file, bytearray(), list[int](), 0
-
-    def write(self, data: bytes) -> None:
-        self.rest += data
-        self.num_bytes += len(data)
-        while len(self.rest) >= CHECKED_BYTES:
-            self._put(CHECKED_BYTES)
-
-    def close(self) -> list[int]:
-        if self.rest:
-            self._put(len(self.rest))
-        return self.checks
-
-    def _put(self, length: int) -> None:
-        block = bytes(self.rest[:length])
-        self.file.write(block)
-        self.checks.append(zlib.crc32(block))
-        del self.rest[:length]
-
-
-def _write_ids(
-    file: BinaryIO, texts: TextFiles, tokenizer: Tokenizer, kind: np.dtype[Any]
-) -> tuple[list[int], list[int]]:
-    """Write the ids; return their number per split and the CRCs of all bytes."""
-    out, ends = _CheckedFile(file), [0]
-    for part in ("train", "val"):
-        for ids in _encode(texts, tokenizer, part):
-            out.write(ids.astype(kind).tobytes())
-        ends.append(out.num_bytes // kind.itemsize)
-    return [ends[1], ends[2] - ends[1]], out.close()
+    # A low estimate: in most texts a token stands for four bytes or more. Running out of space is an error anyway.
+    num_bytes = sum(file.stat().st_size for file in texts.all) * kind.itemsize // 4
+    with write_cache(path, TOKENS, num_bytes) as file:
+        for part in ("train", "val"):
+            for ids in _encode(texts, tokenizer, part):
+                file.write(ids.astype(kind).tobytes())
+            ends.append(file.num_bytes // kind.itemsize)
+        file.index = {"dtype": kind.name, "counts": [ends[1], ends[2] - ends[1]], "made_from": made_from}
 
 
 def tokenise(texts: TextFiles, tokenizer: Tokenizer) -> tuple[Tokens, Tokens]:
@@ -366,57 +320,19 @@ def _split_text(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _read_header(path: Path) -> dict[str, Any]:
-    """Return the JSON of a cache; raise DataError if the file is not a complete cache."""
-    begin = b""
-    try:
-        with path.open("rb") as file:
-            begin = file.read(len(MAGIC))
-            size = file.seek(0, os.SEEK_END)
-            file.seek(-8, os.SEEK_END)
-            length = int.from_bytes(file.read(8), "little")
-            if begin != MAGIC or length > size:
-                raise ValueError("it lacks the marker at its start or end")
-            file.seek(-8 - length, os.SEEK_END)
-            header: dict[str, Any] = parse_json(file.read(length))
-        ids = sum(header["counts"]) * np.dtype(header["dtype"]).itemsize
-        if size != len(MAGIC) + ids + length + 8:
-            raise ValueError(f"it has {size:,} bytes and should have {len(MAGIC) + ids + length + 8:,}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        # Do not suggest removing a file that has neither our header nor our extension: it may be valuable.
-        is_ours = begin == MAGIC or path.suffix == ENDING
-        fix = "remove it: it is rebuilt" if is_ours else "choose a new file: data.cache_file=FILE"
-        raise DataError(f"{path} is not a token cache", why=str(error), fix=fix) from error
-    return header
+def _open_cache(path: Path, *, verify_bytes: int = VERIFIED_BYTES) -> CacheFile:
+    # Do not suggest removing a file that has neither our header nor our extension: it may be valuable.
+    is_ours = is_cache(path, TOKENS) or path.suffix == ENDING
+    fix = "remove it: it is rebuilt" if is_ours else "choose a new file: data.cache_file=FILE"
+    return open_cache(path, TOKENS, fix, verify_bytes=verify_bytes)
 
 
-def _open_cache(path: Path, header: dict[str, Any]) -> tuple[Tokens, Tokens]:
+def _map_tokens(file: CacheFile) -> tuple[Tokens, Tokens]:
     """Memory-map the ids of both splits."""
-    _check_blocks(path, header)
-    kind, (num_train, num_val) = np.dtype(header["dtype"]), header["counts"]
-    parts = []
-    for start, count in ((0, num_train), (num_train, num_val)):
-        offset = len(MAGIC) + start * kind.itemsize
-        ids = np.memmap(path, dtype=kind, mode="r", offset=offset, shape=(count,)) if count else np.empty(0, kind)
-        parts.append(Tokens([ids], paths=(path,)))
-    return parts[0], parts[1]
-
-
-def _check_blocks(path: Path, header: dict[str, Any]) -> None:
-    """Compare the CRC of some blocks; raise DataError if one differs."""
-    checks: list[int] = header["checks"]
-    num = min(len(checks), CHECKED_BLOCKS)
-    total = sum(header["counts"]) * np.dtype(header["dtype"]).itemsize
-    with path.open("rb") as file:
-        for number in sorted({index * len(checks) // num for index in range(num)}) if num else ():
-            start = number * CHECKED_BYTES
-            file.seek(len(MAGIC) + start)
-            if zlib.crc32(file.read(min(CHECKED_BYTES, total - start))) != checks[number]:
-                raise DataError(
-                    f"{path} is damaged: its checksum does not match",
-                    why="it was modified, or the disk damaged it",
-                    fix="delete it: it is rebuilt",
-                )
+    kind, (num_train, num_val) = np.dtype(file.index["dtype"]), file.index["counts"]
+    train = file.map(kind, (num_train,))
+    val = file.map(kind, (num_val,), start=num_train * kind.itemsize)
+    return Tokens([train], paths=(file.path,)), Tokens([val], paths=(file.path,))
 
 
 def _fingerprint_texts(texts: TextFiles) -> str:

@@ -162,7 +162,6 @@ def make_loss(config: UNetConfig) -> Loss:
             outputs,
             batch["mask"],
             class_weights=settings.class_weights,
-            ce_weight=settings.ce_weight,
             dice_weight=settings.dice_weight,
         )
         return value, len(outputs)

@@ -92,7 +92,6 @@ class UNetModelConfig(BuiltModelConfig):
         "null: none, all classes count",
     )
     dice_weight: float = Field(default=1.0, ge=0, description="Weight of the Dice loss")
-    ce_weight: float = Field(default=1.0, ge=0, description="Weight of the cross-entropy loss")
     class_weights: tuple[float, ...] = Field(
         default=(), description="Weight of each class in the cross-entropy; empty: all equal"
     )

@@ -32,7 +32,6 @@ def segmentation_loss(
     mask: Tensor,
     *,
     class_weights: Sequence[float] = (),
-    ce_weight: float = 1.0,
     dice_weight: float = 1.0,
 ) -> Tensor:
     """Return (binary) cross-entropy + (1 - mean Dice of the classes) in fp32; 0 if every pixel is ignored."""
@@ -54,7 +53,7 @@ def segmentation_loss(
         cross_entropy = -torch.where(truth, log_probability * weights, 0).sum() / weights.sum().clamp(min=tiny)
         valid = truth.any(dim=1, keepdim=True)
         dice = compute_dice(torch.where(valid, probability, 0), foreground)
-        return ce_weight * cross_entropy + dice_weight * (1 - dice.mean())
+        return cross_entropy + dice_weight * (1 - dice.mean())
 
 
 def compute_dice(probability: Tensor, truth: Tensor) -> Tensor:

@@ -219,7 +219,6 @@ class SteveModelConfig(ModelConfig):
     predictor_heads: PositiveCount = Field(default=4, description="Attention heads of these blocks")
     dim: PositiveCount = Field(default=192, description="Channels of encoder and decoder")
     decoder_blocks: PositiveCount = Field(default=8, description="Transformer blocks of the decoder")
-    decoder_heads: PositiveCount = Field(default=4, description="Attention heads of the decoder; must divide dim")
     dropout: Fraction = Field(default=0.1, description="Dropout in the decoder")
     hard: bool = Field(
         default=False,

@@ -140,7 +140,7 @@ def _translate_schedule(given: Any, where: str, max_steps: Any) -> dict[str, Any
     if name == "constant":
         return {"name": "constant", "warmup_steps": 0}
     if name not in shapes:
-        raise ConfigError(f"{where}.name is {name}", fix=f"constant, {', '.join(shapes)}")
+        raise ConfigError(f"unknown schedule {where}.name={name}", fix=f"use constant, {', '.join(shapes)}")
     shape = {"name": shapes[name], "warmup_steps": warmup}
     if name == "linear_warmup" or (isinstance(max_steps, int) and 0 < max_steps <= warmup):
         return shape  # a run that ends during its warmup never decays

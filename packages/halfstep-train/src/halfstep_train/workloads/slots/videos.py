@@ -221,7 +221,10 @@ def find_shards(root: Path, patterns: str | Sequence[str], *, bad_files: BadFile
             missing += [] if present else [name]
             found += present
     if not found:
-        raise DataError(f"no shard of {patterns} is in {root}", fix="--data-dir DIR (data.dir): patterns start there")
+        raise DataError(
+            f"no shard of {patterns} is in {root}",
+            fix="set data.dir (--data-dir DIR) to the folder that the patterns are relative to",
+        )
     if missing:
         bad_files.report(
             DataError(

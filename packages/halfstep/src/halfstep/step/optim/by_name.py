@@ -26,13 +26,6 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adafactor": torch.optim.Adafactor,
     "muon": torch.optim.Muon,
 }
-REFUSED: dict[type[Optimizer], tuple[str, str]] = {
-    torch.optim.LBFGS: (
-        "it evaluates the model several times inside one step, so no single verdict exists",
-        "AdamW or SGD; LBFGS itself is for small problems in fp32, in a loop without a step",
-    ),
-}
-"""Why, and what to use instead."""
 FUSED = ("sgd", "adam", "adamw", "adagrad")
 CAPTURABLE = ("rmsprop", "nadam", "radam", "adamax", "adadelta", "asgd", "rprop")
 
@@ -56,8 +49,6 @@ def build_optimizer(name: str, groups: ParamGroups, *, lr: float, options: Optio
 
 
 def _find_optimizer(name: str) -> type[Optimizer]:
-    if refused := [why for kind, (why, _) in REFUSED.items() if kind.__name__.lower() == name]:
-        raise ConfigError(f"optimizer {name!r} is refused", why=refused[0], fix="adamw is a good default")
     if name not in OPTIMIZERS:
         raise ConfigError(f"unknown optimizer {name!r}", fix=suggest_nearest(name, OPTIMIZERS))
     return OPTIMIZERS[name]
