@@ -281,9 +281,10 @@ def test_a_harmless_warning_of_gradients_does_not_silence_an_overflow(
     torch.manual_seed(0)
     model, loss_fn = make()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, fused=True)
-    settings: dict[str, Any] = {"simulate": True, "force": True} if precision == "fp16" else {}
-    settings |= {"scaler": {"init_scale": 1.0, "growth_interval": 10**9}} if precision == "fp16" else {"clip_norm": 1.0}
-    step = hs.Step(model, optimizer, precision, watch=2, **settings)
+    given: Any = hs.Precision("fp16", simulate=True, force=True) if precision == "fp16" else precision
+    is_half, fixed = precision == "fp16", {"init_scale": 1.0, "growth_interval": 10**9}
+    settings: dict[str, Any] = {"scaler": fixed} if is_half else {"clip_norm": 1.0}
+    step = hs.Step(model, optimizer, given, watch=2, **settings)
     for number in range(60):
         x, y = torch.randn(16, 32 if make is make_attention else 6), torch.randint(0, 3, (16,))
         step(loss_fn, [feed(number, x) | {"y": y}])
@@ -304,7 +305,8 @@ def test_occasional_spikes_of_gradients_are_no_trend_of_the_loss_scale(seed: int
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 1))
     optimizer = torch.optim.Adam(model.parameters(), 1e-3, fused=True)
-    step = hs.Step(model, optimizer, "fp16", simulate=True, force=True, watch=4, clip_norm=1.0)
+    precision = hs.Precision("fp16", simulate=True, force=True)
+    step = hs.Step(model, optimizer, precision, watch=4, clip_norm=1.0)
     scales = []
     for _ in range(90):
         x = torch.randn(16, 6)

@@ -416,9 +416,10 @@ def test_every_keyword_is_in_the_signature_that_editors_show() -> None:
 def test_a_scaler_with_bf16_is_told_to_be_needless() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+    precision = hs.Precision("bf16", simulate=True)
     with pytest.warns(UserWarning, match=r"bf16 needs no scaler, so scaler=GradScaler\(...\) is not used"):
-        hs.Step(model, optimizer, "bf16", scaler=torch.amp.GradScaler("cpu"), simulate=True)
-    hs.Step(model, optimizer, "bf16", scaler=torch.amp.GradScaler("cpu", enabled=False), simulate=True)
+        hs.Step(model, optimizer, precision, scaler=torch.amp.GradScaler("cpu"))
+    hs.Step(model, optimizer, precision, scaler=torch.amp.GradScaler("cpu", enabled=False))
 
 
 @pytest.mark.parametrize("fused", [True, False])

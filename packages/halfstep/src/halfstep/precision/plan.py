@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import textwrap
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -120,21 +119,17 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         try:
             fields = dict(parse_json(text))
-            rows, frozen = read_rows(fields.pop("rows")), read_rows(fields.pop("frozen"))
+            rows = tuple(PlanRow(**row) for row in fields.pop("rows"))
+            frozen = tuple(PlanRow(**row) for row in fields.pop("frozen"))
+            values = [value for row in (*rows, *frozen) for value in dataclasses.astuple(row)]
+            if odd := [value for value in values if not isinstance(value, str)]:
+                raise TypeError(f"a row holds {odd[0]!r}, which is not text")
             gains = tuple(Gain(**gain) for gain in fields.pop("gains"))
             lines = {name: tuple(fields[name]) for name in ("warnings", "memory_trials", "blocks", "shard_blocks")}
             return cls(**{**fields, **lines, "rows": rows, "frozen": frozen, "gains": gains})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             fix = "use the plan.json of a run folder"
             raise PrecisionError(f"this is not a stored plan: {error}", fix=fix) from error
-
-
-def read_rows(stored: Iterable[Any]) -> tuple[PlanRow, ...]:
-    """Return stored rows; raise TypeError if one is malformed."""
-    rows = tuple(PlanRow(**row) for row in stored)
-    if odd := [value for row in rows for value in dataclasses.astuple(row) if not isinstance(value, str)]:
-        raise TypeError(f"a row holds {odd[0]!r}, which is not text")
-    return rows
 
 
 def fold_rows(rows: tuple[PlanRow, ...]) -> list[tuple[tuple[str, ...], PlanRow]]:

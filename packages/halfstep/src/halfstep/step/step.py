@@ -244,10 +244,9 @@ class GuardedStep:
             committer.unchecked = bad
         names = [name for name, p in self.model.named_parameters() if id(p) in bad]
         if names:
-            shown = ", ".join(names[:3] + ["…"] * (len(names) > 3))
             warn_user(
-                f"not finite before the first step: {shown}. No step changes that, and one that uses these numbers is "
-                "dropped: initialise them, or load finite weights"
+                f"not finite before the first step: {', '.join(names[:3])}{', …' * (len(names) > 3)}. No step "
+                "changes that, and one that uses these numbers is dropped: initialise them, or load finite weights"
             )
 
     @property

@@ -9,7 +9,6 @@ from typing import Any
 
 from halfstep.disk import parse_json, read_sealed
 from halfstep.errors import CheckpointError, format_duration, suggest_command
-from halfstep.precision.plan import read_rows
 from halfstep_train.config.foreign import flatten_keys
 from halfstep_train.config.yaml_source import read_yaml
 from halfstep_train.report.config_view import format_setting
@@ -136,7 +135,7 @@ def _read_json(path: Path, check: Callable[[dict[str, Any]], object] = len) -> d
         found = dict(parse_json(path.read_text()))
         check(found)
         return found
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, LookupError) as error:
         raise CheckpointError(
             f"{path} cannot be read: {error}", fix="restore it, or remove it to write the page without it"
         ) from error
@@ -144,11 +143,17 @@ def _read_json(path: Path, check: Callable[[dict[str, Any]], object] = len) -> d
 
 def _read_plan(path: Path) -> dict[str, Any]:
     """Return the plan; one that was edited carries a warning, which the page shows."""
-    plan = _read_json(path, check=lambda plan: (read_rows(plan.get("rows", ())), list(plan.get("warnings", ()))))
+    plan = _read_json(path, check=_check_plan)
     try:
         return read_sealed(path.read_bytes()) if plan else {}
     except ValueError as error:
         return {**plan, "warnings": [*plan.get("warnings", ()), f"plan.json is not what the run wrote: {error}"]}
+
+
+def _check_plan(plan: dict[str, Any]) -> None:
+    list(plan.get("warnings", ()))
+    for row in plan.get("rows", ()):
+        "".join(dict(row)[key] for key in ("module", "storage", "compute", "reason"))  # raises unless all are texts
 
 
 def _read_settings(path: Path) -> dict[str, tuple[str, str]]:
