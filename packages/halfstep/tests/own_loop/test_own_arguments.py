@@ -425,10 +425,10 @@ def test_a_scaler_with_bf16_is_told_to_be_needless() -> None:
 @pytest.mark.parametrize("fused", [True, False])
 def test_weights_that_are_not_finite_at_the_start_are_named_before_the_first_step(fused: bool) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 2))
+    model: Any = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 2))
     with torch.no_grad():
-        model[0].weight[7] = math.nan  # type: ignore[operator, index]
-    before = model[1].weight.detach().clone()  # type: ignore[operator, union-attr]
+        model[0].weight[7] = math.nan
+    before = model[1].weight.detach().clone()
     options: dict[str, Any] = {"fused": True} if fused else {"foreach": False}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is not fused")
@@ -437,7 +437,7 @@ def test_weights_that_are_not_finite_at_the_start_are_named_before_the_first_ste
         step(lambda tokens: model(tokens).square().mean(), [torch.arange(6)])
     for _ in range(6):  # neither is it warned of again, nor are steps dropped that do not use these numbers
         assert step(lambda tokens: model(tokens).square().mean(), [torch.arange(6)]).committed
-    assert not torch.equal(before, model[1].weight)  # type: ignore[arg-type]
+    assert not torch.equal(before, model[1].weight)
 
 
 @pytest.mark.filterwarnings("ignore:step . was dropped:UserWarning")
