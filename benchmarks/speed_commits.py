@@ -24,8 +24,6 @@ from typing import IO, Any
 
 import torch
 
-from code_numbers import find_sources
-
 OTHERS: dict[str, tuple[int, tuple[str, ...]]] = {
     "gpt2": (16, ()),
     "diffusion": (16, ()),
@@ -117,6 +115,8 @@ def fill_cache(cases: list[str], arguments: argparse.Namespace) -> None:
 
 
 def start(case: str, tree: Path, arguments: argparse.Namespace) -> Trainer:
+    from code_numbers import find_sources  # not in every old checkout
+
     sources = [str(source.parent) for source in find_sources(tree.resolve())]
     paths = [*sources, str(tree.resolve() / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     process = subprocess.Popen(

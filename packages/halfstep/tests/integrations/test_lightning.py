@@ -337,6 +337,13 @@ def test_several_optimizers_are_refused() -> None:
         fit(module, make_trainer(plugin=make_plugin()), 2)
 
 
+def test_an_argument_of_a_group_is_refused_at_both_levels() -> None:
+    for level in ("guard", "captured"):
+        with pytest.raises(ConfigError, match="hs.Step has no argument 'simulate'") as error:
+            make_plugin(level=level, simulate=True)
+        assert "hs.Precision(" in error.value.fix
+
+
 def test_an_optimizer_that_needs_its_closure_is_refused() -> None:
     def configure_optimizers(self: Any) -> Any:
         return torch.optim.LBFGS(self.parameters())

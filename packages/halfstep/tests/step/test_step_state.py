@@ -86,7 +86,7 @@ def test_an_average_and_a_scale_that_are_missing_are_refused() -> None:
     assert averaged.attempted == 0
     state = trained_state(ema_decay=0.9)
     state["ema"]["head.weight"] = torch.zeros(9, 9)
-    with pytest.raises(CheckpointError, match=r"head\.weight has the shape \(9, 9\)"):
+    with pytest.raises(CheckpointError, match=r"head\.weight does not fit: shape \(9, 9\)"):
         averaged.load_state_dict(state)
 
 

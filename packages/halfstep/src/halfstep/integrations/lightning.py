@@ -42,7 +42,7 @@ from halfstep.integrations.guard import (
     refuse_unguardable,
     take_host_options,
 )
-from halfstep.own_loop.arguments import check_choice, read_precision
+from halfstep.own_loop.arguments import check_choice, read_precision, refuse_unknown
 from halfstep.own_loop.step import Step
 from halfstep.precision.contexts import get_autocast_dtype
 from halfstep.precision.decide import Precision, decide
@@ -93,6 +93,7 @@ class HalfstepPrecision:
         check_choice("level", level, ("auto", "captured", "guard"))
         self._asked, self._level = read_precision(precision), level
         self._options, self._step_options = take_host_options(options), options
+        refuse_unknown(options, Step.__init__)
         self._dtype: torch.dtype | None = None
         self._device = "cpu"
         self.scaler: torch.amp.GradScaler | None = None

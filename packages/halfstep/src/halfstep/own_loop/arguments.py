@@ -57,8 +57,9 @@ def refuse_unknown(given: Mapping[str, object], function: Callable[..., None]) -
     """Refuse keywords that hs.Step does not have."""
     names = [name for name, one in inspect.signature(function).parameters.items() if one.kind is one.KEYWORD_ONLY]
     for name in given:
-        fix = OTHER_NAMES.get(name) or suggest_nearest(name, ["precision", *names], count=1)
-        raise ConfigError(f"hs.Step has no argument {name!r}", fix=fix)
+        if name not in names:
+            fix = OTHER_NAMES.get(name) or suggest_nearest(name, ["precision", *names], count=1)
+            raise ConfigError(f"hs.Step has no argument {name!r}", fix=fix)
 
 
 def read_precision(given: object) -> Precision:
