@@ -50,7 +50,7 @@ def test_a_fault_is_kept_with_its_batches_weights_and_names(tmp_path: Path) -> N
     assert about["reason"] == "loss is nan"
     assert (about["epoch"], about["window"], len(about["sample_ids"])) == (0, 2, 4)
     assert about["commits_after"] == 2  # steps 3 and 4 were made before the host learned of step 2
-    assert "inexact by 2 commits" in found.inexact
+    assert "the weights are those of 2 committed steps later" in found.inexact
     assert [len(batch["label"]) for batch in found.window] == [4]
     assert "head.weight" in found.state
     assert about["plan"]["granted"] == "fp32"

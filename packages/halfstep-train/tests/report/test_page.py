@@ -208,6 +208,18 @@ def test_what_is_no_run_is_refused(name: str, said: str, tmp_path: Path, capsys:
     assert said in capsys.readouterr().err
 
 
+ODD_ROWS = [5, ["x"], [{"module": "a"}], [{"module": 1, "storage": 2, "compute": 3, "reason": 4}]]
+
+
+@pytest.mark.parametrize("rows", ODD_ROWS)
+def test_malformed_rows_of_a_plan_are_refused(rows: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (written_run(tmp_path / "run") / "plan.json").write_text(json.dumps({"granted": "bf16", "rows": rows}))
+    with pytest.raises(SystemExit) as end:
+        main(["report", str(tmp_path / "run")])
+    assert end.value.code == 2
+    assert "plan.json cannot be read" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: the page was NOT seen in a browser")
 def test_a_real_browser_draws_the_curves(tmp_path: Path) -> None:
     page(str(written_run(tmp_path / "run")), "--out", str(tmp_path / "page.html"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,19 @@ def test_two_lines_for_each_epoch_name_mean_best_and_time_left(
     assert lines[1] == "Epoch 1/2 val:   loss 0.6000, accuracy 0.7500 (best), about 20 s left"
     assert lines[3] == "Epoch 2/2 val:   loss 0.6000, accuracy 0.5000 (best 0.7500 in epoch 1)"
     assert len(lines) == 4
+
+
+def test_nan_is_never_called_the_best(tmp_path: Path, plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    told = Journal(RunReport(tmp_path), plan, epochs=2, report_every=10, metric="accuracy", total_steps=4)
+    stopping = EarlyStopping(mode="max", patience=1)
+    is_best = stopping.observe(math.nan, 0)
+    told.record_epoch(0, 2, {}, {"loss": math.nan, "accuracy": math.nan}, stopping=stopping, is_best=is_best)
+    told.record_early_stop("epoch 1", stopping)
+    told.report.close()
+    shown = capsys.readouterr()
+    assert "accuracy nan" in shown.out
+    assert "best" not in shown.out
+    assert "no finite accuracy in 1 validations" in shown.out + shown.err
 
 
 def test_the_step_that_compiles_is_announced_and_left_out_of_the_rate(

@@ -256,7 +256,13 @@ TAMPERED = {
         lambda f: edit(f, lambda m: m["sharded"][WEIGHT]["pieces"][1].__setitem__(1, 3)),
         f"pieces of {WEIGHT} leave an overlap at 3 of 7",
     ),
-    "one rank fewer": (lambda f: edit(f, lambda m: m.update(ranks=1)), "one file for each of 1 ranks: rank-00001"),
+    "one rank fewer": (lambda f: edit(f, lambda m: m.update(ranks=1)), "one file for each of 1 ranks: it lists 2"),
+    "a billion ranks": (
+        lambda f: edit(f, lambda m: m.update(ranks=10**9)),
+        "one file for each of 1000000000 ranks: it lists 2",
+    ),
+    "no mesh": (lambda f: edit(f, lambda m: m.update(mesh="x")), "TypeError"),
+    "a number as mesh": (lambda f: edit(f, lambda m: m.update(mesh=3)), "ValueError"),
     "another shape": (
         lambda f: edit(f, lambda m: m["sharded"][WEIGHT]["shape"].__setitem__(1, 5)),
         f"manifest and rank-00000.safetensors differ in {WEIGHT}",

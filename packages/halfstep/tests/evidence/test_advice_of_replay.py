@@ -152,7 +152,7 @@ def deep(is_fixed: bool) -> Training:
 
 
 def products(is_fixed: bool) -> Training:
-    model = Shaped(lambda x: ((1 + x.abs()).clamp(-1, 1) if is_fixed else (1 + x.abs())).cumprod(1).mean(1))
+    model = Shaped(lambda x: ((0.8 + x.abs()).clamp(-1, 1) if is_fixed else (0.8 + x.abs())).cumprod(1).mean(1))
     return Training(model=model, loss_fn=squares(model), batch=batches(4, 400, 8))
 
 
@@ -298,7 +298,7 @@ def nothing_selected(is_fixed: bool) -> Training:
 
 
 def sure_probability(is_fixed: bool) -> Training:
-    model = Shaped(lambda x: torch.log(torch.sigmoid(1e3 * x).clamp(min=1e-4 if is_fixed else 0.0)))
+    model = Shaped(lambda x: F.logsigmoid(1e3 * x) if is_fixed else torch.log(torch.sigmoid(1e3 * x)))
     return Training(model=model, loss_fn=lambda b: -model(b["x"]).mean(), batch=batches(4, 8), options={"lr": 1e-5})
 
 
@@ -343,7 +343,108 @@ def dead_unit(is_fixed: bool) -> Training:
     return Training(model=model, loss_fn=squares(model), batch=batches(4, 8), optimizer="Adam", options=options)
 
 
+def scores(gain: float = 1.0, out: int = 1) -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, out), Gain(gain))
+
+
+class Gain(nn.Module):
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.gain = gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * x
+
+
+def labelled(num: int = 2) -> Callable[[int], Batch]:
+    return lambda seed: {"x": numbers(32, 8, seed=seed), "y": torch.arange(32) % num}
+
+
+def gamma_curve(is_fixed: bool) -> Training:
+    """A power with a fraction, of outputs that are negative."""
+    model = scores()
+    nn.init.constant_(model[2].bias, -2.0)
+
+    def loss_fn(batch: Batch) -> Tensor:
+        out = model(batch["x"])
+        return ((out.abs() if is_fixed else out) ** 2.2 - 0.5).square().mean()
+
+    return Training(model=model, loss_fn=loss_fn, batch=labelled())
+
+
+def written_entropy(is_fixed: bool) -> Training:
+    """Binary cross entropy of sure outputs, by hand."""
+    model = scores(gain=400)
+
+    def loss_fn(batch: Batch) -> Tensor:
+        y = batch["y"].float()[:, None]
+        if is_fixed:
+            return F.binary_cross_entropy_with_logits(model(batch["x"]), y)
+        p = torch.sigmoid(model(batch["x"]))
+        return -(y * torch.log(p) + (1 - y) * torch.log(1 - p)).mean()
+
+    return Training(model=model, loss_fn=loss_fn, batch=labelled(), options={"lr": 1e-6})
+
+
+def squashed_action(is_fixed: bool) -> Training:
+    """The log-probability of tanh(u), whose derivative is 0 for large u."""
+    model = scores(gain=60, out=4)
+
+    def loss_fn(batch: Batch) -> Tensor:
+        u = model(batch["x"])
+        if is_fixed:
+            slope = 2 * (math.log(2) - u - F.softplus(-2 * u))
+        else:
+            slope = torch.log(1 - torch.tanh(u).pow(2))
+        return (0.1 * u.square() - slope).mean()
+
+    return Training(model=model, loss_fn=loss_fn, batch=labelled(), options={"lr": 1e-6})
+
+
+def written_softmax(is_fixed: bool) -> Training:
+    model = scores(gain=600, out=5)
+
+    def loss_fn(batch: Batch) -> Tensor:
+        logits, rows = model(batch["x"]), torch.arange(32)
+        if is_fixed:
+            return -F.log_softmax(logits, -1)[rows, batch["y"]].mean()
+        powers = torch.exp(logits)
+        p = powers / powers.sum(-1, keepdim=True)
+        return -torch.log(p[rows, batch["y"]]).mean()
+
+    return Training(model=model, loss_fn=loss_fn, batch=labelled(5), options={"lr": 1e-7})
+
+
+def written_softplus(is_fixed: bool) -> Training:
+    model = scores(gain=400)
+
+    def loss_fn(batch: Batch) -> Tensor:
+        z = model(batch["x"]) * (1 - 2 * batch["y"][:, None])
+        return F.softplus(z).mean() if is_fixed else torch.log1p(torch.exp(z)).mean()
+
+    return Training(model=model, loss_fn=loss_fn, batch=labelled(), options={"lr": 1e-6})
+
+
+def rate_of_a_small_step(is_fixed: bool) -> Training:
+    """log(1 + x) is 0 for small x, and divided by."""
+    model = scores(gain=1e-3)
+
+    def loss_fn(batch: Batch) -> Tensor:
+        x = 1e-9 + 1e-6 * model(batch["x"]).square()
+        growth = torch.log1p(x) if is_fixed else torch.log(1 + x)
+        return (x.detach() / growth * model(batch["x"]).square()).mean()
+
+    return Training(model=model, loss_fn=loss_fn, batch=labelled())
+
+
 CASES = [
+    (gamma_curve, causes.UNDERFLOW, "rewrite as x.abs() ** p"),
+    (written_entropy, causes.UNDERFLOW, "rewrite as F.binary_cross_entropy_with_logits(z, target) at "),
+    (squashed_action, causes.UNDERFLOW, "rewrite as 2 * (math.log(2) - z - F.softplus(-2 * z)) at "),
+    (written_softmax, causes.OVERFLOW, "rewrite as F.log_softmax(z, dim) at "),
+    (written_softplus, causes.OVERFLOW, "rewrite as F.softplus(z) at "),
+    (rate_of_a_small_step, causes.UNDERFLOW, "rewrite as torch.log1p(z) at "),
     (recurrent, causes.OVERFLOW, "spectral norm of 1 (nn.init.orthogonal_) for rnn.weight_hh_l0"),
     (recurrent_training, causes.OVERFLOW, "clipped to a norm of 1"),
     (recurrent_loop, causes.OVERFLOW, "spectral norm of 1 (nn.init.orthogonal_) for recur.weight"),
@@ -359,7 +460,7 @@ CASES = [
     (absent_class, causes.UNDERFLOW, "a count of at least 1"),
     (empty_segment, causes.UNDERFLOW, "a count of at least 1"),
     (nothing_selected, causes.UNDERFLOW, "sum() in place of mean()"),
-    (sure_probability, causes.UNDERFLOW, "clamp(min=1e-4)"),
+    (sure_probability, causes.UNDERFLOW, "rewrite as F.logsigmoid(z) at "),
     (equal_pairs, causes.UNDERFLOW, "clamp(min=1e-4)"),
     (unit_and_scale, causes.UNDERFLOW, "denominator"),
     (constant_rows, causes.UNDERFLOW, "eps=1e-5"),
@@ -377,6 +478,24 @@ def test_training_with_the_proposed_change_has_no_fault(
     assert change in found.remedy.change, str(found)
     assert found.remedy.lasts, str(found)
     assert not train(plant(True), tmp_path / "fixed", 20)
+
+
+@pytest.mark.parametrize("plant", [gamma_curve, written_entropy, squashed_action, written_softmax, written_softplus])
+def test_an_advised_form_trains_every_parameter(tmp_path: Path, plant: Callable[[bool], Training]) -> None:
+    training = plant(False)
+    found: Any = replay(training, tmp_path)
+    assert found.remedy.shown.endswith("on its batches; the loss falls"), str(found)
+    assert all(found.remedy.outcome.gradients.values())
+    assert len(found.remedy.outcome.gradients) == len(list(training.model.parameters()))
+    assert f"{__file__}:" in found.remedy.change
+
+
+def test_a_clamp_behind_which_no_gradient_is_left_does_not_count(tmp_path: Path) -> None:
+    model = Shaped(lambda x: (1 + x.abs()).cumprod(1).mean(1))
+    found = replay(Training(model=model, loss_fn=squares(model), batch=batches(4, 400, 8)), tmp_path)
+    assert found.remedy is None, str(found)
+    assert "tried, does not help: factors of at most 1 (clamp(-1, 1))" in str(found)
+    assert "(no gradient reaches layer.weight, layer.bias)" in str(found)
 
 
 def regression(**more: Any) -> Training:

@@ -164,7 +164,7 @@ def angle_of_zero() -> Planted:
     model = Shaped(lambda x: x)
     nn.init.eye_(model.layer.weight)
     nn.init.zeros_(model.layer.bias)
-    x = torch.eye(8)[:4]
+    x = torch.eye(8)[:4] * torch.tensor([[1.0], [0.9], [0.8], [0.7]])
     loss = lambda b: torch.acos((model(b["x"]) * b["x"]).sum(-1)).mean()  # noqa: E731
     return model, loss, {"x": x}
 
@@ -280,7 +280,7 @@ def root_behind_a_written_slice() -> Planted:
 FIELD = [
     (padded_row, "bf16", causes.UNDERFLOW, "in place of -inf", "2"),
     (variance_by_squares, "fp16", causes.OVERFLOW, ", and 0 in fp32", ""),
-    (logarithm_of_softmax, "fp32", causes.UNDERFLOW, "clamp(min=1e-4) under the root or logarithm", ""),
+    (logarithm_of_softmax, "fp32", causes.UNDERFLOW, "rewrite as F.log_softmax(z, dim) at ", ""),
     (every_target_ignored, "bf16", causes.UNDERFLOW, "the targets that count", ""),
     (id_past_the_vocabulary, "fp32", causes.BAD_INPUT, "sample 2", "2"),
     (constant_picture, "bf16", causes.UNDERFLOW, "denominator", "1"),
@@ -289,7 +289,7 @@ FIELD = [
     (deviation_used_twice, "fp32", causes.OVERFLOW, " and ", "3"),
     (kernel_of_backward, "bf16", causes.KERNEL, "fix tail", ""),
     (penalty_in_half, "fp16", causes.OVERFLOW, "no cast to half", ""),
-    (angle_of_zero, "fp32", causes.UNDERFLOW, "between -1 and 1", ""),
+    (angle_of_zero, "fp32", causes.UNDERFLOW, "between -1 and 1", "row 0 of batch 0"),
     (deviation_of_one, "bf16", causes.UNDERFLOW, "correction=0", ""),
     (noise_level_in_half, "bf16", causes.UNDERFLOW, "no cast to half", "1"),
     (power_of_a_negative, "fp32", causes.UNDERFLOW, "clamp(min=1e-4)", "2"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import warnings
 from collections import namedtuple
 from types import SimpleNamespace
@@ -410,3 +411,44 @@ def test_every_keyword_is_in_the_signature_that_editors_show() -> None:
     assert {"model", "optimizer", "precision", "clip_norm", "capsules"} <= {one.name for one in shown}
     assert last.kind is last.VAR_KEYWORD
     assert last.annotation == "Never", "type checkers refuse any other keyword"
+
+
+def test_a_scaler_with_bf16_is_told_to_be_needless() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+    precision = hs.Precision("bf16", simulate=True)
+    with pytest.warns(UserWarning, match=r"bf16 needs no scaler, so scaler=GradScaler\(...\) is not used"):
+        hs.Step(model, optimizer, precision, scaler=torch.amp.GradScaler("cpu"))
+    hs.Step(model, optimizer, precision, scaler=torch.amp.GradScaler("cpu", enabled=False))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_weights_that_are_not_finite_at_the_start_are_named_before_the_first_step(fused: bool) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 2))
+    with torch.no_grad():
+        model[0].weight[7] = math.nan
+    before = model[1].weight.detach().clone()
+    options: dict[str, Any] = {"fused": True} if fused else {"foreach": False}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is not fused")
+        step = hs.Step(model, torch.optim.AdamW(model.parameters(), 1e-3, **options), "fp32")
+    with pytest.warns(UserWarning, match=r"not finite before the first step: 0.weight\. No step"):
+        step(lambda tokens: model(tokens).square().mean(), [torch.arange(6)])
+    for _ in range(6):  # neither is it warned of again, nor are steps dropped that do not use these numbers
+        assert step(lambda tokens: model(tokens).square().mean(), [torch.arange(6)]).committed
+    assert not torch.equal(before, model[1].weight)
+
+
+@pytest.mark.filterwarnings("ignore:step . was dropped:UserWarning")
+def test_a_stop_after_a_finite_step_that_was_far_too_large_says_so() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    step = hs.Step(model, torch.optim.SGD(model.parameters(), 1e25, fused=True), "fp32")
+
+    def train() -> None:
+        for _ in range(9):
+            step(lambda x: model(x).square().mean(), [torch.ones(3, 4)])
+
+    with pytest.raises(hs.TrainingStopped, match=r"finite and far too large \(weights up to \de\+2\d\)"):
+        train()

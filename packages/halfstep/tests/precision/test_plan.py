@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -42,6 +44,14 @@ def test_json_gives_the_same_plan_back() -> None:
 def test_what_is_not_a_plan_is_refused_by_name(text: str) -> None:
     with pytest.raises(PrecisionError, match="not a stored plan"):
         Plan.from_json(text)
+
+
+@pytest.mark.parametrize("row", [{"module": 5}, {"storage": None}, {"reason": ["x"]}])
+def test_a_row_that_is_not_text_is_refused(row: dict[str, Any]) -> None:
+    stored = json.loads(sample_plan().to_json())
+    stored["rows"][0] |= row
+    with pytest.raises(PrecisionError, match="not a stored plan: a row holds .*, which is not text"):
+        Plan.from_json(json.dumps(stored))
 
 
 def test_equal_rows_are_folded_into_one() -> None:

@@ -138,5 +138,6 @@ def test_a_rollback_without_an_old_snapshot_stops_with_what_was_saved_and_what_h
     with pytest.raises(TrainingStopped) as stopped:
         handler.act_on(Verdict(action=Action.ROLLBACK, reason="R"))
     assert stopped.value.what == f"training stopped: {reason}"
-    assert stopped.value.why == "the weights are as they were before those steps, saved after 0 faults"
+    weights = "the weights are those of the last good step"
+    assert stopped.value.why == f"these steps changed nothing: {weights}, saved after 0 faults"
     assert stopped.value.fix == f"{fix}; or this"

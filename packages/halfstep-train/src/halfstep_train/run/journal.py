@@ -422,9 +422,9 @@ class Journal:
     def _format_validation_line(
         self, label: str, val: Mapping[str, float], stopping: EarlyStopping, *, is_best: bool
     ) -> str:
-        best = "best" if is_best else f"best {stopping.best:.4f} in epoch {stopping.best_epoch + 1}"
+        best = " (best)" if is_best else f" (best {stopping.best:.4f} in epoch {stopping.best_epoch + 1})"
         texts = [f"loss {val['loss']:.4f}"] if self.metric != "loss" else []
-        texts.append(f"{self.metric} {val[self.metric]:.4f} ({best})")
+        texts.append(f"{self.metric} {val[self.metric]:.4f}{best if math.isfinite(stopping.best) else ''}")
         return f"{label} val:   {', '.join(filter(None, [*texts, self.describe_left()]))}"
 
     # --- rare events ---
@@ -443,10 +443,9 @@ class Journal:
 
     def record_early_stop(self, when: str, stopping: EarlyStopping) -> None:
         """Print why the run ends early."""
-        self.report.notice(
-            f"early stopping after {when}: no better {self.metric} than {stopping.best:.4f} "
-            f"(epoch {stopping.best_epoch + 1}) in {stopping.num_since} validations"
-        )
+        best = f"better {self.metric} than {stopping.best:.4f} (epoch {stopping.best_epoch + 1})"
+        best = best if math.isfinite(stopping.best) else f"finite {self.metric}"
+        self.report.notice(f"early stopping after {when}: no {best} in {stopping.num_since} validations")
 
     def record_rollback(self, text: str, verdict: Verdict, committed: int, guard: Guard) -> None:
         """Print and record a rollback."""

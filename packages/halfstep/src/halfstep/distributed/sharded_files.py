@@ -320,13 +320,15 @@ def _explain_unwritten(folder: Path, problem: str) -> CheckpointError:
 def check_coverage(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Raise CheckpointError unless every rank has a file, and pieces cover every sharded tensor once; return dtype and
     shape of what each file holds."""
-    expected = [name_file(rank) for rank in range(manifest["ranks"])]
-    if sorted(manifest["files"]) != expected:
-        named = ", ".join(sorted(set(manifest["files"]) ^ set(expected))[:NUM_SHOWN])
+    # Counted from the files that are listed: a hostile manifest may claim a billion ranks.
+    num_ranks = len(manifest["files"])
+    expected = [name_file(rank) for rank in range(num_ranks)]
+    if manifest["ranks"] != num_ranks or sorted(manifest["files"]) != expected:
+        named = ", ".join(sorted(set(manifest["files"]) ^ set(expected))[:NUM_SHOWN]) or f"it lists {num_ranks}"
         raise CheckpointError(f"the manifest does not list one file for each of {manifest['ranks']} ranks: {named}")
     held: list[dict[str, Any]] = [
         {name: ranks[str(rank)] for name, ranks in manifest["whole"].items() if str(rank) in ranks}
-        for rank in range(manifest["ranks"])
+        for rank in range(num_ranks)
     ]
     for name, entry in manifest["sharded"].items():
         dtype, shape, dim = entry["dtype"], entry["shape"], entry["dim"]
@@ -382,6 +384,7 @@ class StoredShards:
         if manifest["layout"] != LAYOUT_VERSION:
             raise CheckpointError(f"it has layout {manifest['layout']}, this halfstep reads {LAYOUT_VERSION}; "
                                   f"halfstep {manifest['halfstep']} wrote it")  # fmt: skip
+        _describe_mesh(manifest["mesh"])  # raises if it is not one
         held, files = check_coverage(manifest), manifest["files"]
         if foreign := sorted(path.name for path in self.folder.glob("*.safetensors") if path.name not in files):
             raise CheckpointError(f"{', '.join(foreign[:NUM_SHOWN])} does not belong to this save")

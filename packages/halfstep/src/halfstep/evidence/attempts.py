@@ -30,6 +30,8 @@ from halfstep.step.phases import freeze_others
 
 LossFn = Callable[[Any], Any]
 """Returns the loss of a batch, or (loss, weight, ...)."""
+ROUNDING = 1e-6
+"""The relative change of a loss that may be rounding."""
 PlanFor = Callable[[str, Mapping[str, str]], Plan]
 """Returns the plan of a precision ("": that of the step), with the given precisions for some modules."""
 
@@ -148,6 +150,8 @@ class Attempt:
     """Buffers or weights that were finite before the step, and are not after forward or the update."""
     losses: tuple[float, ...] = ()
     """Losses of the good steps that updated the weights, if more steps followed; the step itself comes first."""
+    gradients: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """The norm of the gradient of each trained parameter in the step itself."""
     error: str = ""
     trace: RangeTrace | None = None
     origin: Operation | None = None
@@ -160,6 +164,15 @@ class Attempt:
     def first_is_good(self) -> bool:
         """True if the step itself is good, even if one that followed is not."""
         return self.is_good or bool(self.losses) and not self.error
+
+    @property
+    def change_of_loss(self) -> float:
+        """Return by how much the loss changed in the steps that followed; 0 if that is rounding."""
+        if not self.losses:
+            return 0.0
+        losses = (*self.losses, self.loss)[-5:]  # their mean, since losses of noisy models go up and down
+        change = sum(losses) / len(losses) - self.losses[0]
+        return change if abs(change) > ROUNDING * abs(self.losses[0]) else 0.0
 
     def is_like(self, other: Attempt) -> bool:
         """True if both outcomes read the same: the error, or loss and gradient norm to six digits."""
@@ -225,11 +238,14 @@ def _run_steps(
     num_more: int,
 ) -> Attempt:
     losses: tuple[float, ...] = ()
+    gradients: Mapping[str, float] = {}
     update = subject.update
     optimizers = update.build(subject.model) if update is not None and num_more else []
     while True:
         value = _run_backward(subject, plan, loss, draw(), trace)
         found = replace(_describe_attempt(subject, name, plan, value, trace), losses=losses)
+        gradients = gradients if losses else found.gradients
+        found = replace(found, gradients=gradients)
         if update is None or not found.is_good or len(losses) == num_more:
             return found
         update.step(optimizers, _get_scale(subject, plan))
@@ -276,6 +292,8 @@ def _run_window(subject: Subject, plan: Plan, loss: LossFn, window: Sequence[Any
 def _describe_attempt(subject: Subject, name: str, plan: Plan, value: Tensor, trace: RangeTrace | None) -> Attempt:
     trained = list(subject.trained) or [p for p in subject.model.parameters() if p.requires_grad]
     gradients = [p.grad.detach() for p in trained if p.grad is not None]
+    names = {id(p): name for name, p in subject.model.named_parameters()}
+    norms = {names.get(id(p), "a parameter"): float(p.grad.norm()) for p in trained if p.grad is not None}
     norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
     buffers = dict(subject.model.named_buffers())
     ruined = [key for key, b in buffers.items() if has_fractions(b) and not b.isfinite().all()]
@@ -292,6 +310,7 @@ def _describe_attempt(subject: Subject, name: str, plan: Plan, value: Tensor, tr
         loss=float(value),
         grad_norm=float(norm) / _get_scale(subject, plan),
         not_finite=tuple(ruined),
+        gradients=norms,
         trace=trace,
         origin=origin,
     )

@@ -68,7 +68,8 @@ class Capsule:
     def inexact(self) -> str:
         """Return what differs from the original step; empty if nothing does."""
         commits = int(self.about["commits_after"])
-        differences = [f"inexact by {format_count(commits, 'commit')}"] if commits else []
+        later = f"the weights are those of {format_count(commits, 'committed step')} later, so this step may differ"
+        differences = [later] if commits else []
         differences += [] if self.rng else ["the generators of that step are not known"]
         differences += [] if self.state else [f"weights of {self.about['weights']}"]
         return "; ".join(differences)

@@ -161,6 +161,15 @@ def to_logit(share: float) -> float:
     return math.log2(bounded / (1 - bounded))
 
 
+def rank_limit(kind: str, limit: Limit) -> int:
+    """Return how serious a limit is: 0 if numbers beyond it are lost, 1 if gradients overflow, so that steps are
+    dropped, 2 if forward does, so that no step is left."""
+    if kind == "loss scale":
+        return 1
+    is_overflow = limit.is_upper and limit.of == "high"
+    return 0 if not is_overflow else 1 if "gradient" in kind else 2
+
+
 def describe_crossing(
     module: str, kind: str, limit: Limit, found: Crossing, step: int, *, num_more: int = 0
 ) -> WatchWarning:

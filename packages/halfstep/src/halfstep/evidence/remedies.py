@@ -22,10 +22,10 @@ from halfstep.evidence import causes
 from halfstep.evidence.attempts import Attempt, Subject, attempt
 from halfstep.evidence.causes import Diagnosis
 from halfstep.evidence.patches import (
-    EQUIVALENT,
     HALF,
     PATCHES,
     AtLines,
+    InLogs,
     IslandAt,
     Patch,
     WithoutCasts,
@@ -70,8 +70,8 @@ class Remedy:
 
     @property
     def lasts(self) -> bool:
-        """True if later steps are good as well."""
-        return self.outcome is not None and self.outcome.is_good
+        """True if later steps are good as well, and do not raise the loss."""
+        return self.outcome is not None and self.outcome.is_good and self.outcome.change_of_loss <= 0
 
     @property
     def shown(self) -> str:
@@ -79,12 +79,15 @@ class Remedy:
         if self.outcome is None:
             return "not tried: one step cannot show it"
         num = len(self.outcome.losses)
-        if not self.lasts:
+        if not self.outcome.is_good:
             return f"tried: the step is good with it, but step {num} after it is not"
+        if not self.lasts:
+            return f"tried: the step is good with it, but the loss rises in {num} more on its batches"
         if self.margin:
             start = f"{num} steps on samples drawn from its batches, from random weights of their first size,"
             return f"tried: {start} stay finite and lower the loss, also at {self.margin} times the rate"
-        return "tried: the step is good with it" + (f", and so are {num} more on its batches" if num else "")
+        falls = "the loss falls" if self.outcome.change_of_loss < 0 else "the loss hardly changes"
+        return "tried: the step is good with it" + (f", and so are {num} more on its batches; {falls}" if num else "")
 
 
 def find_remedies(subject: Subject, found: Diagnosis, *, rate: float, is_run: bool) -> list[Remedy]:
@@ -186,8 +189,7 @@ def _train(subject: Subject, found: Diagnosis, update: Update) -> Attempt:
             outcome = attempt(subject, "other update", num_more=num_more)
     if not outcome.is_good:
         return replace(outcome, error=outcome.error or "not finite")
-    last = sum(outcome.losses[-5:]) / 5  # a mean, since losses of noisy models go up and down
-    return outcome if last < outcome.losses[0] else replace(outcome, error=f"the loss went up to {last:.3g}")
+    return outcome if outcome.change_of_loss < 0 else replace(outcome, error=f"the loss went up to {outcome.loss:.3g}")
 
 
 def _try_other_update(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) -> Iterator[Remedy]:
@@ -309,12 +311,13 @@ def _try_without_casts(subject: Subject, found: Diagnosis, *, is_run: bool) -> I
 
 
 def _try_equivalent(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
-    """Try equivalent code, with fp64's result as the reference."""
-    # A patch that changes the result is not equivalent: compare its loss with that in fp64.
-    exact = next(run.loss for run in found.attempts if run.name == "fp64")
-    for words, patch in EQUIVALENT:
-        tried = _try_patch(subject, found.origin, words, patch) if found.origin is not None else ()
-        yield from (r for r in tried if r.outcome is not None and math.isclose(r.outcome.loss, exact, rel_tol=1e-3))
+    """Try logarithms in a better form. It is equivalent if its loss is that of fp64, where that is finite."""
+    exact, in_logs = next(run.loss for run in found.attempts if run.name == "fp64"), InLogs()
+    outcome = attempt(subject, "in logarithms", around=in_logs, num_more=NUM_MORE)
+    first = (*outcome.losses, outcome.loss)[0]
+    is_exact = not math.isfinite(exact) or math.isclose(first, exact, rel_tol=1e-3)
+    if in_logs.changed and outcome.first_is_good and is_exact:
+        yield Remedy(change=in_logs.describe(), outcome=outcome)
 
 
 def _try_patch(subject: Subject, origin: Operation, words: str, patch: Patch) -> Iterator[Remedy]:
@@ -335,7 +338,16 @@ def _try_patch(subject: Subject, origin: Operation, words: str, patch: Patch) ->
         if next_ is None or next_.line in (*lines, ""):
             break
         lines.append(next_.line)
-    yield Remedy(change=f"{words} at {' and '.join(lines)}", outcome=outcome)
+    change = f"{words} at {' and '.join(lines)}"
+    if outcome.first_is_good:
+        # A clamp has no gradient beyond its limits. A parameter that has one with the change as the identity in
+        # backward, and none otherwise, would never be trained.
+        through = enter_in_backward(origin.function, AtLines(lines, patch, passes_gradient=True))
+        gradients = attempt(subject, words, around=through).gradients
+        if blocked := [name for name, norm in gradients.items() if norm and not outcome.gradients[name]]:
+            why = f"no gradient reaches {', '.join(blocked[:2])}"
+            change, outcome = f"{change} ({why})", replace(outcome, error=why)
+    yield Remedy(change=change, outcome=outcome)
 
 
 # --- data, state, code path ---

@@ -40,6 +40,7 @@ from halfstep.evidence.exponents import (
 from halfstep.evidence.forecast import (
     FIX_SCALE,
     HORIZON,
+    LEAST_DONE,
     Crossing,
     K,
     Limit,
@@ -47,6 +48,7 @@ from halfstep.evidence.forecast import (
     describe_crossing,
     forecast,
     list_limits,
+    rank_limit,
     to_logit,
 )
 from halfstep.evidence.module_hooks import ACTIVATION, GRADIENT, INPUT, LOGITS, ModuleHooks, list_batch_norms
@@ -146,8 +148,8 @@ class Watch:
         self._open: OpenObservation | None = None
         self._sent: deque[tuple[OpenObservation, SentMeasures]] = deque()
         self._is_aside = False
-        self._warned: set[Key] = set()
-        """Rows that were reported, or followed from one that was."""
+        self._warned: dict[Key, int] = {}
+        """How serious the limit was (`rank_limit`) with which a row was reported, or followed from one that was."""
         model = step.model
         self._owners = {id(p): name for name, m in model.named_modules() for p in m.parameters(recurse=False)}
         self._modules = dict(model.named_modules())
@@ -401,7 +403,7 @@ class Watch:
 
         What grows in a module grows in all that follow, so there is one warning for all that move together, and of
         modules that cross at nearly the same time the one that was computed first is reported. A module is reported
-        once."""
+        again only for a more serious limit."""
         alike: dict[Key, list[tuple[str, Limit, Series]]] = {}
         for (module, kind), row in self.history[-1].rows.items():
             for limit in self._list_limits(row):
@@ -423,23 +425,37 @@ class Watch:
             first = next(k for k, time in enumerate(times) if time <= NEARLY * min(times))
             module, limit, crossing = crossings[first]
             keys.add((module, kind))
-            if self._warned.isdisjoint(keys) and module not in {reported for reported, _ in self._warned}:
+            rank = rank_limit(kind, limit)
+            # Reported before: one of those that move together, or this module for another kind.
+            before = [own for key, own in self._warned.items() if key in keys or key[0] == module]
+            if rank > max(before, default=-1):
                 new.append(describe_crossing(module, kind, limit, crossing, now, num_more=len(keys) - 1))
-            self._warned |= keys
+            self._warned |= {key: max(rank, self._warned.get(key, 0)) for key in keys}
         return new
 
     def _list_limits(self, row: WatchRow) -> list[Limit]:
         scaler = self.step.scaler
         if row.kind == SCALE:
             floor = math.log2(scaler.options.min_scale)
-            return [
+            limits = [
                 # The scale reaches its floor when a gradient overflows at twice the floor.
                 Limit("loss scale floor", math.log2(FP16.largest) - floor - 1, True, "need", FIX_SCALE, HORIZON / 2),
                 Limit("loss scale floor", floor, False, "high", FIX_SCALE),
             ]
+            return limits if self._gradients_outgrow_scale() else []
         eps = getattr(self._modules.get(row.module), "eps", None) or 0.0
         is_fp8 = self.step.plan.compute == "fp8"
         return list_limits(row.kind, row.format, row.module, scales=scaler.enabled, eps=eps, is_fp8=is_fp8)
+
+    def _gradients_outgrow_scale(self) -> bool:
+        """True if even the smallest gradients grow: single batches with large ones lower the scale too, but only to
+        what they need."""
+        (_, needs), (_, scales) = (self._collect(("", SCALE), of) for of in ("need", "high"))
+        half = K // 2
+        if len(needs) < K:
+            return False
+        fallen, moved = median(scales[:half]) - median(scales[half:]), needs[-1] - needs[0]
+        return min(needs[half:]) - min(needs[:half]) >= LEAST_DONE * max(fallen, moved)
 
     def _collect(self, key: Key, of: str) -> Series:
         """Return the last steps and numbers of a row; shares of zeros as logits, infinities left out."""
@@ -481,7 +497,7 @@ class Watch:
         return {
             "seen": seen[-K:],
             "warnings": [asdict(warning) for warning in self.warnings],
-            "warned": sorted(map(list, self._warned)),
+            "warned": [[*key, rank] for key, rank in sorted(self._warned.items())],
             "why_no_activations": self.why_no_activations,
         }
 
@@ -490,7 +506,7 @@ class Watch:
         for step, rows in state["seen"]:
             self.history.append(Observation(step, {(m, kind): WatchRow(m, kind, *more) for m, kind, *more in rows}))
         self.warnings = [WatchWarning(**stored) for stored in state["warnings"]]
-        self._warned = {(module, kind) for module, kind in state["warned"]}
+        self._warned = {(module, kind): rank for module, kind, rank in state["warned"]}
         self.why_no_activations = state["why_no_activations"]
 
     def to_json(self) -> dict[str, Any]:

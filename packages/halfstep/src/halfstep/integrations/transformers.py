@@ -50,9 +50,9 @@ else:
 
 
 class HalfstepMixin(_Base):  # type: ignore[misc]
-    """Put this before Trainer, or a subclass of it, in your class's bases.
+    """Put this before Trainer, or a subclass of it, in your class's bases. It takes more arguments than the Trainer.
 
-    Arguments, in addition to the Trainer's:
+    Arguments:
         halfstep: "guard" or "captured".
         schedule, capsules, max_consecutive, also: as in halfstep.integrations.guard.HostGuard;
             `replay(trainer, capsule)` names the cause of a bad step.
@@ -299,7 +299,9 @@ class _Ends(TrainerCallback):  # type: ignore[misc]
 def replay(trainer: HalfstepMixin, capsule: str | os.PathLike[str]) -> Replayed:
     """Find out why a step of this trainer went bad. ::
 
-    print(hs.integrations.transformers.replay(trainer, "capsules/00000123"))
+        print(hs.integrations.transformers.replay(trainer, "capsules/00000123"))
+
+    The trainer's `capsules` names the folder of the capsules.
     """
     return replay_capsule(capsule, trainer.model, trainer._compute_window_loss)
 

@@ -226,6 +226,15 @@ def make_scaler_options(given: torch.amp.GradScaler | Mapping[str, object] | Non
     return ScalerOptions(**_check_names("scaler", given, ScalerOptions))
 
 
+def warn_of_idle_scaler(given: torch.amp.GradScaler | Mapping[str, object] | None, plan: Plan) -> None:
+    """Warn of a GradScaler in a precision that needs none."""
+    if isinstance(given, torch.amp.GradScaler) and given.is_enabled() and not plan.needs_loss_scaling:
+        warn_user(
+            f"{plan.granted} needs no scaler, so scaler=GradScaler(...) is not used: only fp16's range is so small "
+            "that gradients vanish without one. Leave it out"
+        )
+
+
 def _check_names(argument: str, given: object, kind: type) -> dict[str, Any]:
     known = [field.name for field in dataclasses.fields(kind)]
     if not isinstance(given, Mapping | None):

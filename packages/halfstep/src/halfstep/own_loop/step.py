@@ -41,6 +41,7 @@ from halfstep.own_loop.arguments import (
     refuse_uncallable,
     refuse_unknown,
     refuse_unrelated_optimizers,
+    warn_of_idle_scaler,
 )  # fmt: skip
 from halfstep.own_loop.data_position import DataPosition
 from halfstep.own_loop.evidence import count_rows, make_recorder, make_watch
@@ -128,7 +129,7 @@ class Step:
         guard: {"max_consecutive": 5} bad steps in a row raise; {"on_fault": "rollback"} returns to a snapshot instead,
             taken in host memory every "snapshot_every" steps, and multiplies the learning rate by "lr_cut".
         scaler: settings of fp16's loss scale, {"init_scale": 65536, "growth_interval": 2000}, or a GradScaler, whose
-            settings and scale are taken over. Other precisions ignore it.
+            settings and scale are taken over. Other precisions need none: they ignore it, a GradScaler with a warning.
         skip_spikes: also drop steps whose loss is far above the last 64.
         also: a module or tensor, or several, that loss_fn writes into although this step does not train them, such as a
             generator while its discriminator is trained. A bad step puts them back, too.
@@ -175,6 +176,7 @@ class Step:
         accumulate, clip = check_count("accumulate", accumulate), Clip(limit=limit, kind=clip_type)
         plan = decide(asked, probe(str(device)), model)
         refuse_uncallable(on_gradients=on_gradients, on_commit=on_commit, on_outcome=on_outcome)
+        warn_of_idle_scaler(scaler, plan)
         refuse_recast(model, plan)
         check_choice("memory", memory, ("normal", "low"))
         check_choice("shard_reduce", shard_reduce, ("each", "last"))

@@ -179,6 +179,7 @@ class Committer:
         """Parameters and state of the last commit that built no state: most steps find the same."""
         self._fused_adam: FusedAdam | None = None
         self._twin: ShardTwin | None = None  # steps in place of the optimizer if parameters are sharded
+        self.unchecked: set[int] = set()  # ids of parameters that were not finite before the first step
         self.single_pass: SinglePass | None = None  # while a step is captured: replaces torch's kernel
 
     def _take_groups(self) -> None:
@@ -267,8 +268,8 @@ class Committer:
 
     def left_non_finite(self) -> Tensor | None:
         """Return on the device whether a stepped parameter is not finite; None if there is none to check."""
-        written = [p for p in self._with_grad() if p.grad is not None and not p.grad.is_sparse]
-        filled = [p for p in get_locals(written) if p.numel()]
+        dense = [p for p in self._with_grad() if p.grad is not None and not p.grad.is_sparse]
+        filled = [p for p in get_locals(p for p in dense if id(p) not in self.unchecked) if p.numel()]
         if not filled:
             return None
         worst = compute_total_norm(filled, float("inf"))

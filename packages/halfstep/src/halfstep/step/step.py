@@ -55,6 +55,7 @@ from halfstep.step.signals import DelayedSignals
 from halfstep.step.step_state import collect_state, load_state, refuse_unfit
 from halfstep.step.tables import Rates, Values
 from halfstep.step.torch_version import report_untested_torch
+from halfstep.step.user_warnings import warn_user
 
 LossFn = Callable[[Batch], "Tensor | tuple[Tensor, Weight]"]
 Accumulate = Callable[[LossFn, Sequence[Any], list[Tensor]], "tuple[Tensor, Weight]"]
@@ -164,6 +165,7 @@ class GuardedStep:
         self._modules: list[nn.Module] = []  # those that `_weights` was made from
         self._rng: dict[str, Tensor] | None = None  # the generators before a compute() that is not committed yet
         self._judged = NOT_JUDGED
+        self._has_begun = False
 
     @property
     def is_first_rank(self) -> bool:
@@ -186,6 +188,7 @@ class GuardedStep:
         backward."""
         if self.is_open:
             self.abandon()
+        self._name_bad_weights()
         self._rng = read_rng_state(self.device)
         if self.watch is not None:
             self.watch.begin()
@@ -230,8 +233,27 @@ class GuardedStep:
     def open_window(self) -> None:
         """Save what forward may write, before the first forward pass of a window that another loop runs; once."""
         if not self.is_open:
+            self._name_bad_weights()
             self._rng = read_rng_state(self.device) if self.keeps_rng else {}
             self.writes.save(self.find_trained_parameters())
+
+    @torch.no_grad()
+    def _name_bad_weights(self) -> None:
+        """Name weights that are not finite before the first step; once, and waits for the device. Optimizers leave them
+        as they are, so that a step that uses none of them, such as an unused row of an embedding, is not to blame."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        trained = self.find_trained_parameters()
+        bad = {id(p) for p, own in zip(trained, get_locals(trained), strict=True) if not own.isfinite().all()}
+        for committer in self.committers:
+            committer.unchecked = bad
+        names = [name for name, p in self.model.named_parameters() if id(p) in bad]
+        if names:
+            warn_user(
+                f"not finite before the first step: {', '.join(names[:3])}{', …' * (len(names) > 3)}. No step "
+                "changes that, and one that uses these numbers is dropped: initialise them, or load finite weights"
+            )
 
     @property
     def is_open(self) -> bool:

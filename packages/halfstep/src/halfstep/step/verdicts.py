@@ -10,11 +10,15 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from halfstep.distributed.sharding import get_locals
 from halfstep.errors import TrainingStopped
 from halfstep.step.guard import Action, Guard, Verdict
 from halfstep.step.phases import PhasedStep
 from halfstep.step.snapshots import Snapshots
 from halfstep.step.step import GuardedStep
+
+RUINED = 1e12
+"""No weight of a model that trains is this large."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,9 +52,16 @@ class VerdictHandler:
         self.guard.acknowledge()
         raise TrainingStopped(
             f"training stopped: {verdict.reason}{advice.no_snapshot_reason if is_stuck else ''}",
-            why=f"the weights are as they were before those steps{self.save()}",
+            why=f"these steps changed nothing: {self._describe_weights()}{self.save()}",
             fix="; ".join([fix, *self.suggest()]),
         )
+
+    def _describe_weights(self) -> str:
+        """Describe what a stop leaves; a good step may have ruined it, if it was finite and far too large."""
+        own = get_locals(p.detach() for p in self.model.parameters() if p.requires_grad)
+        largest = max((float(p.abs().max()) for p in own if p.numel()), default=0.0)
+        text = f", finite and far too large (weights up to {largest:.1g}): go back to a checkpoint from before it"
+        return "the weights are those of the last good step" + (text if largest > RUINED else "")
 
     def _roll_back(self, verdict: Verdict) -> bool:
         """Restore a snapshot from well before the first fault and cut learning rates; return False if there is none.
