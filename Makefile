@@ -1,6 +1,7 @@
 # Two commands on a fresh clone, with only Python (>= 3.11) and make there:
 #   make demo    install into .venv and run the main job
-#   make test    install into .venv and run every check
+#   make test    install into .venv and run the checks: format, types and tests, without the slow ones
+#   make test-all   the same, and `make test-slow`: slow tests, and those in which several processes train together
 #   make test-library   the library's tests, in an environment without the application
 #   make soak    the tests that take minutes, 2,000 random training programs captured and eager, and ranks killed at
 #                random points: of a run 30 times, sharded 35 times
@@ -19,8 +20,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+QUICK := 'not slow and not ranks'
 
-.PHONY: demo demos docs integrations soak torch trackers test test-library lint check check-hook rules format clean wheel
+.PHONY: demo demos docs integrations soak torch trackers test test-all test-slow test-library lint check check-hook rules format clean wheel
 
 demo: $(STAMP)
 	$(BIN)/halfstep train unet
@@ -42,7 +44,13 @@ trackers:
 # Dozens of processes import halfstep: its bytecode is kept, whatever the shell says.
 test: export PYTHONDONTWRITEBYTECODE =
 test: lint
-	$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest -n auto --dist worksteal -q; tests=$$?; wait $$types && exit $$tests
+	$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest -n auto --dist worksteal -q -m $(QUICK); tests=$$?; wait $$types && exit $$tests
+
+test-all: test test-slow
+
+test-slow: export PYTHONDONTWRITEBYTECODE =
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -n auto --dist worksteal -q -m 'slow or ranks'
 
 # The library must not need the application: here there is none.
 test-library:

@@ -12,6 +12,8 @@ from nbclient import NotebookClient
 
 from doc_pages import ROOT
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:

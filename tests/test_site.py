@@ -17,6 +17,7 @@ DOCS = ROOT / "docs"
 TOCTREE = re.compile(r"^:::\{toctree\}\n(.*?)^:::", re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning_and_is_complete(tmp_path: Path) -> None:
     """One test, because a build takes ten seconds and more."""
     if not importlib.util.find_spec("sphinx"):

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 PACKAGE = Path(__file__).resolve().parents[1]
 CORE = ("torch", "numpy", "safetensors")
 TRAINING = """
@@ -93,7 +95,10 @@ def test_a_loop_trains_drops_nan_resumes_and_replays_without_the_packages_of_the
     done = run(bare, "-c", TRAINING)
     assert done.returncode == 0, done.stderr
     assert "cause: bad input" in done.stdout
-    assert "hs.train needs halfstep-train, which is not installed: pip install halfstep_train-" in done.stdout
+    assert (
+        "hs.train needs halfstep-train, which is not installed: pip install --find-links DIR halfstep-train=="
+        in done.stdout
+    )
 
 
 def test_modules_of_the_application_are_named_with_their_package(bare: Path) -> None:

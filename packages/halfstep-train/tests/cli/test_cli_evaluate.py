@@ -39,7 +39,7 @@ def test_json_is_all_that_stands_on_standard_output(
     out = str(tmp_path / "out")
     code, text, _ = run(capsys, "evaluate", str(unet), "--json", "--out", out, "--checkpoint", "last")
     found = json.loads(text)
-    assert (code, found["checkpoint"], found["samples"]) == (0, "step-00000006-1", 20)
+    assert (code, found["checkpoint"], found["samples"]) == (0, "step-00000006", 20)
     assert all(Path(file).exists() for file in found["files"])
 
 

@@ -314,6 +314,7 @@ def test_ctrl_c_leaves_nothing_behind(place: Path) -> None:
     assert_nothing_is_left(place)
 
 
+@pytest.mark.slow
 def test_a_person_sees_what_was_measured_and_ctrl_c_after_the_trials_leaves_nothing_behind(place: Path) -> None:
     with terminal("guide", "--device", "cpu") as person:
         person.expect("What do you want to train?", within_s=200)

@@ -145,6 +145,7 @@ def test_a_memory_plan_reports_its_progress() -> None:
     assert len(told) == 2 * num
 
 
+@pytest.mark.slow
 def test_a_memory_plan_of_ranks_has_a_row_for_each_layout_and_says_what_fits() -> None:
     words = ("gpt2", "model.depth=2", "model.heads=2", "model.dim=32", "model.context=8", "model.vocab=64")
     asked = ("--memory", "--precision", "fp32", "--mode", "eager", "--fit", "24GB", "--ranks", "4")

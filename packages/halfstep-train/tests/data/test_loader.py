@@ -184,6 +184,7 @@ def test_workers_survive_ctrl_c_and_end_with_their_parent(tmp_path: Path) -> Non
     assert_end(pids)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="workers elsewhere are left to torch")
 def test_workers_that_a_server_forked_end_with_a_killed_run(tmp_path: Path) -> None:
     script = tmp_path / "served.py"

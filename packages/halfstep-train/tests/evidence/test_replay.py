@@ -160,6 +160,7 @@ def test_code_that_fails_compiled_and_not_eager_is_a_kernel_or_compiler_fault(tm
     assert "compiler" in diagnose(subject, found).shown[0]
 
 
+@pytest.mark.slow
 def test_a_run_of_a_family_whose_rate_is_far_too_large_has_diverged(tmp_path: Path) -> None:
     wild = {"optimizer.name": "sgd", "optimizer.lr": 1e4, "train.clip_norm": 0, "schedule.warmup_steps": 0}
     with pytest.raises(TrainingStopped):

@@ -47,6 +47,7 @@ def test_each_card_gets_what_it_truly_runs_and_is_told_where_that_differs(card: 
             assert any(f"{asked} asked for, running {granted}" in warning for warning in plan.warnings)
 
 
+@pytest.mark.slow
 def test_training_needs_neither_triton_nor_nvml() -> None:
     """Every kernel of ours has its way back to torch's layers, and no library of NVIDIA's is taken for granted."""
     code = """

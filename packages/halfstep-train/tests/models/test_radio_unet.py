@@ -268,6 +268,7 @@ def test_recomputing_changes_neither_gradients_nor_statistics(how: str) -> None:
         assert torch.equal(kept, again), name
 
 
+@pytest.mark.slow
 def test_the_whole_network_is_one_graph_for_the_compiler() -> None:
     swin = SwinPyramid(dim=8, depths=(1,), num_heads=(1,), window=4)
     unet = RadioUNet(swin, dim=8, multipliers=(1,), latent_size=(4, 4)).eval()

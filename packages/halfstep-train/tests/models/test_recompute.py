@@ -145,6 +145,7 @@ def saved_bytes(how: Recompute) -> int:
     return kept[0]
 
 
+@pytest.mark.slow
 def test_a_compiled_model_keeps_the_outputs_of_its_expensive_convolutions_and_nothing_else() -> None:
     # (channels, side) of each 3x3 convolution but the first, which reads three channels; then the logits, which are
     # small beside what they are made of. Upsampling sums 2 * WIDTH or 4 * WIDTH products a value: cheap, so not kept.

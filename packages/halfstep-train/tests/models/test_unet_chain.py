@@ -279,6 +279,7 @@ def peak_bytes(*, forgets_last: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[
     return live.peak, counted
 
 
+@pytest.mark.slow
 def test_what_is_let_go_of_before_the_peak_is_kept_and_costs_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     kept, num_kept = peak_bytes(forgets_last=False, monkeypatch=monkeypatch)
     forgotten, num_forgotten = peak_bytes(forgets_last=True, monkeypatch=monkeypatch)

@@ -74,6 +74,7 @@ def test_checkpointing_changes_neither_gradients_nor_batchnorm_statistics() -> N
     assert states[1]["inc.double_conv.1.num_batches_tracked"] == 1
 
 
+@pytest.mark.slow
 def test_the_model_compiles_with_and_without_checkpointing() -> None:
     x = torch.randn(1, 3, 9, 10)
     for checkpointing in (False, True):

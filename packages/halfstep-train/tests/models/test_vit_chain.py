@@ -134,6 +134,7 @@ def test_not_keeping_saves_memory_for_backward() -> None:
     assert sizes[0] - sizes[1] == 2 * (2 * 32 + 96) * 30 * 4
 
 
+@pytest.mark.slow
 def test_compiled_code_breaks_off_for_the_chain_and_goes_on() -> None:
     model = tiny()
     exact = outcome(tiny().double(), IMAGES.double(), torch.float64)

@@ -119,6 +119,7 @@ def test_blocks_that_are_gathered_in_half_take_half_and_are_not_cast(planner: Me
     assert half["half copies"] == 0
 
 
+@pytest.mark.slow
 def test_settings_that_fit_shards_can_be_typed(planner: MemoryPlanner) -> None:
     config, ranks = planner.step.config, 2
     shard = planner.predict(Cell.of(config.train, "fp32", "eager").spread(ranks, "shard")).total

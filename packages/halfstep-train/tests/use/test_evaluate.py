@@ -181,6 +181,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning_unless_it_was_named(
         evaluated(run, checkpoint=best.name)
 
 
+@pytest.mark.slow
 def test_of_another_folder_everything_counts_but_of_the_runs_own_only_what_was_held_out(
     unet: Path, resnet: Path, tmp_path: Path
 ) -> None:

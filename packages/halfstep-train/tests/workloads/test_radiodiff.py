@@ -215,6 +215,7 @@ def overflowing(vae: RadioVAE) -> None:
     vae.encoder.conv_in.weight.mul_(1e7)
 
 
+@pytest.mark.slow
 def test_a_first_stage_that_overflows_in_fp16_stops_the_run_with_its_reason(tmp_path: Path, data: Path) -> None:
     broken = write_tiny_vae(tmp_path / "vae", overflowing)
     asked = {"precision__default": "fp16", "precision__simulate": True, "scaler__init_scale": 1.0}

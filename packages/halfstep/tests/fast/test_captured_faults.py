@@ -362,6 +362,7 @@ def test_two_runs_that_agree_by_luck_do_not_refuse_noise_of_atomics() -> None:
 # --- imports ---
 
 
+@pytest.mark.slow
 def test_an_eager_step_imports_nothing_more_of_torchs_compiler() -> None:
     script = """
         import sys
