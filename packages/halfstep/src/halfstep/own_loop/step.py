@@ -125,7 +125,8 @@ class Step:
             ReduceLROnPlateau with `validated(metric)`, a function of the step that returns a multiplier, or a list with
             one of them, or None, for each optimizer. A torch scheduler alone counts as per step. Without schedule= you
             control the learning rate: step your own scheduler, or write into param_groups.
-        ema_decay: between 0 and 1: keeps an average of the weights for `averaged()`; 0 or None keeps none.
+        ema_decay: between 0 and 1: keeps an average of the weights for `averaged()`; 0 or None keeps none. The decay
+            rises to this value during the first steps.
         guard: {"max_consecutive": 5} bad steps in a row raise; {"on_fault": "rollback"} returns to a snapshot instead,
             taken in host memory every "snapshot_every" steps, and multiplies the learning rate by "lr_cut".
         scaler: settings of fp16's loss scale, {"init_scale": 65536, "growth_interval": 2000}, or a GradScaler, whose
