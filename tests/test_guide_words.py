@@ -95,6 +95,10 @@ def test_accelerates_precision_is_used(
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
     found = show(capsys, "unet")["settings"]["precision.default"]
     assert (found["value"], found["source"]["where"]) == (precision, f"ACCELERATE_MIXED_PRECISION={precision}")
+    if precision != "fp8":
+        with pytest.raises(SystemExit):
+            main(["plan", "unet", "--gpu", "A100"])
+        assert f"asked {precision}" in capsys.readouterr().out
 
 
 def test_accelerates_no_is_no_statement_and_a_different_precision_warns(

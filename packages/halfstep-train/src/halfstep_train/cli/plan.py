@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -82,11 +83,12 @@ def load_config(arguments: Sequence[str], flags: Flags, *, gpu: str | None) -> L
     """Load the config; refuse missing paths and an unknown GPU before torch is imported."""
     from halfstep.hardware.gpus import look_up_gpu
     from halfstep_train.run.folder import refuse_missing_paths
+    from halfstep_train.run.launch import read_launcher
     from halfstep_train.workloads import load
 
     if gpu:
         look_up_gpu(gpu)
-    loaded = load(arguments[0], flags=flags, overrides=arguments[1:])
+    loaded = load(arguments[0], flags=flags, overrides=arguments[1:], launcher=read_launcher(os.environ))
     refuse_missing_paths(loaded.config)
     return loaded
 
@@ -339,9 +341,10 @@ def _load_full_size(arguments: Sequence[str], flags: Flags) -> tuple[RunConfig, 
 
     Without a data folder a workload would use the small size of its demo.
     """
+    from halfstep_train.run.launch import read_launcher
     from halfstep_train.workloads import KINDS, load
 
-    loaded = load(arguments[0], flags=flags, overrides=arguments[1:])
+    loaded = load(arguments[0], flags=flags, overrides=arguments[1:], launcher=read_launcher(os.environ))
     kind = KINDS.of(loaded.config.workload)
     if loaded.config.data.dir is not None or kind.synthetic is None:
         return loaded.config, False
