@@ -251,6 +251,10 @@ class TracedLoss:
                 return aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=split)(module, examples)
             from torch._inductor.compile_fx import compile_fx  # imports Triton where there is one
 
+            assert context.fake_mode is not None
+            context.fake_mode.allow_non_fake_inputs = (
+                True  # Inductor runs the graph, with its constants, on fake tensors
+            )
             passes = {"joint_custom_pre_pass": make_inductor_pass(self.device)}
             return compile_fx(module, examples, inner_compile=keep, config_patches=passes)  # type: ignore[return-value]
 
