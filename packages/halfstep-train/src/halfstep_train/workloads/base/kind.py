@@ -143,6 +143,8 @@ class Kind:
     """Settings, or sections (`model.first_stage.`), that only a new run reads; its store keeps the result."""
     takes_channels_last: bool = False
     """Whether its model accepts the channels_last layout: `x.view(len(x), -1)` after a convolution would raise."""
+    model_input: str = ""
+    """The tensor of a batch that its model takes, if `halfstep export` can write the model; else empty."""
     reads_packs: bool = False
     """Whether `data.cache_file` may be a file that `halfstep pack` made from an image folder."""
     pack: Part | None = None

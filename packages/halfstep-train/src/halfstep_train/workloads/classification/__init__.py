@@ -19,6 +19,7 @@ KIND = Kind.from_package(
     kept=("model.replace_head",),
     reads_packs=True,
     task="classification",
+    model_input="image",
     usual="resnet50",
     sample=SampleUnit(name="image", size=lambda config: f"{config.data.image_size} pixels"),
     synthetic=replace(SYNTHETIC, peer_prepare=".build:make_peer_prepare"),

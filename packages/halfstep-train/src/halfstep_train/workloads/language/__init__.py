@@ -18,6 +18,7 @@ KIND = Kind.from_package(
     config=LanguageConfig,
     kept=("data.tokenizer", "model.vocab"),
     task="language",
+    model_input="tokens",
     usual="gpt2",
     export=".build:export",
     sample=SampleUnit(

@@ -8,6 +8,7 @@ KIND = Kind.from_package(
     config=UNetConfig,
     kept=("model.classes", "model.ignore_index", "data.channels", "data.scale"),
     task="segmentation",
+    model_input="image",
     hint=".scores:hint_at_single_class",
     sample=SampleUnit(name="image", size=lambda config: f"{config.data.image_size} pixels"),
     evaluate=EvaluateCommand(
