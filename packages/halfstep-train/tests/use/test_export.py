@@ -149,5 +149,6 @@ def test_a_metric_that_falls_is_reported(trained_unet: Path) -> None:
 
 def test_gpt2_is_the_only_exported_family_with_a_layout_of_its_own() -> None:
     kinds = {workload: KINDS.of(workload) for workload in KINDS}
-    own = [workload for workload, kind in kinds.items() if kind.model_input and kind.export]
+    own = [workload for workload, kind in kinds.items() if kind.export_command and kind.export]
     assert own == ["gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl"]
+    assert all(kinds[workload].export_command.read for workload in own)  # type: ignore[union-attr]

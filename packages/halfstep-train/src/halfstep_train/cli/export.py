@@ -78,7 +78,7 @@ def refuse_wrong_family(run: Path, *, trust: bool) -> None:
 
     workload = find_workload([str(run)], trust=trust)
     kind = KINDS.of(workload)
-    if kind.model_input:
+    if kind.export_command:
         return
     fix = f"`halfstep predict {run}` uses its weights"
     if kind.export is not None:

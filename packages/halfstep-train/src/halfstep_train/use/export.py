@@ -34,11 +34,9 @@ from halfstep_train.run.frozen_modules import name_lost_files
 from halfstep_train.use.evaluate import LoadedModel, load_data
 from halfstep_train.use.open_run import choose_plan, load_weights, make_fresh_folder, open_run
 from halfstep_train.workloads import KINDS
-from halfstep_train.workloads.base.kind import Kind, load_part
+from halfstep_train.workloads.base.kind import Export, ExportCommand, load_part
 from halfstep_train.workloads.base.using import PlainEvaluation
 from halfstep_train.workloads.base.workload import Workload
-from halfstep_train.workloads.language.gpt2 import GPT2
-from halfstep_train.workloads.language.gpt2_weights import load_gpt2_
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LARGEST_FALL = 0.01
@@ -89,6 +87,8 @@ def export(
     clock = Stopwatch()
     run = open_run(path, checkpoint=checkpoint, trust=trust)
     kind = KINDS.of(run.config.workload)
+    command = kind.export_command
+    assert command is not None, "the command line refuses other families"
     evaluating_as: Any = load_part(kind.evaluate.evaluation) if kind.evaluate else PlainEvaluation
     with name_lost_files(run.frozen):
         config, workload = load_data(run, evaluating_as, None, report)
@@ -102,18 +102,19 @@ def export(
         model = load_weights(run, workload.model, plan, values=workload.values)
         loaded = LoadedModel(run, config, workload, model, plan, report, None)
         before = _score(loaded, evaluating_as, folder / "before")
-        example, _ = loaded.look(0)
+        x = loaded.look(0)[0][command.input]
         written: nn.Module
         if to == "safetensors":
-            written = write_safetensors(model, kind, run.config, run.store, folder, DTYPES[format])
+            written = write_safetensors(model, kind.make_export(config, run.store), command, folder, DTYPES[format])
             largest, share, ms_after = None, None, None
         else:
             with report.show_phase("Writing ONNX", 1) as bar:
-                share = write_onnx(loaded, kind, folder / "model.onnx", format)
+                share = write_onnx(loaded, command, folder / "model.onnx", format)
                 bar.advance()
             written = OnnxModel(folder / "model.onnx")
-            largest = max(_compare(loaded, written, k) for k in range(min(NUM_COMPARED, len(workload.val_samples))))
-            ms_after = _time_sample(written, example[kind.model_input])
+            shown = [loaded.look(k)[0][command.input] for k in range(min(NUM_COMPARED, len(workload.val_samples)))]
+            largest = max(_compare(model, written, one) for one in shown)
+            ms_after = _time_sample(written, x)
         after = _score(replace(loaded, model=written), evaluating_as, folder / "after")
         files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
         is_picture = {file: file.parent != folder for file in files}
@@ -131,7 +132,7 @@ def export(
             num_samples=len(workload.val_samples),
             bytes_before=sum(value.nbytes for value in model.state_dict().values()),
             bytes_after=sum(file.stat().st_size for file in files if not is_picture[file]),
-            ms_before=_time_sample(model, example[kind.model_input]),
+            ms_before=_time_sample(model, x),
             ms_after=ms_after,
             largest_difference=largest,
             quantised_share=share,
@@ -152,10 +153,10 @@ def _score(loaded: LoadedModel, evaluating_as: Any, folder: Path) -> dict[str, f
     return metrics
 
 
-def _compare(loaded: LoadedModel, written: nn.Module, index: int) -> float:
+def _compare(model: nn.Module, written: nn.Module, x: Tensor) -> float:
     """Return the largest difference of the outputs for one validation sample."""
-    (_, expected), (_, found) = loaded.look(index), replace(loaded, model=written).look(index)
-    return float((expected - found).abs().max())
+    with torch.no_grad():
+        return float((model(x) - written(x)).abs().max())
 
 
 def _time_sample(model: nn.Module, x: Tensor) -> float:
@@ -185,7 +186,7 @@ def _warn_about_fall(workload: Workload, before: Mapping[str, float], after: Map
 
 
 def write_safetensors(
-    model: nn.Module, kind: Kind, config: Any, store: Mapping[str, Any], folder: Path, dtype: torch.dtype
+    model: nn.Module, write: Export | None, command: ExportCommand, folder: Path, dtype: torch.dtype
 ) -> nn.Module:
     """Write the weights, in the layout of public implementations where there is one, and return a model that has read
     them back."""
@@ -194,14 +195,13 @@ def write_safetensors(
         for name, value in model.state_dict().items()
     }
     written = copy.deepcopy(model)
-    write = kind.make_export(config, store)
     if write is None:
         write_tensors(folder / "model.safetensors", weights, {"format": "pt"})
         written.load_state_dict(load_file(folder / "model.safetensors"))
     else:
-        assert isinstance(written, GPT2), "of the families with an input, only GPT-2 has a layout of its own"
+        assert command.read is not None, "a family that writes a layout of its own also reads it"
         write(weights, folder, torch.device("cpu"))
-        load_gpt2_(written, folder, has_its_tokenizer=True)
+        load_part(command.read)(written, folder)
     return written
 
 
@@ -218,7 +218,7 @@ class OnnxModel(nn.Module):
         self.session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return logits or, with targets, the mean cross-entropy over those that count, as GPT-2 does."""
+        """Return logits or, with targets, the mean cross-entropy over those that count (0 and above)."""
         (output,) = self.session.run(None, {"input": x.contiguous().numpy()})
         logits = torch.from_numpy(output)
         if targets is None:
@@ -238,13 +238,13 @@ class InHalf(nn.Module):
         return output.float()
 
 
-def write_onnx(loaded: LoadedModel, kind: Kind, path: Path, format: str) -> float | None:
+def write_onnx(loaded: LoadedModel, command: ExportCommand, path: Path, format: str) -> float | None:
     """Write the model with a dynamic batch. For int8 return the share of the weights that was quantised."""
     model = loaded.model
-    x = loaded.look(0)[0][kind.model_input]
+    x = loaded.look(0)[0][command.input]
     shapes: dict[int, Any] = {0: torch.export.Dim("batch")}
-    if isinstance(model, GPT2):
-        shapes[1] = torch.export.Dim("tokens", min=2, max=model.size.context)
+    if command.longest is not None:
+        shapes[1] = torch.export.Dim("tokens", min=2, max=load_part(command.longest)(loaded.config))
     exported = (InHalf(model) if format == "fp16" else model).eval()
     num_bytes = sum(value.nbytes for value in exported.state_dict().values())
     with _silence_exporter(), tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -260,10 +260,10 @@ def write_onnx(loaded: LoadedModel, kind: Kind, path: Path, format: str) -> floa
                 why=" ".join(str(error).split())[:300],
                 fix="--to safetensors, or a model without custom code",
             ) from error
-        return _quantise(loaded, kind, target, path) if format == "int8" else None
+        return _quantise(loaded, command, target, path) if format == "int8" else None
 
 
-def _quantise(loaded: LoadedModel, kind: Kind, source: Path, target: Path) -> float:
+def _quantise(loaded: LoadedModel, command: ExportCommand, source: Path, target: Path) -> float:
     """Quantise weights and activations to int8, by their ranges over training samples. Return the share of the weights
     that was quantised."""
     import onnx
@@ -275,7 +275,7 @@ def _quantise(loaded: LoadedModel, kind: Kind, source: Path, target: Path) -> fl
 
     class Reader(CalibrationDataReader):  # type: ignore[misc]
         def __init__(self) -> None:
-            self.batches = (loaded.look(index, samples)[0][kind.model_input] for index in picked)
+            self.batches = (loaded.look(index, samples)[0][command.input] for index in picked)
 
         def get_next(self) -> dict[str, Any] | None:
             batch = next(self.batches, None)
