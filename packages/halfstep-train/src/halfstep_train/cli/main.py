@@ -285,8 +285,11 @@ def _suggest_instead(option: str, options: Sequence[Any], *, is_last: bool) -> s
     name, names = option.lstrip("-").replace("-", "_"), {one.name for one in options}
     if "quiet" in names and name in HABITS:
         return f"{HABITS[name]}. "
-    if "precision" in names and name.replace("_", "-") in PRECISIONS:
-        return f"use --precision {name.replace('_', '-')}. "
+    precision = name.replace("_", "-")
+    if precision in PRECISIONS:
+        flags = [f"--{one} {precision}" for one in ("precision", "precisions") if one in names]
+        flags += [f"precision={precision}"] if "arguments" in names else []
+        return f"use {flags[0]}. " if flags else ""
     if "arguments" not in names:
         return ""
     if name in KEY_ALIASES or name in PRECISION_KEYS or "." in name:
