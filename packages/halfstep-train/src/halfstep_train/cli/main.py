@@ -287,9 +287,8 @@ def _suggest_instead(option: str, options: Sequence[Any], *, is_last: bool) -> s
         return f"{HABITS[name]}. "
     precision = name.replace("_", "-")
     if precision in PRECISIONS:
-        flags = [f"--{one} {precision}" for one in ("precision", "precisions") if one in names]
-        flags += [f"precision={precision}"] if "arguments" in names else []
-        return f"use {flags[0]}. " if flags else ""
+        taking = [one for one in options if one.name in ("precision", "precisions", "target")]
+        return f"use {taking[0].opts[0]} {taking[0].metavar or precision}. " if taking else ""
     if "arguments" not in names:
         return ""
     if name in KEY_ALIASES or name in PRECISION_KEYS or "." in name:
