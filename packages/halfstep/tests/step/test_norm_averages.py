@@ -75,7 +75,9 @@ def test_several_micro_batches_and_shared_layers_never_overshoot() -> None:
 
 
 def test_layers_that_run_elsewhere_or_count_for_themselves_are_left_alone() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(2, momentum=None), nn.BatchNorm1d(2, momentum=0.0), nn.BatchNorm1d(2, track_running_stats=False))
+    model = nn.Sequential(
+        nn.BatchNorm1d(2, momentum=None), nn.BatchNorm1d(2, momentum=0.0), nn.BatchNorm1d(2, track_running_stats=False)
+    )
     assert not NormAverages(model).norms
     frozen = nn.BatchNorm1d(2).eval()
     averages = NormAverages(frozen)
