@@ -147,6 +147,11 @@ def test_steps_say_how_long_a_run_is_unless_epochs_are_named(
     assert "steps: 6 = 1 epoch of 6 (fewer than train.max_steps=8)" in said
 
 
+def test_a_warmup_that_is_longer_than_the_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = said_by_a_run(tmp_path / "run", capsys, **{"train.max_steps": 2, "schedule.warmup_steps": 2500})
+    assert "schedule.warmup_steps=2500 is longer: the learning rate only rises to 0.0008 of optimizer.lr" in said
+
+
 def test_the_advice_comes_from_cores_workers_and_the_kind_of_data(tmp_path: Path) -> None:
     listing = find_images(write_split(tmp_path), FolderLayout()).train
     config = from_dict("resnet18", {"data.dir": str(tmp_path), "data.num_workers": 4}).config
