@@ -187,6 +187,8 @@ def test_a_run_goes_on_by_the_command_it_was_started_with(capsys: Capture, tmp_p
         (["unet", "--run-eval-after-training"], "halfstep evaluate RUN"),
         (["unet", "--preset", "turbo"], "unknown preset 'turbo' (--preset turbo)"),
         (["unet", "epohcs=3"], "did you mean train.epochs?"),
+        (["unet", "globals.BATCH_SIZE_PER_GP=4"], "did you mean globals.BATCH_SIZE_PER_GPU?"),
+        (["integrated_v2_movi_e.yaml", "globals.BATCH_SIZE_PER_GP=4"], "did you mean globals.BATCH_SIZE_PER_GPU?"),
         (["unet", "--mixed_precision", "bf16"], "--precision bf16"),
         (["unet", "--json"], "--json needs --show-config"),
         (["--resume", "nowhere"], "there is no run folder nowhere"),

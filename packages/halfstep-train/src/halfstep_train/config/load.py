@@ -23,7 +23,15 @@ from halfstep.errors import ConfigError, format_count, suggest_nearest
 from halfstep.precision.names import normalise_precision
 from halfstep_train.config.aliases import GLOBAL_ALIASES, KEY_ALIASES, PER_RANK_KEYS, PRECISION_KEYS
 from halfstep_train.config.foreign import has_key, translate_document
-from halfstep_train.config.keys import find_field, find_full_path, is_empty, list_fields, make_config_error
+from halfstep_train.config.keys import (
+    NEAR,
+    compute_likeness,
+    find_field,
+    find_full_path,
+    is_empty,
+    list_fields,
+    make_config_error,
+)
 from halfstep_train.config.precision_claims import Stated, make_disagreement, read_layer
 from halfstep_train.config.references import Place, References, find_references
 from halfstep_train.config.schema import (
@@ -219,7 +227,7 @@ def translate_globals(statements: Sequence[Statement], used: set[str]) -> list[S
 
 
 def find_setting(key: str) -> str:
-    """Return the setting that a key stands for in every schema, or the key itself."""
+    """Return the setting that an alias of all workloads names, or the key itself."""
     return KEY_ALIASES[key].path if key in KEY_ALIASES else PER_RANK_KEYS.get(key, key)
 
 
@@ -328,11 +336,18 @@ def nest_paths(chosen: Mapping[str, Statement]) -> dict[str, Any]:
 
 
 def note_unused_globals(statements: Sequence[Statement], used: set[str]) -> list[str]:
-    """Note globals from overrides that nothing refers to."""
-    paths = [s.path for s in statements if s.path.startswith("globals.") and s.origin.layer == "override"]
-    names = [path.removeprefix("globals.") for path in paths]
-    idle = [name for name in names if name not in used and name not in GLOBAL_ALIASES]
-    return [f"globals.{name} is set, but nothing refers to ${{globals.{name}}}" for name in idle]
+    """Note globals from overrides that nothing refers to; refuse those that resemble one that has an effect."""
+    given = [s for s in statements if s.path.startswith("globals.") and s.origin.layer == "override"]
+    notes, known = [], sorted(used | GLOBAL_ALIASES.keys())
+    for statement in given:
+        name = statement.path.removeprefix("globals.")
+        if name in known:
+            continue
+        nearest = max(known, key=lambda other: compute_likeness(name, other))
+        if compute_likeness(name, nearest) >= NEAR:
+            raise ConfigError(f"unknown global {name!r} ({statement.origin})", fix=f"did you mean globals.{nearest}?")
+        notes.append(f"globals.{name} is set, but nothing refers to ${{globals.{name}}}")
+    return notes
 
 
 def note_unused_options(config: RunConfig) -> list[str]:
