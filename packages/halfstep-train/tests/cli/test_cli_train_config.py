@@ -201,6 +201,15 @@ def test_a_mistake_is_exit_code_2_and_a_message(words: list[str], says: str, cap
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_first_rank_shows_the_config(rank: int, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    variables = {"WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 29500}
+    for name, value in {**variables, "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, str(value))
+    assert halfstep("train", "unet", "--show-config") == 0
+    assert bool(capsys.readouterr().out) == (rank == 0)
+
+
 def test_help_does_not_import_torch_and_shows_an_example() -> None:
     code = (
         "import sys\nfrom halfstep_train.cli.main import main\n"

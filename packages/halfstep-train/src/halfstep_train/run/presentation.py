@@ -116,8 +116,10 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
     ]
     apart = [f"{row.module} {row.compute}" for row in plan.rows if row.is_part]
     islands = [row.module for row in plan.rows if row.kind == "island"]
+    chosen = loaded.origins.get("precision.default", DEFAULT)
+    by_launcher = f" ({chosen})" if chosen.layer == "launcher" else ""  # which the user may not know of
     rows = [
-        ("precision", f"{plan.granted}{' (simulated)' if plan.simulated else ''}: {plan.reason}"),
+        ("precision", f"{plan.granted}{' (simulated)' if plan.simulated else ''}: {plan.reason}{by_launcher}"),
         ("weights", describe_half_weights(parts.step.optimizers)),
         ("other precision", list_some(apart, 4)),
         ("always fp32", list_some(islands, 4)),
