@@ -8,7 +8,7 @@
 Lightning and Accelerate run as documented with the compiler on, Lightning and plain PyTorch tuned by hand, and plain
 once more with the compiler's own CUDA graphs (`graphs`, mode reduce-overhead). Rows are timed one after the other. A
 row's start says whether it found its code compiled (`warm`) or not (`cold`); `--warm` compiles it before, several rows
-at once, and then no start in the table is a cold one. `--at-once` gives each row a process, in which it compiles next to
+at once, and then no start in the table is a cold one. `--at-once` gives each row a process, in which it compiles with
 others and is then timed alone (speed_turns.py): half the time, but no start of a peer, and no row measured again at the
 end. Starts that users will see are `--cold-start`'s: halfstep in a new process with an empty cache, and once more in
 another with what that left.

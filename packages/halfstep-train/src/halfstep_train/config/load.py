@@ -23,15 +23,7 @@ from halfstep.errors import ConfigError, format_count, suggest_nearest
 from halfstep.precision.names import normalise_precision
 from halfstep_train.config.aliases import GLOBAL_ALIASES, KEY_ALIASES, PER_RANK_KEYS, PRECISION_KEYS
 from halfstep_train.config.foreign import has_key, translate_document
-from halfstep_train.config.keys import (
-    NEAR,
-    compute_likeness,
-    find_field,
-    find_full_path,
-    is_empty,
-    list_fields,
-    make_config_error,
-)
+from halfstep_train.config.keys import find_field, find_full_path, is_empty, list_fields, make_config_error
 from halfstep_train.config.precision_claims import Stated, make_disagreement, read_layer
 from halfstep_train.config.references import Place, References, find_references
 from halfstep_train.config.schema import (
@@ -337,15 +329,14 @@ def nest_paths(chosen: Mapping[str, Statement]) -> dict[str, Any]:
 
 def note_unused_globals(statements: Sequence[Statement], used: set[str]) -> list[str]:
     """Note globals from overrides that nothing refers to; refuse those that resemble one that has an effect."""
-    given = [s for s in statements if s.path.startswith("globals.") and s.origin.layer == "override"]
-    notes, known = [], sorted(used | GLOBAL_ALIASES.keys())
-    for statement in given:
-        name = statement.path.removeprefix("globals.")
-        if name in known:
+    notes, known = [], used | GLOBAL_ALIASES.keys()
+    for s in statements:
+        name = s.path.removeprefix("globals.")
+        if s.path == name or s.origin.layer != "override" or name in known:
             continue
-        nearest = max(known, key=lambda other: compute_likeness(name, other))
-        if compute_likeness(name, nearest) >= NEAR:
-            raise ConfigError(f"unknown global {name!r} ({statement.origin})", fix=f"did you mean globals.{nearest}?")
+        fix = suggest_nearest(name, known)
+        if fix.startswith("did you mean"):
+            raise ConfigError(f"unknown global {name!r} ({s.origin})", fix=fix)
         notes.append(f"globals.{name} is set, but nothing refers to ${{globals.{name}}}")
     return notes
 
