@@ -273,7 +273,7 @@ def refuse_non_finite_settings(optimizers: Sequence[Optimizer]) -> None:
                 if isinstance(value, (float, int, np.number)) and not math.isfinite(value):
                     raise ConfigError(
                         f"{name} of {type(optimizer).__name__} is {value}",
-                        why="it was written into param_groups, and a step with it would ruin every weight of the group",
+                        why="it was set in param_groups, and one step with it would destroy the group's weights",
                         fix=f'optimizer.param_groups[...]["{name}"] = a finite number',
                     )
 

@@ -214,9 +214,9 @@ def _open_shard(path: Path, size: int, magic: int, version: int, count: int) -> 
         raise DataError(f"{path} has version {version} of llm.c's format", why=f"only version {known} is supported")
     if size != begin + count * itemsize:
         raise DataError(
-            f"{path} holds {(size - begin) // itemsize:,} ids, its header claims {count:,}",
+            f"{path} holds {(size - begin) // itemsize:,} ids, but its header claims {count:,}",
             why="it is incomplete, or was modified later",
-            fix="copy or make it again",
+            fix="copy it again, or create it again",
         )
     return np.memmap(path, dtype=kind, mode="r", offset=begin, shape=(count,))
 
