@@ -54,9 +54,9 @@ def mask(x: Tensor) -> Tensor:
 CONSTANTS: list[Callable[[Tensor], Tensor]] = [weigh, scale, look_up, move_table, mask]
 
 
-def make_loop(change: Callable[[Tensor], Tensor]) -> Callable[[torch.device], Loop]:
+def make_loop(change: Callable[[Tensor], Tensor], dropout: float = 0.1) -> Callable[[torch.device], Loop]:
     def make(device: torch.device) -> Loop:
-        model = nn.Sequential(make_net(device), nn.Dropout(0.1))
+        model = nn.Sequential(make_net(device), nn.Dropout(dropout))
         return Loop(model, lambda batch: F.cross_entropy(change(model(batch[0])), batch[1]))
 
     return make
@@ -72,7 +72,8 @@ def test_constants_are_captured(change: Callable[[Tensor], Tensor], precision: s
 
 @pytest.mark.parametrize("change", CONSTANTS)
 def test_constants_are_compiled(change: Callable[[Tensor], Tensor]) -> None:
-    found, expected = (train(make_loop(change), CUDA, fast, precision="bf16") for fast in ("compile", "off"))
+    make = make_loop(change, dropout=0.0)  # compiled code draws other random numbers
+    found, expected = (train(make, CUDA, fast, precision="bf16") for fast in ("compile", "off"))
     assert "compile" in found.step.mode, found.why_eager
     losses = [torch.tensor([one["loss"] for one in trained.history]) for trained in (found, expected)]
     torch.testing.assert_close(losses[0], losses[1], rtol=0.05, atol=0.0)
