@@ -285,8 +285,10 @@ def _suggest_instead(option: str, options: Sequence[Any], *, is_last: bool) -> s
     name, names = option.lstrip("-").replace("-", "_"), {one.name for one in options}
     if "quiet" in names and name in HABITS:
         return f"{HABITS[name]}. "
-    if "precision" in names and name.replace("_", "-") in PRECISIONS:
-        return f"use --precision {name.replace('_', '-')}. "
+    precision = name.replace("_", "-")
+    if precision in PRECISIONS:
+        taking = [one for one in options if one.name in ("precision", "precisions", "target")]
+        return f"use {taking[0].opts[0]} {taking[0].metavar or precision}. " if taking else ""
     if "arguments" not in names:
         return ""
     if name in KEY_ALIASES or name in PRECISION_KEYS or "." in name:
