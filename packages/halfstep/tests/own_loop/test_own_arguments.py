@@ -227,10 +227,11 @@ def test_a_loss_divided_by_the_window_by_hand_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("operation", [torch.fft.rfft, torch.linalg.det], ids=["rfft", "det"])
-def test_an_operation_that_has_no_half_kernel_runs_on_an_fp32_island(operation: Any) -> None:
+def test_an_operation_that_has_no_half_kernel_is_told_the_way_to_fp32(operation: Any) -> None:
     model, step = made(precision=hs.Precision("bf16", simulate=True))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError) as error:
         step(lambda x: operation(model(x[:4])).abs().mean(), [X])
+    assert any("hs.fp32_island()" in note for note in error.value.__notes__)
 
     def in_fp32(x: Tensor) -> Tensor:
         with hs.fp32_island():
@@ -251,6 +252,11 @@ def test_an_optimizer_that_is_also_stepped_by_hand_is_noticed() -> None:
 
 
 # --- arguments ---
+
+
+class NeedsClosure(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None, "SAM requires closure"
 
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], type[HalfstepError], str]] = {
@@ -323,6 +329,10 @@ def test_optimizers_that_need_a_closure_are_refused_in_words() -> None:
     model = nn.Linear(4, 4)
     with pytest.raises(ConfigError, match="LBFGS"):
         hs.Step(model, torch.optim.LBFGS(model.parameters()), "fp32")
+    step = hs.Step(model, NeedsClosure(model.parameters(), lr=0.1), "fp32")
+    with pytest.raises(AssertionError, match="SAM requires closure") as error:
+        step(loss_of(model), [X])
+    assert "on_gradients=" in error.value.__notes__[-1]
 
 
 def test_a_frozen_half_part_may_be_in_the_optimizer() -> None:

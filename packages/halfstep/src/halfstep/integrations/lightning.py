@@ -46,6 +46,7 @@ from halfstep.own_loop.arguments import check_choice, read_precision, refuse_unk
 from halfstep.own_loop.step import Step
 from halfstep.precision.contexts import get_autocast_dtype
 from halfstep.precision.decide import Precision, decide
+from halfstep.step.commit import refuse_closure
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 NAMES = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true", "tf32": "32-true"}  # Lightning's, by ours
@@ -138,6 +139,7 @@ class HalfstepPrecision:
                 why="Lightning does not say which of them a loss belongs to",
                 fix="one optimizer with several parameter groups, or Lightning's own precision=...",
             )
+        refuse_closure(optimizers[0])
         self._model, self._optimizer, self._configs = model, optimizers[0], lr_schedulers
         self._why_guard = "" if self._level == "guard" else _find_obstacle(pl_module)
         if self._why_guard and self._level == "captured":

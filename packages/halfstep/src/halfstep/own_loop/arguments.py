@@ -42,8 +42,11 @@ OTHER_NAMES = {
     **dict.fromkeys(("accumulation_steps", "gradient_accumulation_steps", "grad_accum"), "accumulate=4"),
     **dict.fromkeys(("checkpointing", "gradient_checkpointing"), 'memory="low"'),
     **dict.fromkeys(("ema", "ema_rate"), "ema_decay=0.999"),
-    **{name: f"fast=hs.Fast({name}=...)" for name in ("num_steps", "max_graphs", "pure_ops")},
-    **{name: f'precision=hs.Precision("bf16", {name}=...)' for name in ("modules", "strict", "simulate", "force")},
+    **dict.fromkeys(("num_steps", "total_steps"), "fast=hs.Fast(num_steps=100_000)"),
+    "max_graphs": "fast=hs.Fast(max_graphs=8)",
+    "pure_ops": 'fast=hs.Fast(pure_ops=["my_library::my_operator"])',
+    "modules": 'precision=hs.Precision("bf16", modules={"head": "fp32"})',
+    **{name: f'precision=hs.Precision("bf16", {name}=True)' for name in ("strict", "simulate", "force")},
 }
 """What arguments of torch and of trainers, and those of hs.Precision and hs.Fast, are called here."""
 
