@@ -33,8 +33,7 @@ def corrections(step: int) -> Sequence[Tensor]:
     return [1 - torch.tensor(beta) ** torch.tensor(float(step)) for beta in (0.9, 0.999)]
 
 
-@pytest.mark.parametrize("how", ["split", "stochastic"])
-@pytest.mark.parametrize("scale", [None, 3.0])
+@pytest.mark.parametrize(("how", "scale"), [("split", None), ("stochastic", 3.0)])
 def test_8_bit_moments_and_bf16_weights_have_the_bits_of_the_twin(how: str, scale: float | None) -> None:
     from halfstep.step.optim import adamw8bit_triton
 

@@ -120,13 +120,6 @@ def test_a_window_of_weight_zero_is_an_empty_skip(as_tensor: bool) -> None:
     assert reading.committed == 0
 
 
-def test_learning_rate_and_average_move_once_a_window_not_once_a_batch() -> None:
-    step = make_step(accumulate=2)
-    loss_fn = loss_of(step.model)
-    readings = [step(loss_fn, window).read() for window in step.windows([batch(k) for k in range(5)])]
-    assert [r.committed for r in readings] == [1, 2, 3]
-
-
 def test_facts_name_their_samples() -> None:
     step = make_step(accumulate=2)
     reading = step(loss_of(step.model), [batch(1), batch(2)]).read()
