@@ -223,44 +223,6 @@ def test_without_a_schedule_an_optimizers_state_may_be_loaded_at_any_time() -> N
     assert torch.isfinite(script.model.weight).all()
 
 
-def test_the_resume_block_of_a_typical_image_classifier_works_before_and_after_the_step_is_made(tmp_path: Path) -> None:
-    path, epochs = tmp_path / "checkpoint.pth.tar", 6
-
-    def train(*, makes_step_first: bool, num_epochs: int, resume: Path | None) -> tuple[list[float], nn.Module]:
-        torch.manual_seed(0)
-        data = [(torch.randn(4, 3), torch.randint(0, 2, (4,))) for _ in range(3)]
-        model, criterion, best, start = nn.Linear(3, 2), nn.CrossEntropyLoss(), 0.0, 0
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)
-        scheduler = TORCH.StepLR(optimizer, step_size=2, gamma=0.1)
-        if makes_step_first:
-            step = hs.Step(model, optimizer, "fp32", schedule=hs.per_epoch(scheduler))
-        if resume is not None:
-            checkpoint = torch.load(resume, map_location="cpu")
-            start, best = checkpoint["epoch"], checkpoint["best_accuracy"]
-            model.load_state_dict(checkpoint["state_dict"])
-            optimizer.load_state_dict(checkpoint["optimizer"])
-            scheduler.load_state_dict(checkpoint["scheduler"])
-        if not makes_step_first:
-            step = hs.Step(model, optimizer, "fp32", schedule=hs.per_epoch(scheduler))
-        rates = []
-        for epoch in range(start, num_epochs):
-            for images, target in data:
-                rates.append(step(lambda batch: criterion(model(batch[0]), batch[1]), [(images, target)]).lr)
-            step.epoch_ended()
-            best = max(best, float((model(images).argmax(1) == target).float().mean()))
-            state = {"epoch": epoch + 1, "state_dict": model.state_dict(), "best_accuracy": best}
-            torch.save(state | {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, path)
-        return rates, model
-
-    expected, whole = train(makes_step_first=False, num_epochs=epochs, resume=None)
-    assert expected == pytest.approx([0.1] * 6 + [0.01] * 6 + [0.001] * 6)
-    for makes_step_first in (True, False):
-        rates, _ = train(makes_step_first=makes_step_first, num_epochs=3, resume=None)
-        rest, resumed = train(makes_step_first=makes_step_first, num_epochs=epochs, resume=path)
-        assert rates + rest == expected
-        assert torch.equal(resumed.weight, whole.weight)
-
-
 # --- the scheduler object ---
 
 
