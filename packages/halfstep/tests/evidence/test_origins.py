@@ -42,7 +42,6 @@ def test_the_origin_is_that_of_the_numbers_that_were_read(made: Any, name: str) 
     with RangeTrace(nn.Identity()) as trace:
         out = made()
         origin = trace.find_origin(out)
-    assert origin is not None
     assert origin.name == name
 
 
@@ -55,7 +54,6 @@ def backward_of_attention(values: float) -> Operation:
         out = F.scaled_dot_product_attention(q, k, v)
         (gradient, *_) = torch.autograd.grad(out, (q, k, v), torch.full_like(out, 2000.0) * torch.randn(64).half())
         origin = trace.find_origin(gradient)
-    assert origin is not None
     assert origin.output.num_nan
     return origin
 
@@ -64,11 +62,9 @@ def test_fp16_attention_that_overflows_inside_is_no_fault_of_the_kernel() -> Non
     op = backward_of_attention(values=64.0)
     runs: Any = SimpleNamespace(eager=SimpleNamespace(origin=op), fp32=SimpleNamespace(is_good=True))
     found = causes._diagnose_attention(runs)
-    assert found is not None
     assert found.cause == causes.OVERFLOW
     runs.eager.origin = replace(op, inputs=[replace(r, high=6.0) for r in op.inputs])
     found = causes._diagnose_attention(runs)
-    assert found is not None
     assert found.cause == causes.KERNEL
 
 

@@ -48,9 +48,7 @@ def test_dice_sums_that_overflow_in_the_loss_get_an_island(tmp_path: Path) -> No
     batch = {"x": torch.ones(2, 4), "y": torch.ones(2, 70000)}
     found = replay_fault(tmp_path, model, lambda b: planted.dice(model(b["x"]), b["y"]), batch, "fp16")
     assert found.cause == causes.OVERFLOW, str(found)
-    assert found.diagnosis.origin is not None
     assert "planted_causes.py" in found.diagnosis.origin.line
-    assert found.remedy is not None
     assert found.remedy.works, str(found)
 
 
@@ -76,7 +74,6 @@ def test_what_breaks_in_fp32_as_well_gets_a_change_of_its_code(
 def test_a_kernel_that_is_wrong_for_one_shape_is_named(tmp_path: Path) -> None:
     found = replay_around(tmp_path, planted.WrongKernel(), "fp32")
     assert found.cause == causes.KERNEL, str(found)
-    assert found.diagnosis.origin is not None
     assert (found.diagnosis.origin.name, found.diagnosis.origin.module) == ("smooth", "part")
 
 
@@ -86,7 +83,6 @@ def test_a_nan_pixel_is_named_with_its_sample_and_place(tmp_path: Path) -> None:
     found = replay_around(tmp_path, nn.ReLU(), "fp32", batch)
     assert found.cause == causes.BAD_INPUT, str(found)
     assert str(found.diagnosis.places[0]) == "sample 13: ['x'][5] is nan"
-    assert found.remedy is not None
     assert found.remedy.works
 
 
@@ -95,5 +91,4 @@ def test_weights_that_a_rate_a_thousand_times_too_large_threw_out_are_named(tmp_
     model, batch = planted.Around(nn.ReLU()), planted.batch_of()
     found = replay_fault(tmp_path, model, lambda b: model(b["x"]).square().mean(), batch, lr=1e3, num_steps=60)
     assert found.cause == causes.DIVERGED, str(found)
-    assert found.remedy is not None
     assert "learning rate" in found.remedy.change

@@ -61,7 +61,6 @@ def test_a_finite_buffer_that_an_operation_cannot_use_is_bad_state(
     assert found.cause == causes.BAD_STATE, str(found)
     assert f"{tensor} " in found.diagnosis.shown[0]
     assert shown in found.diagnosis.shown[0]
-    assert found.remedy is not None
     assert found.remedy.works
     assert tensor in found.remedy.change
 
@@ -87,7 +86,6 @@ def test_a_normalised_weight_of_zeros_needs_another_start(tmp_path: Path) -> Non
     nn.utils.parametrizations.weight_norm(model[1])
     found = replay_fault(tmp_path, model, lambda b: model(b["x"]).square().mean(), {"x": numbers(6, 8)})
     assert found.cause == causes.UNDERFLOW
-    assert found.remedy is not None
     assert found.remedy.works
     assert found.remedy.change == "initialise 1.parametrizations.weight.original1, here with 1"
 
@@ -143,7 +141,6 @@ def test_targets_longer_than_their_input_are_a_pole_in_every_format(tmp_path: Pa
 
     found = replay_fault(tmp_path, model, loss_fn, batch)
     assert found.cause == causes.UNDERFLOW, str(found)
-    assert found.remedy is not None
     assert "zero_infinity=True" in found.remedy.change
 
 
@@ -162,7 +159,6 @@ def test_attention_without_its_maximum_gets_the_change_that_leaves_the_loss_as_i
 
     found = replay_fault(tmp_path, model, loss_fn, {"x": numbers(6, 8)})
     assert found.cause == causes.OVERFLOW
-    assert found.remedy is not None
     assert found.remedy.works
     assert "rewrite as torch.softmax(z, dim) at " in found.remedy.change, str(found)
 
@@ -183,9 +179,7 @@ def test_one_fault_behind_another_is_named_as_well(tmp_path: Path) -> None:
         model[1].weight[1, 1] = torch.inf
     found = replay_fault(tmp_path, model, lambda b: model(b["x"]).square().mean(), {"x": x, "index": torch.arange(6)})
     assert (found.cause, found.diagnosis.samples) == (causes.BAD_INPUT, ["3"])
-    assert found.behind is not None
     assert (found.behind.cause, *found.behind.diagnosis.tensors) == (causes.BAD_STATE, "1.weight")
-    assert found.behind.remedy is not None
     assert found.behind.remedy.works
     assert "behind it\ncause: bad state" in str(found)
     assert found.to_json()["behind"]["cause"] == causes.BAD_STATE
@@ -197,7 +191,6 @@ def test_two_samples_with_different_faults_are_both_named(tmp_path: Path) -> Non
     batch = {"x": x, "y": y, "index": torch.arange(6)}
     found = replay_fault(tmp_path, model, lambda b: F.cross_entropy(model(b["x"]), b["y"]), batch)
     assert (found.cause, found.diagnosis.samples) == (causes.BAD_INPUT, ["3", "5"]), str(found)
-    assert found.remedy is not None
     assert found.remedy.works
 
 

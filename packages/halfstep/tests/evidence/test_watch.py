@@ -326,7 +326,6 @@ LIMIT = Limit("fp16 maximum", 16.0, is_upper=True)
 def test_a_straight_line_crosses_where_it_does() -> None:
     steps = [20.0 * k for k in range(K)]
     found = forecast(steps, [8 + 0.05 * t for t in steps], LIMIT)
-    assert found is not None
     assert found.is_sure
     assert found.at == pytest.approx(160)
     assert found.low <= found.at <= found.high
@@ -353,7 +352,6 @@ def test_one_odd_observation_does_not_move_the_trend() -> None:
     values = [8 + 0.05 * t for t in steps]
     values[3] += 4
     found = forecast(steps, values, LIMIT)
-    assert found is not None
     assert found.at == pytest.approx(160, abs=8)
 
 

@@ -49,7 +49,6 @@ def test_sparse_gradients_are_judged_clipped_and_dropped(name: str) -> None:
         norm = step(loss, [ids]).grad_norm
         optimizer.zero_grad()
         twin(ids).square().sum().backward()
-        assert twin.weight.grad is not None
         values = twin.weight.grad.coalesce()._values()
         assert norm == pytest.approx(float(values.norm()), rel=1e-6)
         twin.weight.grad = twin.weight.grad.coalesce()

@@ -83,7 +83,6 @@ class Script:
         self.every = "validation" if scheduler == "plateau" else every
         self.batches = [torch.randn(4, 3) for _ in range(NUM_STEPS)]
         self.step: hs.Step | None = None
-        self.rates: list[list[float]] = []
 
     def guard(self, **more: Any) -> Script:
         pace = {"step": hs.per_step, "epoch": hs.per_epoch, "validation": lambda scheduler: scheduler}[self.every]
@@ -99,7 +98,6 @@ class Script:
         return self
 
     def _train_guarded(self, number: int) -> None:
-        assert self.step is not None
         self.step(self.compute_loss, [self.batches[number]])
         if self.every == "epoch":
             self.step.epoch_ended()
@@ -206,8 +204,6 @@ def test_a_state_of_an_optimizer_in_another_form_is_loaded(made_as: str, stored_
 def test_a_state_that_hs_saves_is_loaded_into_an_optimizer_in_another_form() -> None:
     saved = Script("step", "sgd").guard().train(0, SAVED_AT)
     resumed = Script("step", "sgd, fused").guard()
-    assert saved.step is not None
-    assert resumed.step is not None
     resumed.model.load_state_dict(saved.model.state_dict())
     resumed.step.load_state_dict(saved.step.state_dict())
     resumed.train(SAVED_AT, NUM_STEPS)
@@ -253,7 +249,6 @@ def test_dropped_steps_do_not_move_the_scheduler() -> None:
 def test_steps_never_wait_because_of_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     """The count of committed steps is read only when a state is asked for."""
     script = Script("one cycle", "sgd, fused").guard()
-    assert script.step is not None
     schedules, num_waits = script.step._schedules, 0
     read_count = schedules.go_back
 
@@ -391,7 +386,6 @@ def test_a_state_loaded_into_captured_steps_is_followed() -> None:
     plain = Script("cosine", "adamw, fused").load(stored).train(SAVED_AT, NUM_STEPS)
     with replays_on_cpu():
         script = Script("cosine", "adamw, fused").guard(fast="graph").train(0, 8)
-        assert script.step is not None
         assert script.step.mode == "graph"
         script.load(stored).train(SAVED_AT, NUM_STEPS)
         assert script.step.mode == "graph"

@@ -71,7 +71,6 @@ def test_casts_of_the_lists_have_gradients() -> None:
     x = torch.rand(4, dtype=torch.bfloat16, requires_grad=True)
     with simulate("bf16"):
         torch.log(x).sum().backward()
-    assert x.grad is not None
     assert x.grad.dtype == torch.bfloat16
     torch.testing.assert_close(x.grad, 1 / x.detach())
 

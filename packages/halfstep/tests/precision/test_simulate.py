@@ -130,7 +130,6 @@ def test_fp16_gradients_underflow_to_zero_and_loss_scaling_saves_them() -> None:
         w = torch.full((4, 4), 0.5, requires_grad=True)
         with simulate("fp16"):
             (F.linear(torch.full((1, 4), 1e-3), w).float().sum() * 1e-6 * scale).backward()
-        assert w.grad is not None
         return w.grad / scale
 
     assert (gradient(1.0) == 0).all()
@@ -141,7 +140,6 @@ def test_fp16_gradients_overflow_to_infinity() -> None:
     w = torch.ones(2, 2, requires_grad=True)
     with simulate("fp16"):
         (F.linear(torch.full((1, 2), 300.0), w).float().sum() * 1e3).backward()
-    assert w.grad is not None
     assert w.grad.isinf().all()
 
 
