@@ -238,9 +238,10 @@ def explain_missing(what: str, packages: Mapping[str, str], command: str) -> Ite
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name not in packages:
+        package = packages.get(str(error.name))
+        if package is None:
             raise
-        raise InstallError(f"{what} needs {packages[error.name]}, which is not installed: {command}") from error
+        raise InstallError(f"{what} needs {package}, which is not installed: {command}") from error
 
 
 def import_application(module: str, what: str) -> ModuleType:
