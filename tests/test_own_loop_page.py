@@ -11,11 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import halfstep as hs
 from doc_pages import blocks
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-PAGE = (DOCS / "own_loop.md").read_text()
 
 
 @pytest.mark.parametrize("page", ["own_loop.md", "loop_kinds.md", "resume.md", "from_plain_amp.md"])
@@ -64,20 +62,3 @@ def test_the_lines_for_nanogpt_train_a_model_with_its_signature() -> None:
         exec(compile(block.text, block.where, "exec"), names)
     assert names["outcome"].committed
     assert not torch.equal(before, model.weight)
-
-
-def test_every_method_of_a_step_is_on_the_page() -> None:
-    told = {
-        "state_dict",
-        "load_state_dict",
-        "windows",
-        "grad",
-        "epoch_ended",
-        "validated",
-        "finish",
-        "averaged",
-        "plan",
-    }
-    assert all(f"step.{name}" in PAGE for name in told)
-    called = set(re.findall(r"\bstep\.(\w+)\(", PAGE)) - {"plan"}
-    assert all(hasattr(hs.Step, name) for name in called), called

@@ -64,14 +64,6 @@ def test_every_install_command_of_the_pages_works_in_a_clone() -> None:
             assert extras is None or set(extras[1].split(",")) <= set(EXTRAS), shown
 
 
-def test_make_and_the_errors_install_the_package_of_the_check_by_its_path() -> None:
-    assert (ROOT / CHECK / "pyproject.toml").exists()
-    assert (
-        f"-c constraints.txt -e '{LIBRARY}[dev,track]' -e {APPLICATION} -e {CHECK}\n" in (ROOT / "Makefile").read_text()
-    )
-    assert suggest_own_install("halfstep-check") == f"pip install -e {ROOT / CHECK}"
-
-
 @pytest.mark.parametrize("source", ["wheel", "folder", "git", "unknown"])
 def test_an_installation_without_a_clone_names_a_command_that_works(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -97,13 +89,6 @@ def test_an_installation_without_a_clone_names_a_command_that_works(
         "unknown": f"pip install --find-links DIR halfstep-check=={__version__}, where DIR has {wheel.name}",
     }
     assert suggest_own_install("halfstep-check") == expected[source]
-
-
-def test_the_readme_installs_what_every_workload_needs() -> None:
-    command, *others = INSTALLS.findall("\n".join(shown.text for shown in shell_lines(ROOT / "README.md")))
-    assert f"'{LIBRARY}[diffusion,track]' -e {APPLICATION}" in command
-    assert [shlex.split(other, comments=True) for other in others] == WITHOUT_A_CLONE
-    assert PROJECTS[LIBRARY]["name"] == "halfstep"
 
 
 def test_errors_ask_for_the_packages_of_the_extras() -> None:

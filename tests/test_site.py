@@ -14,7 +14,6 @@ import halfstep as hs
 from doc_pages import ROOT
 
 DOCS = ROOT / "docs"
-TOCTREE = re.compile(r"^:::\{toctree\}\n(.*?)^:::", re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -38,26 +37,3 @@ def test_the_site_builds_without_a_warning_and_is_complete(tmp_path: Path) -> No
 
     text = (site / "api.html").read_text()
     assert [name for name in hs.__all__ if name != "__version__" and f'id="halfstep.{name}"' not in text] == []
-
-
-def list_sidebar() -> dict[str, list[str]]:
-    """The pages of the sidebar by section, as index.md has them."""
-    sections = {}
-    for toctree in TOCTREE.findall((DOCS / "index.md").read_text()):
-        lines = toctree.split()
-        start = lines.index(":hidden:") + 1
-        caption = re.search(r":caption: (.*)", toctree)
-        assert caption
-        sections[caption[1]] = [line for line in lines[start:] if line != ":glob:"]
-    return sections
-
-
-def test_the_readme_of_the_docs_lists_the_sidebar() -> None:
-    listed: dict[str, list[str]] = {}
-    for line in (DOCS / "README.md").read_text().splitlines():
-        if title := re.fullmatch(r"\*\*(.+)\*\*", line):
-            listed[title[1]] = []
-        elif listed:
-            listed[next(reversed(listed))] += re.findall(r"\]\(((?!\.\.)[\w/]+)\.md\)", line)
-    sidebar = {title: [page.replace("*", "README") for page in pages] for title, pages in list_sidebar().items()}
-    assert listed == sidebar

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,26 +36,6 @@ def plain(device: torch.device, **settings: Any) -> Feature:
         return F.cross_entropy(model(batch[0]), batch[1])
 
     return Feature(model, loss_fn, torch.optim.AdamW(model.parameters(), 1e-2, fused=True), settings)
-
-
-def average(device: torch.device) -> Feature:
-    return plain(device, ema_decay=0.9)
-
-
-def accumulated(device: torch.device) -> Feature:
-    return plain(device, accumulate=3)
-
-
-def scheduled(device: torch.device) -> Feature:
-    return plain(device, schedule=lambda step: 1.0 / (1 + step))
-
-
-def spikes(device: torch.device) -> Feature:
-    return plain(device, skip_spikes=True)
-
-
-def watched(device: torch.device) -> Feature:
-    return plain(device, watch=3)
 
 
 def weighted(device: torch.device) -> Feature:
@@ -97,10 +78,6 @@ def muon(device: torch.device, **settings: Any) -> Feature:
         torch.optim.AdamW([p for p in parameters if p.ndim != 2], 1e-2, fused=True),
     ]
     return feature
-
-
-def scheduled_muon(device: torch.device) -> Feature:
-    return muon(device, schedule=lambda step: 1.0 / (1 + step), accumulate=2)
 
 
 def frozen_encoder(device: torch.device) -> Feature:
@@ -176,7 +153,7 @@ def on_commit(device: torch.device) -> Feature:
 
 
 class Lion(torch.optim.Optimizer):
-    """A user's own optimizer."""
+    """A custom optimizer."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -219,11 +196,16 @@ def compiled_model(device: torch.device) -> Feature:
 FEATURES: dict[str, Callable[[torch.device], Feature]] = {
     function.__name__: function
     for function in (
-        plain, average, accumulated, scheduled, spikes, weighted, several_optimizers, unfused,
-        unfused_rmsprop, muon, scheduled_muon, frozen_encoder, adapter,
-        tied_weights, also_written, edited_gradients, on_commit, own_optimizer, unfused_sgd, compiled_model,
-        watched,
+        plain, weighted, several_optimizers, unfused, unfused_rmsprop, muon, frozen_encoder, adapter, tied_weights,
+        also_written, edited_gradients, on_commit, own_optimizer, unfused_sgd, compiled_model,
     )
+} | {
+    "average": partial(plain, ema_decay=0.9),
+    "accumulated": partial(plain, accumulate=3),
+    "scheduled": partial(plain, schedule=lambda step: 1.0 / (1 + step)),
+    "spikes": partial(plain, skip_spikes=True),
+    "watched": partial(plain, watch=3),
+    "scheduled_muon": partial(muon, schedule=lambda step: 1.0 / (1 + step), accumulate=2),
 }  # fmt: skip
 
 

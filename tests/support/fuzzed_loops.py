@@ -5,9 +5,8 @@ A `Program` is plain data, so that a failing one can be copied from the output a
     PYTHONPATH=tests/support python -c 'from fuzzed_loops import *; assert_same(Program(layers=("dropout",)))'
 
 `compare` trains it with fast="off" and captured, and lists every difference: outcomes and exceptions of each step,
-weights, buffers, optimizer state, averages, generators, and all objects that the user's code keeps. This searches:
-
-    PYTHONPATH=tests/support python tests/support/fuzzed_loops.py NUM_EXAMPLES SEED
+weights, buffers, optimizer state, averages, generators, and all objects that the user's code keeps.
+packages/halfstep/tests/fast/test_fuzz_captured.py draws programs, and prints the smallest that differs.
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ import dataclasses
 import inspect
 import io
 import random
-import re
-import sys
 import warnings
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -466,64 +463,3 @@ def draw_program(draw: st.DrawFn, mode: str) -> Program:
         draw(st.sampled_from(sorted(BATCHES))),
         mode,
     )
-
-
-def search(num_examples: int, number: int) -> None:
-    """Compare random programs, and print each that differs, made smaller."""
-    tally: Counter[str] = Counter()
-    reasons: list[str] = []
-    for k in range(num_examples):
-        program = draw_one(f"{number}-{k}")
-        compared = compare(program)
-        tally["captured" if compared.was_captured else "eager"] += 1
-        reasons += re.findall("not (?:captured|compiled): (.*)", compared.captured.said)
-        if compared.differences:
-            tally["different"] += 1
-            small, differences = shrink(program)
-            print(f"{k}: {small}", *differences, sep="\n    ", flush=True)
-    print(dict(tally), *Counter(reason[:150] for reason in reasons).most_common(), sep="\n")
-
-
-def draw_one(text: str) -> Program:
-    """Draw one program from a seed."""
-    from hypothesis import HealthCheck, Phase, given, settings
-    from hypothesis import seed as use_seed
-
-    drawn: list[Program] = []
-
-    @use_seed(text)
-    @settings(max_examples=3, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
-    @given(programs(random.Random(text).choice(MODES)))
-    def take(program: Program) -> None:
-        drawn.append(program)
-
-    with contextlib.suppress(Exception):
-        take()
-    return drawn[-1] if drawn else Program()
-
-
-def shrink(program: Program) -> tuple[Program, list[str]]:
-    """Remove parts of a program as long as it still differs."""
-    differences = compare(program).differences
-    while True:
-        for smaller in list_smaller(program):
-            found = compare(smaller).differences
-            if found:
-                program, differences = smaller, found
-                break
-        else:
-            return program, differences
-
-
-def list_smaller(program: Program) -> Iterator[Program]:
-    for name in ("actions", "layers", "terms", "options"):
-        own = getattr(program, name)
-        for k in range(len(own)):
-            yield dataclasses.replace(program, **{name: own[:k] + own[k + 1 :]})
-    for name, plain in {"optimizer": "adamw", "callable": "function", "batch": "dict", "mode": "graph"}.items():
-        if getattr(program, name) != plain:
-            yield dataclasses.replace(program, **{name: plain})
-
-
-if __name__ == "__main__":
-    search(int(sys.argv[1]), int(sys.argv[2]))

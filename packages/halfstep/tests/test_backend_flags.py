@@ -36,10 +36,6 @@ def _flags_as_found() -> Iterator[None]:
     write_flags(found)
 
 
-def test_the_leaves_are_matmul_convolution_and_rnn_of_both_backends() -> None:
-    assert set(LEAVES) == {(b, op) for b in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")}
-
-
 @pytest.mark.parametrize("mode", ["ieee", "tf32"])
 def test_every_leaf_is_set_inside(mode: Fp32Mode) -> None:
     with set_fp32_mode(mode):
@@ -102,21 +98,6 @@ def test_flags_are_put_back_after_an_exception() -> None:
     with pytest.raises(ZeroDivisionError), set_fp32_mode("tf32"):
         _ = 1 / 0
     assert read_flags() == before
-
-
-def test_fp32_flags_are_set_inside_and_a_leaf_still_follows_its_parent_after() -> None:
-    backends = torch.backends
-    root = backends.fp32_precision
-    try:
-        backends.fp32_precision = "tf32"
-        with set_fp32_mode("ieee"):
-            assert backends.cuda.matmul.fp32_precision == "ieee"
-            assert backends.cudnn.conv.fp32_precision == "ieee"
-        assert backends.cuda.matmul.fp32_precision == "tf32"
-        backends.fp32_precision = "none"
-        assert backends.cuda.matmul.fp32_precision == "none"
-    finally:
-        backends.fp32_precision = root
 
 
 def test_the_first_reading_of_a_process_changes_nothing() -> None:

@@ -31,7 +31,6 @@ def writer(whole: Whole, path: Path) -> tuple[subprocess.Popen[str], Path]:
     """A process in the middle of writing, and what it writes."""
     words = [sys.executable, "-c", WRITER, whole.__name__, str(path)]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     return process, Path(process.stdout.readline().strip())
 
 

@@ -31,15 +31,11 @@ def test_irregular_plurals_are_given() -> None:
 @pytest.mark.parametrize(
     ("num_bytes", "short", "fine"),
     [
-        (0, "0 B", "0 B"),
         (999, "999 B", "999 B"),
-        (49_152, "49 kB", "49.2 kB"),
         (12_345_678, "12 MB", "12.3 MB"),
         (999_700_000, "1.0 GB", "1.00 GB"),
-        (4_800_000_000, "4.8 GB", "4.80 GB"),
         (9_999_000_000, "10.0 GB", "10.0 GB"),
         (99_960_000_000, "100 GB", "100 GB"),
-        (139_800_000_000, "140 GB", "140 GB"),
         (1_500_000_000_000, "1.5 TB", "1.50 TB"),
     ],
 )
@@ -48,5 +44,5 @@ def test_sizes_speak_in_the_decimal_unit_that_fits_them(num_bytes: int, short: s
 
 
 @pytest.mark.parametrize(("error", "line"), [(ValueError(), "ValueError"), (OSError("\nno\nmore"), "no")])
-def test_an_error_of_somebody_else_has_one_line_even_if_it_says_nothing(error: Exception, line: str) -> None:
+def test_any_error_is_summarised_in_one_line_even_without_a_message(error: Exception, line: str) -> None:
     assert summarise_error(error) == line

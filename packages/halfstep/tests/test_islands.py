@@ -73,7 +73,6 @@ def test_gradients_leave_the_island_in_the_inputs_dtype() -> None:
     x = torch.randn(4).bfloat16().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         squared_distance(x, y=torch.zeros(4)).backward()
-    assert x.grad is not None
     assert x.grad.dtype == torch.bfloat16
 
 

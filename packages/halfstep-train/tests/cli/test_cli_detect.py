@@ -100,7 +100,6 @@ def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert {m["op"] for m in device["measurements"]} == {"matmul", "conv_nchw", "conv_nhwc"}
     assert device["bandwidth_gb_s"] > 0
     assert device["advice"]["precision"] in ("fp32", "bf16", "fp16")
-    assert {s["name"] for s in device["advice"]["settings"]} >= {"precision", "channels_last", "compile", "batch_size"}
     assert device["advice"]["lost"]
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from faulty_steps import Batch, Shaped, numbers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
@@ -27,7 +28,6 @@ from halfstep.evidence.capsule import list_capsules
 from halfstep.evidence.replay import Replayed
 from halfstep.evidence.updates import KNOWN, Update, record_update
 
-Batch = dict[str, Tensor]
 LossFn = Callable[[Batch], Tensor]
 
 
@@ -41,10 +41,6 @@ class Training:
     num_steps: int = 4
     more: dict[str, Any] = field(default_factory=dict)
     """For hs.Step."""
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def batches(*shape: int) -> Callable[[int], Batch]:
@@ -70,18 +66,6 @@ def train(training: Training, folder: Path, num_steps: int) -> list[Path]:
 
 def replay(training: Training, folder: Path) -> Replayed:
     return hs.replay(train(training, folder, training.num_steps)[0], training.model, training.loss_fn)
-
-
-class Shaped(nn.Module):
-    """A layer, and a function behind it."""
-
-    def __init__(self, then: Callable[[Tensor], Tensor], out: int = 8) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.then = nn.Linear(8, out), then
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.then(self.layer(x))
 
 
 def squares(model: nn.Module) -> LossFn:
@@ -275,18 +259,6 @@ def absent_class(is_fixed: bool) -> Training:
     return Training(model=model, loss_fn=loss_fn, batch=classes(5, 2))
 
 
-def empty_segment(is_fixed: bool) -> Training:
-    model = Shaped(lambda x: x)
-
-    def loss_fn(batch: Batch) -> Tensor:
-        sums = torch.zeros(5, 8).index_add(0, batch["y"], model(batch["x"]))
-        counts = torch.bincount(batch["y"], minlength=5)
-        means = sums / (counts.clamp(min=1) if is_fixed else counts)[:, None]
-        return means.square().mean()
-
-    return Training(model=model, loss_fn=loss_fn, batch=classes(5, 2))
-
-
 def nothing_selected(is_fixed: bool) -> Training:
     model = Shaped(lambda x: x)
 
@@ -300,17 +272,6 @@ def nothing_selected(is_fixed: bool) -> Training:
 def sure_probability(is_fixed: bool) -> Training:
     model = Shaped(lambda x: F.logsigmoid(1e3 * x) if is_fixed else torch.log(torch.sigmoid(1e3 * x)))
     return Training(model=model, loss_fn=lambda b: -model(b["x"]).mean(), batch=batches(4, 8), options={"lr": 1e-5})
-
-
-def equal_pairs(is_fixed: bool) -> Training:
-    model = Shaped(lambda x: x)
-
-    def loss_fn(batch: Batch) -> Tensor:
-        squared = (model(batch["x"]) - model(batch["x"].flip(0).flip(0))).pow(2).sum(1)
-        distance = (squared.clamp(min=1e-4) if is_fixed else squared).sqrt()
-        return F.relu(1 - distance).mean() + model(batch["x"]).mean()
-
-    return Training(model=model, loss_fn=loss_fn, batch=batches(4, 8))
 
 
 def weight_of_zero(is_fixed: bool) -> Training:
@@ -468,10 +429,8 @@ CASES = [
     (custom_backward, causes.OVERFLOW, "clamp(max=10) on the argument of exp"),
     (wrong_backward, causes.UNDERFLOW, "derivative of Averaged.forward"),
     (absent_class, causes.UNDERFLOW, "a count of at least 1"),
-    (empty_segment, causes.UNDERFLOW, "a count of at least 1"),
     (nothing_selected, causes.UNDERFLOW, "sum() in place of mean()"),
     (sure_probability, causes.UNDERFLOW, "rewrite as F.logsigmoid(z) at "),
-    (equal_pairs, causes.UNDERFLOW, "clamp(min=1e-4)"),
     (weight_of_zero, "underflow, or an undefined result such as x/0", "a denominator of at least 1e-4"),
     (unit_and_scale, causes.UNDERFLOW, "denominator"),
     (constant_rows, causes.UNDERFLOW, "eps=1e-5"),
@@ -523,7 +482,6 @@ def regression(**more: Any) -> Training:
     ("optimizer", "options"),
     [
         ("SGD", {"lr": 50.0}),
-        ("SGD", {"lr": 5.0}),
         ("SGD", {"lr": 1e4, "momentum": 0.9}),
         ("SGD", {"lr": 0.3, "momentum": 0.99}),
     ],
@@ -603,15 +561,6 @@ def test_where_no_change_helps_replay_says_so(tmp_path: Path) -> None:
     assert "change: none of those tried helps" in str(found)
 
 
-def test_an_update_that_is_not_finite_is_found_though_the_step_and_its_weights_are(tmp_path: Path) -> None:
-    found: Any = replay(dead_unit(False), tmp_path)
-    assert found.as_was.is_good
-    assert found.cause == causes.UPDATE, str(found)
-    assert "0.weight is not finite after a step of Adam" in str(found)
-    assert "eps=1e-8 in Adam" in found.remedy.change
-    assert found.remedy.lasts, str(found)
-
-
 def test_the_line_inside_a_custom_backward_is_named(tmp_path: Path) -> None:
     found: Any = replay(custom_backward(False), tmp_path)
     source, first = inspect.getsourcelines(Swish)
@@ -646,7 +595,6 @@ def test_every_optimizer_is_built_again_from_its_record(tmp_path: Path, name: st
         step = hs.Step(model, optimizer, "fp32", clip_norm=0.5)
     recorded = json.loads(json.dumps(record_update(step._step, model)))
     update = Update.parse(recorded)
-    assert update is not None
     again = copy.deepcopy(model)
     step(lambda x: model(x).square().mean(), [numbers(6, 8)])
     again(numbers(6, 8)).square().mean().backward()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 
 import halfstep as hs
 from halfstep.evidence import causes
-from halfstep.evidence.ranges import FOREIGN, Operation, Range, RangeTrace
+from halfstep.evidence.ranges import Operation, Range, RangeTrace
 
 
 def half_bad() -> Tensor:
@@ -43,7 +42,6 @@ def test_the_origin_is_that_of_the_numbers_that_were_read(made: Any, name: str) 
     with RangeTrace(nn.Identity()) as trace:
         out = made()
         origin = trace.find_origin(out)
-    assert origin is not None
     assert origin.name == name
 
 
@@ -56,7 +54,6 @@ def backward_of_attention(values: float) -> Operation:
         out = F.scaled_dot_product_attention(q, k, v)
         (gradient, *_) = torch.autograd.grad(out, (q, k, v), torch.full_like(out, 2000.0) * torch.randn(64).half())
         origin = trace.find_origin(gradient)
-    assert origin is not None
     assert origin.output.num_nan
     return origin
 
@@ -65,11 +62,9 @@ def test_fp16_attention_that_overflows_inside_is_no_fault_of_the_kernel() -> Non
     op = backward_of_attention(values=64.0)
     runs: Any = SimpleNamespace(eager=SimpleNamespace(origin=op), fp32=SimpleNamespace(is_good=True))
     found = causes._diagnose_attention(runs)
-    assert found is not None
     assert found.cause == causes.OVERFLOW
     runs.eager.origin = replace(op, inputs=[replace(r, high=6.0) for r in op.inputs])
     found = causes._diagnose_attention(runs)
-    assert found is not None
     assert found.cause == causes.KERNEL
 
 
@@ -91,13 +86,6 @@ def test_no_line_of_halfstep_s_own_machinery_is_named_as_the_user_s() -> None:
     lines = {op.line.rsplit(":", 1)[0] for op in trace.operations}
     assert len(trace.operations) > 50
     assert lines - {""} == {__file__}
-
-
-@pytest.mark.parametrize("room", ["own_loop", "step", "step/optim", "distributed"])
-def test_files_of_the_library_are_halfstep_s(room: str) -> None:
-    root = Path(hs.__file__).parent
-    assert (root / room).is_dir()
-    assert str(root / room / "any.py").startswith(FOREIGN)
 
 
 @pytest.mark.parametrize(

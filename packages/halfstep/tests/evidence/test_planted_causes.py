@@ -2,57 +2,23 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from faulty_steps import replay_fault
 from torch import nn
 
-import halfstep as hs
 import planted_causes as planted
 from halfstep.evidence import causes
-from halfstep.evidence.capsule import list_capsules
 from halfstep.evidence.replay import Replayed
 
-FLOOR = {"floor_patience": 1000}
 
-
-def faulty(
-    tmp_path: Path,
-    model: nn.Module,
-    precision: str,
-    loss_fn: Callable[[Any], Any] | None = None,
-    batch: Any = None,
-    *,
-    lr: float = 1e-3,
-    steps: int = 4,
-    **more: Any,
-) -> Replayed:
-    """Train until the fault was kept, and replay it."""
-    loss_fn = loss_fn or planted.loss_of(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr, fused=True)
-    step = hs.Step(
-        model, optimizer, hs.Precision(precision, simulate=precision != "fp32"), guard=FLOOR, capsules=tmp_path, **more
-    )
-    step.scaler.value.fill_(1.0)  # as after a long search for a scale
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*was saved; find the cause.*")
-        try:
-            for _ in range(steps):
-                step(loss_fn, [batch if batch is not None else planted.batch_of()])
-            step.finish()
-        except (RuntimeError, hs.TrainingStopped) as error:
-            del error
-    first = list_capsules(tmp_path)[0]
-    return hs.replay(first, model, loss_fn)
-
-
-def around(part: nn.Module) -> planted.Around:
+def replay_around(folder: Path, part: nn.Module, precision: str, batch: Any = None) -> Replayed:
     torch.manual_seed(0)
-    return planted.Around(part)
+    model = planted.Around(part)
+    return replay_fault(folder, model, planted.loss_of(model), batch or planted.batch_of(), precision)
 
 
 IN_FP16 = [
@@ -68,7 +34,7 @@ IN_FP16 = [
 def test_what_fp16_breaks_is_named_and_fp32_for_the_module_mends_it(
     tmp_path: Path, part: type[nn.Module], cause: str, module: str
 ) -> None:
-    found = faulty(tmp_path, around(part()), "fp16")
+    found = replay_around(tmp_path, part(), "fp16")
     assert found.cause == cause, str(found)
     assert found.remedy is not None, str(found)
     assert found.remedy.works, str(found)
@@ -80,11 +46,9 @@ def test_dice_sums_that_overflow_in_the_loss_get_an_island(tmp_path: Path) -> No
     model = nn.Linear(4, 70000)
     nn.init.constant_(model.bias, 9.0)
     batch = {"x": torch.ones(2, 4), "y": torch.ones(2, 70000)}
-    found = faulty(tmp_path, model, "fp16", lambda b: planted.dice(model(b["x"]), b["y"]), batch)
+    found = replay_fault(tmp_path, model, lambda b: planted.dice(model(b["x"]), b["y"]), batch, "fp16")
     assert found.cause == causes.OVERFLOW, str(found)
-    assert found.diagnosis.origin is not None
     assert "planted_causes.py" in found.diagnosis.origin.line
-    assert found.remedy is not None
     assert found.remedy.works, str(found)
 
 
@@ -100,7 +64,7 @@ def test_dice_sums_that_overflow_in_the_loss_get_an_island(tmp_path: Path) -> No
 def test_what_breaks_in_fp32_as_well_gets_a_change_of_its_code(
     tmp_path: Path, part: type[nn.Module], cause: str, change: str
 ) -> None:
-    found = faulty(tmp_path, around(part()), "fp32")
+    found = replay_around(tmp_path, part(), "fp32")
     assert found.cause == cause, str(found)
     assert found.remedy is not None, str(found)
     assert found.remedy.works, str(found)
@@ -108,25 +72,23 @@ def test_what_breaks_in_fp32_as_well_gets_a_change_of_its_code(
 
 
 def test_a_kernel_that_is_wrong_for_one_shape_is_named(tmp_path: Path) -> None:
-    found = faulty(tmp_path, around(planted.WrongKernel()), "fp32")
+    found = replay_around(tmp_path, planted.WrongKernel(), "fp32")
     assert found.cause == causes.KERNEL, str(found)
-    assert found.diagnosis.origin is not None
     assert (found.diagnosis.origin.name, found.diagnosis.origin.module) == ("smooth", "part")
 
 
 def test_a_nan_pixel_is_named_with_its_sample_and_place(tmp_path: Path) -> None:
     batch = planted.batch_of()
     batch["x"][3, 5] = float("nan")
-    found = faulty(tmp_path, around(nn.ReLU()), "fp32", batch=batch)
+    found = replay_around(tmp_path, nn.ReLU(), "fp32", batch)
     assert found.cause == causes.BAD_INPUT, str(found)
     assert str(found.diagnosis.places[0]) == "sample 13: ['x'][5] is nan"
-    assert found.remedy is not None
     assert found.remedy.works
 
 
 def test_weights_that_a_rate_a_thousand_times_too_large_threw_out_are_named(tmp_path: Path) -> None:
-    model = around(nn.ReLU())
-    found = faulty(tmp_path, model, "fp32", lambda b: model(b["x"]).square().mean(), lr=1e3, steps=60)
+    torch.manual_seed(0)
+    model, batch = planted.Around(nn.ReLU()), planted.batch_of()
+    found = replay_fault(tmp_path, model, lambda b: model(b["x"]).square().mean(), batch, lr=1e3, num_steps=60)
     assert found.cause == causes.DIVERGED, str(found)
-    assert found.remedy is not None
     assert "learning rate" in found.remedy.change

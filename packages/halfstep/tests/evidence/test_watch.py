@@ -88,7 +88,7 @@ FORWARD = {"activation", "activation gradient", "weight", "weight gradient", "up
 
 @pytest.mark.parametrize(
     ("num_steps", "make", "settings"),
-    [(400, Tiny, {}), (50, Net, {"accumulate": 2, "clip_norm": 1.0, "ema_decay": 0.9})],
+    [(120, Tiny, {}), (50, Net, {"accumulate": 2, "clip_norm": 1.0, "ema_decay": 0.9})],
 )
 def test_eager_weights_have_the_same_bits_with_and_without(
     num_steps: int, make: Callable[[], nn.Module], settings: dict[str, Any]
@@ -104,14 +104,14 @@ def test_eager_weights_have_the_same_bits_with_and_without(
 
 def test_captured_weights_have_the_same_bits_and_a_side_step_sees_the_modules() -> None:
     with replays_on_cpu():
-        plain, _ = train(0, 400, make=Tiny)
+        plain, _ = train(0, 100, make=Tiny)
         state = torch.get_rng_state()
-        watched, step = train(20, 400, make=Tiny)
+        watched, step = train(10, 100, make=Tiny)
         assert step.mode == "graph"
     assert equal_bits(plain, watched)
     assert torch.equal(state, torch.get_rng_state())
     assert not step.watched.why_no_activations
-    assert len(step.watched.history) == 19
+    assert len(step.watched.history) == 9
     assert {row.kind for row in step.watched.rows} == FORWARD
 
 
@@ -299,7 +299,7 @@ def test_a_harmless_warning_of_gradients_does_not_silence_an_overflow(
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_occasional_spikes_of_gradients_are_no_trend_of_the_loss_scale(seed: int) -> None:
     """In healthy runs single batches overflow and lower the scale; it never comes near its floor."""
     torch.manual_seed(seed)
@@ -326,7 +326,6 @@ LIMIT = Limit("fp16 maximum", 16.0, is_upper=True)
 def test_a_straight_line_crosses_where_it_does() -> None:
     steps = [20.0 * k for k in range(K)]
     found = forecast(steps, [8 + 0.05 * t for t in steps], LIMIT)
-    assert found is not None
     assert found.is_sure
     assert found.at == pytest.approx(160)
     assert found.low <= found.at <= found.high
@@ -353,7 +352,6 @@ def test_one_odd_observation_does_not_move_the_trend() -> None:
     values = [8 + 0.05 * t for t in steps]
     values[3] += 4
     found = forecast(steps, values, LIMIT)
-    assert found is not None
     assert found.at == pytest.approx(160, abs=8)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.fast import certificate, compiled_trial, traced, windows
 from halfstep.fast import fast_path as fast
-from replay_stand_in import replays_on_cpu
+from replay_stand_in import replays_on_cpu, try_compiled_code_at_once
 
 FILES = {one.__file__ for one in (fast, compiled_trial, traced, windows, certificate)}
 NOT_TRIED = {
@@ -91,16 +90,11 @@ def train(mode: Any, *, is_pure: bool, plant: RaiseAt | None = None) -> tuple[li
 
 @pytest.fixture(autouse=True)
 def _compile_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Try compiled code from the first replay on, with torch's kernels in place of Inductor's, and check every one."""
+    """Try compiled code, and check every replay."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compiled_trial, "COMPILED", "aten")
-    monkeypatch.setattr(fast, "LOOK_EVERY", 1)
+    try_compiled_code_at_once(monkeypatch)
     monkeypatch.setattr(fast, "CHECK_SHARE", 1e9)
-    monkeypatch.setattr(compiled_trial, "COMPILE_S", -1.0)
-    monkeypatch.setattr(compiled_trial, "COMPILE_S_PER_NODE", 0.0)
     monkeypatch.setattr(compiled_trial.CompileHistory, "write", lambda self, *found: None)
-    seconds = itertools.cycle([2.0, 1.0])  # compiled code is always faster
-    monkeypatch.setattr(compiled_trial, "time_replays", lambda replay, device: next(seconds))
     with replays_on_cpu():
         yield
 
@@ -117,6 +111,7 @@ def list_places(is_pure: bool) -> list[tuple[str, int]]:
     return sorted({(name, number) for name, count in plain.calls.items() for number in (1, count // 2 + 1)})
 
 
+@pytest.mark.slow  # each call at which an error is raised needs a training of its own
 @pytest.mark.parametrize("is_pure", [True, False], ids=["pure", "with side effects"])
 def test_an_error_at_some_calls_changes_nothing(is_pure: bool, capsys: pytest.CaptureFixture[str]) -> None:
     raise_at(list_places(is_pure)[::8], is_pure, capsys)

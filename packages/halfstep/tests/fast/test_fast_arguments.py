@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.backend_flags import read_flags, write_flags
-from halfstep.errors import ConfigError
 from halfstep.fast import compiled_trial
 from halfstep.fast import fast_path as fast_path
 from halfstep.fast.fast_path import FastPath
-from replay_stand_in import replays_on_cpu
+from replay_stand_in import replays_on_cpu, try_compiled_code_at_once
 
 
 class Block(nn.Module):
@@ -51,22 +50,6 @@ def train(length: int = 10, **settings: Any) -> tuple[list[Tensor], hs.Step, int
     return [parameter.detach() for parameter in model.parameters()], step, kept
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"fast": "turbo"}, "fast='turbo' is not one of"),
-        ({"fast": True}, "fast=True is not one of"),
-        ({"memory": "lowest"}, "memory='lowest' is not one of"),
-        ({"fast": hs.Fast(num_steps=0)}, "num_steps=0"),
-        ({"fast": hs.Fast(max_graphs="8")}, "max_graphs='8'"),  # type: ignore[arg-type]
-        ({"fast": hs.Fast(pure_ops="my_operator")}, "pure_ops='my_operator'"),
-    ],
-)
-def test_wrong_values_are_refused(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        train(**settings)
-
-
 def test_low_memory_recomputes_blocks_and_trains_to_the_same_bits() -> None:
     normal, _, kept = train()
     low, _, kept_low = train(memory="low")
@@ -95,28 +78,9 @@ def test_a_cpu_runs_eagerly_and_says_why_only_if_asked(capsys: pytest.CaptureFix
     assert "runs eagerly: a CUDA graph needs a CUDA device, not cpu" in capsys.readouterr().err
 
 
-def test_at_most_max_graphs_are_kept() -> None:
-    with replays_on_cpu():
-        torch.manual_seed(0)
-        model = nn.Linear(4, 2)
-        step = hs.Step(
-            model, torch.optim.AdamW(model.parameters(), fused=True), "fp32", fast=hs.Fast("graph", max_graphs=2)
-        )
-        for number in range(24):
-            step(lambda batch: model(batch).square().mean(), [torch.randn(2 + number % 4, 4)])
-        assert len(step._fast.level.graphs) == 2
-        assert step.mode == "graph"
-
-
 def test_the_usual_shape_is_compiled_and_others_stay_captured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    # torch's kernels in place of Inductor's, which would take long to compile here.
-    monkeypatch.setattr(compiled_trial, "COMPILED", "aten")
-    monkeypatch.setattr(compiled_trial, "COMPILE_S", -1.0)
-    monkeypatch.setattr(compiled_trial, "COMPILE_S_PER_NODE", 0.0)
-    monkeypatch.setattr(fast_path, "LOOK_EVERY", 1)
-    seconds = iter([2.0, 1.0])
-    monkeypatch.setattr(compiled_trial, "time_replays", lambda replay, device: next(seconds))
+    try_compiled_code_at_once(monkeypatch)
     with replays_on_cpu():
         torch.manual_seed(0)
         model = Block()

@@ -18,10 +18,6 @@ def advice_on(driver: FakeDriver) -> HardwareAdvice:
     return advise(measure(probe(driver=driver), sizes=TINY, driver=driver))
 
 
-def setting(advice: HardwareAdvice, name: str) -> object:
-    return next(s.value for s in advice.settings if s.name == name)
-
-
 def test_a_slow_bf16_at_the_clock_flips_the_advice_on_a_gpu() -> None:
     fast = advice_on(FakeDriver(H100, speedups={"bf16": 7.1, "fp16": 7.0, "tf32": 3.0}))
     slow = advice_on(FakeDriver(H100, speedups={"bf16": 0.5, "fp16": 7.0, "tf32": 3.0}))
@@ -39,7 +35,6 @@ def test_a_t4_gets_fp16_with_loss_scaling_because_bf16_is_emulated() -> None:
     advice = advise(probe(driver=FakeDriver(T4)))
     assert advice.precision == "fp16"
     assert advice.headline.startswith("use fp16 with loss scaling: bf16 is emulated on this GPU")
-    assert setting(advice, "loss_scaling") is True
     # An emulated format is not taken even where it looks fast.
     assert advice_on(FakeDriver(T4, speedups={"bf16": 9.0, "fp16": 4.0})).precision == "fp16"
 
@@ -56,32 +51,9 @@ def test_every_sentence_shows_a_number_of_the_table() -> None:
     driver = FakeDriver(speedups=slow_matmul)
     hardware = measure(probe(driver=driver), sizes=TINY, driver=driver)
     columns = make_format_columns(hardware)
-    fp32, fp16 = columns["format"].index("fp32"), columns["format"].index("fp16")
-    matmul, unit = columns["matmul\nx fp32"][fp16], next(title[-6:] for title in columns if title.startswith("NHWC"))
+    matmul = columns["matmul\nx fp32"][columns["format"].index("fp16")]
     assert f"{matmul}x fp32 on matmul" in advise(hardware).headline
     assert any(note.startswith("* fp16 was timed on a small problem only") for note in hardware.notes)
-    layout = next(s.reason for s in advise(hardware).settings if s.name == "channels_last")
-    nhwc, nchw = columns[f"NHWC\n{unit}"][fp32], columns[f"conv\n{unit}"][fp32]
-    assert f"{nhwc} {unit} against {nchw} {unit}" in layout
-
-
-@pytest.mark.parametrize(("gain", "use"), [(1.8, True), (1.0, False), (0.6, False)])
-def test_channels_last_follows_the_measured_convolution(gain: float, use: bool) -> None:
-    advice = advice_on(FakeDriver(H100, speedups={"bf16": 4.0, "conv_nhwc bf16": 4.0 * gain}))
-    assert setting(advice, "channels_last") is use
-
-
-def test_the_batch_hint_grows_with_memory_and_halves_in_fp32() -> None:
-    t4 = advise(probe(driver=FakeDriver(T4, free=14 * 2**30)))
-    h100 = advise(probe(driver=FakeDriver(H100, free=78 * 2**30)))
-    slow = advice_on(FakeDriver(H100, free=78 * 2**30, speedups={"bf16": 0.1, "fp16": 0.1, "tf32": 0.1}))
-    assert setting(t4, "batch_size") == 16
-    assert setting(h100, "batch_size") == 64
-    assert setting(slow, "batch_size") == 32
-
-
-def test_a_small_memory_still_gets_a_batch_of_one() -> None:
-    assert setting(advise(probe(driver=FakeDriver(T4, free=2**29))), "batch_size") == 1
 
 
 def test_what_is_lost_is_said_in_digits_and_range() -> None:
@@ -101,26 +73,15 @@ def test_every_known_device_gets_an_answer_that_a_script_can_read(gpu: object) -
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        ("GTX 980", "fp32"),
         ("GTX 1080 Ti", "fp32"),
         ("P100", "fp16"),
-        ("V100", "fp16"),
         ("RTX 2080 Ti", "fp16"),
         ("RTX 3090", "bf16"),
-        ("A100", "bf16"),
-        ("RTX 4090", "bf16"),
         ("H200", "bf16"),
-        ("RTX 5090", "bf16"),
-        ("MI300X", "bf16"),
+        ("RTX 4090 Laptop", "bf16"),  # which has no published rate
         ("RX 6800", "fp16"),
         ("RX 7900 XTX", "bf16"),
-        ("Data Center GPU Max 1550", "bf16"),
     ],
 )
 def test_known_devices_get_what_their_units_are_good_for(name: str, precision: str) -> None:
     assert advise(look_up_gpu(name)).precision == precision
-
-
-def test_compile_is_not_suggested_where_triton_cannot_run() -> None:
-    assert setting(advise(look_up_gpu("GTX 1080")), "compile") is False
-    assert setting(advise(look_up_gpu("V100")), "compile") is True

@@ -8,74 +8,43 @@ from halfstep.errors import HardwareError
 from halfstep.formats import FORMATS
 from halfstep.hardware.describe import describe_identity
 from halfstep.hardware.gpus import KNOWN, KnownGPU, find_known, look_up_gpu, split_words
-from halfstep.precision.advice import advise
 
 
 @pytest.mark.parametrize(
     ("asked", "found"),
     [
         ("v100", "V100"),
-        ("Tesla V100-SXM2-16GB", "V100"),
         ("Tesla V100-PCIE-32GB", "V100 PCIe"),
         ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("NVIDIA A100 80GB PCIe", "A100"),
         ("rtx4090", "RTX 4090"),
-        ("4090", "RTX 4090"),
-        ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX 4070 Ti Super"),
         ("4070tisuper", "RTX 4070 Ti Super"),
         ("GeForce GTX 1080 Ti", "GTX 1080 Ti"),
-        ("gtx1080ti", "GTX 1080 Ti"),
         ("GeForce GTX 1060 3GB", "GTX 1060 3GB"),
-        ("NVIDIA GeForce RTX 3080", "RTX 3080"),
         ("3080 12 GB", "RTX 3080 12GB"),
         ("3060 8gb", "RTX 3060"),
-        ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H100 PCIe", "H100 PCIe"),
-        ("NVIDIA GH200 480GB", "GH200"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
-        ("Quadro RTX 6000", "Quadro RTX 6000"),
         ("a6000", "RTX A6000"),
-        ("A10", "A10"),
         ("NVIDIA A10G", "A10G"),
         ("a1000", "RTX A1000"),
         ("NVIDIA RTX A1000 6GB Laptop GPU", "RTX A1000 Laptop"),
-        ("NVIDIA H20", "H20"),
         ("NVIDIA H20-3e", "H20"),
-        ("h200", "H200"),
-        ("NVIDIA L4", "L4"),
-        ("NVIDIA L40", "L40"),
         ("NVIDIA L40S", "L40S"),
-        ("NVIDIA L20", "L20"),
-        ("NVIDIA T4G", "T4G"),
         ("NVIDIA T400 4GB", "T400"),
-        ("NVIDIA RTX 4000 Ada Generation", "RTX 4000 Ada"),
         ("NVIDIA RTX 4000 SFF Ada Generation", "RTX 4000 SFF Ada"),
         ("NVIDIA RTX 2000 Ada Generation Laptop GPU", "RTX 2000 Ada Laptop"),
-        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000 Blackwell"),
         ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "RTX PRO 6000 Blackwell Max-Q"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000 Blackwell Server"),
-        ("Tesla V100-DGXS-32GB", "V100"),
-        ("NVIDIA GeForce GTX 1660", "GTX 1660"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090 Laptop"),
-        ("RTX 4090 D", "RTX 4090 D"),
-        ("NVIDIA GH200 144G HBM3e", "GH200"),
-        ("NVIDIA B200", "B200"),
-        ("NVIDIA GB300", "GB300"),
         ("AMD Instinct MI355X", "MI355X"),
-        ("AMD Radeon RX 9070 XT", "RX 9070 XT"),
-        ("AMD Radeon RX 7900 XTX", "RX 7900 XTX"),
-        ("AMD Instinct MI300X", "MI300X"),
         ("Intel(R) Arc(TM) A770 Graphics", "Arc A770"),
         ("Intel(R) Data Center GPU Max 1550", "Data Center GPU Max 1550"),
-        ("M2 Max", "M2 Max"),
         ("m2max", "M2 Max"),
-        ("Apple M2", "M2"),
         ("tpuv5e", "TPU v5e"),
     ],
 )
 def test_names_of_drivers_and_people_find_their_row(asked: str, found: str) -> None:
     gpu = find_known(asked)
-    assert gpu is not None
     assert gpu.name == found
 
 
@@ -112,9 +81,11 @@ def test_a_name_of_several_gpus_lists_them() -> None:
 
 
 @pytest.mark.parametrize("gpu", KNOWN, ids=lambda gpu: gpu.name)
-def test_every_row_is_found_by_its_own_name_and_holds_together(gpu: object) -> None:
-    assert find_known(gpu.name) is gpu  # type: ignore[attr-defined]
-    hardware = look_up_gpu(gpu.name)  # type: ignore[attr-defined]
+def test_every_row_is_found_by_its_own_name_and_holds_together(gpu: KnownGPU) -> None:
+    assert find_known(gpu.name) is gpu
+    assert gpu.checked in ("datasheet", "secondary", "derived", "recalled")
+    hardware = look_up_gpu(gpu.name)
+    assert dict(describe_identity(hardware))["checked"] == gpu.verification
     assert hardware.source == "table"
     assert hardware.device == ""
     assert hardware.published_source
@@ -123,12 +94,6 @@ def test_every_row_is_found_by_its_own_name_and_holds_together(gpu: object) -> N
     assert all(rate > 0 for rate in hardware.published_tflops.values())
     lacking = [name for name in hardware.published_tflops if hardware.get_support(name) == "missing"]
     assert not lacking, "a published rate for a format the device lacks"
-
-
-@pytest.mark.parametrize("gpu", KNOWN, ids=lambda gpu: gpu.name)
-def test_every_row_says_how_it_was_checked_and_detect_shows_it(gpu: KnownGPU) -> None:
-    assert gpu.checked in ("datasheet", "secondary", "derived", "recalled")
-    assert dict(describe_identity(look_up_gpu(gpu.name)))["checked"] == gpu.verification
 
 
 @pytest.mark.parametrize("gpu", [gpu for gpu in KNOWN if gpu.checked == "derived"], ids=lambda gpu: gpu.name)
@@ -144,11 +109,6 @@ def test_only_derived_rows_carry_units_and_only_rows_without_rates_are_unverifie
 
 def test_no_two_rows_share_their_words() -> None:
     assert len({split_words(gpu.name) for gpu in KNOWN}) == len(KNOWN)
-
-
-@pytest.mark.parametrize("name", ["T4", "V100", "RTX 2080 Ti", "Quadro RTX 6000", "GTX 1080", "GTX 980"])
-def test_bf16_is_not_native_before_ampere(name: str) -> None:
-    assert look_up_gpu(name).get_support("bf16") == "emulated"
 
 
 @pytest.mark.parametrize("gpu", [gpu for gpu in KNOWN if gpu.kind == "cuda"], ids=lambda gpu: gpu.name)
@@ -167,14 +127,7 @@ def test_fp16_gains_nothing_on_pascal_cards_but_doubles_on_the_p100() -> None:
     assert look_up_gpu("p100").get_support("fp16") == "native"
 
 
-def test_rates_are_dense_and_with_fp32_accumulation() -> None:
-    # The sparse numbers on the boxes are 624, 330 (fp16 accumulation: 330, sparse 660) and 1979.
-    assert look_up_gpu("A100").published_tflops["bf16"] == 312
-    assert look_up_gpu("RTX 4090").published_tflops["fp16"] == pytest.approx(165.2)
-    assert look_up_gpu("H100").published_tflops["bf16"] == 989.4
-
-
-def test_a_memory_size_in_the_name_is_taken_and_others_are_told() -> None:
+def test_a_memory_size_in_the_name_is_used_and_others_are_noted() -> None:
     assert look_up_gpu("A100").memory_total_bytes == 40 * 2**30
     assert look_up_gpu("A100 80GB").memory_total_bytes == 80 * 2**30
     assert look_up_gpu("a100-80g").memory_total_bytes == 80 * 2**30
@@ -193,13 +146,8 @@ def test_small_turing_chips_have_no_tensor_cores() -> None:
     ("name", "capability"),
     [
         ("A10", (8, 6)),
-        ("A100", (8, 0)),
-        ("RTX A1000", (8, 6)),
-        ("H20", (9, 0)),
         ("RTX 2050 Laptop", (8, 6)),
-        ("RTX 4000 Ada", (8, 9)),
         ("B300", (10, 3)),
-        ("GB10", (12, 1)),
         ("Jetson AGX Orin", (8, 7)),
     ],
 )
@@ -211,12 +159,6 @@ def test_fp8_is_native_where_it_is_the_ocp_format() -> None:
     for name in ("H20", "RTX 4090 Laptop", "MI355X", "RX 9070"):
         assert look_up_gpu(name).get_support("fp8_e4m3") == "native"
     assert look_up_gpu("MI300X").get_support("fp8_e4m3") == "missing", "its fp8 is another one, fnuz"
-
-
-def test_a_laptop_gpu_gets_advice_without_a_rate() -> None:
-    assert advise(look_up_gpu("RTX 4090 Laptop")).precision == "bf16"
-    assert advise(look_up_gpu("RTX 2060 Laptop")).precision == "fp16"
-    assert look_up_gpu("RTX 4090 Laptop").memory_total_bytes == 16 * 2**30
 
 
 def test_tpu_says_that_it_was_not_run() -> None:

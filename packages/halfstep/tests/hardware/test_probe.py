@@ -24,12 +24,6 @@ def test_a_t4_has_fp16_and_only_emulates_bf16_whatever_torch_says() -> None:
     assert (t4.vendor, t4.architecture, t4.device) == ("NVIDIA", "Turing", "cuda:0")
 
 
-def test_published_rates_come_along_for_a_known_name() -> None:
-    t4 = probe(driver=FakeDriver(T4))
-    assert t4.published_tflops["fp16"] == 65
-    assert t4.published_source
-
-
 def test_an_unknown_nvidia_gpu_is_judged_by_its_capability() -> None:
     new = dataclasses.replace(T4, name="NVIDIA Z9000", capability=(11, 0), architecture="sm_110")
     hardware = probe(driver=FakeDriver(new))
@@ -114,7 +108,7 @@ def test_a_cpu_is_judged_by_its_flags() -> None:
 
 def test_a_cpu_has_a_name_also_where_linux_gives_none() -> None:
     assert probe(driver=FakeDriver(cpuinfo=XEON)).name == "Intel(R) Xeon(R) Platinum 8480+"
-    assert probe(driver=FakeDriver(cpuinfo=NEOVERSE_N1)).name == "Arm Neoverse-N1"
+    assert probe(driver=FakeDriver(cpuinfo=NEOVERSE_N1, brand="aarch64")).name == "aarch64"
     assert probe(driver=FakeDriver(cpuinfo="", brand="Apple M2", features=["FEAT_BF16"])).name == "Apple M2"
     assert (
         probe(driver=FakeDriver(cpuinfo="", brand="Apple M2", features=["FEAT_BF16"])).get_support("bf16") == "native"

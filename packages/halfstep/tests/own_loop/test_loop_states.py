@@ -49,7 +49,6 @@ def test_sparse_gradients_are_judged_clipped_and_dropped(name: str) -> None:
         norm = step(loss, [ids]).grad_norm
         optimizer.zero_grad()
         twin(ids).square().sum().backward()
-        assert twin.weight.grad is not None
         values = twin.weight.grad.coalesce()._values()
         assert norm == pytest.approx(float(values.norm()), rel=1e-6)
         twin.weight.grad = twin.weight.grad.coalesce()
@@ -71,7 +70,7 @@ def test_rows_that_come_twice_count_as_their_sum_over_a_window_in_fp16() -> None
     assert norm == pytest.approx(full(lambda x: twin(x).square().mean(), window).grad_norm, rel=5e-3)  # fp16's 11 bits
 
 
-def test_an_optimizer_that_takes_no_sparse_gradients_is_told_which_do() -> None:
+def test_an_optimizer_that_takes_no_sparse_gradients_raises_with_the_ones_that_do() -> None:
     words = nn.Embedding(6, 2, sparse=True)
     step = hs.Step(words, torch.optim.AdamW(words.parameters(), fused=True), "fp32")
     with pytest.raises(RuntimeError) as error:
@@ -146,23 +145,6 @@ def test_a_loss_whose_gradients_reach_no_trained_parameter_is_refused() -> None:
         step(lambda x: (x - tensor).square().mean(), [X])
     assert step(lambda x: (x - model[0]).square().mean(), [X]).committed
     assert step.attempted == 1
-
-
-def test_a_window_that_counts_for_nothing_is_dropped_and_not_refused() -> None:
-    model, step = made()
-    assert not step(lambda x: (F.mse_loss(model(x), x), 0), [X]).committed
-
-
-def test_torchs_averaged_model_moves_with_good_steps_only() -> None:
-    model = nn.Linear(4, 4)
-    average = torch.optim.swa_utils.AveragedModel(model)
-    step = hs.Step(model, sgd(model), "fp32", also=[average], on_commit=average.update_parameters)
-    for k, x in enumerate([NAN, X, X, NAN, X]):
-        before = copy.deepcopy(average.state_dict())
-        step(loss_of(model), [x])
-        same = all(torch.equal(before[name], value) for name, value in average.state_dict().items())
-        assert same is (k in (0, 3))
-    assert int(average.n_averaged) == 3
 
 
 def test_an_optimizer_of_the_loss_functions_own_weights_comes_with_both_modules() -> None:

@@ -194,15 +194,14 @@ def test_a_distributed_sampler_continues_the_epoch_it_was_set_to(tmp_path: Path)
         loader.sampler.set_epoch(epoch)
 
     assert assert_continues(make, tmp_path / "state", 5, before_pass=set_epoch).warnings == []
-    # A loop that begins to count at 0 again is told, and the pass that goes on keeps its epoch.
+    # A loop may begin to count at 0 again: the pass that goes on keeps its epoch.
     begun: list[int] = []
 
     def set_wrongly(loader: Any, epoch: int) -> None:
         begun.append(epoch)
         loader.sampler.set_epoch(epoch if len(begun) != 6 else 0)
 
-    resumed = assert_continues(make, tmp_path / "state", 5, before_pass=set_wrongly)
-    assert "DistributedSampler is at epoch 0, and the stored pass was at epoch 1" in resumed.warnings[0]
+    assert assert_continues(make, tmp_path / "state", 5, before_pass=set_wrongly).warnings == []
 
 
 class LateOrder(Sampler[int]):
@@ -663,25 +662,6 @@ def test_the_number_of_batches_is_known_after_resuming(tmp_path: Path) -> None:
     numbers = [(number, step.batch) for number, _ in enumerate(step.windows(load(Plain())), step.batch)]
     assert numbers == [(2, 3), (3, 4), (4, 5), (5, 6)]
     assert (step.epoch, step.batch) == (2, 0)
-
-
-def test_endless_data_are_warned_about_when_they_are_saved(tmp_path: Path) -> None:
-    def cycle(loader: Any) -> Iterator[Tensor]:
-        while True:
-            yield from loader
-
-    model = nn.Linear(4, 1)
-    step = make_step(model)
-    windows = step.windows(cycle(load(Plain())))
-    for _ in range(99):
-        step(lambda x: model(x).square().mean(), next(windows))
-    hs.save(tmp_path / "state", step, model)  # few batches
-    step(lambda x: model(x).square().mean(), next(windows))
-    with pytest.warns(UserWarning, match="the 100 batches that it has given until now are loaded again") as caught:
-        hs.save(tmp_path / "state", step, model)
-    assert "while step.attempted < num_steps: for window in step.windows(loader)" in str(caught[0].message)
-    step(lambda x: model(x).square().mean(), next(windows))
-    hs.save(tmp_path / "state", step, model)  # said once
 
 
 @pytest.mark.filterwarnings("ignore:resuming loads 3 batches again")

@@ -291,6 +291,7 @@ def test_tied_weights_and_several_models_and_steps_are_stored_together(tmp_path:
 # --- killed at random moments; benchmarks/resume_soak.py does this 25 times for each loop ---
 
 
+@pytest.mark.slow  # five processes, one after the other
 @pytest.mark.parametrize("name", ["classifier", "gan"])
 def test_a_loop_killed_at_random_moments_ends_with_the_same_weights(tmp_path: Path, name: str) -> None:
     # All in processes of their own: flags that other tests have set here may select other kernels.
@@ -381,7 +382,7 @@ def test_another_model_is_named_by_names_shapes_and_dtypes(stored: Path) -> None
     assert "0.weight is float32 (4, 4), here bfloat16 (4, 4)" in caught.value.why
 
 
-def test_a_list_of_models_and_one_model_are_told_apart(tmp_path: Path, stored: Path) -> None:
+def test_a_list_of_models_and_one_model_are_distinguished(tmp_path: Path, stored: Path) -> None:
     model, step = make()
     for models, text in (([model], "a list of 1 model"), ([model, nn.Linear(2, 2)], "a list of 2 models")):
         with pytest.raises(CheckpointError, match=f"holds one model, and hs.load was given {text}"):

@@ -58,7 +58,6 @@ def test_bf16_true_stores_weights_in_bf16_but_for_batch_norm_and_buffers() -> No
     assert half == {"scale", "body.0.weight", "body.0.bias", "head.weight", "head.bias"}
     with plan.forward():
         model(torch.randn(4, 8)).sum().backward()
-    assert model.head.weight.grad is not None
     assert model.head.weight.grad.dtype == torch.bfloat16
 
 

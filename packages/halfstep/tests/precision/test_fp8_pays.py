@@ -62,11 +62,6 @@ def test_where_no_layer_gains_the_plan_is_bf16_and_says_so() -> None:
     assert "0.90x" in str(plan)
 
 
-def test_a_model_without_linear_layers_is_bf16() -> None:
-    convolutions = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 2, 1))
-    assert decide("fp8", HOPPER, convolutions).granted == "bf16"
-
-
 def test_strict_makes_going_back_to_bf16_an_error() -> None:
     with pytest.raises(HardwareError, match="no layer of Sequential") as caught:
         decide("fp8", HOPPER, model(), fp8_gains={"1": SLOW, "2": SLOW}, strict=True)

@@ -71,7 +71,6 @@ def test_casts_of_the_lists_have_gradients() -> None:
     x = torch.rand(4, dtype=torch.bfloat16, requires_grad=True)
     with simulate("bf16"):
         torch.log(x).sum().backward()
-    assert x.grad is not None
     assert x.grad.dtype == torch.bfloat16
     torch.testing.assert_close(x.grad, 1 / x.detach())
 
@@ -89,10 +88,6 @@ def test_the_cpus_own_lists_are_back_after_the_outermost_exit() -> None:
     with simulate("bf16"), simulate("fp16"):
         pass
     assert own_lists() == before
-
-
-def test_the_lists_are_back_after_an_exception() -> None:
-    before = own_lists()
     with pytest.raises(ZeroDivisionError), simulate("bf16"):
         _ = 1 / 0
     assert own_lists() == before

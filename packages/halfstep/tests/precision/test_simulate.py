@@ -77,40 +77,21 @@ OVERLAPPING = [(3, 2, 0), (4, 2, 1), (3, 1, 1)]
 """Kernel, stride and padding of transposed convolutions whose patches overlap."""
 
 
-def overlapping_case(format: str, kernel: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    x, w = torch.randn(2, 8, 9, 9, generator=generator), torch.randn(8, 6, kernel, kernel, generator=generator)
-    return x.to(HALF[format]), w.to(HALF[format])
-
-
 @pytest.mark.parametrize("format", HALF)
 @pytest.mark.parametrize(("kernel", "stride", "padding"), OVERLAPPING)
-def test_overlapping_transposed_convolution_is_the_fp64_sum_rounded_once_where_native_is_inexact(
+def test_overlapping_transposed_convolution_is_the_fp64_sum_rounded_once(
     format: str, kernel: int, stride: int, padding: int
 ) -> None:
-    x, w = overlapping_case(format, kernel)
+    """The native kernel adds patches that it has rounded to half: over a fifth of its elements differ from that sum."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(shape, generator=generator) for shape in ((2, 8, 9, 9), (8, 6, kernel, kernel)))
+    x, w = x.to(HALF[format]), w.to(HALF[format])
     exact = F.conv_transpose2d(x.double(), w.double(), stride=stride, padding=padding).to(HALF[format])
     with simulate_kernels():
         ours = F.conv_transpose2d(x, w, stride=stride, padding=padding)
     assert share_off(ours, exact) <= 0.01
     terms = exact.float().square().mean().sqrt().item()
     assert ulps_apart(ours, exact, find_format(format).spacing_at_1, terms=terms) <= 1
-
-
-@pytest.mark.parametrize("format", HALF)
-@pytest.mark.parametrize(("kernel", "stride", "padding"), OVERLAPPING)
-def test_native_rounds_every_patch_to_half_and_adds_overlapping_ones_in_half(
-    format: str, kernel: int, stride: int, padding: int
-) -> None:
-    """Why the op above is not pinned to native: 28 to 59 % of its elements are not the rounded sum."""
-    x, w = overlapping_case(format, kernel)
-    exact = F.conv_transpose2d(x.double(), w.double(), stride=stride, padding=padding).to(HALF[format])
-    with without_onednn():
-        native = F.conv_transpose2d(x, w, stride=stride, padding=padding)
-    patches = (w.double().flatten(1).T @ x.double().flatten(2)).to(HALF[format])
-    added_in_half = F.fold(patches, exact.shape[-2:], kernel, stride=stride, padding=padding)
-    assert share_off(native, added_in_half) <= 0.01
-    assert share_off(native, exact) > 0.2
 
 
 def test_the_backward_kernels_are_replaced_too() -> None:
@@ -149,7 +130,6 @@ def test_fp16_gradients_underflow_to_zero_and_loss_scaling_saves_them() -> None:
         w = torch.full((4, 4), 0.5, requires_grad=True)
         with simulate("fp16"):
             (F.linear(torch.full((1, 4), 1e-3), w).float().sum() * 1e-6 * scale).backward()
-        assert w.grad is not None
         return w.grad / scale
 
     assert (gradient(1.0) == 0).all()
@@ -160,7 +140,6 @@ def test_fp16_gradients_overflow_to_infinity() -> None:
     w = torch.ones(2, 2, requires_grad=True)
     with simulate("fp16"):
         (F.linear(torch.full((1, 2), 300.0), w).float().sum() * 1e3).backward()
-    assert w.grad is not None
     assert w.grad.isinf().all()
 
 
@@ -170,15 +149,6 @@ def test_tf32_rounds_operands_of_fp32_products() -> None:
         ours = F.linear(x, w)
     assert torch.equal(ours, F.linear(round_to(x, "tf32"), round_to(w, "tf32")))
     assert not torch.equal(ours, F.linear(x, w))
-
-
-def test_nothing_stays_changed() -> None:
-    x = torch.randn(4, 4)
-    with pytest.raises(ZeroDivisionError), simulate("fp16"):
-        _ = 1 / 0
-    assert (x @ x).dtype == torch.float32
-    assert not torch.is_autocast_enabled("cpu")
-    assert torch._C._len_torch_dispatch_stack() == 0
 
 
 def test_a_format_without_simulation_is_named() -> None:

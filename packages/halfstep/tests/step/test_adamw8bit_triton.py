@@ -15,7 +15,7 @@ triton_kernel = pytest.importorskip(
 )
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has it, compiled")
-DTYPES = [torch.float32, torch.float16]  # the interpreter cuts bf16 off instead of rounding
+# Not bf16, which the interpreter truncates instead of rounding.
 
 
 def setting(scale: float | None = None, *, bad: bool = False) -> Setting:
@@ -37,8 +37,7 @@ def gradient(step: int, count: int, dtype: torch.dtype) -> Tensor:
     return blocks.flatten().to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scale", [None, 3.0])
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, None), (torch.float16, 3.0)])
 def test_steps_have_the_bits_of_the_twin(dtype: torch.dtype, scale: float | None) -> None:
     torch.manual_seed(0)
     count = 19 * 256  # not a whole number of programs
@@ -46,22 +45,7 @@ def test_steps_have_the_bits_of_the_twin(dtype: torch.dtype, scale: float | None
     ours, theirs = ({"weights": weights.clone(), **make_state(weights)} for _ in range(2))
     for step in range(1, 4):
         for found, run in ((ours, triton_kernel.update), (theirs, update)):
-            found["gradient"] = gradient(step, count, dtype)
-            run(found["weights"], found["gradient"], found, corrections(step), setting(scale))
+            found["gradient"] = gradient(step, count, dtype) * (float("nan") if step == 2 else 1)
+            run(found["weights"], found["gradient"], found, corrections(step), setting(scale, bad=step == 2))
         assert_same_bits(ours, theirs)
     assert not torch.equal(ours["weights"], weights)
-
-
-def test_a_bad_step_changes_no_bit() -> None:
-    torch.manual_seed(0)
-    count = 16 * 256
-    found = {
-        "weights": torch.randn(count),
-        **make_state(torch.zeros(count)),
-        "gradient": gradient(1, count, DTYPES[0]),
-    }
-    triton_kernel.update(found["weights"], found["gradient"], found, corrections(1), setting(3.0))
-    found["gradient"].fill_(float("nan"))
-    before = {name: value.clone() for name, value in found.items()}
-    triton_kernel.update(found["weights"], found["gradient"], found, corrections(2), setting(float("nan"), bad=True))
-    assert_same_bits(before, found)

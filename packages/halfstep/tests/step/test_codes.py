@@ -27,11 +27,6 @@ def test_codes_are_the_nearest_table_values(table: tuple[float, ...], codes: Cod
     assert ((values - found).abs() <= best + 1e-6 * values.abs()).all()
 
 
-@pytest.mark.parametrize(("table", "codes"), TABLES, ids=["signed", "unsigned"])
-def test_a_table_value_is_its_own_code(table: tuple[float, ...], codes: Codes) -> None:
-    assert codes(torch.tensor(table)).tolist() == list(range(256))
-
-
 def test_the_largest_of_a_block_may_be_off_by_a_rounding_on_either_side() -> None:
     above = torch.tensor([1 + 2.0**-23, 1 - 2.0**-24])
     assert encode_signed(above).tolist() == [255, 255]

@@ -153,7 +153,8 @@ def test_facts_that_are_not_committed_yet_cannot_be_read() -> None:
 
 
 def test_facts_are_committed_once_and_only_those_of_the_last_compute() -> None:
-    step = made()
+    seen: list[int] = []
+    step = made(on_outcome=lambda outcome: seen.append(outcome.step))
     first = step.compute(loss_of(step.model), [batch(0)])
     second = step.compute(loss_of(step.model), [poisoned()])
     before = everything(step._step)
@@ -163,6 +164,8 @@ def test_facts_are_committed_once_and_only_those_of_the_last_compute() -> None:
     step.commit(second)
     with pytest.raises(ConfigError, match="facts of the last compute"):
         step.commit(second)
+    step.finish()
+    assert seen == [0]
     assert step.attempted == 1
 
 

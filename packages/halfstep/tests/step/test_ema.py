@@ -10,7 +10,7 @@ from golden import assert_golden, golden
 from halfstep.errors import CheckpointError
 from halfstep.step import ema as ema_module
 from halfstep.step.ema import Ema, EmaPass
-from tiny_training import assert_same_bits, batch, loss_of, make_model, make_step
+from tiny_training import make_model
 
 GOOD = torch.tensor(False)
 
@@ -45,22 +45,6 @@ def test_a_bf16_model_is_averaged_in_fp32_and_the_average_moves() -> None:
         ema.update(torch.tensor(10**9), GOOD)
     assert ema.state_dict()["weight"].dtype == torch.float32
     assert ema.state_dict()["weight"].item() == pytest.approx(2 - 0.9999**10, rel=1e-5)
-
-
-def test_swapping_in_gives_the_average_and_then_every_bit_back() -> None:
-    step = make_step()
-    for k in range(3):
-        step(loss_of(step.model), [batch(k)])
-    own = {name: value.clone() for name, value in step.model.state_dict().items()}
-    with step.ema.swap_in():
-        assert_same_bits(dict(step.model.state_dict()), step.ema.state_dict())
-    assert_same_bits(own, dict(step.model.state_dict()))
-
-
-def test_channels_last_weights_are_averaged_in_place() -> None:
-    model = make_model().to(memory_format=torch.channels_last)
-    ema = Ema(model, decay=0.5)
-    assert torch.equal(ema.state_dict()["conv.weight"], model.conv.weight)
 
 
 def test_an_average_of_another_model_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""What forward writes besides buffers is put back as well: codebooks, momentum encoders, clamped and late tensors."""
+"""What forward writes in addition to buffers is put back: codebooks, momentum encoders, clamped and late tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import ConfigError, ModelError
+from halfstep.errors import ModelError
 from halfstep.step.step import GuardedStep
 from tiny_training import assert_same_bits, batch, everything, loss_of, make_step, plan
 from written_models import WAYS, Clamped, Codebook, Late, Momentum, good, spoiled, state_of
@@ -226,25 +226,6 @@ def test_models_that_write_only_buffers_cost_no_copies_of_their_parameters() -> 
         for k in range(3):
             step(loss_of(step.model), [batch(k)])
         assert not step.writes.written
-
-
-def test_a_sparse_buffer_is_left_to_its_module() -> None:
-    model = nn.Linear(4, 4)
-    model.register_buffer("neighbours", torch.eye(4).to_sparse())
-    step = step_of(model)
-    assert not step(lambda x: model(torch.sparse.mm(model.neighbours, x)).square().mean(), [good(0, 4)]).read().is_bad
-
-
-def test_lazy_modules_are_refused_before_the_first_step() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.LazyBatchNorm1d())
-    with pytest.raises(ModelError, match="1.weight has no shape yet"):
-        GuardedStep(model, torch.optim.SGD(model[0].parameters(), lr=0.1), plan())
-
-
-def test_a_name_where_a_module_belongs_is_refused() -> None:
-    model = nn.Linear(4, 4)
-    with pytest.raises(ConfigError, match="also= contains a str"):
-        step_of(model, also=["code"])
 
 
 def test_a_window_that_is_not_committed_is_undone_by_the_next() -> None:

@@ -21,8 +21,6 @@ def make_averaging_step(**more: object) -> GuardedStep:
 
 def statistics(model: nn.Module) -> tuple[Tensor, Tensor]:
     norm: nn.BatchNorm2d = model.norm  # type: ignore[assignment]
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
     return norm.running_mean.clone(), norm.running_var.clone()
 
 

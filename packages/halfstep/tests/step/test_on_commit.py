@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep as hs
-from halfstep.errors import ConfigError, ModelError
+from halfstep.errors import ModelError
 from halfstep.step import forward_writes
 from tiny_training import assert_same_bits
 
@@ -169,14 +169,3 @@ def test_a_step_whose_on_commit_raises_is_made_and_counted(batch: Tensor) -> Non
     assert_same_bits(stored["ema"], own_stored["ema"])
     assert [stored[key] for key in ("attempted", "committed")] == [own_stored[k] for k in ("attempted", "committed")]
     assert seen == [0, 1, 2, 3, 4] * 2
-
-
-def test_facts_that_are_committed_twice_are_refused_and_seen_once() -> None:
-    seen: list[int] = []
-    step, _, loss = made(through_data, on_outcome=lambda outcome: seen.append(outcome.step))
-    facts = step.compute(loss, [X])
-    step.commit(facts)
-    with pytest.raises(ConfigError, match="once"):
-        step.commit(facts)
-    step.finish()
-    assert seen == [0]

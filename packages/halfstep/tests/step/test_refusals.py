@@ -10,13 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import halfstep as hs
-from halfstep.distributed.sharding import get_local
 from halfstep.errors import ConfigError
 from halfstep.step.step import GuardedStep
 from tiny_training import assert_same_bits, batch, loss_of, make_model, plan, poisoned
@@ -53,17 +50,6 @@ def test_in_a_world_of_one_a_wrapped_model_trains_to_the_same_bits(tmp_path: Pat
             outcomes = [step(loss_of(model), made).committed for step, model in steps]
             assert outcomes[0] == outcomes[1]
             assert_same_bits(plain.state_dict(), wrapped.state_dict())
-
-
-def test_in_a_world_of_one_a_sharded_model_trains_to_the_same_bits(tmp_path: Path) -> None:
-    plain, sharded = make_model(), make_model()
-    with world_of(1, tmp_path):
-        fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
-        steps = [(step_of(plain), plain), (step_of(sharded), sharded)]
-        for made in ([batch(0)], [batch(1)], [poisoned()], [batch(2)]):
-            outcomes = [step(loss_of(model), made).committed for step, model in steps]
-            assert outcomes[0] == outcomes[1]
-            assert_same_bits(plain.state_dict(), {n: get_local(t) for n, t in sharded.state_dict().items()})
 
 
 def test_models_spread_over_devices_are_refused_by_name() -> None:

@@ -10,7 +10,6 @@ import torch
 
 from halfstep.errors import ConfigError
 from halfstep.step.schedule import SCHEDULES, PlateauFactor, ScheduleOptions, build_schedule
-from tiny_training import batch, loss_of, make_step, poisoned
 
 
 def torch_curve(make, steps: int) -> list[float]:
@@ -75,23 +74,6 @@ def test_after_the_last_step_the_rate_stays_at_its_floor(name: str) -> None:
 def test_an_unknown_schedule_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="cosine"):
         build_schedule(ScheduleOptions(name="cosin"))
-
-
-def test_a_skipped_step_does_not_move_the_schedule() -> None:
-    step = make_step()
-    loss_fn = loss_of(step.model)
-    rates = [step(loss_fn, [one]).read().lr for one in (batch(0), poisoned(), poisoned(), batch(1))]
-    # Warmup over three steps: the skipped ones see the second rate again and again.
-    assert rates == pytest.approx([1e-2 / 3, 2e-2 / 3, 2e-2 / 3, 2e-2 / 3])
-
-
-def test_a_run_may_outlive_the_table() -> None:
-    step = make_step()
-    step.rates.cover(10_000, step.committed)
-    assert step.rates.table.shape[1] > 10_000
-    step.committed.fill_(9_999)
-    step.rates.refresh(step.committed)
-    assert step.rates.now[0].item() == pytest.approx(0.0, abs=1e-9)
 
 
 def test_plateau_cuts_after_patience_and_ignores_nan() -> None:

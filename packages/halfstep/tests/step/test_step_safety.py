@@ -40,18 +40,16 @@ def test_two_bad_steps_in_a_row_leave_every_bit_alone(optimizer: str, precision:
     assert after[0].committed == good_before + 1
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
-def test_training_goes_on_as_if_the_bad_batch_had_never_come(optimizer: str, precision: str) -> None:
-    clean, dirty = make_step(optimizer, precision), make_step(optimizer, precision)
+def test_training_goes_on_as_if_the_bad_batch_had_never_come(optimizer: str) -> None:
+    clean, dirty = make_step(optimizer), make_step(optimizer)
     good = [batch(i) for i in range(6)]
     run(clean, loss_of(clean.model), good)
     run(dirty, loss_of(dirty.model), [poisoned(), *good[:3], poisoned(), poisoned(), *good[3:]])
     assert_same_bits(everything(clean), everything(dirty))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "rmsprop"])
-@pytest.mark.parametrize("good_before", [0, 2], ids=["first", "middle"])
+@pytest.mark.parametrize(("optimizer", "good_before"), [("adamw", 0), ("sgd", 2), ("rmsprop", 2)])
 def test_a_compiled_loss_is_just_as_safe(optimizer: str, good_before: int) -> None:
     step = make_step(optimizer)
     loss_fn = torch.compile(loss_of(step.model), backend="aot_eager")
@@ -75,27 +73,6 @@ def test_fp16_overflow_of_the_gradient_alone_is_dropped_and_halves_the_scale() -
     assert reading.reason.startswith("gradient norm is")
     assert_same_bits(before, everything(step))
     assert step.scaler.value.item() == 32768
-
-
-def test_a_buffer_that_the_module_replaces_is_put_back_too() -> None:
-    class Replacing(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = torch.nn.Linear(2, 2)
-            self.register_buffer("seen", torch.zeros(2))
-
-        def forward(self, x):
-            self.seen = self.seen + x.detach().sum(0)
-            return self.inner(x)
-
-    step = make_step()
-    model = Replacing()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    step = type(step)(model, optimizer, step.plan)
-    step(lambda x: model(x).mean(), [torch.ones(3, 2)])
-    assert model.seen.tolist() == [3, 3]
-    step(lambda x: model(x).mean(), [torch.full((3, 2), float("nan"))])
-    assert model.seen.tolist() == [3, 3]
 
 
 def test_a_statistic_that_overflows_behind_a_finite_loss_is_a_bad_step_too() -> None:

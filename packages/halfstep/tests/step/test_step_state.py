@@ -72,7 +72,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(kind: str) -> 
     assert_same_bits(before, everything(step._step))
     after = step.state_dict()
     assert (step.attempted, after["scaler"]) == (3, stored["scaler"])
-    assert repr(after["guard"]) == repr(stored["guard"]), "in words: a NaN equals nothing"
+    assert repr(after["guard"]) == repr(stored["guard"]), "compared as text: a NaN equals nothing"
     assert step.optimizers[0].param_groups[0]["lr"] == pytest.approx(stored["optimizers"][0]["param_groups"][0]["lr"])
     assert step(loss_of(step.model), [batch(5)]).committed
 
@@ -96,15 +96,6 @@ def test_a_schedule_that_has_ended_before_the_stored_step_is_refused_whole() -> 
     with pytest.raises(ConfigError, match="no learning rate for step"):
         short.load_state_dict(trained_state())
     assert (short.attempted, int(short.committed)) == (0, 0)
-
-
-def test_what_fits_is_put_back_to_the_bit() -> None:
-    step, other = made(steps=3, ema_decay=0.9), made(ema_decay=0.9)
-    other.model.load_state_dict(step.model.state_dict())
-    other.load_state_dict(copy.deepcopy(step.state_dict()))
-    for one in (step, other):
-        one(loss_of(one.model), [batch(7)])
-    assert_same_bits(everything(step._step), everything(other._step))
 
 
 SELECTED = {

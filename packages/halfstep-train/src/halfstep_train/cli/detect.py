@@ -1,4 +1,4 @@
-"""`halfstep detect`: show what this machine, or a GPU by name, supports, and which settings to use."""
+"""`halfstep detect`: show what this machine, or a GPU by name, supports, and which precision to use."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def command(
     bugs: Annotated[bool, option("Test which known bugs of torch and cuDNN this machine has.", "--bugs")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show what this machine, or a GPU you may rent, supports, and which precision and settings to use.
+    """Show what this machine, or a GPU you may rent, supports, and which precision to use.
 
     Probes every device, measures a matmul and a convolution in each format (takes seconds; the result is cached), and
-    recommends a precision and settings.
+    recommends a precision.
 
     Example:
 
@@ -187,10 +187,9 @@ def print_device(console: Console, hardware: Hardware, advice: HardwareAdvice) -
     from rich.text import Text
 
     from halfstep.hardware.describe import describe_identity, make_format_columns
-    from halfstep_train.report.console import make_columns_table, make_pairs_table, make_rows_table
+    from halfstep_train.report.console import make_columns_table, make_pairs_table
 
     title = f"{hardware.device}  {hardware.name}" if hardware.device else hardware.name
-    settings = ((s.name, format_advice(s.value), s.reason) for s in advice.settings)
     remarks = [
         ("lost", advice.lost),
         *(("warning", w) for w in advice.warnings),
@@ -204,15 +203,7 @@ def print_device(console: Console, hardware: Hardware, advice: HardwareAdvice) -
         "",
         Text(advice.headline, style="bold green"),
         "",
-        make_rows_table(("setting", "use", "why"), settings),
-        "",
         make_pairs_table(remarks),
         "",
         sep="\n",
     )
-
-
-def format_advice(value: str | bool | int) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return str(value)

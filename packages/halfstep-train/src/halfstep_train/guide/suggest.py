@@ -161,7 +161,8 @@ def _choose_smaller(situation: Situation) -> dict[str, Any]:
 
 
 def _may_compile(hardware: Hardware) -> bool:
-    return any(setting.name == "compile" and setting.value is True for setting in advise(hardware).settings)
+    is_old = hardware.capability is not None and hardware.capability < (7, 0)  # Triton needs sm_70 or newer
+    return hardware.kind in ("cuda", "rocm", "xpu") and not is_old
 
 
 def _choose_precision(situation: Situation, preset: str) -> str:

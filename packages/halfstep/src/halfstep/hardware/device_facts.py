@@ -70,12 +70,6 @@ class Hardware:
         """Return the measurement of this operation in this format, if there is one."""
         return next((m for m in self.measurements if (m.op, m.format) == (op, format_name)), None)
 
-    def compute_layout_gain(self, format_name: str) -> float | None:
-        """Return the speedup of channels_last convolutions in this format; None unless both were timed at one size."""
-        nchw, nhwc = self.find_measurement("conv_nchw", format_name), self.find_measurement("conv_nhwc", format_name)
-        # A rate on the small problem cannot be compared with one on the full problem.
-        return nhwc.tflops / nchw.tflops if nchw and nhwc and nchw.small == nhwc.small else None
-
     def find_best_measurement(self, format_name: str) -> Measurement | None:
         """Return the operation that gains most from this format, if any was measured."""
         of_format = [m for m in self.measurements if m.format == format_name]

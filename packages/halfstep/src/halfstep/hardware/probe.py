@@ -11,30 +11,12 @@ from halfstep.hardware.driver import Accelerator, CpuDescription, Driver
 from halfstep.hardware.gpus import find_known
 from halfstep.hardware.support import has_matrix_units, list_cpu_formats, list_formats
 
-ARM_CORES = {
-    ("0x41", "0xd03"): "Arm Cortex-A53",
-    ("0x41", "0xd07"): "Arm Cortex-A57",
-    ("0x41", "0xd08"): "Arm Cortex-A72",
-    ("0x41", "0xd0b"): "Arm Cortex-A76",
-    ("0x41", "0xd0c"): "Arm Neoverse-N1",
-    ("0x41", "0xd40"): "Arm Neoverse-V1",
-    ("0x41", "0xd49"): "Arm Neoverse-N2",
-    ("0x41", "0xd4f"): "Arm Neoverse-V2",
-    ("0x41", "0xd84"): "Arm Neoverse-V3",
-    ("0x41", "0xd8e"): "Arm Neoverse-N3",
-    ("0x46", "0x001"): "Fujitsu A64FX",
-    ("0xc0", "0xac3"): "Ampere-1",
-}
-"""(implementer, part) of the MIDR register, as in Arm's core manuals: Linux gives ARM cores no model name."""
-
 
 def find_cpu_name(processor: CpuDescription) -> str:
-    """Return the CPU's model name, from cpuinfo, macOS, or the ARM part number."""
+    """Return the CPU's model name, from cpuinfo or macOS. Linux gives ARM cores none."""
     if named := re.search(r"^model name\s*:\s*(.+)$", processor.cpuinfo, re.MULTILINE):
         return named.group(1).strip()
-    # The first listed core represents all of them.
-    part = (_read_field(processor.cpuinfo, "CPU implementer"), _read_field(processor.cpuinfo, "CPU part"))
-    return ARM_CORES.get(part) or processor.brand or "CPU"
+    return processor.brand or "CPU"
 
 
 def find_cpu_vendor(name: str) -> str:

@@ -52,7 +52,6 @@ from halfstep.tensor_files import view_bytes
 DRAW_ONCE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 """torch's samplers: they draw from the global generators before their first index only."""
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-MANY_BATCHES = 100  # from here on, loading them again is worth a warning when the state is stored
 INEXACT = "training continues, but may not be bit-exact"
 
 
@@ -105,7 +104,7 @@ class DataPosition:
         """Of the present pass; of a loaded one until a pass begins, while `_pass` is None."""
         self._generators: Mapping[str, Any] = {}
         """As they were loaded."""
-        self._has_overlap = self._has_warned_of_reload = False
+        self._has_overlap = False
         self._fingerprint: tuple[Callable[[], Any], dict[str, str]] = lambda: None, {}
         """The data set, and what `_describe_data` returned when this process first read it."""
 
@@ -132,7 +131,12 @@ class DataPosition:
                 current.count(batch)
                 yield batch
                 if current.is_replaced:
-                    raise _make_replaced()
+                    raise ConfigError(
+                        "a state was loaded while step.windows was running",
+                        why="the loaded state has its own position in the data, and this pass is not at it",
+                        fix="leave the loop after loading, and call step.windows again: it continues there. To go on "
+                        'with this pass instead, load step.state_dict() without its "position"',
+                    )
         except GeneratorExit:
             current.state.is_left = True
             raise
@@ -162,13 +166,6 @@ class DataPosition:
             )
         if self._pass is not None:
             self._pass.update_state()
-            if self._pass.is_opaque and self.num_yielded >= MANY_BATCHES and not self._has_warned_of_reload:
-                self._has_warned_of_reload = True
-                warn_user(
-                    f"the data come from a {self._pass.kind}: to resume this state, the {self.num_yielded:,} batches "
-                    "that it has given until now are loaded again. Pass the DataLoader itself, in each epoch, as in "
-                    "`while step.attempted < num_steps: for window in step.windows(loader): ...`"
-                )
         state = None if self._state is None else vars(self._state)
         return _make_plain({"epoch": self.epoch, "ranks": self.ranks, "generators": read_generators(), "pass": state})
 
@@ -277,7 +274,8 @@ class _Pass:
             for name, owner in self.owners.items()
             for attribute, generator in _find_generators(owner).items()
         }
-        epochs = {name: owner.epoch for name, owner in self.owners.items() if isinstance(_get_epoch(owner), int)}
+        held = ((name, getattr(owner, "__dict__", {}).get("epoch")) for name, owner in self.owners.items())
+        epochs = {name: epoch for name, epoch in held if isinstance(epoch, int)}
         return {"generators": generators, "epochs": epochs}
 
     def _write_own(self, states: Mapping[str, Any], *, is_inside: bool) -> None:
@@ -286,16 +284,9 @@ class _Pass:
             for attribute, generator in _find_generators(owner).items():
                 if (state := states["generators"].get(f"{name}.{attribute}")) is not None:
                     _write_state(generator, state)
-            epoch, now = states["epochs"].get(name), _get_epoch(owner)
             # The loop itself calls set_epoch before each pass; only a pass that goes on has to keep its epoch.
-            if epoch is None or epoch == now or hasattr(owner, "set_epoch") and not is_inside:
-                continue
-            if hasattr(owner, "set_epoch"):
-                warn_user(
-                    f"{type(owner).__name__} is at epoch {now}, and the stored pass was at epoch {epoch}, which it "
-                    "goes on with: call set_epoch(step.epoch) before step.windows"
-                )
-            owner.epoch = epoch
+            if name in states["epochs"] and (is_inside or not hasattr(owner, "set_epoch")):
+                owner.epoch = states["epochs"][name]
 
     # --- beginning and continuing ---
 
@@ -331,7 +322,10 @@ class _Pass:
                 why=f"the {skipped} to skip would be other ones",
                 fix="resume with the same data and batch size, or call step.end_pass() first to begin a new pass",
             )
-        self._compare_data(found)
+        for name, then in found.data.items():
+            if (now := self.fingerprint.get(name, then)) != then:
+                self._note_difference(f"the data are others, {name} was {then} and is {now}")
+                break
         if found.is_left:
             warn_user(
                 f"the stored pass was left by `break` after {skipped} and goes on from there; to begin a new one "
@@ -372,13 +366,6 @@ class _Pass:
                 return
             self.state.ahead.append(state)
             yield batch
-
-    def _compare_data(self, found: _PassState) -> None:
-        for name, then in found.data.items():
-            now = self.fingerprint.get(name, then)
-            if now != then:
-                self._note_difference(f"the data are others, {name} was {then} and is {now}")
-                return
 
     def _note_difference(self, what: str) -> None:
         self._differences.append(
@@ -637,10 +624,6 @@ def _write_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
-def _get_epoch(owner: Any) -> Any:
-    return getattr(owner, "__dict__", {}).get("epoch")
-
-
 # --- which data these are ---
 
 
@@ -721,15 +704,6 @@ def _count_batches(batches: Any) -> int | None:
         return len(batches)
     except TypeError:  # a generator
         return None
-
-
-def _make_replaced() -> ConfigError:
-    return ConfigError(
-        "a state was loaded while step.windows was running",
-        why="the loaded state has its own position in the data, and this pass is not at it",
-        fix="leave the loop after loading, and call step.windows again: it continues there. To go on with this pass "
-        'instead, load step.state_dict() without its "position"',
-    )
 
 
 def _make_too_short(number: int, num: int) -> CheckpointError:

@@ -1,6 +1,6 @@
-"""Advice for a device: which precision and settings to use, and what is lost. No torch.
+"""Advice for a device: which precision to use, and what is lost. No torch.
 
-The precision comes from the same ladder that training uses; this file explains it and adds matching settings.
+The precision comes from the same ladder that training uses; this file explains it.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from halfstep.errors import format_bytes
 from halfstep.formats import FP32, find_format
-from halfstep.hardware.describe import OP_NAMES, format_rate, format_speedup
+from halfstep.hardware.describe import OP_NAMES, format_speedup
 from halfstep.hardware.device_facts import Hardware
 from halfstep.precision.decide import decide
 
@@ -19,31 +18,14 @@ NOUN = {"cpu": "CPU", "tpu": "TPU"}
 
 FROM_TABLE = "from published peaks, which no training reaches: run `halfstep detect` on the device itself"
 
-LAYOUT_GAIN = 1.05  # a layout that gains less than this is within the noise of a few samples
-
-EXAMPLE_SAMPLE_BYTES = 1.29 * 2**30
-"""Saved for backward by a 64-channel U-Net on one 512x512 image in fp32, counted with saved-tensor hooks."""
-EXAMPLE_FIXED_BYTES = 31_037_698 * 16  # its weights, gradients and Adam's two moments, in fp32
-USABLE_MEMORY = 0.8  # the rest goes to workspaces, fragmentation and the CUDA context
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdvisedSetting:
-    """One setting of the advice, with its reason."""
-
-    name: str
-    value: str | bool | int
-    reason: str
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareAdvice:
-    """The precision and settings to use on a device, and what they lose compared with fp32."""
+    """The precision to use on a device, and what it loses compared with fp32."""
 
     precision: str
     headline: str  # one line, such as `use bf16: native, measured 7.1x fp32 on matmul, error 2e-03`
     reason: str  # the ladder's reason, as a plan stores it
-    settings: tuple[AdvisedSetting, ...]
     lost: str
     warnings: tuple[str, ...] = ()
 
@@ -52,19 +34,12 @@ class HardwareAdvice:
 
 
 def advise(hardware: Hardware) -> HardwareAdvice:
-    """Return the fastest precision the device runs natively, and the settings that go with it."""
+    """Return the fastest precision that the device runs natively."""
     plan = decide("auto", hardware)
     return HardwareAdvice(
         precision=plan.granted,
         headline=_write_headline(plan.granted, hardware),
         reason=plan.reason,
-        settings=(
-            AdvisedSetting(name="precision", value=plan.granted, reason=plan.reason),
-            _advise_loss_scaling(plan.granted),
-            _advise_channels_last(plan.granted, hardware),
-            _advise_compile(hardware),
-            *_advise_batch_size(plan.granted, hardware),
-        ),
         lost=describe_loss(plan.granted),
         warnings=(*plan.warnings, *((FROM_TABLE,) if hardware.source == "table" else ())),
     )
@@ -128,53 +103,3 @@ def _format_speeds(names: list[str], hardware: Hardware) -> str:
     matmuls = [hardware.find_measurement("matmul", name) for name in names]
     shares = [f"{format_speedup(matmul.speedup)}x" for matmul in matmuls if matmul is not None]
     return f", measured {' and '.join(shares)} fp32 on matmul" if shares else ""
-
-
-def _advise_loss_scaling(precision: str) -> AdvisedSetting:
-    if precision == "fp16":
-        return AdvisedSetting(name="loss_scaling", value=True, reason="gradients below 6e-08 become zero in fp16")
-    return AdvisedSetting(name="loss_scaling", value=False, reason="gradients keep the range of fp32")
-
-
-def _advise_channels_last(precision: str, hardware: Hardware) -> AdvisedSetting:
-    nchw, nhwc = hardware.find_measurement("conv_nchw", precision), hardware.find_measurement("conv_nhwc", precision)
-    gain, measured = hardware.compute_layout_gain(precision), hardware.measurements
-    if nchw and nhwc and gain is not None:
-        rates = f"{format_rate(nhwc.tflops, measured)} against {format_rate(nchw.tflops, measured)}"
-        reason = f"convolutions in {precision} run {format_speedup(gain)}x as fast in it: {rates} (measured)"
-        return AdvisedSetting(name="channels_last", value=gain > LAYOUT_GAIN, reason=reason)
-    if hardware.tensor_cores and hardware.kind in ("cuda", "rocm", "xpu"):
-        return AdvisedSetting(
-            name="channels_last", value=True, reason="matrix units read images in this layout; not measured"
-        )
-    return AdvisedSetting(name="channels_last", value=False, reason="no gain is known here; not measured")
-
-
-def _advise_compile(hardware: Hardware) -> AdvisedSetting:
-    if hardware.kind == "cuda" and hardware.capability is not None and hardware.capability < (7, 0):
-        return AdvisedSetting(name="compile", value=False, reason="torch.compile's Triton needs sm_70 or newer")
-    if hardware.kind in ("cuda", "rocm", "xpu"):
-        return AdvisedSetting(
-            name="compile", value=True, reason="fuses the operations between matmuls; pays off after minutes"
-        )
-    reasons = {
-        "cpu": "needs a C++ compiler and minutes; worth a try for long runs only",
-        "mps": "torch.compile is young on Apple GPUs",
-        "tpu": "halfstep has no TPU path",
-    }
-    return AdvisedSetting(name="compile", value=False, reason=reasons[hardware.kind])
-
-
-def _advise_batch_size(precision: str, hardware: Hardware) -> tuple[AdvisedSetting, ...]:
-    memory = hardware.memory_total_bytes if hardware.memory_free_bytes is None else hardware.memory_free_bytes
-    if not memory:
-        return ()
-    sample_bytes = EXAMPLE_SAMPLE_BYTES * (1 if precision in ("fp32", "tf32") else 0.5)
-    fits = int((memory * USABLE_MEMORY - EXAMPLE_FIXED_BYTES) / sample_bytes)
-    sizes = f"{format_bytes(sample_bytes, digits=3)} per sample in {format_bytes(memory)}"
-    reason = f"for a 64-channel U-Net at 512x512: {sizes}"
-    if fits < 1:
-        return (
-            AdvisedSetting(name="batch_size", value=1, reason="even one 512x512 image for a 64-channel U-Net is tight"),
-        )
-    return (AdvisedSetting(name="batch_size", value=2 ** (fits.bit_length() - 1), reason=reason),)

@@ -15,7 +15,6 @@ from halfstep.errors import HalfstepError, MemoryLimitError, format_bytes, forma
 from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.probe import probe
 from halfstep.own_loop.repeated_blocks import describe_blocks
-from halfstep.precision.advice import USABLE_MEMORY
 from halfstep.precision.plan import Plan
 from halfstep_train.config.schema import RunConfig, TrainConfig
 from halfstep_train.run.assemble import Assembly
@@ -41,6 +40,7 @@ from halfstep_train.workloads.base.import_path import UnknownCode
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.workload import Workload
 
+USABLE_ON_CPU = 0.8
 SUGGESTIONS = 3
 """Settings that an out-of-memory message suggests at most."""
 BY_BATCH = ("activations", "workspaces", "inputs", "graph pool")
@@ -199,7 +199,7 @@ class StepCost:
     sample_bytes: int
     sample_flops: Callable[[], int]
     """Computed on demand: it takes another pass."""
-    usable: float = USABLE_MEMORY
+    usable: float = USABLE_ON_CPU
     """The share of the device's memory that a step may use: less where workspaces are not predicted."""
 
     def predict_bytes(self, batch_size: int) -> int:
@@ -246,7 +246,7 @@ def predict_step_cost(
         fixed_bytes=found.total - by_batch,
         sample_bytes=max(1, by_batch // size),
         sample_flops=step.sample_flops,
-        usable=USABLE if is_gpu else USABLE_MEMORY,
+        usable=USABLE if is_gpu else USABLE_ON_CPU,
     )
 
 
