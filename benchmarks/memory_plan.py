@@ -28,7 +28,7 @@ import torch
 
 from halfstep.hardware.memory import get_peak_memory_bytes, release_unused_memory, reset_peak
 from halfstep.hardware.probe import probe
-from halfstep.own_loop.prefetch import prefetch
+from halfstep.prefetching import prefetch
 from halfstep_train.bench.problem import build_random_workload, load_bench_config, set_mode, set_precision
 from halfstep_train.config.schema import RunConfig
 from halfstep_train.run.assemble import assemble, decide_plan

@@ -23,7 +23,11 @@ PROJECTS = {
 }
 EXTRAS = PROJECTS[LIBRARY]["optional-dependencies"]
 INSTALLS = re.compile(r"pip install (.*)")
-WITHOUT_A_CLONE = [[f"halfstep @ git+URL#subdirectory={LIBRARY}"], ["dist/halfstep-*.whl"]]
+WITHOUT_A_CLONE = [
+    [f"git+URL#subdirectory={LIBRARY}"],
+    ["dist/halfstep-*.whl"],
+    ["--find-links", "dist", "halfstep[cli]"],
+]
 
 
 def test_result_tables_are_generated_from_the_stored_results() -> None:
@@ -60,7 +64,7 @@ def test_every_install_command_of_the_pages_works_in_a_clone() -> None:
             assert extras is None or set(extras[1].split(",")) <= set(EXTRAS), shown
 
 
-@pytest.mark.parametrize("source", ["wheel", "git", "unknown"])
+@pytest.mark.parametrize("source", ["wheel", "folder", "git", "unknown"])
 def test_an_installation_without_a_clone_names_a_command_that_works(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,14 +76,16 @@ def test_an_installation_without_a_clone_names_a_command_that_works(
     wheel.write_bytes(b"")
     git = {"url": "https://example.org/halfstep.git", "vcs_info": {"vcs": "git", "commit_id": "abc123"}}
     of_wheel = {"url": wheel.with_name(f"halfstep-{__version__}-py3-none-any.whl").as_uri(), "archive_info": {}}
+    folder = {"url": (ROOT / LIBRARY).as_uri(), "dir_info": {}}
     if source != "unknown":
-        (installed / "direct_url.json").write_text(json.dumps(git if source == "git" else of_wheel))
+        origins = {"wheel": of_wheel, "folder": folder, "git": git}
+        (installed / "direct_url.json").write_text(json.dumps(origins[source]))
     monkeypatch.syspath_prepend(installed.parent)
     monkeypatch.setattr("halfstep.errors.__file__", str(installed.parent / "halfstep" / "errors.py"))
     expected = {
         "wheel": f"pip install '{wheel}'",
-        "git": "pip install 'halfstep-check @ git+https://example.org/halfstep.git@abc123"
-        "#subdirectory=packages/halfstep-check'",
+        "folder": f"pip install {ROOT / CHECK}",
+        "git": "pip install 'git+https://example.org/halfstep.git@abc123#subdirectory=packages/halfstep-check'",
         "unknown": f"pip install --find-links DIR halfstep-check=={__version__}, where DIR has {wheel.name}",
     }
     assert suggest_own_install("halfstep-check") == expected[source]

@@ -20,6 +20,7 @@ ROOMS: dict[str, set[str]] = {
     "formats": {"errors"},
     "islands": set(),
     "recompute": set(),
+    "prefetching": set(),
     "backend_flags": set(),
     "disk": {"errors"},
     "tensor_files": {"errors", "disk"},
@@ -55,7 +56,7 @@ TRAIN_ROOMS["api"] = set(TRAIN_ROOMS)
 """Of the application."""
 
 FROM_LIBRARY = {
-    "backend_flags", "disk", "errors", "formats", "islands", "recompute", "state_files", "tensor_files",
+    "backend_flags", "disk", "errors", "formats", "islands", "prefetching", "recompute", "state_files", "tensor_files",
     *(f"distributed.{name}" for name in ("sharded_files", "sharding", "world")),
     *(f"evidence.{name}" for name in (
         "attempts", "capsule", "capsule_folder", "captured_ledger", "compiled_code", "dry_run", "forecast",
@@ -65,7 +66,7 @@ FROM_LIBRARY = {
         "cache", "clock", "describe", "device_facts", "driver", "fp8_layers", "gpus", "measure", "memory", "monitor",
         "nvml", "probe",
     )),
-    *(f"own_loop.{name}" for name in ("prefetch", "repeated_blocks", "schedule_argument", "step")),
+    *(f"own_loop.{name}" for name in ("repeated_blocks", "schedule_argument", "step")),
     *(f"precision.{name}" for name in (
         "advice", "apply", "contexts", "decide", "fp8", "ladder", "names", "op_lists", "plan", "swapped",
     )),

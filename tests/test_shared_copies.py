@@ -78,5 +78,6 @@ def test_all_distributions_have_one_version_and_one_licence() -> None:
     assert train["dependencies"][0] == f"halfstep=={version}"
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     assert library["optional-dependencies"]["cli"] == [f"halfstep-train=={version}"]
+    assert train["optional-dependencies"]["check"] == [f"halfstep-check=={version}"]
     assert {(where / "LICENSE").read_bytes() for where in folders} == {(ROOT / "LICENSE").read_bytes()}
     assert set(check["dependencies"]) <= set(train["dependencies"])

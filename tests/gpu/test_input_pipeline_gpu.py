@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from data.picture_folders import write_split
-from halfstep.own_loop.prefetch import prefetch
+from halfstep.prefetching import prefetch
 from halfstep_train.data.image_folder import FolderLayout, find_images
 from halfstep_train.data.image_samples import TrainingFiles, TrainingImages
 from halfstep_train.data.loader import Loader, Samples

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.own_loop.prefetch import prefetch
+from halfstep.prefetching import prefetch
 from halfstep_train.workloads.segmentation.augment import Augmentation, augment
 from halfstep_train.workloads.segmentation.predict import predict_image
 from halfstep_train.workloads.segmentation.scores import SegmentationMetrics, segmentation_loss

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import halfstep as hs
-from halfstep.own_loop.prefetch import Prefetcher
+from halfstep.prefetching import Prefetcher
 
 NUM_SAMPLES = 22
 

@@ -193,8 +193,9 @@ def test_write_says_which_findings_it_did_not_apply(guide_4: Path, capsys: pytes
 def test_hardware_says_what_to_install(guide_4: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "acc.yaml", "--hardware")
     assert (code, out) == (2, "")
-    assert err.startswith("error: --hardware needs halfstep\n  why: ")
-    assert "pip install" in err
+    assert err.startswith("error: --hardware needs halfstep-train\n  why: ")
+    assert "-e packages/halfstep -e packages/halfstep-train" in err
+    assert "--hardware" not in run(capsys, "--help")[1]
 
 
 def test_a_config_of_halfsteps_own_is_read_and_said_to_be_unvalidated(

@@ -1,6 +1,6 @@
 """`halfstep-check`: do my configs agree, and is my training script's AMP code right?
 
-`halfstep check` is the same command with the functions of `Host`, which need halfstep.
+`halfstep check` is the same command with the functions of `Host`, which need halfstep-train.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def show_version(asked: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """Functions that need halfstep: validating its configs and probing this machine's device."""
+    """Functions that need halfstep-train: validating its configs and probing this machine's device."""
 
     load_own: LoadOwn | None = None
     probe: Callable[[], Device] | None = None
@@ -103,7 +103,10 @@ def make_command(host: Host = Host()) -> Callable[..., None]:
         select: Annotated[list[str] | None, option("Apply only these rules: a,b. Repeatable.", metavar="RULE")] = None,
         ignore: Annotated[list[str] | None, option("Leave these rules out: a,b. Repeatable.", metavar="RULE")] = None,
         gpu: Annotated[str, option("Report what this GPU cannot do: v100, 4090.", metavar="NAME")] = "",
-        hardware: Annotated[bool, option("Report what this machine cannot do.", "--hardware")] = False,
+        # Not annotated as the others: an annotation is evaluated where `host` is unknown.
+        hardware: bool = typer.Option(
+            False, "--hardware", help="Report what this machine cannot do.", hidden=host.probe is None
+        ),
         fix: Annotated[bool, option("Print the aligned files as a patch.", "--fix")] = False,
         write: Annotated[bool, option("Apply the patch to the files named, with backups.", "--write")] = False,
         as_json: Annotated[bool, option("Print JSON.", "--json")] = False,
@@ -228,10 +231,10 @@ def select_device(gpu: str, here: bool, host: Host) -> Device | None:
         return Device(name=f"{known.vendor} {known.name}", has=known.has)
     if host.probe is None:
         raise ConfigError(
-            "--hardware needs halfstep",
+            "--hardware needs halfstep-train",
             why="halfstep-check alone has no torch to ask this machine's device with",
-            fix="install halfstep from its repository (pip install -c constraints.txt -e '.[cli]') and run "
-            "halfstep check --hardware, or name the device: --gpu NAME",
+            fix="in a clone of halfstep, pip install -c constraints.txt -e packages/halfstep -e packages/halfstep-train"
+            " and run halfstep check --hardware; or name the device: --gpu NAME",
         )
     return host.probe()
 
@@ -309,7 +312,7 @@ def print_report(report: Report, num_rules: int) -> None:
     for name in report.silent:
         console.print(f"{name}: states no precision that halfstep-check recognises", style="dim", highlight=False)
     for name in report.unvalidated:
-        text = f"{name}: read without halfstep's schema; with halfstep installed, halfstep check validates it"
+        text = f"{name}: read without halfstep's schema; with halfstep-train installed, halfstep check validates it"
         console.print(text, style="dim", highlight=False)
     for text in report.skipped[:MAX_SKIPPED]:
         console.print(f"not read: {text}", style="yellow", highlight=False)

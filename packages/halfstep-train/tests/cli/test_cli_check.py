@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import halfstep
 from doc_pages import ROOT
 from halfstep_check.check import check
 from halfstep_check.rules import RULES
@@ -66,12 +67,24 @@ def without_the_package(*argv: str) -> subprocess.CompletedProcess[str]:
 def test_without_the_package_the_command_says_how_to_install_it(configs: Path) -> None:
     done = without_the_package("check", "acc.yaml", "--sarif", "--gpu", "t4")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: halfstep check is not installed\n  why: ")
+    assert done.stderr.startswith(
+        "error: halfstep check cannot run\n  why: the package halfstep-check is not installed\n"
+    )
     assert re.search("fix: pip install -e .*/packages/halfstep-check\n", done.stderr)
     done = without_the_package("check", "--help")
     assert done.returncode == 0
     assert "halfstep-check" in done.stdout
     assert "check" in without_the_package("--help").stdout
+
+
+@pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["check", "a.yaml", "--gpu", "t4"], 2)])
+def test_another_version_of_the_package_refuses_only_this_command(words: list[str], code: int, tmp_path: Path) -> None:
+    (tmp_path / "halfstep_check.py").write_text("__version__ = '9.9.9'\n")  # it has nothing of what this one imports
+    start = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{RUN}({words})"
+    done = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    why = f"halfstep-check has version 9.9.9, and halfstep-train {halfstep.__version__}: they need the same one"
+    assert (why in done.stderr) == (code == 2)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -45,9 +46,21 @@ def test_answers_that_need_no_torch_do_not_load_it(program: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_python_dash_m_is_the_same_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "halfstep", "--version"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, f"halfstep {__version__}")
+@pytest.mark.parametrize("package", ["halfstep", "halfstep_train"])
+def test_python_dash_m_is_the_same_command(package: str) -> None:
+    done = subprocess.run([sys.executable, "-m", package, "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"halfstep {__version__}, halfstep-train {__version__}\n")
+
+
+@pytest.mark.parametrize("start", ["from halfstep.__main__ import main; main()", "import halfstep; halfstep.train"])
+def test_another_version_of_the_library_is_refused_with_the_install_command(start: str) -> None:
+    code = f"import halfstep_train; halfstep_train.__version__ = '9.9.9'; {start}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert re.search(
+        f"needs halfstep-train of version {__version__}, as halfstep, not 9.9.9: pip install -e ",
+        done.stderr.splitlines()[-1],
+    )
 
 
 def test_every_command_explains_itself_with_an_example() -> None:

@@ -46,6 +46,8 @@ def test_each_run_shows_state_progress_time_left_and_best_metric_newest_first(
     write_run(tmp_path / "unet-20250102-120000", is_over=False, age_s=50)
     write_run(tmp_path / "unet-20250103-120000", is_over=False, age_s=0)
     (tmp_path / "data").mkdir()
+    for name in ("step-00001200", "step-00001233"):  # saved by a signal, after the last record
+        (tmp_path / "unet-20250102-120000" / "checkpoints" / name).mkdir(parents=True)
     with lock_folder(tmp_path / "unet-20250102-120000"):
         pass
     words = [sys.executable, "-c", HOLDS, str(tmp_path / "unet-20250103-120000")]
@@ -59,7 +61,7 @@ def test_each_run_shows_state_progress_time_left_and_best_metric_newest_first(
     assert title.split() == ["run", "state", "step", "left", "best", "precision"]
     assert [line.split() for line in lines] == [
         ["unet-20250103-120000", "running", "1,230/20,000", "1", "h", "10", "min", "iou", "0.7000"],
-        ["unet-20250102-120000", "stopped", "1,230/20,000", "iou", "0.7000"],
+        ["unet-20250102-120000", "stopped", "1,233/20,000", "iou", "0.7000"],
         ["unet-20250101-120000", "ended", "1,234/20,000", "iou", "0.7000"],
     ]
     assert all(len(line.rstrip()) <= 80 for line in text.splitlines())

@@ -9,10 +9,7 @@ import sys
 import textwrap
 import time
 import warnings
-from collections import OrderedDict
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -20,7 +17,6 @@ from torch import Tensor
 
 from halfstep.disk import is_alive
 from halfstep.errors import DataError
-from halfstep.own_loop.prefetch import prefetch
 from halfstep_train.data.loader import (
     FileSamples,
     Loader,
@@ -248,44 +244,6 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def test_prefetching_keeps_batches_order_and_counts_the_waiting() -> None:
-    def slow() -> object:
-        for i in range(3):
-            time.sleep(0.02)
-            yield {"image": torch.full((2,), float(i))}
-
-    batches = prefetch(slow(), "cpu")  # type: ignore[arg-type,var-annotated]
-    assert [int(batch["image"][0]) for batch in batches] == [0, 1, 2]
-    assert 0.06 <= batches.waited_s < 5
-
-
-class Pair(NamedTuple):
-    image: Tensor
-    name: str
-
-
-@dataclass(frozen=True)
-class Example:
-    pair: Pair
-    others: list[Tensor]
-
-
-def test_prefetching_takes_any_nest_of_tensors_and_leaves_the_rest() -> None:
-    """To the meta device, so that what was not sent shows."""
-    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
-    batch = {"example": Example(Pair(torch.ones(2), "a"), [torch.ones(1)]), "count": 3, "both": (torch.ones(1), None)}
-    sent = next(iter(prefetch([OrderedDict(batch)], "meta")))
-    assert type(sent) is OrderedDict
-    assert sent["example"].pair.image.is_meta
-    assert sent["example"].pair.name == "a"
-    assert sent["example"].others[0].is_meta
-    assert sent["both"][0].is_meta
-    assert (sent["count"], sent["both"][1]) == (3, None)
-    assert not batch["example"].others[0].is_meta, "the loader's own batch stays as it is"  # type: ignore[attr-defined]
-    assert next(prefetch([torch.ones(1)], "meta")).is_meta
-    assert torch.equal(next(prefetch([packed], "cpu")).data, packed.data)
 
 
 def test_more_workers_than_cores_are_the_users_own_choice_without_a_warning() -> None:

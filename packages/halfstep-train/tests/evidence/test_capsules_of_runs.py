@@ -74,6 +74,16 @@ def test_faults_in_a_row_are_one_capsule_and_a_run_keeps_so_many(tmp_path: Path)
     assert kept(run(tmp_path / "b", **{"model.options.poisoned": [1], "guard.capsules": 0})) == []
 
 
+def test_a_repeated_step_of_a_run_replaces_its_capsule_and_nothing_else_does(tmp_path: Path) -> None:
+    path, about = tmp_path / "00000002", {"step": 2}
+    for config in ("first", "resumed"):
+        capsule.write_capsule(path, about, window=[torch.ones(1)], rng={}, state={}, config=config)
+    assert capsule.read_capsule(path).config.read_text() == "resumed"
+    with pytest.raises(CheckpointError, match="cannot write the capsule"):
+        capsule.write_capsule(path, about, window=[torch.ones(1)], rng={}, state={})
+    assert capsule.read_capsule(path).config.read_text() == "resumed"
+
+
 def test_weights_and_losses_are_the_same_with_and_without_capsules(tmp_path: Path) -> None:
     folders = [
         run(tmp_path / str(most), **{"model.options.poisoned": [1], "guard.capsules": most, "train.epochs": 2})

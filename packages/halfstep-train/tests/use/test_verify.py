@@ -61,7 +61,7 @@ def test_the_five_lines_hold_for_a_clean_run(clean: Path, capsys: pytest.Capture
 def test_a_configuration_is_not_checked_without_the_package_and_the_exit_code_stays(
     clean: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("halfstep_train.cli.check.IS_INSTALLED", False)
+    monkeypatch.setattr("halfstep_train.cli.check.OBSTACLE", "halfstep-check is missing")
     code, lines = verified(capsys, str(clean))
     assert code == 0
     assert lines[FIVE[0]]["verdict"] == "not measurable"

@@ -11,6 +11,7 @@ Public names resolve on first use, so `import halfstep` loads nothing heavy:
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from typing import Any
 
@@ -28,7 +29,7 @@ _PUBLIC = {
     "load": "halfstep.own_loop.save_and_load",
     "per_epoch": "halfstep.own_loop.schedule_argument",
     "per_step": "halfstep.own_loop.schedule_argument",
-    "prefetch": "halfstep.own_loop.prefetch",
+    "prefetch": "halfstep.prefetching",
     "probe": "halfstep.hardware.probe",
     "replay": "halfstep.own_loop.evidence",
     "save": "halfstep.own_loop.save_and_load",
@@ -38,12 +39,19 @@ _PUBLIC = {
     "train": "halfstep_train.api",
 }
 
-__all__ = ["__version__", "integrations", *sorted(_PUBLIC)]
-
 _APPLICATION = frozenset(
-    {"bench", "cli", "config", "data", "guide", "kernels", "models", "report", "run", "tune", "use", "workloads"}
-)
+    {"api", "bench", "cli", "config", "data", "exercises", "guide", "kernels", "models", "report", "run", "tune",
+     "use", "workloads"}
+)  # fmt: skip
 """Modules of the application that custom workloads import."""
+
+
+def _has_application() -> bool:
+    return importlib.util.find_spec("halfstep_train") is not None
+
+
+# `from halfstep import *` and help() read every name of this list.
+__all__ = ["__version__", "integrations", *sorted(name for name in _PUBLIC if name != "train" or _has_application())]
 
 
 class _OtherPackage:
@@ -52,12 +60,19 @@ class _OtherPackage:
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
         package, _, inner = name.partition(".")
-        if package == "halfstep" and inner in _APPLICATION:
-            raise ModuleNotFoundError(_explain_other_package(inner), name=name)
+        if package == "halfstep" and (inner in _APPLICATION or inner == "train"):
+            from halfstep.errors import MovedModule
+
+            # Named as the new module: an error with the old name is hidden by `from halfstep import workloads`.
+            raise MovedModule(_explain_other_package(inner), name=f"halfstep_train.{inner}")
 
 
 def _explain_other_package(name: str) -> str:
-    return f"halfstep.{name} is halfstep_train.{name}, in the package halfstep-train"
+    from halfstep.errors import suggest_own_install
+
+    new = "api.train" if name == "train" else name
+    text = f"halfstep.{name} is halfstep_train.{new}, in the package halfstep-train"
+    return text if _has_application() else f"{text}, which is not installed: {suggest_own_install('halfstep-train')}"
 
 
 sys.meta_path.append(_OtherPackage)
@@ -66,16 +81,15 @@ sys.meta_path.append(_OtherPackage)
 def __getattr__(name: str) -> Any:
     if name == "integrations":
         return importlib.import_module("halfstep.integrations")
-    if name in _APPLICATION:
+    if name in _APPLICATION or (name == "train" and not _has_application()):
         raise AttributeError(_explain_other_package(name))
     if name not in _PUBLIC:
         raise AttributeError(f"module 'halfstep' has no attribute {name!r}; public names: {', '.join(sorted(_PUBLIC))}")
-    try:
-        return getattr(importlib.import_module(_PUBLIC[name]), name)
-    except ModuleNotFoundError as error:
-        from halfstep.errors import explain_missing
+    if name == "train":
+        from halfstep.errors import import_application
 
-        raise explain_missing(error, f"hs.{name}") or error from error
+        return import_application("api", "hs.train").train
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -19,10 +19,14 @@
 from __future__ import annotations
 
 import difflib
+import importlib
+import importlib.util
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 from halfstep import __version__
 
@@ -192,7 +196,7 @@ def suggest_install(*packages: str) -> str:
 
 
 def suggest_own_install(name: str) -> str:
-    """Return the command that installs another package of halfstep: from the clone of this one, or its wheel."""
+    """Return the command that installs another package of halfstep, from where this one was installed."""
     folder = Path(__file__).resolve().parents[3] / name
     if (folder / "pyproject.toml").exists():
         return shlex.join(["pip", "install", "-e", str(folder)])
@@ -206,29 +210,50 @@ def suggest_own_install(name: str) -> str:
         recorded = metadata.distribution("halfstep").read_text("direct_url.json")
     except metadata.PackageNotFoundError:
         recorded = None
-    # What pip installed this package from: a wheel's file, next to which the other one is, or a git URL.
+    # What pip installed this package from: a git URL, or a wheel or a folder, next to which the other package is.
     origin = json.loads(recorded or "{}")
     url = origin.get("url", "")
     if "vcs_info" in origin:
         source = f"{origin['vcs_info']['vcs']}+{url}@{origin['vcs_info']['commit_id']}#subdirectory=packages/{name}"
-        return shlex.join(["pip", "install", f"{name} @ {source}"])
-    wheel = Path(unquote(urlsplit(url).path)).with_name(file) if url.startswith("file:") else None
-    if wheel is not None and wheel.is_file():
-        return shlex.join(["pip", "install", str(wheel)])
+        return shlex.join(["pip", "install", source])
+    if url.startswith("file:"):
+        path = Path(unquote(urlsplit(url).path))
+        for found in (path.with_name(file), path.with_name(name)):
+            if found.is_file() or (found / "pyproject.toml").is_file():
+                return shlex.join(["pip", "install", str(found)])
     return f"pip install --find-links DIR {name}=={__version__}, where DIR has {file}"
 
 
-def explain_missing(error: ModuleNotFoundError, what: str) -> ImportError | None:
-    """Return an error with the install command if the application or a package that it needs is missing, else None."""
-    missing = (error.name or "").partition(".")[0]
-    if missing == "halfstep_train":
-        return ImportError(
-            f"{what} needs halfstep-train, which is not installed: {suggest_own_install('halfstep-train')}"
-        )
-    package = CLI_PACKAGES.get(missing)
-    if package is None:
-        return None
-    return ImportError(f"{what} needs {package}, which is not installed: {suggest_install(*CLI_PACKAGES.values())}")
+class InstallError(ImportError):
+    """A package is missing, or has another version than this one; the message has the command that installs it."""
+
+
+class MovedModule(ModuleNotFoundError):
+    """A module of halfstep-train that was imported from halfstep; `name` is the one to import."""
+
+
+@contextmanager
+def explain_missing(what: str, packages: Mapping[str, str], command: str) -> Iterator[None]:
+    """Turn a failed import of one of these modules, given with their packages, into an InstallError."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = packages.get(str(error.name))
+        if package is None:
+            raise
+        raise InstallError(f"{what} needs {package}, which is not installed: {command}") from error
+
+
+def import_application(module: str, what: str) -> ModuleType:
+    """Import a module of halfstep-train; raise InstallError if it, or a package that it needs, is not installed, or
+    if its version is another one than the library's."""
+    has_any = importlib.util.find_spec("halfstep_train") is not None
+    version = importlib.import_module("halfstep_train").__version__ if has_any else ""
+    if version != __version__:
+        why = f" of version {__version__}, as halfstep, not {version}" if has_any else ", which is not installed"
+        raise InstallError(f"{what} needs halfstep-train{why}: {suggest_own_install('halfstep-train')}")
+    with explain_missing(what, CLI_PACKAGES, suggest_install(*CLI_PACKAGES.values())):
+        return importlib.import_module(f"halfstep_train.{module}")
 
 
 def format_count(number: int, thing: str, things: str = "") -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from halfstep.errors import ConfigError, TrainingStopped
+from halfstep.errors import ConfigError, InstallError, TrainingStopped
 from halfstep.integrations.guard import GuardedScheduler, HostGuard
 from host_faults import ADVICE, FAULTS, Fault, Net, copy_state, make_data, same_bits, seeded
 from operations import count_operations, make_normed
@@ -406,3 +408,10 @@ def test_the_gradients_of_a_group_that_was_added_in_the_window_are_judged(is_bad
     loop.guard.step()
     assert loop.guard.dropped is is_bad
     assert bool((late == 1).all()) is is_bad
+
+
+def test_an_integration_without_its_trainer_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    monkeypatch.delitem(sys.modules, "halfstep.integrations.accelerate", raising=False)
+    with pytest.raises(InstallError, match="needs accelerate, which is not installed: pip install 'accelerate>="):
+        importlib.import_module("halfstep.integrations.accelerate")

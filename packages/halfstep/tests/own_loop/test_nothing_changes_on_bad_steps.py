@@ -503,7 +503,21 @@ def test_a_fault_in_every_pass_is_reported_in_every_pass() -> None:
         for _ in range(3):
             for window in step.windows([batch(), NAN, batch(1)]):
                 step(lambda x: model(x).square().mean(), window)
-    assert sum("of this pass" in str(warning.message) for warning in seen) == 3
+    passes = [str(warning.message) for warning in seen if "of this pass" in str(warning.message)]
+    assert len(passes) == 3
+    assert passes[0] == "1 of the 3 steps of this pass over the data was dropped"
+
+
+def test_capsules_of_an_earlier_process_stay_and_do_not_count(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    for number in range(5):  # more than one process keeps
+        step = hs.Step(model, torch.optim.AdamW(model.parameters(), fused=True), "fp32", capsules=tmp_path)
+        with pytest.warns(UserWarning, match="was saved"):  # noqa: PT031
+            step(lambda x: model(x).square().mean(), [NAN + number])
+            step.finish()
+    names = ["00000000", "00000000-1", "00000000-2", "00000000-3", "00000000-4"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert "bad input" in str(hs.replay(tmp_path / names[-1], model, lambda x: model(x).square().mean()))
 
 
 def test_overflows_of_fp16_at_a_low_scale_are_reported() -> None:

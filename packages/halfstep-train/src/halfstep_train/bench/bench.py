@@ -12,10 +12,10 @@ from torch import nn
 
 from halfstep.errors import HardwareError, PrecisionError, TrainingStopped
 from halfstep.hardware.device_facts import Hardware
-from halfstep.own_loop.prefetch import prefetch
 from halfstep.precision.decide import explain_simulation
 from halfstep.precision.ladder import explain_lack
 from halfstep.precision.plan import Plan
+from halfstep.prefetching import prefetch
 from halfstep.step.facts import Facts, PhasedFacts
 from halfstep.step.guard import Action
 from halfstep.step.randomness import choose_algorithms, seed_everything

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep.errors import ConfigError, HalfstepError, suggest_own_install
+from halfstep_train import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from halfstep_check.hardware_gap import Device
 
-IS_INSTALLED = importlib.util.find_spec("halfstep_check") is not None
+
+def _find_obstacle() -> str:
+    """Return why halfstep-check cannot be used; empty if it can."""
+    if importlib.util.find_spec("halfstep_check") is None:
+        return "the package halfstep-check is not installed"
+    version = importlib.import_module("halfstep_check").__version__
+    same = f"halfstep-check has version {version}, and halfstep-train {__version__}: they need the same one"
+    return "" if version == __version__ else same
+
+
+OBSTACLE = _find_obstacle()
 
 
 def _make_command() -> Callable[..., None]:
@@ -61,12 +73,8 @@ def _refuse() -> None:
 
         halfstep check train.py
     """
-    raise ConfigError(
-        "halfstep check is not installed",
-        why="it is the package halfstep-check, in the same repository",
-        fix=suggest_own_install("halfstep-check"),
-    )
+    raise ConfigError("halfstep check cannot run", why=OBSTACLE, fix=suggest_own_install("halfstep-check"))
 
 
-command = _make_command() if IS_INSTALLED else _refuse
-CONTEXT = {} if IS_INSTALLED else {"ignore_unknown_options": True, "allow_extra_args": True}
+command = _refuse if OBSTACLE else _make_command()
+CONTEXT = {"ignore_unknown_options": True, "allow_extra_args": True} if OBSTACLE else {}

@@ -123,9 +123,10 @@ def choose_typed_commands(variables: Mapping[str, str]) -> Sequence[str]:
 
 def show_version(asked: bool) -> None:
     if asked:
-        from halfstep import __version__
+        from halfstep import __version__ as library
+        from halfstep_train import __version__ as application
 
-        typer.echo(f"halfstep {__version__}")
+        typer.echo(f"halfstep {library}, halfstep-train {application}")
         raise typer.Exit
 
 

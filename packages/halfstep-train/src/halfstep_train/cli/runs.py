@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from halfstep_train.cli.top import collect_facts, explain_bad_records, find_stat
 
 RUNS = Path("runs")
 """Where runs are unless --out says otherwise; before the first one there is no such folder."""
+CHECKPOINT = re.compile(r"step-(\d+)(-\d+)?")
 
 
 def command(
@@ -56,6 +58,8 @@ def list_facts(path: Path) -> dict[str, Any]:
     shown: dict[str, Any] = {key: facts[key] for key in ("step", "total_steps", "left_s", "best") if key in facts}
     if run.has_ended:  # the last record may be a few steps older
         shown["step"] = run.summary["steps"]
+    elif stored := [int(found[1]) for file in path.glob("checkpoints/*") if (found := CHECKPOINT.fullmatch(file.name))]:
+        shown["step"] = max(shown.get("step", 0), *stored)
     precision = str(run.plan.get("granted", "")) + (" (simulated)" if run.plan.get("simulated") else "")
     return {"run": str(path), "state": find_state(run), "metric": run.metric, "precision": precision, **shown}
 

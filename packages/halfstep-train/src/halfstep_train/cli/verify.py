@@ -68,14 +68,14 @@ def command(
 def check_configuration(target: str) -> ProofLine:
     """Run `halfstep check` on the config file; a workload that is given by name has no file to check."""
     from halfstep.evidence.proofs import ProofLine
-    from halfstep_train.cli.check import IS_INSTALLED, load_own
+    from halfstep_train.cli.check import OBSTACLE, load_own
 
     run = Path(target) / "config.yaml"
     file = run if run.is_file() else Path(target)
     if not file.is_file():
         return ProofLine(name=CONFIGURATION, holds=None, text="no config file: the workload's defaults are used")
-    if not IS_INSTALLED:
-        text = f"not checked: halfstep-check is missing ({suggest_own_install('halfstep-check')})"
+    if OBSTACLE:
+        text = f"not checked: {OBSTACLE} ({suggest_own_install('halfstep-check')})"
         return ProofLine(name=CONFIGURATION, holds=None, text=text)
     from halfstep_check.check import check
     from halfstep_check.rules import get_severity

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from halfstep.errors import CheckpointError, ConfigError, Interrupted
 from halfstep.hardware.clock import Stopwatch, Throughput
-from halfstep.own_loop.prefetch import Prefetcher, prefetch
+from halfstep.prefetching import Prefetcher, prefetch
 from halfstep.step.facts import Facts, Hold, PhasedFacts, Reading
 from halfstep.step.guard import LAG
 from halfstep.step.randomness import read_generators, restore_generators

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from halfstep.disk import open_atomic_folder
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.own_loop.prefetch import prefetch
 from halfstep.precision.plan import Plan
+from halfstep.prefetching import prefetch
 from halfstep.step.phases import PhasedStep
 from halfstep.step.randomness import read_generators, restore_generators
 from halfstep.step.step import GuardedStep

@@ -6,6 +6,7 @@ the host: its facts were read anyway. Only a fault copies and writes.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -81,6 +82,8 @@ class Recorder:
         """The kind of the current series of faults; empty after a good step."""
         self._newest = -1
         """The last recorded step: no step is recorded twice."""
+        # A folder that a loop is given may have capsules of earlier processes: they stay, and do not count.
+        self._num_earlier = 0 if context.config else len(capsule.list_capsules(folder))
         self.watches: Mapping[str, Watch] = {}
         """By phase, if the training is watched: capsules hold the last observations."""
         # Measured once, when training begins: replay compares grown weights with it.
@@ -205,7 +208,10 @@ class Recorder:
             **self.context.describe_share(reading),
             **self.context.about,
         }
-        path = self.folder / f"{reading.attempted:08d}"
+        name = f"{reading.attempted:08d}"
+        # A resumed run repeats steps after its checkpoint, and replaces their capsules; a loop takes a free name.
+        paths = (self.folder / (f"{name}-{n}" if n else name) for n in itertools.count())
+        path = next(one for one in paths if self.context.config or not one.exists())
         try:
             capsule.write_capsule(path, about, window=window, rng=rng, state=state, config=self.context.config)
         except HalfstepError as error:  # a by-product: the run itself goes on
@@ -224,7 +230,7 @@ class Recorder:
 
     def _has_room(self) -> bool:
         """True if another capsule may be kept: the first faults matter most, and later ones are their consequence."""
-        return len(capsule.list_capsules(self.folder)) < self.most
+        return len(capsule.list_capsules(self.folder)) - self._num_earlier < self.most
 
     def _list_bad_averages(self) -> list[str]:
         ema = self.step.ema

@@ -13,12 +13,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Unpack
 
-from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, explain_missing
 from halfstep.integrations.guard import (
     ONE_LOSS,
     HostAdvice,
@@ -29,6 +26,11 @@ from halfstep.integrations.guard import (
     refuse_unguardable,
     unwrap_model,
 )
+
+with explain_missing(__name__, {"accelerate": "accelerate"}, "pip install 'accelerate>=1.15'"):
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import DistributedType
 
 GUARDABLE = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}

@@ -125,7 +125,7 @@ class HalfstepSteps(Trainer):  # type: ignore[misc]
     def on_train_end(self) -> None:
         if self._step is not None:
             num = self._step.attempted
-            self.print_to_log_file(f"halfstep: {self.num_dropped} of {num} steps were dropped since the start")
+            self.print_to_log_file(f"halfstep: {self.num_dropped} of {num} steps dropped since the start")
         super().on_train_end()
 
     def validation_step(self, batch: dict[str, Any]) -> dict[str, Any]:

@@ -23,15 +23,17 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
-from transformers import Trainer, TrainerCallback
 
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, explain_missing
 from halfstep.evidence.replay import Replayed
 from halfstep.fast.fast_path import Fast, FastMode, say
 from halfstep.integrations.accelerate import AccelerateGuard, refuse_unfit_accelerator
 from halfstep.integrations.captured import CapturedLoop, find_obstacle
 from halfstep.integrations.guard import HostAdvice, take_host_options
 from halfstep.own_loop.evidence import replay as replay_capsule
+
+with explain_missing(__name__, {"transformers": "transformers"}, "pip install 'transformers>=5.22'"):
+    from transformers import Trainer, TrainerCallback
 
 HOST = "the transformers Trainer"
 LIMITS = ("state.global_step and callbacks, which count dropped steps",)

@@ -42,8 +42,8 @@ from torch.utils.data import (
 
 from halfstep.errors import CheckpointError, ConfigError, format_count
 from halfstep.own_loop.arguments import iterate_loader
-from halfstep.own_loop.prefetch import Prefetcher
 from halfstep.own_loop.seeded import SeededDataset
+from halfstep.prefetching import Prefetcher
 from halfstep.step.batches import Batch
 from halfstep.step.randomness import read_cpu_generators, read_generators, restore_generators
 from halfstep.step.user_warnings import warn_user

@@ -61,4 +61,5 @@ class DroppedSteps:
         self.num_dropped_before, self.first_step = self.num_dropped, attempted
         if num:
             since = f"; {self.num_dropped} since the start" if self.num_dropped > num else ""
-            warn_user(f"{num} of the {num_steps} steps of this pass over the data were dropped{since}")
+            verb = "was" if num == 1 else "were"
+            warn_user(f"{num} of the {num_steps} steps of this pass over the data {verb} dropped{since}")

@@ -62,7 +62,7 @@ SEEN = 2
 HAS_ALL_FORMATS = "H200"
 """The GPU whose plan is traced; formats that the real GPU lacks are refused earlier."""
 BATCHES_AHEAD = 3
-"""Loaded batches on the device: the one in use, and two that are copied ahead (data/prefetch.py)."""
+"""Loaded batches on the device: the one in use, and two that are copied ahead (halfstep/prefetching.py)."""
 EMA_PIECES = 3
 """Temporaries of an EMA update, each as large as the largest averaged tensor."""
 

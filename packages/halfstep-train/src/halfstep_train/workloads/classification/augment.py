@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.own_loop.prefetch import send_to_device
+from halfstep.prefetching import send_to_device
 from halfstep_train.data.image_samples import PIXELS_PER_READING
 from halfstep_train.data.seeds import BatchDraws
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from halfstep.islands import fp32_island, to_fp32
-from halfstep.own_loop.prefetch import send_to_device
+from halfstep.prefetching import send_to_device
 from halfstep_train.data.seeds import get_batch_key
 from halfstep_train.workloads.base.sums import Sums
 
