@@ -132,11 +132,6 @@ def test_a_pattern_that_names_nothing_is_refused_with_the_nearest_name(pattern: 
         assembled(precision__modules={pattern: "fp32"})
 
 
-def test_a_plan_with_frozen_parts_survives_its_file() -> None:
-    plan = assembled(precision__modules={"encoder": "fp32"}).plan
-    assert type(plan).from_json(plan.to_json()) == plan
-
-
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16", "tf32"])
 def test_training_works_in_every_simulated_format(precision: str) -> None:
     parts = assembled(precision__default=precision, scaler__init_scale=64.0)
