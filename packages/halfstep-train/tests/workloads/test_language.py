@@ -177,14 +177,6 @@ def test_stored_weights_are_used_without_drawing_others(
         built(text)
 
 
-def test_weights_are_where_a_run_starts(tmp_path: Path, text: Path) -> None:
-    torch.manual_seed(5)
-    original = build_gpt2("gpt2", depth=1, heads=2, dim=16, context=8, vocab=16)
-    save_weights(original, tmp_path / "weights")
-    model = built(text, model__weights=str(tmp_path / "weights")).model
-    assert torch.equal(model.state_dict()["transformer.wpe.weight"], original.transformer.wpe.weight)
-
-
 def test_the_tokenizer_beside_the_weights_is_taken_where_none_is_named(tmp_path: Path, text: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     bpe = tokenizers.ByteLevelBPETokenizer()
