@@ -82,7 +82,14 @@ def test_two_forwards_under_one_autocast_are_recomputed_although_its_cache_is_go
         torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-8)
 
 
-@pytest.mark.parametrize(("name", "how"), [("unet", "pointwise"), ("vit", "pointwise"), ("vit", "alternate")])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        pytest.param("unet", "pointwise", marks=pytest.mark.slow),
+        ("vit", "pointwise"),
+        pytest.param("vit", "alternate", marks=pytest.mark.slow),
+    ],
+)
 def test_the_compiled_model_recomputes_and_gives_the_same_gradients(name: str, how: Recompute) -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
