@@ -27,8 +27,10 @@ def made(channels: int, side: int, groups: int, *, scaled: bool) -> tuple[nn.Gro
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # numpy's, in the interpreter
-@pytest.mark.parametrize(("channels", "side", "groups"), [(80, 9, 8), (32, 4, 16), (6, 1, 6)])
-@pytest.mark.parametrize(("scaled", "is_added"), [(False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("channels", "side", "groups", "scaled", "is_added"),
+    [(80, 9, 8, True, True), (32, 4, 16, False, False), (6, 1, 6, True, True)],
+)
 def test_values_and_all_gradients_are_torchs(
     channels: int, side: int, groups: int, scaled: bool, is_added: bool
 ) -> None:
