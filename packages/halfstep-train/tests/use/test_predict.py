@@ -204,13 +204,6 @@ def test_the_number_of_classes_shown_is_five_or_what_was_asked_for(resnet: Path,
     assert shown == {None: 5, 2: 2, 99: 10}
 
 
-def test_wishes_for_another_kind_of_workload_are_refused(unet: Path, resnet: Path, large: Path) -> None:
-    with pytest.raises(ConfigError, match="resnet18 has no option --tile 64"):
-        predicted(resnet, large, tile=64)
-    with pytest.raises(ConfigError, match="unet has no option --top-k 3"):
-        predicted(unet, large, top_k=3)
-
-
 def test_the_paths_that_are_shown_are_those_of_files_that_exist(
     unet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,13 +212,6 @@ def test_the_paths_that_are_shown_are_those_of_files_that_exist(
     assert answer.brief["mask"] == str(answer.cells["mask"]) == "masks/masks/000_mask.png"
     assert Path(answer.brief["mask"]).is_file()
     assert Path(str(answer.cells["overlay"])).is_file()
-
-
-def test_a_file_with_nan_is_named_with_what_is_wrong_with_it(unet: Path, tmp_path: Path) -> None:
-    np.save(tmp_path / "bad.npy", np.full((32, 32, 3), np.nan, dtype=np.float32))
-    good = unet / "data" / "imgs" / "000.png"
-    (failure,) = predicted(unet, tmp_path / "bad.npy", good, out=tmp_path / "out").failed
-    assert failure.why == "holds 3,072 values of NaN, infinity or beyond the range of fp32"
 
 
 # --- interrupted ---

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from command_line import run_command
 from halfstep.evidence.proofs import check_clipping, check_nan_is_dropped, check_rates
 from halfstep.step.clip import Clip
-from halfstep_train.cli.main import main
 from halfstep_train.report.page.read_run import read_run
 from halfstep_train.run.folder import RunFolder
 from halfstep_train.run.train import train
@@ -35,9 +35,8 @@ def run(out: Path, **more: Any) -> Path:
 
 
 def verified(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, dict[str, str]]]:
-    with pytest.raises(SystemExit) as ended:
-        main(["verify", *words, "--json"])
-    return int(ended.value.code or 0), {one["line"]: one for one in json.loads(capsys.readouterr().out)}
+    code, out, _ = run_command(capsys, "verify", *words, "--json")
+    return code, {one["line"]: one for one in json.loads(out)}
 
 
 @pytest.fixture(scope="module")
