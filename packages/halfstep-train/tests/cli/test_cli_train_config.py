@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -165,16 +163,11 @@ def test_a_run_goes_on_by_the_command_it_was_started_with(capsys: Capture, tmp_p
         (["unett"], "did you mean 'unet'?"),
         (["no.yaml"], "no such config file: no.yaml"),
         (["unet", "--precision", "fp7"], "unknown precision 'fp7' (--precision fp7)"),
-        (["unet", "--bf16", "--fp16"], "`--bf16` and `--fp16` disagree"),
         (["unet", "--epochs", "abc"], "--epochs abc: expected a whole number"),
         (["unet", "--epochs=abc"], "--epochs=abc: expected a whole number"),
-        (["unet", "--epochs", "0"], "train.epochs = 0 (--epochs 0): expected at least 1"),
-        (["unet", "--epohcs", "3"], "No such option: --epohcs"),
-        (["unet", "--max_epochs", "3"], "did you mean --epochs?"),
         (["unet", "--num_train_epochs", "3"], "did you mean --epochs?"),
         (["unet", "--patience", "3"], "write settings as train.early_stopping_patience=VALUE"),
         (["unet", "--learning_rate", "3"], "did you mean --lr?"),
-        (["unet", "--learning-rate", "3"], "did you mean --lr?"),
         (["unet", "--optimizer.lr=3"], "did you mean --lr?"),
         (["unet", "--optimizer.eps=3"], "write settings as optimizer.eps=VALUE"),
         (["unet", "--gradient-clip-norm", "3"], "train.clip_norm, as KEY=VALUE?"),
@@ -186,7 +179,6 @@ def test_a_run_goes_on_by_the_command_it_was_started_with(capsys: Capture, tmp_p
         (["unet", "epohcs=3"], "did you mean train.epochs?"),
         (["unet", "--mixed_precision", "bf16"], "--precision bf16"),
         (["unet", "--json"], "--json needs --show-config"),
-        (["--resume", "nowhere"], "there is no run folder nowhere"),
     ],
 )
 def test_a_mistake_is_exit_code_2_and_a_message(words: list[str], says: str, capsys: Capture) -> None:
@@ -194,14 +186,3 @@ def test_a_mistake_is_exit_code_2_and_a_message(words: list[str], says: str, cap
     err = capsys.readouterr().err
     assert says in err
     assert "Traceback" not in err
-
-
-def test_help_does_not_import_torch_and_shows_an_example() -> None:
-    code = (
-        "import sys\nfrom halfstep_train.cli.main import main\n"
-        "try:\n    main(['train', '--help'])\nexcept SystemExit as stopped:\n    assert not stopped.code\n"
-        "assert 'torch' not in sys.modules\nassert 'halfstep_train.config' not in sys.modules\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "halfstep train unet --data-dir" in done.stdout
