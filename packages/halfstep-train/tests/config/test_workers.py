@@ -35,8 +35,3 @@ def test_off_and_numbers_and_nonsense() -> None:
         load("unet", overrides=["data.num_workers=many"])
     field = make_json_schema(UNetConfig)["$defs"]["UNetDataConfig"]["properties"]["num_workers"]
     assert {"const": "auto"} in field["anyOf"][0]["anyOf"]
-
-
-@pytest.mark.parametrize("workload", ["unet", "resnet50", "vit_b_16", "tiny_workload:build"])
-def test_the_fast_preset_leaves_to_the_machine_whether_compiling_pays(workload: str) -> None:
-    assert load(workload, flags={"preset": "fast"}).config.train.fast == "auto"
