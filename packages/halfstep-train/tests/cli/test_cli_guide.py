@@ -33,7 +33,7 @@ ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current folder; temporary files and the cache lie beside it."""
+    """An empty current folder; temporary files and the cache are next to it."""
     here, scratch = tmp_path / "here", tmp_path / "scratch"
     here.mkdir()
     scratch.mkdir()

@@ -1,4 +1,4 @@
-"""How many workers there are where nobody says it, and that the run's header can say why."""
+"""The default number of workers, and the reason that the header of a run gives for it."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def made(channels: int, side: int, groups: int, *, scaled: bool) -> tuple[nn.Gro
     norm = nn.GroupNorm(groups, channels).to(DEVICE)
     nn.init.normal_(norm.weight)
     nn.init.normal_(norm.bias)
-    # A mean far from 0 beside a small deviation: sums of squares would cancel.
+    # A mean far from 0 with a small deviation: sums of squares would cancel.
     x = (torch.randn(2, channels, side, side, device=DEVICE) + 30).contiguous(memory_format=torch.channels_last)
     between = [torch.randn(2, channels, device=DEVICE, requires_grad=True) for _ in range(2 * scaled)]
     return norm, x.requires_grad_(), between

@@ -43,7 +43,7 @@ def gradients(function: Callable[..., Tensor | tuple[Tensor, ...]], *inputs: Ten
 
 
 def assert_near(ours: list[Tensor], theirs: list[Tensor], bound: float) -> None:
-    """Errors beside the size of the whole tensor: a value near zero is a difference of larger ones."""
+    """Compare errors with the largest value of the tensor: a value near zero is a difference of larger ones."""
     assert len(ours) == len(theirs)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.float(), other.float(), rtol=0, atol=bound * float(other.abs().max()))
@@ -65,7 +65,7 @@ def pooled_and_skip(norm: nn.BatchNorm2d, *, chain: bool) -> Callable[..., tuple
 
 
 class Skip(torch.autograd.Function):
-    """The other consumer: a promise's gradient has a second half that belongs to somebody else."""
+    """The other consumer: a promise's gradient has a second half that belongs to another consumer."""
 
     @staticmethod
     def forward(ctx, promise, y, how, w_skip):  # type: ignore[no-untyped-def]

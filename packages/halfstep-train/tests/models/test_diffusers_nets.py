@@ -1,4 +1,4 @@
-"""diffusers' networks as halfstep builds and opens them, and what stands beside the VAE: its latent, its critics."""
+"""diffusers' networks as halfstep builds and opens them, and the parts around the VAE: its latent, its critics."""
 
 from __future__ import annotations
 

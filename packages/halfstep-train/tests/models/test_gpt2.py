@@ -126,7 +126,7 @@ def test_shards_of_a_folder_are_read_together(tmp_path: Path, index: str, save: 
 
 
 def test_a_checkpoint_of_nanogpt_loads_with_its_padded_vocabulary(tmp_path: Path) -> None:
-    """Linear layers as torch has them, compiled names, 128 rows for a vocabulary of 70, tensors beside the weights."""
+    """Linear layers as torch has them, compiled names, 128 rows for a vocabulary of 70, tensors next to the weights."""
     model = small(bias=False)
     weights = {f"_orig_mod.{name}": tensor.detach().clone() for name, tensor in model.state_dict().items()}
     embedding = torch.randn(128, 16)

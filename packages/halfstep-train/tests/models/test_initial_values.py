@@ -1,4 +1,4 @@
-"""First values of large models: by the seed alone, in any number of threads, and only where somebody reads them."""
+"""Initial values of large models depend on the seed alone, not on threads, and are drawn only where they are used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recomputing in backward: the same numbers to the bit, less memory, on a model that is already built."""
+"""Recomputing in backward: bit-equal numbers, less memory, on a model that is already built."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def saved_bytes(how: Recompute) -> int:
 @pytest.mark.slow
 def test_a_compiled_model_keeps_the_outputs_of_its_expensive_convolutions_and_nothing_else() -> None:
     # (channels, side) of each 3x3 convolution but the first, which reads three channels; then the logits, which are
-    # small beside what they are made of. Upsampling sums 2 * WIDTH or 4 * WIDTH products a value: cheap, so not kept.
+    # small compared with their inputs. Upsampling sums 2 * WIDTH or 4 * WIDTH products per value: cheap, so not kept.
     w = WIDTH
     assert 4 * w < COMPUTE_BOUND_TERMS <= 9 * w
     kept = [(w, 128), (2 * w, 64), (2 * w, 64), (4 * w, 32), (4 * w, 32), (2 * w, 64), (2 * w, 64), (w, 128), (w, 128)]

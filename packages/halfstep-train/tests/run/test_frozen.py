@@ -62,7 +62,7 @@ def made_here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def from_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose part came from `encoder.safetensors` beside it."""
+    """A run whose frozen part was loaded from `encoder.safetensors` next to it."""
     folder = tmp_path_factory.mktemp("file")
     torch.manual_seed(7)
     save_file(frozen_workload.Encoder().state_dict(), folder / "encoder.safetensors")

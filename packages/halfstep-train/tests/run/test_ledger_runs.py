@@ -1,4 +1,4 @@
-"""The ledger of runs: on the side, to the bit; and the command."""
+"""The ledger of runs, which leaves every bit of the training as it was, and the command."""
 
 from __future__ import annotations
 

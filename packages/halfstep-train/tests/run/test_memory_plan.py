@@ -1,4 +1,4 @@
-"""The memory plan: held against what real steps take, on the CPU where each storage can be counted."""
+"""The memory plan, compared with real steps on the CPU, where each storage can be counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `hs.Step` does for a loop of one's own."""
+"""What `hs.Step` does in a custom loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory layout of a model that somebody else wrote."""
+"""The memory layout of custom models."""
 
 from __future__ import annotations
 

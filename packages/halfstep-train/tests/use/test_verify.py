@@ -131,7 +131,7 @@ def test_a_step_that_commits_a_nan_is_found() -> None:
 
 
 def _never_bad(step: Any) -> Any:
-    """The step as it would be if nobody looked at its verdict."""
+    """A step that ignores its verdict."""
 
     def commit_on_device(facts: Any) -> None:
         facts.bad = torch.zeros_like(facts.bad)
@@ -157,7 +157,7 @@ def test_clipping_is_not_measurable_on_a_step_that_is_bad_by_itself() -> None:
 
 
 def _without_clipping(step: Any) -> Any:
-    """The step as it would be if nobody clipped, still saying that it does."""
+    """A step that does not clip but reports that it does."""
     judge, limited = type(step)._judge, step.clip
 
     def unclipped(*args: Any, **kwargs: Any) -> Any:

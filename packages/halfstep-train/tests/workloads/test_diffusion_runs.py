@@ -1,4 +1,4 @@
-"""Whole runs of diffusion models: they learn in every format, go on to the bit, skip what is broken, open elsewhere."""
+"""Whole runs of diffusion models learn in every format, resume bit-exactly, skip bad steps and open in diffusers."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ def test_a_runs_own_weights_bring_their_characters(tmp_path: Path, text: Path) -
 
 
 def test_ids_of_another_tokenizer_are_refused(tmp_path: Path, text: Path) -> None:
-    """They are within the vocabulary: only meta.pkl beside them tells."""
+    """They are within the vocabulary: only meta.pkl next to them reveals it."""
     for part in ("train", "val"):
         np.arange(200, dtype=np.uint16).__mod__(3).astype(np.uint16).tofile(tmp_path / f"{part}.bin")
     meta = {"itos": dict(enumerate("abc")), "stoi": {letter: number for number, letter in enumerate("abc")}}

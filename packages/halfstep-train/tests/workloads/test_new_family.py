@@ -43,7 +43,7 @@ def with_entry(*words: str) -> None:
 
 
 def killed_at(checkpoint: Path, *words: str) -> None:
-    """Trains until this checkpoint is there, and is gone without a word soon after."""
+    """Train until this checkpoint exists, then kill the process."""
 
     def wait_and_kill() -> None:
         while not checkpoint.is_dir():

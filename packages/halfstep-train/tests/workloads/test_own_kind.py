@@ -1,4 +1,4 @@
-"""A Kind of the user's own gets every command that its parts allow: examples/own_workload.py by the command line."""
+"""A custom Kind gets every command that its parts allow: examples/own_workload.py from the command line."""
 
 from __future__ import annotations
 
