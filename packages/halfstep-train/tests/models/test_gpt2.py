@@ -205,6 +205,7 @@ def test_recomputing_draws_the_same_dropout_again(how: Any) -> None:
         torch.testing.assert_close(plain, recomputed, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow  # compiles the whole model
 def test_a_compiled_model_gives_its_loss_and_gradients_with_the_chunks_left_out_of_the_graph() -> None:
     plain, compiled = small(), small()
     run = torch.compile(compiled, backend="aot_eager")

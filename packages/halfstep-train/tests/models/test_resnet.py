@@ -114,7 +114,7 @@ def test_the_small_stem_keeps_the_size_of_small_images(stem: str, size: int) -> 
     assert seen == [torch.Size([1, 2, size, size])]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_model_compiles_without_graph_breaks_in_channels_last(checkpointing: bool) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 3, 16, 16).to(memory_format=torch.channels_last)

@@ -259,6 +259,7 @@ def test_rows_that_fit_come_fastest_first_and_keep_the_effective_batch(unet: Mem
     assert any("BatchNorm" in note for note in describe_effects(unet, config, fits))
 
 
+@pytest.mark.slow  # traces a ResNet at four levels
 def test_levels_that_save_nothing_over_a_faster_one_are_left_out() -> None:
     """Blocks of a ResNet, computed again whole, hold more while they are than its compiled pointwise operations."""
     planner = planner_of("resnet18", "data.image_size=32", "train.batch_size=4")
@@ -275,6 +276,7 @@ def test_the_effective_batch_stays_exactly_where_it_is_not_a_multiple_of_what_fi
     assert (fit.largest_batch, fit.batch_size, fit.accumulate) == (4, 2, 5)
 
 
+@pytest.mark.slow  # traces eight levels
 def test_a_larger_batch_comes_with_its_learning_rate(gpt2: MemoryPlanner) -> None:
     config = gpt2.step.config
     fits = find_fits(gpt2, config, 10**9, "eager", ("bf16",))
@@ -284,6 +286,7 @@ def test_a_larger_batch_comes_with_its_learning_rate(gpt2: MemoryPlanner) -> Non
     assert f"optimizer.lr={config.optimizer.lr * 2:.3g}" in note
 
 
+@pytest.mark.slow  # traces every precision and level
 def test_where_nothing_fits_the_least_that_is_needed_is_said(unet: MemoryPlanner) -> None:
     assert find_fits(unet, unet.step.config, 1000, "eager", ("bf16",)) == []
     with pytest.raises(MemoryLimitError, match="nothing fits 1 kB") as caught:

@@ -226,7 +226,9 @@ def in_a_process(said: Path, call: Callable[..., object], *arguments: Any, ends:
         pytest.param(6, {"train.max_steps": 6, "train.checkpoint_every": 3}, marks=SLOW, id="in the last one"),
         pytest.param(3, {"train.max_steps": 7, **EVERY_3}, marks=SLOW, id="in the middle"),
         pytest.param(6, {"train.max_steps": 7, **EVERY_3, **PLATEAU}, id="on a plateau"),
-        pytest.param(6, {"train.epochs": 2, "train.checkpoint_every": 6}, id="at the end of the last epoch"),
+        pytest.param(
+            6, {"train.epochs": 2, "train.checkpoint_every": 6}, marks=SLOW, id="at the end of the last epoch"
+        ),
     ],
 )
 def test_a_run_killed_in_a_validation_validates_when_it_is_resumed(
@@ -248,6 +250,7 @@ def test_a_run_killed_in_a_validation_validates_when_it_is_resumed(
     assert marks[0] == marks[1]
 
 
+@SLOW  # starts five processes
 def test_a_longer_run_killed_in_its_last_validation_is_not_finished(tmp_path: Path) -> None:
     """The summary of its former end is there already."""
     flag, parts = tmp_path / "signal", tmp_path / "parts"

@@ -95,6 +95,7 @@ def test_it_trains_both_phases_and_leaves_samples(whole: Path) -> None:
     assert {name.split(".")[0] for name in newest(whole).ema} == {"decoder"}
 
 
+@pytest.mark.slow  # starts two processes
 def test_it_goes_on_after_a_kill_to_the_bit(whole: Path, tmp_path: Path) -> None:
     parts, said = tmp_path / "run", tmp_path / "said"
     words = ("train", "autoencoder", "--out", str(parts), *SETTINGS, "--data-dir", str(whole / "data"))
