@@ -153,7 +153,7 @@ def speed_table(problems: dict[str, Any], starts: dict[str, Any]) -> str:
         peers = [fastest(found["rows"], lambda row, v=v: row["variant"] == v) for v in PEER_VARIANTS]
         cells = [
             found["title"],
-            step_time(own) + held_against(own, found),
+            step_time(own) + compare_with_baseline(own, found),
             *(step_time(peer, named=True) for peer in peers),
         ]
         cells += [
@@ -165,9 +165,9 @@ def speed_table(problems: dict[str, Any], starts: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def held_against(own: dict[str, Any] | None, found: dict[str, Any]) -> str:
-    """How much longer than the step it is held against, where that was measured with it."""
-    other = fastest(found.get("beside", []), lambda row: row["name"] == "halfstep")
+def compare_with_baseline(own: dict[str, Any] | None, found: dict[str, Any]) -> str:
+    """How much longer a step takes than the baseline's, if that was measured with it."""
+    other = fastest(found.get("baseline", []), lambda row: row["name"] == "halfstep")
     return f"; {own['ms'] / other['ms'] - 1:+.1%}, normal {other['ms']:.1f} ms" if own and other else ""
 
 

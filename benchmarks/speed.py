@@ -8,7 +8,7 @@
 Lightning and Accelerate run as documented with the compiler on, Lightning and plain PyTorch tuned by hand, and plain
 once more with the compiler's own CUDA graphs (`graphs`, mode reduce-overhead). Rows are timed one after the other. A
 row's start says whether it found its code compiled (`warm`) or not (`cold`); `--warm` compiles it before, several rows
-at once, and then no start in the table is a cold one. `--at-once` gives each row a process, in which it compiles beside
+at once, and then no start in the table is a cold one. `--at-once` gives each row a process, in which it compiles with
 others and is then timed alone (speed_turns.py): half the time, but no start of a peer, and no row measured again at the
 end. Starts that users will see are `--cold-start`'s: halfstep in a new process with an empty cache, and once more in
 another with what that left.
@@ -87,7 +87,7 @@ def main() -> None:
             found = measured_in_turn(chosen, modes, hardware, deadline, at_once=arguments.at_once)
         else:
             found = (
-                (name, measured(case, modes, hardware, deadline, cases.get(case.beside)))
+                (name, measured(case, modes, hardware, deadline, cases.get(case.baseline)))
                 for name, case in chosen.items()
             )
         store_problems(found, hardware, arguments.out)
@@ -133,9 +133,9 @@ def store_problems(found: Iterable[tuple[str, dict[str, Any]]], hardware: Hardwa
 
 
 def measured(
-    case: Case, modes: tuple[Any, ...], hardware: Hardware, deadline: float | None, beside: Case | None = None
+    case: Case, modes: tuple[Any, ...], hardware: Hardware, deadline: float | None, baseline: Case | None = None
 ) -> dict[str, Any]:
-    """One case's rows, as `halfstep bench --save` would write them, and halfstep's own of the case beside."""
+    """One case's rows, as `halfstep bench --save` would write them, and halfstep's own of the baseline."""
     problem, request = problem_of(case, hardware), request_of(case, modes, deadline)
     flops = count_step_flops(problem)
     benched = bench(problem, request, hardware, flops, lambda row: print(f"{time.strftime('%X')} {row}", flush=True))
@@ -143,8 +143,8 @@ def measured(
         raise KeyboardInterrupt
     said = describe_circumstances(problem, request, hardware, flops, command())
     found = {**said, **summarise_results(benched), "title": case.title}
-    if beside is not None:
-        found["beside"] = measured(dataclasses.replace(beside, against=()), modes, hardware, deadline)["rows"]
+    if baseline is not None:
+        found["baseline"] = measured(dataclasses.replace(baseline, against=()), modes, hardware, deadline)["rows"]
     return found
 
 
@@ -159,8 +159,8 @@ def measured_in_turn(
         flops = count_step_flops(problem)
         return describe_circumstances(problem, request, hardware, flops, command()), flops
 
-    with ThreadPoolExecutor(1) as beside:  # while the rows compile
-        before = {name: beside.submit(known, case) for name, case in cases.items()}
+    with ThreadPoolExecutor(1) as background:  # while the rows compile
+        before = {name: background.submit(known, case) for name, case in cases.items()}
         for name, row in rows_in_turn(cases, modes, hardware, at_once=at_once, deadline=deadline):
             rows[name].append(row)
             if len(rows[name]) == len(row_requests(cases[name], modes)):

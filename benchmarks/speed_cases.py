@@ -32,7 +32,7 @@ class Case:
     precision: str = "bf16"
     words: tuple[str, ...] = ()
     against: tuple[str, ...] = PEERS
-    beside: str = ""
+    baseline: str = ""
     """Name of a case that is measured in the same invocation, for comparison."""
 
 
@@ -40,7 +40,7 @@ UNET = Case(title="U-Net 31M, 512×512, 8", workload="unet", batch_size=8, image
 TABLE = {
     "unet": UNET,
     "unet_low_memory": replace(
-        UNET, title=f"{UNET.title}, train.memory=low", words=("train.memory=low",), against=(), beside="unet"
+        UNET, title=f"{UNET.title}, train.memory=low", words=("train.memory=low",), against=(), baseline="unet"
     ),
     "resnet50_64": Case(title="ResNet-50, 224, 64", workload="resnet50", batch_size=64, image_size=224),
     "resnet50_256": Case(title="ResNet-50, 224, 256", workload="resnet50", batch_size=256, image_size=224),

@@ -52,7 +52,21 @@ SNIPPETS = [
 ]
 YAML = [block for page in PAGES for block in blocks(page, "yaml")]
 SETTING = re.compile(r"([a-z_]+(?:\.[a-z0-9_*]+)+)(?:[=:].*)?")
-FILES = (".py", ".json", ".jsonl", ".yaml", ".md", ".png", ".safetensors", ".txt", ".csv", ".pth", ".html", ".bin")
+FILES = (
+    ".py",
+    ".json",
+    ".jsonl",
+    ".yaml",
+    ".md",
+    ".png",
+    ".onnx",
+    ".safetensors",
+    ".txt",
+    ".csv",
+    ".pth",
+    ".html",
+    ".bin",
+)
 NO_SETTINGS = {"optimizer.step", "optimizer.param_groups", "scaler.scale", "scaler.update", "scaler.unscale_"}
 NO_SETTINGS |= {"guard.dropped", "guard.num_dropped", "trainer.num_dropped"}
 """Python's, and another project's key."""

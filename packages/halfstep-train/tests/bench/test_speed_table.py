@@ -89,7 +89,7 @@ def test_a_case_is_compared_with_the_row_of_the_same_invocation() -> None:
     from readme_tables import speed_table
 
     low = {**unet_problem(), "rows": [row("halfstep", "auto", 22.0, 3.8)]}
-    problems = {"unet": unet_problem(), "unet_low_memory": low | {"beside": [row("halfstep", "auto", 19.5, 6.0)]}}
+    problems = {"unet": unet_problem(), "unet_low_memory": low | {"baseline": [row("halfstep", "auto", 19.5, 6.0)]}}
     assert "22.0 ms (21.8 to 22.2), auto; +12.8%, normal 19.5 ms |" in speed_table(problems, {})
 
 
@@ -172,9 +172,9 @@ def test_a_cache_that_was_filled_before_is_found_warm(
     assert "could not fill the cache of tiny halfstep graph: HardwareError: halfstep graph fp32 cannot run" in said
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
     tiny, hardware = tiny_case(against=("plain:documented",), precision="fp32"), probe("cpu")
-    found = measured(tiny, ("eager",), hardware, deadline=None, beside=tiny)
+    found = measured(tiny, ("eager",), hardware, deadline=None, baseline=tiny)
     assert [(row["name"], row["cache"]) for row in found["rows"]] == [("halfstep", ""), ("plain", "warm")]
-    assert [row["name"] for row in found["beside"]] == ["halfstep"]
+    assert [row["name"] for row in found["baseline"]] == ["halfstep"]
     assert speed_table({"tiny": found}, {}).splitlines()[-1].startswith("| tiny | ")
 
 
@@ -266,7 +266,7 @@ def quick_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_processes")
-def test_rows_start_beside_each_other_and_are_timed_in_turn() -> None:
+def test_rows_start_together_and_are_timed_in_turn() -> None:
     from speed import measured_in_turn
 
     tiny = tiny_case(against=(), precision="fp32")

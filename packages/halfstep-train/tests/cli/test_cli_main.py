@@ -113,6 +113,8 @@ def test_a_flag_may_be_repeated_where_it_says_the_same_or_is_made_for_it(capsys:
         (["train", "unet", "--epoks", "3"], "error: No such option: --epoks",
          "did you mean --epochs"),
         (["train", "unet", "--fp32"], "error: No such option: --fp32", "use --precision fp32"),
+        (["bench", "unet", "--bf16"], "error: No such option: --bf16", "use --precisions bf16. "),
+        (["dry-run", "unet", "--bf16"], "error: No such option: --bf16", "use --target fp16|bf16-true|fp8. "),
         (["train", "unet", "--lr", "x"], "error: --lr x: expected a number", "halfstep train --help"),
         (["train", "unet", "--bf16=3"], "error: Option '--bf16' does not take a value", "halfstep train --help"),
         (["pack", "x", "--size", "0"], "error: --size 0: it must be greater than or equal to 1",

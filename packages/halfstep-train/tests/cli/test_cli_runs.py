@@ -67,7 +67,7 @@ def test_each_run_shows_state_progress_time_left_and_best_metric_newest_first(
 def test_a_folder_without_runs_or_no_folder_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert say(capsys, str(tmp_path)) == f"no runs in {tmp_path}\n"
+    assert say(capsys, str(tmp_path)) == f"no runs in {tmp_path}; `halfstep runs DIR` lists another folder\n"
     monkeypatch.chdir(tmp_path)
-    assert say(capsys) == "no runs in runs\n"
+    assert say(capsys) == "no runs in runs; `halfstep runs DIR` lists another folder\n"
     assert "there is no folder" in say(capsys, str(tmp_path / "no"))

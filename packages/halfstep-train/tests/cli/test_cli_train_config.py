@@ -162,6 +162,9 @@ def test_a_run_goes_on_by_the_command_it_was_started_with(capsys: Capture, tmp_p
         (["train.epochs=3"], "nothing to train"),
         (["unett"], "did you mean 'unet'?"),
         (["no.yaml"], "no such config file: no.yaml"),
+        (["configs/slotcontrast/movi_e.yaml", "--bf16"], "halfstep train slotcontrast preset=movi_e\n"),
+        (["configs/slotcontrast/ytvis2021.yaml"], "halfstep train slotcontrast preset=ytvis\n"),
+        (["configs/unet.yaml"], "halfstep train unet\n"),
         (["unet", "--precision", "fp7"], "unknown precision 'fp7' (--precision fp7)"),
         (["unet", "--epochs", "abc"], "--epochs abc: expected a whole number"),
         (["unet", "--epochs=abc"], "--epochs=abc: expected a whole number"),
@@ -177,6 +180,8 @@ def test_a_run_goes_on_by_the_command_it_was_started_with(capsys: Capture, tmp_p
         (["unet", "--run-eval-after-training"], "halfstep evaluate RUN"),
         (["unet", "--preset", "turbo"], "unknown preset 'turbo' (--preset turbo)"),
         (["unet", "epohcs=3"], "did you mean train.epochs?"),
+        (["unet", "globals.BATCH_SIZE_PER_GP=4"], "did you mean 'BATCH_SIZE_PER_GPU'?"),
+        (["integrated_v2_movi_e.yaml", "globals.BATCH_SIZE_PER_GP=4"], "did you mean 'BATCH_SIZE_PER_GPU'?"),
         (["unet", "--mixed_precision", "bf16"], "--precision bf16"),
         (["unet", "--json"], "--json needs --show-config"),
     ],
@@ -186,3 +191,12 @@ def test_a_mistake_is_exit_code_2_and_a_message(words: list[str], says: str, cap
     err = capsys.readouterr().err
     assert says in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_first_rank_shows_the_config(rank: int, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    variables = {"WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 29500}
+    for name, value in {**variables, "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, str(value))
+    assert halfstep("train", "unet", "--show-config") == 0
+    assert bool(capsys.readouterr().out) == (rank == 0)

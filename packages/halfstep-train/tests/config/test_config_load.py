@@ -259,7 +259,7 @@ def test_different_statements_of_one_layer_name_both_with_file_key_and_line(tmp_
         (["precision=fp7"], "unknown precision 'fp7' (precision=fp7)"),
         (["precision.modules.head=fp7"], "unknown precision 'fp7' (precision.modules.head=fp7)"),
         (["data.dir=${globals.X}"], "there is no global 'X'"),
-        (["globals.AB=1", "data.dir=${globals.AC}"], "there is no global 'AC'\n  fix: one of AB"),
+        (["globals.AB=1", "data.dir=${globals.AC}"], "there is no global 'AC'\n  fix: did you mean 'AB'?"),
         (["data.dir=${env.HOME}"], "only ${globals.NAME} can be referenced"),
         (["data.dir=a${globals.X"], "has a ${ without }"),
         (["globals.A=${globals.B}", "globals.B=${globals.A}"], "refers to itself"),

@@ -16,6 +16,7 @@ from halfstep.hardware.gpus import look_up_gpu
 from halfstep.precision.decide import decide
 from halfstep_train.config.schema import WITHOUT_END
 from halfstep_train.config.section import count_cores
+from halfstep_train.config.statements import Launcher
 from halfstep_train.data.image_folder import FolderLayout, find_images
 from halfstep_train.data.image_samples import TrainingFiles
 from halfstep_train.run.journal import Lagging, compute_utilisation, find_peak_flops, suggest_faster_data
@@ -145,6 +146,21 @@ def test_steps_say_how_long_a_run_is_unless_epochs_are_named(
     assert load("gpt2", overrides=["data.dir=x", "train.max_steps=9", "epochs=2"]).config.train.epochs == 2
     said = said_by_a_run(tmp_path / "run", capsys, **{"train.max_steps": 8, "train.epochs": 1})
     assert "steps: 6 = 1 epoch of 6 (fewer than train.max_steps=8)" in said
+
+
+def test_a_warmup_that_is_longer_than_the_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = said_by_a_run(tmp_path / "run", capsys, **{"train.max_steps": 2, "schedule.warmup_steps": 2500})
+    assert "schedule.warmup_steps=2500 is longer: the learning rate only rises to 0.0008 of optimizer.lr" in said
+
+
+def test_the_header_names_accelerates_variable_as_the_source_of_the_precision(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [f"{key}={json.dumps(value)}" for key, value in TINY.items() if key != "precision"]
+    launcher = Launcher(mixed_precision="bf16")
+    train(load("tiny_workload:build", overrides=overrides, launcher=launcher), out=tmp_path / "run")
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  precision: ")]
+    assert row.endswith(" (ACCELERATE_MIXED_PRECISION=bf16)")
 
 
 def test_the_advice_comes_from_cores_workers_and_the_kind_of_data(tmp_path: Path) -> None:

@@ -49,6 +49,18 @@ def first_batch(workload: Workload, *, training: bool, batch_size: int = 6) -> d
     return workload.prepare(next(loader.iterate_epoch(0)), key=(0, 0), training=training)
 
 
+@pytest.mark.parametrize(
+    ("workload", "settings"),
+    [("resnet18", "data.image_size=64 model.stem=small"), ("vit_s_16", "data.image_size=64 model.patch=8")],
+)
+def test_images_that_are_scaled_up_are_named_with_the_settings_that_keep_their_size(
+    folder: Path, workload: str, settings: str
+) -> None:
+    (shown,) = [text for name, text in built(folder, workload=workload).about if name == "image size"]
+    assert shown == f"224: images of 48×54 pixels are scaled up; at their own size: {settings}"
+    assert "image size" not in dict(built(folder, *settings.split(), workload=workload).about)
+
+
 def test_a_few_steps_learn_to_tell_colours_apart_and_metrics_say_so(folder: Path) -> None:
     workload = built(folder, *TINY, "data.augment.mixup=0.2", "data.augment.cutmix=1")
     optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.1, momentum=0.9)

@@ -145,9 +145,10 @@ def explain_refused_pickle(error: BaseException | None) -> str:
 def suggest_nearest(name: str, valid: Iterable[str], *, count: int = 3) -> str:
     """Return `did you mean 'a' or 'b'?` for a mistyped name, or list the valid ones if none is similar."""
     names = list(valid)
-    close = difflib.get_close_matches(name.lower(), names, n=count, cutoff=0.5)
+    lowered = {one.lower(): one for one in names}
+    close = difflib.get_close_matches(name.lower(), lowered, n=count, cutoff=0.5)
     if close:
-        return "did you mean " + " or ".join(repr(c) for c in close) + "?"
+        return "did you mean " + " or ".join(repr(lowered[one]) for one in close) + "?"
     return "one of " + ", ".join(names)
 
 
@@ -169,6 +170,9 @@ OPTIONAL = {
     "transformers": ">=4.48",
     "tokenizers": ">=0.21",
     "torchao": ">=0.17",
+    "onnx": ">=1.19",
+    "onnxscript": ">=0.5",
+    "onnxruntime": ">=1.22",
     "tensorboard": ">=2.18",
     "wandb": ">=0.28",
     "mlflow": ">=3.17",

@@ -158,7 +158,7 @@ class TensorFile(LazyTensors):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > path.stat().st_size:
-                raise ValueError(f"{path.name} is no safetensors file")
+                raise ValueError(f"{path.name} is not a safetensors file")
             entries = parse_json(file.read(length))
         self.metadata: dict[str, str] = entries.pop("__metadata__", {})
         self.described = describe_entries(entries)

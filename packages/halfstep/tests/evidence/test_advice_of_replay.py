@@ -313,6 +313,16 @@ def equal_pairs(is_fixed: bool) -> Training:
     return Training(model=model, loss_fn=loss_fn, batch=batches(4, 8))
 
 
+def weight_of_zero(is_fixed: bool) -> Training:
+    model = Shaped(lambda x: x)
+
+    def loss_fn(batch: Batch) -> Tensor:
+        weight = torch.arange(4.0)[:, None]
+        return (model(batch["x"]) / (weight.clamp(min=1e-4) if is_fixed else weight)).square().mean()
+
+    return Training(model=model, loss_fn=loss_fn, batch=batches(4, 8), options={"lr": 1e-9})
+
+
 def unit_and_scale(is_fixed: bool) -> Training:
     """A deviation that is 0, divided by and under a logarithm: two changes at one line."""
     model = Shaped(lambda x: x, out=16)
@@ -462,6 +472,7 @@ CASES = [
     (nothing_selected, causes.UNDERFLOW, "sum() in place of mean()"),
     (sure_probability, causes.UNDERFLOW, "rewrite as F.logsigmoid(z) at "),
     (equal_pairs, causes.UNDERFLOW, "clamp(min=1e-4)"),
+    (weight_of_zero, "underflow, or an undefined result such as x/0", "a denominator of at least 1e-4"),
     (unit_and_scale, causes.UNDERFLOW, "denominator"),
     (constant_rows, causes.UNDERFLOW, "eps=1e-5"),
     (dead_unit, causes.UPDATE, "eps=1e-8 in Adam"),

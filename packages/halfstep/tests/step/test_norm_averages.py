@@ -1,4 +1,4 @@
-"""BatchNorm's running statistics: plain means in the first steps, torch's own moves afterwards."""
+"""BatchNorm's running statistics: averaged faster in the first steps, torch's own moves afterwards."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def statistics(model: nn.Module) -> tuple[Tensor, Tensor]:
     return norm.running_mean.clone(), norm.running_var.clone()
 
 
-def test_the_first_steps_give_what_a_momentum_of_one_over_n_gives() -> None:
+def test_the_first_steps_give_what_a_falling_momentum_gives() -> None:
     step, plain = make_averaging_step(), make_step()
     for number in range(1, 15):
-        plain.model.norm.momentum = max(0.1, 1 / number)  # type: ignore[assignment]
+        plain.model.norm.momentum = max(0.1, 8 / (number + 7))  # type: ignore[assignment]
         for own in (step, plain):
             assert not own(loss_of(own.model), [batch(number)]).read().is_bad
         for found, wanted in zip(statistics(step.model), statistics(plain.model), strict=True):
@@ -37,15 +37,15 @@ def test_the_first_steps_give_what_a_momentum_of_one_over_n_gives() -> None:
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-6)
 
 
-def test_from_the_tenth_step_on_no_bit_differs_from_torchs() -> None:
+def test_from_step_73_on_no_bit_differs_from_torchs() -> None:
     step = make_averaging_step()
-    for number in range(10):
+    for number in range(73):
         step(loss_of(step.model), [batch(number)])
     plain = make_step()
     plain.model.load_state_dict(step.model.state_dict())
     loaded = copy.deepcopy(step.state_dict())
     plain.load_state_dict(loaded)
-    for number in range(10, 14):
+    for number in range(73, 77):
         for own in (step, plain):
             own(loss_of(own.model), [batch(number)])
     assert_same_bits(everything(step), everything(plain))
@@ -68,14 +68,16 @@ def test_several_micro_batches_and_shared_layers_never_overshoot() -> None:
         seen = torch.cat([step.model.conv(one["image"]) for one in images])  # type: ignore[operator]
     step(loss_of(step.model), images)
     mean, variance = statistics(step.model)
-    # All four moved them: 0.86 of the way from 0 and 1.
-    assert torch.all((mean / seen.mean((0, 2, 3)) - 0.86).abs() < 0.25)
+    # All four moved them, 1 - (1 - 8/11)^4 = 0.994 of the way from 0, and weigh 24 to 28 % each.
+    torch.testing.assert_close(mean, 0.994 * seen.mean((0, 2, 3)), rtol=0.1, atol=0)
     assert torch.all(variance < 1)
     assert torch.all(variance > 0)
 
 
 def test_layers_that_run_elsewhere_or_count_for_themselves_are_left_alone() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(2, momentum=None), nn.BatchNorm1d(2, track_running_stats=False))
+    model = nn.Sequential(
+        nn.BatchNorm1d(2, momentum=None), nn.BatchNorm1d(2, momentum=0.0), nn.BatchNorm1d(2, track_running_stats=False)
+    )
     assert not NormAverages(model).norms
     frozen = nn.BatchNorm1d(2).eval()
     averages = NormAverages(frozen)

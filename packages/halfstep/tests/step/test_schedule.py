@@ -47,6 +47,12 @@ def test_curves_equal_torchs(case: str) -> None:
     assert our_curve(50, **options) == pytest.approx(torch_curve(make, 50), abs=1e-12)
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_a_run_of_a_few_steps_has_the_full_rate_in_the_first(name: str, steps: int) -> None:
+    assert our_curve(steps, name=name, warmup_steps=1, step_size=100)[0] == 1.0
+
+
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_warmup_rises_linearly_and_its_first_step_already_moves(name: str) -> None:
     curve = our_curve(50, name=name, warmup_steps=5, step_size=100)

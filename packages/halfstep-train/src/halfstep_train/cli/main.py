@@ -78,7 +78,7 @@ def _wrap_stream(stream: TextIO) -> TextIO:
 # --- commands ---
 
 COMMANDS = (
-    *("bench", "check", "compare", "detect", "dry-run", "evaluate", "exercise", "formats", "guide", "ledger"),
+    *("bench", "check", "compare", "detect", "dry-run", "evaluate", "exercise", "export", "formats", "guide", "ledger"),
     *("pack", "plan", "predict", "replay", "report", "runs", "top", "train", "verify"),
 )
 """A command is the function `command` in the module of the same name, parsed with that module's `CONTEXT`."""
@@ -285,8 +285,10 @@ def _suggest_instead(option: str, options: Sequence[Any], *, is_last: bool) -> s
     name, names = option.lstrip("-").replace("-", "_"), {one.name for one in options}
     if "quiet" in names and name in HABITS:
         return f"{HABITS[name]}. "
-    if "precision" in names and name.replace("_", "-") in PRECISIONS:
-        return f"use --precision {name.replace('_', '-')}. "
+    precision = name.replace("_", "-")
+    if precision in PRECISIONS:
+        taking = [one for one in options if one.name in ("precision", "precisions", "target")]
+        return f"use {taking[0].opts[0]} {taking[0].metavar or precision}. " if taking else ""
     if "arguments" not in names:
         return ""
     if name in KEY_ALIASES or name in PRECISION_KEYS or "." in name:

@@ -364,7 +364,7 @@ def _print_memory(plan: MemoryPlan) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from halfstep_train.report.console import print_text
+    from halfstep_train.report.console import break_line, print_text
     from halfstep_train.report.memory_view import (
         COMPONENTS,
         build_memory_tables,
@@ -377,7 +377,8 @@ def _print_memory(plan: MemoryPlan) -> None:
     of_modes = "in each mode" if len(plan.rows[0].totals) > 1 else ""
     unit, unit_bytes = choose_memory_unit(plan.rows)
     by_component = f"by component in {plan.mode} mode"
-    console.print(", ".join(filter(None, [f"{plan.title}: predicted peak in {unit}", by_component, of_modes])))
+    title = ", ".join(filter(None, [f"{plan.title}: predicted peak in {unit}", by_component, of_modes]))
+    console.print(break_line(title, console.width))
     rows = merge_equal_rows(plan.rows)
     for number, table in enumerate(build_memory_tables(rows, console.width)):
         console.print(*([""] if number else []), table, sep="\n")
@@ -400,7 +401,7 @@ def _print_memory(plan: MemoryPlan) -> None:
     legend |= {name: TRACED[name] for name in plan.rows[0].totals}
     console.print("\ncolumns", style="dim")
     for name, about in legend.items():
-        console.print(f"  {name}: {about}", style="dim")
+        console.print(break_line(f"  {name}: {about}", console.width), style="dim")
     console.print(f"  {UNIT}", style="dim")
 
 

@@ -38,8 +38,9 @@ def command(
     if as_json:
         return typer.echo(json.dumps(replace_non_finite(rows), indent=2))
     if not rows:
-        is_run = (folder / "config.yaml").is_file()
-        hint = f", which is a run itself: halfstep top {folder}" if is_run else ""
+        hint = "; `halfstep runs DIR` lists another folder"
+        if (folder / "config.yaml").is_file():
+            hint = f", which is a run itself: halfstep top {folder}"
         return typer.echo(f"no runs in {folder}{hint}")
     columns = {title: [format_facts(row)[title] for row in rows] for title in format_facts(rows[0])}
     return open_result_console().print(make_columns_table(columns, left=("run", "state")))

@@ -147,9 +147,11 @@ def command(
         typer.echo(
             "validation reads each sample once, in index order, and compares their number with data.val_size", err=True
         )
-    if schema or show_config:
-        return show_without_training(loaded, schema, is_shown=show_config, as_json=as_json)
     launch = read_launch(os.environ)
+    if schema or show_config:
+        if launch is None or launch.rank == 0:
+            show_without_training(loaded, schema, is_shown=show_config, as_json=as_json)
+        return
     new_folder = choose_new_folder(out, log_dir, dry=dry and not resume, name=loaded.config.workload)
     with new_folder as folder, stop_after(timeout):
         if resume is None:
@@ -164,7 +166,6 @@ def command(
         from halfstep_train.run.train import train
 
         train(loaded, out=folder, resume=resume, allow_changes=allow_changes, launch=launch)
-    return None
 
 
 def load_config(

@@ -219,7 +219,7 @@ def translate_globals(statements: Sequence[Statement], used: set[str]) -> list[S
 
 
 def find_setting(key: str) -> str:
-    """Return the setting that a key stands for in every schema, or the key itself."""
+    """Return the setting that an alias of all workloads names, or the key itself."""
     return KEY_ALIASES[key].path if key in KEY_ALIASES else PER_RANK_KEYS.get(key, key)
 
 
@@ -328,11 +328,17 @@ def nest_paths(chosen: Mapping[str, Statement]) -> dict[str, Any]:
 
 
 def note_unused_globals(statements: Sequence[Statement], used: set[str]) -> list[str]:
-    """Note globals from overrides that nothing refers to."""
-    paths = [s.path for s in statements if s.path.startswith("globals.") and s.origin.layer == "override"]
-    names = [path.removeprefix("globals.") for path in paths]
-    idle = [name for name in names if name not in used and name not in GLOBAL_ALIASES]
-    return [f"globals.{name} is set, but nothing refers to ${{globals.{name}}}" for name in idle]
+    """Note globals from overrides that nothing refers to; refuse those that resemble one that has an effect."""
+    notes, known = [], used | GLOBAL_ALIASES.keys()
+    for s in statements:
+        name = s.path.removeprefix("globals.")
+        if s.path == name or s.origin.layer != "override" or name in known:
+            continue
+        fix = suggest_nearest(name, known)
+        if fix.startswith("did you mean"):
+            raise ConfigError(f"unknown global {name!r} ({s.origin})", fix=fix)
+        notes.append(f"globals.{name} is set, but nothing refers to ${{globals.{name}}}")
+    return notes
 
 
 def note_unused_options(config: RunConfig) -> list[str]:

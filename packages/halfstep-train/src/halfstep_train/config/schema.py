@@ -214,7 +214,7 @@ class TrainConfig(Section):
     )
     cumulative_norms: bool = Field(
         default=True,
-        description="BatchNorm's running statistics are plain means in the first steps: momentum max(momentum, 1/n)",
+        description="BatchNorm's running statistics move faster in the first steps: by max(momentum, 8/(n + 7))",
     )
     find_unused: bool = Field(
         default=False, description="Several ranks: some trained parameters are not used in every step"

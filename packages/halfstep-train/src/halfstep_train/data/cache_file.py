@@ -118,7 +118,7 @@ def open_cache(path: Path, what: str, fix: str, *, verify_bytes: int = VERIFIED_
     """Open a file after checking its index and, evenly spread, this many bytes of its data; errors have this fix."""
     try:
         if not is_cache(path, what):
-            raise ValueError("it does not start as one")
+            raise ValueError("its first bytes are not those of such a file")
         stored = _read_index(path)
         _verify(path, stored, verify_bytes)
         return CacheFile(path=path, index=stored["index"], crcs=stored["crcs"])

@@ -19,6 +19,7 @@ from halfstep_train.guide.inspect_data import DataSummary
 from halfstep_train.guide.trial import TrialResult
 from halfstep_train.run.memory.sizing import Planners, StepCost, predict_step_cost
 from halfstep_train.workloads import KINDS, from_dict
+from halfstep_train.workloads.base.guiding import choose_side
 
 ORDER = {
     "fast": ("fast", "lowmem", "stable"),
@@ -39,8 +40,6 @@ HOW_IT_RUNS = ("train.fast", "train.memory", "train.activation_checkpointing", "
 SMALL_SET = 10_000
 """Training images below which `quick` replaces `fast`: its recipe is for a few thousand."""
 OWN_WORKERS = 4
-SIDE_STEP, LEAST_SIDE = 16, 32
-"""Image sides are multiples of the first, which fits the levels and patches of our models."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,8 +146,7 @@ def _fit_to_pictures(situation: Situation, preset: str, paths: dict[str, Any]) -
     data, config = situation.data, _build_config(situation, preset, paths)
     if data is None or data.sides is None or situation.is_demo:
         return []
-    # Rounded up to a multiple, so that no pixel of the data is lost.
-    side = max(LEAST_SIDE, -(-max(data.sides) // SIDE_STEP) * SIDE_STEP)
+    side = choose_side(data.sides)
     if side >= config.data.image_size:
         return []
     paths |= KINDS.of(situation.workload).make_guide().suggest_for_side(config, side)

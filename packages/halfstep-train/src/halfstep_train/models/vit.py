@@ -72,7 +72,7 @@ class SelfAttention(nn.Module):
         else:
             (q,), (k, v) = self._project(x[:, :num_queries], 0, 1), self._project(x, 1, 3)
         attended = F.scaled_dot_product_attention(q, k, v)
-        return self.out_proj(attended.transpose(1, 2).reshape(len(x), num_queries, dim))
+        return self.out_proj(attended.transpose(1, 2).reshape(x.shape[0], num_queries, dim))
 
     def _project(self, x: Tensor, first: int, end: int) -> Tensor:
         """Return the projections `first` to `end` - 1, of queries (0), keys (1) and values (2): (end - first, N, heads,
@@ -152,7 +152,7 @@ class Encoder(nn.Module):
     def forward(self, tokens: Tensor, rows: int, columns: int) -> Tensor:
         tokens = tokens + resize_positions(self.pos_embedding, rows, columns)
         if self.num_registers:
-            registers = self.register_tokens.expand(len(tokens), -1, -1)
+            registers = self.register_tokens.expand(tokens.shape[0], -1, -1)
             tokens = torch.cat([tokens[:, :1], registers, tokens[:, 1:]], dim=1)
         # Only the class token is used, and a layer norm acts on each token separately.
         return self.ln(self._run_layers(tokens)[:, 0])
@@ -252,7 +252,7 @@ class ViT(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows, columns = compute_grid(x.shape[2], x.shape[3], self.patch)
         patches = self.conv_proj(x).flatten(2).transpose(1, 2)
-        tokens = torch.cat([self.class_token.expand(len(x), -1, -1), patches], dim=1)
+        tokens = torch.cat([self.class_token.expand(x.shape[0], -1, -1), patches], dim=1)
         return self.heads(self.encoder(tokens, rows, columns))
 
 

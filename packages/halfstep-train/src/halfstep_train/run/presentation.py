@@ -116,8 +116,10 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
     ]
     apart = [f"{row.module} {row.compute}" for row in plan.rows if row.is_part]
     islands = [row.module for row in plan.rows if row.kind == "island"]
+    chosen = loaded.origins.get("precision.default", DEFAULT)
+    by_launcher = f" ({chosen})" if chosen.layer == "launcher" else ""  # which the user may not know of
     rows = [
-        ("precision", f"{plan.granted}{' (simulated)' if plan.simulated else ''}: {plan.reason}"),
+        ("precision", f"{plan.granted}{' (simulated)' if plan.simulated else ''}: {plan.reason}{by_launcher}"),
         ("weights", describe_half_weights(parts.step.optimizers)),
         ("other precision", list_some(apart, 4)),
         ("always fp32", list_some(islands, 4)),
@@ -130,7 +132,7 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
         ("workers", f"{config.data.num_workers} ({loaded.origins.get('data.num_workers', DEFAULT)})"),
         ("batch", batch),
         ("ranks", _describe_ranks(parts)),
-        ("steps", _describe_length(parts)),
+        ("steps", _describe_length(parts) + _describe_long_warmup(config.schedule.warmup_steps, parts.total_steps)),
         ("recomputed", describe_recomputed(parts.model)),
         ("phases", ", ".join(own.phase.when for own in parts.phases)),
         ("optimizer", ", ".join(commits)),
@@ -203,6 +205,14 @@ def _describe_length(parts: Assembly) -> str:
         more = f" (fewer than train.max_steps={train.max_steps})" if train.max_steps > parts.total_steps else ""
         return f"{parts.total_steps} = {format_count(train.epochs, 'epoch')} of {steps}{more}"
     return f"{parts.total_steps} (train.max_steps), {parts.total_steps / steps:.1f} epochs of {steps}"
+
+
+def _describe_long_warmup(num_steps: int | None, total_steps: int) -> str:
+    """Return what a warmup means that is longer than the run; empty for any other."""
+    if num_steps is None or num_steps <= total_steps:
+        return ""
+    share = f"{total_steps / num_steps:.2g}"
+    return f"; schedule.warmup_steps={num_steps} is longer: the learning rate only rises to {share} of optimizer.lr"
 
 
 def _add_origin(value: str, loaded: Loaded, key: str) -> str:

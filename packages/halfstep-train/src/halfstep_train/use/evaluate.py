@@ -17,7 +17,7 @@ from halfstep.hardware.memory import describe_memory
 from halfstep.precision.plan import Plan
 from halfstep.step.randomness import choose_algorithms
 from halfstep_train.config.schema import RunConfig
-from halfstep_train.data.loader import Loader
+from halfstep_train.data.loader import Loader, Samples
 from halfstep_train.data.seeds import Key
 from halfstep_train.report.results import EvaluationResult
 from halfstep_train.report.run_report import RunReport
@@ -65,7 +65,7 @@ def evaluate(
     evaluating_as: Any = load_part(kind.evaluate.evaluation) if kind.evaluate else PlainEvaluation
     wanted = resolve_options(kind.evaluate.options if kind.evaluate else (), options or {}, run.config.workload)
     with name_lost_files(run.frozen):
-        config, workload = _load_data(run, evaluating_as, data, report)
+        config, workload = load_data(run, evaluating_as, data, report)
     workload = replace(workload, frozen=check_frozen_parts(run, workload.frozen))
     plan = choose_plan(run, workload.model, device=device, precision=precision, frozen=workload.frozen)
     for note in (*run.notes, *plan.warnings, *workload.notes, *_warn_about_batch_size(config, workload, batch_size)):
@@ -98,7 +98,7 @@ def evaluate(
     return found
 
 
-def _load_data(
+def load_data(
     run: OpenedRun, kind: type[Evaluating], data: Path | None, report: RunReport
 ) -> tuple[RunConfig, Workload]:
     """Load the run's validation data, or all data of another folder."""
@@ -174,10 +174,10 @@ class LoadedModel:
         load_for_use(self.model, replace(self.run.checkpoint, ema={}))
         return {f"raw_{name}": value for name, value in self._validate(self.workload, pieces=1).items()}
 
-    def look(self, index: int) -> tuple[Batch, Any]:
-        """Return one validation sample as the model sees it, and the model's output."""
+    def look(self, index: int, samples: Samples | None = None) -> tuple[Batch, Any]:
+        """Return one validation sample, or one of other samples, as the model sees it, and the model's output."""
         seed, device = self.config.train.seed, torch.device(self.plan.device)
-        sample = self.workload.val_samples.sample(index, key=(seed, 0, index))
+        sample = (self.workload.val_samples if samples is None else samples).sample(index, key=(seed, 0, index))
         raw = {name: tensor.unsqueeze(0).to(device) for name, tensor in sample.items()}
         batch = self.workload.prepare_batch(raw, key=Key.for_validation(index), training=False)
         with enter_evaluation(self.model), self.plan.forward():

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halfstep.errors import ConfigError, suggest_command
 from halfstep_train.config import load as configs
 from halfstep_train.workloads.base.kind import Kinds
 
@@ -56,12 +57,25 @@ CONFIGS = {path.name: path for path in Path(__file__).parent.glob("*/configs/*.y
 
 def load(target: str, **given: Any) -> configs.Loaded:
     """Load a config, see `config.load.load`; a file that does not exist may be one of CONFIGS."""
-    shipped = CONFIGS.get(Path(target).name)
-    if shipped is None or Path(target).exists():
+    path = Path(target)
+    if path.exists() or not configs.is_file(target, KINDS):
         return configs.load(target, kinds=KINDS, **given)
+    shipped = CONFIGS.get(path.name)
+    if shipped is None:
+        raise ConfigError(f"no such config file: {target}", fix=suggest_command_for(path))
     loaded = configs.load(str(shipped), kinds=KINDS, **given)
     note = f"{target} does not exist here: this is {shipped}, which comes with halfstep"
     return replace(loaded, notes=(note, *loaded.notes))
+
+
+def suggest_command_for(missing: Path) -> str:
+    """Suggest the workload and the preset that a file's path names, as in configs/slotcontrast/movi_e.yaml."""
+    workload = next((name for name in KINDS if name in (*missing.parts, missing.stem)), None)
+    if workload is None:
+        return f"give the path of a YAML file, or a workload such as {DEMO_WORKLOAD}"
+    presets = [name for name in KINDS.of(workload).get_schema(workload).presets if missing.stem.startswith(name)]
+    command = suggest_command("train", workload, *(f"preset={name}" for name in presets))
+    return f"give the path of a YAML file, or train halfstep's {workload} without one: {command}"
 
 
 from_dict = partial(configs.load_dict, kinds=KINDS)

@@ -382,7 +382,7 @@ class StoredShards:
         except ValueError as error:
             raise CheckpointError(f"{MANIFEST}: {error}") from None
         if manifest["layout"] != LAYOUT_VERSION:
-            raise CheckpointError(f"it has layout {manifest['layout']}, this halfstep reads {LAYOUT_VERSION}; "
+            raise CheckpointError(f"it has layout {manifest['layout']}, but this halfstep reads {LAYOUT_VERSION}; "
                                   f"halfstep {manifest['halfstep']} wrote it")  # fmt: skip
         _describe_mesh(manifest["mesh"])  # raises if it is not one
         held, files = check_coverage(manifest), manifest["files"]

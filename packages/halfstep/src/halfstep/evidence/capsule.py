@@ -150,7 +150,7 @@ def read_capsule(path: Path) -> Capsule:
         raise _make_damaged_error(path, f"{ABOUT}: {error}") from error
     if version != VERSION:
         raise CheckpointError(
-            f"the capsule {path} has version {version}, this halfstep reads {VERSION}",
+            f"the capsule {path} has version {version}, but this version of halfstep reads {VERSION}",
             fix=f"replay it with halfstep {about.get('versions', {}).get('halfstep', 'of that time')}",
         )
     try:

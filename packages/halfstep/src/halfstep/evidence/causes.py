@@ -33,7 +33,7 @@ from halfstep.formats import find_format
 from halfstep.precision.plan import Plan
 
 OVERFLOW = "overflow of the format"
-UNDERFLOW = "underflow or 0/0"
+UNDERFLOW = "underflow, or an undefined result such as x/0"
 REFUSED = "an operation that refuses the format"
 BAD_INPUT = "bad input"
 BAD_STATE = "bad state"

@@ -229,8 +229,10 @@ def make_scaler_options(given: torch.amp.GradScaler | Mapping[str, object] | Non
 def warn_of_idle_scaler(given: torch.amp.GradScaler | Mapping[str, object] | None, plan: Plan) -> None:
     """Warn of a GradScaler in a precision that needs none."""
     if isinstance(given, torch.amp.GradScaler) and given.is_enabled() and not plan.needs_loss_scaling:
+        # bf16 needs none either where it falls back to fp32; fp16 would.
+        name = plan.granted if plan.asked in ("auto", "fp16") else plan.asked
         warn_user(
-            f"{plan.granted} needs no scaler, so scaler=GradScaler(...) is not used: only fp16's range is so small "
+            f"{name} needs no scaler, so scaler=GradScaler(...) is not used: only fp16's range is so small "
             "that gradients vanish without one. Leave it out"
         )
 
@@ -271,7 +273,7 @@ def refuse_non_finite_settings(optimizers: Sequence[Optimizer]) -> None:
                 if isinstance(value, (float, int, np.number)) and not math.isfinite(value):
                     raise ConfigError(
                         f"{name} of {type(optimizer).__name__} is {value}",
-                        why="it was written into param_groups, and a step with it would ruin every weight of the group",
+                        why="it was set in param_groups, and one step with it would destroy the group's weights",
                         fix=f'optimizer.param_groups[...]["{name}"] = a finite number',
                     )
 

@@ -303,7 +303,7 @@ def _read(path: Path) -> dict[str, Any]:
         found = read_sealed(document)
         if (layout := found["layout"]) != LAYOUT_VERSION:
             raise CheckpointError(
-                f"{path} has layout {layout}, this halfstep reads {LAYOUT_VERSION}",
+                f"{path} has layout {layout}, but this version of halfstep reads {LAYOUT_VERSION}",
                 fix=f"load it with halfstep {found['halfstep']}",
             )
         checksums = {name: _compute_checksum(tensor) for name, tensor in tensors.items()}

@@ -73,9 +73,12 @@ def stepwise(step: float, o: ScheduleOptions, length: int) -> float:
 
 
 def onecycle(step: float, o: ScheduleOptions, length: int) -> float:
-    """Return Smith & Topin's one-cycle policy with cosine annealing, as in torch's OneCycleLR."""
+    """Return Smith & Topin's one-cycle policy with cosine annealing, as in torch's OneCycleLR.
+
+    Unlike there, the first step of up to three steps has the full rate: a single one would have the final rate.
+    """
     low, final = 1 / o.start_divisor, 1 / (o.start_divisor * o.end_divisor)
-    peak = o.peak_share * length - 1
+    peak = max(o.peak_share * length - 1, 0)
     if peak > 0 and step <= peak:
         return _anneal(low, 1.0, step / peak)
     return _anneal(1.0, final, min((step - peak) / max(length - 1 - peak, 1e-12), 1.0))

@@ -16,6 +16,8 @@ from halfstep_train.data.loader import Samples
 
 SIZED_FILES = 32
 """Number of images whose size is read; each one means opening a file."""
+SIDE_STEP, LEAST_SIDE = 16, 32
+"""Image sides are multiples of the first, which fits the levels and patches of our models."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +63,11 @@ def measure_median_size(total: int, size_of: Callable[[int], tuple[int, int]]) -
     """Return the median width and height of a few of `total` images; `size_of(index)` gives (width, height)."""
     width, height = np.median([size_of(index) for index in spread_indices(total, SIZED_FILES)], axis=0)
     return int(width), int(height)
+
+
+def choose_side(sides: tuple[int, int]) -> int:
+    """Return the side in pixels at which images of this width and height are seen whole, without scaling them up."""
+    return max(LEAST_SIDE, -(-max(sides) // SIDE_STEP) * SIDE_STEP)
 
 
 def read_size(path: Path) -> tuple[int, int]:

@@ -46,7 +46,7 @@ def import_callable(path: str, *, what: str, form: str) -> Callable[..., Any]:
         raise ConfigError(
             f"{what} {path!r} cannot be imported: {module_name} raises {type(error).__name__}",
             why=f"{text} ({line})",
-            fix=f"correct it; `python -c 'import {module_name}'` shows the same",
+            fix=f"correct the module; `python -c 'import {module_name}'` raises the same error",
         ) from error
     found = getattr(module, name, None)
     if found is None or not (callable(found) or hasattr(found, "builder")):

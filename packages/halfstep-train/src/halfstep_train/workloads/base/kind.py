@@ -113,6 +113,18 @@ class PredictCommand:
     """Whether the predictor writes files: `request.out` is then always a new folder, else only if --out is given."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExportCommand:
+    """`halfstep export`."""
+
+    input: str
+    """The tensor of a batch that the model takes."""
+    longest: Part | None = None
+    """(config) -> the longest sequence that the model takes, if the second dimension of the input is one."""
+    read: Part | None = None
+    """(model, folder): reads back what the family's `export` wrote."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GuideEntry:
     """`halfstep guide`."""
@@ -162,6 +174,7 @@ class Kind:
     synthetic: SyntheticData | None = None
     evaluate: EvaluateCommand | None = None
     predict: PredictCommand | None = None
+    export_command: ExportCommand | None = None
     guide: GuideEntry | None = None
 
     @classmethod

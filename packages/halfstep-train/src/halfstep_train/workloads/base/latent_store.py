@@ -115,7 +115,7 @@ class Encoding:
                     another = "another VAE: model.vae" if self.format == "fp32" else "precision.modules={vae: fp32}"
                     raise ConfigError(
                         f"the VAE gives NaN or infinity in {self.format} for {name} or one of the "
-                        f"{len(indices) - 1} after it",
+                        f"{len(indices) - 1} images after it",
                         fix=f"{another}, or leave the file out",
                     )
                 done += len(indices)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from halfstep_train.workloads.base.kind import (
     SYNTHETIC,
     EvaluateCommand,
+    ExportCommand,
     GuideEntry,
     Kind,
     Option,
@@ -19,6 +20,7 @@ KIND = Kind.from_package(
     kept=("model.replace_head",),
     reads_packs=True,
     task="classification",
+    export_command=ExportCommand("image"),
     usual="resnet50",
     sample=SampleUnit(name="image", size=lambda config: f"{config.data.image_size} pixels"),
     synthetic=replace(SYNTHETIC, peer_prepare=".build:make_peer_prepare"),

@@ -20,6 +20,7 @@ from halfstep_train.data.seeds import make_generator
 from halfstep_train.models.vit import ViT, build_vit, compute_grid, resize_positions
 from halfstep_train.models.weights import load_weights_, match_names, read_weights
 from halfstep_train.workloads import get_model_name
+from halfstep_train.workloads.base.guiding import choose_side
 from halfstep_train.workloads.base.import_path import import_callable
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.workload import Prepare, Workload
@@ -33,6 +34,7 @@ from halfstep_train.workloads.classification.config import (
     ViTConfig,
 )
 from halfstep_train.workloads.classification.data import get_evaluation_size, open_image_data
+from halfstep_train.workloads.classification.guide import Guide, measure_sides
 from halfstep_train.workloads.classification.resnet import ResNet, build_resnet
 from halfstep_train.workloads.classification.scores import ClassificationMetrics, Mixing, classification_loss, mix
 
@@ -53,10 +55,24 @@ def build(config: ClassifierConfig, store: Mapping[str, Any] | None = None) -> W
         load_start_weights_(model, config.model.weights, replace_head=config.model.replace_head)
 
     prepare = PrepareImages(config.data)
-    rows = (*data.about, *describe_augmentation(config.data)) if is_new else data.about
+    rows = data.about
+    if is_new:
+        rows = (*rows, *describe_scaling(config, data.train), *describe_augmentation(config.data))
     about = {"notes": data.notes, "val_names": data.val_names, "about": rows}
     by_batch = ("Mixup and CutMix",) if prepare.mixing.is_on else ()
     return make_workload(config, model, data.train, data.val, store, prepare, by_batch=by_batch, **about)
+
+
+def describe_scaling(config: ClassifierConfig, train: Samples) -> tuple[tuple[str, str], ...]:
+    """Return the header's line about images that are smaller than what the model sees."""
+    sides = measure_sides(train)
+    if sides is None or choose_side(sides) >= config.data.image_size:
+        return ()
+    width, height = sides
+    fitting = Guide().suggest_for_side(config, choose_side(sides))
+    settings = " ".join(f"{path}={value}" for path, value in fitting.items() if value)
+    size = config.data.image_size
+    return (("image size", f"{size}: images of {width}×{height} pixels are scaled up; at their own size: {settings}"),)
 
 
 def describe_augmentation(data: ImageDataConfig) -> tuple[tuple[str, str], ...]:

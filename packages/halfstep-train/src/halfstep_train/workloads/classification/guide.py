@@ -35,7 +35,7 @@ class Guide:
             classes=tuple(data.titles.get(name, name) for name in data.classes),
             counts=_count_labels(data.train, len(data.classes)),
             notes=data.notes,
-            sides=_measure_sides(data.train),
+            sides=measure_sides(data.train),
         )
 
     def draw_sample(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
@@ -61,7 +61,8 @@ def _count_labels(train: Samples, num_classes: int) -> tuple[int, ...]:
     return tuple(counted[number] for number in range(num_classes))
 
 
-def _measure_sides(train: Samples) -> tuple[int, int] | None:
+def measure_sides(train: Samples) -> tuple[int, int] | None:
+    """Return the median width and height of the training images; None if they are neither files nor arrays."""
     if isinstance(train, TrainingImages):
         width, height = np.median(train.images.sizes, axis=0)
         return int(width), int(height)

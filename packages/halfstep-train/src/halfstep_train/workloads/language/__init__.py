@@ -5,6 +5,7 @@ from dataclasses import replace
 from halfstep_train.workloads.base.kind import (
     SYNTHETIC,
     EvaluateCommand,
+    ExportCommand,
     GuideEntry,
     Kind,
     Option,
@@ -18,6 +19,7 @@ KIND = Kind.from_package(
     config=LanguageConfig,
     kept=("data.tokenizer", "model.vocab"),
     task="language",
+    export_command=ExportCommand("tokens", longest=".config:get_context", read=".build:read_export_"),
     usual="gpt2",
     export=".build:export",
     sample=SampleUnit(

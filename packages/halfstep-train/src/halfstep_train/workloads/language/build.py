@@ -226,3 +226,8 @@ def export(
     save_gpt2(weights, get_model_size(config, store), folder, ends_at=ends_at)
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)
+
+
+def read_export_(model: GPT2, folder: Path) -> None:
+    """Load the weights that `export` wrote."""
+    load_gpt2_(model, folder, has_its_tokenizer=True)

@@ -68,6 +68,6 @@ def _refuse_bad_utf8(prompt: str) -> None:
     except UnicodeEncodeError as error:
         raise DataError(
             f"the prompt {prompt!r} is not UTF-8",
-            why=f"character {error.start + 1} of it is a byte of another encoding",
+            why=f"character {error.start + 1} is a byte of another encoding",
             fix="type it in a UTF-8 terminal (locale), or convert the file it comes from with iconv",
         ) from error

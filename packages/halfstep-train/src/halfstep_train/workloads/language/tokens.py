@@ -214,9 +214,9 @@ def _open_shard(path: Path, size: int, magic: int, version: int, count: int) -> 
         raise DataError(f"{path} has version {version} of llm.c's format", why=f"only version {known} is supported")
     if size != begin + count * itemsize:
         raise DataError(
-            f"{path} holds {(size - begin) // itemsize:,} ids, its header claims {count:,}",
+            f"{path} holds {(size - begin) // itemsize:,} ids, but its header claims {count:,}",
             why="it is incomplete, or was modified later",
-            fix="copy or make it again",
+            fix="copy it again, or create it again",
         )
     return np.memmap(path, dtype=kind, mode="r", offset=begin, shape=(count,))
 
@@ -278,7 +278,7 @@ def _write_cache(texts: TextFiles, tokenizer: Tokenizer, path: Path, made_from: 
     kind, ends = _choose_dtype(tokenizer), [0]
     with explain_full_disk(path, "the token cache"):
         path.parent.mkdir(parents=True, exist_ok=True)
-    # A low estimate: in most texts a token stands for four bytes or more. Running out of space is an error anyway.
+    # An estimate for most texts, at four bytes of text per token. Running out of space later is still an error.
     num_bytes = sum(file.stat().st_size for file in texts.all) * kind.itemsize // 4
     with write_cache(path, TOKENS, num_bytes) as file:
         for part in ("train", "val"):

@@ -96,7 +96,7 @@ class MapPredictor(FilePredictor):
         lacking = [path for path in found.list_paths() if path != found.gain and not path.is_file()]
         if lacking:
             raise DataError(
-                f"{antenna} lacks {lacking[0]}", why="it is an input of the model", fix="unpack all of png/"
+                f"{antenna} lacks {lacking[0]}", why="it is an input of the model", fix="unpack the whole folder png/"
             )
         has_truth = found.gain is not None and found.gain.is_file()
         return found if has_truth else replace(found, gain=None)

@@ -1,6 +1,14 @@
 """Segmentation: one class per pixel, with a U-Net."""
 
-from halfstep_train.workloads.base.kind import EvaluateCommand, GuideEntry, Kind, Option, PredictCommand, SampleUnit
+from halfstep_train.workloads.base.kind import (
+    EvaluateCommand,
+    ExportCommand,
+    GuideEntry,
+    Kind,
+    Option,
+    PredictCommand,
+    SampleUnit,
+)
 from halfstep_train.workloads.segmentation.config import UNetConfig
 
 KIND = Kind.from_package(
@@ -8,6 +16,7 @@ KIND = Kind.from_package(
     config=UNetConfig,
     kept=("model.classes", "model.ignore_index", "data.channels", "data.scale"),
     task="segmentation",
+    export_command=ExportCommand("image"),
     hint=".scores:hint_at_single_class",
     sample=SampleUnit(name="image", size=lambda config: f"{config.data.image_size} pixels"),
     evaluate=EvaluateCommand(

@@ -1,0 +1,92 @@
+"""`halfstep export`: write trained weights as a file that other programs load."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from halfstep.errors import ConfigError, suggest_install
+from halfstep_train.cli.options import Checkpoint, Json, RunFolder, Trust, option, refuse_bad_run
+
+FORMATS = {"safetensors": ("fp32", "fp16", "bf16"), "onnx": ("fp32", "fp16", "int8")}
+ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+
+
+def command(
+    run: RunFolder,
+    to: Annotated[str, option("Kind of file.", "--to", metavar="safetensors|onnx")],
+    format: Annotated[
+        str, option("Format of the weights; bf16 for safetensors, int8 for onnx.", metavar="fp32|fp16|bf16|int8")
+    ] = "fp32",
+    out: Annotated[Path | None, option("New folder.", metavar="DIR", show_default="RUN/export/TO-FORMAT")] = None,
+    checkpoint: Checkpoint = "best",
+    trust: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Write trained weights as a file that other programs load, and score that file on the run's validation data.
+
+    For U-Net, ResNet, ViT and GPT-2. safetensors: the names are torchvision's for ResNet and ViT, and transformers' for
+    GPT-2. onnx: one model with a dynamic batch; int8 is calibrated on training samples. Everything is computed on this
+    machine's CPU.
+
+    Example:
+
+        halfstep export runs/resnet50 --to onnx --format int8
+
+        halfstep export runs/gpt2 --to safetensors --format bf16 --out gpt2_bf16
+    """
+    refuse_wrong_formats(to, format)
+    refuse_bad_run(run, out)
+    refuse_wrong_family(run, trust=trust)
+    from rich.console import Console
+
+    from halfstep_train.report.console import open_result_console
+    from halfstep_train.report.run_report import RunReport
+    from halfstep_train.use.export import export, show_export
+
+    report = RunReport(run, console=Console(stderr=True))
+    found = export(run, to=to, format=format, out=out, checkpoint=checkpoint, trust=trust, report=report)
+    if as_json:
+        typer.echo(found.to_json())
+    else:
+        show_export(found, open_result_console())
+
+
+def refuse_wrong_formats(to: str, format: str) -> None:
+    """Refuse a kind of file or a format that does not exist, and missing packages, before torch is imported."""
+    if to not in FORMATS:
+        raise ConfigError(f"unknown --to {to!r}", fix="use safetensors or onnx")
+    if format not in FORMATS[to]:
+        others = [kind for kind, formats in FORMATS.items() if format in formats]
+        fix = f"--to {others[0]} --format {format}, or " if others else ""
+        why = "most kernels of onnxruntime do not take bf16" if (to, format) == ("onnx", "bf16") else ""
+        raise ConfigError(
+            f"--to {to} has no format {format!r}", why=why, fix=f"{fix}use --format {', '.join(FORMATS[to])}"
+        )
+    missing = [name for name in ONNX_PACKAGES if to == "onnx" and importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"--to onnx needs {', '.join(missing)}, not installed", fix=suggest_install(*ONNX_PACKAGES))
+
+
+def refuse_wrong_family(run: Path, *, trust: bool) -> None:
+    """Refuse a run whose family has no export, and name what it has instead."""
+    from halfstep_train.cli.main import find_workload
+    from halfstep_train.workloads import KINDS
+
+    workload = find_workload([str(run)], trust=trust)
+    kind = KINDS.of(workload)
+    if kind.export_command:
+        return
+    fix = f"`halfstep predict {run}` uses its weights"
+    if kind.export is not None:
+        fix = f"use {run / 'model'}, which training wrote in the format of other programs"
+    elif workload not in KINDS:
+        fix = "torch.onnx.export(model, ...) in your code, as docs/export.md shows"
+    raise ConfigError(
+        f"{workload} cannot be exported",
+        why="this works for U-Net, ResNet, ViT and GPT-2, which take one tensor",
+        fix=fix,
+    )
