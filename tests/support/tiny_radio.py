@@ -1,27 +1,17 @@
-"""RadioDiff at a size that trains in seconds: settings, data, a first stage, and workloads with faults planted.
-
-`tiny_radio:FAULTY_VAE` is the family's own stage 1 with a fault in one step: `model.nan_pixel`,
-`model.exploding_critic`.
-"""
+"""RadioDiff at a size that trains in seconds: settings, data and a first stage."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from halfstep_train.config.load import Loaded
 from halfstep_train.run.train import train
 from halfstep_train.workloads import load
-from halfstep_train.workloads.base.kind import Kind
-from halfstep_train.workloads.base.workload import Batch, Phase, Workload
-from halfstep_train.workloads.radio import build_vae
-from halfstep_train.workloads.radio.config import RadioVaeConfig, RadioVaeModelConfig
 from halfstep_train.workloads.radio.demo import write_demo
 from halfstep_train.workloads.radio.first_stage import write_first_stage
 from halfstep_train.workloads.radio.vae import RadioVAE
@@ -73,47 +63,3 @@ def train_vae(out: Path, data: Path, workload: str = "radiodiff_vae", **more: An
 
 def train_diffusion(out: Path, data: Path, vae: Path, workload: str = "radiodiff", **more: Any) -> Path:
     return train(settings(workload, data, {**DIFFUSION, "model.vae": str(vae)}, **more), out=out)
-
-
-# --- faults ---
-
-
-class FaultyModelConfig(RadioVaeModelConfig):
-    nan_pixel: int = -1
-    """Step whose first map has one NaN."""
-    exploding_critic: int = -1
-    """Step in which the discriminator's logits are infinite."""
-
-
-class FaultyVaeConfig(RadioVaeConfig):
-    model: FaultyModelConfig = FaultyModelConfig()
-
-
-def build_faulty(config: FaultyVaeConfig, store: Mapping[str, Any] | None = None) -> Workload:
-    workload = build_vae.build_vae(config, store)
-
-    def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
-        found = workload.prepare(batch, key=key, training=training)
-        step = key[1] if training else -2
-        if step == config.model.nan_pixel:
-            found["image"][0, 0, 3, 3] = torch.nan
-        explodes = torch.tensor(step == config.model.exploding_critic)
-        return found | {"explodes": explodes.expand(len(found["image"]))}
-
-    return dataclasses.replace(workload, prepare=prepare, phases=tuple(_exploding(phase) for phase in workload.phases))
-
-
-def _exploding(phase: Phase) -> Phase:
-    if phase.name != "discriminator":
-        return phase
-    forward = phase.forward
-    assert forward is not None
-
-    def poisoned(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        found = forward(model, batch)
-        return found | {"real": torch.where(batch["explodes"].any(), -torch.inf, found["real"])}
-
-    return dataclasses.replace(phase, forward=poisoned)
-
-
-FAULTY_VAE = Kind(builder=build_faulty, config=FaultyVaeConfig)

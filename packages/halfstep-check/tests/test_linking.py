@@ -1,4 +1,4 @@
-"""Helpers in files beside a script are followed, and what is wrong in them is reported for their own file only."""
+"""Helpers in files next to a script are followed, and what is wrong in them is reported for their own file only."""
 
 from __future__ import annotations
 

@@ -97,14 +97,6 @@ def test_whatever_stops_a_row_is_its_reason(problem: Problem, error: Exception, 
     assert "\n" not in describe_failure(error)
 
 
-def test_a_stop_by_the_user_is_no_row(problem: Problem) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        measure_row(Somebody(each_step=interrupt), problem, SHORT)
-
-
 def test_ctrl_c_while_a_row_is_measured_ends_the_bench(problem: Problem) -> None:
     ends: list[float] = []
 

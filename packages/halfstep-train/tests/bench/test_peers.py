@@ -4,13 +4,11 @@ minutes here; `tests/gpu/test_peers_gpu.py` runs the real one."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gc
 import importlib
 import logging
 import os
 import signal
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -21,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.backend_flags import read_effective_leaves, read_flags
-from halfstep.errors import ConfigError, HalfstepError, HardwareError, PrecisionError
-from halfstep_train.bench.peers import PEERS, PeerMissing, PeerSetup, isolate_peer, list_peers
+from halfstep.errors import ConfigError, HardwareError
+from halfstep_train.bench.peers import PEERS, PeerSetup, isolate_peer, list_peers
 from halfstep_train.bench.problem import Batch, Problem, Runner
 from halfstep_train.kernels.fast_forms import FORMS, force, is_wanted
 from halfstep_train.tune.fresh_thread import run_in_fresh_thread
@@ -131,16 +129,6 @@ def test_a_peers_optimizer_has_the_options_that_were_stated(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", INSTALLED)
-def test_a_peer_trains_alike_in_a_thread_of_its_own(name: str) -> None:
-    """Where signals cannot be handled, and backward has no thread to go to."""
-    problem = Watched().problem
-    expected = reference_losses(problem)
-    for runner in runners(name, problem):
-        loss = run_in_fresh_thread(functools.partial(runner.train, STEPS, lambda: None), problem.device)
-        assert loss == pytest.approx(expected[-1], rel=1e-5), runner.variant
-
-
-@pytest.mark.parametrize("name", INSTALLED)
 def test_ctrl_c_ends_a_peer_in_a_thread_of_its_own(name: str) -> None:
     documented, _ = runners(name, Watched().problem)
 
@@ -231,32 +219,22 @@ def test_fp32_is_strict_and_tf32_is_not_while_a_peer_trains(name: str, precision
 
 
 @pytest.mark.parametrize("name", INSTALLED)
-def test_a_peer_leaves_the_process_as_it_found_it(name: str) -> None:
+def test_a_peer_prints_nothing_releases_its_model_and_leaves_the_process_as_it_was(
+    name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     def state() -> tuple[object, ...]:
         handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
         flags = read_flags(), torch.backends.cudnn.benchmark, torch.is_grad_enabled(), torch.get_default_dtype()
         amp = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
         return *flags, *amp, *handlers, dict(os.environ), logging.root.manager.disable, torch.get_rng_state().tolist()
 
-    made = runners(name, Watched().problem, "bf16")
+    watched = Watched()
+    made = runners(name, watched.problem, "bf16")
     before = state()
     for runner in made:
         runner.train(2, lambda: None)
         assert state() == before, runner.variant
-
-
-@pytest.mark.parametrize("name", INSTALLED)
-def test_a_peer_prints_nothing(name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    for runner in runners(name, Watched().problem, "bf16"):
-        runner.train(2, lambda: None)
     assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("name", INSTALLED)
-def test_a_peer_releases_its_model(name: str) -> None:
-    watched = Watched()
-    for runner in runners(name, watched.problem):
-        runner.train(1, lambda: None)
     gc.collect()
     assert [model() for model in watched.models] == [None, None]
 
@@ -281,33 +259,6 @@ def test_a_compiler_that_fails_is_the_runners_error(name: str) -> None:
             runner.train(1, lambda: None)
 
 
-@pytest.mark.parametrize("name", ["lightning", "accelerate"])
-def test_a_missing_peer_is_named_with_its_install_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in [name, "lightning.pytorch", "pytorch_lightning"]:
-        monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(PeerMissing) as caught:
-        list_peers([name], Watched().problem, "bf16")
-    assert f"{name} cannot be imported" in str(caught.value)
-    assert f"pip install {name}" in str(caught.value)
-    assert isinstance(caught.value, HalfstepError)
-    assert caught.value.exit_code == 2
-
-
-def test_an_unknown_peer_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'lightning'"):
-        list_peers(["lightening"], Watched().problem, "bf16")
-
-
-def test_an_unknown_variant_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'plain:graphs'"):
-        list_peers(["plain:graph"], Watched().problem, "bf16")
-
-
-def test_fp8_is_refused() -> None:
-    with pytest.raises(PrecisionError, match="'fp8'"):
-        list_peers(["plain"], Watched().problem, "fp8")
-
-
 def test_cuda_graphs_are_not_pretended_on_a_cpu() -> None:
     [runner] = list_peers(["plain:graphs"], Watched().problem, "fp32")
     with pytest.raises(HardwareError, match="plain graphs needs CUDA"):
@@ -324,18 +275,6 @@ def test_fp16_on_the_cpu_is_an_error_and_not_another_precision_in_disguise(name:
     for runner in runners(name, Watched().problem, "fp16"):
         with pytest.raises(HardwareError, match="cannot train fp16 on the CPU"):
             runner.train(1, lambda: None)
-
-
-def test_lightning_turns_ctrl_c_into_a_keyboard_interrupt() -> None:
-    pytest.importorskip("lightning", reason="lightning is missing: this was NOT tested")
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        runners("lightning", Watched().problem)[0].train(2, interrupt)
-    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_a_peers_name_stands_for_two_variants_and_the_third_is_asked_for() -> None:

@@ -79,5 +79,5 @@ def test_counted_arithmetic_is_what_forward_and_backward_need(workload: str) -> 
     problem = small_problem(workload)
     store = {"classes": ["c"] * 1000, "channels": 3, "num_classes": 2, "image_size": problem.config.data.image_size}
     expected = 2 * build_traceable_step(problem.config, store).sample_flops()
-    # The estimate counts a gradient for the image, too, which nobody computes.
+    # The estimate also counts a gradient of the image, which is not computed.
     assert 0.8 * expected < count_step_flops(problem) <= 1.001 * expected

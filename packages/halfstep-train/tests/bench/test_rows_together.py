@@ -73,15 +73,6 @@ def test_clocks_that_were_held_down_are_warned_of_by_row() -> None:
     assert check_clocks(rows[:1]) == ""
 
 
-def test_files_are_overwritten_only_when_asked(tmp_path: Path) -> None:
-    path = tmp_path / "bench.json"
-    refuse_to_overwrite({"--save": path, "--out": None}, force=False)
-    path.write_text("mine")
-    with pytest.raises(ConfigError, match="exists already"):
-        refuse_to_overwrite({"--save": path}, force=False)
-    refuse_to_overwrite({"--save": path}, force=True)
-
-
 @pytest.mark.parametrize(
     ("name", "why", "fix"),
     [

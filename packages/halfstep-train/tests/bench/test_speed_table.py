@@ -208,6 +208,7 @@ def wait_for_nobody(line: Any) -> None:
     time.sleep(600)
 
 
+@pytest.mark.slow  # two processes import torch
 def test_a_row_whose_process_dies_says_so_and_one_that_takes_too_long_is_ended() -> None:
     dead, slow = seat(die, 3), seat(wait_for_nobody)
     dead.wait_until_ready(time.monotonic() + 60)

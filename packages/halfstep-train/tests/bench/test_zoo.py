@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import zoo
-from zoo_models import MODELS
 
 
 def make_run(*, loss: float = 1.0, weight: float = 1.0, **more: Any) -> Any:
@@ -113,11 +112,3 @@ def test_stored_texts_name_no_folders() -> None:
     text = "at /home/me/env/lib/python3.12/site-packages/torch/nn/module.py, line 3"
     assert zoo.hide_folders({"lines": [text]}) == {"lines": ["at torch/nn/module.py, line 3"]}
     assert zoo.hide_folders(f"{zoo.HERE}/zoo.py:3") == "benchmarks/zoo.py:3"
-
-
-def test_there_are_enough_models_and_tier_b_is_a_part_of_them() -> None:
-    num_public = sum(case.package != "own" for case in MODELS.values())
-    assert num_public >= 120
-    assert len(MODELS) >= 150
-    assert len(zoo.TIER_B) >= 40
-    assert set(zoo.TIER_B) <= set(MODELS)

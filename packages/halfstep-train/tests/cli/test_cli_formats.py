@@ -6,16 +6,14 @@ import json
 
 import pytest
 
+from command_line import run_command
 from halfstep.formats import FORMATS
-from halfstep_train.cli.main import main
 
 
 def output_of(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> tuple[str, str]:
-    with pytest.raises(SystemExit) as stopped:
-        main(["formats", *argv])
-    assert (stopped.value.code or 0) == code
-    captured = capsys.readouterr()
-    return captured.out, captured.err
+    found, *said = run_command(capsys, "formats", *argv)
+    assert found == code
+    return said[0], said[1]
 
 
 def test_without_values_every_format_stands_in_the_table(

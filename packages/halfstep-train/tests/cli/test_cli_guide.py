@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from command_line import run_command
 from data.picture_folders import write_split
 from halfstep.hardware.driver import Driver
 from halfstep_train.cli.main import main
@@ -32,7 +33,7 @@ ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current folder; temporary files and the cache lie beside it."""
+    """An empty current folder; temporary files and the cache are next to it."""
     here, scratch = tmp_path / "here", tmp_path / "scratch"
     here.mkdir()
     scratch.mkdir()
@@ -51,13 +52,6 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("halfstep_train.guide.suggest.predict_step_cost", lambda *given: cheap)
 
 
-def run(capsys: Capture, *argv: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(argv)
-    output = capsys.readouterr()
-    return int(ended.value.code or 0), output.out, output.err
-
-
 def assert_nothing_is_left(place: Path) -> None:
     assert list(place.iterdir()) == []
     assert list((place.parent / "scratch").glob("halfstep-*")) == []
@@ -73,7 +67,7 @@ def test_yes_takes_every_default_prints_it_and_writes_a_config_that_trains_besid
     place: Path, capsys: Capture
 ) -> None:
     Path("resnet18-fast.yaml").write_text("mine")
-    code, text, _ = run(capsys, *QUICK, "--yes")
+    code, text, _ = run_command(capsys, *QUICK, "--yes")
     assert code == 0
     for answer in (
         "task: classification",
@@ -91,7 +85,7 @@ def test_yes_takes_every_default_prints_it_and_writes_a_config_that_trains_besid
     assert list((place.parent / "scratch").glob("halfstep-*")) == []
     assert str(place.parent / "scratch") not in text, "gone when it is read"
     assert all(Path(name).is_file() for name in text.split("Wrote ")[1].splitlines()[0].split(", "))
-    code, shown, _ = run(capsys, *commands_in(text), "--show-config", "--json")
+    code, shown, _ = run_command(capsys, *commands_in(text), "--show-config", "--json")
     settings = json.loads(shown)["settings"]
     assert code == 0
     assert settings["precision.default"]["value"] == "fp32"
@@ -110,7 +104,7 @@ def test_answers_from_a_file_reach_the_config(place: Path, capsys: Capture) -> N
         "file": "my run.yaml",
     }
     Path("answers.json").write_text(json.dumps(answers))
-    code, text, _ = run(capsys, *QUICK, "--answers", "answers.json")
+    code, text, _ = run_command(capsys, *QUICK, "--answers", "answers.json")
     assert code == 0
     assert "2: mask value 0, mask value 255" in text
     assert commands_in(text) == ["train", "my run.yaml"]
@@ -145,7 +139,7 @@ def test_wrong_answers_are_errors_and_nothing_is_written(
 ) -> None:
     file = place.parent / "answers.yaml"
     file.write_text(answers)
-    code, _, error = run(capsys, *QUICK, "--answers", str(file))
+    code, _, error = run_command(capsys, *QUICK, "--answers", str(file))
     assert code == 2
     assert message in error
     assert_nothing_is_left(place)
@@ -157,7 +151,7 @@ def test_start_really_starts_the_training(place: Path, capsys: Capture, monkeypa
     monkeypatch.syspath_prepend(str(place.parent))
     answers = "task: own\nworkload: guide_own_workload:build\ndata: .\nstart: yes\n"
     Path("answers.yaml").write_text(answers)
-    code, text, error = run(capsys, *QUICK, "--answers", "answers.yaml")
+    code, text, error = run_command(capsys, *QUICK, "--answers", "answers.yaml")
     assert code == 2
     assert "it began" in error
     assert commands_in(text) == ["train", "guide_own_workload-build-fast.yaml"]
@@ -176,7 +170,7 @@ def test_a_workload_of_ones_own_with_demo_data_needs_no_folder(
     )
     monkeypatch.syspath_prepend(str(place.parent))
     Path("answers.yaml").write_text("task: own\nworkload: own_demo:KIND\n")
-    code, text, error = run(capsys, *QUICK, "--answers", "answers.yaml")
+    code, text, error = run_command(capsys, *QUICK, "--answers", "answers.yaml")
     assert code == 0, error
     assert "pixels" not in text
     assert load("own_demo-KIND-fast.yaml").config.data.dir is None
@@ -189,7 +183,7 @@ def test_piped_lines_are_answers_and_a_wrong_folder_is_asked_again(
     folder = write_split(place.parent / "pictures")
     lines = ["1", "resnet34", "/no/such/folder", str(folder), "s", "", "mine.yaml", "n"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
-    code, text, _ = run(capsys, *QUICK)
+    code, text, _ = run_command(capsys, *QUICK)
     assert code == 0
     assert "/no/such/folder does not exist" in text
     assert "2: bird (4), cat (4)" in text
@@ -202,7 +196,7 @@ def test_input_that_ends_early_leaves_nothing_behind(
     place: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, lines: str
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
-    code, _, error = run(capsys, *QUICK)
+    code, _, error = run_command(capsys, *QUICK)
     assert code == 130
     assert "the input ended at the question" in error
     assert "--yes" in error
@@ -293,7 +287,7 @@ def test_a_person_at_a_terminal_is_led_to_a_config(place: Path, capsys: Capture)
     assert Path("taken.yaml").read_text() == "mine"
     assert sorted(path.name for path in place.iterdir()) == ["new-samples.png", "new.yaml", "taken.yaml"]
     assert list((place.parent / "scratch").glob("halfstep-*")) == []
-    assert run(capsys, "train", "new.yaml", "--show-config")[0] == 0
+    assert run_command(capsys, "train", "new.yaml", "--show-config")[0] == 0
 
 
 def test_ctrl_c_leaves_nothing_behind(place: Path) -> None:
@@ -331,10 +325,3 @@ def test_a_person_sees_what_was_measured_and_ctrl_c_after_the_trials_leaves_noth
     assert "; an estimate)" in shown
     assert code == 128 + signal.SIGINT
     assert_nothing_is_left(place)
-
-
-def test_a_missing_file_of_answers_is_named_as_such(capsys: Capture) -> None:
-    code, _, err = run(capsys, *QUICK, "--answers", "nowhere.yaml")
-    assert code == 2
-    assert "no file of answers at nowhere.yaml" in err
-    assert "--answers" in err

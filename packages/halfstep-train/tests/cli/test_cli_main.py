@@ -84,26 +84,6 @@ def test_dashes_and_underscores_in_flags_are_alike(given: list[str], understood:
     assert normalise_dashes(given) == understood
 
 
-def test_our_errors_are_messages_with_the_fix_and_exit_two(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["formats", "seven"])
-    assert stopped.value.code == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("error: 'seven' is not a number\n")
-    assert "fix: " in captured.err
-
-
-@pytest.mark.parametrize("argv", [["--nonsense"], ["detect", "--nonsense"], ["nonsense"], ["detect", "--gpu"]])
-def test_an_unknown_flag_or_command_exits_with_two_and_no_traceback(
-    capsys: pytest.CaptureFixture[str], argv: list[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(argv)
-    assert stopped.value.code == 2
-    assert "Traceback" not in capsys.readouterr().err
-
-
 def test_a_command_is_built_alone_and_help_shows_all() -> None:
     assert choose_commands(["check", "a.yaml"]) == ["check"]
     assert [command.name for command in build_app(["check"]).registered_commands] == ["check"]

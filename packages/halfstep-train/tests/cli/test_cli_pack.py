@@ -9,44 +9,37 @@ from pathlib import Path
 
 import pytest
 
+from command_line import run_command
 from data.picture_folders import write_split
 from data.test_idx import write_idx
 from diffusion_tiny import pictures, vae_folder
-from halfstep_train.cli.main import main
 from halfstep_train.report.progress import PackingBar
-
-
-def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(argv)
-    output = capsys.readouterr()
-    return int(ended.value.code or 0), output.out, output.err
 
 
 def test_packing_says_what_it_packed_and_finds_it_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_split(tmp_path)
-    code, text, _ = run(capsys, "pack", str(tmp_path), "--size", "32", "--workers", "1")
+    code, text, _ = run_command(capsys, "pack", str(tmp_path), "--size", "32", "--workers", "1")
     assert code == 0
     assert "8 training and 4 validation images of 2 classes at 32 pixels" in text
     assert text.strip().endswith(f"--data-dir {tmp_path} data.cache=true data.cache_size=32")
     written = (tmp_path / ".halfstep-32.pack").stat().st_mtime_ns
-    code, text, _ = run(capsys, "pack", str(tmp_path), "--size", "32", "--json")
+    code, text, _ = run_command(capsys, "pack", str(tmp_path), "--size", "32", "--json")
     summary = json.loads(text)
     assert (code, summary["train"], summary["val"], summary["left_out"]) == (0, 8, 4, [])
     assert (tmp_path / ".halfstep-32.pack").stat().st_mtime_ns == written
-    code, text, said = run(capsys, "pack", str(tmp_path), "--size", "32")
+    code, text, said = run_command(capsys, "pack", str(tmp_path), "--size", "32")
     assert (code, said) == (0, "")
     assert "nothing was packed" in text
-    assert "Every image was checked" in run(capsys, "pack", str(tmp_path), "--size", "32", "--verify")[1]
-    assert run(capsys, "pack", str(tmp_path), "--size", "32", "--force")[0] == 0
+    assert "Every image was checked" in run_command(capsys, "pack", str(tmp_path), "--size", "32", "--verify")[1]
+    assert run_command(capsys, "pack", str(tmp_path), "--size", "32", "--force")[0] == 0
     assert (tmp_path / ".halfstep-32.pack").stat().st_mtime_ns != written
 
 
 def test_verify_names_packs_of_other_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_split(tmp_path)
     for size in ("16", "32"):
-        assert run(capsys, "pack", str(tmp_path), "--size", size)[0] == 0
-    code, _, error = run(capsys, "pack", str(tmp_path), "--verify")
+        assert run_command(capsys, "pack", str(tmp_path), "--size", size)[0] == 0
+    code, _, error = run_command(capsys, "pack", str(tmp_path), "--verify")
     assert code == 2
     assert f"halfstep pack {tmp_path} --verify --size 16 (or --size 32)" in error
     assert f"pack this size: halfstep pack {tmp_path}\n" in error
@@ -56,19 +49,19 @@ def test_verify_finds_a_broken_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     write_split(tmp_path / "data")
     out = tmp_path / "a.pack"
     arguments = ("pack", str(tmp_path / "data"), "--size", "16", "--out", str(out))
-    assert run(capsys, *arguments)[0] == 0
-    code, text, _ = run(capsys, *arguments, "--verify", "--json")
+    assert run_command(capsys, *arguments)[0] == 0
+    code, text, _ = run_command(capsys, *arguments, "--verify", "--json")
     assert (code, json.loads(text)["verified"]) == (0, True)
     assert json.loads(text)["use"] == f"data.cache_file={out} data.cache_size=16"
     content = bytearray(out.read_bytes())
     content[5000] ^= 255
     out.write_bytes(content)
-    code, _, error = run(capsys, *arguments, "--verify")
+    code, _, error = run_command(capsys, *arguments, "--verify")
     assert code == 2
     assert "not a usable packed cache" in error
     assert f"fix: halfstep {' '.join(arguments)}\n" in error
     out.unlink()
-    code, _, error = run(capsys, *arguments, "--verify")
+    code, _, error = run_command(capsys, *arguments, "--verify")
     assert (code, "there is no packed file" in error) == (2, True)
 
 
@@ -85,26 +78,26 @@ def test_verify_says_that_a_pack_of_a_changed_folder_is_stale(
 ) -> None:
     write_split(tmp_path)
     arguments = ("pack", str(tmp_path), "--size", "16")
-    assert run(capsys, *arguments)[0] == 0
+    assert run_command(capsys, *arguments)[0] == 0
     change(tmp_path / "train")
-    code, text, _ = run(capsys, *arguments, "--verify")
+    code, text, _ = run_command(capsys, *arguments, "--verify")
     assert code == 1
     assert "STALE" in text
     assert said in text
     assert f"Pack it again: halfstep pack {tmp_path} --size 16\n" in text
-    code, text, _ = run(capsys, *arguments, "--verify", "--json")
+    code, text, _ = run_command(capsys, *arguments, "--verify", "--json")
     assert (code, json.loads(text)["verified"]) == (1, False)
-    assert run(capsys, *arguments)[0] == 0
-    assert run(capsys, *arguments, "--verify")[0] == 0
+    assert run_command(capsys, *arguments)[0] == 0
+    assert run_command(capsys, *arguments, "--verify")[0] == 0
 
 
 def test_bad_files_are_named_and_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_split(tmp_path)
     (tmp_path / "train" / "cat" / "bad.jpg").write_text("text")
-    code, _, error = run(capsys, "pack", str(tmp_path), "--size", "16")
+    code, _, error = run_command(capsys, "pack", str(tmp_path), "--size", "16")
     assert code == 2
     assert "bad.jpg" in error
-    code, text, _ = run(capsys, "pack", str(tmp_path), "--size", "16", "--on_bad_file", "skip")
+    code, text, _ = run_command(capsys, "pack", str(tmp_path), "--size", "16", "--on_bad_file", "skip")
     assert code == 0
     assert "left out: cannot read" in text
 
@@ -129,7 +122,7 @@ def test_mistakes_are_explained(
 ) -> None:
     write_split(tmp_path)
     monkeypatch.chdir(tmp_path)
-    code, _, error = run(capsys, "pack", *arguments)
+    code, _, error = run_command(capsys, "pack", *arguments)
     assert code == 2
     assert message in error
 
@@ -144,20 +137,20 @@ def test_a_config_packs_its_latents_once(tmp_path: Path, capsys: pytest.CaptureF
         "model": {"vae": str(vae), "channels": [8]},
     }
     config.write_text(json.dumps(settings))
-    code, text, _ = run(capsys, "pack", str(config))
+    code, text, _ = run_command(capsys, "pack", str(config))
     assert code == 0
     assert "latents of 6 images, with flips, encoded in fp32" in text
-    code, text, _ = run(capsys, "pack", str(config), "--json")
+    code, text, _ = run_command(capsys, "pack", str(config), "--json")
     summary = json.loads(text)
     assert (code, summary["made"], summary["format"]) == (0, False, "fp32")
-    assert run(capsys, "pack", str(config), "--size", "64")[0] == 2
+    assert run_command(capsys, "pack", str(config), "--size", "64")[0] == 2
     settings["data"] = {"dir": str(data), "image_size": 8}
     config.write_text(json.dumps(settings))
-    code, _, error = run(capsys, "pack", str(config))
+    code, _, error = run_command(capsys, "pack", str(config))
     assert code == 2
     assert "data.cache=latents" in error
     config.write_text(json.dumps({"workload": "unet"}))
-    assert run(capsys, "pack", str(config))[0] == 2
+    assert run_command(capsys, "pack", str(config))[0] == 2
 
 
 @pytest.mark.parametrize("is_config", [False, True])
@@ -175,7 +168,7 @@ def test_a_scheduler_that_ends_it_is_told_so_and_finds_nothing_half_written(
         write_split(folder)
     before = set(folder.rglob("*"))
     try:
-        code, _, error = run(capsys, "pack", str(config if is_config else folder))
+        code, _, error = run_command(capsys, "pack", str(config if is_config else folder))
     finally:
         signal.signal(signal.SIGTERM, former)
     assert code == 128 + signal.SIGTERM
@@ -185,15 +178,6 @@ def test_a_scheduler_that_ends_it_is_told_so_and_finds_nothing_half_written(
 
 def test_files_of_mnist_are_not_taken_for_a_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_idx(tmp_path / "FashionMNIST" / "raw")
-    code, _, error = run(capsys, "pack", str(tmp_path))
+    code, _, error = run_command(capsys, "pack", str(tmp_path))
     assert code == 2
     assert f"halfstep train WORKLOAD --data-dir {tmp_path}" in error
-
-
-def test_a_config_without_latents_is_told_what_packing_is_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "vae.yaml").write_text("workload: vae\n")
-    code, _, error = run(capsys, "pack", str(tmp_path / "vae.yaml"))
-    assert code == 2
-    assert "if it holds class folders" in error

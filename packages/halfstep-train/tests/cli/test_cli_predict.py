@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from halfstep_train.cli.main import main
+from command_line import run_command
 
 
 @pytest.fixture(scope="module")
@@ -19,35 +19,28 @@ def resnet(trained_resnet: Path) -> Path:
     return trained_resnet
 
 
-def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(argv)
-    output = capsys.readouterr()
-    return int(ended.value.code or 0), output.out, output.err
-
-
 def test_masks_are_written_and_told_of(unet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("predict", str(unet), str(unet / "data" / "imgs"), "--out", str(tmp_path / "out"))
-    code, text, progress = run(capsys, *arguments)
+    code, text, progress = run_command(capsys, *arguments)
     assert code == 0
     assert "masks/000_mask.png" in text
     assert "and 60 more" in text
     assert "Predicting 100/100" in progress
     assert len(list((tmp_path / "out" / "masks").iterdir())) == 100
-    code, text, error = run(capsys, *arguments)
+    code, text, error = run_command(capsys, *arguments)
     assert (code, text) == (2, "")
     assert "exists already" in error
 
 
 def test_classes_come_as_table_csv_and_json(resnet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pictures, table = resnet / "data" / "val" / "rings_fine", tmp_path / "answers.csv"
-    code, text, _ = run(capsys, "predict", str(resnet), str(pictures), "--csv", str(table), "--top_k", "2")
+    code, text, _ = run_command(capsys, "predict", str(resnet), str(pictures), "--csv", str(table), "--top_k", "2")
     assert code == 0
     assert str(pictures / "000.jpg") in text
     rows = list(csv.DictReader(table.read_text().splitlines()))
     assert list(rows[0]) == ["file", "class 1", "probability 1", "class 2", "probability 2"]
     assert len(rows) == 20
-    code, text, _ = run(capsys, "predict", str(resnet), str(pictures), "--json", "--top-k", "2")
+    code, text, _ = run_command(capsys, "predict", str(resnet), str(pictures), "--json", "--top-k", "2")
     found = json.loads(text)["predictions"]
     assert code == 0
     assert [row["file"] for row in rows] == [answer["file"] for answer in found]
@@ -59,18 +52,17 @@ def test_a_bad_file_is_counted_and_gives_exit_code_1(
 ) -> None:
     bad, good = tmp_path / "bad.jpg", resnet / "data" / "val" / "rings_fine" / "000.jpg"
     bad.write_text("text")
-    code, text, error = run(capsys, "predict", str(resnet), str(bad), str(good))
+    code, text, error = run_command(capsys, "predict", str(resnet), str(bad), str(good))
     assert code == 1
     assert "1 could not be used" in text
     assert f"left out {bad}" in error
-    code, text, _ = run(capsys, "predict", str(resnet), str(bad), str(good), "--json")
+    code, text, _ = run_command(capsys, "predict", str(resnet), str(bad), str(good), "--json")
     assert (code, [failure["file"] for failure in json.loads(text)["failed"]]) == (1, [str(bad)])
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("gone", "x.png"), "there is no run folder gone"),
         (("RUN", "gone.png"), "none of the inputs can be used: gone.png"),
         (("RUN", "RUN/checkpoints"), "it has no readable file"),
         (("RUN", "RUN/data", "--csv", "RUN/config.yaml"), "exists already"),
@@ -82,6 +74,6 @@ def test_a_bad_file_is_counted_and_gives_exit_code_1(
 def test_mistakes_are_explained(
     resnet: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:
-    code, text, error = run(capsys, "predict", *(word.replace("RUN", str(resnet)) for word in arguments))
+    code, text, error = run_command(capsys, "predict", *(word.replace("RUN", str(resnet)) for word in arguments))
     assert (code, text) == (2, "")
     assert message in error

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from command_line import run_command
 from halfstep.disk import lock_folder
-from halfstep_train.cli.main import main
 
 HOLDS = """import sys, pathlib, halfstep.disk
 with halfstep.disk.lock_folder(pathlib.Path(sys.argv[1])):
@@ -20,10 +20,8 @@ with halfstep.disk.lock_folder(pathlib.Path(sys.argv[1])):
 
 
 def say(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    with pytest.raises(SystemExit):
-        main(["runs", *words])
-    said = capsys.readouterr()
-    return said.out or said.err
+    _, out, err = run_command(capsys, "runs", *words)
+    return out or err
 
 
 def write_run(path: Path, *, is_over: bool, age_s: int) -> None:

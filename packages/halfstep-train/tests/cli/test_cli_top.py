@@ -9,16 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from halfstep_train.cli.main import main
+from command_line import run_command
 from halfstep_train.cli.top import draw_sparkline, is_over
 from halfstep_train.report.page.read_run import read_run
 
 
 def look(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as end:
-        main(["top", *words])
-    said = capsys.readouterr()
-    return int(end.value.code or 0), said.out or said.err
+    code, out, err = run_command(capsys, "top", *words)
+    return code, out or err
 
 
 def test_a_run_that_is_under_way_shows_its_newest_step_and_fault(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -168,16 +166,11 @@ def test_a_run_goes_on_by_the_command_it_was_started_with(capsys: Capture, tmp_p
         (["configs/slotcontrast/ytvis2021.yaml"], "halfstep train slotcontrast preset=ytvis\n"),
         (["configs/unet.yaml"], "halfstep train unet\n"),
         (["unet", "--precision", "fp7"], "unknown precision 'fp7' (--precision fp7)"),
-        (["unet", "--bf16", "--fp16"], "`--bf16` and `--fp16` disagree"),
         (["unet", "--epochs", "abc"], "--epochs abc: expected a whole number"),
         (["unet", "--epochs=abc"], "--epochs=abc: expected a whole number"),
-        (["unet", "--epochs", "0"], "train.epochs = 0 (--epochs 0): expected at least 1"),
-        (["unet", "--epohcs", "3"], "No such option: --epohcs"),
-        (["unet", "--max_epochs", "3"], "did you mean --epochs?"),
         (["unet", "--num_train_epochs", "3"], "did you mean --epochs?"),
         (["unet", "--patience", "3"], "write settings as train.early_stopping_patience=VALUE"),
         (["unet", "--learning_rate", "3"], "did you mean --lr?"),
-        (["unet", "--learning-rate", "3"], "did you mean --lr?"),
         (["unet", "--optimizer.lr=3"], "did you mean --lr?"),
         (["unet", "--optimizer.eps=3"], "write settings as optimizer.eps=VALUE"),
         (["unet", "--gradient-clip-norm", "3"], "train.clip_norm, as KEY=VALUE?"),
@@ -191,7 +184,6 @@ def test_a_run_goes_on_by_the_command_it_was_started_with(capsys: Capture, tmp_p
         (["integrated_v2_movi_e.yaml", "globals.BATCH_SIZE_PER_GP=4"], "did you mean 'BATCH_SIZE_PER_GPU'?"),
         (["unet", "--mixed_precision", "bf16"], "--precision bf16"),
         (["unet", "--json"], "--json needs --show-config"),
-        (["--resume", "nowhere"], "there is no run folder nowhere"),
     ],
 )
 def test_a_mistake_is_exit_code_2_and_a_message(words: list[str], says: str, capsys: Capture) -> None:
@@ -208,14 +200,3 @@ def test_only_the_first_rank_shows_the_config(rank: int, monkeypatch: pytest.Mon
         monkeypatch.setenv(name, str(value))
     assert halfstep("train", "unet", "--show-config") == 0
     assert bool(capsys.readouterr().out) == (rank == 0)
-
-
-def test_help_does_not_import_torch_and_shows_an_example() -> None:
-    code = (
-        "import sys\nfrom halfstep_train.cli.main import main\n"
-        "try:\n    main(['train', '--help'])\nexcept SystemExit as stopped:\n    assert not stopped.code\n"
-        "assert 'torch' not in sys.modules\nassert 'halfstep_train.config' not in sys.modules\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "halfstep train unet --data-dir" in done.stdout

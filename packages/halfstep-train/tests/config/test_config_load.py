@@ -48,12 +48,6 @@ def test_the_file_of_the_design_loads(tmp_path: Path) -> None:
     assert (config.optimizer.lr, config.train.epochs, config.schedule.warmup_steps) == (1e-3, 100, 500)
 
 
-def test_a_workload_is_found_where_a_folder_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "unet").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert load("unet").config.workload == "unet"
-
-
 def test_guide_0s_defaults() -> None:
     config = load("unet", flags={"data_dir": "data"}).config
     assert isinstance(config, UNetConfig)

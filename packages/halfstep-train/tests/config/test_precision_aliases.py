@@ -201,13 +201,6 @@ def test_a_switch_that_is_not_true_or_false_is_an_error(key: str) -> None:
         load("unet", overrides=[f"{key}=maybe"])
 
 
-def test_an_empty_precision_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
-    path.write_text("workload: unet\nprecision:\n")
-    with pytest.raises(ConfigError, match="unknown precision ''"):
-        load(str(path))
-
-
 def test_module_precisions_are_canonical_too(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(

@@ -1,4 +1,4 @@
-"""How many workers there are where nobody says it, and that the run's header can say why."""
+"""The default number of workers, and the reason that the header of a run gives for it."""
 
 from __future__ import annotations
 
@@ -35,8 +35,3 @@ def test_off_and_numbers_and_nonsense() -> None:
         load("unet", overrides=["data.num_workers=many"])
     field = make_json_schema(UNetConfig)["$defs"]["UNetDataConfig"]["properties"]["num_workers"]
     assert {"const": "auto"} in field["anyOf"][0]["anyOf"]
-
-
-@pytest.mark.parametrize("workload", ["unet", "resnet50", "vit_b_16", "tiny_workload:build"])
-def test_the_fast_preset_leaves_to_the_machine_whether_compiling_pays(workload: str) -> None:
-    assert load(workload, flags={"preset": "fast"}).config.train.fast == "auto"

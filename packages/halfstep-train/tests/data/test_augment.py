@@ -91,10 +91,3 @@ def test_brightness_leaves_the_mask_alone_and_stays_in_bounds() -> None:
     assert torch.equal(same, mask)
     difference = (changed - image - 0.5).abs()
     assert 0 < difference.max() <= 0.1 * 1.5 + 0.1 + 1e-6
-
-
-def test_the_global_random_state_is_neither_read_nor_written() -> None:
-    image, mask = blobs()
-    before = torch.get_rng_state()
-    augment(image, mask, EVERYTHING, key=(0,))
-    assert torch.equal(torch.get_rng_state(), before)

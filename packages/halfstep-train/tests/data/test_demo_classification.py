@@ -16,18 +16,11 @@ def pixels_of(listing: Listing, side: int) -> np.ndarray[tuple[int, ...], np.dty
     return np.stack([np.asarray(image, dtype=np.float64).ravel() / 255 for image in images])
 
 
-def test_the_demo_lies_in_the_layout_of_real_data(tmp_path: Path) -> None:
-    write_demo(tmp_path / "demo", num_train=3, num_val=2)
-    folder = find_images(tmp_path / "demo", FolderLayout())
-    assert folder.classes == CLASSES
-    assert (len(folder.train), len(folder.val)) == (30, 20)
-
-
-@pytest.mark.parametrize("side", [16, 32])
-def test_a_linear_model_on_its_pixels_stays_under_sixty_percent(tmp_path: Path, side: int) -> None:
+def test_a_linear_model_on_its_pixels_stays_under_sixty_percent(tmp_path: Path) -> None:
     write_demo(tmp_path / "demo")
     folder = find_images(tmp_path / "demo", FolderLayout())
-    train, val = pixels_of(folder.train, side), pixels_of(folder.val, side)
+    assert folder.classes == CLASSES
+    train, val = pixels_of(folder.train, 32), pixels_of(folder.val, 32)
     train, val = train - train.mean(axis=0), val - train.mean(axis=0)
     targets = np.eye(len(CLASSES))[list(folder.train.labels)] - 1 / len(CLASSES)
     similar, eye = train @ train.T, np.eye(len(train))

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from colour_threshold import best_threshold_iou
 from halfstep.errors import DataError
 from halfstep_train.data.files import BadFiles
 from halfstep_train.data.layouts import PairLayout
@@ -31,8 +30,3 @@ def test_an_existing_folder_is_never_written_into(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="exists already"):
         write_demo(tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_no_single_colour_threshold_solves_the_demo(tmp_path: Path) -> None:
-    write_demo(tmp_path / "demo")
-    assert 0.1 < best_threshold_iou(tmp_path / "demo") < 0.6

@@ -126,17 +126,6 @@ def test_bad_files_are_left_out_counted_and_named(tmp_path: Path) -> None:
     assert sum(len(batch["label"]) for batch in loader.iterate_epoch(0)) == 9
 
 
-@pytest.mark.parametrize("bad", ["cut.jpg", "text.jpg", "empty.png", "huge.png"])
-def test_a_bad_file_stops_the_start_where_that_is_asked(tmp_path: Path, bad: str) -> None:
-    cats = folder_with_bad_files(tmp_path) / "train" / "cat"
-    for path in cats.iterdir():
-        if path.name in {"cut.jpg", "text.jpg", "empty.png", "huge.png"} - {bad}:
-            path.unlink()
-    found = find_images(tmp_path, FolderLayout())
-    with pytest.raises(DataError, match=bad.replace(".", r"\.")):
-        check_images(found, bad_files=BadFiles("error"))
-
-
 def test_bytes_after_the_end_of_a_picture_are_no_fault(tmp_path: Path) -> None:
     write_split(tmp_path)
     path = tmp_path / "train" / "cat" / "0.jpg"

@@ -11,7 +11,6 @@ from PIL import Image
 from data import data_sets
 from data.data_sets import SIZE, mask, picture
 from halfstep.errors import ConfigError, DataError
-from halfstep_train.data.layouts import KNOWN
 from halfstep_train.workloads import from_dict
 from halfstep_train.workloads.base.workload import Workload
 from halfstep_train.workloads.segmentation.build import build
@@ -315,12 +314,6 @@ def test_255_is_ignored_beside_numbered_classes_alone(
     assert ("model.ignore_index=null" in about(workload)) == (setting == "auto" and ignored is not None)
 
 
-def test_the_docs_name_every_known_layout() -> None:
-    table = (Path(__file__).parents[4] / "docs" / "data.md").read_text()
-    for layout in KNOWN:
-        assert f"| {layout.name.partition(',')[0]}" in table
-
-
 def test_a_size_that_nobody_set_follows_the_pictures_and_is_stored(tmp_path: Path) -> None:
     data_sets.tgs(tmp_path)
     workload = built(tmp_path)
@@ -329,13 +322,6 @@ def test_a_size_that_nobody_set_follows_the_pictures_and_is_stored(tmp_path: Pat
     assert "24×16" in about(workload)
     deep = from_dict("unet", {"data": {"dir": str(tmp_path)}, "model": {"base_channels": 1, "depth": 4}}).config
     assert build(deep).store["image_size"] == 32  # type: ignore[arg-type]
-
-
-def test_a_size_that_was_set_stays(tmp_path: Path) -> None:
-    data_sets.tgs(tmp_path)
-    workload = built(tmp_path, image_size=512)
-    assert workload.store["image_size"] == 512
-    assert "24×16" not in about(workload)
 
 
 def test_the_only_data_set_among_other_folders_is_named_and_not_taken(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def signalled_with_its_workers() -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     batches = Loader(Ids(), batch_size=1, num_workers=2, shuffle=False).iterate_epoch(0)
     pids = {int(next(batches)["pid"]), int(next(batches)["pid"])}
-    if os.fork() == 0:  # somebody else: the terminal, a scheduler
+    if os.fork() == 0:  # as a terminal or a scheduler does
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(os.getpgrp(), signal.SIGINT)
         os.killpg(os.getpgrp(), signal.SIGTERM)
@@ -239,7 +239,7 @@ def test_a_run_is_there_whose_name_was_cut_in_the_middle_of_a_letter() -> None:
 
 
 def is_running(pid: int) -> bool:
-    """A process that ended may wait for somebody to ask how."""
+    """Return False for zombies, too: they have ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

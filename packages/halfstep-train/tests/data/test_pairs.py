@@ -48,18 +48,6 @@ def test_the_common_layouts_are_found_in_natural_order(tmp_path: Path, image: st
     assert found.val == ()
 
 
-def test_folder_names_and_suffix_can_be_named(tmp_path: Path) -> None:
-    touch(tmp_path, "scans/a.png", "truth/a-seg.png")
-    (pair,) = find(tmp_path, images="scans", masks="truth", mask_suffix="-seg")
-    assert (pair.id, pair.mask.name) == ("a", "a-seg.png")
-
-
-def test_train_and_val_folders_are_the_split(tmp_path: Path) -> None:
-    touch(tmp_path, "train/imgs/a.png", "train/masks/a_mask.png", "val/imgs/b.png", "val/masks/b_mask.png")
-    found = find_pairs(tmp_path, layout=PairLayout(), split=Split(), bad_files=BadFiles("error"))
-    assert (ids(found.train), ids(found.val)) == (["a"], ["b"])
-
-
 @pytest.mark.parametrize(
     ("names", "said"),
     [
@@ -73,15 +61,6 @@ def test_train_and_val_folders_are_the_split(tmp_path: Path) -> None:
 def test_a_wrong_folder_is_explained(tmp_path: Path, names: list[str], said: str) -> None:
     touch(tmp_path, *names)
     with pytest.raises(DataError, match=said):
-        find(tmp_path)
-
-
-def test_an_empty_or_missing_folder_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="does not exist"):
-        find(tmp_path / "nowhere")
-    (tmp_path / "imgs").mkdir()
-    (tmp_path / "masks").mkdir()
-    with pytest.raises(DataError, match="no images"):
         find(tmp_path)
 
 

@@ -170,16 +170,6 @@ def test_one_odd_file_does_not_change_the_scale_of_the_others(tmp_path: Path) ->
     assert "(beyond 1, magnitudes up to 255) in 1 float image: 1.npy;" in describe_outliers(scan.raw, found.limit)[0]
 
 
-def test_one_dark_float_image_is_scaled_like_its_bright_neighbour(tmp_path: Path) -> None:
-    scan = scan_floats(tmp_path, np.full((6, 8), 0.5, dtype=np.float32), np.full((6, 8), 255, dtype=np.float32))
-    assert choose_scale(scan.raw.values()).scale == 255
-
-
-def test_a_nan_is_found_before_training_starts(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"1\.npy holds 48 values of NaN, infinity or beyond the range of fp32"):
-        scan_floats(tmp_path, ramp(0, 1), np.full((6, 8), 1e300))  # infinite as float32
-
-
 def test_floats_without_a_known_scale_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a\.tif holds float32 pixels, and their value range is unknown"):
         read_image(save(tmp_path / "a.tif", ramp(0, 1)), channels=1)

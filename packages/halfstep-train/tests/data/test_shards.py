@@ -53,19 +53,6 @@ def test_missing_shards_are_named_or_counted(tmp_path: Path) -> None:
         find_shards(tmp_path, "w-{0..1}.tar", bad_files=skipping)
 
 
-def test_of_a_tar_cut_short_the_whole_samples_are_left(tmp_path: Path) -> None:
-    shards(tmp_path, "v", (3,))
-    path = tmp_path / "v-000000.tar"
-    path.write_bytes(path.read_bytes()[:6000])
-    with pytest.raises(DataError, match="v-000000.tar"):
-        ShardVideos(tmp_path, "v-000000.tar", bad_files=BadFiles("error"))
-    skipping = BadFiles("skip")
-    videos = ShardVideos(tmp_path, "v-000000.tar", bad_files=skipping)
-    assert 0 < len(videos.videos) < 3
-    assert skipping.skipped
-    assert (videos.read_frames(0, 0, 6) == clip(0)[0]).all()
-
-
 def test_wherever_a_tar_is_cut_what_is_left_can_be_read(tmp_path: Path) -> None:
     shards(tmp_path, "v", (3,))
     path = tmp_path / "v-000000.tar"

@@ -12,7 +12,6 @@ import torch
 from halfstep.errors import DataError
 from halfstep_train.data.cache_file import DATA_AT
 from halfstep_train.data.files import BadFiles
-from halfstep_train.data.loader import Loader
 from halfstep_train.workloads.language.text_files import TextFiles, find_texts
 from halfstep_train.workloads.language.tokenizers import Bytes, Characters
 from halfstep_train.workloads.language.tokens import (
@@ -25,7 +24,6 @@ from halfstep_train.workloads.language.tokens import (
     open_tokens,
     read_nanogpt_tokenizer,
 )
-from whole_runs import small_disk
 
 
 def counting(num: int) -> Tokens:
@@ -76,13 +74,6 @@ def test_a_batch_is_its_samples_and_a_sample_depends_on_seed_epoch_and_index_alo
         alone = samples.sample(index, key=(3, 2, index))
         assert torch.equal(batch["tokens"][row], alone["tokens"])
         assert torch.equal(batch["targets"][row], alone["targets"])
-
-
-def test_a_loader_goes_on_in_the_middle_of_an_epoch_as_if_it_had_not_stopped() -> None:
-    samples = TokenSamples(counting(500), context=5, vocab=500, is_training=True)
-    whole = list(Loader(samples, batch_size=4, seed=1, num_workers=2).iterate_epoch(3))
-    rest = list(Loader(samples, batch_size=4, seed=1).iterate_epoch(3, start_batch=7))
-    assert all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(whole[7:], rest, strict=True))
 
 
 def test_windows_span_shards() -> None:
@@ -351,20 +342,3 @@ def test_nobody_is_told_to_remove_what_is_no_cache_of_ours(tmp_path: Path) -> No
 def test_the_part_held_out_of_one_text_is_said_however_small(tmp_path: Path, fraction: float, said: str) -> None:
     (tmp_path / "a.txt").write_text("some text")
     assert texts_at(tmp_path, fraction).source == f"the last {said} of a.txt"
-
-
-def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("some text " * 5000)
-    texts = texts_at(tmp_path)
-    with small_disk(4096), pytest.raises(DataError, match="cannot write the token cache") as error:
-        open_or_tokenise(texts, Bytes(), tmp_path / "cache")
-    assert "data.cache_file" in error.value.fix
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt"]
-
-
-def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.txt").write_text("some text " * 50)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10})())
-    with pytest.raises(DataError, match="the token cache would take"):
-        open_or_tokenise(texts_at(tmp_path), Bytes(), tmp_path / "cache")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt"]

@@ -83,7 +83,7 @@ def test_memory_that_a_graph_sets_and_copies_by_kernels_is_that_of_the_step() ->
 
 
 def test_a_recorded_step_of_a_unet_is_matched_whole() -> None:
-    """A replay on an H200, and the uncaptured step that was recorded beside it; modules are autograd's numbers here."""
+    """A replay on an H200, and the uncaptured step that was recorded with it; modules are autograd's numbers here."""
     recorded = json.loads(gzip.decompress((Path(__file__).parent / "recorded_unet.json.gz").read_bytes()))
     numbers = {get_sequence_number(event) for event in recorded["uncaptured"]} - {None}
     reference = locate_kernels(recorded["uncaptured"], {n: (str(n),) for n in numbers if n is not None}, NO_CODE)

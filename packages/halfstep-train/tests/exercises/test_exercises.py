@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from command_line import run_command
 from halfstep.errors import DataError
-from halfstep_train.cli.main import main
 from halfstep_train.data.binary_sets import ROW_BYTES as RECORD
 from halfstep_train.exercises import benchmark_formats
 from halfstep_train.exercises import benchmark_formats as small_cnn
@@ -18,10 +18,8 @@ from halfstep_train.workloads import load
 
 
 def exercise(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as end:
-        main(["exercise", *words])
-    said = capsys.readouterr()
-    return int(end.value.code or 0), said.out or said.err
+    code, out, err = run_command(capsys, "exercise", *words)
+    return code, out or err
 
 
 @pytest.mark.parametrize("number", ["2", "3"])

@@ -49,7 +49,7 @@ def test_each_card_gets_what_it_truly_runs_and_is_told_where_that_differs(card: 
 
 @pytest.mark.slow
 def test_training_needs_neither_triton_nor_nvml() -> None:
-    """Every kernel of ours has its way back to torch's layers, and no library of NVIDIA's is taken for granted."""
+    """Every Triton kernel has a fallback to torch's layers, and no NVIDIA library is required."""
     code = """
         import sys
         sys.modules["triton"] = sys.modules["pynvml"] = None

@@ -56,6 +56,7 @@ def tiny_vit() -> nn.Module:
     return build_vit("vit_s_16", depth=2, heads=2, dim=16, patch=4, image_size=16, num_classes=3, registers=2)
 
 
+@pytest.mark.slow  # compiles the whole model
 def test_a_compiled_step_in_fast_forms_is_the_plain_step() -> None:
     torch.manual_seed(0)
     plain = tiny_vit().double().to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -20,15 +20,17 @@ def made(channels: int, side: int, groups: int, *, scaled: bool) -> tuple[nn.Gro
     norm = nn.GroupNorm(groups, channels).to(DEVICE)
     nn.init.normal_(norm.weight)
     nn.init.normal_(norm.bias)
-    # A mean far from 0 beside a small deviation: sums of squares would cancel.
+    # A mean far from 0 with a small deviation: sums of squares would cancel.
     x = (torch.randn(2, channels, side, side, device=DEVICE) + 30).contiguous(memory_format=torch.channels_last)
     between = [torch.randn(2, channels, device=DEVICE, requires_grad=True) for _ in range(2 * scaled)]
     return norm, x.requires_grad_(), between
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # numpy's, in the interpreter
-@pytest.mark.parametrize(("channels", "side", "groups"), [(80, 9, 8), (32, 4, 16), (6, 1, 6)])
-@pytest.mark.parametrize(("scaled", "is_added"), [(False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("channels", "side", "groups", "scaled", "is_added"),
+    [(80, 9, 8, True, True), (32, 4, 16, False, False), (6, 1, 6, True, True)],
+)
 def test_values_and_all_gradients_are_torchs(
     channels: int, side: int, groups: int, scaled: bool, is_added: bool
 ) -> None:

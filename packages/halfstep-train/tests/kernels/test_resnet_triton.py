@@ -70,8 +70,7 @@ def test_what_is_not_finite_stays_so_behind_the_relu_and_the_pooling() -> None:
 
 
 @shapes
-@pytest.mark.parametrize("second", ["none", "dense", "even pixels"])
-@pytest.mark.parametrize("num_raws", [1, 2])
+@pytest.mark.parametrize(("second", "num_raws"), [("none", 2), ("dense", 1), ("even pixels", 2)])
 def test_the_gradient_of_a_join_sums_what_its_readers_sent(shape: tuple[int, ...], second: str, num_raws: int) -> None:
     torch.manual_seed(1)
     n, c, height, width = shape

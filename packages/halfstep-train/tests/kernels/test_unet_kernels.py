@@ -43,7 +43,7 @@ def gradients(function: Callable[..., Tensor | tuple[Tensor, ...]], *inputs: Ten
 
 
 def assert_near(ours: list[Tensor], theirs: list[Tensor], bound: float) -> None:
-    """Errors beside the size of the whole tensor: a value near zero is a difference of larger ones."""
+    """Compare errors with the largest value of the tensor: a value near zero is a difference of larger ones."""
     assert len(ours) == len(theirs)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.float(), other.float(), rtol=0, atol=bound * float(other.abs().max()))
@@ -65,7 +65,7 @@ def pooled_and_skip(norm: nn.BatchNorm2d, *, chain: bool) -> Callable[..., tuple
 
 
 class Skip(torch.autograd.Function):
-    """The other consumer: a promise's gradient has a second half that belongs to somebody else."""
+    """The other consumer: a promise's gradient has a second half that belongs to another consumer."""
 
     @staticmethod
     def forward(ctx, promise, y, how, w_skip):  # type: ignore[no-untyped-def]
@@ -82,7 +82,7 @@ class Skip(torch.autograd.Function):
         return torch.cat([dz, other], 1).contiguous(memory_format=torch.channels_last), None, None, dw
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 6, 8), (1, 24, 5, 7), (2, 3, 3, 2), (1, 130, 4, 4)])
+@pytest.mark.parametrize("shape", [(2, 4, 6, 8), (1, 24, 5, 7), (1, 130, 2, 2)])
 def test_pooling_and_its_skip_connection(shape: tuple[int, ...]) -> None:
     channels = shape[1]
     norm, y = some_norm(channels), some_map(*shape)
@@ -152,8 +152,14 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("shape", "classes"), [((2, 8, 5, 6), 2), ((1, 20, 4, 3), 8), ((2, 3, 9, 9), 1)])
+@pytest.mark.parametrize(
+    ("shape", "classes", "layout"),
+    [
+        ((2, 8, 5, 6), 2, "channels last"),
+        ((1, 20, 4, 3), 8, "channels first"),
+        ((2, 3, 5, 5), 1, "columns before rows"),
+    ],
+)
 def test_the_head_whose_logits_gradient_lies_in_any_order(shape: tuple[int, ...], classes: int, layout: str) -> None:
     norm, y = some_norm(shape[1]), some_map(*shape)
     inputs = (norm.weight, norm.bias, some_map(classes, shape[1], 1, 1), torch.randn(classes))

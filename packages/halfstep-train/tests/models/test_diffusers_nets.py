@@ -1,4 +1,4 @@
-"""diffusers' networks as halfstep builds and opens them, and what stands beside the VAE: its latent, its critics."""
+"""diffusers' networks as halfstep builds and opens them, and the parts around the VAE: its latent, its critics."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, UNet2DModel
+from diffusers import AutoencoderKL
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from diffusion_tiny import text_folder, vae_folder
 from halfstep.errors import ConfigError, ModelError
@@ -212,13 +211,6 @@ def test_vgg_distance_is_zero_for_equal_images_and_takes_torchvisions_names() ->
     del weights["features.28.bias"]
     with pytest.raises(ModelError, match=r"features\.28\.bias"):
         distance.load_(weights, "vgg16.pth")
-
-
-def test_unets_of_diffusers_take_timesteps_as_a_tensor_on_the_batch() -> None:
-    net = build_net(make_unet_config(**SMALL, attention=None))  # type: ignore[arg-type]
-    assert isinstance(net, UNet2DModel)
-    assert isinstance(net, nn.Module)
-    assert net(torch.randn(2, 3, 8, 8), torch.tensor([3, 3]))[0].shape == (2, 3, 8, 8)
 
 
 def test_without_diffusers_the_error_gives_a_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,9 @@
-"""First values of large models: by the seed alone, in any number of threads, and only where somebody reads them."""
+"""Initial values of large models depend on the seed alone, not on threads, and are drawn only where they are used."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from torch import nn
 
 from halfstep_train.models import initial_values
 from halfstep_train.models.initial_values import draw_normal_, make_bare, skip_initialisation
-from halfstep_train.run.assemble import build_workload
-from halfstep_train.workloads import load
 from halfstep_train.workloads.language.gpt2 import GPT2, GPT2Size
 
 SIZE = GPT2Size(depth=2, heads=2, dim=64, context=32, vocab=300)
@@ -92,16 +89,3 @@ def test_a_bare_layer_is_of_its_own_class_and_where_layers_are_being_made() -> N
     with torch.device("meta"):
         assert make_bare(nn.Linear, 4, 3).weight.is_meta
         GPT2(SIZE)  # has nothing to fill
-
-
-def test_a_stored_run_is_built_without_drawing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "text.txt").write_text("so many words " * 200)
-    small = ("model.depth=1", "model.dim=16", "model.heads=2", "model.context=32", "data.cache=false")
-    config = load("gpt2", flags={"data_dir": str(tmp_path)}, overrides=small).config
-    store = dict(build_workload(config).store)
-    drawn: list[int] = []
-    monkeypatch.setattr(initial_values, "_draw_", lambda job: drawn.append(1))
-    build_workload(config, store)
-    assert not drawn
-    build_workload(config)
-    assert drawn

@@ -61,12 +61,3 @@ def test_it_has_the_mean_the_spread_and_the_tail_of_gumbels_distribution() -> No
     share_above_ten = (noise > 10).double().mean()
     assert abs(share_above_ten / -math.expm1(-math.exp(-10)) - 1) < 0.35  # about 95 of two million
     assert -3 < noise.min() < noise.max() < 23
-
-
-def test_words_are_drawn_by_their_probabilities() -> None:
-    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    keys = torch.stack([torch.arange(200), torch.arange(200) + 77], dim=1)
-    drawn = (probabilities.log() + make_gumbel_noise(keys, 100, 4)).argmax(dim=-1).flatten().bincount(
-        minlength=4
-    ) / 20_000
-    assert (drawn - probabilities).abs().max() < 0.015

@@ -1,4 +1,4 @@
-"""Recomputing in backward: the same numbers to the bit, less memory, on a model that is already built."""
+"""Recomputing in backward: bit-equal numbers, less memory, on a model that is already built."""
 
 from __future__ import annotations
 
@@ -82,7 +82,14 @@ def test_two_forwards_under_one_autocast_are_recomputed_although_its_cache_is_go
         torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-8)
 
 
-@pytest.mark.parametrize(("name", "how"), [("unet", "pointwise"), ("vit", "pointwise"), ("vit", "alternate")])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        pytest.param("unet", "pointwise", marks=pytest.mark.slow),
+        ("vit", "pointwise"),
+        pytest.param("vit", "alternate", marks=pytest.mark.slow),
+    ],
+)
 def test_the_compiled_model_recomputes_and_gives_the_same_gradients(name: str, how: Recompute) -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
@@ -148,7 +155,7 @@ def saved_bytes(how: Recompute) -> int:
 @pytest.mark.slow
 def test_a_compiled_model_keeps_the_outputs_of_its_expensive_convolutions_and_nothing_else() -> None:
     # (channels, side) of each 3x3 convolution but the first, which reads three channels; then the logits, which are
-    # small beside what they are made of. Upsampling sums 2 * WIDTH or 4 * WIDTH products a value: cheap, so not kept.
+    # small compared with their inputs. Upsampling sums 2 * WIDTH or 4 * WIDTH products per value: cheap, so not kept.
     w = WIDTH
     assert 4 * w < COMPUTE_BOUND_TERMS <= 9 * w
     kept = [(w, 128), (2 * w, 64), (2 * w, 64), (4 * w, 32), (4 * w, 32), (2 * w, 64), (2 * w, 64), (w, 128), (w, 128)]

@@ -28,7 +28,6 @@ def halving_early() -> ResNet:
 
 MODELS: dict[str, tuple[Callable[[], ResNet], tuple[int, int]]] = {
     "bottlenecks": (lambda: build_resnet("resnet50", blocks=(1, 2), width=4, num_classes=3), (33, 27)),
-    "bottlenecks, small": (lambda: build_resnet("resnet50", blocks=(2,), width=4, num_classes=3, stem="small"), (9, 8)),
     "bottlenecks, halving early": (halving_early, (32, 32)),
     "basic": (lambda: build_resnet("resnet18", blocks=(1, 2), width=8, num_classes=3), (35, 32)),
     "basic, small": (lambda: build_resnet("resnet18", blocks=(2, 1), width=8, num_classes=3, stem="small"), (9, 11)),

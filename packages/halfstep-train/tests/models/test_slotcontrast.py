@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from golden import assert_golden, golden, group
 from halfstep.precision.contexts import simulate
-from halfstep.recompute import set_recompute
 from halfstep_train.models.weights import load_weights_
 from halfstep_train.workloads.slots.backbones import build_dinov2, load_backbone_weights_
 from halfstep_train.workloads.slots.scores import compute_cosines, label_pixels, slot_contrast
@@ -178,16 +177,6 @@ def test_fp16_keeps_gradients_that_a_mean_would_round_to_zero() -> None:
     grad = made.mlp.layers[0].weight.grad
     assert grad is not None
     assert float(grad.abs().max()) > 0
-
-
-def test_less_memory_means_smaller_chunks() -> None:
-    made = SlotDecoder(128, (1024, 1024, 1024), 768, num_positions=576)
-    chunks = []
-    for how in ("none", "pointwise", "blocks"):
-        set_recompute(made, how)  # type: ignore[arg-type]
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            chunks.append(made._choose_chunk(torch.empty(256, 15, 128)))
-    assert chunks == [32, 8, 4]
 
 
 @pytest.mark.parametrize(("total", "limit", "chunk"), [(256, 18, 16), (4, 100, 4), (7, 3, 3), (97, 10, 10), (6, 1, 1)])

@@ -15,7 +15,7 @@ from halfstep.recompute import set_recompute
 from halfstep_train.workloads.slots import dvae as dvae_module
 from halfstep_train.workloads.slots.dvae import DVae, to_matrix
 from halfstep_train.workloads.slots.steve import RecurrentCell, Steve, SteveOutputs, SteveSize
-from halfstep_train.workloads.slots.word_decoder import CrossAttention, WordDecoder
+from halfstep_train.workloads.slots.word_decoder import CrossAttention
 
 TINY = SteveSize(
     image_size=16, vocabulary=24, num_slots=3, slot_dim=16, cnn_channels=8, mlp_dim=16, dim=16, decoder_blocks=2,
@@ -182,11 +182,6 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers() -> None:
         Steve(replace(TINY, image_size=30))
     with pytest.raises(ModelError, match="3 attention heads for 16"):
         CrossAttention(16, 3, dropout=0.0, gain=1.0)
-
-
-def test_a_decoder_without_blocks_is_a_table_of_positions() -> None:
-    decoder = WordDecoder(8, 4, dim=4, num_blocks=0, heads=1, dropout=0.0)
-    assert decoder(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 2, 4)).shape == (1, 4, 4)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])

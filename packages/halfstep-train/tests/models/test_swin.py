@@ -9,7 +9,7 @@ import torch
 
 from golden import assert_golden, golden, group
 from halfstep_train.workloads.radio.names import rename_unet_weight
-from halfstep_train.workloads.radio.swin import SwinPyramid, WindowAttention, make_shift_mask
+from halfstep_train.workloads.radio.swin import SwinPyramid, WindowAttention
 
 
 def test_golden_features() -> None:
@@ -76,13 +76,6 @@ def test_a_small_map_does_not_change_how_large_ones_are_seen() -> None:
     before = attention(x)
     attention(torch.randn(1, 3, 3, 4))
     assert torch.equal(before, attention(x))
-
-
-def test_only_neighbours_see_each_other_after_the_roll() -> None:
-    mask = make_shift_mask((4, 4), 2, (1, 1), torch.device("cpu"))
-    assert mask.shape == (4, 4, 4)
-    assert (mask[0] == 0).all()
-    assert (mask[3] == 0).sum() == 4
 
 
 def test_any_size_gives_four_maps() -> None:

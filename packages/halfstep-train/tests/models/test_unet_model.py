@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from halfstep.errors import ModelError
 from halfstep_train.models.weights import load_weights_, read_weights
@@ -57,21 +57,6 @@ def test_odd_sizes_come_out_as_they_went_in(bilinear: bool, depth: int, size: tu
 def test_an_image_smaller_than_the_deepest_level_is_named() -> None:
     with pytest.raises(ModelError, match="8×64"):
         UNet(base_channels=2)(torch.randn(1, 3, 8, 64))
-
-
-def test_checkpointing_changes_neither_gradients_nor_batchnorm_statistics() -> None:
-    x = torch.randn(2, 3, 17, 18)
-    states: list[dict[str, Tensor]] = []
-    gradients: list[list[Tensor | None]] = []
-    for checkpointing in (False, True):
-        torch.manual_seed(1)
-        model = UNet(base_channels=2, depth=2, checkpointing=checkpointing)
-        model(x).square().mean().backward()
-        states.append(model.state_dict())
-        gradients.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-    assert states[1]["inc.double_conv.1.num_batches_tracked"] == 1
 
 
 @pytest.mark.slow
@@ -151,19 +136,3 @@ def test_counters_of_batches_may_be_missing_as_in_files_of_old() -> None:
     with pytest.raises(ModelError) as caught:
         load_weights_(model, weights, source="other.pth")
     assert caught.value.why == "the file lacks outc.conv.weight"
-
-
-@pytest.mark.parametrize("name", ["cut.pth", "cut.safetensors"])
-def test_a_truncated_file_is_an_error_naming_it(tmp_path: Path, name: str) -> None:
-    state = UNet(base_channels=2, depth=1).state_dict()
-    path = tmp_path / name
-    save_file(state, path) if name.endswith("safetensors") else torch.save(state, path)
-    path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ModelError, match=name):
-        read_weights(path)
-
-
-def test_a_pickle_with_code_in_it_is_refused(tmp_path: Path) -> None:
-    torch.save(nn.Linear(1, 1), tmp_path / "whole_model.pth")
-    with pytest.raises(ModelError, match="whole_model"):
-        read_weights(tmp_path / "whole_model.pth")

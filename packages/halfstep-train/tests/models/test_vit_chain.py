@@ -179,7 +179,7 @@ def without_activation(model: ViT) -> None:
 
 
 class Doubled(nn.Module):
-    """A part that somebody has wrapped, to be noticed where it is not called."""
+    """A wrapped module whose output shows whether it was called."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

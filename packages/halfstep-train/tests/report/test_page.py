@@ -161,13 +161,6 @@ def test_networks_that_train_in_turn_have_a_curve_each(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_run_that_has_not_ended_is_shown_as_such_with_the_metric_so_far(tmp_path: Path) -> None:
-    run = written_run(tmp_path / "run")
-    (run / "report" / "summary.json").unlink()
-    assert "has not ended" in page(str(run), "--out", str(tmp_path / "page.html"))
-    assert "iou" in {chart.title for chart in build_charts([read_run(run)])}
-
-
 def test_runs_with_other_metrics_have_a_chart_of_each(tmp_path: Path) -> None:
     other = written_run(tmp_path / "other")
     for name in ("metrics.jsonl", "report/summary.json"):

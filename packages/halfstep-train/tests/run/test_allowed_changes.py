@@ -20,7 +20,6 @@ from halfstep_train.run.folder import RunFolder
 from halfstep_train.run.loop import Loop
 from halfstep_train.run.resume import Changes
 from halfstep_train.run.stored_state import capture_state, restore_state
-from halfstep_train.tune.choose import MEASURED_FOR
 from halfstep_train.workloads import load
 from whole_runs import TINY, learning_rates, newest, resume, run
 
@@ -60,11 +59,6 @@ def test_what_was_measured_is_decided_again_where_settings_of_the_data_change_th
     assert ("measured for other sizes" not in loops[-1].parts.plan.mode_reason) == is_stale
 
 
-def test_clips_of_another_length_are_measured_for_again() -> None:
-    assert Changes(keys=("data.chunk_size",)).touch(*MEASURED_FOR)
-    assert not Changes(keys=("data.dir", "data.num_workers")).touch(*MEASURED_FOR)
-
-
 def test_options_of_the_optimizer_change_and_its_state_stays(tmp_path: Path, loops: list[Loop]) -> None:
     folder = one_epoch(tmp_path)
     changes = ("optimizer.weight_decay=0.5", "optimizer.betas=[0.5,0.6]", "train.epochs=2")
@@ -75,12 +69,6 @@ def test_options_of_the_optimizer_change_and_its_state_stays(tmp_path: Path, loo
     assert all(float(own["step"]) == 12 for own in optimizer.state.values())
     resume(folder, "train.epochs=3")
     assert loops[-1].parts.step.optimizers[0].param_groups[0]["weight_decay"] == 0.5
-
-
-def test_without_a_change_the_stored_options_hold(tmp_path: Path, loops: list[Loop]) -> None:
-    folder = one_epoch(tmp_path, **{"optimizer.weight_decay": 0.25})
-    resume(folder, "train.epochs=2")
-    assert loops[-1].parts.step.optimizers[0].param_groups[0]["weight_decay"] == 0.25
 
 
 @pytest.mark.parametrize("change", ["optimizer.name=sgd", "optimizer.decay_norms_and_biases=true"])

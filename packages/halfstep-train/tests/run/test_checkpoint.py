@@ -15,9 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from halfstep.disk import read_sealed, seal
+from halfstep.disk import seal
 from halfstep.errors import CheckpointError
 from halfstep.state_files import pack, unpack
 from halfstep_train.run.checkpoint import Checkpoint, Checkpoints, load
@@ -64,16 +63,6 @@ def test_the_average_has_a_file_only_where_there_is_one(tmp_path: Path) -> None:
     (path / "ema.safetensors").unlink()
     with pytest.raises(CheckpointError, match="is damaged: ema.safetensors"):
         load(path)
-
-
-def test_an_empty_file_for_no_average_as_earlier_runs_wrote_it_is_read(tmp_path: Path) -> None:
-    path = Checkpoints(tmp_path).save(1, checkpoint())
-    save_file({}, path / "ema.safetensors")
-    content = (path / "ema.safetensors").read_bytes()
-    document = read_sealed((path / "state.json").read_text())
-    document["files"]["ema.safetensors"] = {"bytes": len(content), "crc32": zlib.crc32(content)}
-    (path / "state.json").write_text(json.dumps(seal(document)))
-    assert load(path).ema == {}
 
 
 def test_channels_last_weights_can_be_saved(tmp_path: Path) -> None:
@@ -154,11 +143,6 @@ def test_a_state_that_is_nested_too_deeply_is_passed_over_like_damage(tmp_path: 
     path, _ = checkpoints.load_newest(on_damaged=said.append)
     assert path.name == "step-00000001"
     assert "step-00000002 is damaged" in said[0]
-
-
-def test_no_usable_checkpoint_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no usable checkpoint"):
-        Checkpoints(tmp_path).load_newest(on_damaged=lambda text: None)
 
 
 def test_only_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
@@ -317,14 +301,14 @@ def write_checkpoints(folder: Path) -> None:
 
 def test_a_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
     """SIGKILL while checkpoints are written without a pause, at moments spread over many writes."""
-    for attempt in range(6):
+    for attempt in range(3):
         folder, said = tmp_path / str(attempt), tmp_path / f"said-{attempt}"
         said.touch()
         with process(write_checkpoints, folder, output=said) as writer:
             while not said.read_text():  # until the first checkpoint is there
                 assert writer.is_alive()
                 time.sleep(0.002)
-            time.sleep(0.013 * (attempt + 1))
+            time.sleep(0.017 * (attempt + 1))
         reported = [int(word) for word in said.read_text().split()]
         path, found = Checkpoints(folder).load_newest(on_damaged=pytest.fail)
         assert found.state["step"] in (reported[-1], reported[-1] + 1)
@@ -347,15 +331,6 @@ def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot create"):
         RunFolder.create(str(tmp_path / "file" / "run"), "unet")
-
-
-@pytest.mark.parametrize(("content", "said"), [(None, "no run folder"), ("x", "not a run folder")])
-def test_what_is_no_run_is_named(tmp_path: Path, content: str | None, said: str) -> None:
-    path = tmp_path / "run"
-    if content:
-        path.mkdir()
-    with pytest.raises(CheckpointError, match=said):
-        RunFolder.open(str(path))
 
 
 def test_two_runs_of_the_same_second_get_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

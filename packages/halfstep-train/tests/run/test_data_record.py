@@ -21,7 +21,7 @@ SMALL = {"data.image_size": 16, "model.base_channels": 2, "model.depth": 1, "tra
 
 @pytest.fixture
 def stopped(tmp_path: Path) -> Path:
-    """A run of one step, of the data beside it."""
+    """A run of one step on the data next to it."""
     write_demo(tmp_path / "data", num_images=6, side=16)
     settings = {**SMALL, "data.dir": str(tmp_path / "data")}
     overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]

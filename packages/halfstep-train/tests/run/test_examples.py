@@ -37,6 +37,7 @@ def test_the_loop_of_ones_own_skips_the_bad_step_and_learns(tmp_path: Path) -> N
     assert float(outcomes[-1].split("loss ")[1].split(",")[0]) < 0.3
 
 
+@pytest.mark.slow  # starts three processes
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_the_resume_script_killed_in_the_middle_ends_with_the_same_weights(tmp_path: Path) -> None:
     code, whole = ran("resume.py", str(tmp_path / "whole"), tmp_path / "said whole")

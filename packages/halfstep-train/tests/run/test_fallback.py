@@ -10,8 +10,6 @@ import pytest
 
 from fake_driver import T4, FakeDriver
 from halfstep.errors import HardwareError
-from halfstep.hardware.probe import probe
-from halfstep.precision.decide import decide
 from halfstep_train.report.metrics_file import read
 from halfstep_train.run.train import train
 from halfstep_train.workloads import load
@@ -30,15 +28,6 @@ def turing_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(out: Path, **more: object) -> Path:
     settings = {**TINY, **more}
     return train(load("tiny_workload:build", overrides=[f"{k}={json.dumps(v)}" for k, v in settings.items()]), out=out)
-
-
-def test_a_probed_turing_card_gets_fp16_with_one_warning_and_strict_refuses() -> None:
-    hardware = probe(driver=FakeDriver(T4))
-    plan = decide("bf16", hardware)
-    assert (plan.device, plan.granted, plan.needs_loss_scaling) == ("cuda:0", "fp16", True)
-    assert plan.warnings == (WARNING,)
-    with pytest.raises(HardwareError, match="Tesla T4 only emulates bf16"):
-        decide("bf16", hardware, strict=True)
 
 
 @pytest.mark.usefixtures("turing_is_here")

@@ -1,4 +1,4 @@
-"""Whole runs in bf16-true: what is stored comes back to the bit; a run without low halves goes on as it was."""
+"""Whole runs in bf16-true: stored states come back bit-exactly; a run without low halves continues without them."""
 
 from __future__ import annotations
 

@@ -177,13 +177,6 @@ def test_a_terminal_that_is_closed_ends_the_run_saved(tmp_path: Path) -> None:
     Checkpoints(tmp_path / "run" / "checkpoints").load_newest(on_damaged=pytest.fail)
 
 
-def test_a_closed_terminal_is_handled_as_a_scheduler_that_ends_the_job() -> None:
-    with catch_interrupts() as asked:
-        signal.raise_signal(signal.SIGHUP)
-        assert asked.received is signal.SIGHUP
-        assert asked.exit_code == 129
-
-
 def test_nohup_keeps_its_word() -> None:
     former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -1,4 +1,4 @@
-"""The ledger of runs: on the side, to the bit; and the command."""
+"""The ledger of runs, which leaves every bit of the training as it was, and the command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from halfstep_train.cli.main import main
+from command_line import run_command
 from halfstep_train.report.page.read_run import read_run
 from halfstep_train.run.train import train
 from halfstep_train.workloads import load
@@ -72,9 +72,8 @@ def test_phases_have_a_ledger_each(tmp_path: Path) -> None:
 
 
 def ledger(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["ledger", *words])
-    return int(ended.value.code or 0), capsys.readouterr().out
+    code, out, _ = run_command(capsys, "ledger", *words)
+    return code, out
 
 
 SMALL = ("--device", "cpu", "train.batch_size=8")
@@ -100,16 +99,3 @@ def test_strict_is_an_error_where_something_differs(capsys: pytest.CaptureFixtur
     assert code == 1
     assert "body.1" in text
     assert "fp32_island" in text
-
-
-@pytest.mark.parametrize("command", ["ledger", "verify"])
-@pytest.mark.parametrize(("name", "why"), [("", "config.yaml is missing"), ("unet-2025", "there is no such folder")])
-def test_what_is_no_run_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, name: str, why: str
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([command, str(tmp_path / name)])
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert f"{tmp_path / name} is not a run" in said
-    assert why in said

@@ -1,4 +1,4 @@
-"""The memory plan: held against what real steps take, on the CPU where each storage can be counted."""
+"""The memory plan, compared with real steps on the CPU, where each storage can be counted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from halfstep_train.run.memory.out_of_memory import explain_out_of_memory
 from halfstep_train.run.memory.planner import (
     Cell,
     MemoryPlanner,
-    compute_usable_bytes,
     describe_effects,
     find_fits,
     find_largest_batch,
@@ -34,7 +33,6 @@ from halfstep_train.run.memory.planner import (
 from halfstep_train.run.memory.sizing import (
     find_fitting_pieces,
     make_peak_predictor,
-    predict_largest_batch,
     suggest_fitting_settings,
 )
 from halfstep_train.run.memory.step_trace import derive_eager_timeline
@@ -44,7 +42,7 @@ from halfstep_train.tune.trials import load_first_batch
 from halfstep_train.workloads import load
 from tiny_workload import build as build_tiny
 
-UNET = ("unet", "model.base_channels=4", "model.depth=2", "data.image_size=32", "train.batch_size=4")
+UNET = ("unet", "model.base_channels=4", "model.depth=1", "data.image_size=32", "train.batch_size=4")
 GPT2 = (
     "gpt2",
     "model.depth=2",
@@ -194,11 +192,6 @@ def test_a_watch_takes_samples_and_next_to_a_graph_a_side_step() -> None:
     assert more["graph"] > more["eager"]
 
 
-def test_on_the_way_to_an_average_no_more_is_taken_than_it_has() -> None:
-    fixed = planner_of(*UNET, "ema.enabled=true", "optimizer.name=adamw").step.measure_fixed("fp32", NORMAL)
-    assert 0 < fixed.update <= 3 * fixed.average
-
-
 # --- every kind of workload ---
 
 
@@ -266,6 +259,7 @@ def test_rows_that_fit_come_fastest_first_and_keep_the_effective_batch(unet: Mem
     assert any("BatchNorm" in note for note in describe_effects(unet, config, fits))
 
 
+@pytest.mark.slow  # traces a ResNet at four levels
 def test_levels_that_save_nothing_over_a_faster_one_are_left_out() -> None:
     """Blocks of a ResNet, computed again whole, hold more while they are than its compiled pointwise operations."""
     planner = planner_of("resnet18", "data.image_size=32", "train.batch_size=4")
@@ -282,6 +276,7 @@ def test_the_effective_batch_stays_exactly_where_it_is_not_a_multiple_of_what_fi
     assert (fit.largest_batch, fit.batch_size, fit.accumulate) == (4, 2, 5)
 
 
+@pytest.mark.slow  # traces eight levels
 def test_a_larger_batch_comes_with_its_learning_rate(gpt2: MemoryPlanner) -> None:
     config = gpt2.step.config
     fits = find_fits(gpt2, config, 10**9, "eager", ("bf16",))
@@ -291,10 +286,11 @@ def test_a_larger_batch_comes_with_its_learning_rate(gpt2: MemoryPlanner) -> Non
     assert f"optimizer.lr={config.optimizer.lr * 2:.3g}" in note
 
 
-def test_where_nothing_fits_the_least_that_is_needed_is_said(gpt2: MemoryPlanner) -> None:
-    assert find_fits(gpt2, gpt2.step.config, 1000, "eager", ("bf16",)) == []
+@pytest.mark.slow  # traces every precision and level
+def test_where_nothing_fits_the_least_that_is_needed_is_said(unet: MemoryPlanner) -> None:
+    assert find_fits(unet, unet.step.config, 1000, "eager", ("bf16",)) == []
     with pytest.raises(MemoryLimitError, match="nothing fits 1 kB") as caught:
-        refuse_nothing_fits(gpt2, gpt2.step.config, 1000, "eager", "1 kB")
+        refuse_nothing_fits(unet, unet.step.config, 1000, "eager", "1 kB")
     assert "bf16-true" in caught.value.why
 
 
@@ -357,13 +353,6 @@ def test_an_out_of_memory_message_names_what_is_predicted_to_fit(unet: MemoryPla
         torch.OutOfMemoryError("CUDA out of memory"), config.train, "", 1, torch.device("cpu"), planned=ways
     )
     assert ways[0] in error.fix
-
-
-def test_a_comparisons_largest_batch_is_the_plans(unet: MemoryPlanner) -> None:
-    found = predict_largest_batch(unet.step.config, "bf16", "eager", 2 * 10**9)
-    assert found == find_largest_batch(unet, cell("bf16"), compute_usable_bytes(2 * 10**9))
-    assert found
-    assert found > 4
 
 
 def test_low_memory_tries_the_lever_first_that_is_predicted_to_save_most(unet: MemoryPlanner) -> None:

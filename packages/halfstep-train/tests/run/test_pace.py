@@ -19,7 +19,7 @@ from halfstep_train.config.section import count_cores
 from halfstep_train.config.statements import Launcher
 from halfstep_train.data.image_folder import FolderLayout, find_images
 from halfstep_train.data.image_samples import TrainingFiles
-from halfstep_train.run.journal import Lagging, Waiting, compute_utilisation, find_peak_flops, suggest_faster_data
+from halfstep_train.run.journal import Lagging, compute_utilisation, find_peak_flops, suggest_faster_data
 from halfstep_train.run.train import train
 from halfstep_train.workloads import KINDS, from_dict, load
 
@@ -178,7 +178,3 @@ def test_the_advice_comes_from_cores_workers_and_the_kind_of_data(tmp_path: Path
         assert (
             suggest_faster_data(config.data, config.workload, other, 4) == "more cores (data.num_workers=4 uses all 4)"
         )
-
-
-def test_no_training_has_no_share() -> None:
-    assert Waiting().share == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("typed", ["pictures", "~/pictures", "pictures/../pictures", "~/pictures/../pictures"])
+@pytest.mark.parametrize("typed", ["pictures", "~/pictures/../pictures"])
 def test_a_run_stores_the_absolute_folder_and_is_used_from_anywhere(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], typed: str
 ) -> None:
@@ -60,13 +59,6 @@ def test_an_older_run_with_a_relative_folder_works_where_it_fits_and_else_names_
     with pytest.raises(DataError, match="data folder pictures does not exist") as missing:
         find_moved_data(config, folder)
     assert str(home / "elsewhere" / "pictures") in missing.value.why
-
-
-def test_a_moved_demo_run_is_resumed_with_the_data_in_its_folder(tmp_path: Path) -> None:
-    folder = unet_run(tmp_path / "first")
-    shutil.move(folder, tmp_path / "second")
-    moved = tmp_path / "second"
-    train(load(str(moved / "config.yaml"), overrides=["train.max_steps=7"]), resume=moved)
 
 
 def test_what_only_an_own_workload_understands_is_left_alone(home: Path) -> None:

@@ -102,6 +102,7 @@ def test_low_memory_tries_it_in_the_planners_order_and_keeps_what_it_may(monkeyp
     assert Plan.from_json(chosen.to_json()) == chosen
 
 
+@pytest.mark.slow  # traces a step eight times
 def test_the_plan_counts_it_for_a_model_of_ones_own() -> None:
     config, _, _ = made("transformer", **{"train.batch_size": 64})
     planner = MemoryPlanner(build_traceable_step(config))

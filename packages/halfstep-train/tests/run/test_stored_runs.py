@@ -24,7 +24,7 @@ def here() -> dict[str, str]:
     return {"torch": torch.__version__, "machine": platform.machine(), "capability": capability}
 
 
-@pytest.mark.parametrize("workload", ["unet", "resnet50"])
+@pytest.mark.parametrize("workload", ["unet", pytest.param("resnet50", marks=pytest.mark.slow)])
 def test_a_stored_run_continues_with_the_recorded_bits(workload: str, tmp_path: Path) -> None:
     """U-Net: simulated fp16 with scaling, accumulation, average, snapshots.
     ResNet: simulated bf16, class folders."""

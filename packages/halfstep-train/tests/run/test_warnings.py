@@ -1,4 +1,4 @@
-"""Warnings reach standard error, also with --quiet: files left out, a precision nobody switched on."""
+"""Warnings reach standard error, also with --quiet: files left out, a precision that was not switched on."""
 
 from __future__ import annotations
 

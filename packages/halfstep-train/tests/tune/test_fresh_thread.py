@@ -110,6 +110,7 @@ def first_import_in_a_thread() -> None:
     assert not any(other is places[0] for other in others)
 
 
+@pytest.mark.slow  # a process imports the compiler
 def test_a_thread_that_imports_the_compilers_graphs_first_may_end(tmp_path: Path) -> None:
     with process(first_import_in_a_thread, output=tmp_path / "said") as started:
         started.join()

@@ -1,4 +1,4 @@
-"""The memory layout of a model that somebody else wrote."""
+"""The memory layout of custom models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 import tiny_workload
@@ -47,12 +46,6 @@ def assembled(workload: str, *words: str) -> Any:
     config = load(f"test_layout:{workload}", overrides=[*SMALL, *words]).config
     built = build_workload(config)
     return assemble(config, built, decide_plan(config, built, probe("cpu")))
-
-
-def test_a_model_of_ones_own_keeps_the_layout_it_was_written_for() -> None:
-    parts = assembled("build")
-    assert not is_channels_last(parts.model)
-    parts.model(torch.randn(4, 2, 8, 8)).sum().backward()
 
 
 def test_a_kind_says_that_its_model_takes_channels_last_and_our_families_do() -> None:

@@ -97,12 +97,6 @@ def test_a_lever_without_a_hold_on_the_model_is_left_after_its_second_position()
     )
 
 
-def test_what_is_left_out_for_its_time_is_named() -> None:
-    measure, _ = fake({NORMAL: (20, 6), POINTWISE: (23, 4)})
-    notes = memory_choice(measure, [[POINTWISE, BLOCKS]]).notes
-    assert notes == ("recompute blocks: recompute pointwise is too slow already",)
-
-
 def test_nothing_gained_is_said() -> None:
     measure, _ = fake({NORMAL: (20, 6), POINTWISE: (21, 5.98), SMALL: (30, 5)})
     choice = memory_choice(measure, [[POINTWISE], [SMALL]])
@@ -118,11 +112,6 @@ def test_the_best_saving_refused_for_its_time_is_named_with_the_setting_that_tak
     reason = memory_choice(measure, [[POINTWISE, BLOCKS], [SMALL], BUDGETS[:1]]).reason
     assert "too slow: recompute pointwise with 4.00 GB, -33% memory, +15% time" in reason
     assert "train.activation_checkpointing=true" in reason
-
-
-def test_peaks_of_tiny_models_are_told_in_kilobytes() -> None:
-    measure, _ = fake({NORMAL: (20, 0.000045), SMALL: (20, 0.0000123)})
-    assert "12.3 kB instead of 45.0 kB" in memory_choice(measure, [[SMALL]]).reason
 
 
 def test_a_normal_step_that_does_not_fit_is_replaced_by_one_that_does() -> None:
@@ -145,19 +134,6 @@ def test_trials_end_when_their_time_is_up() -> None:
     assert asked == [NORMAL, POINTWISE]
     assert choice.setting == POINTWISE
     assert "time for trials was used up" in choice.notes[-1]
-
-
-def test_trials_that_end_with_their_time_leave_no_rest_to_speak_of() -> None:
-    measure, asked = fake({NORMAL: (20, 6), SMALL: (20, 5.99)})
-    assert memory_choice(measure, [[SMALL]], may_go_on=lambda: len(asked) < 2).notes == ()
-
-
-def test_the_choice_is_told_with_what_was_left_out() -> None:
-    measure, _ = fake({NORMAL: (20, 6), POINTWISE: (21, 4)})
-    choice = memory_choice(measure, LEVERS, notes=["8-bit optimizer states: they exist for adamw, not for sgd"])
-    text = "\n".join(choice.format_lines())
-    assert text.splitlines()[0] == "memory low: recompute pointwise, 4.00 GB instead of 6.00 GB, -33% memory, +5% time"
-    assert "not tried: 8-bit optimizer states" in text
 
 
 def test_levers_that_a_run_lacks_are_named() -> None:

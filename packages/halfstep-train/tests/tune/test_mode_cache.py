@@ -18,7 +18,6 @@ from halfstep_train.tune.choose import tune_plan
 from halfstep_train.tune.mode_search import CachedMode, FoundMode
 from halfstep_train.tune.modes import get_code_folder
 from halfstep_train.tune.trials import TrialTime
-from halfstep_train.workloads import load
 from halfstep_train.workloads.base.workload import Workload
 from halfstep_train.workloads.segmentation.demo import write_demo
 from mode_trials import USUAL, Machine, ScriptedRehearsal, made
@@ -62,12 +61,6 @@ def test_it_is_kept_for_the_same_model_and_shape_only(demo: Path) -> None:
     config, workload, plan = made(demo)
     apart = PlanRow(module="head", storage="fp32", compute="fp16", reason="asked for", kind="module")
     assert cached(config, workload, dataclasses.replace(plan, rows=(*plan.rows, apart))).read() is None
-
-
-def test_clips_of_another_length_are_another_shape(demo: Path) -> None:
-    _, workload, plan = made(demo)
-    clips = [load("slotcontrast", overrides=[f"data.chunk_size={frames}"]).config for frames in (2, 4)]
-    assert len({cached(config, workload, plan).name for config in clips}) == 2
 
 
 def test_a_file_that_lacks_fields_is_measured_again(demo: Path) -> None:

@@ -135,13 +135,6 @@ def test_candidates_that_the_clock_leaves_untried_are_named(demo: Path, monkeypa
     assert found.fields["mode"] == "graph"
 
 
-def test_compiling_does_not_count_as_trial_time(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(USUAL, start_s={"graph": 300.0})
-    found = searched(demo, machine, 3 * HOUR)
-    assert found.fields["mode"] == "graph"
-    assert "6 s of trials and 300 s of first steps" in found.fields["mode_reason"]
-
-
 def test_what_fits_only_compiled_runs_compiled(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only = {**dict.fromkeys(USUAL, None), "compile": 20.0, "compile cudnn": None, "compile tuned": None}
     found = searched(demo, Machine(only), 3 * HOUR)
@@ -159,11 +152,6 @@ def test_code_that_does_not_compile_for_a_graph_is_not_compiled_again(
     assert machine.tried == ["eager", "eager NCHW", "graph", "eager cudnn"]
     assert "graph not possible: no assembler" in found.fields["mode_reason"]
     assert (found.fields["mode"], found.is_final, found.untried) == ("eager", False, ())
-
-
-def test_the_compiled_step_is_tried_where_the_graph_did_not_fit(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {**USUAL, "graph": None, "compile cudnn": 20.0, "compile tuned": 20.0}
-    assert searched(demo, Machine(times), 3 * HOUR).fields["mode"] == "compile"
 
 
 def test_what_was_asked_for_outright_is_not_tried_the_other_way(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,12 +174,3 @@ def test_a_real_trial_is_timed_for_no_longer_than_its_share(demo: Path) -> None:
         assert trial.parts.step.attempted - before == whole - ROUNDS * TIMED_STEPS + 1
     assert short.run_s is not None
     assert short.starts_s > 0
-
-
-def test_a_real_search_on_this_machine_finds_a_short_run_too_short(demo: Path) -> None:
-    config, workload, plan = made(demo)
-    found = ModeSearch(plan, TrialTime(600, most_s=MOST_S), RunRehearsal(config, workload)).search()
-    assert found.fields["mode"] == "eager"
-    assert "too short to compile for" in found.fields["mode_reason"]
-    assert not found.is_final
-    assert found.ms > 0

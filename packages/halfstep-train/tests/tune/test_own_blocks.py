@@ -68,7 +68,9 @@ def test_fewer_bytes_are_alive_the_more_is_recomputed() -> None:
     assert blocks < 0.6 * none
 
 
-@pytest.mark.parametrize(("name", "how"), [("transformer", "alternate"), ("resnet", "pointwise")])
+@pytest.mark.parametrize(
+    ("name", "how"), [("transformer", "alternate"), pytest.param("resnet", "pointwise", marks=pytest.mark.slow)]
+)
 def test_the_compiled_model_has_the_same_gradients_and_statistics(name: str, how: Recompute) -> None:
     torch.compiler.reset()
     torch.manual_seed(0)

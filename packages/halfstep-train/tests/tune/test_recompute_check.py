@@ -148,13 +148,6 @@ def test_one_changed_bit_anywhere_shows() -> None:
     assert 0 < gaps["fc.weight"] < 1e-6
 
 
-def test_what_is_no_tensor_shows_as_well() -> None:
-    block = Writing()
-    one = dict(list_state(block))
-    block.seen.append(1)
-    assert compare_states(one, dict(list_state(block)))["seen"] == float("inf")
-
-
 def test_networks_that_train_in_turn_are_checked_in_all_their_phases() -> None:
     config = from_dict("phased_workload:build", {"precision.default": "fp32", "train.batch_size": 8}).config
     workload = build_workload(config)

@@ -53,16 +53,6 @@ def test_all_starts_together_fit_into_a_twentieth_of_the_run() -> None:
     assert not time.has_room_for(21)
 
 
-def test_what_starts_nothing_has_room_after_starts_that_took_more_than_their_share() -> None:
-    hands = Hands()
-    time = TrialTime(1000, most_s=MOST_S, clock=hands)
-    time.expect(1.0)
-    with time.count_start():
-        hands.now += 51
-    assert time.has_room_for(0)
-    assert not time.has_room_for(0.1)
-
-
 def test_a_start_that_fails_is_counted() -> None:
     hands = Hands()
     time = TrialTime(10, clock=hands)

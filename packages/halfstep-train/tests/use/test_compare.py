@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from command_line import run_command
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep_train.cli.compare import parse_budget
-from halfstep_train.cli.main import main
 from halfstep_train.cli.report import render_comparison_page
 from halfstep_train.run.train import train
 from halfstep_train.use.compare import (
@@ -47,11 +47,7 @@ def example_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        main(["compare", *words])
-    said = capsys.readouterr()
-    return int(end.value.code or 0), said.out, said.err
+    return run_command(capsys, "compare", *words)
 
 
 def test_precisions_get_a_verdict_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,15 +125,6 @@ def test_a_forecast_counts_every_run_and_follows_how_long_each_row_takes(tmp_pat
     comparison.request = dataclasses.replace(request, budget_s=900.0)
     comparison.spent_s = 720.0
     assert forecast.describe_left().endswith("about 3 min left"), "the budget ends it"
-
-
-def test_a_budget_ends_it_before_the_last_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, text, _ = run(
-        capsys, MOONS, *SMALL, *TWO, "--margin", "0.1", "--budget", "0.01s", "--out", str(tmp_path / "c")
-    )
-    assert code == 1
-    assert "the budget of 0.01 s is spent (--resume with a larger --budget continues)" in text
-    assert "at least 5 are needed" in text
 
 
 def test_a_run_that_the_guard_stopped_is_a_row_that_shows_nothing(tmp_path: Path) -> None:
@@ -330,18 +317,13 @@ def test_the_report_of_an_unfinished_comparison_says_so_and_has_no_empty_note(tm
     ("words", "said"),
     [
         ((), "nothing to compare"),
-        ((MOONS, "--precisions", "fp32"), "a comparison needs two rows"),
         ((MOONS, "--precisions", "fp32,fp32"), "two rows are called 'fp32'"),
         ((MOONS, "--precisions", "fp32,bf17"), "bf17"),
         ((MOONS, "--device", "cpu", "--strict", "--precisions", "fp32,fp8"), "strict is on"),
         ((MOONS, "--simulate", "--rows", "a: precision=fp32", "b: precision=bf16 train.fast=graph"), "b: a simulated"),
         ((MOONS, *TWO, "--precisions", "fp32,bf16"), "--rows and --precisions"),
-        ((MOONS, *TWO, "--seeds", "2"), "--seeds 2"),
-        ((MOONS, *TWO, "--margin", "0"), "--margin 0"),
-        ((MOONS, *TWO, "--budget", "soon"), "30m"),
         ((MOONS, "--rows", "amp precision=bf16"), "a name, a colon"),
         ((MOONS, "--rows", "a: precision=fp32", "--rows", "b: train.epoch=1"), "train.epochs"),
-        (("--resume", "nowhere"), "nowhere is not a comparison"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(

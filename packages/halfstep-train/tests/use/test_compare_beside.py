@@ -1,4 +1,4 @@
-"""Runs beside each other end with their comparison. Each process imports torch: one test, of seconds."""
+"""Parallel runs end with their comparison. Each process imports torch, which takes seconds."""
 
 from __future__ import annotations
 

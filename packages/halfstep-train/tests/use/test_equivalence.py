@@ -36,8 +36,7 @@ def noise(kind: str, num: int) -> np.ndarray:
     return draws.standard_normal((num, SEEDS)) if kind == "normal" else draws.standard_t(3, (num, SEEDS))
 
 
-@pytest.mark.parametrize("kind", ["normal", "heavy-tailed"])
-@pytest.mark.parametrize("deviation", [0.1, 0.5])
+@pytest.mark.parametrize(("kind", "deviation"), [("normal", 0.1), ("heavy-tailed", 0.5)])
 def test_a_difference_as_large_as_the_margin_is_called_the_same_in_5_of_100_at_most(
     kind: str, deviation: float
 ) -> None:

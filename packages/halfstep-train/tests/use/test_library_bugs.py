@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from doc_pages import ROOT
+from command_line import run_command
 from halfstep.hardware.driver import Accelerator, Driver
-from halfstep_train.cli.main import main
 from halfstep_train.use import library_bugs
-from halfstep_train.use.library_bugs import BUGS, BugFinding, LibraryBug, find_bugs, make_link
+from halfstep_train.use.library_bugs import BUGS, BugFinding, LibraryBug, find_bugs
 
 BY_NAME = {bug.name: bug for bug in BUGS}
-PAGE = (ROOT / "docs" / "library_bugs.md").read_text()
 IN_EVERY_TORCH = [
     "no-check-in-bf16",
     "fused-sgd",
@@ -93,10 +90,7 @@ def test_without_a_gpu_its_bugs_are_not_claimed_either_way() -> None:
 
 
 def output_of(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as stopped:
-        main(["detect", *words])
-    captured = capsys.readouterr()
-    return int(stopped.value.code or 0), captured.out, captured.err
+    return run_command(capsys, "detect", *words)
 
 
 def test_the_command_lists_every_bug(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,10 +119,3 @@ def test_other_options_are_refused(more: str, capsys: pytest.CaptureFixture[str]
     code, _, err = output_of(capsys, "--bugs", more)
     assert code == 2
     assert "--bugs cannot be combined" in err
-
-
-def test_the_page_has_every_bug_with_its_threads() -> None:
-    sections = dict(re.findall(r"^## `([\w-]+)`\n(.*?)(?=^## |\Z)", PAGE, flags=re.DOTALL | re.MULTILINE))
-    assert list(sections) == list(BY_NAME)
-    for name, bug in BY_NAME.items():
-        assert [thread for thread in bug.threads if f"({make_link(thread)})" not in sections[name]] == [], name

@@ -16,9 +16,9 @@ from PIL import Image
 
 from halfstep.disk import read_sealed, seal
 from halfstep.errors import ConfigError, DataError, Interrupted
+from halfstep_train.report.metrics_file import read
 from halfstep_train.report.progress import Bar
 from halfstep_train.report.results import Answer, Predictions
-from halfstep_train.use.evaluate import evaluate
 from halfstep_train.use.open_run import choose_plan, load_weights, open_run, wrap_trained
 from halfstep_train.use.predict import predict
 from halfstep_train.workloads.base.using import Input, PredictRequest
@@ -175,10 +175,10 @@ def test_a_header_that_claims_a_huge_picture_is_refused_at_once(unet: Path, larg
     )
 
 
-def test_classes_are_those_that_evaluation_finds(resnet: Path) -> None:
+def test_classes_are_those_that_validation_found(resnet: Path) -> None:
     made = predicted(resnet, resnet / "data" / "val", top_k=10)
     hits = [answer.found["top"][0]["class"] == Path(answer.file).parent.name for answer in made.answers]
-    assert np.mean(hits) == evaluate(resnet, report=Told(resnet).report).metrics["top1"]
+    assert np.mean(hits) == [record["top1"] for record in read(resnet / "metrics.jsonl") if record.get("best")][-1]
     for answer in made.answers:
         chances = [row["probability"] for row in answer.found["top"]]
         assert sum(chances) == pytest.approx(1, abs=1e-5)
@@ -204,13 +204,6 @@ def test_the_number_of_classes_shown_is_five_or_what_was_asked_for(resnet: Path,
     assert shown == {None: 5, 2: 2, 99: 10}
 
 
-def test_wishes_for_another_kind_of_workload_are_refused(unet: Path, resnet: Path, large: Path) -> None:
-    with pytest.raises(ConfigError, match="resnet18 has no option --tile 64"):
-        predicted(resnet, large, tile=64)
-    with pytest.raises(ConfigError, match="unet has no option --top-k 3"):
-        predicted(unet, large, top_k=3)
-
-
 def test_the_paths_that_are_shown_are_those_of_files_that_exist(
     unet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,13 +212,6 @@ def test_the_paths_that_are_shown_are_those_of_files_that_exist(
     assert answer.brief["mask"] == str(answer.cells["mask"]) == "masks/masks/000_mask.png"
     assert Path(answer.brief["mask"]).is_file()
     assert Path(str(answer.cells["overlay"])).is_file()
-
-
-def test_a_file_with_nan_is_named_with_what_is_wrong_with_it(unet: Path, tmp_path: Path) -> None:
-    np.save(tmp_path / "bad.npy", np.full((32, 32, 3), np.nan, dtype=np.float32))
-    good = unet / "data" / "imgs" / "000.png"
-    (failure,) = predicted(unet, tmp_path / "bad.npy", good, out=tmp_path / "out").failed
-    assert failure.why == "holds 3,072 values of NaN, infinity or beyond the range of fp32"
 
 
 # --- interrupted ---

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from command_line import run_command
 from halfstep.evidence.proofs import check_clipping, check_nan_is_dropped, check_rates
 from halfstep.step.clip import Clip
-from halfstep_train.cli.main import main
 from halfstep_train.report.page.read_run import read_run
 from halfstep_train.run.folder import RunFolder
 from halfstep_train.run.train import train
@@ -35,9 +35,8 @@ def run(out: Path, **more: Any) -> Path:
 
 
 def verified(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, dict[str, str]]]:
-    with pytest.raises(SystemExit) as ended:
-        main(["verify", *words, "--json"])
-    return int(ended.value.code or 0), {one["line"]: one for one in json.loads(capsys.readouterr().out)}
+    code, out, _ = run_command(capsys, "verify", *words, "--json")
+    return code, {one["line"]: one for one in json.loads(out)}
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +131,7 @@ def test_a_step_that_commits_a_nan_is_found() -> None:
 
 
 def _never_bad(step: Any) -> Any:
-    """The step as it would be if nobody looked at its verdict."""
+    """A step that ignores its verdict."""
 
     def commit_on_device(facts: Any) -> None:
         facts.bad = torch.zeros_like(facts.bad)
@@ -158,7 +157,7 @@ def test_clipping_is_not_measurable_on_a_step_that_is_bad_by_itself() -> None:
 
 
 def _without_clipping(step: Any) -> Any:
-    """The step as it would be if nobody clipped, still saying that it does."""
+    """A step that does not clip but reports that it does."""
     judge, limited = type(step)._judge, step.clip
 
     def unclipped(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Whole runs of diffusion models: they learn in every format, go on to the bit, skip what is broken, open elsewhere."""
+"""Whole runs of diffusion models learn in every format, resume bit-exactly, skip bad steps and open in diffusers."""
 
 from __future__ import annotations
 
@@ -70,14 +70,13 @@ LONGER = {
 """One step an epoch: enough for a network of one level on eighteen pictures."""
 
 
-def test_a_model_learns_and_half_formats_learn_as_well(data: Path, tmp_path: Path) -> None:
+def test_a_model_learns_and_bf16_learns_as_well(data: Path, tmp_path: Path) -> None:
     exact = last(train(settings("diffusion", data, **LONGER), out=tmp_path / "fp32"))
     assert exact["mse"] < 0.65  # nothing learned: 1
     assert {"mse/0-4", "mse/15-19", "raw_mse", "raw_mse/0-4"} <= set(exact)
-    for precision in ("bf16", "fp16"):
-        half = {"precision__default": precision, "precision__simulate": True}
-        found = last(train(settings("diffusion", data, **LONGER, **half), out=tmp_path / precision))
-        assert found["mse"] == pytest.approx(exact["mse"], rel=0.05), precision
+    half = {"precision__default": "bf16", "precision__simulate": True}
+    found = last(train(settings("diffusion", data, **LONGER, **half), out=tmp_path / "bf16"))
+    assert found["mse"] == pytest.approx(exact["mse"], rel=0.05)
 
 
 def test_a_vae_computes_in_tf32_where_the_run_does(data: Path, vae: str, tmp_path: Path) -> None:
@@ -212,17 +211,6 @@ def test_a_nan_pixel_costs_one_step_and_changes_nothing(
     assert_same_bits(found[3], found[2])
     assert not torch.equal(found[4]["conv_out.weight"], found[3]["conv_out.weight"])
     assert any("not finite" in str(line) or "nan" in str(line).lower() for line in stored_lines(run))
-
-
-def test_a_vae_that_overflows_in_fp16_on_one_batch_costs_one_step(
-    data: Path, vae: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wish = {"precision__default": "fp16", "precision__simulate": True, "model__vae": vae, **EACH_STEP}
-    wish["precision__modules"] = {"vae": "fp16"}
-    planted(monkeypatch, 2, lambda image: image * 1e6)
-    found = steps_of(train(settings("diffusion", data, **wish), out=tmp_path / "run"))
-    assert_same_bits(found[3], found[2])
-    assert not torch.equal(found[4]["conv_out.weight"], found[3]["conv_out.weight"])
 
 
 def test_latents_without_variance_are_trained_on(

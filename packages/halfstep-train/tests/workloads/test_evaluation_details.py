@@ -1,4 +1,4 @@
-"""What evaluation counts beside the metrics, against plain loops."""
+"""What evaluation counts in addition to the metrics, compared with plain loops."""
 
 from __future__ import annotations
 

@@ -92,12 +92,6 @@ def test_validation_may_see_larger_images_than_training(folder: Path) -> None:
     assert first_batch(workload, training=False)["image"].shape == (6, 3, 48, 48)
 
 
-def test_a_prepared_batch_is_a_pure_function_of_its_key(folder: Path) -> None:
-    workload = built(folder, *TINY, "data.augment.cutmix=1", "data.augment.erase=0.5")
-    first, again = first_batch(workload, training=True), first_batch(workload, training=True)
-    assert all(torch.equal(first[name], again[name]) for name in first)
-
-
 def test_the_packed_cache_gives_the_same_labels_and_classes(folder: Path) -> None:
     files, packed = built(folder, *TINY), built(folder, *TINY, "data.cache=true", "data.cache_size=64")
     assert files.store == packed.store
@@ -237,11 +231,6 @@ def test_a_model_that_does_not_fit_is_named_before_training(
 ) -> None:
     with pytest.raises(kind, match=complaint):
         built(folder, *TINY, *words)
-
-
-def test_no_folder_is_said_as_such() -> None:
-    with pytest.raises(DataError, match="no data folder"):
-        build_workload(load("resnet18").config)
 
 
 def test_a_last_batch_that_batchnorm_cannot_learn_from_is_refused_before_training(folder: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfstep_train.cli.main import main
+from command_line import run_command
 from halfstep_train.run.resume import flatten_settings
 from halfstep_train.run.train import train
 from halfstep_train.workloads import KINDS, load
@@ -24,11 +24,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def called(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        main(list(words))
-    said = capsys.readouterr()
-    return int(end.value.code or 0), said.out + said.err
+    code, out, err = run_command(capsys, *words)
+    return code, out + err
 
 
 def test_predict_without_input_takes_the_workloads_options(

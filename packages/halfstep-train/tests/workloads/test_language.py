@@ -177,14 +177,6 @@ def test_stored_weights_are_used_without_drawing_others(
         built(text)
 
 
-def test_weights_are_where_a_run_starts(tmp_path: Path, text: Path) -> None:
-    torch.manual_seed(5)
-    original = build_gpt2("gpt2", depth=1, heads=2, dim=16, context=8, vocab=16)
-    save_weights(original, tmp_path / "weights")
-    model = built(text, model__weights=str(tmp_path / "weights")).model
-    assert torch.equal(model.state_dict()["transformer.wpe.weight"], original.transformer.wpe.weight)
-
-
 def test_the_tokenizer_beside_the_weights_is_taken_where_none_is_named(tmp_path: Path, text: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     bpe = tokenizers.ByteLevelBPETokenizer()
@@ -222,7 +214,7 @@ def test_a_runs_own_weights_bring_their_characters(tmp_path: Path, text: Path) -
 
 
 def test_ids_of_another_tokenizer_are_refused(tmp_path: Path, text: Path) -> None:
-    """They are within the vocabulary: only meta.pkl beside them tells."""
+    """They are within the vocabulary: only meta.pkl next to them reveals it."""
     for part in ("train", "val"):
         np.arange(200, dtype=np.uint16).__mod__(3).astype(np.uint16).tofile(tmp_path / f"{part}.bin")
     meta = {"itos": dict(enumerate("abc")), "stoi": {letter: number for number, letter in enumerate("abc")}}

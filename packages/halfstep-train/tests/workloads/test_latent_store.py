@@ -12,9 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from halfstep.errors import DataError
-from halfstep_train.data.cache_file import DATA_AT
 from halfstep_train.workloads.base.latent_store import CachedLatents, open_latents, open_or_write_latents, write_latents
-from whole_runs import small_disk
 
 MOMENTS = torch.arange(6 * 2 * 4 * 2 * 2, dtype=torch.float32).view(6, 2, 4, 2, 2)
 
@@ -30,17 +28,6 @@ def test_what_was_written_is_read_and_its_checksum_depends_on_the_numbers_only(t
     assert torch.equal(first.moments, MOMENTS)
     assert (first.meta["fingerprint"], same.meta["fingerprint"]) == ("f", "g")
     assert first.checksum == same.checksum != other.checksum
-
-
-@pytest.mark.parametrize("damage", ["cut", "flip", "text"])
-def test_a_damaged_file_is_not_used(tmp_path: Path, damage: str) -> None:
-    path = tmp_path / "latents.cache"
-    write(path)
-    whole = path.read_bytes()
-    flipped = whole[:DATA_AT] + bytes([whole[DATA_AT] ^ 1]) + whole[DATA_AT + 1 :]
-    path.write_bytes({"cut": whole[:-4], "flip": flipped, "text": b"hello"}[damage])
-    with pytest.raises(DataError, match="not a usable file of latents"):
-        open_latents(path)
 
 
 def test_latents_that_are_stale_or_broken_are_made_again_and_other_files_stay(tmp_path: Path) -> None:
@@ -82,17 +69,6 @@ def test_a_failure_on_the_way_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="a bad picture"):
         write_latents(tmp_path / "latents.cache", 6, (2, 4, 2, 2), rows(), {})  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
-
-
-def test_a_disk_that_fills_up_is_named_and_keeps_what_was_there(tmp_path: Path) -> None:
-    path = tmp_path / "latents.cache"
-    write(path)
-    before = path.read_bytes()
-    with small_disk(256), pytest.raises(DataError, match="cannot write the file of latents") as error:
-        write(path)
-    assert "data.cache_file" in error.value.fix
-    assert list(tmp_path.iterdir()) == [path]
-    assert path.read_bytes() == before
 
 
 def test_a_batch_is_its_samples_and_mirror_images_come_by_the_key() -> None:

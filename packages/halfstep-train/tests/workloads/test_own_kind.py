@@ -1,4 +1,4 @@
-"""A Kind of the user's own gets every command that its parts allow: examples/own_workload.py by the command line."""
+"""A custom Kind gets every command that its parts allow: examples/own_workload.py from the command line."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from command_line import run_command
 from halfstep_train.bench.problem import build_problem, load_bench_config
-from halfstep_train.cli.main import main
-from halfstep_train.workloads import KINDS, load
+from halfstep_train.workloads import load
 from halfstep_train.workloads.base.sums import Means
 from halfstep_train.workloads.classification.config import ResNetConfig, ViTConfig
 from halfstep_train.workloads.language.build import get_model_size
@@ -27,11 +27,8 @@ def example_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        main(list(words))
-    said = capsys.readouterr()
-    return int(end.value.code or 0), said.out or said.err
+    code, out, err = run_command(capsys, *words)
+    return code, out or err
 
 
 def test_its_schema_is_read_shown_and_checked(capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,8 +57,7 @@ def test_it_trains_resumes_evaluates_and_predicts(tmp_path: Path, capsys: pytest
     assert (found["failed"][0]["file"], "'here'" in found["failed"][0]["why"]) == (str(no_points), True)
 
 
-@pytest.mark.parametrize("workload", [EXAMPLE, "tiny_workload:build"])
-@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize(("workload", "small"), [(EXAMPLE, True), ("tiny_workload:build", False)])
 def test_without_made_up_data_a_bench_repeats_a_batch_of_its_own(workload: str, small: bool) -> None:
     problem = build_problem(load_bench_config(workload, [], {"batch_size": 16}, small=small), torch.device("cpu"))
     assert {len(tensor) for tensor in problem.host_batch.values()} == {16}
@@ -86,11 +82,6 @@ def test_means_are_over_samples_whatever_the_batches() -> None:
     again.load_state_dict(metrics.state_dict())
     again.update(torch.tensor([-4.0]), {})
     assert again.compute() == {"size": 2.5}
-
-
-def test_a_part_it_does_not_have_is_refused_by_name() -> None:
-    assert KINDS.of("tiny_workload:build").predict is None
-    assert KINDS.of(EXAMPLE).guide is None
 
 
 CHANGED = """

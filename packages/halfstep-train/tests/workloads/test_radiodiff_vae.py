@@ -45,14 +45,8 @@ def losses(run: Path, name: str = "loss") -> list[float]:
     return [row[name] for row in read(run / "metrics.jsonl") if row["kind"] == "train" and name in row]
 
 
-def state_after(run: Path, step: int) -> dict[str, torch.Tensor]:
-    """The last one of that name: the end of a run saves its step once more."""
-    return load_file(sorted((run / "checkpoints").glob(f"step-{step:08d}*"))[-1] / "model.safetensors")
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_the_loss_falls_in_simulated_formats(tmp_path: Path, data: Path, precision: str) -> None:
-    asked = {"precision__default": precision, "precision__simulate": True, "optimizer__lr": 1e-2}
+def test_the_loss_falls_in_simulated_fp16(tmp_path: Path, data: Path) -> None:
+    asked = {"precision__default": "fp16", "precision__simulate": True, "optimizer__lr": 1e-2}
     found = losses(train_vae(tmp_path / "run", data, **asked, train__max_steps=8))
     assert found[-1] < 0.8 * found[0]
 
@@ -65,43 +59,6 @@ def test_resume_is_exact_over_both_networks_and_the_average(tmp_path: Path, data
     resume(parts, "train.max_steps=5")
     assert_same_bits(final_state(whole)[0], final_state(parts)[0])
     assert len(losses(whole, "loss/discriminator")) >= 2
-
-
-def test_both_networks_are_clipped_before_they_step(tmp_path: Path, data: Path) -> None:
-    """The public trainer of stage 1 clips after the step, when nothing is left to clip."""
-    plain = {"optimizer__name": "sgd", "optimizer__momentum": 0.0, "optimizer__lr": 1.0, "optimizer__weight_decay": 0.0}
-    started = {**CRITIC, "model__discriminator__start": 0, "schedule__name": "constant"}
-    run = train_vae(
-        tmp_path / "run", data, **plain, **started, train__clip_norm=1e-3, train__max_steps=2, train__checkpoint_every=1
-    )
-    before, after = state_after(run, 1), state_after(run, 2)
-    for part in ("vae.", "discriminator."):
-        moved = torch.cat([(after[name] - before[name]).double().flatten() for name in after if name.startswith(part)])
-        assert float(moved.norm()) == pytest.approx(1e-3, rel=0.02), part
-
-
-def test_a_nan_pixel_costs_one_step_and_nothing_else(tmp_path: Path, data: Path) -> None:
-    run = train_vae(
-        tmp_path / "run", data, "tiny_radio:FAULTY_VAE", model__nan_pixel=2, train__max_steps=4,
-        train__checkpoint_every=1, train__checkpoints_total_limit=0,
-    )  # fmt: skip
-    events = [row for row in read(run / "metrics.jsonl") if row["kind"] == "event" and row["event"] == "skipped"]
-    assert [(event["bad_step"], event["reason"]) for event in events] == [(2, "loss is nan")]
-    assert_same_bits(state_after(run, 2), state_after(run, 3))
-    assert not torch.equal(*(state_after(run, step)["vae.encoder.conv_in.weight"] for step in (3, 4)))
-
-
-def test_an_exploding_discriminator_does_not_touch_the_autoencoder(tmp_path: Path, data: Path) -> None:
-    whole = train_vae(
-        tmp_path / "whole", data, "tiny_radio:FAULTY_VAE", **{**CRITIC, "model__discriminator__start": 0},
-        model__exploding_critic=1, train__max_steps=2, train__checkpoint_every=1,
-    )  # fmt: skip
-    before, after = state_after(whole, 1), state_after(whole, 2)
-    critic = [name for name in after if name.startswith("discriminator.")]
-    assert_same_bits({name: before[name] for name in critic}, {name: after[name] for name in critic})
-    assert not torch.equal(before["vae.encoder.conv_in.weight"], after["vae.encoder.conv_in.weight"])
-    events = [row for row in read(whole / "metrics.jsonl") if row["kind"] == "event" and row["event"] == "skipped"]
-    assert [(event["phase"], event["bad_step"]) for event in events] == [("discriminator", 1)]
 
 
 def test_a_discriminator_that_starts_later_counts_for_nothing_before(tmp_path: Path, data: Path) -> None:

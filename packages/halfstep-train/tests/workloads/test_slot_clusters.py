@@ -1,4 +1,4 @@
-"""k-means beside slots."""
+"""k-means as a baseline for slots."""
 
 from __future__ import annotations
 

@@ -57,20 +57,11 @@ def trained(out: Path, data: Path, **more: Any) -> Path:
     return train(settings(data, {f"train.{name}": value for name, value in more.items()}), out=out)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_the_loss_falls_in_simulated_formats(tmp_path: Path, clips: Path, precision: str) -> None:
-    asked = {"precision.default": precision, "precision.simulate": True, "train.max_steps": 40, "train.report_every": 1}
+def test_the_loss_falls_in_simulated_fp16(tmp_path: Path, clips: Path) -> None:
+    asked = {"precision.default": "fp16", "precision.simulate": True, "train.max_steps": 40, "train.report_every": 1}
     run = train(settings(clips, asked), out=tmp_path / "run")
     losses = [row["loss"] for row in read(run / "metrics.jsonl") if "grad_norm" in row]
     assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
-
-
-def test_low_memory_is_chosen_by_real_steps_and_the_run_follows_it(tmp_path: Path, clips: Path) -> None:
-    run = trained(tmp_path / "run", clips, max_steps=2, memory="low")
-    plan = json.loads((run / "plan.json").read_text())
-    assert plan["memory_trials"][0].startswith("normal: ")
-    assert any(line.startswith("recompute ") and "% memory" in line for line in plan["memory_trials"])
-    assert [record["loss"] for record in read(run / "metrics.jsonl") if record["kind"] == "val"]
 
 
 def test_resume_is_exact(tmp_path: Path, clips: Path) -> None:

@@ -84,7 +84,7 @@ def last_scores(run: Path) -> dict[str, float]:
     return [record for record in read(run / "metrics.jsonl") if record["kind"] == "val"][-1]
 
 
-@pytest.mark.parametrize(("format", "epochs"), [("fp32", 10), ("bf16", 5), ("fp16", 5)])
+@pytest.mark.parametrize(("format", "epochs"), [("fp32", 10), ("fp16", 5)])
 def test_both_losses_fall_in_every_format_without_a_skipped_step(
     format: str, epochs: int, steve: Trainer, tmp_path: Path
 ) -> None:
@@ -156,11 +156,6 @@ def test_summed_losses_start_in_fp16_with_a_scale_that_holds_them(steve: Trainer
     assert not is_finite(65536.0)
 
 
-@pytest.mark.parametrize("side", [32, 64, 128, 256])
-def test_that_scale_leaves_room_for_every_pixel(side: int) -> None:
-    assert 2 * side**2 * choose_start_scale(side) <= 65504 / 2
-
-
 KEY = Key.for_training(0, attempted=3)
 
 
@@ -210,13 +205,6 @@ def test_temperature_and_learning_rates_are_the_public_projects(steve: Trainer) 
     for step, tau, warmup, decay in zip(*(expected[k] for k in ("steps", "tau", "lr_warmup", "lr_decay")), strict=True):
         assert compute_temperature(config.model, step) == pytest.approx(tau, rel=1e-12)
         assert schedule(step) == pytest.approx(warmup * decay, rel=1e-12)
-
-
-def test_the_temperature_is_a_cosine_that_ends(steve: Trainer) -> None:
-    model = SteveConfig(workload="steve").model
-    assert [compute_temperature(model, step) for step in (0, 15_000, 30_000, 99_999)] == pytest.approx(
-        [1.0, 0.55, 0.1, 0.1]
-    )
 
 
 def test_three_groups_follow_their_own_schedules_and_the_temperature_its_own(steve: Trainer) -> None:

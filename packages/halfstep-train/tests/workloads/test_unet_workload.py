@@ -167,22 +167,3 @@ def test_masks_of_one_value_are_refused(tmp_path: Path) -> None:
         Image.new("L", (64, 64)).save(mask)
     with pytest.raises(DataError, match="every mask holds only the value 0"):
         build_workload(config(tmp_path / "own"))
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("unett", "did you mean 'unet'"), ("no_such_pkg:build", "No module"), ("json:build", "no function")],
-)
-def test_an_unknown_workload_is_explained(demo: Path, name: str, said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        build_workload(config(demo).model_copy(update={"workload": name}))
-    assert said in str(caught.value)
-
-
-def test_a_workload_of_the_users_own_is_an_import_path(demo: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    (tmp_path / "my_workload.py").write_text(
-        "from halfstep_train.workloads.segmentation import build as unet\n"
-        "def build(config, store): return unet.build(config, store)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    assert build_workload(config(demo).model_copy(update={"workload": "my_workload:build"})).name == "unet"

@@ -1,4 +1,4 @@
-"""What a compiled step keeps: held against trying every set of values."""
+"""What a compiled step keeps, compared with trying every set of values."""
 
 from __future__ import annotations
 
