@@ -81,10 +81,8 @@ def _find_images(config: ImageFolderConfig, conditioning: Conditioning) -> Capti
     """Find images with what the model is conditioned on: nothing, classes or captions."""
     root = Path(config.dir or "")
     layout = FolderLayout(
-        train=config.train_folder,
-        val=config.val_folder,
+        **dict(zip(("train", "val"), config.folders, strict=False)),
         val_fraction=config.val_fraction,
-        seed=config.split_seed,
         label_column=getattr(config, "label_column", ""),
     )
     if conditioning == "none":
