@@ -39,12 +39,12 @@ from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 from torch._dynamo.variables.lists import DequeVariable
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.partitioners import default_partition
-from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule, Node, has_side_effect
-from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from halfstep.backend_flags import Fp32Mode, MatmulLeaf, has_matmul_switch
+from halfstep.fast.placement import is_elsewhere, make_inductor_pass, place_constants, place_numbers
 from halfstep.fast.windows import Call, Code, Compiler, Entry, NotTraced, Outdated, Promise, list_tensors, refer_to
 from halfstep.our_code import OURS
 from halfstep.precision.contexts import BACKWARD_AS_EAGER, CACHE_ENABLED, get_autocast_dtype, use_sound_attention
@@ -239,15 +239,24 @@ class TracedLoss:
                 inputs = place_numbers(graph, inputs, self.device)
             return run_boxed(graph) if compiler == "aten" else compile_by_inductor(graph, inputs, settings)
 
+        def split(joint: GraphModule, *arguments: Any, **named: Any) -> tuple[GraphModule, GraphModule]:
+            place_constants(joint, self.device)
+            return partition(joint, *arguments, **named)
+
         # A hit in AOTAutograd's cache would not pass through `keep`, and nothing would be scanned. Backward is compiled
         # at once, too, so that it is scanned before any of the user's code has run.
         settings = BACKWARD_AS_EAGER | {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
         with tracing(context), self._make_autocast(), self.plan.backend(), torch._functorch.config.patch(settings):
             if compiler == "aten":
-                return aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition)(module, examples)
+                return aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=split)(module, examples)
             from torch._inductor.compile_fx import compile_fx  # imports Triton where there is one
 
-            return compile_fx(module, examples, inner_compile=keep)  # type: ignore[return-value]
+            assert context.fake_mode is not None
+            context.fake_mode.allow_non_fake_inputs = (
+                True  # Inductor runs the graph, with its constants, on fake tensors
+            )
+            passes = {"joint_custom_pre_pass": make_inductor_pass(self.device)}
+            return compile_fx(module, examples, inner_compile=keep, config_patches=passes)  # type: ignore[return-value]
 
     def _refuse(self, entry: Entry, inputs: Sequence[Any]) -> None:
         """Raise NotTraced for a call that a replay would not repeat as the user's code does."""
@@ -487,77 +496,6 @@ def compile_by_inductor(graph: GraphModule, inputs: Sequence[Any], settings: dic
     return code
 
 
-def place_numbers(graph: GraphModule, inputs: Sequence[Any], device: torch.device) -> Sequence[Any]:
-    """Put Python numbers, which AOTAutograd's graph takes as 0-dimensional CPU tensors, and what is computed from them,
-    on the device: a capture would freeze a CPU tensor, and Inductor would read it when it launches a kernel.
-
-    Arithmetic with a CPU number is done in fp32 for half precision, and divides by multiplying with the inverse. With a
-    tensor on the device it would not be, so that is written out. Return the inputs with these on the device."""
-    mode = detect_fake_mode(inputs) or detect_fake_mode([n.meta.get("val") for n in graph.graph.nodes])
-    placed: set[Node] = set()
-    if mode is None:
-        return inputs
-    for node in list(graph.graph.nodes):
-        value = node.meta.get("val")
-        if not (isinstance(value, Tensor) and value.device.type != device.type and value.ndim == 0):
-            if node.op == "call_function" and not placed.isdisjoint(node.all_input_nodes):
-                write_out_arithmetic(graph, node, placed)
-            continue
-        if node.op == "placeholder":
-            with mode:  # forward and backward share the metadata of a node: replace it
-                node.meta = {**node.meta, "val": torch.empty((), dtype=value.dtype, device=device)}
-        elif placed.isdisjoint(node.all_input_nodes):
-            continue
-        else:
-            if "device" in node.kwargs:
-                node.kwargs = {**node.kwargs, "device": device}
-            refresh_value(node, mode)
-        placed.add(node)
-    graph.recompile()
-    placeholders = graph.graph.find_nodes(op="placeholder")
-    return [node.meta["val"] if node in placed else one for node, one in zip(placeholders, inputs, strict=True)]
-
-
-def write_out_arithmetic(graph: GraphModule, node: Node, placed: set[Node]) -> None:
-    """Let arithmetic of a tensor with a number on the device round as with a Python number."""
-    aten, convert, value = torch.ops.aten, torch.ops.prims.convert_element_type.default, node.meta.get("val")
-    if not isinstance(value, Tensor):
-        return
-    is_inverse = node.target is aten.div.Tensor and node.args[1] in placed
-    is_half = value.dtype in (torch.float16, torch.bfloat16)
-    is_half_sum = is_half and node.target in (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor)
-    if not (is_inverse or is_half_sum):
-        return
-    dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
-    mode = detect_fake_mode([value])
-
-    def insert(target: Any, *arguments: Any, **named: Any) -> Node:
-        made = graph.graph.call_function(target, arguments, named)
-        refresh_value(made, mode)
-        return made
-
-    with graph.graph.inserting_before(node):
-        args = [insert(convert, one, dtype) if isinstance(one, Node) else one for one in node.args]
-        if is_inverse:
-            number = node.args[1]
-            while isinstance(number, Node) and number.target is convert and number.args[0] in placed:
-                number = number.args[0]  # as the host does: the inverse of the double, rounded once
-            args[1] = insert(convert, insert(aten.reciprocal.default, insert(convert, number, torch.float64)), dtype)
-        target = aten.mul.Tensor if is_inverse else node.target
-        exact = insert(target, *args, **node.kwargs)
-        result = insert(convert, exact, value.dtype)
-    node.replace_all_uses_with(result)
-    result.meta = dict(node.meta)
-    graph.graph.erase_node(node)
-
-
-def refresh_value(node: Node, mode: Any) -> None:
-    """Compute the fake value of a node anew from those of its inputs."""
-    arguments, named = map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
-    with mode:
-        node.meta = {**node.meta, "val": node.target(*arguments, **named)}  # type: ignore[operator]
-
-
 def note_moved(entry: Entry, graph: GraphModule, device: torch.device) -> None:
     """Note the CPU inputs that a graph only copies to the device, which the fast path copies itself; and those of them
     that the host waits for."""
@@ -592,12 +530,6 @@ def find_obstacle(graph: GraphModule, device: torch.device, pure_ops: frozenset[
             return f"{name} runs on the {node.meta['val'].device.type}{find_line(node)}"
         on_host.add(node)
     return ""
-
-
-def is_elsewhere(node: Node, device: torch.device) -> bool:
-    """True if the value of a node is a tensor on another device."""
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.device.type != device.type
 
 
 def is_copy_to(node: Node, device: torch.device) -> bool:
