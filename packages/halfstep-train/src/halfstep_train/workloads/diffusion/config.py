@@ -199,11 +199,9 @@ class VaeConfig(RunConfig):
     """The config of an AutoencoderKL run."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
+        **RunConfig.presets,
         "fast": {"precision.default": "bf16", "train.batch_size": 16},
-        "quality": {"precision.default": "bf16", "ema.enabled": True},
         "lowmem": {"precision.default": "bf16", "train.activation_checkpointing": True, "train.batch_size": 4},
-        "stable": {"precision.default": "fp32", "train.fast": "off", "guard.on_fault": "rollback"},
-        "debug": {"precision.default": "fp32", "train.fast": "off", "train.epochs": 1, "data.num_workers": 0},
     }
     demo: ClassVar[dict[str, Any]] = {
         "data.image_size": 16,
@@ -231,11 +229,10 @@ class DiffusionConfig(RunConfig):
     """The config of a diffusion run."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
+        **RunConfig.presets,
         "fast": {"precision.default": "bf16", "train.batch_size": 64},
         "quality": {"precision.default": "bf16", "model.min_snr_gamma": 5.0, "model.target": "v"},
         "lowmem": {"precision.default": "bf16", "train.activation_checkpointing": True, "train.batch_size": 4},
-        "stable": {"precision.default": "fp32", "train.fast": "off", "guard.on_fault": "rollback"},
-        "debug": {"precision.default": "fp32", "train.fast": "off", "train.epochs": 1, "data.num_workers": 0},
         # Stable Diffusion 1.x: latents, text conditioning, and its beta schedule.
         "sd1": {
             "precision.default": "bf16",
