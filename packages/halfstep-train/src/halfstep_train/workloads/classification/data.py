@@ -79,8 +79,10 @@ def open_image_data(
     for kind in STORED:
         if (path := kind.folder(root)) is not None:
             return _open_stored(kind, path, config, get_evaluation_share(config, store, usual=WHOLE))
+    train, val, *_ = (*config.folders, "", "")
     layout = FolderLayout(
-        **dict(zip(("train", "val"), config.folders, strict=False)),
+        train=train,
+        val=val,
         val_fraction=config.val_fraction,
         label_column=config.label_column,
     )

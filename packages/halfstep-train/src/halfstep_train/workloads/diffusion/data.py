@@ -80,8 +80,10 @@ def open_diffusion_data(config: ImageFolderConfig, conditioning: Conditioning = 
 def _find_images(config: ImageFolderConfig, conditioning: Conditioning) -> CaptionedFolder:
     """Find images with what the model is conditioned on: nothing, classes or captions."""
     root = Path(config.dir or "")
+    train, val, *_ = (*config.folders, "", "")
     layout = FolderLayout(
-        **dict(zip(("train", "val"), config.folders, strict=False)),
+        train=train,
+        val=val,
         val_fraction=config.val_fraction,
         label_column=getattr(config, "label_column", ""),
     )
