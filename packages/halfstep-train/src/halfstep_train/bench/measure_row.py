@@ -219,7 +219,7 @@ class StepTimer:
         self.clock_limits = read_clock_limits(self.device)  # before the wait: an idle device has no reason to slow down
         wait_for(self.device)
         joules = self._energy.read_joules()
-        self.joules_per_step = None if joules is None else joules / (self.schedule.timed_steps - self.schedule.warm_up)
+        self.joules_per_step = None if joules is None else joules / (self.schedule.steps - self.schedule.warm_up)
         self.peak_bytes = self._read_peak_bytes()
         self.reserved_bytes = torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None
         self.window_s = tuple(_measure_between(a, b) / self.schedule.window for a, b in itertools.pairwise(self.marks))

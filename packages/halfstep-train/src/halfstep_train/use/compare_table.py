@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -15,6 +17,7 @@ from halfstep.errors import format_bytes, format_count
 from halfstep.precision.names import normalise_precision
 from halfstep_train.report.console import make_columns_table, print_text, split_columns
 from halfstep_train.report.page.read_run import SAMPLES, find_rate_key, format_rate_unit
+from halfstep_train.report.picture_file import FAINT, INK, make_figure, save_figure
 from halfstep_train.run.memory.sizing import predict_largest_batch
 from halfstep_train.use.compare import (
     Comparison,
@@ -254,6 +257,37 @@ def show_comparison(lines: Sequence[TableLine], metric: str, notes: Sequence[str
         console.print(make_columns_table(columns, left=("row", "verdict")))
     for note in notes:
         print_text(console, Text(note, style="dim"))
+
+
+def draw_comparison(lines: Sequence[TableLine], metric: str, path: Path) -> None:
+    """Draw the metric over steps: the mean over seeds as a line, their range as a band."""
+    from matplotlib.ticker import MaxNLocator
+
+    figure = make_figure((8.4, 4.8))
+    axes = figure.subplots()
+    for number, (line, colour) in enumerate(zip(lines, itertools.cycle(COLOURS), strict=False)):
+        steps, means, lows, highs = compute_band(line.curves)
+        if steps:
+            # Equal rows overlap: draw later ones thinner, so that all are visible.
+            width = 1.5 + 1.8 * (len(lines) - 1 - number)
+            axes.plot(steps, means, color=colour, linewidth=width, marker="o", markersize=width + 1.5, label=line.title)
+            axes.fill_between(steps, lows, highs, color=colour, alpha=0.12, linewidth=0)
+            if len(steps) == 1:  # a band of one point is invisible
+                axes.vlines(steps, lows, highs, color=colour, linewidth=width / 2, alpha=0.5)
+                axes.set_xlim(steps[0] - 1, steps[0] + 1)
+            for edge in (lows, highs):
+                axes.plot(steps, edge, color=colour, linewidth=width / 2, alpha=0.5)
+    axes.set_xlabel("step", color=FAINT)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    axes.set_ylabel(metric, color=INK)
+    axes.grid(color="#e4e7eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.set_title("mean over seeds, band: smallest to largest", color=FAINT, fontsize=9, loc="left")
+    if axes.lines:
+        axes.legend(frameon=False)
+    save_figure(figure, path)
 
 
 def compute_band(
