@@ -12,7 +12,7 @@ from halfstep_train.workloads.slots.steve import Steve, SteveSize
 pytestmark = pytest.mark.gpu
 
 SIZE = SteveSize(
-    image_size=32, vocabulary=64, num_slots=4, slot_dim=32, cnn_channels=16, mlp_dim=32, dim=32, decoder_blocks=2,
+    image_size=32, vocabulary=64, num_slots=4, slot_dim=32, cnn_channels=16, dim=32, decoder_blocks=2,
     dropout=0.0,
 )  # fmt: skip
 

@@ -17,7 +17,7 @@ from halfstep_train.workloads.radio.first_stage import write_first_stage
 from halfstep_train.workloads.radio.vae import RadioVAE
 
 SIDE = 16
-SIZES = {"width": 8, "multipliers": [1, 2], "num_blocks": 1, "z_channels": 2, "latent_channels": 2, "dropout": 0.0}
+SIZES = {"width": 8, "multipliers": [1, 2], "num_blocks": 1, "latent_channels": 2}
 SHARED: dict[str, Any] = {
     "data.image_size": SIDE, "data.num_workers": 0, "train.batch_size": 4, "train.report_every": 1, "device": "cpu",
     "log.quiet": True, "train.fast": "off", "train.epochs": 1000, "train.validate_every": 1000,
@@ -25,7 +25,7 @@ SHARED: dict[str, Any] = {
 }  # fmt: skip
 VAE: dict[str, Any] = {**SHARED, "model.discriminator.enabled": False, "optimizer.lr": 3e-3}
 DIFFUSION: dict[str, Any] = {
-    **SHARED, "model.width": 8, "model.multipliers": [1], "model.windows": [[2, 2]], "model.feature_windows": [[2, 2]],
+    **SHARED, "model.width": 8, "model.multipliers": [1], "model.windows": [[2, 2]],
     "model.pyramid.width": 8, "model.pyramid.depths": [1], "model.pyramid.num_heads": [2], "model.pyramid.window": 4,
     "model.scale_factor": 0.5, "optimizer.lr": 3e-3, "schedule.name": "constant",
 }  # fmt: skip

@@ -309,7 +309,7 @@ def test_ctrl_c_leaves_nothing_behind(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_person_sees_what_was_measured_and_ctrl_c_after_the_trials_leaves_nothing_behind(place: Path) -> None:
+def test_a_person_sees_what_was_measured_and_ctrl_c_after_it_leaves_nothing_behind(place: Path) -> None:
     with terminal("guide", "--device", "cpu") as person:
         person.expect("What do you want to train?", within_s=200)
         person.type("seg\n")
@@ -321,7 +321,7 @@ def test_a_person_sees_what_was_measured_and_ctrl_c_after_the_trials_leaves_noth
         person.type("\x03")
         code, _ = person.end()
     assert "samples/s in one process (measured)" in shown or "samples/s (measured)" in shown
-    assert "(an estimate from measured rates" in shown, "and on a busy machine what else ran"
+    assert "probably a few times as long (an estimate)" in shown
     assert "; an estimate)" in shown
     assert code == 128 + signal.SIGINT
     assert_nothing_is_left(place)

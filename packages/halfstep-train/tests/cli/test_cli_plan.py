@@ -52,16 +52,14 @@ def test_mistakes_are_clear_errors(arguments: list[str], capsys: pytest.CaptureF
     assert "error:" in capsys.readouterr().err
 
 
-def test_the_memory_plan_has_a_row_for_each_precision_and_level_and_what_fits(tmp_path: Path) -> None:
-    picture = tmp_path / "memory.png"
+def test_the_memory_plan_has_a_row_for_each_precision_and_level_and_what_fits() -> None:
     words = ("unet", *SMALL, "train.batch_size=4", "--memory", "--precision", "bf16", "--mode", "eager")
-    found = json.loads(printed(*words, "--fit", "1GB", "--json", "--picture", str(picture)))
+    found = json.loads(printed(*words, "--fit", "1GB", "--json"))
     assert [row["memory"] for row in found["rows"]][:2] == ["normal", "8-bit optimizer"]
     assert all(row["peak_bytes"] == sum(row["components"].values()) for row in found["rows"])
     assert all(list(row["peak_bytes_by_mode"]) == ["eager"] for row in found["rows"])  # and no time for other modes
     assert found["fits"][0]["largest_batch"] > 4
     assert found["fits"][0]["batch_size"] == 4
-    assert picture.stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
@@ -72,7 +70,6 @@ def test_the_memory_plan_has_a_row_for_each_precision_and_level_and_what_fits(tm
         (("--memory", "--mode", "slow"), "unknown --mode 'slow'"),
         (("--fit", "24GB"), "--memory --fit 24GB"),
         (("--memory", "--ranks", "99"), "--ranks 99 with train.batch_size"),
-        (("--memory", "--picture", "x.docx"), "is not an image file name"),
     ],
 )
 def test_mistakes_in_a_memory_plan_are_clear_errors(
@@ -98,11 +95,8 @@ def test_a_memory_plan_says_what_the_named_gpu_lacks(gpu: str, said: str) -> Non
 
 def test_the_guides_memory_table_by_component_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr("halfstep_train.cli.plan.FIRST_LINE_S", 0.0)
     words = ["plan", "unet", *SMALL, "--memory", "--precision", "bf16", "--fit", "1GB"]
-    result = CliRunner().invoke(build_app(), words)
-    assert "loading torch and building the model ..." in result.stderr
-    said = result.stdout
+    said = CliRunner().invoke(build_app(), words).stdout
     assert "…" not in said
     tables, legend = said.split("\ncolumns\n")
     title, rows = tables.split("precision", 1)

@@ -76,7 +76,7 @@ def test_without_data_the_small_models_of_the_demo_are_trained() -> None:
         ("model.label_smoothing=1", "less than 1"),
         ("model.blocks=[2, 0]", "at least 1"),
         ("model.stem=big", "'imagenet' or 'small'"),
-        ("model.registers=2", "unknown key"),
+        ("model.patch=2", "unknown key"),
     ],
 )
 def test_a_setting_out_of_range_is_an_error_that_says_the_range(override: str, complaint: str) -> None:

@@ -61,7 +61,7 @@ def test_pixels_outside_the_box_are_never_read() -> None:
 
 def test_the_key_alone_decides_and_one_setting_does_not_reshuffle_another() -> None:
     batch = batch_of(count=16)
-    everything = ImageChanges(brightness=0.4, contrast=0.4, saturation=0.4, erase=0.5)
+    everything = ImageChanges(brightness=0.4, erase=0.5)
     assert torch.equal(
         prepare_images(batch, 32, changes=everything, key=(1, 2)),
         prepare_images(batch, 32, changes=everything, key=(1, 2)),
@@ -101,12 +101,16 @@ def test_erasing_blanks_a_rectangle_of_the_allowed_share() -> None:
 
 def test_colour_changes_do_what_they_are_called() -> None:
     gray = {"image": torch.full((8, 16, 16, 3), 100, dtype=torch.uint8), "box": torch.tensor([[0.0, 0, 16, 16]] * 8)}
-    for changes in (ImageChanges(contrast=0.5), ImageChanges(saturation=0.5)):
-        assert (levels(prepare_images(gray, 16, changes=changes, key=(0, 1))) - 100).abs().max() < 0.01
     brighter = levels(prepare_images(gray, 16, changes=ImageChanges(brightness=0.5), key=(0, 1)))[:, 0, 0, 0]
     assert brighter.min() >= 49.9
     assert brighter.max() <= 150.1
     assert brighter.std() > 5
+    # Left dark red, right light blue: contrast changes their ratio, saturation that of their channels.
+    halves = torch.tensor([[60, 20, 20]] * 8 + [[80, 80, 110]] * 8, dtype=torch.uint8).expand(8, 16, 16, 3)
+    changed = levels(prepare_images({**gray, "image": halves}, 16, changes=ImageChanges(brightness=0.5), key=(0, 1)))
+    left, right = changed[:, :, 0, 2], changed[:, :, 0, 13]
+    assert (left.mean(1) / right.mean(1)).std() > 0.01
+    assert (left[:, 0] / left[:, 1]).std() > 0.1
 
 
 def torchvision_share(rng: np.random.Generator, width: int, height: int) -> float:

@@ -136,5 +136,5 @@ def test_classes_that_are_called_as_masks_are_still_possible(tmp_path: Path) -> 
     write_classes(tmp_path / "same", {"image": 2, "mask": 2})
     with pytest.raises(DataError, match="images and masks") as refused:
         find_images(tmp_path / "same", FolderLayout())
-    assert "data.train_folder=." in refused.value.fix
+    assert "data.folders=[.]" in refused.value.fix
     assert find_images(tmp_path / "same", FolderLayout(train=".")).classes == ("image", "mask")

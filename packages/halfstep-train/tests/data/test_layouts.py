@@ -217,11 +217,11 @@ def test_a_validation_part_beside_training_is_used(tmp_path: Path, val: str, ins
     assert val in about(workload)
 
 
-def test_any_names_are_reached_by_suffixes(tmp_path: Path) -> None:
+def test_any_names_are_reached_by_patterns_without_an_extension(tmp_path: Path) -> None:
     for k in (1, 2):
         picture(tmp_path / "scans" / f"{k}_rgb.png")
         mask(tmp_path / "truth" / f"{k}_seg.png", 0, 1)
-    workload = built(tmp_path, images="scans", masks="truth", image_suffix="_rgb", mask_suffix="_seg", val_fraction=0.5)
+    workload = built(tmp_path, images="scans/{id}_rgb", masks="truth/{id}_seg", val_fraction=0.5)
     assert sorted(names(workload.train_samples) + names(workload.val_samples)) == [
         "1_rgb.png 1_seg.png",
         "2_rgb.png 2_seg.png",
@@ -265,11 +265,11 @@ def test_twins_are_refused_with_the_key_that_chooses_and_chosen_by_it(tmp_path: 
         mask(tmp_path / "masks" / f"{name}.gif", 0, 1)
     with pytest.raises(DataError, match=r"a\.png and a\.tif have the same id a") as refused:
         built(tmp_path)
-    assert "data.image_ext=.png" in refused.value.fix
+    assert "data.images=imgs/{id}.png" in refused.value.fix
     with pytest.raises(DataError, match=r"a\.gif and a\.png") as refused:
-        built(tmp_path, image_ext="tif")
-    assert "data.mask_ext=.gif" in refused.value.fix
-    workload = built(tmp_path, image_ext=".TIF", mask_ext=".gif", val_fraction=0)
+        built(tmp_path, images="imgs/{id}.tif", masks="masks")
+    assert "data.masks=masks/{id}.gif" in refused.value.fix
+    workload = built(tmp_path, images="imgs/{id}.tif", masks="masks/{id}.gif", val_fraction=0)
     assert names(workload.train_samples) == ["a.tif a.gif", "b.tif b.gif"]
 
 

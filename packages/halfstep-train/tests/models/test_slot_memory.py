@@ -17,9 +17,9 @@ from halfstep_train.workloads.slots.slotcontrast import SlotContrast, SlotContra
 from halfstep_train.workloads.slots.steve import Steve, SteveSize
 
 SLOTS = SlotContrastSize(feature_dim=12, num_positions=16, num_slots=4, slot_dim=8, decoder_hidden=(32, 32))
-WORDS = WordsSize(image_size=16, word_side=4, vocabulary=24, dim=16, num_blocks=8, heads=2, dropout=0.0)
+WORDS = WordsSize(image_size=16, word_side=4, vocabulary=24, dim=16, num_blocks=8, dropout=0.0)
 STEVE = SteveSize(
-    image_size=16, vocabulary=24, num_slots=3, slot_dim=16, cnn_channels=8, mlp_dim=16, dim=16, decoder_blocks=8,
+    image_size=16, vocabulary=24, num_slots=3, slot_dim=16, cnn_channels=8, dim=16, decoder_blocks=8,
     dropout=0.0,
 )  # fmt: skip
 Case = tuple[nn.Module, Callable[[nn.Module], Tensor]]

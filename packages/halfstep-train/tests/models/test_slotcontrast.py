@@ -38,9 +38,9 @@ def test_the_original_is_equalled_from_pixels_to_gradients() -> None:
     painted, masks = model.decoder(found["slots"].flatten(0, 1))
     assert_golden(painted.unflatten(0, (2, 3)), out["recon"], name="recon")
     assert_golden(masks.unflatten(0, (2, 3)), out["masks"], name="masks by layers")
-    contrast = slot_contrast(found["slots"], temperature=0.1, across_batch=True)
+    contrast = slot_contrast(found["slots"])
     slots = F.normalize(found["slots"], dim=-1)
-    assert_golden(compute_cosines(slots, slots, across_batch=True) / 0.1, out["contrast_logits"])
+    assert_golden(compute_cosines(slots, slots) / 0.1, out["contrast_logits"])
     assert float(found["error"].detach()) == pytest.approx(facts["scalars"]["loss_featrec"], rel=1e-5)
     assert float(contrast.detach()) == pytest.approx(facts["scalars"]["loss_ss"], rel=1e-5)
     (found["error"] + 0.5 * contrast).backward()
@@ -194,12 +194,7 @@ def test_frames_that_fill_up_a_clip_change_nothing() -> None:
         filled = model(features, is_real=real)
         torch.testing.assert_close(short["error"], filled["error"])
         torch.testing.assert_close(short["masks"], filled["masks"][:, :3])
-        for across in (True, False):
-            losses = [
-                slot_contrast(short["slots"], temperature=0.1, across_batch=across),
-                slot_contrast(filled["slots"], temperature=0.1, across_batch=across, is_real=real),
-            ]
-            torch.testing.assert_close(*losses)
+        torch.testing.assert_close(slot_contrast(short["slots"]), slot_contrast(filled["slots"], is_real=real))
 
 
 def test_slots_stay_fp32_between_frames_and_the_cell_equals_torchs() -> None:
@@ -225,23 +220,13 @@ def test_a_slot_that_wins_nothing_makes_no_nan() -> None:
     assert found["slots"].isfinite().all()
 
 
-def test_random_slots_come_from_the_draw_alone() -> None:
-    from dataclasses import replace
-
-    torch.manual_seed(0)
-    model = SlotContrast(replace(TINY, initial_slots="random"))
-    features, draw = torch.randn(1, 2, 16, 32), torch.randn(1, 4, 16)
-    assert torch.equal(model(features, draw)["slots"], model(features, draw)["slots"])
-    assert not torch.equal(model(features, draw)["slots"], model(features, draw + 1)["slots"])
-
-
 def test_contrast_is_cross_entropy_against_the_identity() -> None:
     torch.manual_seed(0)
     slots = F.normalize(torch.randn(3, 4, 5, 6), dim=-1)
-    logits = compute_cosines(slots, slots, across_batch=True) / 0.2
+    logits = compute_cosines(slots, slots) / 0.1
     eye = torch.eye(15).expand(3, 15, 15)
     expected = F.cross_entropy(logits, eye)
-    torch.testing.assert_close(slot_contrast(slots, temperature=0.2, across_batch=True), expected)
+    torch.testing.assert_close(slot_contrast(slots), expected)
 
 
 def test_a_residual_perceptron_adds_its_input() -> None:

@@ -18,7 +18,7 @@ from halfstep_train.workloads.slots.steve import RecurrentCell, Steve, SteveOutp
 from halfstep_train.workloads.slots.word_decoder import CrossAttention
 
 TINY = SteveSize(
-    image_size=16, vocabulary=24, num_slots=3, slot_dim=16, cnn_channels=8, mlp_dim=16, dim=16, decoder_blocks=2,
+    image_size=16, vocabulary=24, num_slots=3, slot_dim=16, cnn_channels=8, dim=16, decoder_blocks=2,
     dropout=0.0,
 )  # fmt: skip
 

@@ -15,9 +15,7 @@ from golden import assert_golden, golden, group
 from halfstep_train.workloads.slots.dvae import DVae
 from halfstep_train.workloads.slots.steve import Steve, SteveSize
 
-SIZE = SteveSize(
-    image_size=32, vocabulary=32, num_slots=4, slot_dim=32, cnn_channels=16, mlp_dim=32, dim=32, decoder_blocks=2
-)
+SIZE = SteveSize(image_size=32, vocabulary=32, num_slots=4, slot_dim=32, cnn_channels=16, dim=32, decoder_blocks=2)
 Case = tuple[Steve, dict[str, Tensor], dict[str, Any]]
 
 

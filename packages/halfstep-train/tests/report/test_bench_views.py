@@ -147,17 +147,3 @@ def test_numbers_have_three_digits_and_no_exponent(value: float | None, text: st
 def test_a_start_says_how_it_found_the_compilers_cache() -> None:
     assert format_start(measured("eager", "fp32", 1.0)) == "12.3"
     assert format_start(measured("compile", "fp32", 1.0, cache="warm")) == "12.3 warm"
-
-
-def test_a_profile_shows_kinds_idle_time_and_the_longest_kernels() -> None:
-    profile = {
-        "idle_ms": 1.5,
-        "launches": 12.0,
-        "kinds_ms": {"convolution": 20.0, "fused": 3.0},
-        "kernels": [{"name": f"void at::native::{'long_' * 20}", "ms": 9.0, "launches": 2.0}],
-    }
-    said = shown({**RECORD, "rows": [measured("eager", "bf16", 24.66, profile=profile)]})
-    assert "halfstep eager bf16: 24.66 ms per step\n12 launches, 1.50 ms idle" in said
-    assert "convolution 20.0, fused 3.00" in said
-    assert "9.00         2  long_long_" in said
-    assert "_lon…" in said

@@ -30,7 +30,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 def test_a_run_with_a_ledger_ends_with_the_same_bits(tmp_path: Path) -> None:
     simulated = {"precision.default": "bf16", "precision.simulate": True}
     plain = weights(run(tmp_path / "plain", **simulated))
-    path = run(tmp_path / "seen", **simulated, **{"log.ledger_every": 2})
+    path = run(tmp_path / "seen", **simulated, **{"log.ledger": 2})
     seen = weights(path)
     assert plain.keys() == seen.keys()
     assert len(plain) > 4
@@ -38,7 +38,7 @@ def test_a_run_with_a_ledger_ends_with_the_same_bits(tmp_path: Path) -> None:
     ledger = read_run(path).ledger
     assert "100% of FLOPs in bf16; all as planned" in ledger["summary"]
     (observed,) = ledger["observed"]
-    assert observed["step"] == 2  # log.ledger_every: the newest
+    assert observed["step"] == 2  # the newest
     rows = {row["module"]: row for row in ledger["rows"]}
     assert rows["head"]["forward"] == rows["head"]["backward"] == "bf16"
     assert rows["head"]["optimizer_state"] == "fp32"

@@ -50,7 +50,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     return run_command(capsys, "compare", *words)
 
 
-def test_precisions_get_a_verdict_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_precisions_get_a_verdict_a_table_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "c"
     words = (MOONS, *SMALL, "--precisions", "fp32,tf32", "--seeds", "5", "--margin", "0.9")
     code, text, progress = run(capsys, *words, "--out", str(out), "--json")
@@ -63,7 +63,6 @@ def test_precisions_get_a_verdict_a_table_and_a_picture(tmp_path: Path, capsys: 
     assert [row["ran"] for row in found["rows"]] == ["", "simulated"], "no CPU has tf32"
     assert progress.count("warning: tf32 is simulated: ") == 1
     assert any(note.startswith("tf32 is simulated: ") and "has no tf32" in note for note in found["notes"])
-    assert (out / "report" / "curves.png").stat().st_size > 5000
     assert not list(out.glob("runs/*/checkpoints")), "numbers stay, models go"
     page = render_comparison_page(out)
     low, high = found["rows"][1]["difference"]
@@ -101,7 +100,7 @@ class HandClock:
         return self.now_s
 
 
-def test_a_forecast_counts_every_run_and_follows_how_long_each_row_takes(tmp_path: Path) -> None:
+def test_a_forecast_counts_every_run_and_follows_how_long_each_row_takes() -> None:
     rows = tuple(ComparedRow(name=name, overrides=(f"precision={name}",)) for name in ("fp32", "bf16"))
     request = CompareRequest(target=MOONS, overrides=(), rows=rows, seeds=20)
     comparison, clock = Comparison(request=request), HandClock()
@@ -109,7 +108,6 @@ def test_a_forecast_counts_every_run_and_follows_how_long_each_row_takes(tmp_pat
     assert forecast.describe_plan() == "2 rows x 20 seeds: 40 runs; the first run shows how long they take"
 
     def take(row: int, seed: int, seconds: float) -> None:
-        forecast.begin((rows[row], seed, tmp_path))
         clock.now_s += seconds
         outcome = RunOutcome(row=rows[row].name, seed=seed, value=0.5, curve=(), summary={}, alone=True)
         comparison.runs.append(outcome)
@@ -119,9 +117,6 @@ def test_a_forecast_counts_every_run_and_follows_how_long_each_row_takes(tmp_pat
     assert forecast.describe_left() == "1 of 40 runs, about 39 min left"
     take(1, 0, 600.0)
     assert forecast.describe_left() == "2 of 40 runs, about 3 h 29 min left", "19 x 1 min and 19 x 10 min"
-    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 7, "total_steps": 90, "left_s": 125.0}\n')
-    forecast.begin((rows[1], 1, tmp_path))
-    assert forecast.__rich__().plain.startswith("bf16, seed 1, step 7/90; 2 of 40 runs")
     comparison.request = dataclasses.replace(request, budget_s=900.0)
     comparison.spent_s = 720.0
     assert forecast.describe_left().endswith("about 3 min left"), "the budget ends it"

@@ -91,13 +91,13 @@ def test_cutmix_shows_only_pixels_of_the_original_images_and_its_share_is_their_
 
 
 def test_both_on_means_one_of_them_by_the_given_share() -> None:
-    cuts = sum(is_cut(batch) for batch in mixed_by(Mixing(mixup=1.0, cutmix=1.0, cutmix_share=0.5), num=200))
+    cuts = sum(is_cut(batch) for batch in mixed_by(Mixing(mixup=1.0, cutmix=1.0), num=200))
     # Binomial(200, 0.5): five deviations are 35.
     assert 65 < cuts < 135
 
 
 def test_a_batch_that_is_not_mixed_has_the_same_form_as_one_that_is() -> None:
-    plain, mixed = (mix(batch_of(), Mixing(mixup=1.0, chance=c), key=(0, 0)) for c in (0.0, 1.0))
+    plain, mixed = (mix(batch_of(), Mixing(mixup=alpha), key=(0, 0)) for alpha in (0.0, 1.0))
     assert {n: (t.shape, t.dtype) for n, t in plain.items()} == {n: (t.shape, t.dtype) for n, t in mixed.items()}
     assert torch.equal(plain["image"], batch_of()["image"])
     assert torch.equal(plain["lam"], torch.ones(6))

@@ -154,7 +154,7 @@ def test_classes_are_stored_and_other_classes_are_refused_by_name(folder: Path) 
 TINY_VIT = ["model.depth=1", "model.heads=2", "model.dim=8"]
 
 
-@pytest.mark.parametrize("words", [[], ["model.registers=2", "model.layer_scale=0.1", "model.patch=8"]])
+@pytest.mark.parametrize("words", [[], ["model.patch=8"]])
 def test_vit_is_built_for_the_datas_classes(folder: Path, words: list[str]) -> None:
     workload = built(folder, "data.image_size=32", *TINY_VIT, *words, workload="vit_s_16")
     batch = first_batch(workload, training=True, batch_size=2)

@@ -36,7 +36,7 @@ TINY: dict[str, Any] = {
     "train.validate_every": 100, "device": "cpu", "log.quiet": True, "train.fast": "off",
 }  # fmt: skip
 VIT = {
-    "model.backbone": "vit_small_patch14_dinov2", "model.backbone_depth": 1, "model.backbone_dim": 24,
+    "model.backbone": "vit_small_patch14_dinov2", "model.backbone_size": (1, 2, 24),
     "data.image_size": 28,
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ import pytest
 from halfstep.errors import ConfigError
 from halfstep_train.config.load import Loaded
 from halfstep_train.workloads import build, load
-from halfstep_train.workloads.slots.config import SlotContrastConfig, SlotVideoConfig
+from halfstep_train.workloads.slots.config import SlotContrastConfig, VideoDataConfig
 from halfstep_train.workloads.slots.demo import write_demo
 
 THEIRS = textwrap.dedent("""\
@@ -36,7 +36,7 @@ THEIRS = textwrap.dedent("""\
       visualize_every_n_steps: 200
       losses:
         loss_featrec: {name: MSELoss, pred_dims: [0, "${globals.FEAT_DIM}"]}
-        loss_ss: {name: Slot_Slot_Contrastive_Loss, pred_key: processor.state, temperature: 0.2, batch_contrast: true}
+        loss_ss: {name: Slot_Slot_Contrastive_Loss, pred_key: processor.state, temperature: 0.1, batch_contrast: true}
       loss_weights: {loss_featrec: 1.0, loss_ss: 0.25}
       initializer: {name: FixedLearnedInit, n_slots: "${globals.NUM_SLOTS}", dim: "${globals.SLOT_DIM}"}
       encoder:
@@ -55,9 +55,9 @@ THEIRS = textwrap.dedent("""\
           hidden_dim: "${mul: ${globals.FEAT_DIM}, 2}"
           layer_norm: true
       grouper: {name: SlotAttention, inp_dim: "${globals.SLOT_DIM}", slot_dim: "${globals.SLOT_DIM}", n_iters: 2}
-      latent_processor: {first_step_corrector_args: {n_iters: 4}}
+      latent_processor: {first_step_corrector_args: {n_iters: 3}}
       decoder: {name: MLPDecoder, hidden_dims: [32, 32], n_patches: "${eval: 'a ** 2', 2}"}
-      predictor: {name: networks.TransformerEncoder, dim: "${globals.SLOT_DIM}", n_blocks: 1, n_heads: 2}
+      predictor: {name: networks.TransformerEncoder, dim: "${globals.SLOT_DIM}", n_blocks: 1, n_heads: 4}
     val_metrics:
       ari: {name: VideoARI, ignore_background: true, pred_key: decoder_masks_hard, true_key: segmentations}
     dataset:
@@ -100,11 +100,10 @@ def test_a_file_of_theirs_is_our_run(written: Path) -> None:
         "train.max_steps": 1100, "train.validate_every_steps": 500, "train.report_every": 50, "train.clip_norm": 0.05,
         "train.checkpoint_every": 1000, "train.val_batch_size": 3, "train.sample_every": 200, "optimizer.name": "adam",
         "optimizer.lr": 4e-4, "schedule.name": "exponential", "schedule.warmup_steps": 100,
-        "schedule.half_life_steps": 1000, "model.backbone": "vit_small_patch14_dinov2", "model.backbone_depth": 2,
-        "model.backbone_dim": 24, "model.backbone_heads": 2, "model.backbone_weights": "random", "model.slots": 5,
-        "model.slot_dim": 16, "model.iterations": 2, "model.first_iterations": 4, "model.decoder_hidden": (32, 32),
-        "model.temperature": 0.2, "model.contrast_weight": 0.25, "model.feature_weight": 1.0,
-        "model.predictor_heads": 2, "data.image_size": 28, "data.chunk_size": 3, "data.chunks": "one",
+        "schedule.half_life_steps": 1000, "model.backbone": "vit_small_patch14_dinov2",
+        "model.backbone_size": (2, 2, 24), "model.backbone_weights": "random", "model.slots": 5,
+        "model.slot_dim": 16, "model.iterations": 2, "model.decoder_hidden": (32, 32),
+        "model.contrast_weight": 0.25, "data.image_size": 28, "data.chunk_size": 3, "data.chunks": "one",
         "data.flip": 0.5, "data.val_chunk_size": 0, "data.crop": "none",
     }  # fmt: skip
     for path, value in expected.items():
@@ -129,7 +128,7 @@ def test_it_builds_on_shards(written: Path, tmp_path: Path) -> None:
 def test_without_a_data_folder_generated_clips_take_the_place_of_its_shards(written: Path, tmp_path: Path) -> None:
     written.write_text(THEIRS.replace("demo-", "movi_e/movi_e-"))
     loaded = load(str(written))
-    assert (config_of(loaded).data.train_shards, config_of(loaded).data.val_size) == ("", 0)
+    assert config_of(loaded).data.train_shards == ""
     said = next(line for line in loaded.warnings if "data.train_shards" in line)
     assert "data.val_shards" in said
     assert "--data-dir" in said
@@ -141,7 +140,7 @@ def test_without_a_data_folder_generated_clips_take_the_place_of_its_shards(writ
     assert not any("data.train_shards" in line for line in told.warnings)
 
 
-def with_folder(loaded: Loaded, folder: Path) -> SlotVideoConfig:
+def with_folder(loaded: Loaded, folder: Path) -> VideoDataConfig:
     return config_of(loaded).data.model_copy(update={"dir": str(folder)})
 
 
@@ -226,10 +225,10 @@ def test_parameter_groups_are_ours(written: Path, tmp_path: Path) -> None:
 
 
 def test_a_second_file_changes_the_first(written: Path, tmp_path: Path) -> None:
-    (tmp_path / "more.yaml").write_text("globals: {NUM_SLOTS: 9}\nmodel: {losses: {loss_ss: {temperature: 0.5}}}\n")
+    (tmp_path / "more.yaml").write_text("globals: {NUM_SLOTS: 9}\nmodel: {loss_weights: {loss_ss: 0.75}}\n")
     loaded = load(str(written), overrides_file=tmp_path / "more.yaml", overrides=["globals.PER_GPU=8"])
     config = config_of(loaded)
-    assert (config.model.slots, config.model.temperature, config.train.batch_size) == (9, 0.5, 8)
+    assert (config.model.slots, config.model.contrast_weight, config.train.batch_size) == (9, 0.75, 8)
 
 
 def test_a_word_may_add_a_key_that_their_reader_knows(written: Path) -> None:

@@ -35,8 +35,8 @@ from whole_runs import final_state, resume
 
 TINY = {
     "data.image_size": 16, "data.num_workers": 0, "device": "cpu", "log.quiet": True, "train.fast": "off",
-    "model.vocabulary": 16, "model.slots": 3, "model.slot_dim": 16, "model.cnn_channels": 8, "model.mlp_dim": 16,
-    "model.dim": 16, "model.decoder_blocks": 1, "model.tau_steps": 20, "train.batch_size": 4, "train.epochs": 100,
+    "model.vocabulary": 16, "model.slots": 3, "model.slot_dim": 16, "model.cnn_channels": 8,
+    "model.dim": 16, "model.decoder_blocks": 1, "model.tau": (1.0, 0.1, 20), "train.batch_size": 4, "train.epochs": 100,
     "optimizer.lr": 3e-3, "optimizer.encoder_lr": 1e-3, "optimizer.dvae_lr": 3e-3, "schedule.warmup_steps": 5,
     "precision.default": "fp32",
 }  # fmt: skip
@@ -203,7 +203,7 @@ def test_temperature_and_learning_rates_are_the_public_projects(steve: Trainer) 
         )
     )
     for step, tau, warmup, decay in zip(*(expected[k] for k in ("steps", "tau", "lr_warmup", "lr_decay")), strict=True):
-        assert compute_temperature(config.model, step) == pytest.approx(tau, rel=1e-12)
+        assert compute_temperature(config.model.tau, step) == pytest.approx(tau, rel=1e-12)
         assert schedule(step) == pytest.approx(warmup * decay, rel=1e-12)
 
 
@@ -218,7 +218,7 @@ def test_three_groups_follow_their_own_schedules_and_the_temperature_its_own(ste
     found = {names[id(group["params"][0])]: float(group["lr"]) for group in parts.step.optimizers[0].param_groups}
     decay = 4 / 5 * 0.5 ** (3 / config.schedule.half_life_steps)
     assert found == pytest.approx({"dvae": 5e-3, "steve_encoder": 2e-3 * decay, "steve_decoder": 1e-3 * decay})
-    assert workload.values["tau"](3) == pytest.approx(compute_temperature(config.model, 3))
+    assert workload.values["tau"](3) == pytest.approx(compute_temperature(config.model.tau, 3))
 
 
 def test_weights_of_the_public_project_load_without_their_masks(steve: Trainer, tmp_path: Path) -> None:

@@ -28,11 +28,13 @@ THEIRS: dict[str, Any] = {
         "loss_weights": {"features": 1.0, "pixels": 0.5, "words": 2.0},
         "initializer": {"name": "FixedLearnedInit", "n_slots": 15, "dim": 128},
         "encoder": {"backbone": {"name": "TimmExtractor", "model": "vit_base_patch14_dinov2", "pretrained": True}},
-        "grouper": {"name": "SlotAttention", "slot_dim": 128},
+        "grouper": {"name": "SlotAttention", "slot_dim": 128, "n_iters": 2},
+        "latent_processor": {"first_step_corrector_args": {"n_iters": 3}},
+        "predictor": {"name": "networks.TransformerEncoder", "n_blocks": 1, "n_heads": 4},
         "decoder": {"name": "MLPDecoder", "hidden_dims": [1024]},
         "dvae": {"vocab_size": 512, "img_channels": 3, "use_checkpoint": True},
         "steve_decoder": {
-            "vocab_size": 512, "d_model": 64, "num_decoder_blocks": 3, "num_decoder_heads": 2, "dropout": 0.2,
+            "vocab_size": 512, "d_model": 64, "num_decoder_blocks": 3, "num_decoder_heads": 4, "dropout": 0.2,
             "image_size": 336,
         },
     },
@@ -55,9 +57,9 @@ def test_sizes_temperatures_and_losses_become_our_settings() -> None:
     assert found is not None
     assert found.workload == "slotcontrast_steve"
     expected = {
-        "vocabulary": 512, "dvae_checkpointing": True, "words_dim": 64, "words_blocks": 3, "words_heads": 2,
-        "words_dropout": 0.2, "tau_start": 0.9, "tau_final": 0.2, "tau_steps": 777, "dvae_weight": 0.5,
-        "dvae_loss": "sum", "words_weight": 2.0, "words_loss": "mean", "feature_weight": 1.0, "contrast_weight": 0.0,
+        "vocabulary": 512, "dvae_checkpointing": True, "words_dim": 64, "words_blocks": 3,
+        "words_dropout": 0.2, "tau": [0.9, 0.2, 777], "dvae_weight": 0.5,
+        "dvae_loss": "sum", "words_weight": 2.0, "words_loss": "mean", "contrast_weight": 0.0,
     }  # fmt: skip
     assert {key: found.values[f"model.{key}"] for key in expected} == expected
     assert not [key for key in found.unused if key.startswith(("model.dvae", "model.steve", "model.gumbel"))]

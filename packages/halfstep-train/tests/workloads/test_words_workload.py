@@ -29,7 +29,7 @@ TINY = {
     "data.image_size": 28, "data.num_workers": 0, "device": "cpu", "log.quiet": True, "train.fast": "off",
     "model.backbone": "filters", "model.patch": 14, "model.slots": 3, "model.slot_dim": 16,
     "model.decoder_hidden": [16], "model.vocabulary": 12, "model.words_blocks": 1, "model.words_dim": 8,
-    "model.tau_steps": 20, "train.batch_size": 4, "train.max_steps": 0, "train.epochs": 2, "data.chunk_size": 2,
+    "model.tau": (1.0, 0.1, 20), "train.batch_size": 4, "train.max_steps": 0, "train.epochs": 2, "data.chunk_size": 2,
     "train.validate_every_steps": 0, "optimizer.lr": 3e-3, "schedule.warmup_steps": 2, "train.val_batch_size": 0,
     "precision.default": "fp32",
 }  # fmt: skip
@@ -58,12 +58,12 @@ def first_outputs(workload: Workload) -> tuple[dict[str, torch.Tensor], dict[str
 
 
 def test_the_loss_has_all_four_parts_with_their_weights(demo: Path) -> None:
-    weights = {"model.feature_weight": 2.0, "model.contrast_weight": 0.0, "model.words_dropout": 0.0}
+    weights = {"model.contrast_weight": 0.0, "model.words_dropout": 0.0}
     workload = built(demo, **weights, **{"model.dvae_weight": 0.25, "model.words_weight": 3.0})
     outputs, batch = first_outputs(workload)
     loss, weight = workload.compute_loss(outputs, batch)
     words = 4  # two rows of two
-    expected = 2 * outputs["error"] + 0.25 * outputs["mse"] + 3 * outputs["cross_entropy"] / words
+    expected = outputs["error"] + 0.25 * outputs["mse"] + 3 * outputs["cross_entropy"] / words
     torch.testing.assert_close(loss, expected)
     assert weight == 4
     loss.backward()

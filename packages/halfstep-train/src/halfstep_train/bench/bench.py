@@ -33,7 +33,6 @@ from halfstep_train.bench.problem import (
     set_mode,
     set_precision,
 )
-from halfstep_train.bench.step_profile import wake_profiler
 from halfstep_train.models.initial_values import skip_initialisation
 from halfstep_train.run.assemble import assemble, decide_plan
 from halfstep_train.run.engine import Engine, PhasedEngine, make_engine
@@ -100,8 +99,6 @@ class BenchResult:
 def bench(problem: Problem, request: BenchRequest, hardware: Hardware, flops: int, tell: Tell) -> BenchResult:
     """Measure the requested rows; `hardware` has the matmul rates that turn `flops` into the floor."""
     busy = find_other_users(problem.device)
-    if request.schedule.profiled:
-        wake_profiler(problem.device)
     rows: list[Row] = []
     first: Runner | None = None
     reason = ""

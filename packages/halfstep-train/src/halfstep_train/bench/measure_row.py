@@ -27,7 +27,6 @@ from halfstep.hardware.memory import get_peak_memory_bytes, reset_peak
 from halfstep.hardware.nvml import EnergyMeter
 from halfstep_train.bench.isolate import CacheState, CacheWatch, isolate_row, read_clock_limits
 from halfstep_train.bench.problem import Problem, Runner
-from halfstep_train.bench.step_profile import ProfiledSteps, StepProfile
 from halfstep_train.tune.fresh_thread import run_in_fresh_thread
 
 LISTS = ("remarks", "window_ms", "clock_limits")
@@ -61,8 +60,6 @@ class Row:
     """What limited the device's clocks at the end."""
     speedup_fp32: float | None = None
     speedup_tf32: float | None = None
-    profile: StepProfile | None = None
-    """Where the time of a step goes, if the request asks for it."""
 
     @property
     def label(self) -> str:
@@ -90,7 +87,6 @@ class Row:
         """Return plain JSON types, including the values derived from the windows."""
         values = dataclasses.asdict(self)
         values |= {name: list(values[name]) for name in LISTS}
-        values["profile"] = self.profile.to_dict() if self.profile else None
         if self.loss is not None and not math.isfinite(self.loss):
             values["loss"] = None  # JSON has no NaN; a warning reports it
         if self.is_measured:
@@ -121,31 +117,25 @@ class Schedule:
     """Steps after the wait that ends the warm-up, until the host is ahead of the device again."""
     window: int
     """Steps of one window."""
-    profiled: int = 0
-    """Steps after the windows that the profiler records: 0, or `ProfiledSteps.num_steps`."""
-
-    @property
-    def timed_steps(self) -> int:
-        """Return the steps until the last window ends."""
-        return self.warm_up + self.ramp + self.window * NUM_WINDOWS
 
     @property
     def steps(self) -> int:
-        return self.timed_steps + self.profiled
+        """Return the steps until the last window ends."""
+        return self.warm_up + self.ramp + self.window * NUM_WINDOWS
 
 
-def make_schedule(timed_steps: int, device: torch.device, *, profile: bool = False) -> Schedule:
-    """Split `timed_steps` into equal windows and drop the remainder; with `profile`, profile further steps."""
+def make_schedule(timed_steps: int, device: torch.device) -> Schedule:
+    """Split `timed_steps` into equal windows and drop the remainder."""
     if timed_steps < MIN_STEPS:
         raise ConfigError(
             f"--steps {timed_steps} is too few to time",
             why=f"{NUM_WINDOWS} windows are compared to measure how much the time varies",
             fix=f"--steps {MIN_STEPS} or more",
         )
-    window, profiled = timed_steps // NUM_WINDOWS, ProfiledSteps.num_steps if profile else 0
+    window = timed_steps // NUM_WINDOWS
     if device.type == "cuda":
-        return Schedule(warm_up=10, ramp=2, window=window, profiled=profiled)
-    return Schedule(warm_up=2, ramp=0, window=window, profiled=profiled)
+        return Schedule(warm_up=10, ramp=2, window=window)
+    return Schedule(warm_up=2, ramp=0, window=window)
 
 
 class StepTimer:
@@ -167,7 +157,6 @@ class StepTimer:
     _energy: EnergyMeter
     clock_limits: tuple[str, ...]
     """What limited the device's clocks."""
-    profiled: ProfiledSteps | None = None
 
     def __init__(self, schedule: Schedule, device: torch.device, pause: Pause | None = None) -> None:
         """Start the clock of a row.
@@ -184,9 +173,6 @@ class StepTimer:
     def __call__(self) -> None:
         """Count one step, and mark the time where a window begins or ends."""
         self.count += 1
-        if self.profiled is not None:
-            self.profiled()
-            return
         if self.count == 1:
             wait_for(self.device)
             self.start_s = time.perf_counter() - self.began
@@ -199,9 +185,8 @@ class StepTimer:
         timed = self.count - self.schedule.warm_up - self.schedule.ramp
         if timed >= 0 and timed % self.schedule.window == 0:
             self.marks.append(self._mark())
-        if self.count == self.schedule.timed_steps:
+        if self.count == self.schedule.steps:
             self._end()
-            self.profiled = ProfiledSteps(self.device) if self.schedule.profiled else None
 
     def get_finished(self) -> Self:
         """Return the timer once all steps are done."""
@@ -234,7 +219,7 @@ class StepTimer:
         self.clock_limits = read_clock_limits(self.device)  # before the wait: an idle device has no reason to slow down
         wait_for(self.device)
         joules = self._energy.read_joules()
-        self.joules_per_step = None if joules is None else joules / (self.schedule.timed_steps - self.schedule.warm_up)
+        self.joules_per_step = None if joules is None else joules / (self.schedule.steps - self.schedule.warm_up)
         self.peak_bytes = self._read_peak_bytes()
         self.reserved_bytes = torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None
         self.window_s = tuple(_measure_between(a, b) / self.schedule.window for a, b in itertools.pairwise(self.marks))
@@ -297,7 +282,6 @@ def _measure(runner: Runner, problem: Problem, schedule: Schedule, pause: Pause 
         samples_per_s=problem.samples / statistics.median(ms) * 1e3,
         remarks=tuple(_list_remarks(found.peak_bytes, found.start_peak_bytes)),
         clock_limits=found.clock_limits,
-        profile=found.profiled.summarise(statistics.median(ms)) if found.profiled else None,
     )
 
 

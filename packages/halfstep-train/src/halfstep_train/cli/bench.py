@@ -1,7 +1,7 @@
 """`halfstep bench`: time a training step per precision and mode, and compare with other tools.
 
 The command checks its arguments before it imports torch, measures one row after the other, and writes and prints the
-result. With --explain it also profiles each row.
+result.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,9 +42,6 @@ def command(
     steps: Annotated[int | None, option("Timed steps per row: 100, on a CPU 20.", panel=WHAT)] = None,
     device: Annotated[str | None, option("cpu, cuda, cuda:1.", panel=WHAT, callback=refuse_unknown_device)] = None,
     strict: Strict = None,
-    explain: Annotated[
-        bool, option("Profile each row: longest kernels and idle time.", "--explain", panel=WHAT)
-    ] = False,
     as_json: Annotated[bool, option("Print JSON.", "--json", panel=OUTPUT)] = False,
     save: Annotated[Path | None, option("Write the result as JSON.", panel=OUTPUT)] = None,
     force: Annotated[bool, option("Overwrite files.", "--force", panel=OUTPUT)] = False,
@@ -61,15 +57,11 @@ def command(
         halfstep bench resnet50 --batch-size 64 --modes auto --against plain
 
         halfstep bench unet --save before.json
-
-        halfstep bench unet --explain
     """
     target, *overrides = add_workload(arguments or [])
     flags = {"batch_size": batch_size, "image_size": image_size, "device": device, "strict": strict}
     refuse_to_overwrite({"--save": save}, force=force)
-    found = prepare_request(
-        target, flags, overrides, precisions=precisions, modes=modes, against=against, steps=steps, explain=explain
-    )
+    found = prepare_request(target, flags, overrides, precisions=precisions, modes=modes, against=against, steps=steps)
     time_rows(*found, save, as_json=as_json)
 
 
@@ -146,7 +138,6 @@ def prepare_request(
     modes: str | None,
     against: str | None,
     steps: int | None,
-    explain: bool,
 ) -> tuple[Hardware, Problem, BenchRequest]:
     """Check all arguments and build the problem, before anything is measured.
 
@@ -187,12 +178,13 @@ def prepare_request(
         note = "is not read: the benchmark trains on one random batch of the same size"
         typer.secho(f"data.dir={loaded.config.data.dir} {note}", fg="yellow", err=True)
     stated = find_stated_rows(loaded)
-    unasked = ("auto",) if explain else choose_default_precisions(hardware)
     request = BenchRequest(
-        precisions=resolve_auto(choose_values("--precisions", chosen, stated, unasked), hardware),
+        precisions=resolve_auto(
+            choose_values("--precisions", chosen, stated, choose_default_precisions(hardware)), hardware
+        ),
         modes=choose_values("--modes", chosen_modes, stated, choose_default_modes(device)),  # type: ignore[arg-type]
         against=peers,
-        schedule=make_schedule(num_steps, device, profile=explain),
+        schedule=make_schedule(num_steps, device),
     )
     # Before anything is built: an allocation that is too large ends the process without an error.
     refuse_too_large(config, request.precisions, request.modes, hardware)
@@ -220,10 +212,6 @@ def resolve_auto(precisions: tuple[str, ...], hardware: Hardware) -> tuple[str, 
     return tuple(dict.fromkeys(plan.granted if name == "auto" else name for name in precisions))
 
 
-SILENT = "6"
-"""Above every level of the profiler's own log (Kineto), whose highest, 5, announces each start and stop."""
-
-
 def time_rows(hardware: Hardware, problem: Problem, request: BenchRequest, save: Path | None, *, as_json: bool) -> None:
     """Measure every row; save and print the result. Exit with 1 if nothing was measured, 130 after Ctrl-C."""
     from rich.console import Console
@@ -238,9 +226,6 @@ def time_rows(hardware: Hardware, problem: Problem, request: BenchRequest, save:
     from halfstep_train.report.bench_view import show_bench
     from halfstep_train.report.console import open_result_console
 
-    if problem.device.type == "cpu":
-        # Read when the profiler first starts. Not set on a GPU: there the log explains missing profiling permissions.
-        os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
     # Peers print to stdout, which belongs to the table or JSON.
     with contextlib.redirect_stdout(sys.stderr):
         console = Console(stderr=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -183,21 +182,15 @@ def _run(folder: Path, comparison: Comparison) -> None:
     """Run the comparison; after an interruption raise with the command that continues it."""
     from rich.console import Console
 
-    from halfstep_train.use.compare import Forecast, run_comparison
+    from halfstep_train.use.compare import run_comparison
 
     # Progress goes to stderr, so that stdout has only the result. This very file: runs redirect sys.stderr.
     screen, again = Console(file=sys.stderr), suggest_command("compare", "--resume", folder)
     screen.print(f"if interrupted, continue with: {again}", style="dim", soft_wrap=True)
-    forecast = Forecast(comparison)
     try:
-        # One refresh per second: the status reads the records of the current run.
-        with screen.status(forecast, refresh_per_second=1) if screen.is_terminal else nullcontext():
-            run_comparison(
-                folder,
-                comparison,
-                lambda line: screen.print(line, highlight=False, markup=False, soft_wrap=True),
-                forecast,
-            )
+        run_comparison(
+            folder, comparison, lambda line: screen.print(line, highlight=False, markup=False, soft_wrap=True)
+        )
     except (Interrupted, KeyboardInterrupt) as error:
         raise Interrupted(
             f"comparison stopped after {format_count(len(comparison.runs), 'run')}; the current run is saved too",
@@ -207,13 +200,12 @@ def _run(folder: Path, comparison: Comparison) -> None:
 
 
 def _show(folder: Path, comparison: Comparison, *, as_json: bool) -> None:
-    """Print the table; write its curves and numbers next to the runs."""
+    """Print the table; write its numbers next to the runs."""
     from halfstep_train.report.console import open_result_console
-    from halfstep_train.use.compare_table import build_lines, collect_notes, draw_comparison, show_comparison
+    from halfstep_train.use.compare_table import build_lines, collect_notes, show_comparison
     from halfstep_train.use.compare_table import convert_comparison as comparison_json
 
     lines, content = build_lines(comparison), json.dumps(comparison_json(comparison), indent=2, allow_nan=False)
-    draw_comparison(lines, comparison.metric, folder / "report" / "curves.png")
     write_atomically(folder / "report" / "comparison.json", content + "\n")
     if as_json:
         typer.echo(content)

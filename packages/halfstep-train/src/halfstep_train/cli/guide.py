@@ -28,7 +28,7 @@ def command(
         typer.Option(metavar="DEVICE", help="cpu, cuda:1, mps, xpu; default: best.", callback=refuse_unknown_device),
     ] = None,
     no_measure: Annotated[
-        bool, typer.Option("--no-measure", help="Probe the device only: estimates instead of trials.")
+        bool, typer.Option("--no-measure", help="Probe the device without measuring its formats.")
     ] = False,
 ) -> None:
     """Write a config by answering a few questions, and start it.
@@ -85,13 +85,9 @@ def choose_asker(console: Console, *, yes: bool, answers: Path | None) -> Asker:
 
 
 def probe_machine(device: str | None, *, no_measure: bool) -> Machine:
-    from halfstep.hardware.driver import Driver
     from halfstep_train.cli.detect import probe_devices
     from halfstep_train.config.section import count_cores
     from halfstep_train.guide.guide import Machine
 
-    # Before our own measurements, which would count as load.
-    load = Driver().describe_load()
     (hardware,) = probe_devices(device or "auto", look_only=no_measure, fresh=False)
-    busy = load if hardware.kind == "cpu" else Driver().describe_gpu_users(hardware.device)
-    return Machine(hardware=hardware, num_cores=count_cores(), device=device, may_measure=not no_measure, busy=busy)
+    return Machine(hardware=hardware, num_cores=count_cores(), device=device)

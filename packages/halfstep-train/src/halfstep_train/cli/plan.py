@@ -6,10 +6,8 @@ import contextlib
 import json
 import os
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -44,7 +42,6 @@ def command(
     ] = None,
     ranks: Annotated[int | None, option("With --memory: predict one rank of this many, with DDP and sharded.")] = None,
     mode: Annotated[str | None, option("With --memory: only eager, compile or graph; default: all.")] = None,
-    picture: Annotated[Path | None, option("With --memory: draw stacked bars.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show the precision plan that `halfstep train` would use: format and reason per module.
@@ -67,8 +64,8 @@ def command(
     if fit:
         read_size(fit)
     if memory:
-        return show_memory(arguments, flags, gpu=gpu, fit=fit, ranks=ranks, mode=mode, picture=picture, as_json=as_json)
-    for name, value in (("--fit", fit), ("--ranks", ranks), ("--mode", mode), ("--picture", picture)):
+        return show_memory(arguments, flags, gpu=gpu, fit=fit, ranks=ranks, mode=mode, as_json=as_json)
+    for name, value in (("--fit", fit), ("--ranks", ranks), ("--mode", mode)):
         if value is not None:
             raise ConfigError(f"{name} {value} needs --memory", fix=f"--memory {name} {value}")
     from halfstep_train.run.assemble import plan_config
@@ -119,8 +116,6 @@ UNIT = "1 GB is 10^9 bytes, in every command: a GPU sold with 24 GB has 25.8 GB"
 SIZES = {"": 1} | {f"{letter}i": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1)}
 SIZES |= {letter: 10 ** (3 * power) for power, letter in enumerate("kmgt", 1)}
 MOST_BYTES = 10**15
-FIRST_LINE_S, NEXT_LINE_S = 2.0, 10.0
-"""When the progress is shown without a terminal."""
 MADE_UP = "predicted for synthetic data of the usual shape; --data-dir DIR uses yours"
 RECOMPUTED = "recomputation covers {}; a run checks on a copy that it changes no result"
 
@@ -155,49 +150,17 @@ class MemoryPlan:
 
 def show_memory(
     arguments: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | None, ranks: int | None, mode: str | None,
-    picture: Path | None, as_json: bool,
+    as_json: bool,
 ) -> None:  # fmt: skip
-    """Print the memory plan as text or JSON, and draw it if a picture is wanted."""
-    from halfstep_train.report.memory_view import draw_memory, merge_equal_rows
-    from halfstep_train.report.picture_file import refuse_unknown_format
+    """Print the memory plan as text or JSON; show on a terminal what is being predicted."""
+    from rich.console import Console
 
-    if picture:
-        refuse_unknown_format(picture)
-    with _show_progress("loading torch and building the model") as tell:
-        plan = _plan_memory(arguments, flags, gpu=gpu, fit=fit, ranks=ranks, mode=mode, tell=tell)
-    if picture:
-        draw_memory(plan.title, merge_equal_rows(plan.rows), picture, limit_bytes=plan.memory_bytes)
+    with Console(stderr=True).status("loading torch and building the model") as status:
+        plan = _plan_memory(arguments, flags, gpu=gpu, fit=fit, ranks=ranks, mode=mode, tell=status.update)
     if as_json:
         typer.echo(json.dumps(_convert_plan(plan), indent=2))
     else:
         _print_memory(plan)
-
-
-@contextlib.contextmanager
-def _show_progress(text: str) -> Iterator[Callable[[str], None]]:
-    """Yield the function that says what is being done: next to a spinner, or without a terminal in a line at times."""
-    from rich.console import Console
-
-    console, is_done = Console(stderr=True), threading.Event()
-    if console.is_terminal:
-        with console.status(text) as status:
-            yield status.update
-        return
-    newest = [text]
-
-    def print_lines() -> None:
-        wait_s = FIRST_LINE_S
-        while not is_done.wait(wait_s):
-            typer.echo(f"{newest[-1]} ...", err=True)
-            wait_s = NEXT_LINE_S
-
-    thread = threading.Thread(target=print_lines, daemon=True)
-    thread.start()
-    try:
-        yield newest.append
-    finally:
-        is_done.set()
-        thread.join()
 
 
 def _plan_memory(

@@ -144,9 +144,7 @@ def command(
             "--json needs --show-config", fix="leave --json out; a run writes its metrics as JSON to metrics.jsonl"
         )
     if check_validation:
-        typer.echo(
-            "validation reads each sample once, in index order, and compares their number with data.val_size", err=True
-        )
+        typer.echo("validation reads each sample once, in index order", err=True)
     launch = read_launch(os.environ)
     if schema or show_config:
         if launch is None or launch.rank == 0:

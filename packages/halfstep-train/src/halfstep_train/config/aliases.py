@@ -103,8 +103,7 @@ FOREIGN_KEYS: dict[str, tuple[str, ...]] = {
     "train.callbacks": ("callbacks",),
     "log.quiet": ("quiet",),
     "log.verbose": ("verbose",),
-    "log.ledger": ("ledger",),
-    "log.ledger_every": ("ledger_every",),
+    "log.ledger": ("ledger", "ledger_every"),
     "log.watch": ("watch",),
 }
 KEY_ALIASES: dict[str, Alias] = {key: Alias(path=path) for path, keys in FOREIGN_KEYS.items() for key in keys}

@@ -49,11 +49,9 @@ SCHEDULE_OPTIONS: dict[str, frozenset[str]] = {
     "min_factor": frozenset({"cosine", "linear", "polynomial", "exponential", "plateau"}),
     "power": frozenset({"polynomial"}),
     "half_life_steps": frozenset({"exponential"}),
-    "step_size": frozenset({"step"}),
     "milestones": frozenset({"step"}),
-    "gamma": frozenset({"step"}),
     "patience": frozenset({"plateau"}),
-    "factor": frozenset({"plateau"}),
+    "factor": frozenset({"step", "plateau"}),
 }
 """The same for schedules."""
 
@@ -113,15 +111,14 @@ class ScheduleConfig(Section):
     min_factor: Fraction = Field(default=0.0, description="Lower bound of the schedule's factor")
     power: Positive = Field(default=1.0, description="Exponent of the polynomial schedule")
     half_life_steps: PositiveCount = Field(default=10_000, description="Steps in which the exponential schedule halves")
-    step_size: PositiveCount = Field(default=10_000, description="Steps between two cuts of the step schedule")
-    milestones: tuple[PositiveCount, ...] = Field(
-        default=(), description="Steps at which the step schedule cuts; replaces step_size"
+    milestones: PositiveCount | tuple[PositiveCount, ...] = Field(
+        default=(),
+        description="Steps at which the step schedule cuts; one number: steps between two cuts; default: 10,000",
     )
-    gamma: Fraction = Field(default=0.1, description="Factor at each cut of the step schedule")
     patience: PositiveCount = Field(
         default=5, description="Validations without improvement before the plateau schedule cuts"
     )
-    factor: float = Field(default=0.1, gt=0, lt=1, description="Factor at each cut of the plateau schedule")
+    factor: float = Field(default=0.1, gt=0, lt=1, description="Factor at each cut of the step and plateau schedules")
 
 
 def split_names(value: object) -> object:
@@ -182,10 +179,8 @@ class TrainConfig(Section):
     )
     memory: Literal["normal", "low"] = Field(
         default="normal",
-        description="low: find the least memory within memory_time by recomputation, 8-bit moments, compiler budget",
-    )
-    memory_time: float = Field(
-        default=1.1, gt=1.01, description="With memory: low, a step may take this many times as long as a normal one"
+        description="low: find the least memory by recomputation, 8-bit moments and compiler budget, for up to 10 % "
+        "more time",
     )
     channels_last: Literal["auto"] | bool = Field(
         default="auto", description="Channels-last (NHWC) layout for images and convolutions; auto: if it is faster"
@@ -310,9 +305,8 @@ class EmaConfig(Section):
     enabled: bool = Field(default=False, description="Keep an average of the weights, and validate and save it")
     decay: float = Field(default=0.9999, gt=0, lt=1, description="Decay after the warmup")
     warmup_power: Positive = Field(
-        default=2 / 3, description="Warmup: decay = min(decay, 1 - (1 + step / inv_gamma) ** -warmup_power)"
+        default=2 / 3, description="Warmup: decay = min(decay, 1 - (1 + step) ** -warmup_power)"
     )
-    inv_gamma: Positive = Field(default=1.0, description="Time scale of that warmup, in steps")
 
 
 class PrecisionConfig(Section):
@@ -419,13 +413,11 @@ class LogConfig(Section):
     )
     quiet: bool = Field(default=False, description="Show warnings, errors and the final summary only")
     verbose: bool = Field(default=False, description="Print each epoch's metrics as a table, and keep finished bars")
-    ledger: bool = Field(
-        default=False, description="Record the dtypes that steps actually compute in: report/ledger.json"
+    ledger: bool | PositiveCount = Field(
+        default=False,
+        description="Record the dtypes that the first step of each mode computes in (report/ledger.json); a number N: "
+        "and those of every N-th step",
     )
-    ledger_every: int = Field(
-        default=0, ge=0, description="Record the ledger again every N steps; 0: only the first step of each mode"
-    )
-
     watch: int = Field(
         default=0,
         ge=0,

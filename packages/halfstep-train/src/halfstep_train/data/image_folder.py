@@ -149,7 +149,7 @@ def _refuse_masks(root: Path) -> None:
         raise DataError(
             f"{root} holds images and masks ({names}), not classes",
             why="a classifier would learn to distinguish images from masks",
-            fix=f"halfstep train unet --data-dir {shlex.quote(str(root))}; if they are classes: data.train_folder=.",
+            fix=f"halfstep train unet --data-dir {shlex.quote(str(root))}; if they are classes: data.folders=[.]",
         )
 
 
@@ -162,7 +162,7 @@ def find_split_folders(root: Path, layout: FolderLayout) -> tuple[list[Path], li
         for named, usual in ((layout.train, TRAIN_NAMES), (layout.val, VALIDATION_NAMES))
     )
     if train is None and val is not None:
-        raise DataError(f"{root} holds {val.name}/ but no train/", fix="name the training folder: data.train_folder")
+        raise DataError(f"{root} holds {val.name}/ but no train/", fix="name the training folder: data.folders=[NAME]")
     return [train or root], [val] if val else []
 
 

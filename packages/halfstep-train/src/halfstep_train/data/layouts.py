@@ -37,13 +37,6 @@ class NamePattern:
     """A pattern of file names below a folder; it yields the id of each match."""
 
     text: str
-    ending: str = ""
-    """The only extension that counts, in lower case; empty: any readable one."""
-
-    def replace_ending(self, ending: str) -> NamePattern:
-        """Return the pattern with one extension, unless it names its own; the leading dot may be missing."""
-        wanted = f".{ending.lower().lstrip('.')}" if ending and not self._own_ending else self.ending
-        return replace(self, ending=wanted)
 
     @property
     def base(self) -> str:
@@ -73,13 +66,8 @@ class NamePattern:
                         yield above + (fits or ""), entry
 
     def _is_wanted(self, path: Path) -> bool:
-        ending = path.suffix.lower()
-        wanted = self._own_ending or self.ending
+        ending, wanted = path.suffix.lower(), _find_ending(self.text.rpartition("/")[2])
         return (ending == wanted if wanted else ending in READABLE_ENDINGS) and path.is_file()
-
-    @property
-    def _own_ending(self) -> str:
-        return _find_ending(self.text.rpartition("/")[2])
 
 
 def _walk_folders(
@@ -245,6 +233,10 @@ DEPTH, MANY_FOLDERS = 2, 64
 """How many levels below data.dir a data set may start (VOCdevkit/VOC2012), and the most folders searched per level."""
 
 
+MASK_SUFFIX = "_mask"
+"""Text after the id in a mask's name; masks named like their image are found too."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairLayout:
     """The user's settings about names; an empty string means the common ones.
@@ -254,26 +246,19 @@ class PairLayout:
 
     images: str = ""
     masks: str = ""
-    image_suffix: str = ""
-    mask_suffix: str = "_mask"
-    """Text between id and extension in a mask's name; masks named like their image are found too."""
     val_images: str = ""
     val_masks: str = ""
-    image_ext: str = ""
-    """The extension that counts if an id has several files; empty: any, and several are an error."""
-    mask_ext: str = ""
 
     @property
     def is_common(self) -> bool:
         """True if known data sets should be looked for: no setting names images, masks or their names."""
-        return not (self.images or self.masks or self.val_images or self.image_suffix)
+        return not (self.images or self.masks or self.val_images)
 
     def make_names(self, images: str, masks: str) -> PairNames:
         """Return the patterns for two folders, or the given patterns unchanged."""
-        inner = (ID + self.mask_suffix, ID) if self.mask_suffix else (ID,)
         return PairNames(
-            images=images if ID in images else f"{images}/{ID}{self.image_suffix}",
-            masks=(masks,) if ID in masks else tuple(f"{masks}/{name}" for name in inner),
+            images=images if ID in images else f"{images}/{ID}",
+            masks=(masks,) if ID in masks else (f"{masks}/{ID}{MASK_SUFFIX}", f"{masks}/{ID}"),
         )
 
 

@@ -35,7 +35,6 @@ from halfstep_train.config.statements import read_file_statements
 from halfstep_train.config.yaml_source import read_yaml
 from halfstep_train.guide.inspect_data import DataSummary, describe_data, inspect_data, inspect_demo, save_grid
 from halfstep_train.guide.suggest import Situation, Suggestion, describe_length, make_suggestions
-from halfstep_train.guide.trial import Trials
 from halfstep_train.report.console import make_pairs_table
 from halfstep_train.workloads import KINDS
 from halfstep_train.workloads.base.import_path import import_callable
@@ -270,10 +269,6 @@ class Machine:
     num_cores: int
     device: str | None = None
     """As given by the user; None: chosen by halfstep."""
-    may_measure: bool = True
-    """True if suggestions may be tried on the device, for a few seconds each."""
-    busy: str = ""
-    """Other work on the device, found before the first trial; empty if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -299,8 +294,6 @@ def guide(asker: Asker, console: Console, machine: Machine, scratch: Path) -> Gu
         data=data,
         data_dir=data_dir,
         device=machine.device,
-        try_out=Trials(machine.hardware) if machine.may_measure else None,
-        busy=machine.busy if machine.may_measure else "",
     )
     chosen = _ask_choice(asker, console, situation)
     file = asker.ask(dataclasses.replace(FILE, default=_choose_file_name(workload, chosen)), check_new_file)
@@ -372,7 +365,7 @@ def check_folder(answer: str) -> str:
 
 
 def _ask_choice(asker: Asker, console: Console, situation: Situation) -> Suggestion:
-    with console.status("choosing batch, memory and workers, with a few training steps each"):
+    with console.status("choosing batch, memory and workers"):
         offered = {one.name: one for one in make_suggestions(situation)}
     for number, one in enumerate(offered.values(), 1):
         console.print()
@@ -444,7 +437,6 @@ def show_machine(console: Console, machine: Machine) -> None:
         ("CPU cores", str(machine.num_cores)),
         ("precision", advice.headline),
         *(("warning", warning) for warning in advice.warnings),
-        *([("busy", f"{machine.busy}: rates measured now are too low")] if machine.busy else []),
     ]
     console.print(Rule(Text(f"{hardware.device}  {hardware.name}", style="bold"), align="left"))
     console.print(make_pairs_table(rows))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ from halfstep.precision.decide import decide
 from halfstep_train.config.dump import Dumper
 from halfstep_train.config.schema import ADAM_LIKE, RunConfig
 from halfstep_train.guide.inspect_data import DataSummary
-from halfstep_train.guide.trial import TrialResult
 from halfstep_train.run.memory.sizing import Planners, StepCost, predict_step_cost
 from halfstep_train.workloads import KINDS, from_dict
 from halfstep_train.workloads.base.guiding import choose_side
@@ -91,13 +90,11 @@ def _make_suggestion(situation: Situation, preset: str, planners: Planners) -> S
     else:
         cost = predict_step_cost(start, situation.data.store, situation.hardware, precision, planners)
         size, size_facts = choose_batch(situation, preset, start, cost)
-        # The batch is known now, so the suggestion can be tried; its rate then decides the number of workers.
-        trial, against_fp32 = _try_preset(situation, preset, paths, size["train.batch_size"])
-        trained = estimate_rate(situation, cost, precision, trial)
+        trained = estimate_rate(situation, cost, precision)
         rate, rate_fact = choose_learning_rate(start, size["train.batch_size"] * size["train.accumulate"])
         readers, readers_fact = choose_workers(situation, start, trained)
         paths |= {**readers, **rate, **size}
-        facts.append(("speed", against_fp32 or _describe_speed(situation.hardware, precision)))
+        facts.append(("speed", _describe_speed(situation.hardware, precision)))
         facts += [*size_facts, rate_fact, readers_fact]
         facts += estimate_duration(situation, _build_config(situation, preset, paths), trained)
     facts += [*size_fact, *_list_remarks(situation, paths)]
@@ -107,22 +104,6 @@ def _make_suggestion(situation: Situation, preset: str, planners: Planners) -> S
         config=_build_config(situation, preset, paths),
         facts=tuple(facts),
     )
-
-
-def _try_preset(
-    situation: Situation, preset: str, paths: Mapping[str, Any], batch_size: int
-) -> tuple[TrialResult | None, str]:
-    """Try a config if trials are allowed; return the trial and its speed compared with fp32."""
-    if situation.try_out is None or situation.data is None or KINDS.of(situation.workload).synthetic is None:
-        return None, ""
-    store, precision = situation.data.store, paths["precision"]
-    found = situation.try_out(_build_config(situation, preset, paths), store, batch_size)
-    if found is None or precision == "fp32":
-        return found, ""
-    plain = situation.try_out(_build_config(situation, preset, {**paths, "precision": "fp32"}), store, batch_size)
-    if plain is None:
-        return found, ""
-    return found, f"{found.samples_per_s / plain.samples_per_s:.1f}x fp32 (measured: whole eager steps)"
 
 
 def _choose_base_settings(situation: Situation, preset: str) -> dict[str, Any]:
@@ -226,7 +207,6 @@ FORWARD_SHARE = 1 / 3
 """Forward's share of a step: backward computes two products for each one of forward."""
 LARGEST_GROWTH = 4
 """Largest factor by which `fast` enlarges its batch: larger ones need more epochs (McCandlish et al. 2018)."""
-TryOut = Callable[[RunConfig, Mapping[str, Any], int], TrialResult | None]
 TIME_UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 
 
@@ -243,10 +223,6 @@ class Situation:
     data_dir: str | None
     device: str | None
     """As given by the user, to be written to the config; None: the run chooses."""
-    try_out: TryOut | None = None
-    """Tries a suggestion on the device; None: no trials, use estimates."""
-    busy: str = ""
-    """Other work on the device that slows trials; empty if there is none."""
 
     @property
     def is_demo(self) -> bool:
@@ -338,39 +314,33 @@ def choose_workers(situation: Situation, start: RunConfig, trained: Rate) -> tup
     workers = max(1, min(cores, math.ceil(trained.per_s / data.decoded_per_s)))
     fact = f"{workers} of {cores} cores: {reading}, the device {trained.text}"
     # A training step reaches a quarter to a half of the upper limit.
-    if workers * data.decoded_per_s < trained.per_s / (4 if trained.is_limit else 1) and data.counts:
+    if workers * data.decoded_per_s < trained.per_s / 4 and data.counts:
         fact += f"; reading may be the limit: data.cache=true, or `{suggest_command('pack', situation.data_dir)}`"
     return {"data.num_workers": workers}, ("workers", fact)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
-    """Samples per second of training, and how they were determined."""
+    """The most samples per second that training may reach, and how they were determined."""
 
     per_s: float | None
     """None if nothing was measured."""
-    is_limit: bool
-    """True if it is only an upper limit."""
     text: str
 
 
-def estimate_rate(situation: Situation, cost: StepCost, precision: str, trial: TrialResult | None) -> Rate:
-    """Return the rate of a trial, else the upper limit from the measured matmuls and convolutions."""
-    if trial is not None:
-        rate = f"{trial.samples_per_s:,.{0 if trial.samples_per_s >= 10 else 1}f} samples/s"
-        text = f"trained {rate} (measured: whole eager steps of {trial.batch_size} samples)"
-        return Rate(per_s=trial.samples_per_s, is_limit=False, text=text)
+def estimate_rate(situation: Situation, cost: StepCost, precision: str) -> Rate:
+    """Return the upper limit of the rate from the measured matmuls and convolutions."""
     rates = [m.tflops for m in situation.hardware.measurements if m.format == precision]
     if not rates:
-        return Rate(per_s=None, is_limit=True, text="was not measured")
+        return Rate(per_s=None, text="was not measured")
     per_s = max(rates) * 1e12 / cost.sample_flops()
     text = f"trains at most {per_s:,.0f} samples/s (an estimate from measured matmuls and convolutions)"
-    return Rate(per_s=per_s, is_limit=True, text=text)
+    return Rate(per_s=per_s, text=text)
 
 
 def estimate_duration(situation: Situation, config: RunConfig, trained: Rate) -> list[tuple[str, str]]:
     """Estimate the time of training, validation and reading; empty if nothing was measured."""
-    data, train = situation.data, config.train
+    data = situation.data
     if trained.per_s is None or data is None:
         return []
     trained_samples, validations = count_work(config, data.num_train)
@@ -383,11 +353,7 @@ def estimate_duration(situation: Situation, config: RunConfig, trained: Rate) ->
     seconds = computing + reading if on_cpu else max(computing, reading)
     shown = next(f"{seconds / unit:.1f} {name}" for unit, name in TIME_UNITS if seconds >= unit or unit == 1)
     shown += f" for {describe_length(config, data.num_train)}"
-    if trained.is_limit:
-        return [("time", f"at least {shown}, probably a few times as long (an estimate)")]
-    compiled = "; compiled it may be shorter" if train.fast == "compile" else ""
-    busy = f"; measured on a busy machine, so it may be shorter: {situation.busy}" if situation.busy else ""
-    return [("time", f"about {shown} (an estimate from measured rates{compiled}{busy})")]
+    return [("time", f"at least {shown}, probably a few times as long (an estimate)")]
 
 
 def count_work(config: RunConfig, num_train: int) -> tuple[float, float]:

@@ -40,21 +40,21 @@ class PatchGan(nn.Module):
         return self.layers(image)
 
 
-def build_discriminator(
-    side: int, *, image_channels: int = 3, channels: int, num_halvings: int, setting: str
-) -> PatchGan:
+LEAST_SIDE = 32
+
+
+def build_discriminator(side: int, *, image_channels: int = 3) -> PatchGan:
     """Build a PatchGan for square images; refuse sides for which its output would be empty.
 
-    `setting` is the config key of `num_halvings`, for the error message. After the halvings, two convolutions with
-    kernel 4, stride 1 and padding 1 each reduce the side by one.
+    It halves the side three times; then two convolutions with kernel 4, stride 1 and padding 1 each reduce it by one.
     """
-    if side < (least := 2 ** (num_halvings + 2)):
+    if side < LEAST_SIDE:
         raise ConfigError(
-            f"data.image_size={side} is too small for a discriminator that halves it {num_halvings} times",
+            f"data.image_size={side} is too small for the discriminator, which halves it three times",
             why="its output would be empty",
-            fix=f"data.image_size={least} or more, or a smaller {setting}",
+            fix=f"data.image_size={LEAST_SIDE} or more",
         )
-    return PatchGan(image_channels=image_channels, channels=channels, num_halvings=num_halvings)
+    return PatchGan(image_channels=image_channels)
 
 
 class VggDistance(nn.Module):

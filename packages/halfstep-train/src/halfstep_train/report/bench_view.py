@@ -1,4 +1,4 @@
-"""Show a benchmark: the table of its rows, and where the time of profiled steps goes."""
+"""Show a benchmark: the table of its rows."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from halfstep_train.report.console import make_columns_table, print_text, split_
 Record = Mapping[str, Any]
 NOTHING = "-"
 WHO = ("who", "mode", "precision")
-KERNEL_LENGTH = 64
-"""Characters that are shown of a kernel's name."""
 OLDER_UNIT = {"name": "sample", "per_sample": 1}
 """Unit of stored results in benchmarks/results that do not name one."""
 
@@ -41,32 +39,6 @@ def show_bench(record: Record, console: Console) -> None:
         print_text(console, Text(line, style="dim"))
     for warning in record["warnings"]:
         print_text(console, Text(f"warning: {warning}", style="yellow"))
-    for row in measured:
-        if row.get("profile"):
-            _show_profile(row, console)
-
-
-def _show_profile(row: Record, console: Console) -> None:
-    """Print the time of a step by kind of kernel, and its longest kernels."""
-    profile = row["profile"]
-    console.print()
-    console.print(Text(f"{_format_label(row)}: {format_digits(row['ms'], 4)} ms per step", style="bold"))
-    times = f"{profile['launches']:.0f} launches, {format_digits(profile['idle_ms'])} ms idle"
-    kinds = [f"{kind} {format_digits(ms)}" for kind, ms in profile["kinds_ms"].items()]
-    print_text(console, Text(f"{times}; ms per kind: {', '.join(kinds)}"))
-    kernels = profile["kernels"]
-    columns = {
-        "ms": [format_digits(kernel["ms"]) for kernel in kernels],
-        "launches": [f"{kernel['launches']:.0f}" for kernel in kernels],
-        "longest kernels": [_shorten_kernel(kernel["name"]) for kernel in kernels],
-    }
-    console.print(make_columns_table(columns, left=("longest kernels",)))
-
-
-def _shorten_kernel(name: str) -> str:
-    """Remove the prefixes that all torch kernels share, and what does not fit on a line."""
-    text = name.removeprefix("void ").replace("at::native::", "").replace("(anonymous namespace)::", "")
-    return text if len(text) <= KERNEL_LENGTH else f"{text[: KERNEL_LENGTH - 1]}…"
 
 
 def format_title(record: Record) -> str:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from rich.table import Table
 
 from halfstep.errors import choose_byte_unit
 from halfstep_train.report.console import make_columns_table, split_columns
-from halfstep_train.report.picture_file import FAINT, INK, make_figure, save_figure
 
 COLOURS = {
     "weights": "#0072b2", "gathered": "#7f7fd5", "gradients": "#56b4e9", "reductions": "#a6761d",
@@ -34,7 +32,6 @@ COMPONENTS = {
     "graph pool": "fragmentation of a CUDA graph's memory",
 }
 """What each component of a peak holds."""
-INCHES_PER_ROW = 0.34
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,28 +87,3 @@ def shorten_level(level: str) -> str:
 def format_in_unit(size: int, unit_bytes: float) -> str:
     value = size / unit_bytes
     return f"{value:.2f}" if 0 < value < 10 else f"{value:.1f}" if size else "-"
-
-
-def draw_memory(title: str, rows: Sequence[MemoryRow], path: Path, *, limit_bytes: int = 0) -> None:
-    """Draw stacked bars, one per row, and a line at the device's memory size."""
-    figure = make_figure((10.5, 1.8 + INCHES_PER_ROW * len(rows)))
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK)
-    axes = figure.subplots()
-    places, ends, (unit, unit_bytes) = range(len(rows)), [0.0] * len(rows), choose_memory_unit(rows)
-    for name, colour in COLOURS.items():
-        sizes = [row.components.get(name, 0) / unit_bytes for row in rows]
-        if any(sizes):
-            axes.barh(places, sizes, left=ends, height=0.72, color=colour, label=name, edgecolor="white", linewidth=0.4)
-        ends = [end + size for end, size in zip(ends, sizes, strict=True)]
-    for place, end in enumerate(ends):
-        axes.annotate(f"{end:.2f} {unit}", (end, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5)
-    if limit_bytes:
-        axes.axvline(limit_bytes / unit_bytes, color=INK, linestyle="--", linewidth=1)
-    axes.set_yticks(places, [f"{row.precision}  {row.level}  {row.layout}" for row in rows])
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlim(0, 1.15 * max([*ends, limit_bytes / unit_bytes]))
-    axes.set_xlabel(f"predicted peak memory, {unit}", fontsize=9, color=FAINT)
-    axes.tick_params(labelsize=9, labelcolor=INK, length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=5, fontsize=8.5, frameon=False)
-    save_figure(figure, path)

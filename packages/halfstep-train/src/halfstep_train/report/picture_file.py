@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from halfstep.errors import CheckpointError, ConfigError
+from halfstep.errors import CheckpointError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,17 +26,6 @@ def make_figure(inches: tuple[float, float], *, makes_room: bool = True) -> Figu
     figure = Figure(figsize=inches, dpi=DPI, facecolor="white", layout=layout)
     FigureCanvasAgg(figure)
     return figure
-
-
-def refuse_unknown_format(path: Path) -> None:
-    """Raise ConfigError, before minutes of work, for a file ending that is not a picture's."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    known = sorted(FigureCanvasAgg.get_supported_filetypes())
-    if path.suffix.lower().removeprefix(".") not in known:
-        raise ConfigError(
-            f"{path} is not an image file name", fix=f"{path.stem}.png; known formats: {', '.join(known)}"
-        )
 
 
 def save_figure(figure: Figure, path: Path) -> None:

@@ -49,7 +49,6 @@ from halfstep_train.run.presentation import show_summary
 def handle_ending(loop: Loop, folder: RunFolder, report: RunReport, *, is_new: bool) -> Iterator[None]:
     """Close what a run has open when it ends; if it ends early, explain why, and remove a new run that kept nothing."""
     writes = loop.checkpoints.writes
-    loop.interrupts.make_last_message = lambda: str(explain_ending(KeyboardInterrupt(), loop, folder, is_new=is_new))
     try:
         yield
     except (HalfstepError, KeyboardInterrupt) as error:

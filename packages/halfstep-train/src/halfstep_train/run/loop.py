@@ -58,7 +58,7 @@ class Loop:
         )  # fmt: skip
         journal.train_metric = self._compute_metrics
         self.ledger: RunLedger | None = None
-        if parts.log.ledger or parts.log.ledger_every:
+        if parts.log.ledger:
             file = checkpoints.folder.parent / "report" / "ledger.json"
             self.ledger = RunLedger(parts, file, journal.notice, writes=checkpoints.writes)
         self.watch: RunWatch | None = None

@@ -179,6 +179,10 @@ def _change_section(section: AnySection, changes: Mapping[str, Any], where: str)
         ) from error
 
 
+CUT_EVERY = 10_000
+"""Steps between two cuts of the step schedule, unless schedule.milestones are given."""
+
+
 def _make_schedule_options(s: ScheduleConfig, length: Length) -> ScheduleOptions:
     total_steps, steps_per_epoch = length
     warmup = s.warmup_steps if s.warmup_steps is not None else round(s.warmup_epochs * steps_per_epoch)
@@ -186,7 +190,9 @@ def _make_schedule_options(s: ScheduleConfig, length: Length) -> ScheduleOptions
         # At most a tenth of the run: a warmup by epochs could otherwise be most of a short run.
         warmup = min(warmup, max(total_steps // 10, 1))
     shape = {name: value for name, value in select_options(s, ScheduleOptions).items() if name != "warmup_steps"}
-    return ScheduleOptions(**shape, total_steps=total_steps, warmup_steps=warmup)
+    if not isinstance(s.milestones, tuple) or not s.milestones:
+        shape |= {"milestones": (), "step_size": s.milestones or CUT_EVERY}
+    return ScheduleOptions(**shape, gamma=s.factor, total_steps=total_steps, warmup_steps=warmup)
 
 
 def select_options(section: Any, options: type) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def refuse_unshardable(config: RunConfig, workload: Workload, world: World | Non
         ),
         "guard.on_fault=rollback": (config.guard.on_fault == "rollback", "guard.on_fault=stop"),
         "guard.hold=true": (config.guard.hold, "guard.hold=false"),
-        "log.ledger": (bool(config.log.ledger or config.log.ledger_every), "log.ledger=false log.ledger_every=0"),
+        "log.ledger": (bool(config.log.ledger), "log.ledger=false"),
         "precision fp8": (config.precision.default == "fp8", "--precision bf16"),
         f"the phases of {workload.name}": (bool(workload.phases), "train.shard=false"),
     }

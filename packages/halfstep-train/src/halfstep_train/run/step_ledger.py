@@ -170,7 +170,7 @@ class RunLedger:
     def __init__(self, parts: Assembly, file: Path, notice: Notice, *, writes: bool = True) -> None:
         self.parts, self.file, self.notice, self.writes = parts, file, notice, writes
         """All ranks run the extra step, because it is collective; rank 0 writes."""
-        self.every = parts.log.ledger_every
+        self.every = 0 if parts.log.ledger is True else parts.log.ledger
         self.seen: dict[str, Ledger] = {}
         self._modes: set[str] = set()
         self._replay: Recording | None = None

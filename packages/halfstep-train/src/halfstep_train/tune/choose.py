@@ -26,6 +26,7 @@ from halfstep.precision.plan import Plan
 from halfstep_train.config.schema import PrecisionConfig, TrainConfig
 from halfstep_train.tune.memory_low import (
     HOTTER,
+    TIME_LIMIT,
     CannotRun,
     Cost,
     MemoryChoice,
@@ -207,7 +208,7 @@ class Tuning:
         positions = sort_by_peak(levers.positions, lambda setting: self.peak(plan, setting))
         try:
             choice = choose_memory(
-                measure, positions, time_limit=self.settings.train.memory_time - HOTTER,
+                measure, positions, time_limit=TIME_LIMIT - HOTTER,
                 notes=[*found.notes, *levers.notes], may_go_on=may_go_on,
             )  # fmt: skip
         except CannotRun as error:

@@ -7,7 +7,7 @@ Levers, each tried alone and then the best of each kind together:
                         alternate: both in turn
     optimizer bits      8: AdamW's two moments in a quarter of their bytes
 
-The least memory wins among the settings that take at most `train.memory_time` times the normal step's time. This module
+The least memory wins among the settings that take at most TIME_LIMIT times the normal step's time. This module
 decides; the measuring function is passed in.
 """
 
@@ -29,8 +29,9 @@ from halfstep.step.optim.adamw_bf16 import AdamWBf16
 from halfstep.step.optim.by_name import Options, ParamGroups, build_optimizer
 from halfstep.step.optim.half_weights import Rounding, is_kept_in_half
 
+TIME_LIMIT = 1.1
 HOTTER = 0.01
-"""Margin below `train.memory_time` in trials: in a long run the device gets hotter and slower."""
+"""Margin below TIME_LIMIT in trials: in a long run the device gets hotter and slower."""
 
 WORTH_BYTES = 0.01
 """A setting that saves less than this share of the peak saves nothing: peaks vary by that much between runs."""
@@ -233,7 +234,7 @@ def _require_cost(trial: LeverTrial) -> Cost:
 
 
 def _describe_refused(trials: Sequence[LeverTrial], time_limit: float) -> str:
-    """Describe the most that could be saved with a larger train.memory_time."""
+    """Describe the most that could be saved with a larger TIME_LIMIT."""
     normal = trials[0]
     slow = [trial for trial in trials if _is_too_slow(trial, normal, time_limit) and not _saves_nothing(trial, normal)]
     if not slow:

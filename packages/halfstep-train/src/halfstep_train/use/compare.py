@@ -18,8 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.text import Text
-
 from halfstep.disk import lock_folder, parse_json, write_atomically
 from halfstep.errors import CheckpointError, ConfigError, HalfstepError, format_count, format_duration
 from halfstep.hardware.clock import Clock, Stopwatch
@@ -27,7 +25,6 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide, explain_simulation
 from halfstep_train.config.foreign import flatten_keys
 from halfstep_train.config.schema import RunConfig
-from halfstep_train.report.metrics_file import read as read_records
 from halfstep_train.run.folder import COMPARISON, RunFolder, make_paths_absolute, refuse_no_comparison
 from halfstep_train.tune.choose import find_asked_mode
 from halfstep_train.use.compare_run import (
@@ -220,27 +217,23 @@ def open_comparison(folder: Path) -> Comparison:
         raise CheckpointError(f"{path} cannot be read: {error}", fix="compare again, into another folder") from error
 
 
-def run_comparison(folder: Path, comparison: Comparison, say: Say, forecast: Forecast | None = None) -> None:
-    """Run what is missing, until every seed is done or the budget is spent."""
+def run_comparison(folder: Path, comparison: Comparison, say: Say) -> None:
+    """Say what lies ahead, and run what is missing, until every seed is done or the budget is spent."""
     with lock_folder(folder):
-        _run(folder, comparison, say, forecast or Forecast(comparison))
-
-
-def _run(folder: Path, comparison: Comparison, say: Say, forecast: Forecast) -> None:
-    """Say what lies ahead, and run every row with every seed."""
-    comparison.ended, runs = "", _Runs(folder, comparison, say, forecast)
-    say(forecast.describe_plan())
-    for row, missing in comparison.simulated.items():
-        say(f"warning: {row} is simulated: {missing}; this compares numerics, not speed (--strict refuses)")
-    if runs.run_pairs():
-        comparison.ended = f"all {format_count(comparison.request.seeds, 'seed')} are done"
-    else:
-        comparison.ended = f"{runs.budget} is spent (--resume with a larger --budget continues)"
-    _write(folder, comparison)
+        forecast = Forecast(comparison)
+        comparison.ended, runs = "", _Runs(folder, comparison, say, forecast)
+        say(forecast.describe_plan())
+        for row, missing in comparison.simulated.items():
+            say(f"warning: {row} is simulated: {missing}; this compares numerics, not speed (--strict refuses)")
+        if runs.run_pairs():
+            comparison.ended = f"all {format_count(comparison.request.seeds, 'seed')} are done"
+        else:
+            comparison.ended = f"{runs.budget} is spent (--resume with a larger --budget continues)"
+        _write(folder, comparison)
 
 
 class Forecast:
-    """How many runs a comparison still takes, and how long; drawn on a terminal while a run trains."""
+    """How many runs a comparison still takes, and how long."""
 
     def __init__(self, comparison: Comparison, *, clock: Clock = time.perf_counter) -> None:
         self.comparison = comparison
@@ -249,7 +242,6 @@ class Forecast:
         for run in comparison.runs:
             if "elapsed_s" in run.summary:
                 self._taken_s.setdefault(run.row, []).append(float(run.summary["elapsed_s"]))
-        self.current: Job | None = None
 
     def count_runs(self) -> tuple[int, int]:
         """Return the finished runs and the number of all runs."""
@@ -263,13 +255,8 @@ class Forecast:
         known = self.describe_left() if done else "the first run shows how long they take"
         return f"{rows} x {seeds}: {total} runs; {known}"
 
-    def begin(self, job: Job) -> None:
-        self.current = job
-        self._clock.restart()
-
     def finish(self, outcome: RunOutcome) -> None:
         """Note how long a run took, from the end of the one before: with its start, and whatever ran at once."""
-        self.current = None
         self._taken_s.setdefault(outcome.row, []).append(self._clock.restart())
 
     def describe_left(self) -> str:
@@ -287,15 +274,6 @@ class Forecast:
         if comparison.request.budget_s is not None:
             left_s = min(left_s, max(comparison.request.budget_s - comparison.spent_s, 0.0))
         return f"{done} of {total} runs, about {format_duration(left_s)} left"
-
-    def __rich__(self) -> Text:
-        """Return the current run's own progress, read from its records, and the whole comparison's."""
-        if self.current is None:
-            return Text(self.describe_left())
-        row, seed, folder = self.current
-        records = [record for record in read_records(folder / "metrics.jsonl") if record.get("kind") == "train"]
-        step = f", step {records[-1]['step']:,}/{records[-1].get('total_steps', 0):,}" if records else ", starting"
-        return Text(f"{row.name}, seed {seed}{step}; {self.describe_left()}")
 
 
 class _Runs:
@@ -322,8 +300,7 @@ class _Runs:
         missing = [job for job in jobs if (job[0].name, job[1]) not in known]
         if missing and self._is_spent():
             return False
-        begin = self.forecast.begin
-        for job, outcome in zip(missing, _run_jobs(request, missing, kept, begin), strict=True):
+        for job, outcome in zip(missing, _run_jobs(request, missing, kept), strict=True):
             kept.append(outcome)
             self.forecast.finish(outcome)
             is_over = self._is_spent()
@@ -342,16 +319,13 @@ class _Runs:
         return budget_s is not None and self.comparison.spent_s >= budget_s
 
 
-def _run_jobs(
-    request: CompareRequest, jobs: Sequence[Job], known: Sequence[RunOutcome], begin: Callable[[Job], None]
-) -> Iterator[RunOutcome]:
+def _run_jobs(request: CompareRequest, jobs: Sequence[Job], known: Sequence[RunOutcome]) -> Iterator[RunOutcome]:
     """Run the jobs one after the other, or several at once if requested. The caller appends to `known` meanwhile."""
     is_alone = request.at_once == 1
     run = partial(train_row, target=request.target, overrides=request.overrides, best=request.best, alone=is_alone)
     if is_alone:
         for row, seed, place in jobs:
             too_large = next((one for one in known if one.row == row.name and one.end == OUT_OF_MEMORY), None)
-            begin((row, seed, place))
             # Another seed needs as much memory: do not try the row again.
             yield run(row, seed, place) if too_large is None else replace(too_large, seed=seed)
         return

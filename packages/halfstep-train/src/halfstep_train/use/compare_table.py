@@ -1,4 +1,4 @@
-"""Show the result of a comparison: as a table, as curves and as JSON."""
+"""Show the result of a comparison: as a table and as JSON."""
 
 from __future__ import annotations
 

@@ -107,7 +107,6 @@ def predict(
             answers, inputs = _continue(folder, left, inputs, report)
         try:
             with catch_interrupts(answer=FINISHING) as asked_to_stop:
-                asked_to_stop.make_last_message = lambda: str(_explain_second_stop(folder, answers))
                 num_left = _answer_all(
                     predictor, inputs, trained, replace(request, out=folder), report, answers, failed, asked_to_stop
                 )

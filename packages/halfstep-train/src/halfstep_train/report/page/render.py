@@ -7,7 +7,7 @@ import json
 import math
 import mimetypes
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from importlib import resources
@@ -32,37 +32,26 @@ def render_runs(runs: Sequence[RunRecord], memory: Sequence[Memory] = ()) -> str
     title = f"{runs[0].plan.get('granted', '')} {runs[0].summary.get('workload', runs[0].name)}".strip()
     title = title if len(runs) == 1 else ", ".join(run.name for run in runs)
     largest = max((sum(one.values()) for one in memory if not isinstance(one, str)), default=0)
+
+    def render_each(heading: str, render: Callable[[RunRecord], str], has_any: Callable[[RunRecord], object]) -> str:
+        found = [(f"{heading}: {run.name}" if len(runs) > 1 else heading, run) for run in runs if has_any(run)]
+        return "".join(_render_section(name, render(run)) for name, run in found)
+
+    predicted = dict(zip((run.path for run in runs), memory, strict=False))
     sections = [
         *(_render_cards(run) for run in runs),
         _render_section("Curves", _render_charts(build_charts(runs))),
-        *(_render_section(_name_section("Plan", run, runs), _render_plan(run)) for run in runs if run.plan),
-        *(
-            _render_section(_name_section("Memory", run, runs), _render_memory(run, one, largest))
-            for run, one in zip(runs, memory, strict=False)
+        render_each("Plan", _render_plan, lambda run: run.plan),
+        render_each(
+            "Memory", lambda run: _render_memory(run, predicted[run.path], largest), lambda run: run.path in predicted
         ),
-        *(
-            _render_section(_name_section("Where the time went", run, runs), _render_time(run))
-            for run in runs
-            if _has_time(run)
-        ),
-        *(_render_section(_name_section("Faults", run, runs), _render_faults(run)) for run in runs),
-        *(
-            _render_section(_name_section("Ranges", run, runs), _render_watch(run))
-            for run in runs
-            if run.select_kind("watch")
-        ),
-        *(
-            _render_section(_name_section("What really ran", run, runs), _render_ledger(run))
-            for run in runs
-            if run.ledger
-        ),
-        *(_render_section(_name_section("Samples", run, runs), _render_samples(run)) for run in runs if run.samples),
+        render_each("Where the time went", _render_time, _has_time),
+        render_each("Faults", _render_faults, lambda run: True),
+        render_each("Ranges", _render_watch, lambda run: run.select_kind("watch")),
+        render_each("What really ran", _render_ledger, lambda run: run.ledger),
+        render_each("Samples", _render_samples, lambda run: run.samples),
         _render_section("Settings", _render_settings([(run.name, run.settings) for run in runs])),
-        *(
-            _render_section(_name_section("Made by", run, runs), _render_origin(run.summary))
-            for run in runs
-            if run.summary
-        ),
+        render_each("Made by", lambda run: _render_origin(run.summary), lambda run: run.summary),
     ]
     return _render_page(f"halfstep: {title}", "".join(sections))
 
@@ -337,10 +326,6 @@ def _render_page(title: str, body: str) -> str:
 
 def _render_section(title: str, content: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{content}</section>"
-
-
-def _name_section(title: str, run: RunRecord, runs: Sequence[RunRecord]) -> str:
-    return f"{title}: {run.name}" if len(runs) > 1 else title
 
 
 def _render_table(titles: Sequence[str], rows: Sequence[Sequence[str]], marked: Sequence[bool] = ()) -> str:

@@ -25,13 +25,13 @@ def use_all_pictures(config: Config, folder: Path) -> Config:
     """Return settings that read all images of the folder, without a cache, which would be written into the folder."""
     fields = type(config.data).model_fields
     values: dict[str, Any] = {name: fields[name].default for name in ("cache", "cache_file") if name in fields}
-    values |= {"dir": str(folder), "train_folder": "", "val_folder": ""}
+    values |= {"dir": str(folder), "folders": ()}
     has_own_split = has_stored_images(folder) or any(folder.glob(KAGGLE_TRAIN))
     train, val = (_find_first(folder, names) for names in (TRAIN_NAMES, VALIDATION_NAMES))
     if not has_own_split and not (train and val):
         # Use the folder for both splits: nothing is trained, but a workload cannot be built without training samples.
         whole = train or val or "."
-        values |= {"train_folder": whole, "val_folder": whole}
+        values["folders"] = (whole, whole)
     return config.replace(data=values)
 
 

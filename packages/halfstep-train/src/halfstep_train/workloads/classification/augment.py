@@ -41,9 +41,7 @@ class ImageChanges:
     flip: float = 0.5
     """Probability of a horizontal flip."""
     brightness: float = 0.0
-    """Largest relative change; likewise contrast and saturation."""
-    contrast: float = 0.0
-    saturation: float = 0.0
+    """Largest relative change of brightness, contrast and saturation."""
     trivial: bool = False
     """Whether each image gets one TrivialAugment change in addition."""
     erase: float = 0.0
@@ -52,11 +50,6 @@ class ImageChanges:
     """Range of the erased share of the image."""
     erase_ratio: tuple[float, float] = (0.3, 3.3)
     """Range of the rectangle's aspect ratio."""
-
-    @property
-    def colours(self) -> bool:
-        """True if any change affects colours."""
-        return any((self.brightness, self.contrast, self.saturation))
 
 
 UNCHANGED = ImageChanges(flip=0.0)
@@ -82,7 +75,7 @@ def prepare_images(
         image = resample(image, mirror_boxes(box, flip), size)
     else:
         assert stored == size, f"images of {stored} pixels without a box cannot become {size}"
-    if changes.colours:
+    if changes.brightness:
         image = change_colours(image, draws[1:4], changes)
     if changes.trivial:
         image = augment_trivially_(image, key=key)
@@ -118,8 +111,7 @@ def resample(image: Tensor, box: Tensor, size: int) -> Tensor:
 
 def change_colours(image: Tensor, draws: Tensor, changes: ImageChanges) -> Tensor:
     """Change brightness, contrast and saturation of images in 0..255, each by a random factor per image."""
-    limits = torch.tensor([changes.brightness, changes.contrast, changes.saturation]).unsqueeze(1)
-    factors = send_to_device(1 + (draws * 2 - 1) * limits, image.device).view(3, -1, 1, 1, 1)
+    factors = send_to_device(1 + (draws * 2 - 1) * changes.brightness, image.device).view(3, -1, 1, 1, 1)
     brightness, contrast, saturation = factors.unbind()
     image = (image * brightness).clamp(0, 255)
     middle = to_gray(image).mean(dim=(2, 3), keepdim=True)

@@ -137,7 +137,7 @@ class PrepareImages:
         settings = config.augment
         self.train_size, self.eval_size = config.image_size, get_evaluation_size(config)
         self.changes = fill_from_settings(ImageChanges, settings)
-        self.mixing = fill_from_settings(Mixing, settings, chance=settings.mix_chance)
+        self.mixing = fill_from_settings(Mixing, settings)
 
     def __call__(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         others = {name: tensor for name, tensor in batch.items() if name != "box"}
@@ -184,8 +184,6 @@ def _build_known_model(config: ClassifierConfig, num_classes: int) -> Classifier
         patch=size.patch,
         num_classes=num_classes,
         image_size=config.data.image_size,
-        layer_scale=size.layer_scale,
-        registers=size.registers,
         checkpointing=checkpointing,
     )
     eval_size = get_evaluation_size(config.data)

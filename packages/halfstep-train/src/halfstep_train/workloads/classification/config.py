@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from halfstep_train.config.schema import DataConfig, ModelConfig, RunConfig
-from halfstep_train.config.section import CachePath, Fraction, OffCount, OffNumber, Positive, PositiveCount, Section
+from halfstep_train.config.section import CachePath, Fraction, OffCount, OffNumber, PositiveCount, Section
 
 Preset = dict[str, Any]
 
@@ -54,7 +54,6 @@ GUIDE: Preset = {
     "model.label_smoothing": 0.1,
     "data.augment.mixup": 0.2,
     "data.augment.cutmix": 1.0,
-    "data.augment.cutmix_share": 0.5,
     "data.augment.erase": 0.25,
 }
 
@@ -184,7 +183,6 @@ def check_order(bounds: tuple[float, float]) -> tuple[float, float]:
 
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Shares = Annotated[tuple[PositiveShare, PositiveShare], AfterValidator(check_order)]
-Ratios = Annotated[tuple[Positive, Positive], AfterValidator(check_order)]
 
 
 SMALL_SIDE = 64
@@ -200,34 +198,29 @@ class ImageAugmentConfig(Section):
         default=(0.08, 1.0),
         description="Range of a random crop's area, as a fraction of the image; up to 64 pixels: 0.8 to 1",
     )
-    crop_ratio: Ratios = Field(
-        default=(3 / 4, 4 / 3), description="Range of a random crop's aspect ratio (width / height)"
-    )
     flip: Fraction = Field(default=0.5, description="Probability of a horizontal flip; up to 64 pixels: 0")
-    brightness: Fraction = Field(default=0.0, description="Largest relative change of brightness")
-    contrast: Fraction = Field(default=0.0, description="Largest relative change of contrast")
-    saturation: Fraction = Field(default=0.0, description="Largest relative change of saturation")
+    brightness: Fraction = Field(
+        default=0.0, description="Largest relative change of brightness, contrast and saturation"
+    )
     trivial: bool = Field(
         default=False, description="Apply one more random operation out of 14 to each image (TrivialAugmentWide)"
     )
     erase: Fraction = Field(default=0.0, description="Probability of random erasing (a rectangle is blanked)")
     mixup: OffNumber = Field(default=0.0, description="Alpha of mixup: two images blended; 0: off")
     cutmix: OffNumber = Field(default=0.0, description="Alpha of CutMix: a box pasted from another image; 0: off")
-    cutmix_share: Fraction = Field(default=0.5, description="Fraction of mixed batches that use CutMix if both are on")
-    mix_chance: Fraction = Field(default=1.0, description="Probability that a batch is mixed (mixup or CutMix)")
 
 
 class ImageDataConfig(DataConfig):
     """A folder of class folders."""
 
-    train_folder: str = Field(default="", description="Training folder below data.dir; empty: train or training")
-    val_folder: str = Field(
-        default="", description="Validation folder below data.dir; empty: val, valid, validation or test"
+    folders: tuple[str, ...] = Field(
+        default=(),
+        max_length=2,
+        description="Training and validation folder below data.dir; empty: those with common names",
     )
     label_column: str = Field(
         default="", description="Column of metadata.jsonl or .csv with the classes; empty: label or another common name"
     )
-    split_seed: int = Field(default=0, ge=0, description="Seed of the split if there is no val folder")
     eval_size: OffCount = Field(
         default=0,
         description="Side of the images in validation; 0: image_size. A larger one often helps (FixRes, Touvron 2019)",
@@ -289,12 +282,6 @@ class ViTModelConfig(ClassifierModelConfig):
     heads: OffCount = Field(default=0, description="Attention heads, must divide dim; 0: from the workload's name")
     dim: OffCount = Field(default=0, description="Channels of a token; 0: from the workload's name")
     patch: OffCount = Field(default=0, description="Side of a patch in pixels; 0: 16, from the workload's name")
-    layer_scale: OffNumber = Field(
-        default=0.0, description="Initial value of a learned scale on each branch (LayerScale); 0: none"
-    )
-    registers: OffCount = Field(
-        default=0, description="Register tokens: extra tokens that hold global information instead of the patches"
-    )
 
 
 class ClassifierConfig(RunConfig):

@@ -79,15 +79,15 @@ def open_image_data(
     for kind in STORED:
         if (path := kind.folder(root)) is not None:
             return _open_stored(kind, path, config, get_evaluation_share(config, store, usual=WHOLE))
+    train, val, *_ = (*config.folders, "", "")
     layout = FolderLayout(
-        train=config.train_folder,
-        val=config.val_folder,
+        train=train,
+        val=val,
         val_fraction=config.val_fraction,
-        seed=config.split_seed,
         label_column=config.label_column,
     )
     # `other_data` names the same folder for both splits to evaluate everything; classes must then be the run's.
-    known = store["classes"] if store is not None and config.train_folder == config.val_folder != "" else ()
+    known = store["classes"] if store is not None and len(config.folders) == 2 and len(set(config.folders)) == 1 else ()
     folder = find_images(root, layout, known=known)
     share = get_evaluation_share(config, store)
     return _open_packed(folder, config, share, quiet=quiet) if config.is_packed else _open_files(folder, config, share)
@@ -147,7 +147,7 @@ def _open_files(folder: ImageFolder, config: ImageDataConfig, share: float) -> I
     folder = check_images(folder, bad_files=bad_files)
     return ImageData(
         classes=folder.classes,
-        train=TrainingFiles(folder.train, size=config.image_size, crops=_make_crop_range(config)),
+        train=TrainingFiles(folder.train, size=config.image_size, crops=CropRange(area=config.augment.crop_area)),
         val=EvaluationFiles(folder.val, size=get_evaluation_size(config), share=share),
         eval_share=share,
         val_names=tuple(path.relative_to(folder.root).as_posix() for path in folder.val.paths),
@@ -174,12 +174,8 @@ def _note_unvalidated(folder: ImageFolder) -> list[str]:
 
 
 def _make_training_images(images: StoredImages, config: ImageDataConfig) -> TrainingImages:
-    return TrainingImages(images, crops=_make_crop_range(config))
+    return TrainingImages(images, crops=CropRange(area=config.augment.crop_area))
 
 
 def _make_evaluation_images(images: StoredImages, config: ImageDataConfig, share: float) -> EvaluationImages:
     return EvaluationImages(images, size=get_evaluation_size(config), share=share)
-
-
-def _make_crop_range(config: ImageDataConfig) -> CropRange:
-    return CropRange(area=config.augment.crop_area, ratio=config.augment.crop_ratio)

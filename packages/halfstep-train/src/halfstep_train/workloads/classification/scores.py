@@ -32,14 +32,10 @@ class Mixing:
 
     mixup: float = 0.0
     cutmix: float = 0.0
-    cutmix_share: float = 0.5
-    """Probability of CutMix instead of mixup if both are on."""
-    chance: float = 1.0
-    """Probability that a batch is mixed."""
 
     @property
     def is_on(self) -> bool:
-        return self.chance > 0 and (self.mixup > 0 or self.cutmix > 0)
+        return self.mixup > 0 or self.cutmix > 0
 
 
 def mix(batch: Mapping[str, Tensor], spec: Mixing, *, key: tuple[int, ...]) -> dict[str, Tensor]:
@@ -48,10 +44,10 @@ def mix(batch: Mapping[str, Tensor], spec: Mixing, *, key: tuple[int, ...]) -> d
     image, label = batch["image"], batch["label"]
     random = np.random.default_rng((*get_batch_key(key), MIX_STREAM))
     # Always draw all numbers, so that one setting does not alter the random numbers of the others.
-    happens, kind, *centre = random.random(4)
-    cuts = spec.cutmix > 0 and (kind < spec.cutmix_share or spec.mixup == 0)
+    _, kind, *centre = random.random(4)
+    cuts = spec.cutmix > 0 and (kind < 0.5 or spec.mixup == 0)
     alpha = spec.cutmix if cuts else spec.mixup
-    lam = float(random.beta(alpha, alpha)) if alpha > 0 and happens < spec.chance else 1.0
+    lam = float(random.beta(alpha, alpha)) if alpha > 0 else 1.0
     # Batches are shuffled, so the neighbour is a random partner. `cat` keeps the memory layout, which `roll` does not.
     partner = torch.cat([image[-1:], image[:-1]])
     if lam < 1 and cuts:

@@ -31,11 +31,11 @@ class ImageFolderConfig(DataConfig):
     """A folder of images."""
 
     image_size: PositiveCount = Field(default=64, description="Side of the square images the model sees, in pixels")
-    train_folder: str = Field(default="", description="Training folder below data.dir; empty: train or training")
-    val_folder: str = Field(
-        default="", description="Validation folder below data.dir; empty: val, valid, validation or test"
+    folders: tuple[str, ...] = Field(
+        default=(),
+        max_length=2,
+        description="Training and validation folder below data.dir; empty: those with common names",
     )
-    split_seed: int = Field(default=0, ge=0, description="Seed of the split if there is no val folder")
     flip: Fraction = Field(default=0.5, description="Probability of a horizontal flip in training")
 
 
@@ -93,8 +93,6 @@ class VaeModelConfig(UNetSize):
     gan_from_step: OffCount = Field(
         default=50_001, description="First step at which the discriminator is trained and its loss counts"
     )
-    gan_channels: PositiveCount = Field(default=64, description="Channels of the discriminator's first layer")
-    gan_layers: PositiveCount = Field(default=3, description="Number of times the discriminator halves the image")
 
     @model_validator(mode="after")
     def check_perceptual(self) -> Self:
@@ -201,11 +199,9 @@ class VaeConfig(RunConfig):
     """The config of an AutoencoderKL run."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
+        **RunConfig.presets,
         "fast": {"precision.default": "bf16", "train.batch_size": 16},
-        "quality": {"precision.default": "bf16", "ema.enabled": True},
         "lowmem": {"precision.default": "bf16", "train.activation_checkpointing": True, "train.batch_size": 4},
-        "stable": {"precision.default": "fp32", "train.fast": "off", "guard.on_fault": "rollback"},
-        "debug": {"precision.default": "fp32", "train.fast": "off", "train.epochs": 1, "data.num_workers": 0},
     }
     demo: ClassVar[dict[str, Any]] = {
         "data.image_size": 16,
@@ -233,11 +229,10 @@ class DiffusionConfig(RunConfig):
     """The config of a diffusion run."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
+        **RunConfig.presets,
         "fast": {"precision.default": "bf16", "train.batch_size": 64},
         "quality": {"precision.default": "bf16", "model.min_snr_gamma": 5.0, "model.target": "v"},
         "lowmem": {"precision.default": "bf16", "train.activation_checkpointing": True, "train.batch_size": 4},
-        "stable": {"precision.default": "fp32", "train.fast": "off", "guard.on_fault": "rollback"},
-        "debug": {"precision.default": "fp32", "train.fast": "off", "train.epochs": 1, "data.num_workers": 0},
         # Stable Diffusion 1.x: latents, text conditioning, and its beta schedule.
         "sd1": {
             "precision.default": "bf16",

@@ -80,11 +80,11 @@ def open_diffusion_data(config: ImageFolderConfig, conditioning: Conditioning = 
 def _find_images(config: ImageFolderConfig, conditioning: Conditioning) -> CaptionedFolder:
     """Find images with what the model is conditioned on: nothing, classes or captions."""
     root = Path(config.dir or "")
+    train, val, *_ = (*config.folders, "", "")
     layout = FolderLayout(
-        train=config.train_folder,
-        val=config.val_folder,
+        train=train,
+        val=val,
         val_fraction=config.val_fraction,
-        seed=config.split_seed,
         label_column=getattr(config, "label_column", ""),
     )
     if conditioning == "none":

@@ -93,10 +93,7 @@ def build_model(config: VaeConfig, store: Mapping[str, Any] | None = None) -> Va
     set_checkpointing(vae, config.train.activation_checkpointing)
     if not settings.gan_weight:
         return VaeNet(vae, CODEC)
-    critic = build_discriminator(
-        side, channels=settings.gan_channels, num_halvings=settings.gan_layers, setting="model.gan_layers"
-    )
-    return VaeNet(vae, CODEC, critic)
+    return VaeNet(vae, CODEC, build_discriminator(side))
 
 
 class PictureVaeTrainer(VaeTrainer):

@@ -152,7 +152,7 @@ def build_unet(config: RadioDiffConfig, store: Mapping[str, Any]) -> RadioUNet:
         dim=settings.width,
         multipliers=settings.multipliers,
         latent_size=(side, side),
-        windows=(settings.windows, settings.feature_windows),
+        windows=(settings.windows, settings.windows),
         fourier_scale=settings.fourier_scale,
         dropout=settings.dropout,
     )
@@ -191,7 +191,7 @@ class Denoising:
         draws = {
             "posterior_noise": noise.normal(key, num, self.latent, device, stream="posterior"),
             "noise": noise.normal(key, num, self.latent, device, stream="eps"),
-            "time": scale_times(noise.uniform(key, num, (), device, stream="time"), self.config.smallest_time),
+            "time": scale_times(noise.uniform(key, num, (), device, stream="time")),
         }
         if not training:
             draws |= self.draw_sampling_noise(key, num, device)
@@ -231,13 +231,12 @@ class Denoising:
             batch["noise"],
             batch["time"],
             weighted=self.config.weighted_loss,
-            with_l1=self.config.l1,
         )
         return losses.mean(), len(losses)
 
     def sample(self, unet: RadioUNet, features: list[Tensor], batch: Batch) -> Tensor:
         """Sample maps in 0..1 from the batch's noise. `features` is the encoded condition, the same for all steps."""
-        times = list_times(self.steps, split_last=self.config.extra_call, smallest=self.config.smallest_time)
+        times = list_times(self.steps, split_last=self.config.extra_call)
         draws = list(batch["draws"].unbind(1))
         latents = sample_latents(lambda x, time: unet.denoise(x, time, features), batch["start"], draws, times)
         return to_unsigned(self.vae.decode(latents / self.scale))

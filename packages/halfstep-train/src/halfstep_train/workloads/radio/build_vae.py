@@ -60,16 +60,9 @@ def build_model(config: RadioVaeConfig) -> VaeNet:
     """Build the autoencoder and, if it takes part in training, its discriminator."""
     sizes = dump_sizes(config.model.first_stage)
     refuse_uneven(config.data.image_size, get_reduction(sizes))
-    vae, settings = RadioVAE(**sizes), config.model.discriminator
-    critic = None
+    vae, critic = RadioVAE(**sizes), None
     if has_critic(config):
-        critic = build_discriminator(
-            config.data.image_size,
-            image_channels=1,
-            channels=settings.channels,
-            num_halvings=settings.num_halvings,
-            setting="model.discriminator.num_halvings",
-        )
+        critic = build_discriminator(config.data.image_size, image_channels=1)
     model = VaeNet(vae, CODEC, critic)
     set_recompute(model, "blocks" if config.train.activation_checkpointing else "none")
     return model

@@ -16,7 +16,6 @@ from halfstep_train.config.section import CachePath, FilePath, Fraction, OffCoun
 
 Counts = tuple[PositiveCount, ...]
 Window = tuple[PositiveCount, PositiveCount]
-WINDOWS: tuple[Window, ...] = ((8, 8), (4, 4), (2, 2), (1, 1))
 
 
 class RadioDataConfig(DataConfig):
@@ -39,7 +38,6 @@ class RadioDataConfig(DataConfig):
         default=(), description="Maps to validate on, by number; all others except test_maps train. Replaces split"
     )
     test_maps: tuple[int, ...] = Field(default=(), description="Maps to test on, by number; needs val_maps")
-    max_transmitters: OffCount = Field(default=0, description="Transmitters used per map; 0: all")
     threshold: float = Field(
         default=0.0,
         ge=0,
@@ -77,9 +75,7 @@ class FirstStageConfig(Section):
         description="Channels of each level, as multiples of width; all but the last level halve the map",
     )
     num_blocks: PositiveCount = Field(default=2, description="Residual blocks of each level")
-    z_channels: PositiveCount = Field(default=3, description="Channels between encoder and decoder")
     latent_channels: PositiveCount = Field(default=3, description="Channels of the latent")
-    dropout: Fraction = Field(default=0.0, description="Dropout in residual blocks")
 
 
 class DiscriminatorConfig(Section):
@@ -91,10 +87,6 @@ class DiscriminatorConfig(Section):
     )
     weight: float = Field(
         default=0.5, ge=0, description="Weight of the discriminator loss, multiplied by the adaptive weight"
-    )
-    channels: PositiveCount = Field(default=64, description="Channels of the discriminator's first layer")
-    num_halvings: PositiveCount = Field(
-        default=3, description="Number of times the discriminator halves the map (sets its patch size)"
     )
 
 
@@ -135,19 +127,13 @@ class RadioDiffModelConfig(BuiltModelConfig):
     width: PositiveCount = Field(default=128, description="Channels of the U-Net's first level, a multiple of 8")
     multipliers: Counts = Field(default=(1, 2, 4, 4), description="Channels of each level, as multiples of width")
     windows: tuple[Window, ...] = Field(
-        default=WINDOWS, description="Attention window sizes of the condition's encoder, one per level"
-    )
-    feature_windows: tuple[Window, ...] = Field(
-        default=WINDOWS, description="Attention window sizes of the U-Net's feature maps, one per level"
+        default=((8, 8), (4, 4), (2, 2), (1, 1)),
+        description="Attention window sizes of the condition's encoder and of the U-Net's feature maps, one per level",
     )
     fourier_scale: Positive = Field(default=16.0, description="Spread of the time embedding's frequencies")
     dropout: Fraction = Field(default=0.1, description="Dropout of the condition's attention")
     pyramid: PyramidConfig = PyramidConfig()
     weighted_loss: bool = Field(default=True, description="Weight the losses of C and noise by time")
-    l1: bool = Field(default=True, description="Use L1 for half of the loss; false: squared error only")
-    smallest_time: float = Field(
-        default=1e-4, gt=0, lt=1, description="Smallest training time; times are drawn between this and 1"
-    )
     sampling_steps: int = Field(default=1, ge=1, le=1000, description="Sampling steps in validation and prediction")
     extra_call: bool = Field(
         default=True,
@@ -159,7 +145,6 @@ class RadioDiffModelConfig(BuiltModelConfig):
         levels = len(self.multipliers)
         for name, given in (
             ("windows", self.windows),
-            ("feature_windows", self.feature_windows),
             ("pyramid.depths", self.pyramid.depths),
             ("pyramid.num_heads", self.pyramid.num_heads),
         ):
@@ -188,7 +173,6 @@ SMALL_FIRST_STAGE: dict[str, Any] = {
     "model.first_stage.width": 16,
     "model.first_stage.multipliers": (1, 2),
     "model.first_stage.num_blocks": 1,
-    "model.first_stage.z_channels": 4,
     "model.first_stage.latent_channels": 4,
 }
 
@@ -223,7 +207,6 @@ class RadioDiffConfig(RunConfig):
         "model.width": 16,
         "model.multipliers": (1,),
         "model.windows": ((2, 2),),
-        "model.feature_windows": ((2, 2),),
         "model.fourier_scale": 1.0,
         "model.pyramid.width": 32,
         "model.pyramid.depths": (2,),

@@ -102,7 +102,7 @@ def choose_split(settings: RadioDataConfig, tree: RadioTree) -> Split:
 def open_split(settings: RadioDataConfig, tree: RadioTree, split: Split, role: Role, bad_files: BadFiles) -> RadioMaps:
     """Open the maps of a role (training, validation or test); raise DataError if there are none."""
     numbers = split[role]
-    found = check_pictures(tree.list_samples(numbers, most=settings.max_transmitters, bad_files=bad_files), bad_files)
+    found = check_pictures(tree.list_samples(numbers, bad_files=bad_files), bad_files)
     if not found:
         here = tree.list_map_numbers()
         whose = (

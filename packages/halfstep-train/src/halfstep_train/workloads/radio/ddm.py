@@ -45,7 +45,7 @@ def recover_x0(x_t: Tensor, time: Tensor, drift: Tensor, noise: Tensor) -> Tenso
 
 @in_fp32
 def ddm_loss(
-    drift: Tensor, noise: Tensor, x0: Tensor, true_noise: Tensor, time: Tensor, *, weighted: bool, with_l1: bool
+    drift: Tensor, noise: Tensor, x0: Tensor, true_noise: Tensor, time: Tensor, *, weighted: bool, with_l1: bool = True
 ) -> Tensor:
     """Return the loss (B,): squared errors of C and noise, or with L1 the mean of squared and absolute errors.
 

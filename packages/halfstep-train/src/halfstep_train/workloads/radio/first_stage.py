@@ -49,7 +49,7 @@ class FirstStage:
 
 
 def dump_sizes(config: FirstStageConfig) -> dict[str, Any]:
-    return config.model_dump(mode="json")
+    return config.model_dump(mode="json") | {"z_channels": config.latent_channels}
 
 
 def get_reduction(sizes: Mapping[str, Any]) -> int:

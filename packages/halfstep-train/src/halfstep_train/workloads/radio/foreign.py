@@ -15,7 +15,7 @@ from halfstep_train.config.foreign import Foreign, ForeignReader
 
 DATA_NAMES: Mapping[str, Mapping[str, Any]] = {
     "radio": {"data.simulation": "DPM"},
-    "IRT4": {"data.simulation": "IRT4", "data.max_transmitters": 2},
+    "IRT4": {"data.simulation": "IRT4"},
     "DPMCAR": {"data.simulation": "DPM", "data.cars": True},
 }
 """Their data sets that are folders of RadioMapSeer; others need precomputed maps."""
@@ -74,19 +74,15 @@ FIRST_STAGE = {
     "model.first_stage.width": "ddconfig.ch",
     "model.first_stage.multipliers": "ddconfig.ch_mult",
     "model.first_stage.num_blocks": "ddconfig.num_res_blocks",
-    "model.first_stage.z_channels": "ddconfig.z_channels",
     "model.first_stage.latent_channels": "embed_dim",
-    "model.first_stage.dropout": "ddconfig.dropout",
 }
 STAGE2 = {
     "train.accumulate": "trainer.gradient_accumulate_every",
     "model.sampling_steps": "model.sampling_timesteps",
-    "model.smallest_time": "model.eps",
     "model.vae": "model.first_stage.ckpt_path",
     "model.width": "model.unet.dim",
     "model.multipliers": "model.unet.dim_mults",
     "model.windows": "model.unet.window_sizes1",
-    "model.feature_windows": "model.unet.window_sizes2",
     "model.fourier_scale": "model.unet.fourier_scale",
 }
 STAGE1 = {
@@ -108,6 +104,8 @@ BUILT: Mapping[str, Any] = {
     "model.unet.fix_bb": False,
     "model.unet.DPMCARK": False,
     "model.unet.cond_in_dim": 3,
+    "model.use_l1": True,
+    "model.eps": 1e-4,
 }
 """Values of public keys that are supported; any other value selects a method that is not implemented."""
 
@@ -134,9 +132,9 @@ def read_stage2(read: ForeignReader) -> Foreign:
     values |= read.values(STAGE2) | {
         "model.scale_factor": scale if is_fixed and scale is not None else "auto",
         "model.weighted_loss": read("model.weighting_loss", False),
-        "model.l1": read("model.use_l1", True),
         **({"model.weights": finetuned or own} if finetuned or own else {}),
     }
+    read.must_be("model.unet.window_sizes2", read("model.unet.window_sizes1"), why="both have the same windows")
     read("model.unet.channels")  # marks the key as used: the channels follow from the first stage
     if not read("model.unet.without_pretrain", False):
         notes.append(
@@ -184,6 +182,9 @@ def read_shared_values(read: ForeignReader, first_stage: str) -> tuple[dict[str,
             why="attention is in the middle only, as in every public radio config",
             fix="attn_resolutions: []",
         )
+    latent = read(f"{first_stage}.embed_dim")
+    read.must_be(f"{first_stage}.ddconfig.z_channels", latent, why=f"the latent has {latent} channels")
+    read.must_be(f"{first_stage}.ddconfig.dropout", 0.0, why="the autoencoder has no dropout")
     sizes = {ours: f"{first_stage}.{theirs}" for ours, theirs in FIRST_STAGE.items()}
     return {**_read_simulation(read), **read.values(SHARED | sizes), **precision}, notes
 

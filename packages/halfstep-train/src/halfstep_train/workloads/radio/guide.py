@@ -17,7 +17,6 @@ SMALL_UNET: dict[str, Any] = {
     "model.width": 32,
     "model.multipliers": (1, 2),
     "model.windows": ((2, 2), (1, 1)),
-    "model.feature_windows": ((2, 2), (1, 1)),
     "model.pyramid.width": 32,
     "model.pyramid.depths": (2, 2),
     "model.pyramid.num_heads": (2, 4),

@@ -148,13 +148,10 @@ class RadioTree:
         """Return the numbers of the maps that have gains."""
         return tuple(sorted({number for number, _ in self._list_gains()}))
 
-    def list_samples(self, numbers: Sequence[int], *, most: int = 0, bad_files: BadFiles) -> tuple[RadioFiles, ...]:
-        """Return every transmitter of these maps, at most `most` per map (0: all). Those with missing files are
-        reported and left out."""
+    def list_samples(self, numbers: Sequence[int], *, bad_files: BadFiles) -> tuple[RadioFiles, ...]:
+        """Return every transmitter of these maps. Those with missing files are reported and left out."""
         wanted = set(numbers)
         pairs = [(number, transmitter) for number, transmitter in self._list_gains() if number in wanted]
-        if most:
-            pairs = _keep_few_each(pairs, most)
         exists: dict[Path, bool] = {}  # buildings are shared by all transmitters of a map
         complete: list[RadioFiles] = []
         missing: list[Path] = []
@@ -205,14 +202,6 @@ class RadioTree:
                 fix="unpack all of png/, or leave those out: data.on_bad_file=skip",
             )
         )
-
-
-def _keep_few_each(pairs: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int]]:
-    """Return at most `most` transmitters of each map."""
-    kept: dict[int, list[tuple[int, int]]] = {}
-    for pair in pairs:
-        kept.setdefault(pair[0], []).append(pair)
-    return [pair for group in kept.values() for pair in group[:most]]
 
 
 class RadioMaps:

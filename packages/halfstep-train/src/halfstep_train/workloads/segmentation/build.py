@@ -289,7 +289,6 @@ def find_data(config: UNetConfig, bad_files: BadFiles) -> FoundPairs:
     layout = fill_from_settings(PairLayout, data)
     split = Split(
         val_fraction=data.val_fraction,
-        seed=data.split_seed,
         train_list=Path(data.train_list) if data.train_list else None,
         val_list=Path(data.val_list) if data.val_list else None,
     )

@@ -22,7 +22,6 @@ class UNetAugmentConfig(Section):
     brightness: float = Field(
         default=0.1, ge=0, le=1, description="Largest relative change of brightness and contrast; image only"
     )
-    elastic_pixels: float = Field(default=0.0, ge=0, description="Largest elastic displacement in pixels")
 
 
 class UNetDataConfig(DataConfig):
@@ -40,16 +39,6 @@ class UNetDataConfig(DataConfig):
         default="",
         description="Folder of the masks, or a pattern: truth/**/{id}_seg.png; empty: masks, mask, labels or label",
     )
-    image_suffix: str = Field(
-        default="", description="Suffix of image file names after the id that image and mask share"
-    )
-    mask_suffix: str = Field(
-        default="_mask", description="Suffix of mask file names after the id; masks named by the id alone are found too"
-    )
-    image_ext: str = Field(
-        default="", description="File extension of the images to use (.png); empty: any readable one"
-    )
-    mask_ext: str = Field(default="", description="File extension of the masks to use (.npy); empty: any readable one")
     val_images: str = Field(
         default="",
         description="Folder or pattern of the validation images; empty: the usual val folders, or val_fraction",
@@ -65,7 +54,6 @@ class UNetDataConfig(DataConfig):
         default=None, description="Text file with the validation images, one name per line; replaces val_fraction"
     )
     train_list: FilePath = Field(default=None, description="Text file with the training images; default: all others")
-    split_seed: int = Field(default=0, ge=0, description="Seed of the split by val_fraction")
     augment: UNetAugmentConfig = UNetAugmentConfig()
 
     @model_validator(mode="after")

@@ -87,10 +87,8 @@ def find_pairs(root: str | Path | None, *, layout: PairLayout, split: Split, bad
     root = require_folder(root)
     folder, found = find_layout(root, layout)
     parts = [names for names in (found.train, found.val) if names]
-    pairs = [
-        _match_pairs(folder, names, layout, bad_files, some_without_masks=found.some_without_masks) for names in parts
-    ]
-    for path in _find_unpaired_masks(folder, parts, pairs, layout):
+    pairs = [_match_pairs(folder, names, bad_files, some_without_masks=found.some_without_masks) for names in parts]
+    for path in _find_unpaired_masks(folder, parts, pairs):
         bad_files.report(_make_unpaired_error(path, f"an image {found.train.images}"))
     where, has_lists = _describe_location(root, folder, found), split.train_list or split.val_list
     if found.lists and not has_lists:
@@ -118,14 +116,11 @@ def _describe_location(root: Path, folder: Path, found: Layout) -> str:
     return f"{found.name}{': ' if found.name else ''}{found.train}{inside}"
 
 
-def _match_pairs(
-    root: Path, names: PairNames, layout: PairLayout, bad_files: BadFiles, *, some_without_masks: bool
-) -> tuple[Pair, ...]:
+def _match_pairs(root: Path, names: PairNames, bad_files: BadFiles, *, some_without_masks: bool) -> tuple[Pair, ...]:
     """Match the images of a split with their masks, in natural order; report images without a mask as bad files."""
-    image_names = NamePattern(names.images).replace_ending(layout.image_ext)
-    images = _find_one_each(root, image_names, "data.image_ext")
-    mask_names = [NamePattern(text).replace_ending(layout.mask_ext) for text in names.masks]
-    masks = [_find_one_each(root, pattern, "data.mask_ext") for pattern in mask_names]
+    image_names, mask_names = NamePattern(names.images), [NamePattern(text) for text in names.masks]
+    images = _find_one_each(root, image_names, "data.images")
+    masks = [_find_one_each(root, pattern, "data.masks") for pattern in mask_names]
     for pattern, found in ((image_names, images), (mask_names[-1], any(masks))):
         if not found:
             raise _make_no_match_error(root, pattern)
@@ -142,21 +137,19 @@ def _match_pairs(
     if not pairs:
         raise DataError(
             f"no image in {root / image_names.base} has a mask",
-            fix="check the names: data.image_suffix and data.mask_suffix, or a pattern: data.masks=masks/{id}_seg.png",
+            fix="name them by patterns: data.images=imgs/{id}.png data.masks=masks/{id}_seg.png",
         )
     return tuple(pairs)
 
 
-def _find_unpaired_masks(
-    root: Path, parts: Sequence[PairNames], pairs: Sequence[Sequence[Pair]], layout: PairLayout
-) -> list[Path]:
+def _find_unpaired_masks(root: Path, parts: Sequence[PairNames], pairs: Sequence[Sequence[Pair]]) -> list[Path]:
     """Find masks without an image in any split. Splits may share a mask folder, and masks may be in the image
     folder."""
     is_used: dict[Path, bool] = {}
     for names, part in zip(parts, pairs, strict=True):
         ids = {pair.id for pair in part}
         for text in names.masks:
-            for name, path in NamePattern(text).replace_ending(layout.mask_ext).iterate(root):
+            for name, path in NamePattern(text).iterate(root):
                 is_used[path] = is_used.get(path, False) or name in ids
     images = {pair.image for part in pairs for pair in part}
     return sorted(path for path, used in is_used.items() if not used and path not in images)
@@ -221,7 +214,7 @@ def _find_one_each(root: Path, names: NamePattern, key: str) -> dict[str, Path]:
             raise DataError(
                 f"{paths[0]} and {paths[1].name} have the same id {name}",
                 why="halfstep does not know which one to use",
-                fix=f"choose an extension: {key}={paths[0].suffix} (or {paths[1].suffix})",
+                fix=f"choose an extension: {key}={names.text}{paths[0].suffix} (or {paths[1].suffix})",
             )
     return {name: paths[0] for name, paths in found.items()}
 
@@ -230,9 +223,9 @@ def _make_no_match_error(root: Path, names: NamePattern) -> DataError:
     folder = root / names.base
     files = list_images(folder)  # raises if there are none at all
     return DataError(
-        f"no file in {folder} is called {names.text}{names.ending}",
+        f"no file in {folder} is called {names.text}",
         why=f"it holds {list_some(path.name for path in files)}",
-        fix="check data.images, data.masks and their suffixes and endings",
+        fix="check data.images and data.masks",
     )
 
 
@@ -240,7 +233,7 @@ def _make_unpaired_error(path: Path, wanted: str) -> DataError:
     return DataError(
         f"{path} has no partner",
         why=f"it needs {wanted}",
-        fix="add it, correct data.image_suffix or data.mask_suffix, or leave such files out: data.on_bad_file=skip",
+        fix="add it, name both by patterns (data.masks=masks/{id}_seg.png), or skip such files: data.on_bad_file=skip",
     )
 
 

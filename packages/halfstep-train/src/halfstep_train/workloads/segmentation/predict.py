@@ -23,6 +23,7 @@ from torch import Tensor
 from halfstep.errors import ConfigError, DataError
 from halfstep_train.data.files import READABLE_ENDINGS, Array
 from halfstep_train.data.images import read_image, read_image_facts
+from halfstep_train.data.layouts import MASK_SUFFIX
 from halfstep_train.report.progress import Bar
 from halfstep_train.report.results import Answer, Failure
 from halfstep_train.workloads.base.kind import Store
@@ -61,7 +62,7 @@ class MaskPredictor:
     def _write_answer(self, item: Input, classes: Array, out: Path) -> Answer:
         name = item.name.with_suffix("")
         mask_image = Image.fromarray(self.table.to_mask(classes))
-        mask = save_picture(mask_image, out / "masks" / f"{name}{self.config.data.mask_suffix}.png")
+        mask = save_picture(mask_image, out / "masks" / f"{name}{MASK_SUFFIX}.png")
         with allow_any_size():
             image = read_image(item.path, channels=self.store["channels"], raw_scale=self.store["raw_scale"])
         shown = image if image.shape[-1] != 2 else image[..., :1]

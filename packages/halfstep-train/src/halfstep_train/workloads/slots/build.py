@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, format_count
 from halfstep_train.config.section import fill_from_settings
-from halfstep_train.data import noise
 from halfstep_train.data.loader import Batch, Samples
 from halfstep_train.data.seeds import make_generator
 from halfstep_train.models.weights import load_weights_file_
@@ -100,7 +99,6 @@ def build_model(
             num_iterations=m.iterations,
         )
     )
-    model.decoder.chunk = m.decoder_chunk
     if config.train.activation_checkpointing:
         model.decoder.recompute = "blocks"
     return model
@@ -136,7 +134,8 @@ def build_backbone(config: SlotContrastConfig) -> FrozenPart:
             why="halfstep downloads nothing",
             fix="model.backbone_weights=FILE with timm's, the official or Hugging Face's weights, or =random",
         )
-    backbone = build_dinov2(m.backbone, depth=m.backbone_depth, heads=m.backbone_heads, dim=m.backbone_dim)
+    depth, heads, dim = m.backbone_size
+    backbone = build_dinov2(m.backbone, depth=depth, heads=heads, dim=dim)
     if m.backbone_weights != RANDOM:
         load_backbone_(backbone, m.backbone_weights)
     source = "" if m.backbone_weights == RANDOM else m.backbone_weights
@@ -155,7 +154,7 @@ def _note_negatives(config: SlotContrastConfig) -> tuple[str, ...]:
     """Note that accumulation differs from a larger batch: the micro-batch determines the number of negatives per
     slot."""
     t = config.train
-    if not config.model.contrast_weight or not config.model.contrast_batch or (t.accumulate == 1 and not t.auto_batch):
+    if not config.model.contrast_weight or (t.accumulate == 1 and not t.auto_batch):
         return ()
     others = t.batch_size * config.model.slots - 1
     return (
@@ -165,17 +164,14 @@ def _note_negatives(config: SlotContrastConfig) -> tuple[str, ...]:
 
 
 def make_prepare(config: SlotContrastConfig) -> Prepare:
-    """Return the preparation: it converts bytes to the backbone's input, and draws the start of random slots."""
+    """Return the preparation: it converts bytes to the backbone's input."""
     data, m = config.data, config.model
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         pixels = to_unit_pixels(batch["video"], data.image_size, mode="bicubic")  # as upstream
         if m.backbone != "filters":
-            pixels = normalise(pixels, data.normalise)
-        prepared = batch | {"video": pixels} | prepare_masks(batch, data)
-        if m.initial_slots == "random":
-            prepared["draw"] = noise.normal(key, len(pixels), (m.slots, m.slot_dim), pixels.device, stream="slots")
-        return prepared
+            pixels = normalise(pixels)
+        return batch | {"video": pixels} | prepare_masks(batch, data)
 
     return prepare
 
@@ -187,7 +183,7 @@ def make_forward(backbone: nn.Module) -> Forward:
         video = batch["video"]
         with torch.no_grad():
             features = backbone(video.flatten(0, 1)).unflatten(0, video.shape[:2])
-        return model(features, batch.get("draw"), batch.get("is_real"))
+        return model(features, batch.get("is_real"))
 
     return forward
 
@@ -197,12 +193,9 @@ def make_loss(config: SlotContrastConfig) -> Loss:
     m = config.model
 
     def loss(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, float]:
-        total = m.feature_weight * outputs["error"]
+        total = outputs["error"]
         if m.contrast_weight:
-            contrast = slot_contrast(
-                outputs["slots"], temperature=m.temperature, across_batch=m.contrast_batch, is_real=batch.get("is_real")
-            )
-            total = total + m.contrast_weight * contrast
+            total = total + m.contrast_weight * slot_contrast(outputs["slots"], batch.get("is_real"))
         return total, len(batch["video"])
 
     return loss
@@ -217,7 +210,7 @@ def _choose_counting(config: SlotContrastConfig, background_is_labelled: bool) -
     """Return the settings of the metrics; unlabelled pixels never count as background."""
     return {
         "ignore_background": config.model.ignore_background or not background_is_labelled,
-        "skip_empty": config.model.skip_empty or not background_is_labelled,
+        "skip_empty": not background_is_labelled,
     }
 
 
@@ -225,7 +218,7 @@ def _choose_scoring(config: SlotContrastConfig, found: Mapping[str, Any]) -> tup
     """Return the main metric, and a description of how scores are computed."""
     if not found["has_masks"]:
         return "loss", "the validation videos have no masks, so the loss is the metric"
-    side = config.data.mask_size or config.data.image_size
+    side = config.data.image_size
     ignores, skips = _choose_counting(config, found["background_is_labelled"]).values()
     empty = "are left out of FG-ARI" if skips else "count as 1 in FG-ARI, as upstream (`empty`)"
     return (

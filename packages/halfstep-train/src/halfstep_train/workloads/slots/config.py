@@ -21,7 +21,7 @@ Backbone = Literal[
 DINO_PATCH = 14
 
 
-VIDEO_NAMES = frozenset({"data.train_shards", "data.val_shards", "data.val_videos", "data.val_size"})
+VIDEO_NAMES = frozenset({"data.train_shards", "data.val_shards", "data.val_videos"})
 """Settings that refer to the videos of a data folder; they do not apply to the demo data."""
 
 
@@ -50,16 +50,6 @@ class VideoDataConfig(DataConfig):
     flip: Fraction = Field(default=0.0, description="Probability of a horizontal flip of the clip")
 
 
-class SlotVideoConfig(VideoDataConfig):
-    """A folder of videos, with upstream's defaults for MOVi."""
-
-    val_size: OffCount = Field(default=0, description="Expected number of validation clips; 0: any")
-    mask_size: OffCount = Field(default=0, description="Side at which masks are compared; 0: image_size")
-    normalise: Literal["imagenet", "half"] = Field(
-        default="imagenet", description="Mean and deviation of the colours: ImageNet's, or 0.5 and 0.5"
-    )
-
-
 class SlotContrastModelConfig(BuiltModelConfig):
     """A frozen backbone, and a model whose slots reconstruct its features."""
 
@@ -70,41 +60,25 @@ class SlotContrastModelConfig(BuiltModelConfig):
     backbone_weights: FilePath = Field(
         default=None, description="Local file with the backbone's weights (timm's, official or HF names), or random"
     )
-    backbone_depth: OffCount = Field(default=0, description="Blocks of the backbone; 0: from its name")
-    backbone_heads: OffCount = Field(default=0, description="Attention heads of the backbone; 0: from its name")
-    backbone_dim: OffCount = Field(default=0, description="Channels of the backbone; 0: from its name")
+    backbone_size: tuple[OffCount, OffCount, OffCount] = Field(
+        default=(0, 0, 0), description="Blocks, attention heads and channels of the backbone; 0: from its name"
+    )
     patch: PositiveCount = Field(default=8, description="Side of a patch in pixels for filters; DINOv2 has 14")
     slots: PositiveCount = Field(
         default=11, description="Number of slots: objects that can be separated, background included"
     )
     slot_dim: PositiveCount = Field(default=64, description="Channels of a slot")
-    initial_slots: Literal["learned", "random"] = Field(
-        default="learned", description="Initial slots of the first frame: learned, or drawn at random for each clip"
+    iterations: PositiveCount = Field(
+        default=2, description="Slot-attention iterations per frame, one more in the first frame"
     )
-    iterations: PositiveCount = Field(default=2, description="Slot-attention iterations per frame")
-    first_iterations: PositiveCount = Field(default=3, description="Slot-attention iterations in the first frame")
-    slot_mlp: bool = Field(default=True, description="Apply an MLP after each iteration")
-    predictor_blocks: OffCount = Field(default=1, description="Transformer blocks from one frame's slots to the next")
-    predictor_heads: PositiveCount = Field(default=4, description="Attention heads of these blocks")
     decoder_hidden: Annotated[tuple[PositiveCount, ...], Field(min_length=1)] = Field(
         default=(1024, 1024, 1024), description="Hidden channels of the decoder"
     )
-    decoder_chunk: OffCount = Field(
-        default=0, description="Frames decoded at a time; 0: as many as train.memory allows"
-    )
-    feature_weight: OffNumber = Field(default=1.0, description="Weight of the feature reconstruction loss")
     contrast_weight: OffNumber = Field(
         default=0.5, description="Weight of the slot-contrast loss between frames; 0: off"
     )
-    temperature: Positive = Field(default=0.1, description="Temperature of the slot-contrast loss")
-    contrast_batch: bool = Field(
-        default=True, description="Contrast slots across all clips of a micro-batch; false: within each clip only"
-    )
     ignore_background: bool = Field(
         default=True, description="Report FG-ARI, and mBO without label 0; false: count the background as an object"
-    )
-    skip_empty: bool = Field(
-        default=False, description="Leave clips and frames without foreground out of FG-ARI; false: they count as 1"
     )
 
 
@@ -172,7 +146,7 @@ class SlotContrastConfig(RunConfig):
     }
     demo_replaces = VIDEO_NAMES
 
-    data: SlotVideoConfig = SlotVideoConfig()
+    data: VideoDataConfig = VideoDataConfig()
     model: SlotContrastModelConfig = SlotContrastModelConfig()
     optimizer: SlotOptimizerConfig = SlotOptimizerConfig()
     # Adam without weight decay, and strong clipping; after the warmup the learning rate halves until the last step.
@@ -204,6 +178,9 @@ class SlotContrastConfig(RunConfig):
         return self
 
 
+Temperatures = tuple[Positive, Positive, PositiveCount]
+
+
 class SteveModelConfig(ModelConfig):
     """A discrete VAE, an encoder of slots, and a decoder of words."""
 
@@ -214,9 +191,6 @@ class SteveModelConfig(ModelConfig):
     slot_dim: PositiveCount = Field(default=192, description="Channels of a slot")
     iterations: PositiveCount = Field(default=2, description="Iterations of slot attention on each frame")
     cnn_channels: PositiveCount = Field(default=64, description="Channels of the encoder's convolutions")
-    mlp_dim: PositiveCount = Field(default=192, description="Hidden channels of the slot MLP")
-    predictor_blocks: OffCount = Field(default=1, description="Transformer blocks from one frame's slots to the next")
-    predictor_heads: PositiveCount = Field(default=4, description="Attention heads of these blocks")
     dim: PositiveCount = Field(default=192, description="Channels of encoder and decoder")
     decoder_blocks: PositiveCount = Field(default=8, description="Transformer blocks of the decoder")
     dropout: Fraction = Field(default=0.1, description="Dropout in the decoder")
@@ -224,9 +198,10 @@ class SteveModelConfig(ModelConfig):
         default=False,
         description="Straight-through: the VAE's decoder sees one token per position; gradients are the soft mixture's",
     )
-    tau_start: Positive = Field(default=1.0, description="Gumbel-softmax temperature at the first step")
-    tau_final: Positive = Field(default=0.1, description="Gumbel-softmax temperature after tau_steps")
-    tau_steps: PositiveCount = Field(default=30_000, description="Steps of the cosine decay between both temperatures")
+    tau: Temperatures = Field(
+        default=(1.0, 0.1, 30_000),
+        description="Gumbel-softmax temperature: first, last, and the steps of the cosine decay between them",
+    )
     loss: Literal["sum", "mean"] = Field(
         default="sum", description="Reduction of a frame's losses: sum over pixels and tokens, as published, or mean"
     )
@@ -246,10 +221,9 @@ DEMO: dict[str, Any] = {
     "model.slots": 6,
     "model.slot_dim": 64,
     "model.cnn_channels": 32,
-    "model.mlp_dim": 64,
     "model.dim": 64,
     "model.decoder_blocks": 2,
-    "model.tau_steps": 150,
+    "model.tau": (1.0, 0.1, 150),
     "train.batch_size": 8,
     "train.epochs": 4,
     "train.max_steps": 0,
@@ -300,16 +274,16 @@ class WordsModelConfig(SlotContrastModelConfig):
         default=14, description="Side of a token's patch in pixels; 14: one token per backbone patch"
     )
     words_blocks: OffCount = Field(default=4, description="Blocks of the token decoder; 0: train the VAE only")
-    words_heads: PositiveCount = Field(default=4, description="Attention heads of these blocks")
     words_dim: PositiveCount = Field(default=128, description="Channels of the token decoder")
     words_dropout: Fraction = Field(default=0.1, description="Dropout in the token decoder")
     hard: bool = Field(
         default=True,
         description="Straight-through: the VAE's decoder sees one token per position; gradients are the soft mixture's",
     )
-    tau_start: Positive = Field(default=1.0, description="Gumbel-softmax temperature at the first step")
-    tau_final: Positive = Field(default=0.1, description="Gumbel-softmax temperature after tau_steps")
-    tau_steps: PositiveCount = Field(default=10_000, description="Steps of the cosine decay between both temperatures")
+    tau: Temperatures = Field(
+        default=(1.0, 0.1, 10_000),
+        description="Gumbel-softmax temperature: first, last, and the steps of the cosine decay between them",
+    )
     dvae_weight: OffNumber = Field(default=0.5, description="Weight of the VAE's squared error")
     dvae_loss: Reduction = Field(
         default="sum", description="Reduction of a frame's squared error: sum or mean over pixels"
@@ -332,7 +306,7 @@ class WordsConfig(SlotContrastConfig):
         "model.vocabulary": 64,
         "model.words_blocks": 2,
         "model.words_dim": 64,
-        "model.tau_steps": 150,
+        "model.tau": (1.0, 0.1, 150),
         "model.dvae_loss": "mean",
         "train.max_steps": 200,
     }

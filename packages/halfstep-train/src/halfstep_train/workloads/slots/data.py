@@ -22,7 +22,7 @@ from halfstep.errors import DataError, format_count, make_printable
 from halfstep_train.data.files import Array, BadFiles
 from halfstep_train.data.loader import Batch
 from halfstep_train.data.seeds import make_generator
-from halfstep_train.workloads.slots.config import SlotVideoConfig, VideoDataConfig
+from halfstep_train.workloads.slots.config import VideoDataConfig
 from halfstep_train.workloads.slots.video_layouts import VideoSplit, find_videos
 from halfstep_train.workloads.slots.videos import Videos, describe_left_out
 
@@ -130,31 +130,24 @@ def split_by_length(videos: Videos, members: Sequence[int], frames: int) -> tupl
     return [index for index in members if index not in set(short)], errors
 
 
-COLOURS = {
-    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-    "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
-}
-"""Mean and standard deviation of red, green and blue."""
+COLOURS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+"""ImageNet's mean and standard deviation of red, green and blue."""
 
 
-def describe_surprises(data: SlotVideoConfig, clips: ClipData) -> list[str]:
+def describe_surprises(data: VideoDataConfig, clips: ClipData) -> list[str]:
     """Return notes about unexpected properties of the validation videos."""
     notes, found = [], len(clips.val)
-    if data.val_size and data.val_size != found:
-        notes.append(f"data.val_size is {data.val_size}, but there are {format_count(found, 'validation clip')}")
     if found and not clips.has_masks:
         notes.append("not all validation videos have masks: there is no FG-ARI, and the loss selects checkpoints")
     return notes
 
 
-def normalise(pixels: Tensor, how: str) -> Tensor:
+def normalise(pixels: Tensor) -> Tensor:
     """Normalise the colours of frames (B, T, 3, H, W) in 0..1."""
-    mean, deviation = COLOURS[how]
     shape = (1, 1, 3, 1, 1)
     # Create the constants on the device: copying them from the host would synchronise.
     centre, spread = (
-        torch.stack([torch.full((), value, device=pixels.device) for value in values]).view(shape)
-        for values in (mean, deviation)
+        torch.stack([torch.full((), value, device=pixels.device) for value in values]).view(shape) for values in COLOURS
     )
     return (pixels - centre) / spread
 
@@ -166,9 +159,9 @@ def resize_masks(masks: Tensor, side: int) -> Tensor:
     return F.interpolate(masks, (side, side), mode="nearest-exact")
 
 
-def prepare_masks(batch: Mapping[str, Tensor], data: SlotVideoConfig) -> Batch:
+def prepare_masks(batch: Mapping[str, Tensor], data: VideoDataConfig) -> Batch:
     """Return the resized masks of a batch, if it has any."""
-    return {"masks": resize_masks(batch["masks"], data.mask_size or data.image_size)} if "masks" in batch else {}
+    return {"masks": resize_masks(batch["masks"], data.image_size)} if "masks" in batch else {}
 
 
 def make_whole_clips(samples: ClipSamples) -> ClipSamples:

@@ -73,7 +73,7 @@ class SlotEvaluation(PlainEvaluation):
     def change_data_folder(config: RunConfig, folder: Path) -> RunConfig:
         """Return settings for another folder, without shard patterns; if it has no split, all its videos are
         evaluated."""
-        return use_folder(config, folder, train_shards="", val_shards="", val_videos=(), val_size=0, val_fraction=0.0)
+        return use_folder(config, folder, train_shards="", val_shards="", val_videos=(), val_fraction=0.0)
 
     @staticmethod
     def use_all_samples(workload: Workload) -> Workload:

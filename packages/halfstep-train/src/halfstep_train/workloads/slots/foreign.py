@@ -40,6 +40,7 @@ UNUSED = {
         "metrics are computed in validation": "train_metrics",
         "the same workers read both splits (data.num_workers)": "dataset.num_val_workers",
         "an epoch is every video once": "dataset.samples_per_epoch",
+        "validation reads every clip of its shards once": "dataset.val_size",
         "halfstep evaluate --data DIR evaluates others": "dataset.test_shards dataset.test_size dataset.test_pipeline",
         "shards are read by offset, without a cache": "dataset.cache_train dataset.cache_val dataset.cache_dir",
         "lengths are read from the files": "dataset.train_pipeline.video_size dataset.val_pipeline.video_size",
@@ -226,9 +227,11 @@ def _translate_backbone(read: ForeignReader) -> dict[str, Any]:
     return {
         "model.backbone": read(f"{at}.backbone.model"),
         "model.backbone_weights": "random" if is_random else weights,
-        "model.backbone_depth": _find_block(read, kwargs),
-        "model.backbone_dim": kwargs.get("embed_dim"),
-        "model.backbone_heads": kwargs.get("num_heads"),
+        "model.backbone_size": [
+            _find_block(read, kwargs) or 0,
+            kwargs.get("num_heads", 0),
+            kwargs.get("embed_dim", 0),
+        ],
     }
 
 
@@ -249,29 +252,31 @@ def _find_block(read: ForeignReader, kwargs: Mapping[str, Any]) -> int | None:
 
 
 def _translate_slots(read: ForeignReader) -> dict[str, Any]:
-    initial = {"FixedLearnedInit": "learned", "RandomInit": "random", None: None}
-    name = read("model.initializer.name")
-    if name not in initial:
-        raise ConfigError(f"model.initializer.name is {name}", fix="FixedLearnedInit or RandomInit")
+    read.must_be("model.initializer.name", "FixedLearnedInit", why="the slots of the first frame are learned")
     read.must_be("model.grouper.name", "SlotAttention", why="slots are corrected by slot attention")
     read.must_be("model.grouper.use_gru", True, why="slots are updated by a recurrent cell")
+    read.must_be("model.grouper.use_mlp", True, why="an MLP follows each iteration")
     dim = read("model.grouper.slot_dim") or read("model.initializer.dim")
     for key, usual in (("kvq_dim", dim), ("hidden_dim", 4 * dim if dim else None), ("eps", 1e-8), ("inp_dim", dim)):
         read.must_be(f"model.grouper.{key}", usual, why="it follows from the slots' size")
     iterations = read("model.grouper.n_iters", 3)
-    predictor = read.section("model.predictor")
-    if predictor:
-        read.must_be("model.predictor.name", "networks.TransformerEncoder", why="slots are predicted by a transformer")
+    first = read("model.latent_processor.first_step_corrector_args.n_iters", iterations)
+    if first != iterations + 1:
+        raise ConfigError(
+            f"{first} iterations in the first frame and {iterations} in the others",
+            why="the first frame takes one more, as in all published configs",
+            fix=f"model.latent_processor.first_step_corrector_args.n_iters: {iterations + 1}",
+        )
+    if not read.section("model.predictor"):
+        raise ConfigError("model.predictor is missing", why="a transformer block predicts the next frame's slots")
+    read.must_be("model.predictor.name", "networks.TransformerEncoder", why="slots are predicted by a transformer")
+    read.must_be("model.predictor.n_blocks", 1, why="the predictor has one block")
+    read.must_be("model.predictor.n_heads", 4, why="the predictor has 4 attention heads")
     read.note("model", "predictor.dim", "initializer.dim")
     return {
-        "model.initial_slots": initial[name],
         "model.slots": read("model.initializer.n_slots"),
         "model.slot_dim": dim,
         "model.iterations": iterations,
-        "model.first_iterations": read("model.latent_processor.first_step_corrector_args.n_iters", iterations),
-        "model.slot_mlp": read("model.grouper.use_mlp", True),
-        "model.predictor_blocks": read("model.predictor.n_blocks", 1) if predictor else 0,
-        "model.predictor_heads": read("model.predictor.n_heads"),
     }
 
 
@@ -293,7 +298,7 @@ def _translate_decoder(read: ForeignReader) -> dict[str, Any]:
 def _translate_losses(read: ForeignReader) -> dict[str, Any]:
     """Translate losses by their class, with the weights of the same keys; upstream drops a loss of weight 0."""
     losses, weights = read.parts("model.losses"), read.section("model.loss_weights")
-    values: dict[str, Any] = {"model.feature_weight": 0.0 if losses else 1.0, "model.contrast_weight": 0.0}
+    values: dict[str, Any] = {"model.contrast_weight": 0.0}
     if _has_words(read):
         values |= {"model.dvae_weight": 0.0, "model.words_weight": 0.0}
     for key, given in losses.items():
@@ -301,7 +306,10 @@ def _translate_losses(read: ForeignReader) -> dict[str, Any]:
         at = f"model.losses.{key}"
         if kind in COMPARED:
             _refuse_unsupported_parts(read, at, kind)
-            values |= {"model.feature_weight": weight} if kind == "MSELoss" else _translate_contrast(read, at, weight)
+            if kind != "MSELoss":
+                values["model.contrast_weight"] = weight
+            elif weight != 1:
+                raise ConfigError(f"the weight of {at} is {weight}", fix="1, with the other weights relative to it")
         elif kind in (VAE_LOSS, WORDS_LOSS) and _has_words(read):
             values |= _translate_word_loss(given, weight, at)
             read(at)
@@ -310,17 +318,11 @@ def _translate_losses(read: ForeignReader) -> dict[str, Any]:
             read.unused[f"model.loss_weights.{key}"] = "its loss is not used"
             continue
         read(f"model.loss_weights.{key}")
+    if losses and not any(given.get("name") == "MSELoss" for given in losses.values()):
+        raise ConfigError("model.losses has no MSELoss", why="slots reconstruct the backbone's features")
     for key in set(weights) - set(losses):
         read.unused[f"model.loss_weights.{key}"] = "there is no such loss"
     return values
-
-
-def _translate_contrast(read: ForeignReader, at: str, weight: Any) -> dict[str, Any]:
-    return {
-        "model.contrast_weight": weight,
-        "model.temperature": read(f"{at}.temperature", 0.1),
-        "model.contrast_batch": read(f"{at}.batch_contrast", True),
-    }
 
 
 def _refuse_unsupported_parts(read: ForeignReader, at: str, kind: str) -> None:
@@ -332,6 +334,9 @@ def _refuse_unsupported_parts(read: ForeignReader, at: str, kind: str) -> None:
     read.must_be(f"{at}.target_transform", why="features are compared as they are")
     if kind == "MSELoss" and (dim := read("model.encoder.output_transform.inp_dim")):
         read.must_be(f"{at}.pred_dims", [0, dim], why=f"all {dim} features are compared")
+    if kind != "MSELoss":
+        read.must_be(f"{at}.temperature", 0.1, why="it is the temperature of all published configs")
+        read.must_be(f"{at}.batch_contrast", True, why="slots are contrasted with those of all clips")
     read.note(at, "name", "video_inputs", "patch_inputs", "keep_input_dim")
 
 
@@ -346,6 +351,8 @@ def _translate_data(read: ForeignReader) -> dict[str, Any]:
         raise ConfigError(
             f"{val}.transforms.input_size is {val_size}, training's {size}", fix="use the same size for both"
         )
+    read.must_be(f"{val}.transforms.mask_size", size, why="masks are compared at the size of the frames")
+    read.must_be(f"{train}.transforms.use_movi_normalization", False, why="the backbone takes ImageNet's colours")
     for pipeline in (train, val):
         read.note(pipeline, "keys", "transforms.name", "transforms.type", "transforms.crop_type")
         if read(f"{pipeline}.duplicate") is not None:
@@ -362,7 +369,6 @@ def _translate_data(read: ForeignReader) -> dict[str, Any]:
         # Lightning gives every rank a loader with this batch size.
         "per_device_train_batch_size": read("dataset.batch_size", 32),
         "per_device_eval_batch_size": read("dataset.val_batch_size"),
-        "data.val_size": read("dataset.val_size"),
         "data.num_workers": read("dataset.num_workers"),
         "data.image_size": size,
         "data.chunk_size": chunk,
@@ -370,8 +376,6 @@ def _translate_data(read: ForeignReader) -> dict[str, Any]:
         "data.val_chunk_size": read(f"{val}.chunk_size", 6) if uses_chunks else 0,
         "data.crop": CROPS[crop],
         "data.flip": read(f"{train}.transforms.h_flip_prob", 0.0),
-        "data.mask_size": read(f"{val}.transforms.mask_size"),
-        "data.normalise": "half" if read(f"{train}.transforms.use_movi_normalization", False) else "imagenet",
     }
 
 
@@ -404,11 +408,7 @@ SIZES = {
     "model.dvae_checkpointing": "dvae.use_checkpoint",
     "model.words_dim": "steve_decoder.d_model",
     "model.words_blocks": "steve_decoder.num_decoder_blocks",
-    "model.words_heads": "steve_decoder.num_decoder_heads",
     "model.words_dropout": "steve_decoder.dropout",
-    "model.tau_start": "gumbel_start_temp",
-    "model.tau_final": "gumbel_final_temp",
-    "model.tau_steps": "gumbel_anneal_steps",
 }
 """Keys below `model`, by our settings."""
 
@@ -431,6 +431,9 @@ def _translate_words(read: ForeignReader) -> dict[str, Any]:
     read.must_be("model.dvae.img_channels", 3, why="frames have three colours")
     read.must_be("model.dvae.encode_only", False, why="without its decoder nothing trains the VAE")
     values = {ours: read(f"model.{theirs}") for ours, theirs in SIZES.items()}
+    temperatures = {"gumbel_start_temp": 1.0, "gumbel_final_temp": 0.1, "gumbel_anneal_steps": 10_000}
+    values["model.tau"] = [read(f"model.{key}", usual) for key, usual in temperatures.items()]
+    read.must_be("model.steve_decoder.num_decoder_heads", 4, why="the token decoder has 4 attention heads")
     if not read("model.use_steve_decoder", False):
         return values | {"model.words_blocks": 0}
     read.must_be("model.steve_decoder.vocab_size", vocabulary, why=f"the VAE has {vocabulary} tokens")

@@ -20,7 +20,6 @@ class SteveGuide:
         "model.vocabulary": 512,
         "model.slot_dim": 64,
         "model.cnn_channels": 32,
-        "model.mlp_dim": 64,
         "model.dim": 64,
         "model.decoder_blocks": 4,
     }

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -141,20 +141,24 @@ class SlotMetrics(Sums):
         return scores | {name: found[name][1] for name in ("empty", "empty_image")}
 
 
-def slot_contrast(slots: Tensor, *, temperature: float, across_batch: bool, is_real: Tensor | None = None) -> Tensor:
+TEMPERATURE = 0.1
+"""Temperature of the slot-contrast loss in all published configs."""
+
+
+def slot_contrast(slots: Tensor, is_real: Tensor | None = None) -> Tensor:
     """Return the cross-entropy of recognising each slot (B, T, K, D) in the next frame.
 
-    The candidates are all slots of the frame; with `across_batch` those of all clips of the micro-batch, on all ranks.
-    As upstream, the softmax runs over the earlier frame: each slot of frame t + 1 is matched to one of frame t.
+    The candidates are the slots of the frame in all clips of the micro-batch, on all ranks. As upstream, the softmax
+    runs over the earlier frame: each slot of frame t + 1 is matched to one of frame t.
     """
     with fp32_island():
         slots = F.normalize(to_fp32(slots), dim=-1)
-        all_slots, begin = gather_rows(slots) if across_batch else (slots, 0)
+        all_slots, begin = gather_rows(slots)
         if begin + len(slots) > len(all_slots):
             return (
                 all_slots.sum() * 0
             )  # a rank without clips: 0, but with gradients, so that its backward pass takes part
-        logits = compute_cosines(slots, all_slots, across_batch=across_batch) / temperature
+        logits = compute_cosines(slots, all_slots) / TEMPERATURE
         # The correct match is the same slot of the same clip. The clips of this rank start at row `begin` of all clips.
         right = torch.log_softmax(logits, dim=-2).diagonal(offset=-begin * slots.shape[2], dim1=-2, dim2=-1)
         if is_real is None:
@@ -162,42 +166,27 @@ def slot_contrast(slots: Tensor, *, temperature: float, across_batch: bool, is_r
         counts = (
             is_real[:, 1:].unsqueeze(-1).expand(-1, -1, slots.shape[2])
         )  # padding is at the end, so frame t is real if t + 1 is
-        weight = counts.transpose(0, 1).flatten(1) if across_batch else counts.flatten(0, 1)
+        weight = counts.transpose(0, 1).flatten(1)
         # The step weights each rank by its number of clips, which cancels the factor len(slots) / len(all_slots).
-        whole = sum_over_ranks(weight.sum()) * len(slots) / len(all_slots) if across_batch else weight.sum()
+        whole = sum_over_ranks(weight.sum()) * len(slots) / len(all_slots)
         return -(right * weight).sum() / whole.clamp(min=1)
 
 
-def compute_cosines(slots: Tensor, all_slots: Tensor, *, across_batch: bool) -> Tensor:
-    """Return the cosines of normalised slots with those one frame earlier.
-
-    With `across_batch` those of all clips, (T - 1, all B·K, B·K), otherwise of the same clip, (B · (T - 1), K, K).
-    """
-    if across_batch:
-        earlier, later = all_slots[:, :-1].transpose(0, 1).flatten(1, 2), slots[:, 1:].transpose(0, 1).flatten(1, 2)
-        return earlier @ later.transpose(1, 2)
-    return (slots[:, :-1] @ slots[:, 1:].transpose(2, 3)).flatten(0, 1)
+def compute_cosines(slots: Tensor, all_slots: Tensor) -> Tensor:
+    """Return the cosines (T - 1, all B·K, B·K) of normalised slots with those of all clips one frame earlier."""
+    earlier, later = all_slots[:, :-1].transpose(0, 1).flatten(1, 2), slots[:, 1:].transpose(0, 1).flatten(1, 2)
+    return earlier @ later.transpose(1, 2)
 
 
 HALF_LARGEST = 65504.0
 """Largest number of fp16."""
 
 
-class TemperatureSettings(Protocol):
-    """Settings of the Gumbel-softmax temperature."""
-
-    @property
-    def tau_start(self) -> float: ...
-    @property
-    def tau_final(self) -> float: ...
-    @property
-    def tau_steps(self) -> int: ...
-
-
-def compute_temperature(model: TemperatureSettings, step: int) -> float:
-    """Return the temperature at a step: a cosine from tau_start to tau_final over tau_steps."""
-    progress = min(step / model.tau_steps, 1.0)
-    return model.tau_final + (model.tau_start - model.tau_final) * 0.5 * (1 + math.cos(math.pi * progress))
+def compute_temperature(tau: tuple[float, float, int], step: int) -> float:
+    """Return the temperature at a step: a cosine from the first to the last one over a number of steps."""
+    start, final, steps = tau
+    progress = min(step / steps, 1.0)
+    return final + (start - final) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def compute_total_loss(outputs: SteveOutputs, reduction: Literal["sum", "mean"]) -> Tensor:

@@ -21,6 +21,8 @@ from halfstep.errors import ModelError
 from halfstep.islands import fp32_island, to_fp32
 
 EPSILON = 1e-8
+HEADS = 4
+"""Attention heads of predictors and decoders in all published configs."""
 
 
 class Mlp(nn.Module):
@@ -64,15 +66,13 @@ def apply_gates(from_input: Tensor, from_state: Tensor, state: Tensor) -> Tensor
 class SlotAttention(nn.Module):
     """The corrector: slots (B, K, D) attend to the features of one frame for some iterations."""
 
-    def __init__(
-        self, feature_dim: int, slot_dim: int, *, num_iterations: int, first_iterations: int, use_mlp: bool = True
-    ) -> None:
+    def __init__(self, feature_dim: int, slot_dim: int, *, num_iterations: int, first_iterations: int) -> None:
         super().__init__()
         self.to_k = nn.Linear(feature_dim, slot_dim, bias=False)
         self.to_v = nn.Linear(feature_dim, slot_dim, bias=False)
         self.to_q = nn.Linear(slot_dim, slot_dim, bias=False)
         self.gru = nn.GRUCell(slot_dim, slot_dim)
-        self.mlp = Mlp(slot_dim, (4 * slot_dim,), slot_dim, layer_norm=True, residual=True) if use_mlp else None
+        self.mlp = Mlp(slot_dim, (4 * slot_dim,), slot_dim, layer_norm=True, residual=True)
         self.norm_features = nn.LayerNorm(feature_dim)
         self.norm_slots = nn.LayerNorm(slot_dim)
         self.num_iterations, self.first_iterations = num_iterations, first_iterations
@@ -101,7 +101,7 @@ class SlotAttention(nn.Module):
             # Weighted mean over positions. EPSILON keeps a slot that wins no position from being 0/0.
             update = (weights / weights.sum(-1, keepdim=True)) @ to_fp32(values)
         slots = update_recurrently(self.gru, update, state)
-        return (to_fp32(self.mlp(slots)) if self.mlp is not None else slots), shares
+        return to_fp32(self.mlp(slots)), shares
 
 
 class PredictorAttention(nn.Module):
@@ -111,11 +111,10 @@ class PredictorAttention(nn.Module):
     weights and published results depend on that, so it is reproduced here.
     """
 
-    def __init__(self, dim: int, heads: int) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        if dim % heads:
-            raise ModelError(f"{heads} heads for slots of {dim} channels", why="heads must divide channels")
-        self.heads = heads
+        if dim % HEADS:
+            raise ModelError(f"slots of {dim} channels for {HEADS} heads", why="heads must divide channels")
         self.qkv = nn.Linear(dim, 3 * dim)
         self.out_proj = nn.Linear(dim, dim)
         for third in self.qkv.weight.chunk(3):
@@ -125,7 +124,7 @@ class PredictorAttention(nn.Module):
         nn.init.zeros_(self.out_proj.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** 0.5)
         return self.out_proj(attended.transpose(1, 2).flatten(2))
 
@@ -133,9 +132,9 @@ class PredictorAttention(nn.Module):
 class PredictorBlock(nn.Module):
     """Attention and a perceptron, each with a norm before it and a shortcut around it."""
 
-    def __init__(self, dim: int, heads: int) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        self.self_attn = PredictorAttention(dim, heads)
+        self.self_attn = PredictorAttention(dim)
         self.linear1, self.linear2 = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
 
@@ -147,9 +146,9 @@ class PredictorBlock(nn.Module):
 class SlotPredictor(nn.Module):
     """Predict the initial slots of the next frame from the slots of a frame."""
 
-    def __init__(self, dim: int, *, num_blocks: int, heads: int) -> None:
+    def __init__(self, dim: int, *, num_blocks: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(PredictorBlock(dim, heads) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(PredictorBlock(dim) for _ in range(num_blocks))
 
     def forward(self, slots: Tensor) -> Tensor:
         for block in self.blocks:

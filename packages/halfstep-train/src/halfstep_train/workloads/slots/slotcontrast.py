@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from halfstep.islands import fp32_island, to_fp32
 from halfstep_train.workloads.slots.dvae import DVae, compute_word_grid
-from halfstep_train.workloads.slots.slot_attention import Mlp, Processor, SlotAttention, SlotPredictor
+from halfstep_train.workloads.slots.slot_attention import HEADS, Mlp, Processor, SlotAttention, SlotPredictor
 from halfstep_train.workloads.slots.slot_decoder import SlotDecoder
 from halfstep_train.workloads.slots.word_decoder import WordDecoder, make_linear, words_loss
 
@@ -37,11 +36,6 @@ class SlotContrastSize:
     slot_dim: int
     decoder_hidden: tuple[int, ...] = (1024, 1024, 1024)
     num_iterations: int = 2
-    first_iterations: int = 3
-    slot_mlp: bool = True
-    predictor_blocks: int = 1
-    predictor_heads: int = 4
-    initial_slots: Literal["learned", "random"] = "learned"
 
 
 class LearnedSlots(nn.Module):
@@ -51,21 +45,8 @@ class LearnedSlots(nn.Module):
         super().__init__()
         self.slots = nn.Parameter(torch.randn(1, num_slots, dim) * dim**-0.5)
 
-    def forward(self, batch: int, draw: Tensor | None) -> Tensor:
+    def forward(self, batch: int) -> Tensor:
         return self.slots.expand(batch, -1, -1)
-
-
-class RandomSlots(nn.Module):
-    """Initial slots drawn for each clip from a learned normal distribution; the draw is part of the batch."""
-
-    def __init__(self, num_slots: int, dim: int) -> None:
-        super().__init__()
-        self.mean = nn.Parameter(torch.zeros(1, 1, dim))
-        self.log_std = nn.Parameter(torch.full((1, 1, dim), dim**-0.5).log())
-
-    def forward(self, batch: int, draw: Tensor | None) -> Tensor:
-        assert draw is not None, "random slots need a draw"
-        return self.mean + draw * self.log_std.exp()
 
 
 class SlotEncoder(nn.Module):
@@ -85,26 +66,24 @@ class SlotContrast(nn.Module):
     def __init__(self, size: SlotContrastSize) -> None:
         super().__init__()
         self.size = size
-        initial = LearnedSlots if size.initial_slots == "learned" else RandomSlots
-        self.initializer = initial(size.num_slots, size.slot_dim)
+        self.initializer = LearnedSlots(size.num_slots, size.slot_dim)
         self.encoder = SlotEncoder(size.feature_dim, size.slot_dim)
         corrector = SlotAttention(
-            size.slot_dim, size.slot_dim, num_iterations=size.num_iterations,
-            first_iterations=size.first_iterations, use_mlp=size.slot_mlp,
-        )  # fmt: skip
-        predictor = SlotPredictor(size.slot_dim, num_blocks=size.predictor_blocks, heads=size.predictor_heads)
+            size.slot_dim, size.slot_dim, num_iterations=size.num_iterations, first_iterations=size.num_iterations + 1
+        )
+        predictor = SlotPredictor(size.slot_dim, num_blocks=1)
         self.processor = Processor(corrector, predictor)
         self.decoder = SlotDecoder(
             size.slot_dim, size.decoder_hidden, size.feature_dim, num_positions=size.num_positions
         )
 
-    def forward(self, features: Tensor, draw: Tensor | None = None, is_real: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(self, features: Tensor, is_real: Tensor | None = None) -> dict[str, Tensor]:
         """Return `slots` (B, T, K, D), `masks` and `shares` (B, T, K, P), and `error`: the mean squared error.
 
         Padding frames, where `is_real` (B, T) is false, do not count.
         """
         batch, frames = features.shape[:2]
-        sequence = self.processor(to_fp32(self.initializer(batch, draw)), self.encoder(features))
+        sequence = self.processor(to_fp32(self.initializer(batch)), self.encoder(features))
         slots, target = sequence.slots.flatten(0, 1), features.flatten(0, 1)
         # The streamed form gives only the sum over all frames; with padding, the error of each frame is needed.
         if is_real is None:
@@ -146,7 +125,6 @@ class WordsSize:
     vocabulary: int = 512
     dim: int = 128
     num_blocks: int = 4
-    heads: int = 4
     dropout: float = 0.1
     dvae_checkpointing: bool = False
     checkpointing: bool = False
@@ -167,7 +145,7 @@ class SlotContrastWords(SlotContrast):
             rows * columns,
             dim=words.dim,
             num_blocks=words.num_blocks,
-            heads=words.heads,
+            heads=HEADS,
             dropout=words.dropout,
             checkpointing=words.checkpointing,
         )

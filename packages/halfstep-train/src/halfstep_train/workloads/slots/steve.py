@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from halfstep.islands import fp32_island, to_fp32
 from halfstep_train.workloads.slots.dvae import ConvRelu, DVae, compute_word_grid, make_convolution
-from halfstep_train.workloads.slots.slot_attention import apply_gates
+from halfstep_train.workloads.slots.slot_attention import HEADS, apply_gates
 from halfstep_train.workloads.slots.word_decoder import TransformerEncoder, WordDecoder, make_linear, words_loss
 
 WORD_SIDE = 4
@@ -41,12 +41,8 @@ class SteveSize:
     slot_dim: int = 192
     num_iterations: int = 2
     cnn_channels: int = 64
-    mlp_dim: int = 192
-    predictor_blocks: int = 1
-    predictor_heads: int = 4
     dim: int = 192
     decoder_blocks: int = 8
-    decoder_heads: int = 4
     dropout: float = 0.1
 
 
@@ -103,10 +99,7 @@ class SteveEncoder(nn.Module):
             size.dim,
             num_slots=size.num_slots,
             slot_dim=size.slot_dim,
-            mlp_dim=size.mlp_dim,
             num_iterations=size.num_iterations,
-            predictor_blocks=size.predictor_blocks,
-            predictor_heads=size.predictor_heads,
         )
         self.slot_proj = make_linear(size.slot_dim, size.dim, bias=False)
 
@@ -134,7 +127,7 @@ class Steve(nn.Module):
             self.grid[0] * self.grid[1],
             dim=size.dim,
             num_blocks=size.decoder_blocks,
-            heads=size.decoder_heads,
+            heads=HEADS,
             dropout=size.dropout,
             checkpointing=checkpointing,
         )
@@ -196,10 +189,7 @@ class SlotAttentionVideo(nn.Module):
         *,
         num_slots: int,
         slot_dim: int,
-        mlp_dim: int,
         num_iterations: int,
-        predictor_blocks: int,
-        predictor_heads: int,
     ) -> None:
         super().__init__()
         self.num_slots, self.slot_dim, self.num_iterations = num_slots, slot_dim, num_iterations
@@ -214,9 +204,9 @@ class SlotAttentionVideo(nn.Module):
         self.project_v = make_linear(dim, slot_dim, bias=False)
         self.gru = RecurrentCell(slot_dim)
         self.mlp = nn.Sequential(
-            make_linear(slot_dim, mlp_dim, before_relu=True), nn.ReLU(), make_linear(mlp_dim, slot_dim)
+            make_linear(slot_dim, slot_dim, before_relu=True), nn.ReLU(), make_linear(slot_dim, slot_dim)
         )
-        self.predictor = TransformerEncoder(predictor_blocks, slot_dim, predictor_heads, dropout=0.0)
+        self.predictor = TransformerEncoder(1, slot_dim, HEADS, dropout=0.0)
 
     def forward(self, features: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
         """Return slots (B, T, slots, slot_dim) in fp32, and the attention (B, T, positions, slots)."""

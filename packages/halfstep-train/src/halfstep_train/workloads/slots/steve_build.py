@@ -58,7 +58,7 @@ def build_on_samples(config: SteveConfig, store: Store, samples: Samples) -> Wor
 
 def _make_workload(config: SteveConfig, train: Samples, val: Samples, *, about: ClipData | None = None) -> Workload:
     """Build the workload on given samples; `about` adds facts and notes about the data."""
-    tau = Scheduled(lambda step: compute_temperature(config.model, step))
+    tau = Scheduled(lambda step: compute_temperature(config.model.tau, step))
 
     def forward(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         found: SteveOutputs = model(
@@ -144,7 +144,7 @@ def build_with_words_on_samples(config: WordsConfig, store: Store, samples: Samp
 def add_words(plain: Workload, config: WordsConfig) -> Workload:
     """Add the model, random draws and losses of words to SlotContrast's workload."""
     backbone, m = plain.frozen["backbone"].module, config.model
-    tau = Scheduled(lambda step: compute_temperature(m, step))
+    tau = Scheduled(lambda step: compute_temperature(m.tau, step))
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         return plain.prepare(batch, key=key, training=training) | draw_word_keys(batch["video"], key)
@@ -194,7 +194,6 @@ def build_words_model(config: WordsConfig, backbone: nn.Module) -> SlotContrastW
         vocabulary=m.vocabulary,
         dim=m.words_dim,
         num_blocks=m.words_blocks,
-        heads=m.words_heads,
         dropout=m.words_dropout,
         dvae_checkpointing=m.dvae_checkpointing or recomputes,
         checkpointing=recomputes,
