@@ -64,7 +64,8 @@ class HardwareError(HalfstepError):
 def suggest_nearest(name: str, valid: Iterable[str], *, count: int = 3) -> str:
     """Return `did you mean 'a' or 'b'?` for a mistyped name, or list the valid ones if none is similar."""
     names = list(valid)
-    close = difflib.get_close_matches(name.lower(), names, n=count, cutoff=0.5)
+    lowered = {one.lower(): one for one in names}
+    close = difflib.get_close_matches(name.lower(), lowered, n=count, cutoff=0.5)
     if close:
-        return "did you mean " + " or ".join(repr(c) for c in close) + "?"
+        return "did you mean " + " or ".join(repr(lowered[one]) for one in close) + "?"
     return "one of " + ", ".join(names)
