@@ -31,9 +31,7 @@ from whole_runs import newest, resume, stored_lines
 GAN: dict[str, Any] = {
     "model__gan_weight": 0.5,
     "model__gan_from_step": 1,
-    "model__gan_layers": 1,
-    "model__gan_channels": 8,
-    "data__image_size": 16,
+    "data__image_size": 32,
     "model__channels": [8],
 }
 EACH_STEP = {"train__checkpoint_every": 1, "train__checkpoints_total_limit": 0}
@@ -181,8 +179,8 @@ def test_images_too_small_for_vae_or_discriminator_are_refused(data: Path) -> No
     with pytest.raises(ConfigError, match="9 pixels cannot be halved"):
         autoencoder.build(settings("vae", data, data__image_size=9).config)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="data.image_size=8 is too small for a discriminator"):
-        autoencoder.build(settings("vae", data, **{**GAN, "data__image_size": 8, "model__gan_layers": 3}).config)  # type: ignore[arg-type]
-    odd = {**GAN, "data__image_size": 12, "model__gan_layers": 1}  # it halves what is left without counting on 2**n
+        autoencoder.build(settings("vae", data, **{**GAN, "data__image_size": 8}).config)  # type: ignore[arg-type]
+    odd = {**GAN, "data__image_size": 36}  # it halves what is left without counting on 2**n
     autoencoder.build(settings("vae", data, **odd).config)  # type: ignore[arg-type]
 
 

@@ -147,11 +147,12 @@ def print_text(console: Console, text: Text) -> None:
     """
     if console.is_terminal:
         text = text.copy()
-        text.plain = "\n".join(_break_line(line, console.width) for line in text.plain.split("\n"))
+        text.plain = "\n".join(break_line(line, console.width) for line in text.plain.split("\n"))
     console.print(text, soft_wrap=True)
 
 
-def _break_line(line: str, width: int) -> str:
+def break_line(line: str, width: int) -> str:
+    """Break a line between words; the next lines get its indentation."""
     # Not rich's wrapping, which folds or crops a word longer than the terminal.
     indent = " " * (len(line) - len(line.lstrip()))
     return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
