@@ -24,7 +24,7 @@ def test_torchvision_loads_what_classifiers_export(workload: str, settings: dict
     models: Any = pytest.importorskip("torchvision.models")
     path = _run(workload, tmp_path / "run", {"train.max_steps": 2, "data.image_size": 32, **settings})
     report = Told(path).report
-    export(path, to="safetensors", format="fp32", out=tmp_path / "out", checkpoint="best", trust=False, report=report)
+    export(path, to="safetensors", format="fp32", out=tmp_path / "out", report=report)
     run = open_run(path)
     trained = build(run.config, run.store).model
     trained = load_weights(run, trained, choose_plan(run, trained, device="cpu", precision="fp32"))

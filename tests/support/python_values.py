@@ -595,19 +595,13 @@ def train(name: str, device: torch.device, fast: Any) -> Trained:
     return Trained([one.loss for one in outcomes], weights, noted, modes, step._fast.why_eager)
 
 
-EAGER_ON_GPU = ("item",)
-"""Cases that a GPU does not capture: a number that is read from a tensor."""
-
-
 def assert_same(name: str, device: torch.device) -> None:
     eager, fast = train(name, device, "off"), train(name, device, "graph")
     assert fast.losses == eager.losses
     assert all(torch.equal(one, other) for one, other in zip(fast.weights, eager.weights, strict=True))
     assert fast.noted == eager.noted
     expected = CASES[name](device).why_eager
-    if device.type == "cuda" and name in EAGER_ON_GPU:
-        assert fast.why_eager
-    elif expected:
+    if expected:
         assert expected in fast.why_eager
     else:
         assert fast.why_eager == ""

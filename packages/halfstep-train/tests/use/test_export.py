@@ -23,7 +23,7 @@ from tiny_runs import Told
 
 
 def export_run(run: Path, to: str, format: str, out: Path) -> ExportResult:
-    return export(run, to=to, format=format, out=out, checkpoint="best", trust=False, report=Told(run).report)
+    return export(run, to=to, format=format, out=out, report=Told(run).report)
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +57,8 @@ def test_transformers_loads_what_gpt2_exports(gpt2: Path, tmp_path: Path) -> Non
     transformers: Any = pytest.importorskip("transformers")
     found = export_run(gpt2, "safetensors", "bf16", tmp_path / "out")
     model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    size = sum(weight.numel() for weight in model.parameters())
     assert model.config.n_positions == 16
-    assert found.bytes_after > 2 * size  # bf16
+    assert {value.dtype for value in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
     assert found.after["perplexity"] == pytest.approx(found.before["perplexity"], rel=0.05)
 
 
@@ -71,6 +70,9 @@ def test_onnx_has_the_scores_of_the_run(trained_resnet: Path, tmp_path: Path, fo
     assert found.largest_difference < {"fp32": 1e-4, "fp16": 0.02, "int8": 0.5}[format]
     assert found.after["loss"] == pytest.approx(found.before["loss"], rel=0.1)
     assert (found.quantised_share or 0.0) > (0.95 if format == "int8" else -1.0)
+    assert b"site-packages" not in (tmp_path / "out" / "model.onnx").read_bytes()
+    facts = json.loads((tmp_path / "out" / "preprocessing.json").read_text())
+    assert (facts["size"], len(facts["classes"]), facts["mean"]) == (32, 10, [0.485, 0.456, 0.406])
     assert run_onnx(tmp_path / "out" / "model.onnx", torch.randn(5, 3, 32, 32)).shape == (5, 10)
 
 
@@ -80,6 +82,7 @@ def test_onnx_of_a_language_model_takes_any_length(gpt2: Path, tmp_path: Path) -
     assert found.after["perplexity"] == pytest.approx(found.before["perplexity"], rel=1e-4)
     logits = run_onnx(tmp_path / "out" / "model.onnx", torch.zeros(3, 7, dtype=torch.int64))
     assert logits.shape[:2] == (3, 7)
+    assert (tmp_path / "out" / "halfstep_tokenizer.json").exists()
 
 
 @pytest.mark.slow
@@ -102,6 +105,18 @@ def run_onnx(path: Path, x: torch.Tensor) -> Any:
     arguments = [str(path), str(x.numpy().dtype), *map(str, x.shape)]
     called = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
     return torch.empty([int(side) for side in called.stdout.split()], device="meta")
+
+
+def test_a_failed_export_leaves_nothing_behind(
+    trained_unet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("halfstep_train.use.export.write_safetensors", stop)
+    with pytest.raises(KeyboardInterrupt):
+        export_run(trained_unet, "safetensors", "fp32", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- refusals ---

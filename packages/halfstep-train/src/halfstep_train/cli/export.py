@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from halfstep.errors import ConfigError, suggest_install
+from halfstep.errors import ConfigError, DataError, suggest_install
 from halfstep_train.cli.options import Checkpoint, Json, RunFolder, Trust, option, refuse_bad_run
 
 FORMATS = {"safetensors": ("fp32", "fp16", "bf16"), "onnx": ("fp32", "fp16", "int8")}
@@ -21,6 +21,10 @@ def command(
     format: Annotated[
         str, option("Format of the weights; bf16 for safetensors, int8 for onnx.", metavar="fp32|fp16|bf16|int8")
     ] = "fp32",
+    data: Annotated[
+        Path | None,
+        option("Where the run's data are now, or other data to score on.", "--data", "--data-dir", metavar="DIR"),
+    ] = None,
     out: Annotated[Path | None, option("New folder.", metavar="DIR", show_default="RUN/export/TO-FORMAT")] = None,
     checkpoint: Checkpoint = "best",
     trust: Trust = False,
@@ -40,6 +44,8 @@ def command(
     """
     refuse_wrong_formats(to, format)
     refuse_bad_run(run, out)
+    if data is not None and not data.exists():
+        raise DataError(f"--data {data} does not exist", fix="give a data folder, or a file if the run trained on one")
     refuse_wrong_family(run, trust=trust)
     from rich.console import Console
 
@@ -48,7 +54,7 @@ def command(
     from halfstep_train.use.export import export, show_export
 
     report = RunReport(run, console=Console(stderr=True))
-    found = export(run, to=to, format=format, out=out, checkpoint=checkpoint, trust=trust, report=report)
+    found = export(run, to=to, format=format, report=report, data=data, out=out, checkpoint=checkpoint, trust=trust)
     if as_json:
         typer.echo(found.to_json())
     else:
@@ -81,10 +87,10 @@ def refuse_wrong_family(run: Path, *, trust: bool) -> None:
     if kind.export_command:
         return
     fix = f"`halfstep predict {run}` uses its weights"
-    if kind.export is not None:
-        fix = f"use {run / 'model'}, which training wrote in the format of other programs"
-    elif workload not in KINDS:
+    if workload not in KINDS:
         fix = "torch.onnx.export(model, ...) in your code, as docs/export.md shows"
+    elif kind.export is not None:
+        fix = f"use {run / 'model'}, which training wrote in the format of other programs"
     raise ConfigError(
         f"{workload} cannot be exported",
         why="this works for U-Net, ResNet, ViT and GPT-2, which take one tensor",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import statistics
 import tempfile
 import warnings
@@ -23,16 +24,17 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.disk import write_atomically
+from halfstep.disk import find_unused_path, open_atomic_folder, write_atomically
 from halfstep.errors import ConfigError, format_bytes
 from halfstep.hardware.clock import Stopwatch
 from halfstep.step.randomness import choose_algorithms
 from halfstep.tensor_files import write_tensors
 from halfstep_train.report.console import dump_json, make_columns_table, make_pairs_table, print_text
 from halfstep_train.report.run_report import RunReport
+from halfstep_train.run.folder import refuse_used_folder
 from halfstep_train.run.frozen_modules import name_lost_files
 from halfstep_train.use.evaluate import LoadedModel, load_data
-from halfstep_train.use.open_run import choose_plan, load_weights, make_fresh_folder, open_run
+from halfstep_train.use.open_run import choose_plan, load_weights, open_run
 from halfstep_train.workloads import KINDS
 from halfstep_train.workloads.base.kind import Export, ExportCommand, load_part
 from halfstep_train.workloads.base.using import PlainEvaluation
@@ -71,7 +73,7 @@ class ExportResult:
     """Time of one sample on this CPU: in torch, and below in onnxruntime."""
     ms_after: float | None
     largest_difference: float | None
-    """Between the outputs for some validation samples."""
+    """Between the outputs for the first validation samples."""
     quantised_share: float | None
     warning: str
     seconds: float
@@ -81,7 +83,15 @@ class ExportResult:
 
 
 def export(
-    path: Path, *, to: str, format: str, out: Path | None, checkpoint: str, trust: bool, report: RunReport
+    path: Path,
+    *,
+    to: str,
+    format: str,
+    report: RunReport,
+    data: Path | None = None,
+    out: Path | None = None,
+    checkpoint: str = "best",
+    trust: bool = False,
 ) -> ExportResult:
     """Write the weights in a format, and compare the scores of the run's weights with those of the written file."""
     clock = Stopwatch()
@@ -91,12 +101,15 @@ def export(
     assert command is not None, "the command line refuses other families"
     evaluating_as: Any = load_part(kind.evaluate.evaluation) if kind.evaluate else PlainEvaluation
     with name_lost_files(run.frozen):
-        config, workload = load_data(run, evaluating_as, None, report)
+        config, workload = load_data(run, evaluating_as, data, report)
     plan = choose_plan(run, workload.model, device="cpu", precision="fp32")
     for note in (*run.notes, *plan.warnings):
         report.notice(note, "warning")
+    target = out or find_unused_path(run.folder.path / "export" / f"{to}-{format}")
+    refuse_used_folder(target)
+    # Hidden until everything is written and scored: an interrupted export leaves nothing behind.
     with (
-        make_fresh_folder(out, run.folder.path / "export" / f"{to}-{format}") as folder,
+        open_atomic_folder(target, replaces=True) as folder,
         choose_algorithms(deterministic=config.train.deterministic),
     ):
         model = load_weights(run, workload.model, plan, values=workload.values)
@@ -116,6 +129,8 @@ def export(
             largest = max(_compare(model, written, one) for one in shown)
             ms_after = _time_sample(written, x)
         after = _score(replace(loaded, model=written), evaluating_as, folder / "after")
+        facts = load_part(command.describe)(config, run.store, folder)
+        write_atomically(folder / "preprocessing.json", dump_json(facts) + "\n")
         files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
         is_picture = {file: file.parent != folder for file in files}
         found = ExportResult(
@@ -125,7 +140,7 @@ def export(
             weights=run.weights,
             to=to,
             format=format,
-            files=tuple(str(file) for file in (*files, folder / "export.json")),
+            files=tuple(str(target / file.relative_to(folder)) for file in (*files, folder / "export.json")),
             metric=workload.metric,
             before=before,
             after=after,
@@ -190,17 +205,19 @@ def write_safetensors(
 ) -> nn.Module:
     """Write the weights, in the layout of public implementations where there is one, and return a model that has read
     them back."""
-    weights = {
-        name: (value.to(dtype) if value.is_floating_point() else value).contiguous()
-        for name, value in model.state_dict().items()
-    }
     written = copy.deepcopy(model)
     if write is None:
+        weights = {
+            name: (value.to(dtype) if value.is_floating_point() else value).contiguous()
+            for name, value in model.state_dict().items()
+        }
         write_tensors(folder / "model.safetensors", weights, {"format": "pt"})
         written.load_state_dict(load_file(folder / "model.safetensors"))
     else:
         assert command.read is not None, "a family that writes a layout of its own also reads it"
-        write(weights, folder, torch.device("cpu"))
+        write(model.state_dict(), folder, torch.device("cpu"))
+        path = folder / "model.safetensors"
+        write_tensors(path, {name: value.to(dtype) for name, value in load_file(path).items()}, {"format": "pt"})
         load_part(command.read)(written, folder)
     return written
 
@@ -260,7 +277,21 @@ def write_onnx(loaded: LoadedModel, command: ExportCommand, path: Path, format: 
                 why=" ".join(str(error).split())[:300],
                 fix="--to safetensors, or a model without custom code",
             ) from error
-        return _quantise(loaded, command, target, path) if format == "int8" else None
+        share = _quantise(loaded, command, target, path) if format == "int8" else None
+    if num_bytes <= ONE_FILE_BYTES:
+        _remove_traces(path)
+    return share
+
+
+def _remove_traces(path: Path) -> None:
+    """Remove the stack traces that torch notes at each operation: they name folders of this machine."""
+    import onnx
+
+    stored = onnx.load(str(path))
+    for node in stored.graph.node:
+        node.ClearField("metadata_props")
+        node.ClearField("doc_string")
+    onnx.save(stored, str(path))
 
 
 def _quantise(loaded: LoadedModel, command: ExportCommand, source: Path, target: Path) -> float:
@@ -288,15 +319,9 @@ def _quantise(loaded: LoadedModel, command: ExportCommand, source: Path, target:
         activation_type=QuantType.QUInt8,
     )  # fmt: skip
     stored = onnx.load(str(target)).graph.initializer
-    num_quantised = sum(_count(one) for one in stored if one.data_type == onnx.TensorProto.INT8)
+    quantised = [one for one in stored if one.data_type == onnx.TensorProto.INT8]
+    num_quantised = sum(math.prod(one.dims) for one in quantised if not one.name.endswith("zero_point"))
     return num_quantised / sum(weight.numel() for weight in loaded.model.parameters())
-
-
-def _count(stored: Any) -> int:
-    count = 1
-    for side in stored.dims:
-        count *= side
-    return count if stored.dims else 0  # zero points of whole tensors are no weights
 
 
 @contextmanager
@@ -338,7 +363,7 @@ def show_export(found: ExportResult, console: Console) -> None:
     console.print(make_columns_table(columns, left=[""]), soft_wrap=True)
     console.print()
     if found.largest_difference is not None:
-        console.print(f"largest difference of an output from halfstep: {found.largest_difference:.3g}")
+        console.print(f"largest difference from halfstep, {NUM_COMPARED} samples: {found.largest_difference:.3g}")
     if found.quantised_share is not None:
         console.print(f"weights quantised to int8: {found.quantised_share:.1%}")
     if found.warning:

@@ -119,6 +119,9 @@ class ExportCommand:
 
     input: str
     """The tensor of a batch that the model takes."""
+    describe: Part
+    """(config, store, folder) -> facts by which other programs prepare an input and read an output. It may write files
+    into the folder."""
     longest: Part | None = None
     """(config) -> the longest sequence that the model takes, if the second dimension of the input is one."""
     read: Part | None = None

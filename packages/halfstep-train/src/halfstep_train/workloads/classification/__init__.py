@@ -20,7 +20,7 @@ KIND = Kind.from_package(
     kept=("model.replace_head",),
     reads_packs=True,
     task="classification",
-    export_command=ExportCommand("image"),
+    export_command=ExportCommand("image", ".build:describe_export"),
     usual="resnet50",
     sample=SampleUnit(name="image", size=lambda config: f"{config.data.image_size} pixels"),
     synthetic=replace(SYNTHETIC, peer_prepare=".build:make_peer_prepare"),

@@ -24,7 +24,7 @@ from halfstep_train.workloads.base.guiding import choose_side
 from halfstep_train.workloads.base.import_path import import_callable
 from halfstep_train.workloads.base.kind import Store
 from halfstep_train.workloads.base.workload import Prepare, Workload
-from halfstep_train.workloads.classification.augment import SCALE, SHIFT, ImageChanges, prepare_images
+from halfstep_train.workloads.classification.augment import MEAN, SCALE, SHIFT, STD, ImageChanges, prepare_images
 from halfstep_train.workloads.classification.config import (
     SMALL_CHANGES,
     SMALL_SIDE,
@@ -33,7 +33,7 @@ from halfstep_train.workloads.classification.config import (
     ResNetConfig,
     ViTConfig,
 )
-from halfstep_train.workloads.classification.data import get_evaluation_size, open_image_data
+from halfstep_train.workloads.classification.data import get_evaluation_share, get_evaluation_size, open_image_data
 from halfstep_train.workloads.classification.guide import Guide, measure_sides
 from halfstep_train.workloads.classification.resnet import ResNet, build_resnet
 from halfstep_train.workloads.classification.scores import ClassificationMetrics, Mixing, classification_loss, mix
@@ -151,6 +151,21 @@ def build_model(config: ClassifierConfig, store: Mapping[str, Any]) -> nn.Module
     """Build the model without data, as prediction needs it."""
     build = _build_known_model if config.model.path is None else _build_custom_model
     return build(config, len(store["classes"]))
+
+
+def describe_export(config: ClassifierConfig, store: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return what the model takes and returns."""
+    side = get_evaluation_size(config.data)
+    return {
+        "input": f"RGB image, float32 (N, 3, {side}, {side}): (x / 255 - mean) / std",
+        "output": "logits (N, classes); softmax gives probabilities",
+        "mean": MEAN,
+        "std": STD,
+        "size": side,
+        "crop": get_evaluation_share(config.data, store),
+        "resize": "the centre square with `crop` of the shorter side, bilinear (Pillow, reducing_gap=2.0)",
+        "classes": store["classes"],
+    }
 
 
 def load_start_weights_(model: nn.Module, path: str, *, replace_head: bool) -> None:

@@ -19,7 +19,9 @@ KIND = Kind.from_package(
     config=LanguageConfig,
     kept=("data.tokenizer", "model.vocab"),
     task="language",
-    export_command=ExportCommand("tokens", longest=".config:get_context", read=".build:read_export_"),
+    export_command=ExportCommand(
+        "tokens", ".build:describe_export", longest=".config:get_context", read=".build:read_export_"
+    ),
     usual="gpt2",
     export=".build:export",
     sample=SampleUnit(

@@ -231,3 +231,18 @@ def export(
 def read_export_(model: GPT2, folder: Path) -> None:
     """Load the weights that `export` wrote."""
     load_gpt2_(model, folder, has_its_tokenizer=True)
+
+
+def describe_export(config: LanguageConfig, store: Store, folder: Path) -> dict[str, Any]:
+    """Return what the model takes and returns, and write its tokenizer."""
+    tokenizer = load_stored_tokenizer(store)
+    if tokenizer is not None:
+        save_tokenizer(tokenizer, folder)
+    return {
+        "input": "token ids, int64 (N, tokens)",
+        "output": "logits of the next token (N, tokens, vocab)",
+        "vocab": store["vocab"],
+        "context": get_context(config),
+        "end_of_text": tokenizer.end if tokenizer is not None else None,
+        "tokenizer": "tokenizer.json (Hugging Face), or halfstep_tokenizer.json: ids are positions in its alphabet",
+    }

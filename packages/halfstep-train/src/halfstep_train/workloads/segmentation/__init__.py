@@ -16,7 +16,7 @@ KIND = Kind.from_package(
     config=UNetConfig,
     kept=("model.classes", "model.ignore_index", "data.channels", "data.scale"),
     task="segmentation",
-    export_command=ExportCommand("image"),
+    export_command=ExportCommand("image", ".build:describe_export"),
     hint=".scores:hint_at_single_class",
     sample=SampleUnit(name="image", size=lambda config: f"{config.data.image_size} pixels"),
     evaluate=EvaluateCommand(

@@ -335,6 +335,21 @@ def choose_image_side(config: UNetConfig, scan: Scan) -> tuple[int, str]:
     return side, f"{side}: {pictures}, so a larger size would only upscale them (data.image_size)"
 
 
+def describe_export(config: UNetConfig, store: Store, folder: Path) -> dict[str, Any]:
+    """Return what the model takes and returns."""
+    side, channels = store["image_size"], store["channels"]
+    return {
+        "input": f"image, float32 from 0 to 1 (N, {channels}, {side}, {side}): x / 255 for 8 bits, x / raw_scale else",
+        "output": f"logits (N, {store['num_classes']}, {side}, {side}): the largest is the class; of one channel, > 0",
+        "size": side,
+        "resize": "bicubic (Pillow) to the size; `halfstep predict` scales by `factors` instead and computes tiles",
+        "factors": store["resize"],
+        "channels": channels,
+        "raw_scale": store["raw_scale"],
+        "mask_values": [str(value) for value in read_table(store).values],
+    }
+
+
 def make_random_store(config: UNetConfig) -> dict[str, Any]:
     return {
         "channels": 3 if config.data.channels == "auto" else config.data.channels,
