@@ -20,18 +20,17 @@ pytestmark = pytest.mark.ranks
 
 CLIPS = torch.randn(5, 3, 2, 6, generator=torch.Generator().manual_seed(1))
 REAL = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 1]], dtype=torch.bool)
-CASES: dict[str, tuple[list[int], bool, bool]] = {
-    "two and two": ([2, 2], True, False),
-    "three and two": ([3, 2], True, False),
-    "five and none": ([5, 0], True, False),
-    "with frames that fill up": ([3, 2], True, True),
-    "within clips": ([2, 2], False, False),
+CASES: dict[str, tuple[list[int], bool]] = {
+    "two and two": ([2, 2], False),
+    "three and two": ([3, 2], False),
+    "five and none": ([5, 0], False),
+    "with frames that fill up": ([3, 2], True),
 }
-"""By case: clips of each process, across the batch, with frames that are not real."""
+"""By case: clips of each process, and whether some frames are not real."""
 
 
-def contrast(net: nn.Module, clips: Tensor, real: Tensor | None, *, across: bool) -> Tensor:
-    return slot_contrast(net(clips), temperature=0.2, across_batch=across, is_real=real)
+def contrast(net: nn.Module, clips: Tensor, real: Tensor | None) -> Tensor:
+    return slot_contrast(net(clips), is_real=real)
 
 
 def balance(net: nn.Module, clips: Tensor) -> Tensor:
@@ -53,13 +52,13 @@ def scenario(rank: int, size: int, port: int) -> dict[str, Any]:
     where = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", where, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     found = {}
-    for name, (rows, across, filled) in CASES.items():
+    for name, (rows, filled) in CASES.items():
         net = made()
         model = DistributedDataParallel(net)
         own = slice(sum(rows[:rank]), sum(rows[: rank + 1])) if rows[rank] else slice(0, 1)
         gathers: list[int] = []
         with gather_over_ranks(rows, rank, lambda gathers=gathers: gathers.append(1)):
-            loss = contrast(model, CLIPS[own], REAL[own] if filled else None, across=across)
+            loss = contrast(model, CLIPS[own], REAL[own] if filled else None)
         share = loss * rows[rank] / sum(rows)
         (share * size).backward()  # DDP takes the mean
         dist.all_reduce(loss := share.detach().clone())
@@ -79,14 +78,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradients_are_those_of_one_process(name: str, found: list[dict[str, Any]]) -> None:
-    rows, across, filled = CASES[name]
+    rows, filled = CASES[name]
     net, num = made(), sum(rows)
-    whole = contrast(net, CLIPS[:num], REAL[:num] if filled else None, across=across)
+    whole = contrast(net, CLIPS[:num], REAL[:num] if filled else None)
     whole.backward()
     for loss, own, gathers in (ranks[name] for ranks in found):
         torch.testing.assert_close(loss, whole.detach(), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(own, gradients(net), rtol=1e-4, atol=1e-6)
-        assert gathers == across
+        assert gathers
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -98,5 +97,5 @@ def test_a_discriminators_weight_is_that_of_the_whole_batch(name: str, found: li
 
 def test_one_process_gathers_nothing() -> None:
     net = made()
-    expected = contrast(net, CLIPS[:2], None, across=True)
-    assert not torch.equal(expected, contrast(net, CLIPS[:4], None, across=True))
+    expected = contrast(net, CLIPS[:2], None)
+    assert not torch.equal(expected, contrast(net, CLIPS[:4], None))
