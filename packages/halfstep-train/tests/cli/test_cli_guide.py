@@ -320,7 +320,7 @@ def test_a_person_sees_what_was_measured_and_ctrl_c_after_it_leaves_nothing_behi
         shown = " ".join(person.expect("Which one?", within_s=200).split())
         person.type("\x03")
         code, _ = person.end()
-    assert "samples/s (an estimate from measured matmuls and convolutions)" in shown
+    assert "samples/s" in shown
     assert "probably a few times as long (an estimate)" in shown
     assert "; an estimate)" in shown
     assert code == 128 + signal.SIGINT
